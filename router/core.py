@@ -18,10 +18,9 @@ from router.directory.directory import Directory
 from router.directory.drift import DriftChecks
 from router.known_replicas import KnownReplicas
 from router.observe.counters import RouterCounters
-from router.observe.demand import RecentTimes, RequestTimes, WorkingSet
+from router.observe.demand import RecentTimes, RequestTimes, TtftOverhead, WorkingSet
 from router.observe.explain import explain
 from router.observe.state import regret_state, router_state, sane_stats
-from router.observe.ttft_overhead import TtftOverhead
 from router.policy.candidates import RoutingView
 from router.policy.costs import estimate
 from router.policy.policies import POLICIES, Policy, least_loaded
@@ -132,16 +131,13 @@ class RoutingCore:
             self._known.drop(replica_id)
             self.counters.decisions_by_replica.pop(replica_id, None)
 
-    def apply(self, replica_id: str, epoch: str, events: Iterable[Event]) -> None:
+    def apply(self, replica_id: str, events: Iterable[Event]) -> None:
         """Take one feed message's events; events of unknown replicas are ignored."""
         with self._lock:
-            self._known.apply(replica_id, epoch, events, self._clock())
+            self._known.apply(replica_id, events, self._clock())
 
     def decide(self, request: RoutedRequest, blocked: Collection[str] = ()) -> Decision | None:
-        """Choose a replica and reserve its work in one step; None while every replica is full.
-
-        ``blocked``: replicas that Serve says are full.
-        """
+        """Choose a replica and reserve its work; None while all are full. ``blocked``: who is full as Serve says."""
         started_s = self._clock()
         with self._lock:
             decision = self._decide(request, blocked, started_s)
@@ -167,20 +163,14 @@ class RoutingCore:
             self._known.release(decision.reservation)
 
     def rerouted(self, decision: Decision, load: LoadReport) -> None:
-        """Take back a decision that a replica did not follow, and learn the load that it told instead.
-
-        The same request may be decided about again, with ``RoutedRequest.rerouted`` one higher.
-        """
+        """Take back a decision that a replica did not follow, and learn the load that it told instead."""
         with self._lock:
             self._known.release(decision.reservation)
             self._known.told(decision.replica_id, load, self._clock())
             self.counters.rerouted += 1
 
     def explain(self, request: RoutedRequest, policies: Collection[str]) -> dict[str, Any]:
-        """Say what each of ``policies`` would decide about a request now, and from what; JSON-able.
-
-        Reserves and counts nothing, and draws no random number: the next ``decide`` chooses what is said here.
-        """
+        """Say what each policy would decide now, and why; JSON-able. Counts nothing: the next ``decide`` does that."""
         with self._lock:
             now_s = self._clock()
             self._known.expire(now_s)
@@ -198,11 +188,7 @@ class RoutingCore:
     def record_delivered(
         self, decision: Decision, cached_tokens: int, ttft_s: float, chain: bytes = b"", *, stored: bool = True
     ) -> None:
-        """Count what the replica really reused and how long the first token took.
-
-        ``chain``: the request's block hashes, to find out why less than predicted was reused. ``stored``: whether its
-        blocks stay in the replica.
-        """
+        """Count what was really reused and how long the first token took. ``stored``: its blocks stay there."""
         with self._lock:
             selected, held = decision.selected_cached_tokens, 0
             if cached_tokens < selected:

@@ -12,11 +12,14 @@ from router.directory.drift import DriftChecks
 from router.directory.pending_prefixes import PendingPrefixes
 from router.load.load_table import LoadTable
 from router.load.lora_residency import LoraResidency
-from router.load.silent_feeds import SilentFeeds
 from router.protocol.events import BlocksStored, CacheCleared, CacheDigest, Event, LoadReport, StatsReport
 
-_SILENT = "silent"
-"""The epoch of what is known of a replica while its feed is silent; its own, with its next snapshot, ends it."""
+SILENT_S = 5.0
+"""A replica reports its load at least once a second. Whose feed told nothing for so long, and does not answer for a
+snapshot either, is silent, as where a network is cut in two: what it told is old, and of its cache only what its own
+answers show is known. What comes another way, as with a request that is sent back, is not its feed's."""
+
+_LOOK_S = 0.5
 
 
 class KnownReplicas:
@@ -36,7 +39,9 @@ class KnownReplicas:
         self.is_live: Callable[[str], bool] | None = None
         self.resync: Callable[[str], None] | None = None
         self.drift = DriftChecks()
-        self._silent = SilentFeeds()
+        self._heard_s: dict[str, float] = {}
+        self._silent: set[str] = set()
+        self._looked_s = 0.0
         self.forget_blocks(block_size, max_blocks)
 
     def forget_blocks(self, block_size: int, max_blocks: int) -> None:
@@ -49,10 +54,7 @@ class KnownReplicas:
                 self.resync(replica_id)
 
     def update(self, replica_ids: Iterable[str], away: Collection[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Make the set equal to ``replica_ids`` and return who was added and who was removed.
-
-        ``away``: who of the others is kept; those that were not known before are ignored.
-        """
+        """Make the set equal to ``replica_ids``, keep those ``away``, and return who was added and who was removed."""
         wanted = dict.fromkeys(replica_ids)
         known = set(self.loads.replica_ids)
         self.away = frozenset(replica_id for replica_id in known.intersection(away) if replica_id not in wanted)
@@ -68,7 +70,8 @@ class KnownReplicas:
     def drop(self, replica_id: str) -> None:
         """Forget a replica; unknown ids are ignored."""
         self.away -= {replica_id}
-        self._silent.forget(replica_id)
+        self._heard_s.pop(replica_id, None)
+        self._silent.discard(replica_id)
         for number in self.loads.remove_replica(replica_id):
             self.pending.discard(number)
         self.directory.remove_replica(replica_id)
@@ -76,11 +79,12 @@ class KnownReplicas:
         self.stats.pop(replica_id, None)
         self.drift.forget(replica_id)
 
-    def apply(self, replica_id: str, epoch: str, events: Iterable[Event], now_s: float) -> None:
+    def apply(self, replica_id: str, events: Iterable[Event], now_s: float) -> None:
         """Take one feed message's events; those of unknown replicas are ignored."""
         if replica_id not in self.loads.replicas:
             return
-        self._silent.heard(replica_id, now_s)
+        self._heard_s[replica_id] = now_s
+        self._silent.discard(replica_id)
         cache_events: list[Event] = []
         for event in events:
             if isinstance(event, LoadReport):
@@ -89,13 +93,13 @@ class KnownReplicas:
             elif isinstance(event, StatsReport):
                 self.stats[replica_id] = event
             elif isinstance(event, CacheDigest):
-                self.directory.apply(replica_id, epoch, cache_events)
+                self.directory.apply(replica_id, cache_events)
                 cache_events.clear()
                 self._compare(replica_id, event, now_s)
             else:
                 cache_events.append(event)
         if cache_events:
-            self.directory.apply(replica_id, epoch, cache_events)
+            self.directory.apply(replica_id, cache_events)
 
     def _compare(self, replica_id: str, digest: CacheDigest, now_s: float) -> None:
         """Compare the directory with a digest, unless blocks are known to be missing: a snapshot is under way then."""
@@ -116,7 +120,7 @@ class KnownReplicas:
     def computed(self, replica_id: str, chain: bytes) -> None:
         """Note a prompt whose first token came: where the feed does not say so, its blocks are there all the same."""
         if self.is_silent(replica_id) and chain:
-            self.directory.apply(replica_id, _SILENT, (BlocksStored(chain),))
+            self.directory.apply(replica_id, (BlocksStored(chain),))
 
     def release(self, reservation: int) -> None:
         """End a reservation; again is harmless."""
@@ -127,7 +131,11 @@ class KnownReplicas:
         """End reservations that are too old, and forget what was told by those whose feeds have fallen silent."""
         for number in self.loads.expire(now_s):
             self.pending.discard(number)
-        if self.is_live is not None:
-            for replica_id in self._silent.fallen_silent(self.is_live, now_s):
+        if self.is_live is None or now_s - self._looked_s < _LOOK_S:
+            return
+        self._looked_s = now_s
+        for replica_id, heard_s in self._heard_s.items():
+            if now_s - heard_s >= SILENT_S and replica_id not in self._silent and not self.is_live(replica_id):
+                self._silent.add(replica_id)
                 self.loads.disbelieve(replica_id)
-                self.directory.apply(replica_id, _SILENT, (CacheCleared(),))
+                self.directory.apply(replica_id, (CacheCleared(),))

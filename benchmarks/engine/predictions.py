@@ -118,7 +118,7 @@ class Routed:
                     self._removed |= dict.fromkeys(gone, self._number)
                 elif isinstance(event, CacheCleared):
                     self._cleared = self._number
-        self.core.apply(REPLICA, "one life", events)
+        self.core.apply(REPLICA, events)
 
     def number(self) -> int:
         """Return the number of the last events so far."""

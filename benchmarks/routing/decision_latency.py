@@ -61,11 +61,11 @@ def measure_routing(workload: RoutingWorkload) -> dict[str, float]:
         started = time.perf_counter()
         for name in holders:
             for message in messages:
-                core.apply(name, "epoch", (message,))
+                core.apply(name, (message,))
         spent_s += time.perf_counter() - started
     grown = resident_bytes() - before
     for name, report in reports(workload):
-        core.apply(name, "epoch", (report,))
+        core.apply(name, (report,))
     open_decisions, taken_s, cached = [], [], 0
     # Made one by one, as an ingress hashes a prompt and then asks: the chain is in the CPU's caches.
     for number, (chain, key) in enumerate(workload.queries()):

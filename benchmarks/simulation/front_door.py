@@ -19,7 +19,6 @@ from router.protocol.request import Decision, RoutedRequest
 from router.settings import PolicySettings, RouterSettings
 
 RAY_PREFIX = "ray_prefix"
-EPOCH = "simulated"
 
 Submit = Callable[[SimulatedRequest, Decision], LoadReport | None]
 """Gives a request to the chosen replica; returns the load because of which that one sends it back."""
@@ -51,7 +50,7 @@ class FrontDoor:
 
     def take(self, replica_id: str, events: tuple[Event, ...]) -> None:
         """Take one feed message."""
-        self.core.apply(replica_id, EPOCH, events)
+        self.core.apply(replica_id, events)
 
     def send(self, request: SimulatedRequest, submit: Submit, rerouted: int = 0) -> None:
         """Send a request to a replica that takes it. ``rerouted``: how often one has sent it back."""

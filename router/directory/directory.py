@@ -1,6 +1,6 @@
 """Which replica holds which block: hints from the feeds, asked on every routing decision.
 
-Owns the map block -> holders over all replicas, tiers and epochs; only the replica's own cache decides. A replica
+Owns the map block -> holders over all replicas and tiers; only the replica's own cache decides. A replica
 that holds a block holds the blocks before it too, so ``match`` bisects. A hole (a lost or refused hint) can only make
 a prediction wrong.
 """
@@ -47,7 +47,7 @@ class Directory:
 
     @property
     def num_blocks(self) -> int:
-        """Distinct blocks remembered, those of gone epochs included until they are swept."""
+        """Distinct blocks remembered, those of who is gone or was cleared included until they are swept."""
         return self._table.num_entries
 
     @property
@@ -104,17 +104,11 @@ class Directory:
         if replica is not None:
             self._retire_slots(replica)
 
-    def apply(self, replica_id: str, epoch: str, events: Iterable[Event]) -> None:
-        """Take one replica's events in order. Another epoch than the last one forgets what was known before.
-
-        Events of a replica that was not added are ignored; load and stats events are not for here.
-        """
+    def apply(self, replica_id: str, events: Iterable[Event]) -> None:
+        """Take one replica's events in order; those of an unknown replica are ignored, and all but cache events."""
         replica = self._replicas.get(replica_id)
         if replica is None:
             return
-        if epoch != replica.epoch:
-            self._retire_slots(replica)
-            replica.epoch = epoch
         for event in events:
             if isinstance(event, BlocksStored):
                 self._store(replica_id, replica, event)
@@ -126,7 +120,7 @@ class Directory:
             self.sweep(1 + self._dead.bit_count() // 64)
 
     def sweep(self, shards: int = 1) -> bool:
-        """Drop entries of gone epochs from the next ``shards`` shards; ``apply`` does this as it goes.
+        """Drop what nobody holds any more from the next ``shards`` shards; ``apply`` does this as it goes.
 
         Returns whether there may be more of them.
         """
@@ -197,10 +191,7 @@ class Directory:
         return tokens
 
     def tiers(self, chain: bytes, match: Mapping[str, int]) -> dict[str, dict[str, int]]:
-        """Return by replica and tier how many tokens of its matched prefix lie there; one may lie in several.
-
-        ``match``: as ``match(chain)`` returned it. Looks at every matched block: for explanations, not decisions.
-        """
+        """Return by replica and tier how many tokens of its match lie there; looks at all blocks: not for decisions."""
         slots = {name: self._replicas[name].slot_of_tier for name in match}
         found: dict[str, dict[str, int]] = {name: dict.fromkeys(tiers, 0) for name, tiers in slots.items()}
         depth = max(match.values(), default=0) // self.block_size

@@ -1,7 +1,7 @@
 """Who holds a block: a replica's slots, and interned sets of slots.
 
-A slot is a bit position, one for each tier of a replica; a set of slots is one bit mask, stored once and named by a
-small id with a reference count. Blocks of one prefix mostly share their holders, so a million blocks need few sets.
+A slot is a bit position, one for each tier of a replica. Blocks of one prefix mostly share their holders, so a million
+blocks need few sets.
 """
 
 from __future__ import annotations
@@ -15,12 +15,8 @@ from router.directory.key_table import Change
 
 @dataclass(slots=True)
 class ReplicaSlots:
-    """One replica's slots: a bit for each tier that it named. ``home`` stands for the replica in folded masks.
+    """One replica's slots, a bit for each tier; ``xor_of_tier``: of its blocks' words (see ``block_word``)."""
 
-    ``xor_of_tier``: of the words of the blocks held (see ``block_word``). ``refused_blocks``: hints without room.
-    """
-
-    epoch: str = ""
     slot_of_tier: dict[str, int] = field(default_factory=dict)
     blocks_of_tier: dict[str, int] = field(default_factory=dict)
     xor_of_tier: dict[str, int] = field(default_factory=dict)

@@ -32,11 +32,7 @@ def block_keys(hashes: bytes) -> list[int]:
 
 
 class KeyTable:
-    """Key -> value (below 2^``VALUE_BITS``) with bounded entries. Not thread-safe.
-
-    By shard: ``words`` of its slots, the slot mask in ``masks``; for look-ups in line, never to write. A word is 0
-    where a slot is free.
-    """
+    """Key -> value; ``words`` (0: free) and slot ``masks`` of its shards are for look-ups in line. Not thread-safe."""
 
     def __init__(self, max_entries: int) -> None:
         self.max_entries = max_entries
@@ -74,12 +70,9 @@ class KeyTable:
     def update(
         self, keys: list[int], step: Callable[[int], int], max_entries: int | None = None
     ) -> tuple[list[Change], int]:
-        """Replace every key's value v (0: absent) by ``step(v)`` (0: remove); return what changed.
+        """Replace each key's value v (0: absent) by the function ``step(v)`` (0: remove); return what changed.
 
-        The second figure is the XOR of the changed keys' words (see ``block_word``).
-
-        ``step`` is asked once for each distinct old value, so it must be a function. A new key beyond
-        ``max_entries`` (the table's own, or a lower one for this call) is refused and counted in ``num_refused``.
+        And the XOR of the changed keys' words (see ``block_word``). New keys beyond ``max_entries`` are refused.
         """
         limit = self.max_entries if max_entries is None else max_entries
         shard_mask = self.shard_mask

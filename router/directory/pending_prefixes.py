@@ -1,8 +1,6 @@
 """Prefixes that a replica is computing right now, before its cache can say so.
 
-A short memory of this router's unreleased decisions by placement key, so that a second request for a cold prompt
-follows the first instead of computing it elsewhere. Entries are hints. Hash chains make the common prefix of two
-prompts a bisection over equality of single hashes.
+A short memory of unreleased decisions by placement key, so that a second request for a cold prompt follows the first.
 """
 
 from __future__ import annotations

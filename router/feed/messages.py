@@ -1,7 +1,6 @@
 """What crosses the feed: the advertised endpoint, numbered messages, snapshot requests and snapshot chunks.
 
-A snapshot request is its nonce alone, 8 bytes, which every chunk of the answer repeats. Chunk 0 opens a snapshot that
-is consistent with sequence number ``seq``.
+A snapshot request is its nonce alone, which every chunk of the answer repeats.
 """
 
 from __future__ import annotations
@@ -19,20 +18,15 @@ MAX_MESSAGE_BYTES = 4 << 20
 
 
 class FeedEndpoint(msgspec.Struct, frozen=True):
-    """Where one replica's feed is; travels as a plain dict in the replica's metadata.
-
-    ``public_key``: the publisher's CURVE key (Z85 text). It authenticates the publisher, and only who was told it
-    can connect.
-    """
+    """Where a replica's feed is, and its CURVE key (Z85), which authenticates it: only who was told can connect."""
 
     pub_address: str
     snapshot_address: str
     public_key: str
-    epoch: str
 
     def to_dict(self) -> dict[str, str]:
         """Return the JSON-able form."""
-        return {str(name): str(value) for name, value in msgspec.structs.asdict(self).items()}
+        return msgspec.structs.asdict(self)
 
     @classmethod
     def from_dict(cls, values: Any) -> FeedEndpoint:
@@ -41,10 +35,8 @@ class FeedEndpoint(msgspec.Struct, frozen=True):
 
 
 class FeedMessage(msgspec.Struct, frozen=True, array_like=True):
-    """One message of one replica's feed. ``seq`` rises by one a message within an ``epoch`` (one process life)."""
+    """One message of one replica's feed. ``seq`` rises by one a message."""
 
-    replica_id: str
-    epoch: str
     seq: int
     events: tuple[Event, ...]
 
@@ -52,8 +44,6 @@ class FeedMessage(msgspec.Struct, frozen=True, array_like=True):
 class SnapshotChunk(msgspec.Struct, frozen=True, array_like=True):
     """One piece of a snapshot, a bounded number of blocks."""
 
-    replica_id: str
-    epoch: str
     seq: int
     nonce: bytes
     index: int
@@ -63,10 +53,7 @@ class SnapshotChunk(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(slots=True)
 class FeedCounters:
-    """What the reading end of all feeds counts; every number only rises.
-
-    ``gaps``: messages missed and asked for again as a snapshot; ``malformed``: messages that were not believed.
-    """
+    """What the reading end of all feeds counts. ``gaps``: in the order of messages; ``malformed``: not believed."""
 
     messages: int = 0
     gaps: int = 0

@@ -1,7 +1,6 @@
 """The replica's end of the feed: a PUB socket for messages, a ROUTER socket that answers snapshot requests.
 
-Owns the sockets, a fresh CURVE key pair and a thread, and never waits for listeners: one that is too slow loses
-messages, notices the gap and asks for a snapshot.
+A listener that is too slow is not waited for: it loses messages, notices the gap and asks for a snapshot.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from threading import Lock, Thread
-from uuid import uuid4
 
 import zmq
 
@@ -44,11 +42,11 @@ class FeedPublisher:
         replica_id: str,
         *,
         host: str = "127.0.0.1",
-        max_blocks_per_message: int = 2048,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Bind to random ports of ``host``."""
-        self._sequencer = FeedSequencer(replica_id, uuid4().hex, max_blocks_per_message)
+        self._replica_id = replica_id
+        self._sequencer = FeedSequencer()
         self._clock = clock
         self._lost = 0
         self._behind_since_s: float | None = None
@@ -77,7 +75,7 @@ class FeedPublisher:
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         ports = [bound.bind_to_random_port(f"tcp://{host}") for bound in (self._pub, self._router)]
         pub_address, snapshot_address = (f"tcp://{host}:{port}" for port in ports)
-        self.endpoint = FeedEndpoint(pub_address, snapshot_address, public_key.decode(), self._sequencer.epoch)
+        self.endpoint = FeedEndpoint(pub_address, snapshot_address, public_key.decode())
 
     @property
     def mirror_drifts(self) -> int:
@@ -141,35 +139,29 @@ class FeedPublisher:
                         stopping = self._stopping
                         batches, self._waiting = self._waiting, deque()
                     for events in batches:
-                        self._publish_or_lose(events)
+                        self._publish(events)
                 try:
                     busy = self._answer()
                 except Exception:
-                    logger.exception("a snapshot of %s was not sent", self._sequencer.replica_id)
+                    logger.exception("a snapshot of %s was not sent", self._replica_id)
                     busy = False
         finally:
             self._context.destroy(linger=0)
 
-    def _publish_or_lose(self, events: Sequence[Event]) -> None:
+    def _publish(self, events: Sequence[Event]) -> None:
+        """Send events to whoever listens, or lose them; never blocks."""
         try:
-            self._publish(events)
+            for message in self._sequencer.publish(events):
+                self._pub.send(message)
         except Exception:
-            logger.exception("events of %s were not published", self._sequencer.replica_id)
+            logger.exception("events of %s were not published", self._replica_id)
             with self._lock:
                 self._lost += 1
         else:
             self._behind_since_s = None
 
-    def _publish(self, events: Sequence[Event]) -> None:
-        """Send events to whoever listens; never blocks."""
-        for message in self._sequencer.publish(events):
-            self._pub.send(message)
-
     def _answer(self) -> bool:
-        """Take waiting snapshot requests and send some chunks, to each in turn; True while chunks are left to send.
-
-        Never blocks.
-        """
+        """Take requests and send each asker some chunks; True while chunks are left to send. Never blocks."""
         self._take_requests()
         for _ in range(_CHUNKS_A_TURN):
             if not self._streams:

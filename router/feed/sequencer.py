@@ -59,26 +59,18 @@ class BlockMirror:
 
 
 class FeedSequencer:
-    """Numbers and encodes one replica's events for one process life (``epoch``)."""
+    """Numbers and encodes the events of one replica, which has one feed in its life."""
 
-    def __init__(self, replica_id: str, epoch: str, max_blocks_per_message: int = 2048) -> None:
-        if max_blocks_per_message < 1:
-            raise ValueError("max_blocks_per_message must be at least 1")
-        self.replica_id = replica_id
-        self.epoch = epoch
+    def __init__(self, max_blocks_per_message: int = 2048) -> None:
         self.seq = 0
         self.mirror = BlockMirror()
         self.mirror_drifts = 0
         """Digests that the mirror did not agree with. Routers are not told of them: they know the mirror."""
         self._max_bytes = max_blocks_per_message * HASH_BYTES
         self._latest: dict[type[Event], Event] = {}
-        self._packed: tuple[int, dict[str, bytes]] = (0, {})
 
     def publish(self, events: Iterable[Event]) -> list[bytes]:
-        """Apply events to the mirror and return the messages that carry them, usually one.
-
-        A message holds at most ``max_blocks_per_message`` blocks, so that no listener's loop stalls on one.
-        """
+        """Apply events to the mirror and return their messages, usually one, so small that no listener stalls on it."""
         messages: list[bytes] = []
         batch: list[Event] = []
         room = self._max_bytes
@@ -101,13 +93,8 @@ class FeedSequencer:
         return messages
 
     def snapshot(self, nonce: bytes) -> Iterator[bytes]:
-        """Return the chunks of a snapshot of this moment; later events do not change them.
-
-        Snapshots of one moment share their memory.
-        """
-        if self._packed[0] != self.seq or not self.seq:
-            self._packed = (self.seq, self.mirror.tiers())
-        return self._chunks(nonce, self.seq, self._packed[1], tuple(self._latest.values()))
+        """Return the chunks of a snapshot of this moment; later events do not change them."""
+        return self._chunks(nonce, self.seq, self.mirror.tiers(), tuple(self._latest.values()))
 
     def _chunks(self, nonce: bytes, seq: int, tiers: dict[str, bytes], reports: tuple[Event, ...]) -> Iterator[bytes]:
         pieces = (piece for tier, hashes in tiers.items() for piece in self._pieces(BlocksStored(hashes, tier)))
@@ -115,10 +102,7 @@ class FeedSequencer:
         while True:
             following = tuple(islice(pieces, 1))
             last = not following
-            chunk = SnapshotChunk(
-                self.replica_id, self.epoch, seq, nonce, index, last, events + reports if last else events
-            )
-            yield encode(chunk)
+            yield encode(SnapshotChunk(seq, nonce, index, last, events + reports if last else events))
             if last:
                 return
             index, events = index + 1, following
@@ -132,4 +116,4 @@ class FeedSequencer:
 
     def _message(self, events: list[Event]) -> bytes:
         self.seq += 1
-        return encode(FeedMessage(self.replica_id, self.epoch, self.seq, tuple(events)))
+        return encode(FeedMessage(self.seq, tuple(events)))

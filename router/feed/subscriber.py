@@ -12,27 +12,30 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 import zmq
 import zmq.asyncio
 
 from router.feed.messages import MAX_MESSAGE_BYTES, FeedCounters, FeedEndpoint
-from router.feed.resequencer import FeedResequencer, ResequencerSettings
+from router.feed.resequencer import FeedResequencer
 from router.protocol.events import Event
 
 logger = logging.getLogger(__name__)
 
+_MAX_QUEUED_MESSAGES = 2000
 _TICK_S = 0.02
 _LARGE_BYTES = 4096
 _SMALL_MESSAGES_A_TURN = 16
 
-DeliverFrom = Callable[[str, str, tuple[Event, ...]], None]
-"""(replica_id, epoch, events)."""
+DeliverFrom = Callable[[str, tuple[Event, ...]], None]
+"""(replica_id, events)."""
 
 
 @dataclass(slots=True)
 class _Feed:
+    replica_id: str
     endpoint: FeedEndpoint
     resequencer: FeedResequencer
     sub: zmq.asyncio.Socket
@@ -43,22 +46,10 @@ class _Feed:
 class FeedSubscriber:
     """Follows feeds. Every method is for the loop it runs in."""
 
-    def __init__(
-        self,
-        deliver: DeliverFrom,
-        counters: FeedCounters,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        rng: Random | None = None,
-        settings: ResequencerSettings | None = None,
-        max_queued_messages: int = 2000,
-    ) -> None:
+    def __init__(self, deliver: DeliverFrom, counters: FeedCounters) -> None:
         self._deliver = deliver
         self._counters = counters
-        self._clock = clock
-        self._rng = rng or Random()  # noqa: S311 (nonces only tell answers apart)
-        self._settings = settings
-        self._max_queued_messages = max_queued_messages
+        self._rng = Random()  # noqa: S311 (nonces only tell answers apart)
         self._context = zmq.asyncio.Context()
         self._public_key, self._secret_key = zmq.curve_keypair()
         self._feeds: dict[str, _Feed] = {}
@@ -70,7 +61,7 @@ class FeedSubscriber:
         return frozenset(self._feeds)
 
     def is_live(self, replica_id: str) -> bool:
-        """Whether a followed feed has delivered its snapshot and everything since that has arrived."""
+        """Whether a followed feed has delivered all that is known of."""
         feed = self._feeds.get(replica_id)
         return feed is not None and feed.resequencer.live
 
@@ -94,7 +85,7 @@ class FeedSubscriber:
         try:
             for made in (sub, dealer):
                 made.setsockopt(zmq.LINGER, 0)
-                made.setsockopt(zmq.RCVHWM, self._max_queued_messages)
+                made.setsockopt(zmq.RCVHWM, _MAX_QUEUED_MESSAGES)
                 made.setsockopt(zmq.SNDHWM, 8)
                 made.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
                 made.setsockopt(zmq.RECONNECT_IVL, 100)
@@ -111,13 +102,8 @@ class FeedSubscriber:
             dealer.close(0)
             raise
 
-        def deliver(epoch: str, events: tuple[Event, ...]) -> None:
-            self._deliver(replica_id, epoch, events)
-
-        resequencer = FeedResequencer(
-            replica_id, endpoint.epoch, deliver, self._counters, self._rng, self._clock(), self._settings
-        )
-        feed = self._feeds[replica_id] = _Feed(endpoint, resequencer, sub, dealer)
+        resequencer = FeedResequencer(partial(self._deliver, replica_id), self._counters, self._rng, time.monotonic())
+        feed = self._feeds[replica_id] = _Feed(replica_id, endpoint, resequencer, sub, dealer)
         loop = asyncio.get_running_loop()
         feed.tasks = (
             loop.create_task(self._read(feed, sub, resequencer.on_delta)),
@@ -153,10 +139,10 @@ class FeedSubscriber:
             data = await source.recv()
             assert isinstance(data, bytes)
             try:
-                take(data, self._clock())
+                take(data, time.monotonic())
             except Exception:
                 self._counters.malformed += 1
-                logger.exception("a message of the feed of %s could not be applied", feed.resequencer.replica_id)
+                logger.exception("a message of the feed of %s could not be applied", feed.replica_id)
             small += 1
             if len(data) > _LARGE_BYTES or small >= _SMALL_MESSAGES_A_TURN:
                 small = 0
@@ -165,7 +151,7 @@ class FeedSubscriber:
     async def _tick(self) -> None:
         """Ask for the snapshots that are due, all feeds in turn."""
         while True:
-            now_s = self._clock()
+            now_s = time.monotonic()
             for feed in list(self._feeds.values()):
                 nonce = feed.resequencer.poll(now_s)
                 if nonce is not None:
@@ -179,4 +165,4 @@ class FeedSubscriber:
             feed.resequencer.request_unsent()  # not connected (yet): it asks again after its backoff
         except zmq.ZMQError:
             feed.resequencer.request_unsent()
-            logger.warning("cannot ask %s for a snapshot", feed.resequencer.replica_id, exc_info=True)
+            logger.warning("cannot ask %s for a snapshot", feed.replica_id, exc_info=True)

@@ -7,16 +7,15 @@ higher numbers are added. Time is passed in.
 
 from __future__ import annotations
 
-from collections import deque
-from typing import TypeVar
+from collections import OrderedDict
+from collections.abc import Mapping
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from router.load.peer_routers import PeerRouters
-from router.load.replica_load import ReplicaLoad, clamped
+from router.load.replica_load import PULL_PRICE, ReplicaLoad, clamped
 from router.protocol.events import LoadReport
 
 RESERVATION_TTL_S = 120.0
@@ -24,8 +23,10 @@ RESERVATION_TTL_S = 120.0
 
 _EXPIRED_A_CALL = 64
 
+ACTIVE_S = 30.0
+"""Seconds without a request after which another router is not active."""
+
 Floats = npt.NDArray[np.float64]
-T = TypeVar("T", bound=np.generic)
 
 
 class LoadTable:
@@ -35,33 +36,33 @@ class LoadTable:
     nobody overtakes, as those of the first request sent to an idle replica; ``overtakable_tokens``: the others;
     ``falloff``: sequences that the others belong to / overtakable tokens, negated, 0 where there are none; ``waiting``:
     sequences that wait; ``running``: decoding sequences; ``seconds_per_token``: of prefill, decoding considered;
-    ``pull_pace``: prefill tokens in the time of one pulled token, infinite where nothing is pulled;
-    ``full``: takes no more; ``seeds``: 64-bit hashes of the replica ids, for rendezvous order. ``replicas``: the same
-    figures by replica, as plain numbers.
+    ``pull_shares``: what a pulled token weighs as a part of a computed one, at most 1; ``full``: takes no more;
+    ``seeds``: 64-bit hashes of the replica ids, for rendezvous order. ``replicas``: the same by replica, as plain
+    numbers.
     """
+
+    queued_tokens: Floats
+    committed_tokens: Floats
+    overtakable_tokens: Floats
+    waiting: Floats
+    falloff: Floats
+    running: Floats
+    seconds_per_token: Floats
+    pull_shares: Floats
+    full: npt.NDArray[np.bool_]
+    seeds: npt.NDArray[np.uint64]
 
     def __init__(self, router_id: str) -> None:
         self.router_id = router_id
         self.num_full = 0
         self.num_pulling = 0
-        self._rate_tokens = self._rate_s = 0.0
         self.replica_ids: list[str] = []
         self.replicas: dict[str, ReplicaLoad] = {}
-        self._reservations: dict[int, tuple[str, float]] = {}
-        self._priced: tuple[float, Floats] | None = None
-        self._peers = PeerRouters(router_id)
-        self._deadlines: deque[int] = deque()
+        self._rate_tokens = self._rate_s = 0.0
+        self._reservations: OrderedDict[int, tuple[str, float]] = OrderedDict()
         self._last_number = 0
-        self.queued_tokens: Floats = np.zeros(0)
-        self.committed_tokens: Floats = np.zeros(0)
-        self.overtakable_tokens: Floats = np.zeros(0)
-        self.waiting: Floats = np.zeros(0)
-        self.falloff: Floats = np.zeros(0)
-        self.running: Floats = np.zeros(0)
-        self.seconds_per_token: Floats = np.zeros(0)
-        self.pull_pace: Floats = np.zeros(0)
-        self.full: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
-        self.seeds: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
+        self._peers = PeerRouters(router_id)
+        self._resize()
 
     def add_replica(self, replica_id: str) -> None:
         """Start tracking a replica as idle; adding it again changes nothing."""
@@ -102,24 +103,19 @@ class LoadTable:
         return None if replica is None else replica.row
 
     def report(self, replica_id: str, report: LoadReport, now_s: float) -> None:
-        """Take a replica's report, unless a later one has come; nonsense (negative, not finite, huge) is clamped.
-
-        Unknown ids are ignored.
-        """
+        """Take a known replica's report, within sane bounds, unless a later one has come."""
         replica = self.replicas.get(replica_id)
         if replica is None:
             return
         clean = clamped(report)
-        if replica.report is not None and clean.taken_at_s < replica.report.taken_at_s:
+        if clean.taken_at_s < replica.report.taken_at_s:
             return
-        # To keep: ``admitted`` names every router there ever was, and is read once.
-        replica.report = msgspec.structs.replace(clean, admitted={})
         self._count_rate(replica, -1)
-        replica.measured(clean)
+        replica.take(clean)
         self._count_rate(replica, 1)
         replica.reported_at_s = now_s
-        self._peers.report(replica_id, clean.admitted, now_s)
-        last_admitted = clean.admitted.get(self.router_id, 0)
+        self._peers.report(replica_id, report.admitted, now_s)
+        last_admitted = report.admitted.get(self.router_id, 0)
         if last_admitted > replica.last_admitted:
             # Never beyond what was handed out: a nonsense number would hide every later reservation.
             replica.last_admitted = min(last_admitted, self._last_number)
@@ -130,26 +126,16 @@ class LoadTable:
     def disbelieve(self, replica_id: str) -> None:
         """Forget what work a replica has told of, not its pace: from now on only this router's own is counted."""
         replica = self.replicas[replica_id]
-        if replica.report is not None:
-            replica.report = msgspec.structs.replace(
-                replica.report,
-                queued_prefill_tokens=0,
-                running_sequences=0,
-                waiting_sequences=0,
-                committed_prefill_tokens=0,
-            )
-            self._write(replica)
+        work = ("queued_prefill_tokens", "committed_prefill_tokens", "running_sequences", "waiting_sequences")
+        replica.report = msgspec.structs.replace(replica.report, **dict.fromkeys(work, 0))
+        self._write(replica)
 
     def reserve(self, replica_id: str, uncached_tokens: int, now_s: float) -> int:
-        """Count work as queued at a replica from now on and return the reservation's number, which only rises.
-
-        Raises KeyError for an unknown replica.
-        """
+        """Count work as queued at a known replica from now on; return the reservation's number, which only rises."""
         replica = self.replicas[replica_id]
         self._last_number += 1
         number = self._last_number
         self._reservations[number] = replica_id, now_s + RESERVATION_TTL_S
-        self._deadlines.append(number)
         replica.unreported[number] = uncached_tokens
         replica.unreported_tokens += uncached_tokens
         self._write_queue(replica)
@@ -167,22 +153,14 @@ class LoadTable:
             self._write_queue(replica)
 
     def expire(self, now_s: float) -> list[int]:
-        """End reservations older than ``RESERVATION_TTL_S`` and return their numbers.
-
-        Looks at a bounded number of reservations a call, oldest first.
-        """
+        """End reservations older than ``RESERVATION_TTL_S``, a bounded number a call; return their numbers."""
         ended: list[int] = []
-        deadlines, looked_at = self._deadlines, 0
-        while deadlines and looked_at < _EXPIRED_A_CALL:
-            number = deadlines[0]
-            reservation = self._reservations.get(number)
-            if reservation is not None:
-                if reservation[1] > now_s:
-                    break
-                self.release(number)
-                ended.append(number)
-            deadlines.popleft()
-            looked_at += 1
+        while self._reservations and len(ended) < _EXPIRED_A_CALL:
+            number = next(iter(self._reservations))
+            if self._reservations[number][1] > now_s:
+                break
+            self.release(number)
+            ended.append(number)
         return ended
 
     @property
@@ -194,12 +172,6 @@ class LoadTable:
     def open_reservations(self) -> int:
         """Reservations neither released nor expired."""
         return len(self._reservations)
-
-    def pull_shares(self, price: float) -> Floats:
-        """By row, what a pulled token weighs as a part of a computed one; 1 where computing it is no dearer."""
-        if self._priced is None or self._priced[0] != price:
-            self._priced = price, np.minimum(self.pull_pace * price, 1.0)
-        return self._priced[1]
 
     def is_full(self, replica_id: str) -> bool:
         """Whether a replica's waiting queue is at its bound (unknown replicas are full)."""
@@ -222,10 +194,7 @@ class LoadTable:
         replica.apply_report(self._rate_tokens / self._rate_s if self._rate_s > 0.0 else 0.0)
         self.running[row] = replica.running
         self.seconds_per_token[row] = replica.seconds_per_token
-        self.pull_pace[row] = replica.pull_pace
-        if self._priced is not None:
-            price, shares = self._priced
-            shares[row] = min(replica.pull_pace * price, 1.0)
+        self.pull_shares[row] = min(replica.pull_pace * PULL_PRICE, 1.0)
         self.num_pulling += replica.pulls - pulled
         self._write_queue(replica)
 
@@ -243,22 +212,41 @@ class LoadTable:
 
     def _resize(self) -> None:
         """Cut the columns to the replicas there are, or lengthen them with zeros."""
-        self._priced = None
-        rows = len(self.replica_ids)
-        self.queued_tokens = _resized(self.queued_tokens, rows)
-        self.committed_tokens = _resized(self.committed_tokens, rows)
-        self.overtakable_tokens = _resized(self.overtakable_tokens, rows)
-        self.waiting = _resized(self.waiting, rows)
-        self.falloff = _resized(self.falloff, rows)
-        self.running = _resized(self.running, rows)
-        self.seconds_per_token = _resized(self.seconds_per_token, rows)
-        self.pull_pace = _resized(self.pull_pace, rows)
-        self.full = _resized(self.full, rows)
-        self.seeds = _resized(self.seeds, rows)
+        for name in _COLUMNS:
+            dtype = {"full": np.bool_, "seeds": np.uint64}.get(name, np.float64)
+            column: npt.NDArray[np.generic] = np.zeros(len(self.replica_ids), dtype)
+            kept = getattr(self, name, column)[: len(column)]
+            column[: len(kept)] = kept
+            setattr(self, name, column)
 
 
-def _resized(column: npt.NDArray[T], rows: int) -> npt.NDArray[T]:
-    fresh = np.zeros(rows, dtype=column.dtype)
-    kept = column[:rows]
-    fresh[: len(kept)] = kept
-    return fresh
+_COLUMNS = tuple(LoadTable.__annotations__)
+
+
+class PeerRouters:
+    """How many routers decide beside this one: load reports say who was active lately."""
+
+    def __init__(self, router_id: str) -> None:
+        self.router_id = router_id
+        self.active = 1
+        """Routers that sent something to a replica within ``ACTIVE_S``, this one among them."""
+        self._admitted: dict[str, Mapping[str, int]] = {}
+        self._active_at_s: dict[str, float] = {}
+        self._looked_at_s = 0.0
+
+    def report(self, replica_id: str, admitted: Mapping[str, int], now_s: float) -> None:
+        """Take a replica's report: a router with a higher reservation number than before is active."""
+        before = self._admitted.get(replica_id, {})
+        self._admitted[replica_id] = admitted
+        for name, number in admitted.items():
+            if number > before.get(name, 0):
+                self._active_at_s[name] = now_s
+        if now_s - self._looked_at_s > 1.0:
+            self._looked_at_s = now_s
+            for name in [name for name, at_s in self._active_at_s.items() if now_s - at_s > ACTIVE_S]:
+                del self._active_at_s[name]
+        self.active = len(self._active_at_s) + (self.router_id not in self._active_at_s)
+
+    def forget(self, replica_id: str) -> None:
+        """Forget a replica that left."""
+        self._admitted.pop(replica_id, None)

@@ -47,10 +47,7 @@ class LoraResidency:
                 del self._holders[key]
 
     def wait_s(self, adapter: str, loads: LoadTable) -> Floats | None:
-        """Return by row the seconds that a request waits for its adapter; None where no replica has it in memory.
-
-        ``adapter``: its key, "" for the base model, for which nobody waits.
-        """
+        """Return by row the seconds of waiting for an adapter (its key; "": none); None where nobody has it loaded."""
         holders = self._holders.get(adapter_hash(adapter)) if adapter else None
         if not holders or not self._loading_s:
             return None

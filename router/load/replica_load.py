@@ -1,7 +1,7 @@
 """One replica's load: its latest report, within sane bounds, and what this router sent there since.
 
-A router decides much more often than a replica reports, so ``apply_report`` works out all that only a report changes,
-and ``recompute_queue`` the rest. Tokens, sequences, seconds a token.
+A router decides much more often than a replica reports, so ``apply_report`` works out what only a report changes, and
+``recompute_queue`` the rest. Tokens, sequences, seconds a token.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ DEFAULT_PREFILL_TOKENS_PER_S = 5000.0
 DECODE_WEIGHT = 0.01
 """How much each running sequence slows prefill, as a share of it."""
 
+PULL_PRICE = 2.0
+"""Seconds that a second of pulling weighs: a copy takes room from other prefixes and the link from other pulls."""
+
 MAX_TOKENS = 1 << 40
 MAX_SEQUENCES = 1 << 20
 MAX_RATE = 1e9
@@ -29,18 +32,20 @@ the rate of all replicas together: a warm-up of 1,024 tokens beside other work m
 a replica believed to be slow gets no work that would correct it.
 """
 
+UNREPORTED = LoadReport(0, 0, 0, 0, 0, 0.0, taken_at_s=-inf)
+"""What holds before the first report."""
+
 
 @dataclass(slots=True)
 class ReplicaLoad:
-    """The clamped report, this router's unreleased reservations, and what follows from both.
+    """The clamped report, this router's unreleased reservations, and what follows from both, by ``LoadTable``'s names.
 
-    The names are those of ``LoadTable``'s columns. ``apply_report``, then ``recompute_queue``, bring them up to date.
-    ``rate_tokens``, ``rate_s``: what the replica's prefill rate was measured over.
+    ``pull_pace``: prefill tokens in the time of one pulled token. ``rate_tokens``, ``rate_s``: behind the prefill rate.
     """
 
     row: int
-    report: LoadReport | None = None
-    reported_at_s: float = 0.0
+    report: LoadReport = UNREPORTED
+    reported_at_s: float | None = None
     last_admitted: int = 0
     unreported: dict[int, int] = field(default_factory=dict)
     unreported_tokens: int = 0
@@ -55,53 +60,41 @@ class ReplicaLoad:
     waiting: int = 0
     falloff: float = 0.0
     full: bool = False
-    _reported_tokens: int = 0
-    _reported_committed: int = 0
-    _reported_waiting: int = 0
-    _settled: int = 0
-    _full_as_reported: bool = False
-    _room: int = 0
-    """For how many sequences, running or waiting, a replica has room; 0: no bound."""
 
-    def measured(self, report: LoadReport) -> None:
-        """Note what the prefill rate of a report was measured over."""
+    def take(self, report: LoadReport) -> None:
+        """Take a clamped report, and note what its prefill rate was measured over."""
+        self.report = report
         rate, tokens = report.prefill_tokens_per_s, report.prefill_rate_tokens or ENOUGH_RATE_TOKENS
         self.rate_tokens = float(min(tokens, ENOUGH_RATE_TOKENS)) if rate else 0.0
         self.rate_s = self.rate_tokens / rate if rate else 0.0
 
     def apply_report(self, common_rate: float) -> None:
         """Work out what only a report changes. ``common_rate``: of all replicas together, in tokens/s; 0.0: unknown."""
-        rate = pull_rate = 0.0
-        report = self.report
-        if report is not None:
-            rate, pull_rate = report.prefill_tokens_per_s, report.pull_tokens_per_s
-            missing_tokens = ENOUGH_RATE_TOKENS - self.rate_tokens
-            if rate and missing_tokens and common_rate:
-                rate = ENOUGH_RATE_TOKENS / (self.rate_s + missing_tokens / common_rate)
-            self.running = report.running_sequences
-            self._reported_tokens = report.queued_prefill_tokens
-            self._reported_committed = report.committed_prefill_tokens
-            self._reported_waiting = report.waiting_sequences
-            self._settled = report.committed_sequences
-            self._full_as_reported = 0 < report.max_waiting_sequences <= report.waiting_sequences
-            self._room = report.max_running_sequences + report.max_waiting_sequences
+        rate, pull_rate = self.report.prefill_tokens_per_s, self.report.pull_tokens_per_s
+        missing_tokens = ENOUGH_RATE_TOKENS - self.rate_tokens
+        if rate and missing_tokens and common_rate:
+            rate = ENOUGH_RATE_TOKENS / (self.rate_s + missing_tokens / common_rate)
+        self.running = self.report.running_sequences
         self.seconds_per_token = seconds_per_token(rate, self.running)
         self.pull_pace = 1.0 / (pull_rate * self.seconds_per_token) if pull_rate else inf
         self.pulls = bool(pull_rate)
 
     def recompute_queue(self) -> None:
         """Work out the queue from the report and the unreported reservations."""
-        self.queued_tokens = queued = self._reported_tokens + self.unreported_tokens
-        self.waiting = waiting = self._reported_waiting + len(self.unreported)
-        committed, settled = self._reported_committed, self._settled
-        if not self._reported_tokens and self.unreported:
+        report = self.report
+        self.queued_tokens = queued = report.queued_prefill_tokens + self.unreported_tokens
+        self.waiting = waiting = report.waiting_sequences + len(self.unreported)
+        committed, settled = report.committed_prefill_tokens, report.committed_sequences
+        if not report.queued_prefill_tokens and self.unreported:
             # Where nothing waited the first one begins as it arrives, and nobody overtakes it any more.
             committed, settled = next(iter(self.unreported.values())), 1
         self.committed_tokens = committed = committed if committed < queued else queued
         others = queued - committed
         # At least one sequence has them.
         self.falloff = -max(waiting - settled if committed else waiting, 1) / others if others else 0.0
-        self.full = self._full_as_reported or 0 < self._room <= self.running + waiting
+        most_waiting = report.max_waiting_sequences
+        room = report.max_running_sequences + most_waiting
+        self.full = 0 < most_waiting <= report.waiting_sequences or 0 < room <= self.running + waiting
 
 
 def seconds_per_token(prefill_tokens_per_s: float, running: float) -> float:
@@ -110,19 +103,23 @@ def seconds_per_token(prefill_tokens_per_s: float, running: float) -> float:
 
 
 def clamped(report: LoadReport) -> LoadReport:
-    """Return a report without nonsense (negative, not finite, huge)."""
-    rate, pull_rate = report.prefill_tokens_per_s, report.pull_tokens_per_s
+    """Return a report without nonsense (negative, not finite, huge), and without ``admitted``, which is read once."""
+
+    def rate(value: float) -> float:
+        return min(value, MAX_RATE) if isfinite(value) and value >= 1e-3 else 0.0
+
     return msgspec.structs.replace(
         report,
+        admitted={},
         queued_prefill_tokens=min(max(report.queued_prefill_tokens, 0), MAX_TOKENS),
         running_sequences=min(max(report.running_sequences, 0), MAX_SEQUENCES),
         waiting_sequences=min(max(report.waiting_sequences, 0), MAX_SEQUENCES),
         max_running_sequences=min(max(report.max_running_sequences, 0), MAX_SEQUENCES),
         max_waiting_sequences=min(max(report.max_waiting_sequences, 0), MAX_SEQUENCES),
-        prefill_tokens_per_s=min(rate, MAX_RATE) if isfinite(rate) and rate >= 1e-3 else 0.0,
+        prefill_tokens_per_s=rate(report.prefill_tokens_per_s),
         committed_prefill_tokens=min(max(report.committed_prefill_tokens, 0), MAX_TOKENS),
         committed_sequences=min(max(report.committed_sequences, 0), MAX_SEQUENCES),
-        pull_tokens_per_s=min(pull_rate, MAX_RATE) if isfinite(pull_rate) and pull_rate >= 1e-3 else 0.0,
+        pull_tokens_per_s=rate(report.pull_tokens_per_s),
         prefill_rate_tokens=min(max(report.prefill_rate_tokens, 0), MAX_TOKENS),
         taken_at_s=report.taken_at_s if isfinite(report.taken_at_s) else 0.0,
     )

@@ -60,11 +60,7 @@ class TokensByReason:
 
 @dataclass(slots=True)
 class EstimateCounters:
-    """Estimated and actual time to first token of the same requests.
-
-    ``late_s``: what the actual times were over their estimates, in sum; ``early_s``: what the others were under them.
-    ``ratio``: actual over estimated.
-    """
+    """Estimated and actual times to first token; ``late_s``, ``early_s``: sums of what is over or under an estimate."""
 
     estimated_s: float = 0.0
     actual_s: float = 0.0

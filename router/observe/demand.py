@@ -1,4 +1,4 @@
-"""What the requests of the last minutes were like: how long until their first token, and which blocks they reused.
+"""What the latest requests were like: how long until their first token and why, and which blocks they reused.
 
 Bounded, and cheap where requests are decided: times and hashes are noted there, and looked at later. Seconds, blocks.
 Not thread-safe.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 
@@ -21,6 +22,12 @@ _REUSED = 3
 _FIRST_SHIFT = 6
 _MAX_SAMPLED = 2048
 _PENDING_BLOCKS = 8192
+
+WINDOW = 64
+"""Requests that it is learned from, the latest ones."""
+
+LEAST = 8
+"""With fewer it is 0: the first requests also pay for connections and kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +112,23 @@ class WorkingSet:
             for _, uses in self._slices:
                 for block in [block for block in uses if block & mask]:
                     del uses[block]
+
+
+class TtftOverhead:
+    """What a first token takes beside the work that the router knows of: calls, the step under way, a step's own cost.
+
+    It changes no decision. It is the median of actual time - work over the quarter of the latest requests that had the
+    least work; of the others the difference says how good the prefill rate is.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._latest: deque[tuple[float, float]] = deque(maxlen=WINDOW)
+
+    def add(self, work_s: float, ttft_s: float) -> None:
+        """Learn from one first token. ``work_s``: what was estimated of it without this overhead."""
+        self._latest.append((work_s, ttft_s - work_s))
+        if len(self._latest) >= LEAST:
+            least_s = sorted(work_s for work_s, _ in self._latest)[len(self._latest) // 4 - 1]
+            # All with as little work, not the quickest of them.
+            self.seconds = max(0.0, median(beyond_s for work_s, beyond_s in self._latest if work_s <= least_s))

@@ -26,11 +26,7 @@ _BECAUSE = {
 def explain(
     view: RoutingView, rankings: Mapping[str, list[Candidate]], tiers: Mapping[str, Mapping[str, int]]
 ) -> dict[str, Any]:
-    """Return replicas in the order of the first of ``rankings``, and each policy's winner; JSON-able.
-
-    ``rankings``: by policy, of the request in ``view``; a replica without a place in one can take no request.
-    ``tiers``: tokens of each matched prefix by tier.
-    """
+    """Return replicas in the order of the first ranking, and each policy's winner; JSON-able. ``tiers``: of matches."""
     loads, adapter_s = view.loads, view.adapter_s
     estimates = {replica_id: estimate(view, replica_id) for replica_id in loads.replica_ids}
     places = {

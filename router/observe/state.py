@@ -70,10 +70,10 @@ def replica_load_state(replica_id: str, loads: LoadTable, now_s: float) -> dict[
     return {
         "queued_prefill_tokens": loads.queue_ahead(replica_id),
         "full": loads.is_full(replica_id),
-        "running_sequences": report.running_sequences if report else 0,
-        "waiting_sequences": report.waiting_sequences if report else 0,
-        "prefill_tokens_per_s": report.prefill_tokens_per_s if report else 0.0,
-        "report_age_s": round(now_s - replica.reported_at_s, 3) if report else None,
+        "running_sequences": report.running_sequences,
+        "waiting_sequences": report.waiting_sequences,
+        "prefill_tokens_per_s": report.prefill_tokens_per_s,
+        "report_age_s": None if replica.reported_at_s is None else round(now_s - replica.reported_at_s, 3),
     }
 
 

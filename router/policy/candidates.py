@@ -68,10 +68,7 @@ class RoutingView(NamedTuple):
 
 
 def rendezvous(placement_key: bytes, loads: LoadTable) -> npt.NDArray[np.uint64]:
-    """Return each row's weight for a key; the order of weights is the same in every router.
-
-    A replica that joins or leaves moves only the keys it wins or won.
-    """
+    """Return each row's weight for a key, in every router alike: who joins or leaves moves only the keys it has."""
     mixed = loads.seeds ^ np.uint64(xxhash.xxh3_64_intdigest(placement_key))
     mixed ^= mixed >> np.uint64(33)
     mixed *= np.uint64(0xFF51AFD7ED558CCD)
@@ -102,10 +99,7 @@ def uncached_tokens(view: RoutingView) -> Floats:
 
 
 def closed_rows(view: RoutingView) -> tuple[npt.NDArray[np.bool_] | None, int]:
-    """Return the rows that may not be chosen (None: every row may) and how many may.
-
-    Replicas to avoid are closed only while another one is open.
-    """
+    """Return the rows that may not be chosen (None: all may; one to avoid, while another is open); how many may."""
     loads, avoid = view.loads, view.request.avoid
     rows = len(loads.replica_ids)
     if not loads.num_full and not view.blocked and not avoid and view.closed is None:
@@ -159,11 +153,7 @@ def best_rows(scores: Floats, uncached: Floats, view: RoutingView, limit: int, t
 def scored(
     scores: Floats, uncached: Floats, view: RoutingView, limit: int | None, tolerance: float = 0.0
 ) -> list[Candidate]:
-    """Rank the rows that may be chosen by score, lower first, in whatever unit the policy scores.
-
-    ``uncached``: by row, the request's tokens left to compute, which decide among near-best scores. ``tolerance``:
-    scores within this share of the best are equal.
-    """
+    """Rank the rows that may be chosen by score; scores within ``tolerance`` of the best go by ``uncached`` tokens."""
     closed, routable = closed_rows(view)
     if not routable:
         return []

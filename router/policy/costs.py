@@ -15,9 +15,6 @@ import numpy as np
 from router.load.load_table import Floats, LoadTable
 from router.policy.candidates import RoutingView, longest
 
-PULL_PRICE = 2.0
-"""Seconds that a second of pulling weighs: a copy takes room from other prefixes and the link from other pulls."""
-
 TIE_TOLERANCE = 0.01
 """Scores of ``estimated_ttft`` within this share of the best are equal: noise in rates scatters no cold prompts."""
 
@@ -51,8 +48,7 @@ def ttft_scores(view: RoutingView) -> tuple[Floats, Floats]:
 def work_tokens(view: RoutingView) -> Floats:
     """Return by row the work of a request in prefill tokens; at least 1. Missing KV is pulled where that is faster.
 
-    What a prefill under way (``pending``) will hold counts as held. A pulled token costs ``PULL_PRICE`` x the
-    prefill tokens that would be computed meanwhile. What stores nothing is not pulled for.
+    ``pending`` counts as held; a pulled token costs ``PULL_PRICE`` x the prefill tokens computed meanwhile.
     """
     match, pending, loads = view.match, view.pending, view.loads
     min_pull_tokens = view.settings.min_pull_tokens
@@ -64,7 +60,7 @@ def work_tokens(view: RoutingView) -> Floats:
     work = np.empty(len(loads.replica_ids))
     shares = None
     if loads.num_pulling and view.request.store_kv and prompt - least >= min_pull_tokens:
-        shares = loads.pull_shares(PULL_PRICE)
+        shares = loads.pull_shares
         work.fill(least)
         work += shares * np.array(prompt - least)
     else:
@@ -89,10 +85,7 @@ def pulls_faster(replica_id: str, loads: LoadTable) -> bool:
 
 
 def plan_pull(view: RoutingView, replica_id: str, held_tokens: int) -> tuple[str, int]:
-    """Return who should hand its KV to a replica that holds ``held_tokens``, and how much; ("", 0): nobody.
-
-    Of those that hold most, the one with the least prefill work.
-    """
+    """Return which of those that hold most, the least busy, should hand over how many tokens; ("", 0): nobody."""
     most, loads = view.best_tokens, view.loads
     if most - held_tokens < view.settings.min_pull_tokens or not pulls_faster(replica_id, loads):
         return "", 0

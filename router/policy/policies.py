@@ -73,10 +73,7 @@ def least_loaded(view: RoutingView, limit: int | None = None) -> list[Candidate]
 
 
 def bounded_hash(view: RoutingView, limit: int | None = None) -> list[Candidate]:
-    """Rank by rendezvous order of the placement key; replicas over ``BOUNDED_LOAD`` x the mean come last, by load.
-
-    Source: consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam).
-    """
+    """Rank by rendezvous order of the placement key; who is over ``BOUNDED_LOAD`` x the mean comes last, by load."""
     rows = open_rows(view)
     if not rows:
         return []
@@ -111,10 +108,7 @@ def sglang(view: RoutingView, limit: int | None = None) -> list[Candidate]:
 
 
 class Policy:
-    """A rule that remembers nothing: a whole policy.
-
-    ``may_reroute``: whether a replica that has more to do than was known here may return its requests.
-    """
+    """A rule that remembers nothing. ``may_reroute``: whether a replica with more to do may return its requests."""
 
     may_reroute = False
 

@@ -21,10 +21,7 @@ _WORTH_ASKING = 0.1
 
 
 def is_outdated(decision: Decision, load: LoadReport) -> bool:
-    """Return whether so much more is queued at the chosen replica than believed that the router should decide again.
-
-    ``load``: the replica's own, at the moment the request arrives and without it.
-    """
+    """Return whether far more is queued than was believed. ``load``: as the request arrives, without it."""
     if decision.queued_tokens is None:
         return False
     unseen_tokens = load.queued_prefill_tokens - decision.queued_tokens

@@ -93,10 +93,7 @@ def hash_blocks(parent: bytes, token_ids: TokenArray, block_size: int) -> bytes:
 
 
 def private_parent(private_root: bytes, public_hash: bytes) -> bytes:
-    """Return the 16 bytes under which the first private block after ``public_hash`` hangs.
-
-    Keyed with the private scope's root, which is itself keyed with the secret over model, adapter and salt.
-    """
+    """Return what the first private block after ``public_hash`` hangs under, keyed with the private scope's root."""
     return blake2b(public_hash, digest_size=HASH_BYTES, key=private_root).digest()
 
 

@@ -15,10 +15,7 @@ Sample = tuple[str, Labels, float]
 
 @dataclass(slots=True)
 class Histogram:
-    """Counts of values by upper bound, the last one for everything above; ``total`` is the sum of the values.
-
-    One thread writes; samples may be read from any.
-    """
+    """Counts of values by upper bound, the last one for all above; ``total``: their sum. One thread writes."""
 
     bounds: tuple[float, ...]
     counts: list[int] = field(init=False)

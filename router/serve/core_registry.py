@@ -1,15 +1,43 @@
-"""One RoutingCore for each deployment in a process, and what its Serve router shares with the ingress beside it."""
+"""One RoutingCore for each deployment in a process, and what its Serve router shares with the ingress beside it.
+
+Imported by reference in a process whose deployment classes are copies: router and replica meet here.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from threading import Lock
 from uuid import uuid4
 
 from router.core import RoutingCore
 from router.serve.recent_decisions import RecentDecisions
-from router.serve.running_replicas import RunningReplicas
 from router.settings import RouterSettings
+
+Listener = Callable[[frozenset[str]], None]
+"""Gets the ids of all that run now. Called from the router's loop; must not block or raise."""
+
+
+class RunningReplicas:
+    """The ids of the replicas of one deployment that take requests, as a router last heard it. Any thread."""
+
+    def __init__(self) -> None:
+        self.names: frozenset[str] = frozenset()
+        self._lock = Lock()
+        self._listeners: list[Listener] = []
+
+    def listen(self, listener: Listener) -> None:
+        """Call it now, and whenever a router hears of the replicas."""
+        with self._lock:
+            self._listeners.append(listener)
+            listener(self.names)
+
+    def heard(self, names: Iterable[str]) -> None:
+        """Take in what a router was told."""
+        with self._lock:
+            self.names = frozenset(names)
+            for listener in self._listeners:
+                listener(self.names)
 
 
 @dataclass(slots=True)

@@ -11,11 +11,7 @@ _MAX_REQUESTS = 8192
 
 
 class RecentDecisions:
-    """The last decision of each of the newest ``_MAX_REQUESTS`` requests. Any thread may call it.
-
-    A caller may leave in the moment in which the router, in a loop of its own, decides: either the router hears of it
-    and sends nothing, or the caller learns where the call went.
-    """
+    """The last decision of each of the newest requests; a caller that leaves meanwhile learns of it. Any thread."""
 
     def __init__(self) -> None:
         self._lock = Lock()

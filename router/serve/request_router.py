@@ -60,10 +60,7 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
         self._empty_since_s = time.monotonic()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Follow the feeds of new replicas; called on every change of statistics.
-
-        Those that left are away, and forgotten unless they return within ``AWAY_S``.
-        """
+        """Follow the feeds of new replicas, and forget who left and does not return within ``AWAY_S``."""
         super().update_replicas(replicas)
         before = self._by_name
         self._know({replica.replica_id.unique_id: replica for replica in replicas})
@@ -96,8 +93,7 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
     ) -> RunningReplica:
         """Decide for this very request, in its own coroutine; wait in line only while no replica can take it.
 
-        Replaces Serve's queue of routing tasks, which may hand the replica chosen for one request to another.
-        Raises NoReplicaLeft when there has been none for ``no_replica_wait_s``.
+        Serve's queue of routing tasks may hand the replica chosen for one request to another. Raises NoReplicaLeft.
         """
         if is_retry:
             self._undo(pending_request)

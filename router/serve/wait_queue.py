@@ -25,10 +25,7 @@ class WaitQueue:
         return sum(map(len, self._lines.values()))
 
     async def take(self, choose: Callable[[], T | None], tenant: str = "", *, ahead: bool = False) -> T:
-        """Return what ``choose`` returns, asked in turn until it is not None; its exceptions end the wait.
-
-        ``ahead``: in front of all that wait, for a request that has had its turn before.
-        """
+        """Return what ``choose`` does once it is not None. ``ahead``: in front of all, for who had a turn before."""
         if not self._lines or ahead:
             found = choose()
             if found is not None:

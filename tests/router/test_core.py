@@ -10,47 +10,20 @@ from msgspec import structs
 
 from router.core import RoutingCore
 from router.load.load_table import RESERVATION_TTL_S
-from router.protocol.events import BlocksRemoved, BlocksStored, LoadReport, StatsReport
-from router.protocol.request import Decision, RoutedRequest
+from router.protocol.events import BlocksRemoved, BlocksStored, StatsReport, pack_adapters
 from router.serve.core_registry import core_for
 from router.settings import PolicySettings, RouterSettings
+from tests.router import cores
+from tests.router.cores import Clock, ask, core_of, decided, load
 
-CHAIN = Random(0).randbytes(16 * 10)
-IDLE = LoadReport(0, 0, 0, 8, 16, 1000.0)
-
-
-class Clock:
-    """Time that moves when told to."""
-
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-def core_of(*names: str, clock: Clock | None = None, **settings: object) -> RoutingCore:
-    made = RoutingCore("me", RouterSettings.from_json(settings), clock=clock or Clock(), rng=Random(0))
-    made.update_replicas(names)
-    for name in names:
-        made.apply(name, "e", [IDLE])
-    return made
-
-
-def ask(number: int = 0, chain: bytes = CHAIN, tokens: int = 165, key: bytes = b"k" * 16) -> RoutedRequest:
-    return RoutedRequest(f"q{number}", chain, tokens, key)
-
-
-def decided(core: RoutingCore, request: RoutedRequest) -> Decision:
-    decision = core.decide(request)
-    assert decision is not None
-    return decision
+CHAIN = cores.CHAIN[:160]
+"""Ten blocks of 16 tokens."""
 
 
 def test_decision_predicts_and_counts() -> None:
     """The holder is chosen; best-available, selected and delivered tokens are counted under the reason."""
-    core = core_of("a", "b", "c")
-    core.apply("b", "e", [BlocksStored(CHAIN)])
-    decision = decided(core, ask())
+    core = core_of("abc", {"b": CHAIN})
+    decision = decided(core, ask(chain=CHAIN))
     assert (decision.replica_id, decision.reason) == ("b", "cached")
     assert (decision.best_cached_tokens, decision.selected_cached_tokens) == (160, 160)
     assert decision.estimated_ttft_s == pytest.approx(0.005)
@@ -64,17 +37,14 @@ def test_decision_predicts_and_counts() -> None:
 
 def test_who_gets_a_request() -> None:
     """The last prompt token is never cached; a full or blocked replica gets nothing, an avoided one if all else is."""
-    core = core_of("a", "b")
-    core.apply("a", "e", [BlocksStored(CHAIN)])
+    core = core_of("ab", {"a": CHAIN})
     for tokens, cached in ((160, 144), (161, 160), (0, 0)):
-        core.release(decision := decided(core, ask(tokens=tokens)))
+        core.release(decision := decided(core, ask(chain=CHAIN, tokens=tokens)))
         assert decision.best_cached_tokens == cached
-    failed = RoutedRequest("q", CHAIN, 165, b"k", avoid=("a",))
-    core.release(decision := decided(core, failed))
-    assert decision.replica_id == "b"
-    core.release(decision := decided(core, structs.replace(failed, avoid=("a", "b"))))
-    assert decision.replica_id == "a"
-    core.apply("a", "e", [LoadReport(0, 8, 16, 8, 16, 0.0)])
+    for avoid, chosen in ((("a",), "b"), (("a", "b"), "a")):
+        core.release(decision := decided(core, ask(chain=CHAIN, avoid=avoid)))
+        assert decision.replica_id == chosen
+    core.apply("a", [load(0, 8, 16)])
     assert core.decide(ask(), blocked=["b"]) is None
     assert (core.counters.all_full, core.state()["open_reservations"]) == (1, 0)
     assert core.decide_unkeyed(["b"]) is None
@@ -82,25 +52,21 @@ def test_who_gets_a_request() -> None:
     assert RoutingCore("x").decide(ask()) is None
 
 
-def test_reservation_spreads_simultaneous_unrelated_prompts() -> None:
-    """Without any report in between, eight different cold prompts go to eight replicas."""
-    core = core_of(*"abcdefgh")
-    chosen = {
-        decided(core, ask(n, Random(n + 1).randbytes(160), 165, Random(n).randbytes(16))).replica_id for n in range(8)
-    }
-    assert len(chosen) == 8
+def test_simultaneous_requests_spread_and_users_of_one_cold_prompt_follow_the_first() -> None:
+    """Without any report in between; a herd stays together until its own suffixes outweigh the prefix.
 
-
-def test_simultaneous_users_of_one_cold_prompt_follow_the_first() -> None:
-    """A herd on one cold prompt stays together until its own suffixes outweigh the prefix. (docs/routing.md)"""
-    core = core_of(*"abcdefgh")
-    decisions = [decided(core, ask(n, CHAIN * 1 + Random(n).randbytes(16), 181)) for n in range(5)]
-    assert len({decision.replica_id for decision in decisions}) == 1
-    assert [decision.reason for decision in decisions] == ["cold"] + ["in_flight"] * 4
-    for decision in decisions:
+    docs/routing.md
+    """
+    core = core_of("abcdefgh")
+    apart = [decided(core, ask(n, Random(n + 1).randbytes(160), key=Random(n).randbytes(16))) for n in range(8)]
+    assert len({decision.replica_id for decision in apart}) == 8
+    core = core_of("abcdefgh")
+    herd = [decided(core, ask(n, CHAIN + Random(n).randbytes(16))) for n in range(5)]
+    assert len({decision.replica_id for decision in herd}) == 1
+    assert [decision.reason for decision in herd] == ["cold"] + ["in_flight"] * 4
+    for decision in herd:
         core.release(decision)
-    assert len(core._known.pending) == 0
-    assert core.state()["open_reservations"] == 0
+    assert len(core._known.pending) == core.state()["open_reservations"] == 0
 
 
 def test_release_is_idempotent_and_ttl_is_the_backstop() -> None:
@@ -114,22 +80,21 @@ def test_release_is_idempotent_and_ttl_is_the_backstop() -> None:
     assert core.loads.queue_ahead("a") > 0
     clock.now_s = RESERVATION_TTL_S + 1.0
     core.release(decided(core, ask(3)))
-    assert core.loads.queue_ahead("a") == core.loads.open_reservations == 0
-    assert len(core._known.pending) == 0
+    assert core.loads.queue_ahead("a") == core.loads.open_reservations == len(core._known.pending) == 0
 
 
 def test_update_replicas_reports_differences() -> None:
     """The same set again changes nothing; a replica that left is forgotten everywhere."""
-    core = core_of("a", "b")
-    core.apply("a", "e", [BlocksStored(CHAIN), StatsReport((("x", (), 1.0),))])
-    decision = decided(core, ask())
-    assert core.update_replicas(["b", "a"]) == ((), ())
-    assert core.update_replicas(["b", "c"]) == (("c",), ("a",))
+    core = core_of("ab", {"a": CHAIN})
+    core.apply("a", [StatsReport((("x", (), 1.0),)), load(adapters=pack_adapters(["style"]))])
+    decision = decided(core, ask(chain=CHAIN))
+    assert core.update_replicas("ba") == ((), ())
+    assert core.update_replicas("bc") == (("c",), ("a",))
     assert core.loads.open_reservations == 0
-    assert core.stats() == {}
+    assert (core.stats(), core._known.adapters._holders) == ({}, {})
     core.release(decision)
-    core.apply("a", "e", [BlocksStored(CHAIN), IDLE])
-    assert decided(core, ask()).best_cached_tokens == 0
+    core.apply("a", [BlocksStored(CHAIN), load()])
+    assert decided(core, ask(chain=CHAIN)).best_cached_tokens == 0
     core.drop_replica("b")
     assert core.replica_ids == ("c",)
 
@@ -142,8 +107,7 @@ def test_settings_from_json_and_reconfiguration() -> None:
         RouterSettings(policy="best")
     with pytest.raises(TypeError):
         RouterSettings.from_json({"polcy": "lmetric"})
-    core = core_of("a")
-    core.apply("a", "e", [BlocksStored(CHAIN)])
+    core = core_of("a", {"a": CHAIN})
     decided(core, ask(1))
     core.configure(RouterSettings(policy="round_robin"))
     decided(core, ask(2))
@@ -151,8 +115,8 @@ def test_settings_from_json_and_reconfiguration() -> None:
     assert core.directory.num_blocks == 10
     core.configure(RouterSettings(block_size=32))
     assert core.directory.num_blocks == 0
-    core.apply("a", "e", [BlocksStored(CHAIN)])
-    assert decided(core, ask(tokens=325)).selected_cached_tokens == 320
+    core.apply("a", [BlocksStored(CHAIN)])
+    assert decided(core, ask(chain=CHAIN, tokens=325)).selected_cached_tokens == 320
 
 
 def test_core_for_is_one_per_key_and_takes_settings() -> None:
@@ -166,7 +130,6 @@ def test_core_for_is_one_per_key_and_takes_settings() -> None:
     assert len({id(core) for core in found}) == 1
     core = core_for("test#one", RouterSettings(policy="lmetric"))
     assert core is found[0]
-    assert core.settings.policy == "lmetric"
     assert core_for("test#one").settings.policy == "lmetric"
     core.configure(RouterSettings(policy="sglang"))
     core_for("test#one", RouterSettings(policy="lmetric"))  # a router that comes to life late
@@ -176,51 +139,22 @@ def test_core_for_is_one_per_key_and_takes_settings() -> None:
     assert core_for("test#two").router_id != core.router_id
 
 
-def test_threads_may_share_a_core() -> None:
-    """Decisions, releases and events from several threads leave no reservation behind."""
-    core = core_of("a", "b", "c")
-    failures: list[BaseException] = []
-
-    def work(seed: int) -> None:
-        try:
-            for number in range(300):
-                decision = decided(core, ask(seed * 1000 + number))
-                core.apply("a", "e", [BlocksStored(Random(number).randbytes(160)), IDLE])
-                core.release(decision)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
-    assert core.state()["open_reservations"] == 0
-    assert core.counters.decision_s.count == 1200
-
-
 def test_regret_says_what_was_not_selected_and_why_less_was_delivered() -> None:
-    """Tokens not selected, gone by then, not used although held, and beyond the prediction are told apart.
-
-    docs/routing.md
-    """
-    core = core_of("a", "b")
-    core.apply("b", "e", [BlocksStored(CHAIN)])
-    busy = LoadReport(90_000, 0, 1, 8, 16, 1000.0, committed_prefill_tokens=90_000)
+    """Tokens not selected, gone by then, unused although held, and beyond the prediction differ. (docs/routing.md)"""
+    core = core_of("ab", {"b": CHAIN})
     for number, delivered in enumerate((160, 100, 170)):
-        decision = decided(core, ask(number))
+        decision = decided(core, ask(number, CHAIN))
         core.release(decision)
         core.record_delivered(decision, delivered, 0.01, CHAIN)
-    decision = decided(core, ask(3))
-    core.apply("b", "e", [BlocksRemoved(CHAIN[16 * 6 :])])
+    decision = decided(core, ask(3, CHAIN))
+    core.apply("b", [BlocksRemoved(CHAIN[16 * 6 :])])
     core.record_delivered(decision, 90, 0.01, CHAIN)
     core.release(decision)
     tokens = core.counters.by_policy["estimated_ttft"].by_reason["cached"]
     assert (tokens.evicted_tokens, tokens.unused_tokens, tokens.unpredicted_tokens) == (64, 60 + 6, 10)
     assert tokens.not_selected_tokens == 0
-    core.apply("b", "e", [BlocksStored(CHAIN), busy])
-    assert decided(core, ask(4)).reason == "load_spill"
+    core.apply("b", [BlocksStored(CHAIN), structs.replace(load(90_000, 0, 1), committed_prefill_tokens=90_000)])
+    assert decided(core, ask(4, CHAIN)).reason == "load_spill"
     spilled = core.state()["regret"]["estimated_ttft"]["by_reason"]["load_spill"]
     assert (spilled["best_cached_tokens"], spilled["selected_cached_tokens"]) == (160, 0)
     assert spilled["not_selected_tokens"] == 160
@@ -228,17 +162,13 @@ def test_regret_says_what_was_not_selected_and_why_less_was_delivered() -> None:
 
 @pytest.mark.parametrize("policy", ["estimated_ttft", "round_robin"])
 def test_estimates_are_compared_with_what_came(policy: str) -> None:
-    """Under every policy estimated and actual time to first token stand side by side, lateness and earliness apart.
-
-    docs/routing.md
-    """
+    """Under every policy; lateness and earliness are apart. (docs/routing.md)"""
     core = core_of("a", policy=policy)
     for number, ttft_s in enumerate((0.33, 0.065)):
-        decision = decided(core, ask(number))
+        decision = decided(core, ask(number, CHAIN))
         core.release(decision)
         assert decision.estimated_ttft_s == pytest.approx(0.165)
         core.record_delivered(decision, 0, ttft_s, CHAIN)
     shown = core.state()["regret"][policy]["ttft"]
     assert shown == {"requests": 2, "estimated_s": 0.33, "actual_s": 0.395, "late_s": 0.165, "early_s": 0.1}
-    ratio = core.counters.by_policy[policy].estimates.ratio
-    assert ratio.total == pytest.approx(0.395 / 0.165)
+    assert core.counters.by_policy[policy].estimates.ratio.total == pytest.approx(0.395 / 0.165)

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from random import Random
 
-import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.core import RoutingCore
 from router.policy.policies import POLICIES
 from router.protocol.block_hash import HASH_BYTES
-from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, LoadReport
-from router.protocol.request import RoutedRequest
-from router.settings import RouterSettings
+from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared
+from tests.router.cores import ask, core_of, decided, load
 
 NAMES = "abcd"
 CHAINS = [Random(number).randbytes(HASH_BYTES * 4) for number in range(3)]
-IDLE = LoadReport(0, 0, 0, 8, 16, 1000.0)
 
 steps = st.lists(
     st.tuples(
@@ -29,34 +25,24 @@ steps = st.lists(
 )
 
 
-def asked(chain: bytes, tenant: str = "") -> RoutedRequest:
-    return RoutedRequest("q", chain, 16 * 4 + 1, chain[:HASH_BYTES], tenant=tenant)
-
-
 @given(steps, st.sampled_from(sorted(POLICIES)))
 def test_the_directory_equals_the_caches_of_all_that_are_here_or_away(
     taken: list[tuple[str, str, int]], policy: str
 ) -> None:
-    """Replicas store, forget, leave, return, are given up and die in any order: the router knows what they hold.
-
-    docs/routing.md
-    """
-    core = RoutingCore("me", RouterSettings(policy=policy), clock=lambda: 0.0, rng=Random(0))
+    """Replicas store, forget, leave, return, are given up and die in any order. (docs/routing.md)"""
+    core = core_of(NAMES, policy=policy)
     here, away = set(NAMES), set[str]()
     caches: dict[str, set[int]] = {name: set() for name in NAMES}
     known = set(NAMES)
-    core.update_replicas(here)
-    for name in NAMES:
-        core.apply(name, "e", [IDLE])
     for what, name, index in taken:
         if what == "stored":
-            core.apply(name, "e", [BlocksStored(CHAINS[index])])
+            core.apply(name, [BlocksStored(CHAINS[index])])
             caches[name] |= {index} if name in known else set()
         elif what == "removed":
-            core.apply(name, "e", [BlocksRemoved(CHAINS[index])])
+            core.apply(name, [BlocksRemoved(CHAINS[index])])
             caches[name] -= {index}
         elif what == "cleared":
-            core.apply(name, "e", [CacheCleared()])
+            core.apply(name, [CacheCleared()])
             caches[name].clear()
         elif what == "left" and name in here:
             here.remove(name)
@@ -81,7 +67,7 @@ def test_the_directory_equals_the_caches_of_all_that_are_here_or_away(
         for number, chain in enumerate(CHAINS):
             holders = {name for name in NAMES if number in caches[name]}
             assert set(core.directory.match(chain)) == holders
-            decision = core.decide(asked(chain))
+            decision = core.decide(ask(chain=chain, tokens=65))
             assert (decision is not None and decision.replica_id in here) or not here
             if decision is not None:
                 core.release(decision)
@@ -91,13 +77,10 @@ def test_the_directory_equals_the_caches_of_all_that_are_here_or_away(
 
 def test_a_pull_may_come_from_a_replica_that_is_away_and_not_from_a_dead_one() -> None:
     """Whoever leaves can hand out what it holds until it ends; who asks may know of a death before the router does."""
-    core = RoutingCore("me", RouterSettings.from_json({"scoring": {"min_pull_tokens": 16}}), rng=Random(0))
-    core.update_replicas("ab")
-    for name in "ab":
-        core.apply(name, "e", [LoadReport(0, 0, 0, 8, 16, 1000.0, pull_tokens_per_s=1e6)])
-    core.apply("a", "e", [BlocksStored(CHAINS[0])])
+    pulling = dict.fromkeys("ab", load(pull_tokens_per_s=1e6))
+    core = core_of(pulling, {"a": CHAINS[0]}, scoring={"min_pull_tokens": 16})
     core.update_replicas("b", away="a")
-    decision = core.decide(asked(CHAINS[0]))
-    assert decision is not None and (decision.replica_id, decision.pull_from) == ("b", "a")
-    again = core.decide(msgspec.structs.replace(asked(CHAINS[0]), avoid=("a",), dead=("a",)))
-    assert again is not None and (again.replica_id, again.pull_from, again.best_cached_tokens) == ("b", "", 0)
+    decision = decided(core, ask(chain=CHAINS[0]))
+    assert (decision.replica_id, decision.pull_from) == ("b", "a")
+    again = decided(core, ask(chain=CHAINS[0], avoid=("a",), dead=("a",)))
+    assert (again.replica_id, again.pull_from, again.best_cached_tokens) == ("b", "", 0)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from router.core import RoutingCore
-from router.load.silent_feeds import SILENT_S
+from router.known_replicas import SILENT_S
 from router.protocol.block_hash import HASH_BYTES
 from router.protocol.events import BlocksStored, CacheCleared, LoadReport
 from router.protocol.request import Decision, RoutedRequest
+from tests.router import cores
+from tests.router.cores import ask, decided
 
 CHAIN = bytes(range(4 * HASH_BYTES))
 ADMITTED = {"me": 1, "you": 1}
 
 
 def load(queued_tokens: int, taken_at_s: float) -> LoadReport:
-    return LoadReport(queued_tokens, 0, int(queued_tokens > 0), 0, 0, 1000.0, ADMITTED, taken_at_s=taken_at_s)
+    return cores.load(queued_tokens, 0, int(queued_tokens > 0), admitted=ADMITTED, taken_at_s=taken_at_s)
 
 
 class Case:
@@ -29,16 +31,14 @@ class Case:
         self.core.update_replicas("abc")
         for name in "ab":
             self.tell(name)
-        self.core.apply("a", "e", [BlocksStored(CHAIN)])
+        self.core.apply("a", [BlocksStored(CHAIN)])
 
     def tell(self, name: str, queued_tokens: int = 0) -> None:
-        self.core.apply(name, "e", [load(queued_tokens, self.now_s)])
+        self.core.apply(name, [load(queued_tokens, self.now_s)])
 
     def decide(self, *blocked: str) -> Decision:
         self.tell("c", 1_000_000)
-        decision = self.core.decide(RoutedRequest("q", CHAIN, 4 * 16 + 1, CHAIN[:HASH_BYTES]), blocked)
-        assert decision is not None
-        return decision
+        return decided(self.core, ask(chain=CHAIN), blocked)
 
 
 def test_a_silent_replica_is_never_asked_for_a_second_look() -> None:
@@ -91,7 +91,7 @@ def test_a_feed_that_is_cut_off_is_not_believed_until_a_snapshot_comes() -> None
     assert {"a", "b"} <= chosen
     core.record_delivered(case.decide("b", "c"), 64, 0.1, CHAIN)
     assert core.directory.match(CHAIN) == {"a": 64}
-    core.apply("a", "e", [CacheCleared(), BlocksStored(CHAIN[:HASH_BYTES]), load(500_000, case.now_s)])
+    core.apply("a", [CacheCleared(), BlocksStored(CHAIN[:HASH_BYTES]), load(500_000, case.now_s)])
     assert core.directory.match(CHAIN) == {"a": 16}
     assert core.loads.queue_ahead("a") >= 500_000
 
@@ -101,7 +101,7 @@ def test_a_replica_that_reports_and_one_that_never_had_a_feed_are_not_silent() -
     case = Case()
     case.core = RoutingCore("me", clock=lambda: case.now_s)
     case.core.update_replicas("abc")
-    case.core.apply("a", "1", [BlocksStored(CHAIN), load(0, 0.0)])
+    case.core.apply("a", [BlocksStored(CHAIN), load(0, 0.0)])
     for is_live in (None, lambda replica_id: True):
         if is_live is not None:
             case.core.follow(is_live)

@@ -10,7 +10,6 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.core import RoutingCore
 from router.directory.directory import Directory
 from router.protocol.events import (
     BlocksRemoved,
@@ -20,11 +19,9 @@ from router.protocol.events import (
     LoadReport,
     StatsReport,
 )
-from router.protocol.request import RoutedRequest
-from router.settings import RouterSettings
+from tests.router.cores import ask, core_of, decided, load
 
 CHAIN = Random(0).randbytes(16 * 40)
-IDLE = LoadReport(0, 0, 0, 8, 64, 1000.0)
 NAMES = [f"r{number}" for number in range(6)]
 
 whole = st.integers(-(1 << 62), 1 << 62)
@@ -45,27 +42,17 @@ blocks = st.builds(
 events = st.lists(st.one_of(loads, stats, blocks, st.just(CacheCleared())), max_size=4)
 
 
-def request(tokens: int = 645, chain: bytes = CHAIN, key: bytes = b"k" * 16, name: str = "q") -> RoutedRequest:
-    return RoutedRequest(name, chain, tokens, key)
-
-
 @settings(max_examples=150)
-@given(steps=st.lists(st.tuples(st.sampled_from(["a", "b"]), st.sampled_from("123"), events), max_size=8))
-def test_nonsense_reports_leave_every_answer_possible(steps: list[tuple[str, str, list[Event]]]) -> None:
-    """Whatever replicas claim, decisions are made, predictions stay within the prompt, and documents are JSON.
-
-    docs/routing.md
-    """
-    core = RoutingCore("me", RouterSettings(), clock=lambda: 0.0, rng=Random(0))
-    core.update_replicas(["a", "b", "honest"])
-    core.apply("honest", "e", [IDLE])
-    for replica_id, epoch, said in steps:
-        core.apply(replica_id, epoch, said)
-        decision = core.decide(request())
-        assert decision is not None
+@given(steps=st.lists(st.tuples(st.sampled_from(["a", "b"]), events), max_size=8))
+def test_nonsense_reports_leave_every_answer_possible(steps: list[tuple[str, list[Event]]]) -> None:
+    """Decisions are made, predictions stay within the prompt, and documents are JSON. (docs/routing.md)"""
+    core = core_of("abh")
+    for replica_id, said in steps:
+        core.apply(replica_id, said)
+        decision = decided(core, ask(chain=CHAIN))
         assert 0 <= decision.selected_cached_tokens <= decision.best_cached_tokens <= 640
         assert 0.0 < decision.estimated_ttft_s < inf
-        core.explain(request(), ["estimated_ttft", "lmetric"])
+        core.explain(ask(chain=CHAIN), ["estimated_ttft", "lmetric"])
         core.record_delivered(decision, 0, 0.1, CHAIN)
         core.release(decision)
         json.dumps(core.state(), allow_nan=False)
@@ -75,11 +62,10 @@ def test_nonsense_reports_leave_every_answer_possible(steps: list[tuple[str, str
 
 def test_metrics_that_cannot_be_shown_are_left_out() -> None:
     """Names outside Prometheus' alphabet and values that are no number never reach /metrics."""
-    core = RoutingCore("me")
-    core.update_replicas(["a"])
+    core = core_of("a")
     good = ("warmpath_x_total", (("label", 'any\n"text'),), 1.0)
     bad: list[Any] = [("a b", (), 1.0), ("x", (), nan), ("x", (), inf), ("x", (("l l", "v"),), 1.0), ("", (), 1.0)]
-    core.apply("a", "e", [StatsReport((good, *bad))])
+    core.apply("a", [StatsReport((good, *bad))])
     assert core.stats()["a"].samples == (good,)
 
 
@@ -88,7 +74,7 @@ def test_invented_tiers_are_bounded() -> None:
     directory = Directory(16)
     directory.add_replica("a")
     for tier in range(1000):
-        directory.apply("a", "e", [BlocksStored(CHAIN[:32], str(tier))])
+        directory.apply("a", [BlocksStored(CHAIN[:32], str(tier))])
     assert len(directory.blocks_held("a")) == 8
     assert directory.match(CHAIN) == {"a": 32}
 
@@ -98,37 +84,35 @@ def test_invented_tiers_are_bounded() -> None:
     flood=st.integers(1, 40), replicas=st.integers(2, 6), seed=st.integers(1, 9), tier=st.sampled_from(["pool", "host"])
 )
 def test_a_flood_of_blocks_leaves_the_others_room(flood: int, replicas: int, seed: int, tier: str) -> None:
-    """One replica fills at most seven eighths; another's blocks up to what is left of its share are taken.
-
-    docs/routing.md
-    """
+    """One replica fills at most seven eighths; another's blocks find what is left of its share. (docs/routing.md)"""
     bound = 800
     directory = Directory(16, max_blocks=bound)
     rng = Random(seed)
     for name in NAMES[:replicas]:
         directory.add_replica(name)
     for _ in range(flood):
-        directory.apply(NAMES[0], "e", [BlocksStored(rng.randbytes(16 * 64), tier)])
+        directory.apply(NAMES[0], [BlocksStored(rng.randbytes(16 * 64), tier)])
     assert directory.num_blocks <= bound - bound // 8
-    directory.apply(NAMES[1], "e", [BlocksStored(CHAIN)])
+    directory.apply(NAMES[1], [BlocksStored(CHAIN)])
     assert directory.match(CHAIN) == {NAMES[1]: 640}
     assert directory.num_blocks <= bound
 
 
-def test_churn_of_sets_and_epochs_leaves_nothing_behind() -> None:
+def test_churn_of_replicas_leaves_nothing_behind() -> None:
     """Ten thousand replicas that come, store, are sent work and go again take no room in the end."""
-    core = RoutingCore("me", RouterSettings(max_blocks=2000), clock=lambda: 0.0, rng=Random(0))
+    core = core_of("", max_blocks=2000)
     rng = Random(1)
     for life in range(10_000):
         core.update_replicas([f"r{life}", "stays"])
-        core.apply(f"r{life}", str(life), [BlocksStored(rng.randbytes(160)), IDLE])
-        core.apply("stays", "e", [IDLE])
-        core.decide(request(name=f"q{life}", key=rng.randbytes(16)))
+        core.apply(f"r{life}", [BlocksStored(rng.randbytes(160)), load()])
+        core.apply("stays", [load()])
+        core.decide(ask(life, key=rng.randbytes(16)))
     core.update_replicas(["stays"])
     while core.directory.sweep(64):
         pass
     assert core.directory.num_blocks == 0
     assert core.directory.size_bytes < 1_000_000
     assert len(core.directory._owner) < 600
+    assert len(core.directory._sets.masks) < 600
     assert set(core.counters.decisions_by_replica) == {"stays"}
     assert len(core._known.pending) <= 4096

@@ -61,10 +61,7 @@ class CachedBlock:
 
 
 class BlockIndex:
-    """Entries by hash and by block. Invariant: an entry's parent is indexed, and counts it among its children.
-
-    ``xor``: of the words of the hashes (see ``block_word``).
-    """
+    """Entries by hash and by block; an entry's parent is one too. ``xor``: of the hashes' words (``block_word``)."""
 
     def __init__(self, block_size: int) -> None:
         self.xor = 0
@@ -106,10 +103,7 @@ class BlockIndex:
         return count_leading(chain, blocks, self.held)
 
     def match(self, scope: PrefixScope, token_ids: TokenArray, chain: bytes, limit: int) -> list[int]:
-        """Return the blocks of the longest indexed prefix of ``token_ids``, at most ``limit`` of them.
-
-        A block counts only if its tokens, its parent block and its scope are equal too.
-        """
+        """Return the longest prefix, of ``limit`` blocks at most, whose tokens, parents and scopes are equal too."""
         matched: list[int] = []
         parent: int | None = None
         raw = np.ascontiguousarray(token_ids, dtype="<i4").tobytes()

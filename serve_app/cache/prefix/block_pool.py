@@ -1,8 +1,4 @@
-"""A fixed pool of KV block ids with reference counts.
-
-Owns which id is free, idle (no user, but the prefix cache still holds its KV) or in use. Law: free + idle + used =
-total, after every call.
-"""
+"""A fixed pool of KV block ids with reference counts. Law: free + idle (the cache's alone) + used = total."""
 
 from __future__ import annotations
 

@@ -33,10 +33,9 @@ class Pin:
 
 
 class Pins:
-    """Pins by key. The blocks of a pin are a whole prefix, so a read of its last block read all of it.
+    """Pins by key, each of a whole prefix. ``weights``: of tenants' shares; a tenant without one only borrows.
 
-    ``weights``: of the tenants' shares of the budget. With fewer than two there are no shares, and a tenant that is
-    not among several has none: it only borrows.
+    With fewer than two weights there are no shares.
     """
 
     def __init__(self, budget_blocks: int, weights: Mapping[str, float] | None = None) -> None:
@@ -123,10 +122,11 @@ class Pins:
     def recall(self, blocks: Sequence[int], tenant: str) -> bytes | None:
         """Return the pin to remove so that a prefix within the tenant's share fits; None when nothing is lent.
 
-        It is the last one of whoever is furthest beyond their share: what was pinned first is what the share is for.
-        The caller removes it, and asks again while ``add`` finds no room.
+        It is the last one of whoever is furthest beyond their share; the caller removes it and asks again.
         """
-        if not self._within_share(tenant, len(blocks) - self.pinned_leading(blocks, tenant)):
+        held_blocks, share_blocks = self.room(tenant)
+        more_blocks = len(blocks) - self.pinned_leading(blocks, tenant)
+        if len(self._shares) < 2 or held_blocks + more_blocks > share_blocks:
             return None
         beyond = {name: len(counts) - self._shares.get(name, 0) for name, counts in self._tenants_counts.items()}
         furthest = max(beyond, key=beyond.__getitem__, default=tenant)
@@ -175,7 +175,3 @@ class Pins:
             return []
         self._soonest_s = min((pin.expires_s for pin in self._pins.values() if pin.expires_s > now_s), default=math.inf)
         return [pin.key for pin in self._pins.values() if pin.expires_s <= now_s]
-
-    def _within_share(self, tenant: str, more_blocks: int) -> bool:
-        held_blocks, budget_blocks = self.room(tenant)
-        return len(self._shares) >= 2 and held_blocks + more_blocks <= budget_blocks

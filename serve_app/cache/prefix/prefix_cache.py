@@ -22,7 +22,7 @@ from router.protocol.block_hash import (
     hash_blocks,
 )
 from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared
-from serve_app.cache.eviction import Candidate, Standing
+from serve_app.cache.eviction import Standing
 from serve_app.cache.prefix.block_index import BlockIndex, CachedBlock
 from serve_app.cache.prefix.block_pool import BlockPool
 from serve_app.cache.prefix.pins import PinOutcome, Pins
@@ -95,18 +95,12 @@ class PrefixCache:
         return max(num_tokens - 1, 0) // self.block_size if self.enabled else 0
 
     def match(self, scope: PrefixScope, token_ids: TokenArray, chain: bytes) -> list[int]:
-        """Return the cached blocks of the longest prefix of ``token_ids``, without its last token.
-
-        A block counts only if its tokens, its parent block and its scope are equal too. Nothing is acquired.
-        """
+        """Return the cached blocks of the longest prefix of ``token_ids``, never the last token's; acquires nothing."""
         limit = min(self.reusable_blocks(len(token_ids)), len(chain) // HASH_BYTES)
         return self.index.match(scope, token_ids, chain, limit)
 
     def acquire(self, blocks: Sequence[int], *, read: bool = True) -> None:
-        """Add a reference to each matched block, so that none can be evicted.
-
-        ``read``: for a request, which renews the pins among them; a copy of the cache's own does not.
-        """
+        """Add a reference to each matched block. ``read``: for a request, which renews the pins among them."""
         for block in blocks:
             self._retain(block)
         if not read:
@@ -122,10 +116,7 @@ class PrefixCache:
             entry.hit(self._clock())
 
     def allocate(self, count: int, tenant: str = "default") -> list[int]:
-        """Return ``count`` blocks of ``tenant`` with one reference each, evicting leaves as needed.
-
-        Raises PoolExhausted, changing nothing, when fewer are available.
-        """
+        """Return ``count`` blocks with one reference each, evicting leaves as needed. Raises PoolExhausted."""
         missing = count - self.pool.free_blocks
         if 0 < missing <= self.pool.idle_blocks:
             self.evict(missing)
@@ -147,14 +138,10 @@ class PrefixCache:
             entry.released_at = self._ticks
             entry.standing = Standing.ORDINARY
             if entry.children == 0:
-                self.quota.queue_leaf(block, _candidate(entry))
+                self.quota.queue_leaf(block, entry.released_at, entry.standing)
 
     def demote(self, blocks: Sequence[int]) -> int:
-        """Let the tail of a prefix that another replica took over be evicted first; return how many blocks that is.
-
-        ``blocks``: a matched prefix. From its end up to the first block that is in use or shared with other prefixes.
-        A hit takes a block back into its turn.
-        """
+        """Let a matched prefix's tail that is idle and unshared go first: another replica has it; return its blocks."""
         demoted = 0
         self._ticks += 1
         for block in reversed(blocks):
@@ -163,7 +150,7 @@ class PrefixCache:
                 break
             entry.released_at, entry.standing = self._ticks, Standing.DEMOTED
             if entry.children == 0:
-                self.quota.queue_leaf(block, _candidate(entry))
+                self.quota.queue_leaf(block, entry.released_at, entry.standing)
             demoted += 1
         return demoted
 
@@ -305,8 +292,4 @@ class PrefixCache:
         self.pool.free_idle(entry.block)
         self.quota.freed(entry.block, idle=True)
         if parent is not None and parent.children == 0 and self.pool.is_idle(parent.block):
-            self.quota.queue_leaf(parent.block, _candidate(parent))
-
-
-def _candidate(entry: CachedBlock) -> Candidate:
-    return Candidate(entry.released_at, entry.standing, hits=entry.hits)
+            self.quota.queue_leaf(parent.block, parent.released_at, parent.standing)

@@ -1,16 +1,19 @@
-"""Tenants' shares of a block pool: who holds which blocks, and whose block is evicted next.
+"""Tenants' shares of a room with a bound: the pool's blocks, a tier's bytes.
 
-Owns whose account each block is on; which of a tenant's leaves goes first is ``cache.eviction``'s. Laws: the accounts
-add up to the pool's taken blocks; nobody at or under their share gives up a block while somebody over theirs has one
-to give; room that nobody needs can be borrowed. Not thread-safe, except ``holdings``.
+Owns which tenants are active, how much each holds, which is most over its share, and whose account each block of the
+pool is on; which of a tenant's blocks goes first is ``cache.eviction``'s. Laws: the accounts add up to what is taken;
+nobody at or under their share gives up a block while somebody over theirs has one to give; room that nobody needs can
+be borrowed. Not thread-safe, except ``holdings``.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
-from serve_app.cache.eviction import Candidate
-from serve_app.cache.prefix.accounts import Account, Accounts
+from serve_app.cache.eviction import EvictionQueue, Standing
 
 ACTIVE_S = 600.0
 """Seconds without a request after which a tenant has no share, and its blocks are the first to go, until the next."""
@@ -23,6 +26,82 @@ GUARD_S = 60.0
 """Seconds after a tenant's last request for which its idle blocks also limit how much others may run at once: a
 longer guard would leave a replica idle for the sake of caches that may never be asked for again."""
 
+K = TypeVar("K")
+
+
+@dataclass(slots=True, eq=False)
+class Account(Generic[K]):
+    """What one tenant holds: ``held`` in all, ``idle`` by the cache alone, ``queue`` of what it can give."""
+
+    tenant: str
+    weight: float
+    queue: EvictionQueue[K] = field(default_factory=EvictionQueue)
+    held: int = 0
+    idle: int = 0
+    used_s: float = -math.inf
+
+    def excess(self, since_s: float) -> float:
+        """Return how far over its share it is, by what it holds by weight; without requests ``since_s`` it has none."""
+        return self.held / self.weight if self.used_s >= since_s else math.inf
+
+
+class Accounts(Generic[K]):
+    """Accounts by tenant. ``weights``: by tenant, 1.0 where none is given. Calls are O(tenants with an account).
+
+    ``active_s``: seconds without a request after which a tenant has no share, and gives first, until the next.
+    """
+
+    def __init__(self, weights: Mapping[str, float], clock: Callable[[], float], active_s: float) -> None:
+        self._weights = _checked(weights)
+        self._clock = clock
+        self._active_s = active_s
+        self._accounts: dict[str, Account[K]] = {}
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Go by other weights from now on."""
+        self._weights = _checked(weights)
+        for tenant, account in self._accounts.items():
+            account.weight = self._weights.get(tenant, 1.0)
+
+    def holdings(self) -> dict[str, int]:
+        """Return what each tenant holds (any thread)."""
+        return {tenant: account.held for tenant, account in self._accounts.copy().items() if account.held}
+
+    def seen_since(self, since_s: float) -> list[str]:
+        """Return the tenants seen since a time of the clock."""
+        return [tenant for tenant, account in self._accounts.items() if account.used_s >= since_s]
+
+    def touch(self, tenant: str, ago_s: float = 0.0) -> Account[K]:
+        """Note a request of a tenant, which came ``ago_s`` before now: it is active from then on."""
+        account = self._account(tenant)
+        account.used_s = self._clock() - ago_s
+        return account
+
+    def _account(self, tenant: str) -> Account[K]:
+        account = self._accounts.get(tenant)
+        if account is None:
+            kept = {account.tenant for account in self._active()}
+            self._accounts = {name: other for name, other in self._accounts.items() if other.held or name in kept}
+            account = self._accounts[tenant] = Account(tenant, self._weights.get(tenant, 1.0))
+        return account
+
+    def _active_since_s(self) -> float:
+        return self._clock() - self._active_s
+
+    def _active(self) -> list[Account[K]]:
+        """Return the accounts that have a share now."""
+        since_s = self._active_since_s()
+        return [account for account in self._accounts.values() if account.used_s >= since_s]
+
+    def _furthest(self) -> Account[K] | None:
+        """Return the account most over its share, of those that have something to give."""
+        since_s, furthest, most = self._active_since_s(), None, -math.inf
+        for account in self._accounts.values():
+            excess = account.excess(since_s)
+            if excess > most and account.queue:
+                furthest, most = account, excess
+        return furthest
+
 
 class Quota(Accounts[int]):
     """Accounts of the pool's blocks by tenant; ``weights`` as in ``Accounts``."""
@@ -33,11 +112,7 @@ class Quota(Accounts[int]):
         self._owners: list[Account[int] | None] = [None] * total_blocks
 
     def fraction(self, tenant: str) -> float:
-        """Return the part of the pool that is ``tenant``'s share among the tenants active now.
-
-        Where several tenants are configured, one that is alone counts as one of two: a share has to be ready for
-        whoever comes next.
-        """
+        """Return the tenant's part of the pool among those active now; one alone of several counts as one of two."""
         weight = self._weights.get(tenant, 1.0)
         # What is public is used on everybody's behalf: it narrows nobody's share of the room.
         others = sum(account.weight for account in self._active() if account.tenant not in (tenant, PUBLIC))
@@ -110,15 +185,12 @@ class Quota(Accounts[int]):
         account.idle -= idle
         account.queue.discard(block)
 
-    def queue_leaf(self, block: int, candidate: Candidate) -> None:
+    def queue_leaf(self, block: int, used: int, standing: Standing) -> None:
         """Let an idle leaf be evicted when it comes to it."""
-        self._owner(block).queue.put(block, candidate)
+        self._owner(block).queue.put(block, used, standing)
 
     def next_leaf(self) -> int:
-        """Return the block to evict, of whoever is most over their share. The caller frees it.
-
-        Raises IndexError when there is none.
-        """
+        """Take and return the block to evict, of whoever is most over their share. Raises IndexError: none."""
         account = self._furthest()
         if account is None:
             raise IndexError("no block can be evicted")
@@ -130,3 +202,9 @@ class Quota(Accounts[int]):
         account = self._owners[block]
         assert account is not None, f"block {block} belongs to nobody"
         return account
+
+
+def _checked(weights: Mapping[str, float]) -> dict[str, float]:
+    if any(not 0.0 < weight < math.inf for weight in weights.values()):
+        raise ValueError("a tenant's share must be a finite number over 0")
+    return dict(weights)

@@ -57,10 +57,7 @@ class DiskTier:
         self._scan(clock, scan_limit_s, save_ttl_s)
 
     def store(self, block: TierBlock, row: Row, saved_until_s: float | None = None, *, life: int | None = None) -> bool:
-        """Write a block, making room; return whether it is filed now. A failed write is logged.
-
-        ``life``: the tier's when the block was offered (default: now). After a reset since then it is not filed.
-        """
+        """Write a block, making room; return whether it is filed. ``life``: the tier's when it was offered."""
         life = self.life if life is None else life
         block_hash = block.block_hash
         known = self.index.find(block_hash)
@@ -164,7 +161,7 @@ class DiskTier:
                 if victim is None:
                     return False
                 self._forget(victim.block.block_hash)
-            self.index.counts.evicted += 1
+            self.index.counts.evicted_blocks += 1
             self._files.remove(victim.block.block_hash, victim.saved_until_s)
 
     def _end_inherited(self) -> None:

@@ -1,7 +1,6 @@
-"""Whether loading blocks from a lower tier beats computing them.
+"""Whether loading blocks from a lower tier beats computing them: bytes / bandwidth <= ratio * tokens / prefill rate.
 
-Owns the measured bandwidth of each tier and the rule: load when bytes / bandwidth <= ratio * tokens / prefill rate. Not
-thread-safe: the engine's loop owns it.
+Owns the measured bandwidth of each tier. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -34,10 +33,7 @@ class LoadRule:
         self._seconds[tier] = self._seconds[tier] * kept + duration_s
 
     def worthwhile(self, bytes_of_tier: Mapping[str, int], tokens: int, prefill_tokens_per_s: float) -> bool:
-        """Return whether to load; while the prefill rate is unknown (0) everything is loaded.
-
-        A refusal moves the bandwidths towards the expectation: a tier that once was slow is tried again.
-        """
+        """Return whether to load: yes, while the prefill rate is 0 (unknown). A refusal makes loads look faster."""
         if self.ratio <= 0.0:
             return False
         if prefill_tokens_per_s <= 0.0:

@@ -17,8 +17,8 @@ from typing import Generic, TypeVar
 
 from router.protocol.block_hash import block_word
 from router.protocol.events import BlocksRemoved, BlocksStored, TierDigest
-from serve_app.cache.eviction import Candidate, EvictionQueue, Standing
-from serve_app.cache.prefix.accounts import Accounts
+from serve_app.cache.eviction import EvictionQueue, Standing
+from serve_app.cache.prefix.quota import Accounts
 from serve_app.cache.prefix_digest import TierBlock
 
 UNKNOWN = ""
@@ -48,12 +48,12 @@ class Entry:
 
 @dataclass(slots=True)
 class TierCounts:
-    """Blocks over a tier's life."""
+    """Blocks over a tier's life; the names are those of their metrics."""
 
     hits: int = 0
     stores: int = 0
     drops: int = 0
-    evicted: int = 0
+    evicted_blocks: int = 0
 
 
 E = TypeVar("E", bound=Entry)
@@ -137,10 +137,7 @@ class TierIndex(Accounts[bytes], Generic[E]):
         return entry
 
     def next_victim(self, owner: str, *, saved: bool = False) -> E | None:
-        """Return which block has to go for one of ``owner``'s; the caller removes it.
-
-        None where there is none, or only saved ones of the owner's own for one that is not ``saved``.
-        """
+        """Return what has to go for one of ``owner``'s; None: nothing, or saved ones of its own for an unsaved one."""
         furthest = self._furthest()
         if furthest is None:
             return None
@@ -187,5 +184,4 @@ class TierIndex(Accounts[bytes], Generic[E]):
         """Give a block the place of one that is used now."""
         self._uses += 1
         standing = Standing.ORDINARY if entry.saved_until_s is None else Standing.PINNED
-        queue = self._accounts[entry.block.owner].queue
-        queue.put(entry.block.block_hash, Candidate(self._uses, standing, entry.size))
+        self._accounts[entry.block.owner].queue.put(entry.block.block_hash, self._uses, standing)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -137,10 +137,7 @@ class Tiers:
             self._to_host(self.host, blocks[start : start + step], start, read)
 
     def save(self, blocks: Sequence[TierBlock], read: ReadRows, until_s: float) -> bool:
-        """Write or mark blocks of the pool (children first) on disk as saved until a Unix time (inf: for ever).
-
-        False without a disk tier or room in its queue.
-        """
+        """Write or mark blocks (children first) on disk as saved until a Unix time; False: no disk, no room."""
         return self._to_disk(blocks, read, until_s) if self.disk is not None else False
 
     def end_save(self, hashes: Sequence[bytes]) -> None:
@@ -195,13 +192,11 @@ class Tiers:
     def samples(self, labels: Labels) -> Iterable[Sample]:
         """Yield blocks, bytes and counters by tier."""
         for tier, index in self.indexes.items():
-            by_tier, counts = (*labels, ("tier", tier)), index.counts
+            by_tier = (*labels, ("tier", tier))
             yield "warmpath_kv_tier_blocks", by_tier, float(len(index))
             yield "warmpath_kv_tier_bytes", by_tier, float(index.used_bytes)
-            yield "warmpath_kv_tier_hits_total", by_tier, float(counts.hits)
-            yield "warmpath_kv_tier_stores_total", by_tier, float(counts.stores)
-            yield "warmpath_kv_tier_drops_total", by_tier, float(counts.drops)
-            yield "warmpath_kv_tier_evicted_blocks_total", by_tier, float(counts.evicted)
+            for name, count in asdict(index.counts).items():
+                yield f"warmpath_kv_tier_{name}_total", by_tier, float(count)
         if self.disk is not None:
             by_tier = (*labels, ("tier", "disk"))
             yield "warmpath_kv_tier_refused_files_total", by_tier, float(self.disk.tier.refused_files)
@@ -223,7 +218,7 @@ class Tiers:
                         self._fill(host, fresh, read)
                     self._host_to_disk(host, victim.block)
                     host.remove(victim.block.block_hash)
-                    host.counts.evicted += 1
+                    host.counts.evicted_blocks += 1
                 fresh[block.block_hash] = (base + i, host.put(block))
             elif held.prefix_digest == block.prefix_digest:
                 host.use(block.block_hash)

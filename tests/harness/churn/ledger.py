@@ -41,7 +41,7 @@ class Ledger:
 
     def events(self, events: Sequence[Event]) -> None:
         """Take cache events (the engine's thread)."""
-        self.directory.apply(REPLICA, "one life", events)
+        self.directory.apply(REPLICA, events)
         for event in events:
             if isinstance(event, BlocksStored):
                 self.announced.setdefault(event.tier, set()).update(split_chain(event.hashes))

@@ -30,20 +30,6 @@ class NaiveDirectory:
 
     def __init__(self) -> None:
         self.held: dict[str, dict[str, set[bytes]]] = {}
-        self.epochs: dict[str, str] = {}
-
-    def store(self, replica_id: str, epoch: str, tier: str, hashes: bytes) -> None:
-        self.enter(replica_id, epoch)
-        self.held[replica_id].setdefault(tier, set()).update(pieces(hashes))
-
-    def remove(self, replica_id: str, epoch: str, tier: str, hashes: bytes) -> None:
-        self.enter(replica_id, epoch)
-        self.held[replica_id].setdefault(tier, set()).difference_update(pieces(hashes))
-
-    def enter(self, replica_id: str, epoch: str) -> None:
-        if self.epochs.get(replica_id) != epoch:
-            self.epochs[replica_id] = epoch
-            self.held[replica_id] = {}
 
     def match(self, hashes: bytes) -> dict[str, int]:
         tokens = {}
@@ -61,7 +47,7 @@ def pieces(hashes: bytes) -> list[bytes]:
 
 actions = st.lists(
     st.tuples(
-        st.sampled_from(["store", "store", "store", "truncate", "epoch", "clear", "leave"]),
+        st.sampled_from(["store", "store", "store", "truncate", "clear", "leave"]),
         st.sampled_from(REPLICAS),
         st.sampled_from(["pool", "pool", "host"]),
         st.integers(0, ROOTS - 1),
@@ -74,30 +60,24 @@ actions = st.lists(
 @settings(max_examples=200)
 @given(actions=actions, sweep=st.booleans())
 def test_match_equals_oracle(actions: list[tuple[str, str, str, int, int]], sweep: bool) -> None:
-    """For prefix-closed caches, in any tiers, through epochs, clears and departures, every match is exact."""
+    """For prefix-closed caches, in any tiers, through clears and departures, every match is exact."""
     directory, oracle = Directory(BLOCK), NaiveDirectory()
-    epochs = dict.fromkeys(REPLICAS, 0)
     for action, replica_id, tier, root, depth in actions:
         directory.add_replica(replica_id)
-        oracle.held.setdefault(replica_id, {})
-        if action == "epoch":
-            epochs[replica_id] += 1
-        epoch = str(epochs[replica_id])
+        of_tier = oracle.held.setdefault(replica_id, {}).setdefault(tier, set())
         if action == "truncate":
             tail = chain(root, DEPTH)[16 * depth :]
-            directory.apply(replica_id, epoch, [BlocksRemoved(tail, tier)])
-            oracle.remove(replica_id, epoch, tier, tail)
+            directory.apply(replica_id, [BlocksRemoved(tail, tier)])
+            of_tier.difference_update(pieces(tail))
         elif action == "clear":
-            directory.apply(replica_id, epoch, [CacheCleared()])
-            oracle.enter(replica_id, epoch)
+            directory.apply(replica_id, [CacheCleared()])
             oracle.held[replica_id] = {}
         elif action == "leave":
             directory.remove_replica(replica_id)
             oracle.held.pop(replica_id)
-            oracle.epochs.pop(replica_id, None)
         else:
-            directory.apply(replica_id, epoch, [BlocksStored(chain(root, depth), tier)])
-            oracle.store(replica_id, epoch, tier, chain(root, depth))
+            directory.apply(replica_id, [BlocksStored(chain(root, depth), tier)])
+            of_tier.update(pieces(chain(root, depth)))
         if sweep:
             directory.sweep(7)
         for wanted in range(ROOTS):
@@ -119,7 +99,7 @@ def test_holes_never_crash_and_stay_in_range(held: list[set[int]], length: int) 
     directory = Directory(BLOCK)
     for number, indices in enumerate(held):
         directory.add_replica(str(number))
-        directory.apply(str(number), "e", [BlocksStored(b"".join(block(0, i) for i in sorted(indices)))])
+        directory.apply(str(number), [BlocksStored(b"".join(block(0, i) for i in sorted(indices)))])
     for replica_id, tokens in directory.match(chain(0, length)).items():
         assert held[int(replica_id)]
         assert 0 < tokens <= length * BLOCK
@@ -128,56 +108,40 @@ def test_holes_never_crash_and_stay_in_range(held: list[set[int]], length: int) 
 def test_unknown_replicas_and_odd_lengths_are_harmless() -> None:
     """Events of a replica that was not added change nothing; a trailing partial hash is ignored."""
     directory = Directory(BLOCK)
-    directory.apply("ghost", "e", [BlocksStored(chain(0, 3))])
+    directory.apply("ghost", [BlocksStored(chain(0, 3))])
     assert directory.num_blocks == 0
     directory.add_replica("a")
-    directory.apply("a", "e", [BlocksStored(chain(0, 3)[:-5]), LoadReport(0, 0, 0, 0, 0, 0.0)])
+    directory.apply("a", [BlocksStored(chain(0, 3)[:-5]), LoadReport(0, 0, 0, 0, 0, 0.0)])
     assert directory.match(chain(0, 3)) == {"a": 32}
     assert directory.match(chain(0, 3)[:-1]) == {"a": 32}
     assert directory.match(b"") == {}
     directory.remove_replica("ghost")
 
 
-def test_new_epoch_is_swept_in_bounded_steps() -> None:
-    """What a gone epoch held is invisible at once and its memory comes back over later calls."""
+def test_a_cleared_cache_is_swept_in_bounded_steps() -> None:
+    """What it held is invisible at once and its memory comes back over later calls."""
     directory = Directory(BLOCK, max_blocks=100_000)
     for name in ("a", "b"):
         directory.add_replica(name)
-    directory.apply("a", "1", [BlocksStored(Random(0).randbytes(16 * 20_000)), BlocksStored(chain(0, 4))])
-    directory.apply("b", "1", [BlocksStored(chain(0, 2))])
-    directory.apply("a", "2", [])
+    directory.apply("a", [BlocksStored(Random(0).randbytes(16 * 20_000)), BlocksStored(chain(0, 4))])
+    directory.apply("b", [BlocksStored(chain(0, 2))])
+    directory.apply("a", [CacheCleared()])
     assert directory.match(chain(0, 4)) == {"b": 32}
     assert directory.num_blocks > 19_000, "nothing was walked through at once"
     calls = 0
     while directory.sweep(0):
-        directory.apply("b", "1", [])
+        directory.apply("b", [])
         calls += 1
     assert 10 < calls < 1000
     assert directory.num_blocks == 2
     assert directory.match(chain(0, 4)) == {"b": 32}
 
 
-def test_epoch_churn_reuses_slots_and_sets() -> None:
-    """A hundred restarts leave no residue in slots, sets or entries."""
-    directory = Directory(BLOCK, max_blocks=10_000)
-    for name in REPLICAS:
-        directory.add_replica(name)
-    for life in range(100):
-        for name in REPLICAS:
-            directory.apply(name, str(life), [BlocksStored(chain(life % ROOTS, DEPTH))])
-            directory.sweep(64)
-    while directory.sweep(64):
-        pass
-    assert directory.num_blocks == DEPTH
-    assert len(directory._owner) < 40
-    assert len(directory._sets.masks) < 64
-
-
 def test_bound_refuses_and_counts() -> None:
     """Beyond ``max_blocks`` hints are refused and counted."""
     directory = Directory(BLOCK, max_blocks=10)
     directory.add_replica("a")
-    directory.apply("a", "e", [BlocksStored(chain(0, 12))])
+    directory.apply("a", [BlocksStored(chain(0, 12))])
     assert (directory.num_blocks, directory.refused_blocks) == (10, 2)
     assert directory.match(chain(0, 12)) == {"a": 160}
 
@@ -192,7 +156,7 @@ def test_memory_per_block_is_small() -> None:
     for _ in range(160):
         hashes = rng.randbytes(16 * 625)
         for name in rng.sample(names, 3):
-            directory.apply(name, "e", [BlocksStored(hashes)])
+            directory.apply(name, [BlocksStored(hashes)])
     assert directory.num_blocks == 100_000
     assert directory.size_bytes / directory.num_blocks < 60
 

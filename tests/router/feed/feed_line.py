@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from router.core import RoutingCore
-from router.feed.resequencer import FeedResequencer, ResequencerSettings
+from router.feed.resequencer import FeedResequencer
 from router.feed.sequencer import FeedSequencer
 from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, CacheDigest, Event, LoadReport, TierDigest
 from router.settings import RouterSettings
@@ -42,23 +42,21 @@ def digest_of(held: Held) -> CacheDigest:
 class Replica:
     """A replica's caches, its feed and one router, with every message in the test's hands."""
 
-    def __init__(self, seed: int = 0, max_blocks: int = 1000, feed: ResequencerSettings | None = None) -> None:
+    def __init__(self, seed: int = 0, max_blocks: int = 1000) -> None:
         self.now_s = 0.0
         self.rng = Random(seed)
         self.core = RoutingCore("me", RouterSettings(max_blocks=max_blocks), clock=lambda: self.now_s)
         self.core.update_replicas(["a"])
-        self.lives = 0
         self.begin_life()
-        self.resequencer = FeedResequencer(
-            "a", "epoch-0", lambda epoch, events: self.core.apply("a", epoch, events), self.core.counters.feed,
-            self.rng, 0.0, feed,
-        )  # fmt: skip
         self.core.follow(lambda _: self.resequencer.live, resync=lambda _: self.resequencer.resync())
 
     def begin_life(self) -> None:
-        self.sequencer = FeedSequencer("a", f"epoch-{self.lives}", 3)
+        """Begin with empty caches and a new feed, which the router follows in the place of the last one."""
+        self.sequencer = FeedSequencer(3)
+        self.resequencer = FeedResequencer(
+            lambda events: self.core.apply("a", events), self.core.counters.feed, self.rng, self.now_s
+        )
         self.held: Held = {tier: set() for tier in TIERS}
-        self.lives += 1
 
     def does(self, events: list[Any]) -> list[bytes]:
         """Change the caches and return the messages of it; "digest" stands for one of what is held then."""

@@ -11,12 +11,10 @@ from typing import Any
 
 from router.core import RoutingCore
 from router.feed import FeedPublisher, FeedSubscriber
-from router.feed.resequencer import ResequencerSettings
 from router.protocol.events import LoadReport
 
 BEAT = LoadReport(3, 1, 1, 8, 64, 1000.0)
 CHAIN = Random(0).randbytes(16 * 50)
-FAST = ResequencerSettings(timeout_s=0.3, first_backoff_s=0.02, last_backoff_s=0.2, silence_s=0.5)
 
 
 def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
@@ -40,20 +38,13 @@ def blocks(core: RoutingCore, name: str) -> int:
 
 
 @asynccontextmanager
-async def following(
-    *names: str,
-    settings: ResequencerSettings | None = FAST,
-    blocks_per_message: int = 8,
-    max_queued_messages: int = 2000,
-) -> AsyncIterator[tuple[RoutingCore, FeedSubscriber, dict[str, FeedPublisher]]]:
+async def following(*names: str) -> AsyncIterator[tuple[RoutingCore, FeedSubscriber, dict[str, FeedPublisher]]]:
     """Yield a core that knows the replicas, its subscriber, connected to none yet, and the feeds."""
     core = RoutingCore("me")
     core.update_replicas(names)
-    subscriber = FeedSubscriber(
-        core.apply, core.counters.feed, settings=settings, max_queued_messages=max_queued_messages
-    )
+    subscriber = FeedSubscriber(core.apply, core.counters.feed)
     core.follow(subscriber.is_live, resync=subscriber.resync)
-    feeds = {name: FeedPublisher(name, max_blocks_per_message=blocks_per_message) for name in names}
+    feeds = {name: FeedPublisher(name) for name in names}
     for feed in feeds.values():
         feed.start()
     try:

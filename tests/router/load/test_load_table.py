@@ -174,19 +174,10 @@ def test_a_rate_that_no_replica_has_measured_is_the_usual_one() -> None:
     loads = table("a", "b")
     loads.report("b", msgspec.structs.replace(report(rate=50.0), pull_tokens_per_s=1000.0), 0.0)
     assert loads.seconds_per_token.tolist() == [1 / 100, 1 / 50]
-    assert loads.pull_pace.tolist() == [inf, 0.05]
-    assert loads.num_pulling == 1
-
-
-def test_pull_shares_follow_reports() -> None:
-    """What a pulled token weighs is worked out once and kept true: by reports, by price, by who comes and goes."""
-    loads = table("a", "b", "c")
-    assert loads.pull_shares(2.0).tolist() == [1.0, 1.0, 1.0]
-    loads.report("b", msgspec.structs.replace(report(rate=100.0), pull_tokens_per_s=1000.0), 0.0)
-    assert loads.pull_shares(2.0).tolist() == [1.0, 0.2, 1.0]
-    assert loads.pull_shares(1.0).tolist() == [1.0, 0.1, 1.0]
+    assert [loads.replicas[name].pull_pace for name in "ab"] == [inf, 0.05]
+    assert (loads.num_pulling, loads.pull_shares.tolist()) == (1, [1.0, 0.1])
     loads.remove_replica("a")
-    assert dict(zip(loads.replica_ids, loads.pull_shares(1.0).tolist(), strict=True)) == {"b": 0.1, "c": 1.0}
+    assert loads.pull_shares.tolist() == [0.1]
 
 
 @given(order=st.permutations(range(6)), queued=st.lists(st.integers(0, 1000), min_size=6, max_size=6))
@@ -204,3 +195,16 @@ def test_of_two_reports_the_later_one_counts(order: list[int], queued: list[int]
         loads.report("a", told, 0.0)
         newest = max(newest, number)
         assert loads.queue_ahead("a") == queued[newest] + 7 * (len(queued) - newest)
+
+
+def test_routers_that_go_quiet_are_not_counted() -> None:
+    """A replica remembers routers for long; who sends nothing new for half a minute is not active."""
+    loads = table()
+    assert loads.active_routers == 1
+    loads.report("a", report(me=3, you=5, them=1), 0.0)
+    assert loads.active_routers == 3
+    loads.report("a", report(me=4, you=6, them=1), 20.0)
+    loads.report("a", report(me=4, you=6, them=1), 35.0)
+    assert loads.active_routers == 2
+    loads.report("a", report(me=4, you=6, them=1), 100.0)
+    assert loads.active_routers == 1

@@ -12,73 +12,59 @@ from hypothesis import strategies as st
 from router.core import RoutingCore
 from router.load.load_table import LoadTable
 from router.load.lora_residency import LoraResidency
-from router.protocol.events import KEY_BYTES, MAX_ADAPTERS, BlocksStored, LoadReport, pack_adapters
+from router.protocol.events import KEY_BYTES, MAX_ADAPTERS, LoadReport, pack_adapters
 from router.protocol.request import RoutedRequest
-from router.settings import RouterSettings
+from tests.router.cores import ask, core_of, decided, load
 
 STYLE = "style@1"
 
 
 def report(adapters: tuple[str, ...] = (), load_s: float = 0.0, queued: int = 0) -> LoadReport:
     """``queued``: tokens that nobody overtakes."""
-    return LoadReport(
-        queued, 0, int(queued > 0), 8, 16, 1000.0,
-        committed_prefill_tokens=queued, adapters=pack_adapters(adapters), adapter_load_s=load_s,
-    )  # fmt: skip
+    about = {"committed_prefill_tokens": queued, "adapters": pack_adapters(adapters), "adapter_load_s": load_s}
+    return load(queued, 0, int(queued > 0), **about)
 
 
-def core_with(reports: dict[str, LoadReport]) -> RoutingCore:
-    core = RoutingCore("me", RouterSettings(), clock=lambda: 0.0, rng=Random(1))
-    core.update_replicas(reports)
-    for name, said in reports.items():
-        core.apply(name, "e", [said])
-    return core
-
-
-def ask(number: int, adapter: str = STYLE, chain: bytes = b"", tokens: int = 100) -> RoutedRequest:
-    return RoutedRequest(f"q{number}", chain, tokens, Random(number).randbytes(16), adapter=adapter)
+def adapted(number: int, adapter: str = STYLE, chain: bytes = b"", tokens: int = 100) -> RoutedRequest:
+    return ask(number, chain, tokens, Random(number).randbytes(16), adapter=adapter)
 
 
 def chosen(core: RoutingCore, request: RoutedRequest) -> str:
-    decision = core.decide(request)
-    assert decision is not None
-    core.release(decision)
+    core.release(decision := decided(core, request))
     return decision.replica_id
 
 
 def test_cold_prompts_go_where_their_adapter_is_and_others_anywhere() -> None:
     """Rendezvous order spreads what needs no adapter, or one that nobody has."""
-    core = core_with({"a": report(), "b": report((STYLE, "x@2"), 0.2), "c": report(("x@2",), 0.2)})
-    assert {chosen(core, ask(number)) for number in range(30)} == {"b"}
-    assert {chosen(core, ask(number, "x@2")) for number in range(30)} == {"b", "c"}
+    core = core_of({"a": report(), "b": report((STYLE, "x@2"), 0.2), "c": report(("x@2",), 0.2)})
+    assert {chosen(core, adapted(number)) for number in range(30)} == {"b"}
+    assert {chosen(core, adapted(number, "x@2")) for number in range(30)} == {"b", "c"}
     for adapter in ("", "never@3", "style@2"):
-        assert {chosen(core, ask(number, adapter)) for number in range(30)} == {"a", "b", "c"}
+        assert {chosen(core, adapted(number, adapter)) for number in range(30)} == {"a", "b", "c"}
 
 
 @pytest.mark.parametrize(("queued", "expected"), [(150, "b"), (250, "a")])
 def test_a_load_weighs_as_much_as_the_work_of_its_time(queued: int, expected: str) -> None:
     """0.2 s of loading against a queue at 1,000 tokens a second."""
-    core = core_with({"a": report(("x@2",), 0.2), "b": report((STYLE,), 0.2, queued)})
-    assert chosen(core, ask(1)) == expected
+    core = core_of({"a": report(("x@2",), 0.2), "b": report((STYLE,), 0.2, queued)})
+    assert chosen(core, adapted(1)) == expected
 
 
 def test_kv_that_saves_more_than_the_load_wins() -> None:
     """Its adapter has been evicted from the replica that still holds the prefix of 320 tokens."""
     chain = Random(0).randbytes(16 * 20)
     for load_s, expected in ((0.2, "a"), (0.5, "b")):
-        core = core_with({"a": report((), load_s), "b": report((STYLE,), load_s)})
-        core.apply("a", "e", [BlocksStored(chain)])
-        assert chosen(core, ask(1, chain=chain, tokens=325)) == expected
+        core = core_of({"a": report((), load_s), "b": report((STYLE,), load_s)}, {"a": chain})
+        assert chosen(core, adapted(1, chain=chain, tokens=325)) == expected
 
 
 def test_the_estimate_has_the_load_in_it() -> None:
     """In the decision, and in an explanation, also of a policy that does not look at adapters."""
-    core = core_with({"a": report((), 0.3), "b": report((STYLE,), 0.3, queued=8000)})
-    decision = core.decide(ask(1))
-    assert decision is not None
+    core = core_of({"a": report((), 0.3), "b": report((STYLE,), 0.3, queued=8000)})
+    decision = decided(core, adapted(1))
     assert (decision.replica_id, decision.estimated_ttft_s) == ("a", pytest.approx(0.4))
     core.release(decision)
-    said = core.explain(ask(1), ["least_loaded", "estimated_ttft"])
+    said = core.explain(adapted(1), ["least_loaded", "estimated_ttft"])
     by_id = {replica["replica_id"]: replica for replica in said["replicas"]}
     assert (by_id["a"]["adapter_load_s"], by_id["b"]["adapter_load_s"]) == (0.3, 0.0)
     assert by_id["a"]["estimated_ttft_s"] == pytest.approx(0.4)
@@ -93,10 +79,10 @@ def test_what_is_not_measured_is_taken_to_be_usual_and_nonsense_is_not_believed(
     found = places.wait_s(STYLE, loads)
     assert found is not None
     assert found.tolist() == [0.3, 0.1, 0.3, 600.0, 0.3, 0.3, 0.3, 0.0]
-    places.report("h", LoadReport(0, 0, 0, 8, 16, 1000.0, adapters=b"seven b"))
+    places.report("h", load(adapters=b"seven b"))
     assert places.wait_s(STYLE, loads) is None
     many = Random(1).randbytes(KEY_BYTES * (MAX_ADAPTERS + 50))
-    places.report("h", LoadReport(0, 0, 0, 8, 16, 1000.0, adapters=many))
+    places.report("h", load(adapters=many))
     assert len(places._holders) == MAX_ADAPTERS
 
 
@@ -126,11 +112,3 @@ def test_places_are_those_of_the_latest_reports(news: list[tuple[str, set[str] |
         else:
             assert found is None
     assert len(places._holders) == len(set().union(*latest.values()))
-
-
-def test_a_replica_that_goes_is_forgotten() -> None:
-    core = core_with({"a": report((), 0.2), "b": report((STYLE,), 0.2)})
-    core.update_replicas(["a", "c"])
-    core.apply("c", "e", [report()])
-    assert {chosen(core, ask(number)) for number in range(30)} == {"a", "c"}
-    assert not core._known.adapters._holders

@@ -8,35 +8,21 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec import structs
 
 from router.core import RoutingCore
 from router.policy.policies import POLICIES
 from router.protocol.events import BlocksStored, LoadReport
-from router.protocol.request import RoutedRequest
-from router.settings import RouterSettings
+from tests.router.cores import CHAIN, ask, core_of, decided, load
 
-BLOCK = 16
-CHAIN = Random(0).randbytes(16 * 20)
 NAMES = ["a", "b", "c", "d"]
-
-
-def report(queued: int = 0, running: int = 0, waiting: int = 0) -> LoadReport:
-    return LoadReport(queued, running, waiting, 8, 16, 1000.0)
 
 
 def core_with(
     held: dict[str, int], loads: dict[str, LoadReport] | None = None, policy: str = "estimated_ttft"
 ) -> RoutingCore:
-    core = RoutingCore("me", RouterSettings(policy), clock=lambda: 0.0, rng=Random(3))
-    core.update_replicas(held)
-    for name, blocks in held.items():
-        core.apply(name, "e", [BlocksStored(CHAIN[: 16 * blocks]), (loads or {}).get(name, report())])
-    return core
-
-
-def ask(tokens: int = 325, avoid: tuple[str, ...] = ()) -> RoutedRequest:
-    return RoutedRequest("q", CHAIN, tokens, b"k" * 16, avoid=avoid)
+    """``held``: blocks of the chain by replica."""
+    reports = {name: (loads or {}).get(name, load()) for name in held}
+    return core_of(reports, {name: CHAIN[: 16 * blocks] for name, blocks in held.items()}, policy=policy)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -56,13 +42,10 @@ def test_the_winner_is_the_next_decision(
     blocked: set[str],
     before: int,
 ) -> None:
-    """Whatever the state, the acting policy's winner, reason and estimate are those of the decision that follows.
-
-    docs/routing.md
-    """
-    core = core_with(held, {name: report(*row) for name, row in work.items()}, policy)
+    """The acting policy's winner, reason and estimate are those of the decision that follows. (docs/routing.md)"""
+    core = core_with(held, {name: load(*row) for name, row in work.items()}, policy)
     for number in range(before):
-        core.decide(RoutedRequest(f"b{number}", CHAIN[:160], 165, b"k" * 16))
+        core.decide(ask(number, CHAIN[:160]))
     core.follow(lambda _: True, lambda: blocked)
     state, counters = core.state(), repr(core.counters)
     said = json.loads(json.dumps(core.explain(ask(), list(POLICIES))))
@@ -86,8 +69,8 @@ def test_the_winner_is_the_next_decision(
 
 def test_facts_of_each_replica() -> None:
     """Cached tokens by tier, prefills under way, load, place and full replicas are all there."""
-    core = core_with({"a": 0, "b": 20, "c": 0}, {"b": report(900, 3, 1), "c": report(0, 8, 16)})
-    core.apply("b", "e", [BlocksStored(CHAIN[:80], "host")])
+    core = core_with({"a": 0, "b": 20, "c": 0}, {"b": load(900, 3, 1), "c": load(0, 8, 16)})
+    core.apply("b", [BlocksStored(CHAIN[:80], "host")])
     said = core.explain(ask(), ["estimated_ttft", "lmetric"])
     by_id = {replica["replica_id"]: replica for replica in said["replicas"]}
     assert by_id["b"]["cached_tokens"] == 320
@@ -101,7 +84,7 @@ def test_facts_of_each_replica() -> None:
     assert by_id["c"]["policies"] == {"estimated_ttft": None, "lmetric": None}
     assert [replica["replica_id"] for replica in said["replicas"]] == ["b", "a", "c"]
     core.decide(ask())
-    follow = core.explain(RoutedRequest("q", CHAIN, 325, b"k" * 16), ["estimated_ttft"])
+    follow = core.explain(ask(), ["estimated_ttft"])
     assert {replica["in_flight_tokens"] for replica in follow["replicas"]} == {0, 320}
 
 
@@ -111,11 +94,11 @@ def test_facts_of_each_replica() -> None:
         ({"a": 20, "b": 3}, {}, "holds 320 of 325 prompt tokens, the most"),
         ({"a": 20, "b": 20}, {}, "as 2 replicas do"),
         ({"a": 0, "b": 0}, {}, "no replica holds any"),
-        ({"a": 0, "b": 9}, {"b": report(90_000, 8, 1)}, "b, which holds 144 tokens where it holds 0"),
-        ({"a": 0, "b": 9, "c": 0}, {"b": report(0, 8, 16)}, "b, which holds 144 tokens, is full"),
+        ({"a": 0, "b": 9}, {"b": load(90_000, 8, 1)}, "b, which holds 144 tokens where it holds 0"),
+        ({"a": 0, "b": 9, "c": 0}, {"b": load(0, 8, 16)}, "b, which holds 144 tokens, is full"),
         ({"a": 5}, {}, "the only replica"),
         ({}, {}, "there are no replicas"),
-        ({"a": 5}, {"a": report(0, 8, 16)}, "every replica is full or blocked"),
+        ({"a": 5}, {"a": load(0, 8, 16)}, "every replica is full or blocked"),
     ],
 )
 def test_sentences_tell_why(held: dict[str, int], loads: dict[str, LoadReport], said: str) -> None:
@@ -127,8 +110,7 @@ def test_sentences_tell_why(held: dict[str, int], loads: dict[str, LoadReport], 
 def test_a_prefill_under_way_is_named() -> None:
     """A cold prompt that another request is computing is followed, and the sentence says so."""
     core = core_with({"a": 0, "b": 0, "c": 0})
-    first = core.decide(ask())
-    assert first is not None
+    first = decided(core, ask())
     winner = core.explain(ask(), ["estimated_ttft"])["winners"]["estimated_ttft"]
     assert (winner["replica_id"], winner["reason"]) == (first.replica_id, "in_flight")
     assert "computing a prompt of the same beginning" in winner["because"]
@@ -136,10 +118,9 @@ def test_a_prefill_under_way_is_named() -> None:
 
 def test_a_spill_of_bounded_hashing_names_the_bound_even_where_nobody_holds_anything() -> None:
     """The replicas before the chosen one are over their bound; there is no holder to compare with."""
-    core = core_with({"a": 0, "b": 0}, {"a": report(0, 0, 9)})
+    core = core_with({"a": 0, "b": 0}, {"a": load(0, 0, 9)})
     winners = [
-        core.explain(RoutedRequest("q", CHAIN, 325, bytes([key]) * 16), ["bounded_hash"])["winners"]["bounded_hash"]
-        for key in range(20)
+        core.explain(ask(key=bytes([key]) * 16), ["bounded_hash"])["winners"]["bounded_hash"] for key in range(20)
     ]
     assert {winner["replica_id"] for winner in winners} == {"b"}
     assert {winner["reason"] for winner in winners} == {"load_spill", "placement"}
@@ -148,21 +129,15 @@ def test_a_spill_of_bounded_hashing_names_the_bound_even_where_nobody_holds_anyt
 
 def test_a_hot_prefix_is_explained_as_it_is_decided_and_asking_does_not_heat_it() -> None:
     """However often one asks, the demand stays; once decisions have heated it, the winner is the next holder."""
-    core = RoutingCore("me", clock=lambda: 0.0, rng=Random(3))
-    core.update_replicas(NAMES)
-    for name in NAMES:
-        core.apply(name, "e", [structs.replace(report(), pull_tokens_per_s=9000.0)])
     chain = Random(9).randbytes(16 * 200)
-    core.apply("b", "e", [BlocksStored(chain)])
+    core = core_of(dict.fromkeys(NAMES, load(pull_tokens_per_s=9000.0)), {"b": chain})
     reasons = []
     for number in range(30):
-        asked = RoutedRequest(f"q{number}", chain, 3500, b"k" * 16)
+        asked = ask(number, chain, 3500)
         for _ in range(3):
             said = core.explain(asked, ["estimated_ttft"])["winners"]["estimated_ttft"]
-        decision = core.decide(asked)
-        assert decision is not None
+        core.release(decision := decided(core, asked))
         assert (said["replica_id"], said["reason"]) == (decision.replica_id, decision.reason)
-        core.release(decision)
         reasons.append(decision.reason)
     assert reasons[0] == "cached"
     assert "hot_prefix" in reasons

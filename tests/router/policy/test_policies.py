@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.core import RoutingCore
 from router.load.load_table import LoadTable
 from router.policy.candidates import Candidate, RoutingView
 from router.policy.costs import SHARED_PREFILL, estimate
 from router.policy.policies import POLICIES, Policy
 from router.protocol.events import LoadReport
 from router.protocol.request import Reason, RoutedRequest
-from router.settings import DEFAULT_POLICY, POLICY_NAMES, PolicySettings, RouterSettings
+from router.settings import DEFAULT_POLICY, POLICY_NAMES, PolicySettings
+from tests.router.cores import core_of, decided
 
 NAMES = [f"replica-{number}" for number in range(6)]
 
@@ -77,10 +77,7 @@ def test_contract(
     prompt: int,
     turn: int,
 ) -> None:
-    """A ranking permutes who may be chosen, is deterministic given the seed, and starts with its limit-1 form.
-
-    docs/routing.md
-    """
+    """A ranking permutes who may be chosen, is the same for a seed, and begins with its first. (docs/routing.md)"""
     loads = loads_of(*rows)
     asked = request(prompt, avoid=tuple(avoid))
     context = {"turn": turn, "blocked": blocked}
@@ -183,13 +180,6 @@ def test_who_is_first(policy: str, rows: list[tuple[int, int, int]], match: int,
     assert head.replica_id == NAMES[chosen]
 
 
-def test_in_flight_prefixes_count_as_cached() -> None:
-    """A second request for a cold prompt follows the first one, and says why."""
-    loads = loads_of((1000, 0, 1), (0, 0, 0), (0, 0, 0))
-    head = rank("estimated_ttft", loads, {}, pending={NAMES[0]: 990})[0]
-    assert (head.replica_id, head.reason) == (NAMES[0], "in_flight")
-
-
 def test_power_of_two_takes_the_shorter_of_two_and_round_robin_turns() -> None:
     """The busiest replica is never first, and every other one sometimes is; six turns reach six replicas."""
     loads, rng = loads_of((0, 0, 9), *[(0, 0, 1)] * 5), Random(1)
@@ -215,10 +205,7 @@ def test_a_policy_knows_the_labels_of_replicas_nodes(monkeypatch: pytest.MonkeyP
         return sorted(ranked, key=lambda one: view.labels.get(one.replica_id, {}).get("disk") != "nvme")[:limit]
 
     monkeypatch.setitem(POLICIES, "lmetric", lambda _: Policy(prefers_nvme))
-    core = RoutingCore("me", RouterSettings(policy="lmetric"), clock=lambda: 0.0, rng=Random(0))
-    core.update_replicas("abc", labels={"b": {"disk": "nvme"}})
-    chosen = {decision.replica_id for _ in range(6) if (decision := core.decide(request()))}
-    assert chosen == {"b"}
-    core.update_replicas("abc", labels={"c": {"disk": "nvme"}})
-    decision = core.decide(request())
-    assert decision is not None and decision.replica_id == "c"
+    core = core_of("abc", policy="lmetric")
+    for name in "bc":
+        core.update_replicas("abc", labels={name: {"disk": "nvme"}})
+        assert {decided(core, request()).replica_id for _ in range(6)} == {name}

@@ -10,9 +10,11 @@ from router.core import RoutingCore
 from router.load.load_table import LoadTable
 from router.policy.candidates import RoutingView
 from router.policy.costs import plan_pull, work_tokens
-from router.protocol.events import BlocksStored, LoadReport
+from router.protocol.events import LoadReport
 from router.protocol.request import RoutedRequest
-from router.settings import PolicySettings, RouterSettings
+from router.settings import PolicySettings
+from tests.router import cores
+from tests.router.cores import ask, core_of, decided
 
 PULLING = PolicySettings(min_pull_tokens=100)
 REQUEST = RoutedRequest("q", b"", 1000, b"k" * 16)
@@ -20,11 +22,17 @@ REQUEST = RoutedRequest("q", b"", 1000, b"k" * 16)
 
 @pytest.fixture(autouse=True)
 def _no_price(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.policy.costs.PULL_PRICE", 1.0)
+    monkeypatch.setattr("router.load.load_table.PULL_PRICE", 1.0)
 
 
 def load(queued: int, pull_rate: float = 10_000.0) -> LoadReport:
-    return LoadReport(queued, 0, 1 if queued else 0, 0, 0, 1000.0, pull_tokens_per_s=pull_rate)
+    return cores.load(queued, 0, int(queued > 0), pull_tokens_per_s=pull_rate)
+
+
+def pulling(policy: str, chain: bytes) -> RoutingCore:
+    """A router of a busy holder and an idle replica."""
+    scoring = {"min_pull_tokens": 100}
+    return core_of({"b": load(90_000), "a": load(0)}, {"b": chain}, policy=policy, scoring=scoring)
 
 
 def loads_of(pull_rate: float = 10_000.0, **queued: int) -> LoadTable:
@@ -54,7 +62,7 @@ def view_of(match: dict[str, int], loads: LoadTable) -> RoutingView:
 def test_the_work_that_is_left(
     match: dict[str, int], pull_rate: float, price: float, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.policy.costs.PULL_PRICE", price)
+    monkeypatch.setattr("router.load.load_table.PULL_PRICE", price)
     loads = loads_of(pull_rate, a=0, b=0, c=0)
     assert work_tokens(view_of(match, loads)).tolist() == pytest.approx(expected)
     assert (plan_pull(view_of(match, loads), "a", 0) == ("", 0)) == (pull_rate < 1000.0)
@@ -84,39 +92,21 @@ def test_the_holder_with_the_least_work_is_asked() -> None:
     assert plan_pull(view_of({"gone": 600}, loads), "a", 0) == ("", 0)
 
 
-def test_a_decision_names_the_holder_and_reserves_what_is_left() -> None:
-    """A request that leaves a busy holder carries the holder's name; only the rest is reserved as prefill.
+@pytest.mark.parametrize("policy", ["estimated_ttft", "round_robin"])
+def test_a_decision_names_the_holder_and_reserves_what_is_left(policy: str) -> None:
+    """Of a request that leaves a busy holder only the rest is reserved as prefill; for what stores nothing, all.
 
-    docs/pull.md
+    It pulls nothing, and the next one of its prefix is not sent after it. (docs/pull.md, docs/caching.md)
     """
     chain = Random(0).randbytes(16 * 50)
-    for policy in ("estimated_ttft", "round_robin"):
-        core = RoutingCore("me", RouterSettings(policy, scoring=PULLING), clock=lambda: 0.0)
-        core.update_replicas(["a", "b"])
-        core.apply("b", "e", [BlocksStored(chain), load(90_000)])
-        core.apply("a", "e", [load(0)])
-        decisions = [core.decide(RoutedRequest(f"q{n}", chain, 1000, b"k" * 16)) for n in range(2)]
-        decision = next(d for d in decisions if d is not None and d.replica_id == "a")
-        assert (decision.pull_from, decision.pull_tokens, decision.selected_cached_tokens) == ("b", 800, 0)
-        assert core.loads.queue_ahead("a") in (200, 400)
-
-
-def test_what_stores_nothing_is_not_pulled_for_nor_placed_by() -> None:
-    """It computes where others would pull, and the next one of its prefix is not sent after it. (docs/caching.md)"""
-    chain = Random(0).randbytes(16 * 50)
-    for policy in ("round_robin", "estimated_ttft"):
-        core = RoutingCore("me", RouterSettings(policy, scoring=PULLING), clock=lambda: 0.0)
-        core.update_replicas(["a", "b"])
-        core.apply("b", "e", [BlocksStored(chain), load(90_000)])
-        core.apply("a", "e", [load(0)])
-        for number in range(2):
-            decision = core.decide(RoutedRequest(f"q{number}", chain, 1000, b"k" * 16, store_kv=False))
-            assert decision is not None and not decision.pull_from
-    other = Random(1).randbytes(16 * 50)
-    reasons = []
-    for number, stores in enumerate((False, True, True)):
-        route = RoutedRequest(f"p{number}", other, 1000, b"p" * 16, store_kv=stores)
-        decision = core.decide(route)
-        assert decision is not None
-        reasons.append(decision.reason == "in_flight")
-    assert reasons == [False, False, True]
+    core = pulling(policy, chain)
+    decision = next(d for n in range(2) if (d := decided(core, ask(n, chain, 1000))).replica_id == "a")
+    assert (decision.pull_from, decision.pull_tokens, decision.selected_cached_tokens) == ("b", 800, 0)
+    assert core.loads.queue_ahead("a") in (200, 400)
+    core = pulling(policy, chain)
+    for number in range(2):
+        assert not decided(core, ask(number, chain, 1000, store_kv=False)).pull_from
+    if policy == "estimated_ttft":
+        other = Random(1).randbytes(16 * 50)
+        sent = [decided(core, ask(n, other, 1000, store_kv=stores)) for n, stores in enumerate((False, True, True))]
+        assert [decision.reason == "in_flight" for decision in sent] == [False, False, True]

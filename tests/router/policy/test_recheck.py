@@ -10,14 +10,16 @@ from router.core import RoutingCore
 from router.policy.recheck import MAX_REROUTES, WORTH_ASKING_S, is_outdated
 from router.protocol.events import LoadReport
 from router.protocol.request import Decision, RoutedRequest
-from router.settings import DEFAULT_POLICY, POLICY_NAMES, RouterSettings
+from router.settings import DEFAULT_POLICY, POLICY_NAMES
+from tests.router import cores
+from tests.router.cores import ask, core_of
 
 RATE = 1000.0
 TOKENS = st.integers(0, 1 << 30)
 
 
 def load(queued: int, taken_at_s: float = 0.0, **admitted: int) -> LoadReport:
-    return LoadReport(queued, 0, int(queued > 0), 0, 0, RATE, admitted, taken_at_s=taken_at_s)
+    return cores.load(queued, 0, int(queued > 0), admitted=admitted, taken_at_s=taken_at_s)
 
 
 def decision(queued: int | None, work_s: float = 0.0) -> Decision:
@@ -25,17 +27,13 @@ def decision(queued: int | None, work_s: float = 0.0) -> Decision:
 
 
 def request(number: int, rerouted: int = 0) -> RoutedRequest:
-    return RoutedRequest(f"q{number}", b"", 1000, number.to_bytes(16), rerouted=rerouted)
+    return ask(number, b"", 1000, number.to_bytes(16), rerouted=rerouted)
 
 
-def cores(*names: str, policy: str = DEFAULT_POLICY, replicas: tuple[str, ...] = ("r0", "r1")) -> list[RoutingCore]:
+def beside(*names: str, policy: str = DEFAULT_POLICY, replicas: str = "rs") -> list[RoutingCore]:
     """Routers that know of each other by the replicas' reports."""
-    made = [RoutingCore(name, RouterSettings(policy), clock=lambda: 1.0) for name in names]
-    for core in made:
-        core.update_replicas(replicas)
-        for replica in replicas:
-            core.apply(replica, "e", [load(0, **dict.fromkeys(names, 1))])
-    return made
+    reports = dict.fromkeys(replicas, load(0, **dict.fromkeys(names, 1)))
+    return [core_of(reports, clock=lambda: 1.0, name=name, policy=policy) for name in names]
 
 
 @given(queued=TOKENS, believed=TOKENS, work_s=st.floats(0, 1e6))
@@ -54,11 +52,8 @@ def test_who_has_no_more_than_believed_takes_the_request(queued: int, believed: 
 
 
 def test_a_second_router_learns_what_the_first_has_just_sent() -> None:
-    """Two blind routers choose one idle replica; it sends the second request back, which then goes to the other one.
-
-    docs/routing.md
-    """
-    first, second = cores("first", "second")
+    """Two blind routers choose one replica, which sends the second request back, to the other. (docs/routing.md)"""
+    first, second = beside("first", "second")
     one = first.decide(request(7))
     other = second.decide(request(7))
     assert one is not None and other is not None and one.replica_id == other.replica_id
@@ -75,22 +70,22 @@ def test_a_second_router_learns_what_the_first_has_just_sent() -> None:
 
 def test_a_decision_made_with_the_load_that_was_told_is_followed() -> None:
     """Where the replica is still the best, it takes the request the second time: what it told is believed."""
-    core, _ = cores("me", "you")
-    core.apply("r0", "e", [load(50_000, taken_at_s=0.5)])
+    core, _ = beside("me", "you")
+    core.apply("r", [load(50_000, taken_at_s=0.5)])
     chosen = core.decide(request(1))
-    assert chosen is not None and chosen.replica_id == "r1"
+    assert chosen is not None and chosen.replica_id == "s"
     now = load(20_000, taken_at_s=1.0)
     assert is_outdated(chosen, now)
     core.rerouted(chosen, now)
-    core.apply("r1", "e", [load(0, taken_at_s=0.9)])  # what was on its way meanwhile
+    core.apply("s", [load(0, taken_at_s=0.9)])  # what was on its way meanwhile
     again = core.decide(request(1, rerouted=1))
-    assert again is not None and (again.replica_id, again.queued_tokens) == ("r1", 20_000)
+    assert again is not None and (again.replica_id, again.queued_tokens) == ("s", 20_000)
     assert not is_outdated(again, now)
 
 
 def test_a_request_is_rerouted_so_often_and_counted_once() -> None:
     """After MAX_REROUTES it is taken whatever is queued; the router's counts have it once."""
-    core, _ = cores("me", "you")
+    core, _ = beside("me", "you")
     for rerouted in range(MAX_REROUTES):
         chosen = core.decide(request(1, rerouted))
         assert chosen is not None and chosen.queued_tokens is not None
@@ -106,13 +101,10 @@ def test_a_request_is_rerouted_so_often_and_counted_once() -> None:
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_only_the_default_policy_beside_others_asks_for_a_second_look(policy: str) -> None:
-    """A router alone sees all there is, one replica leaves no choice, and other rules do not choose by work.
-
-    docs/routing.md
-    """
-    alone, beside = cores("me", policy=policy)[0], cores("me", "you", policy=policy)[0]
-    only = cores("me", "you", policy=policy, replicas=("r0",))[0]
-    for core, expected in ((alone, False), (only, False), (beside, policy == DEFAULT_POLICY)):
+    """A router alone sees all, one replica is no choice, other rules do not go by work. (docs/routing.md)"""
+    alone, among = beside("me", policy=policy)[0], beside("me", "you", policy=policy)[0]
+    only = beside("me", "you", policy=policy, replicas="r")[0]
+    for core, expected in ((alone, False), (only, False), (among, policy == DEFAULT_POLICY)):
         chosen = core.decide(request(1))
         assert chosen is not None
         assert (chosen.queued_tokens is not None) is expected

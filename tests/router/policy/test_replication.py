@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.core import RoutingCore
 from router.policy.replication import PrefixDemand
 from router.protocol.events import BlocksStored, LoadReport
-from router.protocol.request import Decision, RoutedRequest
-from router.settings import PolicySettings, RouterSettings
+from router.protocol.request import Decision
+from tests.router.cores import ask, core_of, decided
 
 PREFIX = Random(1).randbytes(16 * 128)
 """2,048 tokens."""
@@ -25,27 +24,22 @@ class Cluster:
 
     def __init__(self, replicas: int = 6, pull_rate: float = 50_000.0, **scoring: object) -> None:
         self.now_s = 0.0
-        settings = RouterSettings(scoring=PolicySettings(min_pull_tokens=1024, **scoring))  # type: ignore[arg-type]
-        self.core = RoutingCore("me", settings, clock=lambda: self.now_s)
-        self.names = [f"r{n}" for n in range(replicas)]
-        self.core.update_replicas(self.names)
+        self.names = "abcdef"[:replicas]
+        self.core = core_of(self.names, clock=lambda: self.now_s, scoring={"min_pull_tokens": 1024, **scoring})
         for name in self.names:
             self.report(name, 0, pull_rate)
         self.sent = 0
 
     def report(self, name: str, queued: int, pull_rate: float = 50_000.0) -> None:
         report = LoadReport(queued, 0, 1 if queued else 0, 0, 0, 1000.0, pull_tokens_per_s=pull_rate)
-        self.core.apply(name, "e", [report])
+        self.core.apply(name, [report])
 
     def send(self, prefix: bytes = PREFIX, new_tokens: int = 100) -> Decision:
         """One request that is done before the next one comes."""
         self.sent += 1
         chain = prefix + Random(self.sent + 1000).randbytes(16 * (new_tokens // 16))
-        request = RoutedRequest(f"q{self.sent}", chain, len(prefix) + new_tokens, b"k" * 16)
-        decision = self.core.decide(request)
-        assert decision is not None
-        self.core.release(decision)
-        self.core.apply(decision.replica_id, "e", [BlocksStored(prefix)])
+        self.core.release(decision := decided(self.core, ask(self.sent, chain, len(prefix) + new_tokens)))
+        self.core.apply(decision.replica_id, [BlocksStored(prefix)])
         return decision
 
     def holders(self) -> int:
@@ -98,9 +92,9 @@ def test_demand_of_a_steady_load_tends_to_it_however_long_a_router_lives() -> No
 
 
 def test_a_prefix_in_demand_gets_holders_before_anything_queues() -> None:
-    """At three replicas' worth of work it has at least four holders, though no queue was ever reported.
+    """At three replicas' worth of work it has four at least, and no queue was ever reported. (docs/routing.md)
 
-    docs/routing.md
+    When demand falls one of them is left with the work, so the copies of the others are the oldest of their caches.
     """
     cluster = Cluster()
     decisions = []
@@ -111,6 +105,11 @@ def test_a_prefix_in_demand_gets_holders_before_anything_queues() -> None:
     spread = [decision for decision in decisions if decision.reason == "hot_prefix"]
     assert len(spread) == cluster.holders() - 1
     assert all(decision.pull_from and decision.pull_tokens == 2048 for decision in spread)
+    sent = Counter[str]()
+    for _ in range(50):
+        cluster.now_s += 10.0
+        sent[cluster.send().replica_id] += 1
+    assert len(sent) == 1
 
 
 def test_holders_are_bounded_by_demand_and_by_load() -> None:
@@ -126,22 +125,8 @@ def test_holders_are_bounded_by_demand_and_by_load() -> None:
     held = {name for name in cluster.names if cluster.core.directory.blocks_held(name)}
     assert {cluster.send().replica_id for _ in range(20)} <= held
     for name in held:
-        cluster.core.apply(name, "e", [LoadReport(0, 0, 4, 4, 4, 1000.0, pull_tokens_per_s=50_000.0)])
+        cluster.core.apply(name, [LoadReport(0, 0, 4, 4, 4, 1000.0, pull_tokens_per_s=50_000.0)])
     assert cluster.send().replica_id not in held
-
-
-def test_when_demand_falls_one_holder_is_left_with_the_work() -> None:
-    """So the copies of the others are the oldest of their caches. (docs/routing.md)"""
-    cluster = Cluster()
-    for _ in range(1500):
-        cluster.now_s += 1 / 30
-        cluster.send()
-    assert cluster.holders() >= 4
-    sent = Counter[str]()
-    for _ in range(50):
-        cluster.now_s += 10.0
-        sent[cluster.send().replica_id] += 1
-    assert len(sent) == 1
 
 
 def test_a_hot_opening_of_many_conversations_moves_no_conversation() -> None:

@@ -1,4 +1,4 @@
-"""Serve's router keeps a replica in mind that leaves its set for seconds, and can still reach it."""
+"""Serve's router: replicas that leave its set for seconds, and callers that leave while it chooses."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import pytest
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID
 from ray.serve.request_router import PendingRequest
 
-from router.protocol.events import BlocksStored, LoadReport
+from router.protocol.events import BlocksStored
+from router.protocol.request import RoutedRequest
 from router.serve import request_router
-from router.serve.core_registry import core_for
+from router.serve.core_registry import core_for, decisions_for
 from router.serve.request_router import CacheAwareRouter, deployment_key
+from tests.router.cores import load
 
 HELD = bytes(16)
-IDLE = LoadReport(0, 0, 0, 8, 16, 1000.0)
 
 
 class FakeRunningReplica:
@@ -75,7 +76,7 @@ def test_away_kept_revived_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(request_router, "AWAY_S", 30.0)
         case = Case("kept")
         case.set("ab")
-        case.core.apply("a", "e", [IDLE, BlocksStored(HELD)])
+        case.core.apply("a", [load(), BlocksStored(HELD)])
         case.set("b")
         assert case.core.replica_ids == ("b",)
         assert await case.target("a") == "a"
@@ -122,5 +123,24 @@ def test_a_replica_that_died_is_forgotten_at_once() -> None:
         for letter in "ab":
             case.router.on_replica_actor_died(case.ids[letter])
         assert case.core.loads.replica_ids == []
+
+    asyncio.run(run())
+
+
+def test_nothing_is_sent_for_a_caller_that_has_left() -> None:
+    """The wait for a replica ends, and nothing stays reserved."""
+
+    async def run() -> None:
+        case = Case("leaves")
+        decisions = decisions_for(deployment_key("app", "leaves"))
+        route = RoutedRequest("r.0", bytes(16), 20, bytes(16))
+        pending: Any = SimpleNamespace(args=[], kwargs={"route": route, "decision": None})
+        waiting = asyncio.create_task(case.router._choose_replica_for_request(pending))
+        await asyncio.sleep(0)
+        decisions.leave("r.0")
+        case.set("ab")
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert case.core.state()["open_reservations"] == 0
 
     asyncio.run(run())

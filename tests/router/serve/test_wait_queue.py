@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -117,23 +116,6 @@ def test_a_newcomer_does_not_overtake_and_a_rejected_one_goes_first() -> None:
                 await asyncio.sleep(0)
         assert room.served == ["again", "first", "second"]
         await asyncio.gather(first, second, again)
-
-    asyncio.run(main())
-
-
-def test_a_fault_ends_one_wait_only() -> None:
-    """An exception reaches the request it belongs to; the next in line asks on."""
-
-    async def main() -> None:
-        room = Room()
-
-        def broken() -> None:
-            raise ValueError("no")
-
-        waiting = asyncio.create_task(room.take(1))
-        with pytest.raises(ValueError, match="no"):
-            await room.queue.take(broken)
-        assert await waiting == 1
 
     asyncio.run(main())
 

@@ -47,7 +47,7 @@ class Deployment:
         """Let replicas report prefill under way, which nobody overtakes."""
         for name, tokens in queued_tokens.items():
             report = LoadReport(tokens, 0, min(tokens, 1), 64, 128, 5000.0, committed_prefill_tokens=tokens)
-            self.core.apply(name, "epoch", [report])
+            self.core.apply(name, [report])
 
     def ask(self, tenant: Tenant, messages: Messages, key: str | None = None) -> tuple[str, int, str]:
         """Route and "compute" one turn: where it went, the cached tokens it will find, and why."""
@@ -62,7 +62,7 @@ class Deployment:
         decision = self.core.decide(route)
         assert decision is not None
         self.core.release(decision)
-        self.core.apply(decision.replica_id, "epoch", [BlocksStored(generation.block_hashes)])
+        self.core.apply(decision.replica_id, [BlocksStored(generation.block_hashes)])
         return decision.replica_id, decision.selected_cached_tokens, decision.reason
 
 

@@ -104,7 +104,7 @@ async def test_an_operator_sees_replicas_prefixes_and_decisions() -> None:
         for state, blocks in (("used", 1.0), ("cached", 5.0), ("free", 2.0))
     )
     report = LoadReport(100, 3, 1, 8, 8, 1000.0)
-    core.apply("r1", "e", [BlocksStored(chain_of("a", [1, 2, 3])), report, StatsReport(pool)])
+    core.apply("r1", [BlocksStored(chain_of("a", [1, 2, 3])), report, StatsReport(pool)])
     saved = SaveResult("saved")
     live.delivered(generation("a", [1, 2, 3, 4], 0, 2), decision(cached_tokens=12), 12, 0.5, saved)
     watcher = await live.watch(None)
@@ -128,7 +128,7 @@ async def test_an_operator_sees_replicas_prefixes_and_decisions() -> None:
     assert told["node"] == conversation["id"]
     assert (told["ttft_s"], told["cold_ttft_s"], told["queued_tokens"]) == (0.5, 0.512, 7)
 
-    core.apply("r2", "e", [BlocksStored(chain_of("a", [1, 2]))])
+    core.apply("r2", [BlocksStored(chain_of("a", [1, 2]))])
     more = await until(watcher, lambda event: event["type"] == "prefixes" and "r2" in str(event["nodes"]))
     assert more["nodes"][0]["holders"] == {"r1": 8, "r2": 8}
     core.update_replicas(["r2"])
@@ -148,14 +148,14 @@ async def test_replicas_work_is_summed_and_notices_are_told_to_operators_alone()
         return StatsReport((("warmpath_prefix_cache_evicted_blocks_total", (), evicted), pull, tokens))
 
     ingresses = Ingresses()
-    ingresses.core.apply("r1", "e", [stats(5.0, 1.0)])
+    ingresses.core.apply("r1", [stats(5.0, 1.0)])
     operator, tenant = await ingresses.first.watch(None), await ingresses.first.watch("a")
-    ingresses.core.apply("r2", "e", [LoadReport(0, 0, 0, 8, 8, 1000.0), stats(50.0, 5.0)])
+    ingresses.core.apply("r2", [LoadReport(0, 0, 0, 8, 8, 1000.0), stats(50.0, 5.0)])
     assert (await until(operator, "replica"))["replica"] == "r2", "nothing of what it did before it was there"
-    ingresses.core.apply("r1", "e", [stats(12.0, 1.0)])
+    ingresses.core.apply("r1", [stats(12.0, 1.0)])
     evictions = await until(operator, "evictions")
     assert (evictions["replica"], evictions["blocks"]) == ("r1", 7)
-    ingresses.core.apply("r1", "e", [stats(12.0, 2.0)])
+    ingresses.core.apply("r1", [stats(12.0, 2.0)])
     pulls = await until(operator, "pulls")
     assert (pulls["pulls"], pulls["tokens"]) == ({"whole": 1}, 100)
     ingresses.notices["prewarm"] = [{"replica_id": "r3", "state": "done", "blocks": 4, "at_s": 3.0}]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 from hypothesis import given
@@ -13,10 +12,10 @@ from router.protocol.block_hash import HASH_BYTES, PrefixScope, extend_chain, sp
 from serve_app.cache.prefix.block_index import HEAT_MEMORY_S
 from serve_app.cache.prefix.hot_prefixes import KINDS, HotPrefixes, idle_heats, list_hot, within
 from serve_app.cache.prefix.prefix_cache import PrefixCache
+from tests.serve_app.cache.prefix.test_prefix_cache_laws import root_of, scope_of
 
 SIZE = 2
 SCOPES = {"a": PrefixScope("m", salt=b"a"), "b": PrefixScope("m", salt=b"b")}
-PUBLIC_PROMPT = [0, 1, 0, 1]
 
 Prompts = st.lists(
     st.tuples(st.sampled_from("ab"), st.lists(st.integers(0, 1), min_size=SIZE, max_size=12), st.integers(0, 900)),
@@ -24,18 +23,6 @@ Prompts = st.lists(
     max_size=12,
 )
 """Requests: tenant, tokens, seconds since the one before."""
-
-
-def scope_of(tenant: str, ids: list[int]) -> PrefixScope:
-    common = 0
-    while common < min(len(ids), len(PUBLIC_PROMPT)) and ids[common] == PUBLIC_PROMPT[common]:
-        common += 1
-    return replace(SCOPES[tenant], public_blocks=common // SIZE)
-
-
-def root_of(scope: PrefixScope) -> bytes:
-    root = scope.private.root(b"k")
-    return scope.public.root(b"k") + root if scope.public_blocks else root
 
 
 class Used:
@@ -47,7 +34,7 @@ class Used:
         self.uses: list[tuple[bytes, float, float]] = []  # chain, hits, when
         for number, (tenant, ids, after_s) in enumerate(requests):
             self.now_s += after_s
-            scope, array = scope_of(tenant, ids), np.array(ids, dtype=np.int32)
+            scope, array = scope_of(SCOPES[tenant], ids), np.array(ids, dtype=np.int32)
             chain = extend_chain(root_of(scope), scope.public_blocks, array, SIZE)
             matched = self.cache.match(scope, array, chain)
             self.cache.acquire(matched)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from serve_app.cache.prefix.pins import Pins
 from serve_app.cache.prefix.prefix_cache import PrefixCache
@@ -50,36 +48,3 @@ def test_a_tenant_that_nobody_named_has_no_share() -> None:
         pins = Pins(4, weights)
         assert pins.add(b"a", [1, 2, 3], None, 0.0, "a") == "pinned"
         assert pins.recall([4, 5], "a") is None
-
-
-@given(
-    weights=st.dictionaries(st.sampled_from("abc"), st.floats(0.1, 10), min_size=2),
-    budget=st.integers(0, 20),
-    asked=st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 8), st.integers(0, 3)), max_size=40),
-)
-def test_what_is_within_a_share_is_never_refused_nor_recalled(
-    weights: dict[str, float], budget: int, asked: list[tuple[str, int, int]]
-) -> None:
-    """Whoever asks for whatever in any order; prefixes of four families overlap within and between tenants.
-
-    docs/caching.md
-    """
-    cache = PrefixCache(256, 1, pin_budget_blocks=budget, shares=weights)
-    shares = {name: int(budget * weight / sum(weights.values())) for name, weight in weights.items()}
-    for number, (tenant, length, family) in enumerate(asked):
-        blocks = fill(cache, tokens(family, *range(length - 1)))
-        before = cache.pins.holdings()
-        outcome = cache.pin(str(number).encode(), blocks, tenant=tenant)
-        cache.release(blocks)
-        after = cache.pins.holdings()
-        assert cache.pins.blocks <= budget
-        for name, held in before.items():
-            if held <= shares.get(name, 0):
-                assert after.get(name, 0) >= held, f"{name} lost what was within its share"
-        if outcome == "over_budget":
-            assert before == after
-            assert before.get(tenant, 0) + length > shares.get(tenant, 0)
-        assert sum(after.values()) >= cache.pins.blocks
-    for key in cache.pins:
-        cache.unpin(key)
-    assert (cache.pins.holdings(), cache.pins.blocks, cache.pool.used_blocks) == ({}, 0, 0)

@@ -75,8 +75,10 @@ class CacheMachine(RuleBasedStateMachine):
     def admit(self, scope: PrefixScope, ids: list[int]) -> object:
         scope = scope_of(scope, ids)
         array = np.array(ids, dtype=np.int32)
-        matched = self.cache.match(scope, array, self.cache.prompt_chain(scope, root_of(scope), array))
+        chain = self.cache.prompt_chain(scope, root_of(scope), array)
+        matched = self.cache.match(scope, array, chain)
         assert len(matched) == self.oracle.match(scope, ids)
+        assert len(matched) == self.cache.index.count_held(chain, (len(ids) - 1) // SIZE)
         self.cache.acquire(matched)
         if matched and self.owner[matched[0]] == PUBLIC:
             self.seen_s[PUBLIC] = self.now_s
@@ -225,9 +227,11 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def reset(self) -> None:
-        complete = self.cache.reset()
+        evicted, complete = self.cache.evicted_blocks, self.cache.reset()
         self.pins.clear()
         assert complete == (not any(one.published for one in self.held))
+        assert {entry.block for entry in self.cache.index} <= {block for one in self.held for block in one.blocks}
+        assert self.cache.evicted_blocks == evicted, "nobody needed the room"
 
     @invariant()
     def events_replayed_equal_the_index(self) -> None:

@@ -48,16 +48,6 @@ def test_a_block_demoted_twice_and_evicted_is_its_next_owners_alone() -> None:
     assert bench.cache.allocate(1, "c") == others[:1]
 
 
-def test_a_tenant_over_its_share_loses_its_own_oldest_leaf() -> None:
-    """The newest blocks of whoever is over stay, the oldest go, tail first. (docs/caching.md)"""
-    bench = Bench(8)
-    old, new = bench.fill("a", 3, 0), bench.fill("a", 3, 1)
-    bench.fill("b", 2)
-    assert bench.cache.allocate(1, "b") == [old[2]]
-    assert bench.cache.allocate(1, "b") == [old[1]]
-    assert bench.held("a") == len([old[0], *new])
-
-
 def test_a_flood_does_not_evict_what_all_use() -> None:
     """The public prompt is on no tenant's account, whoever computed it, and has a share like one more tenant.
 

@@ -25,7 +25,7 @@ class Feed:
     """A feed that may lose what it is given; its ``sequencer`` is the mirror."""
 
     def __init__(self) -> None:
-        self.sequencer = FeedSequencer("a", "e")
+        self.sequencer = FeedSequencer()
         self.losing = False
         self.events: list[Event] = []
 
@@ -92,7 +92,7 @@ def test_what_was_lost_on_the_way_to_the_feed_is_told_anew(made: tuple[Feed, Tor
     assert feed.mirror_drifts == 1
     assert feed.blocks().keys() == {"pool", "host", "disk"}
     cleared = [at for at, event in enumerate(feed.events) if event == CacheCleared()]
-    anew = FeedSequencer("a", "e")
+    anew = FeedSequencer()
     assert len(anew.publish(feed.events[cleared[-1] :])) > 0
     assert anew.mirror_drifts == 0, "it begins with a clear cache"
 

@@ -28,8 +28,8 @@ def test_a_lying_replica_costs_time_and_no_token(make_engine: MakeEngine, refere
         for seed, ids in prompts.items():
             sent = request(f"{turn}-{seed}", ids, 6)
             chain = hash_blocks(sent.root, ids, 16)
-            core.apply("liar", "e", [BlocksStored(chain), LoadReport(-9, -9, -9, 8, 64, 1e30)])
-            core.apply("honest", "e", stored["honest"])
+            core.apply("liar", [BlocksStored(chain), LoadReport(-9, -9, -9, 8, 64, 1e30)])
+            core.apply("honest", stored["honest"])
             stored["honest"].clear()
             route = RoutedRequest(sent.request_id, chain, len(ids), bytes([seed]) * 16)
             decision = core.decide(route)

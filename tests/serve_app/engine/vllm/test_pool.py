@@ -164,7 +164,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def tell(self, events: Sequence[Event]) -> None:
         self.routers(events)
-        self.directory.apply("r", "e", events)
+        self.directory.apply("r", events)
 
 
 TestPool = PoolMachine.TestCase

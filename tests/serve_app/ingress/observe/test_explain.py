@@ -49,7 +49,7 @@ class Desk:
         """Let a replica hold the chat as one tenant's prompt."""
         wanted = parse_chat(json.dumps(CHAT).encode())
         generation = asyncio.run(self.preparer.prepare(wanted, Tenant(tenant), "x"))[0]
-        self.core.apply(replica_id, "e", [BlocksStored(generation.block_hashes)])
+        self.core.apply(replica_id, [BlocksStored(generation.block_hashes)])
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from router.serve.running_replicas import RunningReplicas
+from router.serve.core_registry import RunningReplicas
 from serve_app.replica.lifecycle import departure as departure_module
 from serve_app.replica.lifecycle.departure import NOTICED_S, Departure
 

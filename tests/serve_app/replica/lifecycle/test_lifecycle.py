@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from router.serve.running_replicas import RunningReplicas
+from router.serve.core_registry import RunningReplicas
 from serve_app.config.app import AppConfig
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.replica.lifecycle import departure, lifecycle
