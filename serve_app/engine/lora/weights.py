@@ -75,7 +75,7 @@ def _pair(
 ) -> LoraPair:
     if parts.keys() != {"A", "B"}:
         raise AdapterError(f"{module} has only one of lora_A and lora_B")
-    down, up, rank = parts["A"], parts["B"], config.rank_of(module)
+    down, up, rank = parts["A"], parts["B"], config.rank
     wanted = (rank, layer.in_features), (layer.out_features, rank)
     if (tuple(down.shape), tuple(up.shape)) != wanted:
         raise AdapterError(
@@ -84,7 +84,7 @@ def _pair(
         )
     if rank > max_rank:
         raise AdapterError(f"{module} has rank {rank}, over max_lora_rank {max_rank}")
-    scaled = up.float().t() * config.scale_of(module)
+    scaled = up.float().t() * config.scale
     pair = LoraPair(down.to(dtype).contiguous(), scaled.to(dtype).contiguous())
     # A product with another adapter's rows is zero only while all numbers are finite.
     if not bool(torch.isfinite(pair.down).all()) or not bool(torch.isfinite(pair.up).all()):

@@ -19,25 +19,20 @@ from serve_app.engine.attention.reads import alike
 from serve_app.engine.runner.model_runner import ModelRunner
 from serve_app.engine.runner.sampling import choose_tokens
 from serve_app.engine.speculative.eagle_config import EagleConfig
-from serve_app.engine.speculative.eagle_head import EagleHead, load_head
+from serve_app.engine.speculative.eagle_head import load_head
 from serve_app.engine.speculative.hidden_states import HiddenTap
 from serve_app.engine.step import Segment, SegmentResult, ceil_div
 
 
-def load_eagle_drafter(config: EagleConfig, base: ModelRunner) -> EagleDrafter:
-    """Load the head of ``config`` as drafter of ``base``. Raises ValueError when the two do not fit."""
-    config.check_fits(base.path, base.config.to_dict())
-    return EagleDrafter(base, load_head(config, base.model, base.dtype, base.device))
-
-
 class EagleDrafter:
-    """Drafts with an EAGLE-3 head; satisfies ``speculative.Drafter``."""
+    """Drafts with the head of ``config``, over the hidden states of ``base``."""
 
-    def __init__(self, base: ModelRunner, head: EagleHead) -> None:
-        self._head = head
+    def __init__(self, config: EagleConfig, base: ModelRunner) -> None:
+        """Load the head. Raises ValueError when the two do not fit."""
+        self._head = load_head(config, base.model, base.dtype, base.device)
         self._device = base.device
         self._vocab_size = base.vocab_size
-        config, size, blocks = head.config, base.pool.block_size, base.pool.num_blocks
+        size, blocks = base.pool.block_size, base.pool.num_blocks
         self._pool = KvPool(1, blocks, size, config.num_kv_heads, config.head_dim, base.dtype, base.device)
         # Of each block its last token's fused state, [blocks, hidden]; among the pools shaped as they are.
         self._ends = torch.zeros(blocks, config.hidden_size, dtype=base.dtype, device=base.device)
@@ -74,7 +69,7 @@ class EagleDrafter:
             tokens = self._tensor([token for s, accepted in sound for token in (*s.token_ids.tolist(), *accepted)])
             positions = self._tensor([p for s, more in sound for p in range(s.start, s.end + len(more))])
             slots = self._tensor([slot for s, more in sound for slot in slots_of(s, size, len(more))])
-            fused = self._head.fuse(self._tap.states(slots)).nan_to_num(0.0, 0.0, 0.0)
+            fused = self._head.fc(self._tap.states(slots)).nan_to_num(0.0, 0.0, 0.0)
             before = fused.roll(1, dims=0)
             before[firsts] = self._ends[self._tensor(befores)]
             # A sequence's first token has no state before it, hence no pair.
@@ -115,7 +110,7 @@ class EagleDrafter:
             )
             states = head.finish(attended[:, :, 0], residual)
             logits = torch.full((len(segments), self._vocab_size), float("-inf"), device=self._device)
-            logits[:, head.draft_ids] = head.draft_logits(states).float()
+            logits[:, head.draft_ids] = head.lm_head(head.norm(states)).float()
             chosen = choose_tokens(logits, params, [segment.end + step for segment in segments])
             for own, token in zip(guesses, chosen, strict=True):
                 if token is not None and len(own) == step:

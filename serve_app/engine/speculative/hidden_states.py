@@ -18,14 +18,19 @@ class HiddenTap:
     Steps are gathered until ``clear``; where two steps computed the same slot the later one counts.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[int], num_slots: int, device: torch.device) -> None:
-        """Attach the hooks. Raises ValueError where the decoder layers of ``model`` cannot be found."""
+    def __init__(self, model: Any, layers: Sequence[int], num_slots: int, device: torch.device) -> None:
+        """Attach the hooks. Raises ValueError where ``model`` has no list of its decoder layers."""
+        embeddings, config = model.get_input_embeddings(), model.config
         self._layers = tuple(layers)
         self._row_of_slot = torch.zeros(num_slots, dtype=torch.long, device=device)
         self._step: dict[int, torch.Tensor] = {}
         self._states: torch.Tensor | None = None
-        embeddings: Any = model.get_input_embeddings
-        outputs = [embeddings(), *decoder_layers(model)]
+        count = int(config.num_hidden_layers)
+        lists = [part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part) == count]
+        if not lists:
+            name = type(model).__name__
+            raise ValueError(f"{name} has no list of {count} decoder layers to read hidden states from")
+        outputs = [embeddings, *lists[0]]
         for layer in set(layers):
             outputs[layer].register_forward_hook(self._keeping(layer))
         model.register_forward_hook(self._end_step, with_kwargs=True)
@@ -51,13 +56,3 @@ class HiddenTap:
         before = 0 if self._states is None else len(self._states)
         self._row_of_slot[slots] = torch.arange(before, before + len(slots), device=slots.device)
         self._states = states if self._states is None else torch.cat([self._states, states])
-
-
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """Return the list of a model's decoder layers: the outermost one of that length. Raises ValueError without one."""
-    config: Any = model.config
-    count = int(config.num_hidden_layers)
-    for part in model.modules():
-        if isinstance(part, nn.ModuleList) and len(part) == count:
-            return part
-    raise ValueError(f"{type(model).__name__} has no list of {count} decoder layers to read hidden states from")

@@ -103,13 +103,12 @@ def formula(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: 
 def test_a_step_attends_by_the_formula(
     dtype: torch.dtype, in_place: bool, cases: list[Case], group: int, long_run: int, cut: bool
 ) -> None:
-    """Whatever is read in place, copied, or cut where a copy or a mask would be too large."""
+    """Whatever is read in place, copied, or cut where a copy would be too large."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reads, "LONG_RUN_TOKENS", long_run)
         if cut:
             patch.setattr(reads, "SMALL_TABLE_BLOCKS", 1)
             patch.setattr(reads, "GATHER_TOKENS", 24)
-            patch.setattr(reads, "MASK_ENTRIES", 40)
         check(cases, group, dtype, in_place=in_place)
 
 
