@@ -52,9 +52,9 @@ class AdapterConfig:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFile:
-    """An adapter as read: ``weights`` are the bytes of its safetensors file, the same that ``digest`` covers.
+    """An adapter as read: ``weights`` are the bytes of its safetensors file, and ``shapes`` those of its tensors.
 
-    ``shapes``: of its tensors, by name.
+    ``digest``: a SHA-256 over these bytes and the effective config.
     """
 
     config: AdapterConfig
@@ -63,26 +63,18 @@ class AdapterFile:
     digest: str
 
 
-def read_adapter(path: str | Path, *, root: Path | None = None) -> AdapterFile:
-    """Read an adapter's directory, or its safetensors file with the config beside it.
-
-    The digest is a SHA-256 over the file's bytes and the effective config. With a ``root``, links that lead out of it
-    are not followed. Raises AdapterError.
-    """
-    return _parsed(*_read_files(Path(path), root))
-
-
 def describe_adapter(
     name: str, path: str | Path, *, root: Path | None = None, max_rank: int | None = None
 ) -> AdapterSpec:
-    """Return the spec of the adapter at ``path``.
+    """Return the spec of the adapter at ``path``: its directory, or its safetensors file with the config beside it.
 
-    Raises AdapterError, also for a name that cannot be used, and for a tensor of more than ``max_rank`` ranks.
+    With a ``root``, links that lead out of it are not followed. Raises AdapterError, also for a name that cannot be
+    used, and for a tensor of more than ``max_rank`` ranks.
     """
     if not NAME.fullmatch(name):
         raise AdapterError(f"{name[:64]!r} is no adapter name: letters, digits and _.:/- (128 at most) make one")
     where = Path(path).expanduser().resolve()
-    file = read_adapter(where, root=root)
+    file = _parsed(*_read_files(where, root))
     for tensor, shape in file.shapes.items():
         if max_rank is not None and ".lora_A." in tensor and shape and shape[0] > max_rank:
             module = tensor.partition(".lora_A.")[0].removeprefix("base_model.model.")

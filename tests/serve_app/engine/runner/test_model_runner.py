@@ -9,12 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from transformers import LlamaConfig, Qwen3Config
 
 from serve_app.engine.attention.supported import UnsupportedModel
 from serve_app.engine.runner.kv_size import blocks_in_budget, kv_bytes_per_block
-from serve_app.engine.runner.model_runner import ModelRunner, choose_dtype
+from serve_app.engine.runner.model_runner import ModelRunner
 from serve_app.engine.settings import EngineSettings
 from tests.serve_app.conftest import MakeEngine, Reference
 from tests.serve_app.engine.tiny import prompt, request, run_all
@@ -33,14 +32,6 @@ def test_kv_bytes_are_the_pools(checkpoints: dict[str, Path]) -> None:
     with pytest.raises(ValueError, match="cannot hold one"):
         blocks_in_budget(llama, "bfloat16", 16, per_block - 1)
     assert kv_bytes_per_block(Qwen3Config(head_dim=128, hidden_size=64), "float32", 16) % 128 == 0
-
-
-def test_an_explicit_dtype_is_obeyed_and_an_unknown_one_refused() -> None:
-    assert choose_dtype("float32", torch.device("cpu")) == torch.float32
-    assert choose_dtype("bfloat16", torch.device("cpu")) == torch.bfloat16
-    assert choose_dtype("auto", torch.device("cpu")) in (torch.float32, torch.bfloat16)
-    with pytest.raises(ValueError, match="dtype"):
-        choose_dtype("int3", torch.device("cpu"))
 
 
 def test_a_missing_checkpoint_is_an_error_at_load(tmp_path: Path) -> None:
