@@ -1,13 +1,12 @@
-"""Looks inside an idle engine: are all blocks accounted for, is nothing of ended requests left, how large is what.
+"""Looks inside an idle engine: are all blocks accounted for, is nothing of ended requests left.
 
 Knows the insides of the engine, as nothing else outside ``serve_app`` does. Reads only.
 """
 
 from __future__ import annotations
 
-import gc
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -22,9 +21,6 @@ _CONTAINERS = (dict, list, set, frozenset, deque, tuple, Counter, OrderedDict)
 class Imbalance(Exception):
     """A law does not hold; the message says which."""
 
-
-BOUNDED = ("LoraPair", "LayerStack", "table LoraLayers")
-"""Sizes that go up and down within bounds of their own: what belongs to adapters, whose number the audit checks."""
 
 EMPTY_WHEN_IDLE = (
     *("LoadReporter._arrived", "LiveRequests._deadlines_s", "Budget._held", "EngineLoop.calls"),
@@ -95,23 +91,6 @@ def tables(root: object) -> dict[str, int]:
             kind = type(found).__name__
             line.extend((f"{kind}.{attribute}", value) for attribute, value in _attributes(found))
     return dict(sizes)
-
-
-def grown(checks: Sequence[Mapping[str, int]]) -> dict[str, tuple[int, int]]:
-    """Return the tables that are half as large again, and more, as they ever were in the first half of the checks."""
-    before, last = checks[: (len(checks) + 1) // 2], checks[-1]
-    most = {name: max(check.get(name, 0) for check in before) for name in last}
-    return {
-        name: (most[name], size)
-        for name, size in last.items()
-        if size > 1.5 * most[name] + 64 and not name.startswith(BOUNDED)
-    }
-
-
-def instances() -> dict[str, int]:
-    """Return how many objects of each of our classes there are in this process."""
-    gc.collect()
-    return dict(Counter(type(found).__qualname__ for found in gc.get_objects() if _is_ours(found)))
 
 
 def _is_ours(found: object) -> bool:
