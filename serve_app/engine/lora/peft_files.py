@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -49,17 +48,22 @@ class AdapterConfig:
         """What the adapter's product is multiplied by. Source: PEFT's ``LoraLayer.update_layer``."""
         return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
 
+    def check_rank(self, most: int) -> None:
+        """Raise AdapterError where there is less room for each adapter."""
+        if self.rank > most:
+            raise AdapterError(f"rank {self.rank} is over max_lora_rank {most}")
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterFile:
-    """An adapter as read: ``weights`` are the bytes of its safetensors file, and ``shapes`` those of its tensors.
+    """An adapter as read: ``weights`` are the bytes of its safetensors file, ``tensors`` the names in it.
 
     ``digest``: a SHA-256 over these bytes and the effective config.
     """
 
     config: AdapterConfig
     weights: bytes
-    shapes: Mapping[str, Sequence[int]]
+    tensors: tuple[str, ...]
     digest: str
 
 
@@ -69,16 +73,14 @@ def describe_adapter(
     """Return the spec of the adapter at ``path``: its directory, or its safetensors file with the config beside it.
 
     With a ``root``, links that lead out of it are not followed. Raises AdapterError, also for a name that cannot be
-    used, and for a tensor of more than ``max_rank`` ranks.
+    used, and for a rank over ``max_rank``.
     """
     if not NAME.fullmatch(name):
         raise AdapterError(f"{name[:64]!r} is no adapter name: letters, digits and _.:/- (128 at most) make one")
     where = Path(path).expanduser().resolve()
     file = _parsed(*_read_files(where, root))
-    for tensor, shape in file.shapes.items():
-        if max_rank is not None and ".lora_A." in tensor and shape and shape[0] > max_rank:
-            module = tensor.partition(".lora_A.")[0].removeprefix("base_model.model.")
-            raise AdapterError(f"{module} has rank {shape[0]}, over max_lora_rank {max_rank}")
+    if max_rank is not None:
+        file.config.check_rank(max_rank)
     return AdapterSpec(name, file.digest, str(where))
 
 
@@ -93,23 +95,16 @@ def read_described(spec: AdapterSpec) -> AdapterFile:
     raise AdapterError(f"the files of the adapter {spec.name!r} changed after it was loaded; load it again")
 
 
-class _TensorHeader(msgspec.Struct):
-    """What a safetensors file says of a tensor; of its metadata, nothing."""
-
-    shape: list[int] = []
-
-
 def _parsed(raw_config: bytes, weights: bytes) -> AdapterFile:
     config = parse_config(raw_config)
     try:
         header = weights[8 : 8 + int.from_bytes(weights[:8], "little")]
-        tensors = msgspec.json.decode(header, type=dict[str, _TensorHeader])
+        tensors = msgspec.json.decode(header, type=dict[str, dict[str, Any]])
     except (ValueError, RecursionError) as error:
         raise AdapterError("the adapter's weights are no whole safetensors file; copy it again") from error
-    shapes = {name: tensor.shape for name, tensor in tensors.items() if name != "__metadata__"}
     digest = sha256(msgspec.json.encode(config))
     digest.update(b"\n" + weights)
-    return AdapterFile(config, weights, shapes, digest.hexdigest())
+    return AdapterFile(config, weights, tuple(tensors), digest.hexdigest())
 
 
 def _read_files(where: Path, root: Path | None = None) -> tuple[bytes, bytes]:

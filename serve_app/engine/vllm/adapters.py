@@ -64,6 +64,6 @@ def peft_config(file: AdapterFile) -> dict[str, Any]:
         "lora_alpha": config.alpha,
         "use_rslora": config.use_rslora,
         "target_modules": sorted(
-            {name.split(".lora_")[0].rpartition(".")[2] for name in file.shapes if ".lora_" in name}
+            {name.split(".lora_")[0].rpartition(".")[2] for name in file.tensors if ".lora_" in name}
         ),
     }
