@@ -102,16 +102,6 @@ def test_adapters_mixed_in_one_batch_equal_solo_runs(
             assert expected == reference("qwen3", ids, count)
 
 
-def test_two_adapters_and_the_base_share_no_kv(adapters: dict[str, Path], make_engine: MakeEngine) -> None:
-    """One prompt is cold once for each adapter, and warm for each afterwards."""
-    engine = make_engine()
-    scopes = [PrefixScope("tiny"), load(engine, adapters["all"], "a"), load(engine, adapters["rslora"], "b")]
-    for expected in (0, 96):
-        for i, scope in enumerate(scopes):
-            got = run_all(engine, [request(f"{i}", prompt(100), 2, scope=scope)])
-            assert got.cached[f"{i}"] == expected
-
-
 def test_a_reload_under_the_same_name_with_other_weights_is_another_adapter(
     checkpoints: dict[str, Path], adapters: dict[str, Path], make_engine: MakeEngine
 ) -> None:

@@ -1,4 +1,4 @@
-"""Rules of the model runner: dtype, sizes, and failures that stay with their sequence."""
+"""Rules of the model runner: sizes, copies of blocks, and failures that stay with their sequence."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from transformers import LlamaConfig, Qwen3Config
 
 from serve_app.engine.attention.supported import UnsupportedModel
+from serve_app.engine.runner.kv_copy import copy_in, copy_out, gather_blocks, scatter_blocks
 from serve_app.engine.runner.kv_size import blocks_in_budget, kv_bytes_per_block
 from serve_app.engine.runner.model_runner import ModelRunner
 from serve_app.engine.settings import EngineSettings
@@ -78,3 +80,16 @@ def test_bfloat16_takes_every_path_without_a_failed_step(
     assert {len(tokens) for tokens in got.tokens.values()} == {40}
     assert [got.cached[f"r{i}"] for i in range(4)] == [288, 288, 288, 0]
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gathered_copy_is_the_copy_block_by_block(device: torch.device, dtype: torch.dtype) -> None:
+    here = torch.randn(3, 2, 9, 4, 2, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    there = here.clone().to(device)
+    blocks = [7, 0, 4]
+    rows = [np.empty(here[:, :, 0].nbytes, dtype=np.uint8) for _ in blocks]
+    copy_out([here], blocks, rows)
+    assert np.array_equal(gather_blocks(there, blocks), np.stack(rows))
+    copy_in([here], [1, 2, 8], rows)
+    scatter_blocks(there, [1, 2, 8], rows)
+    assert torch.equal(there.cpu(), here)

@@ -17,7 +17,7 @@ from serve_app.engine.protocol import EngineRequest, SamplingParams, TokenRules
 from serve_app.engine.runner.token_rules import apply_rules, token_logprobs
 from serve_app.engine.step import History
 from tests.serve_app.conftest import MakeEngine
-from tests.serve_app.engine.tiny import VOCAB, Collector, prompt, request, run_all
+from tests.serve_app.engine.tiny import VOCAB, Collector, prompt, request, run_all, save_draft
 
 SMALL = 37
 
@@ -222,8 +222,6 @@ def test_rules_are_exact_under_speculation(
     noise: float, make_engine: MakeEngine, expected: list[tuple[list[int], str]], checkpoints: Any, tmp_path: Any
 ) -> None:
     """Drafts are verified, and drafted, under the same rules. (docs/speculation.md)"""
-    from tests.serve_app.engine.tiny import save_draft
-
     draft = str(save_draft(checkpoints["qwen3"], tmp_path, noise))
     engine = make_engine(speculative_model=draft, num_speculative_tokens=3)
     assert answers(engine, ruled_requests("drafted")) == expected
@@ -237,7 +235,6 @@ def test_each_token_has_its_logprob_with_and_without_drafts(
     make_engine: MakeEngine, checkpoints: Any, tmp_path: Any
 ) -> None:
     """As many as tokens, of the base's raw logits, though rules chose among others."""
-    from tests.serve_app.engine.tiny import save_draft
 
     class Told(Collector):
         def __init__(self) -> None:

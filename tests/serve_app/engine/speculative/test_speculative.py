@@ -188,20 +188,6 @@ def test_sampled_output_equals_plain_sampling_token_for_token(name: str, make: M
     assert acceptance(engine) == 1.0 if name == "same" else 0.0 < acceptance(engine) < 1.0
 
 
-def test_a_resend_goes_on_identically(make: Make) -> None:
-    """What a lost replica had generated comes back as prompt, cut anywhere in a draft: the rest is the same.
-
-    docs/speculation.md
-    """
-    ids = prompt(37)
-    how: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 5}
-    engine = make("close")
-    answer = run_all(engine, [request("whole", ids, 24, **how)]).tokens["whole"]
-    for cut in range(1, 12):
-        got = run_all(engine, [request(f"cut{cut}", whole(ids, answer[:cut]), 24 - cut, **how)])
-        assert got.tokens[f"cut{cut}"] == answer[cut:], cut
-
-
 @pytest.mark.parametrize("name", ["same", "head"])
 def test_a_request_can_do_without_and_its_blocks_still_draft_well(
     name: str, make: Make, base: Path, drafters: dict[str, Path]
