@@ -36,35 +36,22 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """Write ``key`` and ``value`` [1, kv_heads, T, head_dim], then attend ``query`` [1, heads, T, head_dim].
 
-    Returns [1, T, heads, head_dim]. Mutates the pool's layer ``module.layer_idx`` at the step's slots.
+    Returns [1, T, heads, head_dim]. Mutates the pool's layer ``module.layer_idx`` at the step's slots. Rows after the
+    real ones are padding, and written nowhere.
     """
     if sliding_window or softcap or s_aux is not None or position_bias is not None or attention_mask is not None:
         raise UnsupportedModel("sliding windows, soft-capping, sinks, biases and masks are not supported")
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     assert paged is not None
+    layer, real = int(module.layer_idx), len(paged.slots)  # type: ignore[arg-type]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))
-    return attend(paged, layer, query, key, value, scale)[None], None
-
-
-AttentionInterface.register(IMPLEMENTATION, paged_attention)
-
-
-def attend(
-    step: PagedStep, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """Write the step's ``key`` and ``value`` [T, kv_heads, head_dim], then attend ``query`` [T, heads, head_dim].
-
-    Returns [T, heads, head_dim]. Rows after the real ones are padding, and written nowhere.
-    """
-    real = len(step.slots)
-    step.pool.write(layer, step.slots, key[:real], value[:real])
+    paged.pool.write(layer, paged.slots, key[:real], value[:real])
     rows = query.reshape(len(query), key.shape[1], -1, query.shape[-1])
-    merged = any(read.partial for read in step.reads)
+    merged = any(read.partial for read in paged.reads)
     output = torch.zeros(rows.shape, dtype=torch.float32 if merged else query.dtype, device=query.device)
     log_sums = torch.full(rows.shape[:3], float("-inf"), device=query.device)
-    for read in step.reads:
-        keys, values = (_place(step.pool, read, layer, plane, new) for plane, new in enumerate((key, value)))
+    for read in paged.reads:
+        keys, values = (_place(paged.pool, read, layer, plane, new) for plane, new in enumerate((key, value)))
         result, log_sum = (_attend_chunk if read.causal else _attend_rows)(read, rows[read.rows], keys, values, scale)
         if log_sum is None:
             output[read.rows] = result.to(output.dtype)
@@ -73,7 +60,10 @@ def attend(
             share = torch.sigmoid(log_sum - before)[..., None]
             output[read.rows] = torch.lerp(output[read.rows], result.float(), share)
             log_sums[read.rows] = torch.logaddexp(before, log_sum)
-    return output.to(query.dtype).flatten(1, 2)
+    return output.to(query.dtype).flatten(1, 2)[None], None
+
+
+AttentionInterface.register(IMPLEMENTATION, paged_attention)
 
 
 def _place(pool: KvPool, read: Read, layer: int, plane: int, new: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch.nn.attention.bias import causal_lower_right
 
 from serve_app.engine.step import Segment, ceil_div
 
@@ -28,9 +29,6 @@ SMALL_TABLE_BLOCKS = 16
 
 GATHER_TOKENS = 128 * 1024
 """Tokens copied at once, unless one sequence has more: 512 MiB for 8 heads of 128 in bfloat16."""
-
-MASK_ENTRIES = 32 * 1024 * 1024
-"""Rows times tokens of one mask of a chunk that continues a sequence."""
 
 Rows = torch.Tensor | slice
 
@@ -55,23 +53,12 @@ class Read:
 
 @dataclass(slots=True)
 class _Table:
-    """What ``rows`` read, the first ``seen`` tokens of a segment; ``blocks``: what of it they copy.
-
-    The first ``tokens`` of the copy count.
-    """
+    """What ``rows`` read, the first ``seen`` tokens of a segment; ``blocks``: what of it they copy."""
 
     rows: range
     part: Segment
     seen: int
     blocks: list[int] = field(default_factory=list)
-    tokens: int = 0
-
-    def add(self, slot: int, slots: int, block_size: int) -> None:
-        """Copy ``slots`` slots from the beginning of a block on; a block that counts in part only stays the last."""
-        first = slot // block_size
-        place = len(self.blocks) - (self.tokens % block_size > 0)
-        self.blocks[place:place] = range(first, first + ceil_div(slots, block_size))
-        self.tokens += slots
 
 
 def plan_reads(
@@ -91,7 +78,9 @@ def plan_reads(
         if len(rows) == 1:
             tables.append(_Table(rows, part, part.end))
         elif part.start and not in_place:
-            reads.extend(_masked(part, rows, block_size, device))
+            blocks = torch.tensor(part.blocks[: ceil_div(part.end, block_size)], device=device)
+            seen = causal_lower_right(len(rows), part.end)
+            reads.append(Read(_index(rows), blocks, part.end, seen, causal=True))
         else:
             reads.append(Read(_index(rows), None, len(rows), causal=True))
             if part.start:
@@ -105,25 +94,25 @@ def _runs(tables: Sequence[_Table], block_size: int, *, in_place: bool) -> Itera
     """Yield the runs that are read in place, each once for all that begin with it; the rest is to be copied."""
     starting: dict[int, list[tuple[_Table, int]]] = defaultdict(list)
 
-    def read(table: _Table, slot: int, slots: int) -> None:
-        if in_place and slots >= max(LONG_RUN_TOKENS, block_size):
-            starting[slot].append((table, slots))
-        elif slots:
-            table.add(slot, slots, block_size)
+    def read(table: _Table, first: int, count: int) -> None:
+        if in_place and count * block_size >= max(LONG_RUN_TOKENS, block_size):
+            starting[first].append((table, count))
+        else:
+            table.blocks.extend(range(first, first + count))
 
     for table in tables:
-        left = table.seen
-        for block, count in table.part.runs:
-            read(table, block * block_size, min(count * block_size, left))
-            left -= min(count * block_size, left)
+        whole = table.seen // block_size
+        for first, count in table.part.runs:
+            read(table, first, min(count, whole))
+            whole -= min(count, whole)
     while starting:
-        slot = min(starting)
-        readers = starting.pop(slot)
-        length = min(slots for _, slots in readers) // block_size * block_size
-        for table, slots in readers:
-            read(table, slot + length, slots - length)
+        first = min(starting)
+        readers = starting.pop(first)
+        length = min(count for _, count in readers)
+        for table, count in readers:
+            read(table, first + length, count - length)
         rows = [row for table, _ in readers for row in table.rows]
-        yield Read(_index(rows), slice(slot, slot + length), length)
+        yield Read(_index(rows), slice(first * block_size, (first + length) * block_size), length * block_size)
 
 
 def alike(tables: Mapping[int, int], block_size: int) -> Iterator[list[int]]:
@@ -142,32 +131,31 @@ def alike(tables: Mapping[int, int], block_size: int) -> Iterator[list[int]]:
 
 def _copies(tables: Sequence[_Table], block_size: int, dtype: torch.dtype, device: torch.device) -> Iterator[Read]:
     """Yield copies of what rows read, padded where several share one; a chunk has one of its own."""
+    singles: dict[int, _Table] = {}
     for table in tables:
-        if len(table.rows) > 1 and table.tokens:
-            yield Read(_index(table.rows), torch.tensor(table.blocks, device=device), table.tokens)
-    singles = {table.rows[0]: table for table in tables if len(table.rows) == 1 and table.tokens}
+        if table.seen % block_size:  # last, for what comes after it in the copy counts as not seen
+            table.blocks.append(table.part.blocks[table.seen // block_size])
+        if len(table.rows) == 1 and table.blocks:
+            singles[table.rows[0]] = table
+        elif table.blocks:
+            blocks = torch.tensor(table.blocks, device=device)
+            yield Read(_index(table.rows), blocks, _copied_tokens(table, block_size))
     for rows in alike({row: len(table.blocks) for row, table in singles.items()}, block_size):
         group = [singles[row] for row in rows]
         width = len(group[-1].blocks)
         # Padding repeats the row's own first block: what is there is finite whenever the row itself is.
         padded = [[*table.blocks, *table.blocks[:1] * (width - len(table.blocks))] for table in group]
-        lengths = torch.tensor([table.tokens for table in group], device=device)
+        lengths = torch.tensor([_copied_tokens(table, block_size) for table in group], device=device)
         tokens = width * block_size
         hidden = torch.arange(tokens, device=device)[None] >= lengths[:, None]
         mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
         yield Read(_index(rows, device), torch.tensor(padded, device=device).flatten(), tokens, mask[:, None, None])
 
 
-def _masked(part: Segment, rows: range, block_size: int, device: torch.device) -> Iterator[Read]:
-    """Yield a chunk and what it comes after together, in pieces whose masks are bounded."""
-    most = max(16, MASK_ENTRIES // part.end)
-    for first in range(rows.start, rows.stop, most):
-        last = min(first + most, rows.stop)
-        tokens = part.end - (rows.stop - last)
-        places = torch.arange(tokens, device=device)
-        blocks = torch.tensor(part.blocks[: ceil_div(tokens, block_size)], device=device)
-        seen = places[None] <= places[tokens - (last - first) :, None]
-        yield Read(slice(first, last), blocks, tokens, seen, causal=True)
+def _copied_tokens(table: _Table, block_size: int) -> int:
+    """Return how many tokens of the copied blocks count."""
+    unused = -table.seen % block_size
+    return len(table.blocks) * block_size - unused
 
 
 def _index(rows: Sequence[int], device: torch.device | None = None) -> Rows:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -17,7 +16,6 @@ from typing import Any
 
 import msgspec
 
-from serve_app.engine.lora.module_pattern import MAX_KEYS, module_pattern
 from serve_app.engine.protocol import AdapterError, AdapterSpec
 
 CONFIG_FILE = "adapter_config.json"
@@ -29,7 +27,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/-]{0,127}")
 _INERT = frozenset(
     "task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode r target_modules "
     "exclude_modules lora_alpha lora_dropout bias use_rslora init_lora_weights layers_to_transform layers_pattern "
-    "rank_pattern alpha_pattern megatron_core qalora_group_size runtime_config eva_config loftq_config".split()
+    "megatron_core qalora_group_size runtime_config eva_config loftq_config".split()
 )
 """Fields that are read below, or that say nothing of how a finished adapter is applied."""
 
@@ -39,62 +37,50 @@ _BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """How an adapter is applied: ranks and scales, by module where patterns say so."""
+    """How an adapter is applied: one rank and one scale, of all its modules."""
 
     rank: int
     alpha: float
     use_rslora: bool = False
-    rank_pattern: tuple[tuple[str, int], ...] = ()
-    alpha_pattern: tuple[tuple[str, float], ...] = ()
 
-    def rank_of(self, module: str) -> int:
-        """Return the rank of a module, by its name in the base model."""
-        return next((rank for key, rank in self.rank_pattern if module_pattern(key).match(module)), self.rank)
+    @property
+    def scale(self) -> float:
+        """What the adapter's product is multiplied by. Source: PEFT's ``LoraLayer.update_layer``."""
+        return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
 
-    def scale_of(self, module: str) -> float:
-        """Return what the adapter's product is multiplied by. Source: PEFT's ``LoraLayer.update_layer``."""
-        rank = self.rank_of(module)
-        alpha = next((alpha for key, alpha in self.alpha_pattern if module_pattern(key).match(module)), self.alpha)
-        return alpha / (rank**0.5 if self.use_rslora else rank)
+    def check_rank(self, most: int) -> None:
+        """Raise AdapterError where there is less room for each adapter."""
+        if self.rank > most:
+            raise AdapterError(f"rank {self.rank} is over max_lora_rank {most}")
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterFile:
-    """An adapter as read: ``weights`` are the bytes of its safetensors file, the same that ``digest`` covers.
+    """An adapter as read: ``weights`` are the bytes of its safetensors file, ``tensors`` the names in it.
 
-    ``shapes``: of its tensors, by name.
+    ``digest``: a SHA-256 over these bytes and the effective config.
     """
 
     config: AdapterConfig
     weights: bytes
-    shapes: Mapping[str, Sequence[int]]
+    tensors: tuple[str, ...]
     digest: str
-
-
-def read_adapter(path: str | Path, *, root: Path | None = None) -> AdapterFile:
-    """Read an adapter's directory, or its safetensors file with the config beside it.
-
-    The digest is a SHA-256 over the file's bytes and the effective config. With a ``root``, links that lead out of it
-    are not followed. Raises AdapterError.
-    """
-    return _parsed(*_read_files(Path(path), root))
 
 
 def describe_adapter(
     name: str, path: str | Path, *, root: Path | None = None, max_rank: int | None = None
 ) -> AdapterSpec:
-    """Return the spec of the adapter at ``path``.
+    """Return the spec of the adapter at ``path``: its directory, or its safetensors file with the config beside it.
 
-    Raises AdapterError, also for a name that cannot be used, and for a tensor of more than ``max_rank`` ranks.
+    With a ``root``, links that lead out of it are not followed. Raises AdapterError, also for a name that cannot be
+    used, and for a rank over ``max_rank``.
     """
     if not NAME.fullmatch(name):
         raise AdapterError(f"{name[:64]!r} is no adapter name: letters, digits and _.:/- (128 at most) make one")
     where = Path(path).expanduser().resolve()
-    file = read_adapter(where, root=root)
-    for tensor, shape in file.shapes.items():
-        if max_rank is not None and ".lora_A." in tensor and shape and shape[0] > max_rank:
-            module = tensor.partition(".lora_A.")[0].removeprefix("base_model.model.")
-            raise AdapterError(f"{module} has rank {shape[0]}, over max_lora_rank {max_rank}")
+    file = _parsed(*_read_files(where, root))
+    if max_rank is not None:
+        file.config.check_rank(max_rank)
     return AdapterSpec(name, file.digest, str(where))
 
 
@@ -109,23 +95,16 @@ def read_described(spec: AdapterSpec) -> AdapterFile:
     raise AdapterError(f"the files of the adapter {spec.name!r} changed after it was loaded; load it again")
 
 
-class _TensorHeader(msgspec.Struct):
-    """What a safetensors file says of a tensor; of its metadata, nothing."""
-
-    shape: list[int] = []
-
-
 def _parsed(raw_config: bytes, weights: bytes) -> AdapterFile:
     config = parse_config(raw_config)
     try:
         header = weights[8 : 8 + int.from_bytes(weights[:8], "little")]
-        tensors = msgspec.json.decode(header, type=dict[str, _TensorHeader])
+        tensors = msgspec.json.decode(header, type=dict[str, dict[str, Any]])
     except (ValueError, RecursionError) as error:
         raise AdapterError("the adapter's weights are no whole safetensors file; copy it again") from error
-    shapes = {name: tensor.shape for name, tensor in tensors.items() if name != "__metadata__"}
     digest = sha256(msgspec.json.encode(config))
     digest.update(b"\n" + weights)
-    return AdapterFile(config, weights, shapes, digest.hexdigest())
+    return AdapterFile(config, weights, tuple(tensors), digest.hexdigest())
 
 
 def _read_files(where: Path, root: Path | None = None) -> tuple[bytes, bytes]:
@@ -169,36 +148,9 @@ def parse_config(raw: bytes) -> AdapterConfig:
         # A number or a word only tunes a feature that a switch, a list or an object turns on.
         if name not in _INERT and (value is True or (isinstance(value, dict | list) and value)):
             raise AdapterError(f"{name} is not supported; save the adapter as plain LoRA")
-    return AdapterConfig(
-        rank=_rank("r", fields.get("r")),
-        alpha=_alpha("lora_alpha", fields.get("lora_alpha")),
-        use_rslora=bool(fields.get("use_rslora")),
-        rank_pattern=tuple((key, _rank(key, value)) for key, value in _pattern(fields, "rank_pattern").items()),
-        alpha_pattern=tuple((key, _alpha(key, value)) for key, value in _pattern(fields, "alpha_pattern").items()),
-    )
-
-
-def _pattern(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
-    value = fields.get(name) or {}
-    if not isinstance(value, dict):
-        raise AdapterError(f"{name} must be an object of module names")
-    if len(value) > MAX_KEYS:
-        raise AdapterError(f"{name} has {len(value)} entries, over {MAX_KEYS}; give modules of one value one entry")
-    for key in value:
-        try:
-            module_pattern(key)
-        except AdapterError as error:
-            raise AdapterError(f"{name} holds {error}") from error
-    return value
-
-
-def _rank(name: str, value: Any) -> int:
-    if type(value) is not int or value < 1:
-        raise AdapterError(f"{name[:64]} must be a whole number of at least 1")
-    return value
-
-
-def _alpha(name: str, value: Any) -> float:
-    if type(value) not in (int, float) or not abs(value) < float("inf"):
-        raise AdapterError(f"{name[:64]} must be a number")
-    return float(value)
+    rank, alpha = fields.get("r"), fields.get("lora_alpha")
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise AdapterError("r must be a whole number of at least 1")
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not abs(alpha) < float("inf"):
+        raise AdapterError("lora_alpha must be a number")
+    return AdapterConfig(rank, float(alpha), bool(fields.get("use_rslora")))

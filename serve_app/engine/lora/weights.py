@@ -48,6 +48,7 @@ def adapter_weights(
     file: AdapterFile, layers: Mapping[str, torch.nn.Linear], *, max_rank: int, dtype: torch.dtype
 ) -> AdapterWeights:
     """Parse an adapter for a model with ``layers``. Raises AdapterError unless every tensor has its place."""
+    file.config.check_rank(max_rank)
     try:
         tensors = safetensors.torch.load(file.weights)
     except (safetensors.SafetensorError, ValueError, KeyError) as error:
@@ -62,29 +63,22 @@ def adapter_weights(
         parts.setdefault(named["module"], {})[named["part"]] = tensor
     if not parts:
         raise AdapterError("the adapter holds no weights")
-    return {module: _pair(module, pair, file.config, layers[module], max_rank, dtype) for module, pair in parts.items()}
+    return {module: _pair(module, pair, file.config, layers[module], dtype) for module, pair in parts.items()}
 
 
 def _pair(
-    module: str,
-    parts: Mapping[str, torch.Tensor],
-    config: AdapterConfig,
-    layer: torch.nn.Linear,
-    max_rank: int,
-    dtype: torch.dtype,
+    module: str, parts: Mapping[str, torch.Tensor], config: AdapterConfig, layer: torch.nn.Linear, dtype: torch.dtype
 ) -> LoraPair:
     if parts.keys() != {"A", "B"}:
         raise AdapterError(f"{module} has only one of lora_A and lora_B")
-    down, up, rank = parts["A"], parts["B"], config.rank_of(module)
+    down, up, rank = parts["A"], parts["B"], config.rank
     wanted = (rank, layer.in_features), (layer.out_features, rank)
     if (tuple(down.shape), tuple(up.shape)) != wanted:
         raise AdapterError(
             f"{module}: lora_A is {list(down.shape)} and lora_B {list(up.shape)}; this model and rank need "
             f"{list(wanted[0])} and {list(wanted[1])}"
         )
-    if rank > max_rank:
-        raise AdapterError(f"{module} has rank {rank}, over max_lora_rank {max_rank}")
-    scaled = up.float().t() * config.scale_of(module)
+    scaled = up.float().t() * config.scale
     pair = LoraPair(down.to(dtype).contiguous(), scaled.to(dtype).contiguous())
     # A product with another adapter's rows is zero only while all numbers are finite.
     if not bool(torch.isfinite(pair.down).all()) or not bool(torch.isfinite(pair.up).all()):

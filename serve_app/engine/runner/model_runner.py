@@ -28,14 +28,12 @@ from serve_app.engine.protocol import AdapterSpec
 from serve_app.engine.runner.kv_copy import copy_in, copy_out, kv_part
 from serve_app.engine.runner.kv_size import kv_shape
 from serve_app.engine.runner.sampling import choose_tokens
-from serve_app.engine.runner.token_rules import apply_rules, raw_logprobs, token_logprobs
+from serve_app.engine.runner.token_rules import apply_rules, token_logprobs
 from serve_app.engine.settings import EngineSettings
 from serve_app.engine.step import Segment, SegmentResult
 
 _KERNELS_KEPT = "4096"
 """oneDNN keeps 1,024 compiled kernels by default, fewer than the shapes of a ragged workload."""
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def choose_device(name: str) -> torch.device:
@@ -46,14 +44,10 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the named dtype; "auto" is bfloat16 where the device multiplies it natively, else float32.
-
-    Raises ValueError on an unknown name.
-    """
+    """Return the named dtype; "auto" is bfloat16 where the device multiplies it natively, else float32."""
     if name != "auto":
-        if name not in _DTYPES:
-            raise ValueError(f"dtype must be auto or one of {', '.join(_DTYPES)}, not {name!r}")
-        return _DTYPES[name]
+        named: torch.dtype = getattr(torch, name)
+        return named
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
     probes = (getattr(torch.cpu, probe, None) for probe in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
@@ -66,10 +60,8 @@ class ModelRunner:
     kind = "torch"
 
     def __init__(self, model_path: str | Path, settings: EngineSettings) -> None:
-        """Load a local checkpoint. Raises UnsupportedModel, or FileNotFoundError where there is none."""
+        """Load a local checkpoint. Raises UnsupportedModel, or FileNotFoundError where there is no config.json."""
         self.path = Path(model_path)
-        if not (self.path / "config.json").is_file():
-            raise FileNotFoundError(f"no checkpoint at {model_path}: it has no config.json")
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _KERNELS_KEPT)
         if settings.num_threads:
             torch.set_num_threads(settings.num_threads)
@@ -143,7 +135,7 @@ def _choose(logits: torch.Tensor, segments: Sequence[Segment]) -> list[SegmentRe
     params = [segment.sampling for segment in segments if segment.sampling is not None]
     wanted = [row for row, sampling in enumerate(params) if sampling.logprobs is not None]
     ruled = [(row, params[row], segment.history) for row, segment in enumerate(segments) if segment.history is not None]
-    raw = raw_logprobs(logits, wanted) if wanted else None
+    raw = torch.log_softmax(logits[wanted], dim=-1) if wanted else None
     failed = apply_rules(logits, ruled) if ruled else {}
     tokens = choose_tokens(logits, params, [segment.end for segment in segments])
     results = []

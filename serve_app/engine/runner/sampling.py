@@ -63,7 +63,8 @@ def _draw(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Seq
     scaled = logits.double().div_(_column([p.temperature for p in params], logits.device))
     vocab = logits.shape[-1]
     if any(p.min_p for p in params):
-        _drop_improbable(scaled, _column([p.min_p for p in params], logits.device))
+        floors = scaled.amax(dim=-1, keepdim=True) + _column([p.min_p for p in params], logits.device).log()
+        scaled.masked_fill_(scaled < floors, float("-inf"))
     filtered = [i for i, p in enumerate(params) if 0 < p.top_k < vocab or p.top_p < 1.0]
     if filtered:
         rows = scaled[filtered]
@@ -73,12 +74,6 @@ def _draw(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Seq
 
 def _column(values: Sequence[float], device: torch.device) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64, device=device)[:, None]
-
-
-def _drop_improbable(scaled: torch.Tensor, min_p: torch.Tensor) -> None:
-    """Take out, in place, the tokens whose probability is below ``min_p`` [n, 1] times that of the likeliest."""
-    floors = scaled.amax(dim=-1, keepdim=True) + min_p.log()
-    scaled.masked_fill_(scaled < floors, float("-inf"))
 
 
 def _floors(scaled: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:

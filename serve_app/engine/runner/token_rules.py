@@ -91,11 +91,6 @@ def _banned(params: SamplingParams, rules: TokenRules, answer: TokenArray) -> li
     return sorted(banned)
 
 
-def raw_logprobs(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """Return the log-softmax of some rows of ``logits`` as they are now, on their device."""
-    return torch.log_softmax(logits[list(rows)], dim=-1)
-
-
 def token_logprobs(
     logprobs: torch.Tensor, tokens: Sequence[int | None], tops: Sequence[int]
 ) -> list[tuple[TokenLogprob, ...]]:

@@ -22,29 +22,14 @@ ROWS_AT_MOST = 8
 """Up to this many unread tokens enter as decode rows, which cost less than a prefill part of that length."""
 
 
-def load_draft_model(base: ModelRunner, settings: EngineSettings) -> DraftModel:
-    """Load ``settings.speculative_model`` as drafter of ``base``. Raises ValueError when the two do not fit."""
-    draft = ModelRunner(settings.speculative_model, replace(settings, dtype=str(base.dtype).removeprefix("torch.")))
-    if draft.vocab_size != base.vocab_size:
-        raise ValueError(
-            f"{draft.path} has {draft.vocab_size} tokens and cannot draft for {base.path}, which has "
-            f"{base.vocab_size}: both must have the same vocabulary"
-        )
-    wanted = min(settings.max_model_len, base.max_positions)
-    if draft.max_positions < wanted:
-        raise ValueError(
-            f"{draft.path} takes {draft.max_positions} positions, fewer than the {wanted} of {base.path}: set "
-            f"max_model_len={draft.max_positions}"
-        )
-    return DraftModel(draft)
-
-
 class DraftModel:
-    """Drafts with a model; satisfies ``speculative.Drafter``."""
+    """Drafts with a model of the base's vocabulary and, at least, its positions."""
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self.runner = runner
-        self.pools = runner.pools
+    def __init__(self, base: ModelRunner, settings: EngineSettings) -> None:
+        """Load ``settings.speculative_model`` in the dtype of ``base``."""
+        dtype = str(base.dtype).removeprefix("torch.")
+        self.runner = ModelRunner(settings.speculative_model, replace(settings, dtype=dtype))
+        self.pools = self.runner.pools
 
     def propose(self, segments: Sequence[Segment]) -> list[list[int]]:
         """Decode ``drafts`` tokens ahead of each segment, all segments together, one step a token."""

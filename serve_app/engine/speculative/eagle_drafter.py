@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from serve_app.engine.attention.paging import KvPool, slots_of
@@ -19,25 +20,19 @@ from serve_app.engine.attention.reads import alike
 from serve_app.engine.runner.model_runner import ModelRunner
 from serve_app.engine.runner.sampling import choose_tokens
 from serve_app.engine.speculative.eagle_config import EagleConfig
-from serve_app.engine.speculative.eagle_head import EagleHead, load_head
-from serve_app.engine.speculative.hidden_states import HiddenTap
+from serve_app.engine.speculative.eagle_head import load_head
 from serve_app.engine.step import Segment, SegmentResult, ceil_div
 
 
-def load_eagle_drafter(config: EagleConfig, base: ModelRunner) -> EagleDrafter:
-    """Load the head of ``config`` as drafter of ``base``. Raises ValueError when the two do not fit."""
-    config.check_fits(base.path, base.config.to_dict())
-    return EagleDrafter(base, load_head(config, base.model, base.dtype, base.device))
-
-
 class EagleDrafter:
-    """Drafts with an EAGLE-3 head; satisfies ``speculative.Drafter``."""
+    """Drafts with the head of ``config``, over the hidden states of ``base``."""
 
-    def __init__(self, base: ModelRunner, head: EagleHead) -> None:
-        self._head = head
+    def __init__(self, config: EagleConfig, base: ModelRunner) -> None:
+        """Load the head. Raises ValueError when the two do not fit."""
+        self._head = load_head(config, base.model, base.dtype, base.device)
         self._device = base.device
         self._vocab_size = base.vocab_size
-        config, size, blocks = head.config, base.pool.block_size, base.pool.num_blocks
+        size, blocks = base.pool.block_size, base.pool.num_blocks
         self._pool = KvPool(1, blocks, size, config.num_kv_heads, config.head_dim, base.dtype, base.device)
         # Of each block its last token's fused state, [blocks, hidden]; among the pools shaped as they are.
         self._ends = torch.zeros(blocks, config.hidden_size, dtype=base.dtype, device=base.device)
@@ -74,7 +69,7 @@ class EagleDrafter:
             tokens = self._tensor([token for s, accepted in sound for token in (*s.token_ids.tolist(), *accepted)])
             positions = self._tensor([p for s, more in sound for p in range(s.start, s.end + len(more))])
             slots = self._tensor([slot for s, more in sound for slot in slots_of(s, size, len(more))])
-            fused = self._head.fuse(self._tap.states(slots)).nan_to_num(0.0, 0.0, 0.0)
+            fused = self._head.fc(self._tap.states(slots)).nan_to_num(0.0, 0.0, 0.0)
             before = fused.roll(1, dims=0)
             before[firsts] = self._ends[self._tensor(befores)]
             # A sequence's first token has no state before it, hence no pair.
@@ -115,7 +110,7 @@ class EagleDrafter:
             )
             states = head.finish(attended[:, :, 0], residual)
             logits = torch.full((len(segments), self._vocab_size), float("-inf"), device=self._device)
-            logits[:, head.draft_ids] = head.draft_logits(states).float()
+            logits[:, head.draft_ids] = head.lm_head(head.norm(states)).float()
             chosen = choose_tokens(logits, params, [segment.end + step for segment in segments])
             for own, token in zip(guesses, chosen, strict=True):
                 if token is not None and len(own) == step:
@@ -141,3 +136,50 @@ class EagleDrafter:
 
     def _tensor(self, numbers: Sequence[Any]) -> torch.Tensor:
         return torch.tensor(numbers, device=self._device)
+
+
+class HiddenTap:
+    """Keeps the states that enter ``layers`` of a model, taken by forward hooks while it computes a step.
+
+    Layer n of n layers means what leaves the last one. Steps are gathered until ``clear``; where two steps computed the
+    same slot the later one counts.
+    """
+
+    def __init__(self, model: Any, layers: Sequence[int], num_slots: int, device: torch.device) -> None:
+        """Attach the hooks. Raises ValueError where ``model`` has no list of its decoder layers."""
+        embeddings, config = model.get_input_embeddings(), model.config
+        self._layers = tuple(layers)
+        self._row_of_slot = torch.zeros(num_slots, dtype=torch.long, device=device)
+        self._step: dict[int, torch.Tensor] = {}
+        self._states: torch.Tensor | None = None
+        count = int(config.num_hidden_layers)
+        lists = [part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part) == count]
+        if not lists:
+            name = type(model).__name__
+            raise ValueError(f"{name} has no list of {count} decoder layers to read hidden states from")
+        outputs = [embeddings, *lists[0]]
+        for layer in set(layers):
+            outputs[layer].register_forward_hook(self._keeping(layer))
+        model.register_forward_hook(self._end_step, with_kwargs=True)
+
+    def clear(self) -> None:
+        """Forget every step; the states of a step are several times as large as its tokens' KV of one layer."""
+        self._states = None
+
+    def states(self, slots: torch.Tensor) -> torch.Tensor:
+        """Return the states [n, layers * hidden] of ``slots`` [n], all computed since ``clear``."""
+        assert self._states is not None
+        return self._states[self._row_of_slot[slots]]
+
+    def _keeping(self, layer: int) -> Any:
+        def keep(_: nn.Module, __: Any, output: Any) -> None:
+            self._step[layer] = (output[0] if isinstance(output, tuple) else output)[0]
+
+        return keep
+
+    def _end_step(self, _: nn.Module, __: Any, kwargs: dict[str, Any], ___: Any) -> None:
+        slots = kwargs["paged"].slots
+        states = torch.cat([self._step.pop(layer)[: len(slots)] for layer in self._layers], dim=-1)
+        before = 0 if self._states is None else len(self._states)
+        self._row_of_slot[slots] = torch.arange(before, before + len(slots), device=slots.device)
+        self._states = states if self._states is None else torch.cat([self._states, states])

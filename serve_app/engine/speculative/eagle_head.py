@@ -40,7 +40,10 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 class EagleHead(nn.Module):
-    """The module. ``draft_ids`` [draft vocab]: which token of the base's vocabulary each logit stands for."""
+    """The module. ``fc`` makes the head's own states [n, hidden] of base states [n, 3 * base hidden], low layer first.
+
+    ``draft_ids`` [draft vocab]: which token of the base's vocabulary each logit of ``lm_head`` stands for.
+    """
 
     draft_ids: torch.Tensor
 
@@ -63,11 +66,6 @@ class EagleHead(nn.Module):
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
         self.rotary = LlamaRotaryEmbedding(llama)
         self.register_buffer("draft_ids", torch.arange(config.draft_vocab_size), persistent=False)
-
-    def fuse(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the head's own states [n, hidden] of base states [n, 3 * base hidden], low layer first."""
-        fused: torch.Tensor = self.fc(states)
-        return fused
 
     def rotation(self, positions: torch.Tensor) -> Rotation:
         """Return the rotation of pairs; a pair's position is that of its state, one before its token's."""
@@ -99,11 +97,6 @@ class EagleHead(nn.Module):
         after = residual + layer.self_attn.o_proj(attended.flatten(1))
         states: torch.Tensor = after + layer.mlp(layer.post_attention_layernorm(after))
         return states
-
-    def draft_logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Return logits over the head's own vocabulary, [n, draft vocab]; ``draft_ids`` says of which tokens."""
-        logits: torch.Tensor = self.lm_head(self.norm(states))
-        return logits
 
 
 def load_head(config: EagleConfig, base: Any, dtype: torch.dtype, device: torch.device) -> EagleHead:

@@ -6,6 +6,7 @@ counted and nothing is reported.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from router.protocol.samples import Labels, Sample
@@ -16,26 +17,16 @@ class SpeculationMeters:
     """Counters of one engine's life. A base step here is one sequence's part of a step that gave it a token."""
 
     def __init__(self) -> None:
-        self._seen = False
-        self._drafts = 0
-        self._draft_tokens = 0
-        self._accepted_tokens = 0
-        self._base_steps = 0
+        self._counts: Counter[str] = Counter()
 
     def verified(self, result: SegmentResult) -> None:
         """Count one segment's result."""
-        self._seen = True
-        self._base_steps += result.token is not None
-        if result.proposed:
-            self._drafts += 1
-            self._draft_tokens += result.proposed
-            self._accepted_tokens += len(result.accepted)
+        self._counts["warmpath_spec_decode_num_drafts_total"] += bool(result.proposed)
+        self._counts["warmpath_spec_decode_num_draft_tokens_total"] += result.proposed
+        self._counts["warmpath_spec_decode_num_accepted_tokens_total"] += len(result.accepted)
+        self._counts["warmpath_spec_decode_base_steps_total"] += result.token is not None
 
     def samples(self, labels: Labels) -> Iterable[Sample]:
         """Yield the counters; nothing without a drafter."""
-        if not self._seen:
-            return
-        yield "warmpath_spec_decode_num_drafts_total", labels, float(self._drafts)
-        yield "warmpath_spec_decode_num_draft_tokens_total", labels, float(self._draft_tokens)
-        yield "warmpath_spec_decode_num_accepted_tokens_total", labels, float(self._accepted_tokens)
-        yield "warmpath_spec_decode_base_steps_total", labels, float(self._base_steps)
+        for name, count in dict(self._counts).items():
+            yield name, labels, float(count)

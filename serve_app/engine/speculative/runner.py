@@ -2,7 +2,8 @@
 
 A draft counts only if it equals the token that the base samples at its position, whose random number depends on
 (seed, position) alone. The output is therefore that of plain decoding at every temperature; the drafter decides only
-how many base steps it takes.
+how many base steps it takes. A drafter's ``pools`` [layers, planes, blocks, ...] hold what it keeps of sequences, under
+the block ids of the base's KV, with which it is saved, reused, evicted and exported.
 """
 
 from __future__ import annotations
@@ -11,38 +12,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
-import torch
 from msgspec.structs import replace as replace_parts
 
 from serve_app.engine.attention.paging import slots_of
 from serve_app.engine.runner.kv_copy import kv_part
 from serve_app.engine.runner.model_runner import ModelRunner
 from serve_app.engine.settings import EngineSettings
-from serve_app.engine.speculative.draft_model import load_draft_model
+from serve_app.engine.speculative.draft_model import DraftModel
 from serve_app.engine.speculative.eagle_config import read_eagle_config
-from serve_app.engine.speculative.eagle_drafter import load_eagle_drafter
+from serve_app.engine.speculative.eagle_drafter import EagleDrafter
 from serve_app.engine.step import Segment, SegmentResult
-
-
-class Drafter(Protocol):
-    """Proposes tokens. What it keeps of sequences lies in ``pools`` under the same block ids as the base's KV."""
-
-    pools: Sequence[torch.Tensor]
-    """[layers, planes, blocks, ...] each; saved, reused, evicted and exported with the base's pool."""
-
-    def propose(self, segments: Sequence[Segment]) -> list[list[int]]:
-        """Return up to ``drafts`` tokens for each segment, to come after its own."""
-
-    def follow(
-        self, segments: Sequence[Segment], results: Sequence[SegmentResult], proposals: Sequence[Sequence[int]]
-    ) -> list[int]:
-        """Learn what the base accepted; return how many positions of each sequence have valid draft KV now.
-
-        Afterwards every block whose base KV is complete has complete draft KV.
-        """
 
 
 class SpeculativeRunner(ModelRunner):
@@ -52,7 +33,7 @@ class SpeculativeRunner(ModelRunner):
         """Load both. Raises ValueError when the two do not fit, and what ``ModelRunner`` raises."""
         head = read_eagle_config(Path(settings.speculative_model))
         super().__init__(model_path, settings)
-        self.drafter: Drafter = load_eagle_drafter(head, self) if head is not None else load_draft_model(self, settings)
+        self.drafter = DraftModel(self, settings) if head is None else EagleDrafter(head, self)
         self.pools = (*self.pools, *self.drafter.pools)
         self.block_bytes = sum(pool[:, :, 0].nbytes for pool in self.pools)
         drafted = (kv_part(pool, settings.speculative_fingerprint) for pool in self.drafter.pools)

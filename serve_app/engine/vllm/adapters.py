@@ -63,9 +63,7 @@ def peft_config(file: AdapterFile) -> dict[str, Any]:
         "r": config.rank,
         "lora_alpha": config.alpha,
         "use_rslora": config.use_rslora,
-        "rank_pattern": dict(config.rank_pattern),
-        "alpha_pattern": dict(config.alpha_pattern),
         "target_modules": sorted(
-            {name.split(".lora_")[0].rpartition(".")[2] for name in file.shapes if ".lora_" in name}
+            {name.split(".lora_")[0].rpartition(".")[2] for name in file.tensors if ".lora_" in name}
         ),
     }

@@ -1,13 +1,12 @@
-"""Looks inside an idle engine: are all blocks accounted for, is nothing of ended requests left, how large is what.
+"""Looks inside an idle engine: are all blocks accounted for, is nothing of ended requests left.
 
 Knows the insides of the engine, as nothing else outside ``serve_app`` does. Reads only.
 """
 
 from __future__ import annotations
 
-import gc
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -22,9 +21,6 @@ _CONTAINERS = (dict, list, set, frozenset, deque, tuple, Counter, OrderedDict)
 class Imbalance(Exception):
     """A law does not hold; the message says which."""
 
-
-BOUNDED = ("LoraPair", "LayerStack", "table LoraLayers")
-"""Sizes that go up and down within bounds of their own: what belongs to adapters, whose number the audit checks."""
 
 EMPTY_WHEN_IDLE = (
     *("LoadReporter._arrived", "LiveRequests._deadlines_s", "Budget._held", "EngineLoop.calls"),
@@ -42,7 +38,6 @@ def audit(engine: TorchEngine, sizes: Mapping[str, int]) -> None:
     """
     cache = engine._cache
     _audit_pool(cache)
-    _audit_index(cache)
     unknown = [name for name in EMPTY_WHEN_IDLE if name not in sizes]
     _hold(not unknown, f"there are no tables {unknown}: they were renamed, and EMPTY_WHEN_IDLE has to follow")
     left = {name: size for name in EMPTY_WHEN_IDLE if (size := sizes[name])}
@@ -53,7 +48,6 @@ def audit(engine: TorchEngine, sizes: Mapping[str, int]) -> None:
     _hold(len(adapters._loaded) <= adapters._max_cpu_loras, "more adapters in memory than max_cpu_loras")
     _hold(len(adapters._slots) <= adapters._max_loras, "more adapters in slots than max_loras")
     _hold(sizes.get("LoraLayers._stacked", 0) <= adapters._max_loras, "adapters stay on the device without a slot")
-    _audit_tiers(engine._tier_loader.tiers)
 
 
 def tier_hashes(engine: TorchEngine) -> dict[str, frozenset[bytes]]:
@@ -97,23 +91,6 @@ def tables(root: object) -> dict[str, int]:
     return dict(sizes)
 
 
-def grown(checks: Sequence[Mapping[str, int]]) -> dict[str, tuple[int, int]]:
-    """Return the tables that are half as large again, and more, as they ever were in the first half of the checks."""
-    before, last = checks[: (len(checks) + 1) // 2], checks[-1]
-    most = {name: max(check.get(name, 0) for check in before) for name in last}
-    return {
-        name: (most[name], size)
-        for name, size in last.items()
-        if size > 1.5 * most[name] + 64 and not name.startswith(BOUNDED)
-    }
-
-
-def instances() -> dict[str, int]:
-    """Return how many objects of each of our classes there are in this process."""
-    gc.collect()
-    return dict(Counter(type(found).__qualname__ for found in gc.get_objects() if _is_ours(found)))
-
-
 def _is_ours(found: object) -> bool:
     return str(type(found).__module__).startswith(OURS)
 
@@ -140,29 +117,6 @@ def _audit_pool(cache: PrefixCache) -> None:
     _hold(cache.pins.blocks <= cache.pins.budget_blocks, "more is pinned than the budget")
     held, taken = sum(cache.quota.holdings().values()), pool.total_blocks - pool.free_blocks
     _hold(held == taken, f"tenants hold {held} blocks, and {taken} are taken")
-
-
-def _audit_index(cache: PrefixCache) -> None:
-    index = cache.index
-    _hold(len(index) == sum(1 for _ in index), "the index has other hashes than blocks")
-    indexed = cache.pool.total_blocks - cache.pool.free_blocks
-    _hold(len(index) == indexed, f"{len(index)} blocks are indexed, and {indexed} taken")
-    children: Counter[int | None] = Counter(entry.parent for entry in index)
-    for entry in index:
-        _hold(index.of_hash(entry.block_hash) is entry, "a block is indexed under another's hash")
-        _hold(entry.parent is None or entry.parent in index, "a block's parent is not cached")
-        _hold(entry.children == children[entry.block], "a block miscounts its children")
-
-
-def _audit_tiers(tiers: Any) -> None:
-    host, disk = tiers.host, tiers.disk
-    for tier, index in tiers.indexes.items():
-        held = sum(index.holdings().values())
-        _hold(held == index.used_bytes, f"tenants hold {held} bytes of the {tier} tier, which holds {index.used_bytes}")
-    if host is not None:
-        _hold(len(host) + len(host._free) == host.capacity_blocks, "host memory lost a slot")
-    if disk is not None:
-        _hold(disk.tier.index.used_bytes <= disk.tier.capacity_bytes, "the disk tier is over its bound")
 
 
 def _hold(law: bool, otherwise: str) -> None:

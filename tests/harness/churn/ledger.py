@@ -6,12 +6,10 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 
-from router.directory.directory import Directory
 from router.protocol.block_hash import split_chain
 from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, Event
 from serve_app.engine.protocol import EngineOutput
 
-REPLICA = "churned"
 CANARY = "canary"
 """The id of the request that is asked again at every check."""
 
@@ -19,12 +17,10 @@ CANARY = "canary"
 class Ledger:
     """The sink of all outputs and events: who is alive, how requests ended, and which blocks were announced."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self) -> None:
         self.live: set[str] = set()
         self.ended: Counter[str] = Counter()
         self.announced: dict[str, set[bytes]] = {}
-        self.directory = Directory(block_size)
-        self.directory.add_replica(REPLICA)
         self.canary: list[int] = []
         self._changed = threading.Condition()
 
@@ -41,7 +37,6 @@ class Ledger:
 
     def events(self, events: Sequence[Event]) -> None:
         """Take cache events (the engine's thread)."""
-        self.directory.apply(REPLICA, events)
         for event in events:
             if isinstance(event, BlocksStored):
                 self.announced.setdefault(event.tier, set()).update(split_chain(event.hashes))

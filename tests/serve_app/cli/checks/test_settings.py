@@ -101,15 +101,14 @@ def test_more_than_the_machines_memory(demo_model_path: Path, tmp_path: Path, mo
 
 
 def test_an_adapter_of_too_high_a_rank(demo_model_path: Path, tmp_path: Path) -> None:
-    """By its tensors' shapes, with the module; and one that is not whole."""
+    """By its config; and one that is not whole."""
     (tmp_path / CONFIG_FILE).write_text(json.dumps({"peft_type": "LORA", "r": 8, "lora_alpha": 8}))
-    module = "model.layers.0.self_attn.q_proj"
-    weights = {f"base_model.model.{module}.lora_A.weight": np.zeros((8, 4), np.float32)}
+    weights = {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": np.zeros((8, 4), np.float32)}
     save_file(weights, tmp_path / WEIGHTS_FILE)
     adapter = {"lora_adapters": {"a": tmp_path}}
     assert sentences(demo_model_path, max_lora_rank=8, **adapter) == []
     sentence = said(demo_model_path, max_lora_rank=4, **adapter)
-    assert sentence == f"the adapter 'a' of the settings: {module} has rank 8, over max_lora_rank 4"
+    assert sentence == "the adapter 'a' of the settings: rank 8 is over max_lora_rank 4"
     (tmp_path / WEIGHTS_FILE).write_bytes(b"short")
     assert "no whole safetensors file" in said(demo_model_path, **adapter)
 

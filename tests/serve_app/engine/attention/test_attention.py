@@ -1,4 +1,4 @@
-"""A packed step attends as the formula says, whatever its sequences share and wherever their blocks lie."""
+"""A packed step attends as the formula says, whatever its sequences share; what it would get wrong is refused."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import GptOssConfig, LlamaConfig, MistralConfig, Qwen3Config
 
 from serve_app.engine.attention import reads
 from serve_app.engine.attention.interface import paged_attention
 from serve_app.engine.attention.paging import KvPool, plan_step
+from serve_app.engine.attention.supported import UnsupportedModel, refuse_unsupported
 from serve_app.engine.protocol import SamplingParams
 from serve_app.engine.step import Segment, block_runs, ceil_div
 from tests.serve_app.conftest import MakeEngine, Reference
@@ -103,13 +105,12 @@ def formula(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: 
 def test_a_step_attends_by_the_formula(
     dtype: torch.dtype, in_place: bool, cases: list[Case], group: int, long_run: int, cut: bool
 ) -> None:
-    """Whatever is read in place, copied, or cut where a copy or a mask would be too large."""
+    """Whatever is read in place, copied, or cut where a copy would be too large."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reads, "LONG_RUN_TOKENS", long_run)
         if cut:
             patch.setattr(reads, "SMALL_TABLE_BLOCKS", 1)
             patch.setattr(reads, "GATHER_TOKENS", 24)
-            patch.setattr(reads, "MASK_ENTRIES", 40)
         check(cases, group, dtype, in_place=in_place)
 
 
@@ -182,3 +183,27 @@ def test_requests_get_the_same_tokens_over_copies(
     for name, ids in prompts.items():
         assert got.tokens[name] == reference("qwen3", ids, 12), name
     assert got.cached["warm"] == 96
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (MistralConfig(sliding_window=4096), "sliding_window"),
+        (Qwen3Config(num_hidden_layers=4, use_sliding_window=True, sliding_window=64, max_window_layers=2), "sliding"),
+        (SimpleNamespace(model_type="g", layer_types=None, attn_logit_softcapping=50.0), "soft-capped"),
+        (GptOssConfig(num_hidden_layers=2), "sliding"),
+        (LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "rope_type=dynamic"),
+    ],
+)
+def test_models_this_engine_would_get_wrong_are_refused(config: object, words: str) -> None:
+    with pytest.raises(UnsupportedModel, match=words):
+        refuse_unsupported(config)
+
+
+def test_sinks_are_refused_by_their_parameters_and_plain_models_pass() -> None:
+    model = torch.nn.Module()
+    model.register_parameter("sinks", torch.nn.Parameter(torch.zeros(2)))
+    with pytest.raises(UnsupportedModel, match="sinks"):
+        refuse_unsupported(LlamaConfig(), model)
+    for config in (LlamaConfig(), Qwen3Config(), MistralConfig(sliding_window=None)):
+        refuse_unsupported(config)

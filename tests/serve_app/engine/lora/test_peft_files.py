@@ -81,11 +81,8 @@ def test_names_that_could_be_taken_for_a_key_or_a_path_are_refused(name: str, sa
         ({"r": True}, "r must be"),
         ({"r": None}, "r must be"),
         ({"lora_alpha": "8"}, "lora_alpha must be"),
-        ({"rank_pattern": {"q_proj": 0}}, "q_proj must be"),
-        ({"rank_pattern": [3]}, "rank_pattern must be an object"),
-        ({"alpha_pattern": {"(": 3}}, r"alpha_pattern holds '\('"),
-        ({"rank_pattern": {"(a+)+$": 3}}, r"rank_pattern holds '\(a\+\)\+\$'.*give each module an entry"),
-        ({"rank_pattern": {f"layers.{i}": 3 for i in range(2049)}}, "rank_pattern has 2049 entries"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern is not supported"),
+        ({"alpha_pattern": {"q_proj": 2}}, "alpha_pattern is not supported"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], reason: str, saved: Path) -> None:

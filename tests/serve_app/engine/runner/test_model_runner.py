@@ -1,4 +1,4 @@
-"""Rules of the model runner: dtype, sizes, and failures that stay with their sequence."""
+"""Rules of the model runner: sizes, copies of blocks, and failures that stay with their sequence."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import torch
 from transformers import LlamaConfig, Qwen3Config
 
 from serve_app.engine.attention.supported import UnsupportedModel
+from serve_app.engine.runner.kv_copy import copy_in, copy_out, gather_blocks, scatter_blocks
 from serve_app.engine.runner.kv_size import blocks_in_budget, kv_bytes_per_block
-from serve_app.engine.runner.model_runner import ModelRunner, choose_dtype
+from serve_app.engine.runner.model_runner import ModelRunner
 from serve_app.engine.settings import EngineSettings
 from tests.serve_app.conftest import MakeEngine, Reference
 from tests.serve_app.engine.tiny import prompt, request, run_all
@@ -33,14 +34,6 @@ def test_kv_bytes_are_the_pools(checkpoints: dict[str, Path]) -> None:
     with pytest.raises(ValueError, match="cannot hold one"):
         blocks_in_budget(llama, "bfloat16", 16, per_block - 1)
     assert kv_bytes_per_block(Qwen3Config(head_dim=128, hidden_size=64), "float32", 16) % 128 == 0
-
-
-def test_an_explicit_dtype_is_obeyed_and_an_unknown_one_refused() -> None:
-    assert choose_dtype("float32", torch.device("cpu")) == torch.float32
-    assert choose_dtype("bfloat16", torch.device("cpu")) == torch.bfloat16
-    assert choose_dtype("auto", torch.device("cpu")) in (torch.float32, torch.bfloat16)
-    with pytest.raises(ValueError, match="dtype"):
-        choose_dtype("int3", torch.device("cpu"))
 
 
 def test_a_missing_checkpoint_is_an_error_at_load(tmp_path: Path) -> None:
@@ -87,3 +80,16 @@ def test_bfloat16_takes_every_path_without_a_failed_step(
     assert {len(tokens) for tokens in got.tokens.values()} == {40}
     assert [got.cached[f"r{i}"] for i in range(4)] == [288, 288, 288, 0]
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gathered_copy_is_the_copy_block_by_block(device: torch.device, dtype: torch.dtype) -> None:
+    here = torch.randn(3, 2, 9, 4, 2, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    there = here.clone().to(device)
+    blocks = [7, 0, 4]
+    rows = [np.empty(here[:, :, 0].nbytes, dtype=np.uint8) for _ in blocks]
+    copy_out([here], blocks, rows)
+    assert np.array_equal(gather_blocks(there, blocks), np.stack(rows))
+    copy_in([here], [1, 2, 8], rows)
+    scatter_blocks(there, [1, 2, 8], rows)
+    assert torch.equal(there.cpu(), here)

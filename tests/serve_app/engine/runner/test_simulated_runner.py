@@ -45,8 +45,3 @@ def test_tokens_are_deterministic_and_avoid_stop_tokens() -> None:
     assert tokens(()) == tokens(())
     assert set(tokens(())) == {0, 1, 2, 3}
     assert set(tokens((0, 2))) == {1, 3}
-
-
-def test_an_impossible_cost_is_refused() -> None:
-    with pytest.raises(ValueError, match="rate"):
-        CostModel(prefill_tokens_per_s=0.0)

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import EngineRequest, SamplingParams, TokenRules
-from serve_app.engine.runner.token_rules import apply_rules, raw_logprobs, token_logprobs
+from serve_app.engine.runner.token_rules import apply_rules, token_logprobs
 from serve_app.engine.step import History
 from tests.serve_app.conftest import MakeEngine
-from tests.serve_app.engine.tiny import VOCAB, Collector, prompt, request, run_all
+from tests.serve_app.engine.tiny import VOCAB, Collector, prompt, request, run_all, save_draft
 
 SMALL = 37
 
@@ -134,14 +134,14 @@ def test_a_matcher_that_fails_fails_its_row_alone() -> None:
 def test_logprobs_are_those_of_the_logits() -> None:
     logits = torch.randn(3, SMALL)
     expected = torch.log_softmax(logits.double(), -1)
-    told = token_logprobs(raw_logprobs(logits, [0, 2]), [5, None], [2, 0])
+    told = token_logprobs(torch.log_softmax(logits[[0, 2]], -1), [5, None], [2, 0])
     assert told[1] == ()
     (one,) = told[0]
     assert one.logprob == pytest.approx(float(expected[0, 5]), rel=1e-5)
     best = torch.topk(expected[0], 2)
     assert [token for token, _ in one.top] == best.indices.tolist()
     assert [value for _, value in one.top] == pytest.approx(best.values.tolist(), rel=1e-5)
-    ((alone,),) = token_logprobs(raw_logprobs(logits, [2]), [7], [0])
+    ((alone,),) = token_logprobs(torch.log_softmax(logits[2:], -1), [7], [0])
     assert alone.top == ()
 
 
@@ -222,8 +222,6 @@ def test_rules_are_exact_under_speculation(
     noise: float, make_engine: MakeEngine, expected: list[tuple[list[int], str]], checkpoints: Any, tmp_path: Any
 ) -> None:
     """Drafts are verified, and drafted, under the same rules. (docs/speculation.md)"""
-    from tests.serve_app.engine.tiny import save_draft
-
     draft = str(save_draft(checkpoints["qwen3"], tmp_path, noise))
     engine = make_engine(speculative_model=draft, num_speculative_tokens=3)
     assert answers(engine, ruled_requests("drafted")) == expected
@@ -237,7 +235,6 @@ def test_each_token_has_its_logprob_with_and_without_drafts(
     make_engine: MakeEngine, checkpoints: Any, tmp_path: Any
 ) -> None:
     """As many as tokens, of the base's raw logits, though rules chose among others."""
-    from tests.serve_app.engine.tiny import save_draft
 
     class Told(Collector):
         def __init__(self) -> None:

@@ -40,8 +40,6 @@ UNFIT: dict[str, tuple[dict[str, Any], str]] = {
         {"draft_vocab": 100, "tensors": {"lm_head.weight": None}},
         r"no lm_head.weight and needs .*\[100, 64\]",
     ),
-    "base size": ({"hidden_size": 128, "head_dim": 16}, "hidden_size 128, and .* has 64"),
-    "vocabulary": ({"vocab_size": 300}, f"vocab_size 300, and .* has {VOCAB}"),
     "layer": ({"eagle_aux_hidden_state_layer_ids": [0, 1, 4]}, "names layers 0, 1, 4, but the base model has 3 layers"),
     "two ids": ({"eagle_aux_hidden_state_layer_ids": [0, 1]}, "must be a list of 3 layers"),
     "size": ({"intermediate_size": "wide"}, "must name intermediate_size"),
@@ -57,8 +55,22 @@ def test_an_unfit_head_is_refused_with_the_reason(what: str, base: Path, tmp_pat
     with pytest.raises(ValueError, match=reason) as refused:
         load(base, head)
     assert str(head) in str(refused.value)
-    if what in ("base size", "vocabulary"):
-        assert str(base) in str(refused.value)
+
+
+def test_a_head_of_another_model_is_refused_before_it_is_loaded(base: Path, tmp_path: Path) -> None:
+    """With both names; a base may keep its sizes in ``text_config``."""
+    values = json.loads((base / "config.json").read_text())
+    for changes, reason in (
+        ({"hidden_size": 128, "head_dim": 16}, "hidden_size 128, and .* has 64"),
+        ({"vocab_size": 300}, f"vocab_size 300, and .* has {VOCAB}"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 4]}, "names layers 0, 1, 4"),
+    ):
+        head = read_eagle_config(save_head(base, tmp_path / "head", **changes))
+        assert head is not None
+        for config in (values, {"text_config": values}):
+            with pytest.raises(ValueError, match=reason) as refused:
+                head.check_fits(base, config)
+            assert str(head.path) in str(refused.value)
 
 
 def test_a_directory_without_weights_is_refused(base: Path, tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from router.protocol.block_hash import PrefixScope, hash_blocks
 from serve_app.cache.kv_chain import FormatMismatch
@@ -189,20 +188,6 @@ def test_sampled_output_equals_plain_sampling_token_for_token(name: str, make: M
     assert acceptance(engine) == 1.0 if name == "same" else 0.0 < acceptance(engine) < 1.0
 
 
-def test_a_resend_goes_on_identically(make: Make) -> None:
-    """What a lost replica had generated comes back as prompt, cut anywhere in a draft: the rest is the same.
-
-    docs/speculation.md
-    """
-    ids = prompt(37)
-    how: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 5}
-    engine = make("close")
-    answer = run_all(engine, [request("whole", ids, 24, **how)]).tokens["whole"]
-    for cut in range(1, 12):
-        got = run_all(engine, [request(f"cut{cut}", whole(ids, answer[:cut]), 24 - cut, **how)])
-        assert got.tokens[f"cut{cut}"] == answer[cut:], cut
-
-
 @pytest.mark.parametrize("name", ["same", "head"])
 def test_a_request_can_do_without_and_its_blocks_still_draft_well(
     name: str, make: Make, base: Path, drafters: dict[str, Path]
@@ -342,18 +327,6 @@ def test_without_a_drafter_nothing_is_counted(make: Make) -> None:
     engine = make()
     run_all(engine, [request("r", prompt(30), 5)])
     assert not any(name.startswith("warmpath_spec_decode") for name, _, _ in engine.stats().samples)
-
-
-@pytest.mark.parametrize("changes", [{"vocab_size": 200}, {"max_position_embeddings": 512}])
-def test_models_that_do_not_fit_are_refused_at_load(changes: dict[str, int], base: Path, tmp_path: Path) -> None:
-    """Another vocabulary, or too few positions: an error that names both models."""
-    config = {**LlamaConfig.from_pretrained(base).to_dict(), **changes}
-    LlamaForCausalLM(LlamaConfig.from_dict(config)).save_pretrained(tmp_path)
-    settings = EngineSettings(num_blocks=8, dtype="float32", speculative_model=str(tmp_path), num_speculative_tokens=2)
-    with pytest.raises(ValueError, match=r"vocabulary|positions") as refused:
-        build_engine(base, settings, lambda _: None)
-    assert str(tmp_path) in str(refused.value)
-    assert str(base) in str(refused.value)
 
 
 def test_acceptance_stops_at_the_first_difference() -> None:
