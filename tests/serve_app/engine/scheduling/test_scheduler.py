@@ -64,38 +64,3 @@ def test_blocks_that_a_request_would_hit_are_not_counted_as_room_for_it() -> Non
     assert bench.step() == [("a", 1)]
     bench.scheduler.remove(first)
     assert bench.step() == [("hit", 2)]
-
-
-def test_a_shared_prefix_in_flight_is_waited_for_chunk_by_chunk() -> None:
-    """The second request computes nothing of what the first is computing, and starts the moment it is there."""
-    bench = Bench()
-    bench.add("one", np.append(prompt(160), 1), 4)
-    two = bench.add("two", np.append(prompt(160), 2), 4)
-    assert bench.step() == [("one", 64)]
-    assert bench.step() == [("one", 64)]
-    assert bench.step() == [("one", 33)]
-    assert bench.step() == [("one", 1), ("two", 1)]
-    assert two.cached_tokens == 160
-
-
-def test_nobody_waits_for_what_will_not_be_stored() -> None:
-    """Who stores computes beside it, and who comes later and stores nothing waits for the one who stores."""
-    bench = Bench()
-    bench.add("passing", np.append(prompt(160), 1), store_kv=False)
-    assert bench.step() == [("passing", 64)]
-    bench.add("storing", np.append(prompt(160), 1))
-    assert bench.step() == [("passing", 64)]
-    assert bench.step() == [("passing", 33), ("storing", 31)]
-    later = bench.add("later", np.append(prompt(160), 2), store_kv=False)
-    while not later.blocks:
-        bench.step()
-    assert later.cached_tokens == 160
-
-
-def test_a_different_prompt_is_not_held_up_by_someone_elses_flight() -> None:
-    bench = Bench()
-    bench.add("one", prompt(160), 4)
-    bench.step()
-    bench.add("two", np.append(prompt(160), 2), 4)
-    bench.add("other", prompt(40, 8), 4)
-    assert bench.step() == [("other", 40), ("one", 24)]
