@@ -166,7 +166,7 @@ def drive(workload: FloodWorkload, *, flood: bool, protected: bool = True) -> Si
             if result.token is not None:
                 if item.sequence.generated_tokens == 0:
                     sides.first_token(item.sequence)
-                if item.sequence.append_token(result.token):
+                if item.sequence.append_tokens([result.token])[1]:
                     scheduler.remove(item.sequence)
         cache.take_events()
     return sides

@@ -59,7 +59,7 @@ ENGINES: dict[EngineName, EngineTraits] = {
 
 
 class EngineSection(BaseModel):
-    """How a replica computes: device, kernels, step sizes, admission, drafts."""
+    """How a replica computes: device, kernels, step sizes, drafts."""
 
     engine: EngineName = Field(
         "torch",
@@ -72,9 +72,6 @@ class EngineSection(BaseModel):
     max_num_batched_tokens: int = Field(2048, ge=16, description="tokens in one engine step")
     max_waiting_requests: int = Field(
         256, ge=1, description="requests waiting in a replica; it refuses more, and their ingress asks again"
-    )
-    admission: Literal["optimistic", "worst_case"] = Field(
-        "optimistic", description="'worst_case' reserves room for all of max_tokens; else a full pool preempts"
     )
     speculative_model: str | None = Field(
         None,

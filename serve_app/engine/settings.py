@@ -7,13 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from serve_app.cache.tiers.tiers import TierSettings
-
-AdmissionRule = Literal["optimistic", "worst_case"]
-"""What is reserved for a sequence that starts: room for its prompt and a first part of its output, or for all of it."""
-
 
 STALL_AFTER_S = 120.0
 """Live requests, and no step that ends for so long, make an engine unhealthy."""
@@ -24,7 +19,6 @@ class EngineSettings:
     """Sizes and switches of the built-in engine; names are vLLM's where vLLM has them.
 
     ``speculative_model``: directory of the drafter's checkpoint; ``num_speculative_tokens`` 0 switches it off.
-    ``admission``: what is reserved for a sequence that starts; beyond it, "optimistic" preempts where the pool is full.
     ``pin_budget_blocks``: blocks that saves may keep; a request has to fit the rest of the pool.
     """
 
@@ -34,7 +28,6 @@ class EngineSettings:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_waiting_requests: int = 256
-    admission: AdmissionRule = "optimistic"
     enable_prefix_caching: bool = True
     dtype: str = "auto"
     device: str = "auto"

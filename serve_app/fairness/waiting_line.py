@@ -12,8 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from serve_app.fairness.shares import Budget
-from serve_app.fairness.turns import Turns
+from serve_app.fairness.shares import Budget, Turns
 
 QUANTUM = 512
 """Cost a turn: the prompt tokens that a replica gives a tenant in its turn."""

@@ -132,7 +132,6 @@ def _settings(config: AppConfig, info: CheckpointInfo, num_blocks: int, drafter:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_waiting_requests=config.max_waiting_requests,
-        admission=config.admission,
         enable_prefix_caching=config.enable_prefix_caching,
         pin_budget_blocks=pin_budget_blocks(config, num_blocks) if config.enable_prefix_caching else 0,
         tenant_shares=config.cache_shares,

@@ -6,18 +6,64 @@ ends in the outbox, blocks published or free.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
-from serve_app.engine.core.live_requests import LiveRequests
 from serve_app.engine.kv.prompt_pins import PromptPins
 from serve_app.engine.kv.tier_loader import TierLoader
 from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.outbox import Outbox
-from serve_app.engine.protocol import EngineOutput, FinishReason
+from serve_app.engine.protocol import Clock, EngineOutput, FinishReason, QueueFull
 from serve_app.engine.scheduling.scheduler import Scheduled, Scheduler
 from serve_app.engine.scheduling.sequence import SequenceState
+from serve_app.engine.settings import EngineSettings
 from serve_app.engine.speculative.meters import SpeculationMeters
 from serve_app.engine.step import AdapterSlots, SegmentResult
+from serve_app.fairness.shares import Budget, Shares
+
+
+class LiveRequests:
+    """Until when each live request may go on. ``waiting``: those that were not admitted yet, by the rule of ``Budget``.
+
+    Not thread-safe: the loop's condition guards it.
+    """
+
+    def __init__(self, settings: EngineSettings, clock: Clock) -> None:
+        self.waiting = Budget(Shares(settings.tenant_shares, clock), lambda: settings.max_waiting_requests)
+        self.next_deadline_s = math.inf
+        self._deadlines_s: dict[str, float] = {}
+
+    def check(self, request_id: str, tenant: str, retry_after_s: float) -> None:
+        """Raise ValueError for an id in use, QueueFull where the line is full for a tenant."""
+        if request_id in self._deadlines_s:
+            raise ValueError(f"request id {request_id!r} is in use")
+        self.waiting.shares.touch(tenant)
+        if self.waiting.verdict(tenant, 1) != "granted":
+            raise QueueFull(f"{self.waiting.used} requests are waiting", retry_after_s)
+
+    def add(self, sequence: SequenceState) -> None:
+        """Take in a request that was checked."""
+        self._deadlines_s[sequence.request.request_id] = sequence.deadline_s
+        self.next_deadline_s = min(self.next_deadline_s, sequence.deadline_s)
+        self.waiting.take(sequence.request.tenant, 1)
+
+    def take_overdue(self, now_s: float) -> list[str]:
+        """Return the ids of live requests whose time is over. All are looked at only when one of them may be."""
+        if now_s < self.next_deadline_s:
+            return []
+        deadlines = self._deadlines_s
+        self.next_deadline_s = min((end_s for end_s in deadlines.values() if end_s > now_s), default=math.inf)
+        return [request_id for request_id, end_s in deadlines.items() if end_s <= now_s]
+
+    def admitted(self, sequence: SequenceState) -> None:
+        """Note that a waiting sequence was admitted, or ended before that."""
+        self.waiting.give_back(sequence.request.tenant, 1)
+
+    def remove(self, sequence: SequenceState) -> None:
+        """Note that a sequence is live no more."""
+        del self._deadlines_s[sequence.request.request_id]
+        if sequence.scheduled_s is None:
+            self.admitted(sequence)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from serve_app.cache.prefix_digest import TierBlock, extend_digests
 from serve_app.cache.tiers.disk_queue import DiskLoad
 from serve_app.cache.tiers.load_rule import LoadRule
 from serve_app.cache.tiers.tiers import Tiers, TierSettings
-from serve_app.engine.kv.install import install_blocks
 from serve_app.engine.kv.tier_spiller import TierSpiller, describe
 from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.protocol import Clock
@@ -38,6 +37,9 @@ MOST_LOADS = 64
 """Loads for one request: what is evicted again before its admission is not brought up for ever."""
 
 _LOAD_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+Rows = Callable[[], Sequence[Row]]
+"""Asked once blocks are allocated (an eviction may have moved what was to be read): the rows still there, in order."""
 
 
 @dataclass(slots=True)
@@ -249,3 +251,27 @@ class TierLoader:
         if load.blocks:
             self._rule.observe("disk", len(load.blocks) * self.tiers.size_bytes, load.duration_s)
         self._times["disk"].observe(load.duration_s)
+
+
+def install_blocks(
+    cache: PrefixCache, runner: Runner, tokens: HashedTokens, matched: Sequence[int], count: int, rows: Rows
+) -> int:
+    """Load up to ``count`` blocks after the ``matched`` ones of a chain; return how many a match finds more.
+
+    They are published as if they had been computed, and no half-written block can be hit. The caller has made sure that
+    ``count`` blocks are available besides those matched and reserved. What is loaded is idle afterwards, and the last
+    of its line to be evicted.
+    """
+    cache.acquire(matched, read=False)
+    fresh: list[int] = []
+    try:
+        fresh = cache.allocate(count, tokens.tenant)
+        loaded = rows()
+        runner.write_blocks(fresh[: len(loaded)], loaded)
+        blocks = [*matched, *fresh]
+        first, last = len(matched), len(matched) + len(loaded)
+        done = cache.publish(tokens.scope, tokens.token_ids, tokens.chain, blocks, first, last)
+        fresh = blocks[len(matched) :]
+        return done - len(matched)
+    finally:
+        cache.release([*matched, *fresh])

@@ -25,9 +25,8 @@ from serve_app.cache.prefix.hot_prefixes import (
 )
 from serve_app.cache.prefix.pins import PinOutcome
 from serve_app.cache.prefix.prefix_cache import PrefixCache
-from serve_app.engine.kv.install import install_blocks
 from serve_app.engine.kv.prompt_pins import PromptPins
-from serve_app.engine.kv.tier_loader import TierLoader
+from serve_app.engine.kv.tier_loader import TierLoader, install_blocks
 from serve_app.engine.protocol import CacheRoom, Clock
 from serve_app.engine.scheduling.scheduler import Scheduler
 from serve_app.engine.step import Runner
@@ -68,7 +67,7 @@ class PrefixTransfer:
         self._step_blocks = max(1, STEP_BYTES // runner.block_bytes)
 
     def export_prefix(
-        self, prefix: HashedTokens, first: int, most_blocks: int | None, *, demote: bool
+        self, prefix: HashedTokens, first: int = 0, most_blocks: int | None = None, *, demote: bool = False
     ) -> KvChain | None:
         """Return the blocks of the longest part of ``prefix`` in pool and host memory, from block ``first`` on.
 

@@ -1,4 +1,4 @@
-"""Whose prompt tokens are computed next: turns of tenants (``fairness.turns``), short for who used most lately.
+"""Whose prompt tokens are computed next: turns of tenants (``fairness.Turns``), short for who used most lately.
 
 Owns what each tenant used in recent steps, decodes too: they are not held back, but lengthen every step.
 Source: Sheng et al., Fairness in Serving Large Language Models (OSDI 2024), counts generated tokens as service too.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from serve_app.fairness.turns import Turns
+from serve_app.fairness.shares import Turns
 
 LEAST_STEP_TOKENS = 512
 """A step prefills at least so much: smaller ones make prefill dearer, for weights are read once a step."""
@@ -26,12 +26,12 @@ SHORTEST_TURN_PART = 16
 """A turn is at least one part in this many of a quantum: who uses most is slower beside others, and never stopped."""
 
 
-class FairQueue:
+class FairQueue(Turns):
     """The tenants with prefill work in steps of up to ``max_num_batched_tokens``."""
 
     def __init__(self, max_num_batched_tokens: int) -> None:
         self.quantum_tokens = max(1, min(QUANTUM_TOKENS, max_num_batched_tokens // 4))
-        self._turns = Turns(self._turn_tokens)
+        super().__init__(self._turn_tokens)
         self._used: dict[str, float] = {}
         self._mean_used = 0.0
         self._awaited: Collection[str] = ()
@@ -39,7 +39,7 @@ class FairQueue:
     @property
     def begun(self) -> dict[str, int]:
         """The tokens that are left of turns which have begun, by tenant: of at most one, the first."""
-        return {tenant: credit for tenant, credit in self._turns.credit.items() if credit > 0}
+        return {tenant: credit for tenant, credit in self.credit.items() if credit > 0}
 
     def begin(self, tenants: Collection[str], decodes: Mapping[str, int], awaited: Collection[str] = ()) -> None:
         """Start a step with so many ``decodes``, by tenant: who has work now keeps its place; who is new comes last.
@@ -47,10 +47,10 @@ class FairQueue:
         ``awaited``: tenants whose work others wait for; their turns are not shortened.
         """
         self._awaited = awaited
-        for tenant in self._turns.credit.keys() - set(tenants):
-            self._turns.leave(tenant)
+        for tenant in self.credit.keys() - set(tenants):
+            self.leave(tenant)
         for tenant in tenants:
-            self._turns.join(tenant)
+            self.join(tenant)
         kept = 1 - 1 / RECENT_STEPS
         self._used = {tenant: kept * used for tenant, used in self._used.items() if used >= 1}
         for tenant, count in decodes.items():
@@ -59,20 +59,15 @@ class FairQueue:
 
     def head(self) -> tuple[str, int] | None:
         """Return the tenant whose turn it is and the tokens it may use; None when nobody is left."""
-        credit = self._turns.credit
-        if not credit:
+        if not self.credit:
             return None
-        tenant = self._turns.next(credit)
-        return tenant, credit[tenant]
+        tenant = self.next(self.credit)
+        return tenant, self.credit[tenant]
 
-    def charge(self, tenant: str, tokens: int) -> None:
+    def charge(self, tenant: str, cost: int) -> None:
         """Take tokens from a tenant's credit."""
-        self._used[tenant] = self._used.get(tenant, 0.0) + tokens
-        self._turns.charge(tenant, tokens)
-
-    def leave(self, tenant: str) -> None:
-        """Take a tenant out that has nothing more to compute in this step."""
-        self._turns.leave(tenant)
+        self._used[tenant] = self._used.get(tenant, 0.0) + cost
+        super().charge(tenant, cost)
 
     def _turn_tokens(self, tenant: str) -> int:
         used, mean = self._used.get(tenant, 0.0), self._mean_used

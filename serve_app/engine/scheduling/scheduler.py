@@ -2,7 +2,7 @@
 
 Owns the waiting line. Rules: decode first; then prefill, fair between tenants (``fair_queue``), within a tenant the
 least uncached work first, aged; a sequence whose next missing block another one is computing waits for that block
-(``pending_blocks``); a sequence that starts gets a reservation, and where the pool runs out a victim is preempted
+(``PendingBlocks``); a sequence that starts gets a reservation, and where the pool runs out a victim is preempted
 (``running_set``). Mutates sequences and the prefix cache.
 """
 
@@ -17,8 +17,7 @@ from itertools import count
 from router.protocol.block_hash import HASH_BYTES, hash_at
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.scheduling.fair_queue import LEAST_STEP_TOKENS, FairQueue
-from serve_app.engine.scheduling.pending_blocks import PendingBlocks
-from serve_app.engine.scheduling.running_set import RunningSet, Verdict, blocks_to_reserve
+from serve_app.engine.scheduling.running_set import PendingBlocks, RunningSet, Verdict, blocks_to_reserve
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
 from serve_app.engine.step import AdapterSlots
@@ -271,13 +270,13 @@ class Scheduler:
 
     def _admit(self, sequence: SequenceState) -> Verdict:
         """Admit a waiting sequence, park it behind another's block or a load, or say what it lacks."""
-        cache, size = self._cache, self._cache.block_size
+        cache = self._cache
         matched = cache.match(sequence.request.scope, sequence.tokens, sequence.chain)
         limit = cache.reusable_blocks(sequence.prefill_tokens)
         hits = len(matched)
         if hits < limit and self._pending.park(sequence, hash_at(sequence.chain, hits)):
             return "parked"
-        needed = blocks_to_reserve(sequence, size, worst_case=self._settings.admission == "worst_case") - hits
+        needed = blocks_to_reserve(sequence, cache.block_size) - hits
         idle_hits = sum(1 for block in matched if cache.pool.is_idle(block))
         tenant = sequence.request.tenant
         verdict = self._running.verdict(tenant, needed, idle_hits)

@@ -32,7 +32,7 @@ class SequenceState:
     =================== ========= ================ ==========================================================
     name                unit      written by       meaning
     =================== ========= ================ ==========================================================
-    length              tokens    append_token     prompt and generated tokens
+    length              tokens    append_tokens    prompt and generated tokens
     prefill_tokens      tokens    preempt          to compute before the next token can be sampled: the prompt,
                                                    and after a preemption what was generated until then
     computed            tokens    Scheduler        leading positions that have KV
@@ -152,21 +152,19 @@ class SequenceState:
             history=self._history() if wanted and ruled else None,
         )
 
-    def append_token(self, token: int) -> FinishReason | None:
-        """Take a sampled token; return why generation ends here, if it does. A stop token is not appended."""
-        sampling = self.request.sampling
-        if token in sampling.stop_token_ids:
-            return "stop"
-        self._tokens[self.length] = token
-        self.length += 1
-        return "length" if self.generated_tokens >= sampling.max_tokens else None
-
     def append_tokens(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
-        """Take tokens up to the one that ends generation; return how many were looked at, and why it ends."""
+        """Take tokens up to the one that ends generation; return how many were looked at, and why it ends.
+
+        A stop token is not appended.
+        """
+        sampling = self.request.sampling
         for taken, token in enumerate(tokens, 1):
-            reason = self.append_token(token)
-            if reason is not None:
-                return taken, reason
+            if token in sampling.stop_token_ids:
+                return taken, "stop"
+            self._tokens[self.length] = token
+            self.length += 1
+            if self.generated_tokens >= sampling.max_tokens:
+                return taken, "length"
         return len(tokens), None
 
     def publish(self, cache: PrefixCache) -> None:

@@ -54,7 +54,6 @@ TABLE = (
         "every request's KV stays in vLLM's cache until it is evicted",
         lambda config: not all(tenant.store_kv for tenant in config.tenants),
     ),
-    Refusal(("admission",), "vLLM admits and preempts by its own rule"),
     Refusal(
         ("speculative_model", "num_speculative_tokens"),
         "an answer would depend on the drafts, and could not go on elsewhere",

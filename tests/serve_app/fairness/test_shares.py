@@ -63,16 +63,6 @@ def test_where_there_is_one_tenant_all_is_its() -> None:
     assert budget.verdict("default", 2) == "over_share" or budget.verdict("default", 2) == "no_room"
 
 
-def test_what_is_larger_than_everything_fits_where_nothing_is_taken() -> None:
-    """A bound must keep nobody out for ever."""
-    shares = Shares(WEIGHTS)
-    shares.touch("a")
-    budget = Budget(shares, lambda: 10)
-    assert budget.verdict("a", 50) == "granted"
-    budget.take("b", 1)
-    assert budget.verdict("a", 50) == "no_room"
-
-
 @given(
     total=st.integers(1, 40),
     steps=st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 12), st.booleans()), max_size=60),

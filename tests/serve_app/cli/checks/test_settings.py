@@ -142,8 +142,8 @@ def test_an_architecture_that_is_not_served(
 
 
 def test_settings_that_vllm_cannot_follow_are_told_all_at_once() -> None:
-    unfollowed = sentences("/no/model", "elsewhere", engine="vllm", admission="worst_case", save_ttl_s=60)
-    assert [sentence.partition(":")[0] for sentence in unfollowed] == ["save_ttl_s", "admission"]
+    unfollowed = sentences("/no/model", "elsewhere", engine="vllm", disk_queue_bytes="1MiB", save_ttl_s=60)
+    assert [sentence.partition(":")[0] for sentence in unfollowed] == ["disk_queue_bytes", "save_ttl_s"]
 
 
 def test_what_is_on_other_machines_is_not_missed(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pytest
 
@@ -80,22 +78,6 @@ def test_generated_tokens_are_reused_by_the_next_turn(make_engine: MakeEngine, r
     # The last sampled token was never fed: 40 + 29 computed positions are four full blocks.
     assert got.cached["two"] == 64
     assert got.tokens["two"] == reference("qwen3", turn, 6)
-
-
-def test_a_small_pool_under_churn_evicts_and_stays_right(make_engine: MakeEngine, reference: Reference) -> None:
-    """Forty requests over nine prefixes in a pool for three: evictions, hits, waits, and every token as if alone."""
-    engine = make_engine(num_blocks=24, max_num_seqs=4, max_num_batched_tokens=64)
-    order = random.Random(3)
-    prompts = {}
-    for i in range(40):
-        base = prompt(96, seed=100 + order.randrange(9))
-        prompts[f"r{i}"] = np.concatenate([base, prompt(order.randrange(1, 20), seed=i)])
-    got = run_all(engine, [request(name, ids, 5) for name, ids in prompts.items()])
-    for name, ids in prompts.items():
-        assert got.tokens[name] == reference("qwen3", ids, 5), name
-    samples = {name: value for name, _, value in engine.stats().samples}
-    assert samples["warmpath_prefix_cache_evicted_blocks_total"] > 0
-    assert samples["warmpath_prefix_cache_hits_total"] > 0
 
 
 def test_stop_token_ends_and_is_not_delivered(make_engine: MakeEngine, reference: Reference) -> None:

@@ -63,28 +63,6 @@ def test_an_answer_to_a_public_prompt_is_private(make_engine: MakeEngine) -> Non
     assert got == {"b-too": 64, "a-too": 96}
 
 
-def test_a_hundred_tenants_of_one_cold_public_prompt_compute_it_once(make_engine: MakeEngine) -> None:
-    """Single flight crosses tenants where the blocks do."""
-    engine = make_engine(num_blocks=512, max_num_seqs=32)
-    requests = [chat(f"r{i}", f"tenant {i}", 24, i, max_tokens=1) for i in range(24)]
-    got = run_all(engine, requests)
-    assert sorted(got.cached.values()) == [0] + [64] * 23
-    assert sample(engine, "warmpath_prompt_tokens_computed_total") == 96 + 23 * 32
-
-
-def test_a_wrong_count_of_public_blocks_is_refused(make_engine: MakeEngine) -> None:
-    """More than the prompt has, or without a root for them: a fault of the caller, before anything is queued."""
-    engine = make_engine()
-    ids = prompt(40)
-    for bad in (
-        request("many", ids, scope=scope_of("a", 3)),
-        replace(request("short", ids, scope=scope_of("a", 2)), root=scope_of("a", 0).root(b"k")),
-        replace(request("long", ids), root=bytes(32)),
-    ):
-        with pytest.raises(ValueError, match=r"public_blocks|root"):
-            engine.submit(bad, lambda _: None)
-
-
 @pytest.mark.parametrize("kind", ["host", "disk"])
 def test_public_blocks_come_back_from_below_for_anybody(kind: str, tmp_path: Path, make_engine: MakeEngine) -> None:
     """Evicted after one tenant computed them, loaded for another, which still gets nothing private."""

@@ -11,7 +11,7 @@ import pytest
 from router.protocol.events import BlocksStored, Event
 from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.cache.tiers.tiers import TierSettings
-from serve_app.engine.protocol import EngineRequest, Save
+from serve_app.engine.protocol import EngineRequest
 from tests.serve_app.conftest import MakeEngine
 from tests.serve_app.engine.core.test_public_prompts import BLOCK
 from tests.serve_app.engine.tiny import SCOPE, SECRET, prompt, request, run_all, sample
@@ -67,10 +67,3 @@ def test_nothing_of_it_goes_below_the_pool(kind: str, tmp_path: Path, make_engin
     run_all(engine, [passing(f"p{own}", own, 8) for own in range(4)])
     engine.stop()
     assert len(engine._cache.index) == sample(engine, "warmpath_kv_tier_stores_total", tier=kind) == 0
-
-
-def test_it_cannot_save(make_engine: MakeEngine) -> None:
-    """Whoever asks for both is told, whatever came past the ingress."""
-    engine = make_engine()
-    with pytest.raises(ValueError, match="cannot save"):
-        engine.submit(replace(passing("p", 1), save=Save(b"key", 32)), lambda _: None)

@@ -14,14 +14,12 @@ import pytest
 
 from router.protocol.block_hash import PrefixScope
 from serve_app.engine.core.engine import TorchEngine
-from serve_app.engine.lora.peft_files import describe_adapter
 from serve_app.engine.pin_keeper import MAX_BREAKPOINTS
 from serve_app.engine.protocol import EngineOutput, EngineRequest, KeptPrefix, RequestTooLong, Save
 from tests.serve_app.conftest import MakeEngine, Reference
-from tests.serve_app.engine.adapters import save_plain
 from tests.serve_app.engine.kv.test_tier_loader import settle, tiers
 from tests.serve_app.engine.simulated import GatedRunner, MakeSimulated
-from tests.serve_app.engine.tiny import SCOPE, Collector, prompt, request, run_all, sample
+from tests.serve_app.engine.tiny import Collector, prompt, request, run_all, sample
 
 SYSTEM = prompt(100, 1)
 """Six full blocks and four tokens."""
@@ -147,21 +145,6 @@ def test_what_cannot_be_kept_is_a_warning(
     if outcome is not None:
         assert sample(engine, "warmpath_prompt_saves_total", outcome=outcome) == 1
         assert outcome in caplog.text
-
-
-def test_another_scope_is_another_pin(make_simulated: MakeSimulated, tmp_path: Path) -> None:
-    """Tenants' salts and adapters share nothing."""
-    engine = make_simulated(GatedRunner(), pin_budget_blocks=16)
-    run(engine, saving("mine", 1))
-    theirs = saving("theirs", 1, scope=PrefixScope("tiny", salt=b"other"), key=b"their key", tenant="other")
-    got = run(engine, theirs)
-    assert (got.saves["theirs"], got.cached["theirs"]) == ("saved", 0)
-    assert sample(engine, "warmpath_pinned_blocks") == 12
-    assert sample(engine, "warmpath_tenant_kv_cache_blocks", tenant="other") >= 6
-    spec = describe_adapter("adapter", save_plain(tmp_path))
-    engine.load_adapter(spec)
-    lora = PrefixScope(SCOPE.model, lora=spec.key, salt=SCOPE.salt)
-    assert run(engine, asking("lora", 1, scope=lora)).cached["lora"] == 0
 
 
 def test_tenants_that_share_a_prefix_each_keep_it(make_simulated: MakeSimulated) -> None:

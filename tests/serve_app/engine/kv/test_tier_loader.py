@@ -133,15 +133,6 @@ def test_a_restart_reuses_what_was_computed_before(
     assert run_all(other, [request("three", ids, 4)]).cached["three"] == 0
 
 
-def test_nothing_crosses_scopes(tmp_path: Path, make_engine: MakeEngine) -> None:
-    """The same tokens under another salt stay cold, even where a hash collides."""
-    engine = make_engine(tiers=tiers("host", tmp_path), **SMALL)
-    mine, theirs = PrefixScope("tiny", salt=b"a"), PrefixScope("tiny", salt=b"b")
-    spill(engine, prompt(150), mine)
-    assert run_all(engine, [request("theirs", prompt(150), 1, scope=theirs)]).cached["theirs"] == 0
-    assert run_all(engine, [request("again", prompt(150), 1, scope=mine)]).cached["again"] == 144
-
-
 def colliding(parent: bytes, token_ids: TokenArray, block_size: int) -> bytes:
     """The i-th block of anything hashes to i."""
     return b"".join(i.to_bytes(16, "little") for i in range(len(token_ids) // block_size))
@@ -219,20 +210,6 @@ def test_what_is_not_worth_it_is_computed(make_engine: MakeEngine) -> None:
     assert run_all(engine, [request("again", prompt(200), 1)]).cached["again"] == 0
     assert sample(engine, "warmpath_kv_tier_hits_total") == 0
     assert sample(engine, "warmpath_kv_tier_blocks", tier="host") > 30
-
-
-def test_a_reset_forgets_the_tiers_too(tmp_path: Path, make_engine: MakeEngine) -> None:
-    events: list[Event] = []
-    engine = make_engine(tiers=tiers("both", tmp_path), events=events, **SMALL)
-    for seed in range(4):
-        run_all(engine, [request(f"r{seed}", prompt(200, seed), 1)])
-    assert engine.reset_prefix_cache()
-    run_all(engine, [request("again", prompt(200, 0), 1)])
-    assert sample(engine, "warmpath_prompt_tokens_computed_total") == 1000
-    engine.stop()
-    held = replay(events)
-    assert held["pool"]
-    assert not held.get("host")
 
 
 def test_bounds_that_hold_no_block_and_a_missing_directory_are_refused(make_engine: MakeEngine) -> None:

@@ -71,17 +71,6 @@ def test_a_flood_leaves_a_tenant_within_its_share_what_it_has_below_the_pool(
     assert [ask(engine, "small", seed) for seed in range(3)] == [144, 144, 144]
 
 
-def test_after_a_restart_a_flood_leaves_a_tenant_its_files(engine_over: MakeSimulated) -> None:
-    """Nobody has asked for anything since: whose file it is, and when it was used, is on the disk. (docs/caching.md)"""
-    engine = engine_over(0, 80)
-    for seed in range(3):
-        ask(engine, "small", seed)
-    engine.stop()
-    engine = engine_over(0, 80)
-    flood(engine)
-    assert [ask(engine, "small", seed) for seed in range(3)] == [144, 144, 144]
-
-
 def saved_on_disk(engine: TorchEngine) -> int:
     tier_loader = engine._tier_loader
     assert tier_loader.tiers.disk is not None

@@ -213,7 +213,7 @@ def test_rules_are_exact_in_batches_cached_and_resumed(
 
 def test_rules_are_exact_through_preemptions(make_engine: MakeEngine, expected: list[tuple[list[int], str]]) -> None:
     """In a pool that is too small for all, some are begun again, with the same tokens."""
-    engine = make_engine(num_blocks=24, admission="optimistic")
+    engine = make_engine(num_blocks=24)
     assert answers(engine, ruled_requests("small")) == expected
 
 

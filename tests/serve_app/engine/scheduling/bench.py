@@ -56,7 +56,7 @@ class Bench:
             segment = item.sequence.segment(item.tokens)
             assert segment.end <= len(segment.blocks) * 16
             self.scheduler.computed(item)
-            if segment.sampling is not None and item.sequence.append_token(1):
+            if segment.sampling is not None and item.sequence.append_tokens([1])[1]:
                 self.scheduler.remove(item.sequence)
         return chosen
 

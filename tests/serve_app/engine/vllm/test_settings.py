@@ -67,7 +67,6 @@ CHANGED: dict[str, dict[str, Any]] = {
     "prompts_dir": {"prompts_dir": "x"},
     "tenants[].cache_share": {"tenants": [{**TENANT, "cache_share": 2}]},
     "tenants[].store_kv": {"tenants": [{**TENANT, "store_kv": False}]},
-    "admission": {"admission": "worst_case"},
     "speculative_model": {"speculative_model": "small"},
     "num_speculative_tokens": {"num_speculative_tokens": 2},
 }
