@@ -1,7 +1,6 @@
 """One replica's joining and leaving: the pre-warm in its start; hand-over and end of streams when it is stopped.
 
-Owns when each begins and ends, and the receipts. Peers are reached through the Serve handle of the replica's own
-deployment; runs in the replica's loop.
+Owns when each begins and ends, and the receipts. Runs in the replica's loop.
 """
 
 from __future__ import annotations
@@ -9,25 +8,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
 
-import ray
 from ray import serve
 
 from serve_app import notices
-from serve_app.cache.kv_chain import KvChain
-from serve_app.cache.prefix.hot_prefixes import HashedTokens, Kind, SavedPrefix
 from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import Engine
 from serve_app.ray_compat import own_deployment
 from serve_app.replica.adapter_loader import ReplicaAdapters
 from serve_app.replica.lifecycle.departure import Departure
 from serve_app.replica.lifecycle.handover import HandOver
-from serve_app.replica.lifecycle.prewarm import Budget, HotOffer, Prewarm
+from serve_app.replica.lifecycle.prewarm import Prewarm
 from serve_app.replica.lifecycle.receipt import MoveMeters, Receipt
-from serve_app.replica.lifecycle.takeover import Survey, Takeover
-from serve_app.replica.pull import HolderLost
-from serve_app.replica.pull_peers import Peers
+from serve_app.replica.peers import Peers
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +48,6 @@ class Lifecycle:
     ) -> None:
         context = serve.get_replica_context()
         self.meters = MoveMeters()
-        self.takeover = Takeover(engine, adapters.loaded, self.meters)
         self._config = config
         self._engine = engine
         self._adapters = adapters
@@ -79,14 +71,7 @@ class Lifecycle:
         names = sorted(self._peers.running.names - {self._replica_id})
         if not (config.prewarm and config.enable_prefix_caching and names):
             return
-        prewarm = Prewarm(
-            self._engine,
-            self._ask_hot,
-            self._peers.fetch,
-            self._adapters.load_ahead,
-            config.block_size,
-            Budget(config.prewarm_max_bytes, config.prewarm_timeout_s, config.max_cpu_loras),
-        )
+        prewarm = Prewarm(self._engine, self._peers, self._adapters.load, config)
         self.meters.joined = receipt = await prewarm.run(names)
         logger.info("pre-warm: %s", receipt.to_json())
         await self._post("prewarm", receipt)
@@ -111,8 +96,7 @@ class Lifecycle:
         self._deadline_s = decided_s + timeout_s
         self._alarm = self._loop.call_at(max(self._loop.time(), self._deadline_s - STREAMS_END_S), self._end)
         self._receipt = Receipt()
-        peers, size = _HandOverPeers(self._peers), self._config.block_size
-        self._handover = HandOver(self._engine, peers, size, self._busy, self._receipt)
+        self._handover = HandOver(self._engine, self._peers, self._config.block_size, self._busy, self._receipt)
         self._task = self._loop.create_task(self._hand_over())
 
     def _end(self) -> None:
@@ -144,10 +128,6 @@ class Lifecycle:
     def _left_s(self) -> float:
         return self._deadline_s - KEPT_S - self._loop.time()
 
-    async def _ask_hot(self, peer: str, most_blocks: int) -> HotOffer:
-        offer: HotOffer = _unless_lost(await self._peers.call("offer_hot", peer, most_blocks))
-        return offer
-
     async def _post(self, kind: str, receipt: Receipt) -> None:
         notice = {"replica_id": self._replica_id, **receipt.to_json()}
         try:
@@ -155,34 +135,3 @@ class Lifecycle:
                 await asyncio.to_thread(notices.post, self._app_name, kind, self._replica_id, notice)
         except Exception:
             logger.warning("the %s of this replica is on no board", kind, exc_info=True)
-
-
-class _HandOverPeers:
-    """Peers through this deployment's handle; parts go through the object store, by reference."""
-
-    def __init__(self, peers: Peers) -> None:
-        self._peers = peers
-
-    async def survey(self, peer: str, runs: Sequence[bytes]) -> Survey:
-        found: Survey = _unless_lost(await self._peers.call("survey_cache", peer, runs))
-        return found
-
-    async def take(self, peer: str, prefix: HashedTokens, first: int, part: KvChain, kind: Kind) -> int:
-        reference = await asyncio.to_thread(ray.put, part)
-        held: int = _unless_lost(await self._peers.call("take_kv", peer, prefix, first, [reference], kind))
-        return held
-
-    async def keep(self, peer: str, saved: SavedPrefix, prefix: HashedTokens) -> bool:
-        kept: bool = _unless_lost(await self._peers.call("keep_save", peer, saved, prefix))
-        return kept
-
-
-Lost = Literal["lost"]
-"""What a replica answers to a call that was meant for another one: Serve sends a dead one's calls on."""
-
-
-def _unless_lost(answer: Any) -> Any:
-    """Return an answer. Raises HolderLost where it is none."""
-    if isinstance(answer, str) and answer == "lost":
-        raise HolderLost("it is gone")
-    return answer

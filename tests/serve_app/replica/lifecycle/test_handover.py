@@ -16,9 +16,10 @@ from serve_app.cache.kv_chain import KvChain
 from serve_app.cache.prefix.block_index import HEAT_MEMORY_S
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.replica.lifecycle import handover as handover_module
+from serve_app.replica.lifecycle.answers import TAKES_AT_ONCE
 from serve_app.replica.lifecycle.handover import PIECES_IN_FLIGHT, HandOver
 from serve_app.replica.lifecycle.receipt import Receipt
-from serve_app.replica.lifecycle.takeover import TAKES_AT_ONCE, Survey
+from serve_app.replica.peers import Survey
 from tests.serve_app.replica.lifecycle.peers import (
     BLOCK_BYTES,
     PIECE_BLOCKS,
@@ -256,7 +257,7 @@ def test_a_target_fetches_a_part_when_it_is_its_turn() -> None:
         return part
 
     async def script() -> None:
-        takes = [asyncio.create_task(local.takeovers["peer"].take(prefix, 0, fetch(), "prefix")) for _ in range(5)]
+        takes = [asyncio.create_task(local.answers["peer"].take_kv(prefix, 0, [fetch()], "prefix")) for _ in range(5)]
         for _ in takes:
             go_on = await begun.get()
             assert begun.qsize() < TAKES_AT_ONCE
