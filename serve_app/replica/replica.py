@@ -38,15 +38,14 @@ from serve_app.engine.protocol import (
 from serve_app.reconfigure import LiveSettings
 from serve_app.replica import messages as wire
 from serve_app.replica.adapter_loader import ReplicaAdapters
-from serve_app.replica.call_tracker import CallTracker
 from serve_app.replica.grammars import ReplicaMatchers
 from serve_app.replica.lifecycle.answers import PeerAnswers
 from serve_app.replica.lifecycle.lifecycle import Lifecycle
 from serve_app.replica.peers import Peers, Question
 from serve_app.replica.pull import Puller
 from serve_app.replica.reporter import Reporter, load_now, replica_figures, tell_caches, version_of
-from serve_app.replica.running_calls import RunningCalls, TokenStream
-from serve_app.replica.token_channel import TokenSender
+from serve_app.replica.running_calls import RunningCalls
+from serve_app.replica.token_channel import TokenSender, TokenStream
 from serve_app.structured.compiler import GrammarError
 from serve_app.tracing.replica import replica_trace
 from serve_app.tracing.tracer import open_tracer
@@ -115,8 +114,7 @@ class Replica:
         await self._lifecycle.join()
         self._ending.callback(asyncio.create_task(self._reporter.run()).cancel)
         self._ending.callback(asyncio.create_task(tell_caches(self._engine, self._feed)).cancel)
-        self._calls = CallTracker(self._engine.cancel)
-        self._ending.callback(asyncio.create_task(self._calls.watch()).cancel)
+        self._ending.callback(asyncio.create_task(self._running.watch()).cancel)
         self._ending.push_async_callback(self._lifecycle.finish)
 
     @property
@@ -166,7 +164,7 @@ class Replica:
     async def end_calls(self, request_ids: Sequence[str], *, target: str) -> None:
         """End generations that nobody waits for. ``target``: see ``answer_peer``."""
         if target == self._replica_id:
-            self._calls.left(request_ids)
+            self._running.leave(request_ids)
 
     async def load_adapter(self, entry: AdapterEntry) -> str:
         """Load an adapter ahead of its requests; returns why this replica cannot serve it, or ""."""
@@ -212,8 +210,7 @@ class Replica:
             remote_kv = self._puller.begin(request, holder, tokens, trace)
             if remote_kv is not None:
                 request = replace(request, remote_kv=remote_kv)
-        running = self._running.begin(request_id, call.reply_to, TokenStream(call.interval_s, trace))
-        self._calls.began(call.caller, request_id)
+        running = self._running.begin(request_id, call.reply_to, TokenStream(call.interval_s, trace), call.caller)
         ended = False
         try:
             try:
@@ -229,7 +226,6 @@ class Replica:
             return wire.encode(end)
         finally:
             self._running.forget(request_id)
-            self._calls.ended(call.caller, request_id)
             if trace is not None:
                 trace.end()
             if not ended or self._lifecycle.over:

@@ -33,8 +33,8 @@ from serve_app.generation.generation import Generation
 from serve_app.generation.prepare import Preparer
 from serve_app.generation.reading import AnswerReader
 from serve_app.replica import messages as wire
-from serve_app.replica.running_calls import RunningCalls, TokenStream
-from serve_app.replica.token_channel import Addressed, TokenInbox
+from serve_app.replica.running_calls import RunningCalls
+from serve_app.replica.token_channel import Addressed, TokenInbox, TokenStream
 from serve_app.structured.matcher import Matchers
 from serve_app.tenants.tenants import DEFAULT_TENANT, Tenant
 from serve_app.tokenization.tokenizer import PromptTokenizer
