@@ -6,9 +6,10 @@ Calls go by reference (actor calls): what they return lies in the object store, 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import logging
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import ray
 from ray import serve
@@ -23,6 +24,10 @@ from router.serve.request_router import deployment_key
 from serve_app.cache.kv_chain import KvChain
 from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, Kind, SavedPrefix
 from serve_app.engine.protocol import AdapterSpec, CacheRoom
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Question = Literal["export_kv", "offer_hot", "survey_cache", "take_kv", "keep_save"]
 """A method of ``PeerAnswers``."""
@@ -124,3 +129,21 @@ class Peers:
         if isinstance(answer, str) and answer == "lost":
             raise HolderLost("it is gone")
         return answer
+
+
+async def ask_all(
+    peers: Sequence[str], ask: Callable[[str], Awaitable[T]], time_s: float, lost: set[str]
+) -> dict[str, T]:
+    """Ask all peers at once and return their answers; who is lost, or takes longer, is put into ``lost`` instead."""
+
+    async def answer_of(peer: str) -> None:
+        try:
+            async with asyncio.timeout(time_s):
+                answers[peer] = await ask(peer)
+        except (HolderLost, TimeoutError) as error:
+            logger.info("replica %s does not answer: %s", peer, error)
+            lost.add(peer)
+
+    answers: dict[str, T] = {}
+    await asyncio.gather(*map(answer_of, peers))
+    return {peer: answers[peer] for peer in peers if peer in answers}

@@ -17,12 +17,15 @@ from typing import Any
 
 import numpy as np
 import ray
+from msgspec import structs
 from ray import serve
 
 from router.feed import FeedPublisher
 from router.policy.recheck import is_outdated
 from router.protocol.block_hash import PrefixScope
+from router.protocol.events import LoadReport, StatsReport, pack_adapters
 from router.protocol.request import Decision, RoutedRequest
+from router.protocol.samples import Sample
 from serve_app.checkpoints.adapter_registry import AdapterEntry
 from serve_app.checkpoints.drafter import load_served_model
 from serve_app.checkpoints.limits import max_model_len, pin_budget_blocks
@@ -41,10 +44,11 @@ from serve_app.replica.adapter_loader import ReplicaAdapters
 from serve_app.replica.grammars import ReplicaMatchers
 from serve_app.replica.lifecycle.answers import PeerAnswers
 from serve_app.replica.lifecycle.lifecycle import Lifecycle
+from serve_app.replica.lifecycle.receipt import MoveMeters
 from serve_app.replica.peers import Peers, Question
 from serve_app.replica.pull import Puller
-from serve_app.replica.reporter import Reporter, load_now, replica_figures, tell_caches, version_of
-from serve_app.replica.running_calls import RunningCalls
+from serve_app.replica.reporter import Reporter, replica_figures, tell_caches, version_of
+from serve_app.replica.running_calls import STOPPING, RunningCalls
 from serve_app.replica.token_channel import TokenSender, TokenStream
 from serve_app.structured.compiler import GrammarError
 from serve_app.tracing.replica import replica_trace
@@ -54,8 +58,6 @@ logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 1024
 """Prompt of the warm-up: long enough that the kernels of long prefills are compiled before the first user comes."""
-
-_STOPPING = "the replica is being stopped"
 
 
 class Replica:
@@ -70,7 +72,6 @@ class Replica:
         self._version = version_of(config)
         self._loop = asyncio.get_running_loop()
         self._replica_id: str = serve.get_replica_context().replica_id.unique_id
-        self._stopping = False
         self._tracer = open_tracer(self._config.otlp_endpoint, "replica", self._replica_id)
         if self._tracer is not None:
             self._ending.push_async_callback(asyncio.to_thread, self._tracer.close)
@@ -83,28 +84,16 @@ class Replica:
         self._ending.push_async_callback(asyncio.to_thread, self._engine.stop)
         sender = TokenSender()
         self._ending.push_async_callback(asyncio.to_thread, sender.close)
-        self._running = RunningCalls(
-            self._replica_id, sender, self._engine.cancel, lambda: self._stopping or self._lifecycle.over
-        )
+        self._running = RunningCalls(self._replica_id, sender, self._engine.cancel)
         self._adapters = ReplicaAdapters(self._config, self._engine)
         self._matchers = ReplicaMatchers(self._config, info)
         self._puller = Puller(self._engine, peers.fetch, self._config)
         self._ending.push_async_callback(self._puller.stop)
-        self._lifecycle = Lifecycle(
-            self._config, self._engine, self._adapters, peers, self._end_calls, lambda: bool(self._running)
-        )
-        meters = self._lifecycle.meters, self._puller.meters
-        self._answers = PeerAnswers(self._engine, self._adapters.loaded, *meters)
+        self._moves = MoveMeters()
+        self._lifecycle = Lifecycle(self._config, self._engine, self._adapters, peers, self._running, self._moves)
+        self._answers = PeerAnswers(self._engine, self._adapters.loaded, self._moves, self._puller.meters)
         self._ending.callback(self._answers.close)
-        self._reporter = Reporter(
-            self._engine,
-            self._adapters,
-            self._puller,
-            self._lifecycle.meters,
-            self._feed,
-            self._config.load_report_interval_s,
-            lambda: self._live.refused,
-        )
+        self._reporter = Reporter(self._load, self._stats, self._feed, self._config.load_report_interval_s)
         await self._adapters.preload()
         self._engine.start()
         pool = self._config.num_blocks
@@ -187,13 +176,12 @@ class Replica:
         self, payload: bytes, *, route: RoutedRequest | None = None, decision: Decision | None = None
     ) -> bytes:
         """Run one generation: its chunks go where the call says, and its end is returned. Cancelling ends it."""
-        if self._lifecycle.over:
-            return wire.encode(wire.GenerateChunk(replica_id=self._replica_id, error="unavailable", message=_STOPPING))
+        if self._running.closed:
+            return wire.encode(wire.GenerateChunk(replica_id=self._replica_id, error="unavailable", message=STOPPING))
         call = wire.decode_call(payload)
         request_id = call.request.request_id
         if decision is not None and decision.queued_tokens is not None and is_outdated(decision, self._engine.load()):
-            load = load_now(self._engine, self._adapters, self._puller)
-            return wire.encode(wire.GenerateChunk(replica_id=self._replica_id, error="rerouted", load=load))
+            return wire.encode(wire.GenerateChunk(replica_id=self._replica_id, error="rerouted", load=self._load()))
         try:
             request = replace(
                 call.request,
@@ -228,19 +216,34 @@ class Replica:
             self._running.forget(request_id)
             if trace is not None:
                 trace.end()
-            if not ended or self._lifecycle.over:
+            if not ended or self._running.closed:
                 self._engine.cancel(request_id)
 
     async def __del__(self) -> None:
         """Stop the engine after the last request; Serve awaits this before it ends the process."""
-        self._stopping = True
+        self._running.closed = True
         await self._ending.aclose()
 
     async def _configure(self, config: AppConfig) -> None:
         await asyncio.to_thread(self._engine.set_tenant_shares, config.cache_shares)
 
-    def _end_calls(self) -> None:
-        self._running.break_off(_STOPPING)
+    def _load(self) -> LoadReport:
+        """Return the load, with what the engine does not know of it."""
+        return structs.replace(
+            self._engine.load(),
+            pull_tokens_per_s=self._puller.tokens_per_s,
+            adapters=pack_adapters(self._engine.adapters()),
+            adapter_load_s=self._adapters.load_s,
+        )
+
+    def _stats(self) -> StatsReport:
+        pulls = self._puller.meters.samples((), self._puller.tokens_per_s)
+        beside: tuple[Sample, ...] = (
+            ("warmpath_replica_info", (("pid", str(os.getpid())),), 1.0),
+            ("warmpath_refused_configurations_total", (), float(self._live.refused)),
+            ("warmpath_feed_mirror_drift_total", (), float(self._feed.mirror_drifts)),
+        )
+        return StatsReport((*self._engine.stats().samples, *pulls, *self._moves.samples(), *beside))
 
     def _on_outputs(self, outputs: Sequence[EngineOutput]) -> None:
         self._loop.call_soon_threadsafe(self._deliver, outputs)

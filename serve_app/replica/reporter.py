@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 import zlib
 from collections import Counter
@@ -20,13 +19,9 @@ from msgspec import structs
 
 from router.feed import FeedPublisher
 from router.protocol.autoscaling import ReplicaFigures
-from router.protocol.events import Event, LoadReport, StatsReport, pack_adapters
-from router.protocol.samples import Sample
+from router.protocol.events import Event, LoadReport, StatsReport
 from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import Engine
-from serve_app.replica.adapter_loader import ReplicaAdapters
-from serve_app.replica.lifecycle.receipt import MoveMeters
-from serve_app.replica.pull import Puller
 
 logger = logging.getLogger(__name__)
 
@@ -39,25 +34,19 @@ _LAST_PAUSE_S = 600.0
 
 
 class Reporter:
-    """Hands reports to ``feed`` while ``run`` runs. ``refused``: user_configs that could not be used."""
+    """Hands ``load`` and ``stats`` to ``feed`` while ``run`` runs."""
 
     def __init__(
         self,
-        engine: Engine,
-        adapters: ReplicaAdapters,
-        puller: Puller,
-        moves: MoveMeters,
+        load: Callable[[], LoadReport],
+        stats: Callable[[], StatsReport],
         feed: FeedPublisher,
         interval_s: float,
-        refused: Callable[[], int],
     ) -> None:
-        self._engine = engine
-        self._adapters = adapters
-        self._puller = puller
-        self._moves = moves
+        self._load = load
+        self._stats = stats
         self._feed = feed
         self._interval_s = interval_s
-        self._refused = refused
         self._prefills_changed = asyncio.Event()
 
     def prefills_changed(self) -> None:
@@ -75,7 +64,7 @@ class Reporter:
         while True:
             now_s = time.monotonic()
             events: list[Event] = []
-            load = load_now(self._engine, self._adapters, self._puller)
+            load = self._load()
             if _differs(load, last_load) or now_s - last_load_s >= HEARTBEAT_S:
                 events.append(load)
                 last_load, last_load_s = load, now_s
@@ -89,15 +78,6 @@ class Reporter:
                     await self._prefills_changed.wait()
                 await asyncio.sleep(NEWS_PAUSE_S)
                 self._prefills_changed.clear()
-
-    def _stats(self) -> StatsReport:
-        pulls = self._puller.meters.samples((), self._puller.tokens_per_s)
-        beside: tuple[Sample, ...] = (
-            ("warmpath_replica_info", (("pid", str(os.getpid())),), 1.0),
-            ("warmpath_refused_configurations_total", (), float(self._refused())),
-            ("warmpath_feed_mirror_drift_total", (), float(self._feed.mirror_drifts)),
-        )
-        return StatsReport((*self._engine.stats().samples, *pulls, *self._moves.samples(), *beside))
 
 
 async def tell_caches(engine: Engine, feed: FeedPublisher, interval_s: float = DIGEST_INTERVAL_S) -> None:
@@ -114,16 +94,6 @@ async def tell_caches(engine: Engine, feed: FeedPublisher, interval_s: float = D
             logger.warning("other blocks were published than the caches hold: all that is held is told anew")
             mended, next_s, pause_s = drifts, now_s + pause_s, min(2 * pause_s, _LAST_PAUSE_S)
         await asyncio.to_thread(engine.tell_cache, anew=anew)
-
-
-def load_now(engine: Engine, adapters: ReplicaAdapters, puller: Puller) -> LoadReport:
-    """Return the replica's load, with what the engine does not know of it."""
-    return structs.replace(
-        engine.load(),
-        pull_tokens_per_s=puller.tokens_per_s,
-        adapters=pack_adapters(engine.adapters()),
-        adapter_load_s=adapters.load_s,
-    )
 
 
 def _differs(load: LoadReport, last: LoadReport | None) -> bool:

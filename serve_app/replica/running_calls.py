@@ -22,6 +22,8 @@ from serve_app.replica.token_channel import Addressed, TokenSender, TokenStream
 
 logger = logging.getLogger(__name__)
 
+STOPPING = "the replica is being stopped"
+
 LOOK_EVERY_S = 1.0
 
 _MAX_LEFT = 8192
@@ -66,15 +68,13 @@ class RunningCall:
 
 
 class RunningCalls:
-    """All of them, for the replica's loop. ``cancel`` ends one in the engine; ``leaving``: whether the replica ends."""
+    """All of them, for the replica's loop. ``cancel`` ends one in the engine; ``closed``: whether the replica ends."""
 
-    def __init__(
-        self, replica_id: str, sender: TokenSender, cancel: Callable[[str], None], leaving: Callable[[], bool]
-    ) -> None:
+    def __init__(self, replica_id: str, sender: TokenSender, cancel: Callable[[str], None]) -> None:
+        self.closed = False
         self._replica_id = replica_id
         self._sender = sender
         self._cancel = cancel
-        self._leaving = leaving
         self._calls: dict[str, RunningCall] = {}
         self._left: OrderedDict[str, None] = OrderedDict()
 
@@ -114,12 +114,13 @@ class RunningCalls:
                     for call_id in ended:
                         self._cancel(call_id)
 
-    def break_off(self, message: str) -> None:
+    def break_off(self) -> None:
         """End every generation, so that its ingress goes on with it elsewhere; nothing of it runs on here."""
+        self.closed = True
         calls, self._calls = self._calls, {}
         for call_id, call in calls.items():
             self._cancel(call_id)
-            call.finish(self._failure("unavailable", message, call))
+            call.finish(self._failure("unavailable", STOPPING, call))
 
     def deliver(self, outputs: Sequence[EngineOutput]) -> None:
         """Send a step's outputs to those who wait for them; those of other requests are nobody's."""
@@ -160,7 +161,7 @@ class RunningCalls:
             return self._failure("timeout", output.error, call)
         if output.finish_reason == "error":
             # A stopping replica fails what it could not finish; another replica can take it over.
-            return self._failure("unavailable" if self._leaving() else "failed", output.error, call)
+            return self._failure("unavailable" if self.closed else "failed", output.error, call)
         return wire.GenerateChunk(
             token_ids=output.token_ids,
             seq=call.sent,

@@ -18,7 +18,7 @@ from router.protocol.block_hash import HASH_BYTES, split_chain
 from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, Kind, PrefixRun, SavedPrefix
 from serve_app.engine.protocol import CacheRoom, Engine
 from serve_app.replica.lifecycle.receipt import Receipt, Skipped
-from serve_app.replica.peers import HolderLost, Peers
+from serve_app.replica.peers import HolderLost, Peers, ask_all
 from serve_app.replica.pull import PIECE_BYTES
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,9 @@ class HandOver:
             async with asyncio.timeout(time_s):
                 self._hot = await asyncio.to_thread(self._engine.hot_prefixes)
                 self._receivers, self._held_before, self._reasons = [], 0, {}
-                self._receivers = await self._survey(peers)
+                runs = [run.hashes for run in self._hot.runs]
+                found = await ask_all(peers, lambda peer: self._peers.survey(peer, runs), ANSWER_S, receipt.lost)
+                self._receivers = [_Receiver(peer, list(each.known), each.room) for peer, each in found.items()]
                 receipt.peers = max(receipt.peers, len(self._receivers))
                 self._held_before = sum(
                     max(0, self._held(number) - self._given_of(run)) for number, run in enumerate(self._hot.runs)
@@ -92,21 +94,6 @@ class HandOver:
         saves = {save.key for save in self._hot.saves}
         receipt.saves, receipt.saves_lost = len(self._kept), len(saves - self._kept)
         receipt.seconds += time.monotonic() - started_s
-
-    async def _survey(self, peers: Sequence[str]) -> list[_Receiver]:
-        runs = [run.hashes for run in self._hot.runs]
-
-        async def ask(peer: str) -> _Receiver | None:
-            try:
-                async with asyncio.timeout(ANSWER_S):
-                    answer = await self._peers.survey(peer, runs)
-            except (HolderLost, TimeoutError) as error:
-                logger.info("replica %s takes nothing over: %s", peer, error)
-                self._receipt.lost.add(peer)
-                return None
-            return _Receiver(peer, list(answer.known), answer.room)
-
-        return [receiver for receiver in await asyncio.gather(*map(ask, peers)) if receiver is not None]
 
     def _held(self, number: int) -> int:
         """Return how many leading blocks of a run a peer holds."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ray import serve
 
@@ -21,6 +21,7 @@ from serve_app.replica.lifecycle.handover import HandOver
 from serve_app.replica.lifecycle.prewarm import Prewarm
 from serve_app.replica.lifecycle.receipt import MoveMeters, Receipt
 from serve_app.replica.peers import Peers
+from serve_app.replica.running_calls import RunningCalls
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ STREAMS_END_S = 5.0
 
 
 class Lifecycle:
-    """``end_streams``: breaks off the streams here so that others go on with them; ``busy``: whether there are any."""
+    """One replica's. ``running``: its streams, which go on elsewhere at the end of its time."""
 
     def __init__(
         self,
@@ -43,23 +44,20 @@ class Lifecycle:
         engine: Engine,
         adapters: ReplicaAdapters,
         peers: Peers,
-        end_streams: Callable[[], None],
-        busy: Callable[[], bool],
+        running: RunningCalls,
+        meters: MoveMeters,
     ) -> None:
         context = serve.get_replica_context()
-        self.meters = MoveMeters()
         self._config = config
         self._engine = engine
         self._adapters = adapters
         self._peers = peers
-        self._end_streams = end_streams
+        self._running = running
+        self._meters = meters
         self._app_name = context.app_name
         self._replica_id: str = context.replica_id.unique_id
         self._loop = asyncio.get_running_loop()
-        self._busy = busy
         self._deadline_s = float("inf")
-        self.over = False
-        """Whether the time is over for streams here."""
         self._task: asyncio.Task[bool | None] | None = None
         self._alarm: asyncio.TimerHandle | None = None
         self.departure = Departure(self._replica_id, self._leave, self._stay, self._loop)
@@ -68,11 +66,11 @@ class Lifecycle:
     async def join(self) -> None:
         """Copy the hottest of what peers hold; returns within the budget, and at once where there is no peer."""
         config = self._config
-        names = sorted(self._peers.running.names - {self._replica_id})
+        names = self._names()
         if not (config.prewarm and config.enable_prefix_caching and names):
             return
         prewarm = Prewarm(self._engine, self._peers, self._adapters.load, config)
-        self.meters.joined = receipt = await prewarm.run(names)
+        self._meters.joined = receipt = await prewarm.run(names)
         logger.info("pre-warm: %s", receipt.to_json())
         await self._post("prewarm", receipt)
 
@@ -94,18 +92,17 @@ class Lifecycle:
         """Begin to hand over beside the streams that run."""
         timeout_s = own_deployment().graceful_shutdown_timeout_s
         self._deadline_s = decided_s + timeout_s
-        self._alarm = self._loop.call_at(max(self._loop.time(), self._deadline_s - STREAMS_END_S), self._end)
+        self._alarm = self._loop.call_at(
+            max(self._loop.time(), self._deadline_s - STREAMS_END_S), self._running.break_off
+        )
         self._receipt = Receipt()
-        self._handover = HandOver(self._engine, self._peers, self._config.block_size, self._busy, self._receipt)
+        size = self._config.block_size
+        self._handover = HandOver(self._engine, self._peers, size, lambda: bool(self._running), self._receipt)
         self._task = self._loop.create_task(self._hand_over())
-
-    def _end(self) -> None:
-        self.over = True
-        self._end_streams()
 
     def _stay(self) -> None:
         """This replica runs again: an absence was a long one."""
-        self.over = False
+        self._running.closed = False
         assert self._alarm is not None and self._task is not None
         self._alarm.cancel()
         self._task.cancel()

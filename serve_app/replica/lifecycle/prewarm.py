@@ -18,7 +18,7 @@ from serve_app.cache.prefix.hot_prefixes import KINDS, HashedTokens, HotPrefixes
 from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import AdapterSpec, Engine
 from serve_app.replica.lifecycle.receipt import Receipt, Skipped
-from serve_app.replica.peers import HolderLost, HotOffer, Peers
+from serve_app.replica.peers import HolderLost, HotOffer, Peers, ask_all
 from serve_app.replica.pull import PIECE_BYTES, copy_part
 
 logger = logging.getLogger(__name__)
@@ -118,11 +118,13 @@ class Prewarm:
         try:
             if peers:
                 async with asyncio.timeout(self._config.prewarm_timeout_s):
-                    offers = await self._offers(peers)
+                    most = self._config.prewarm_max_bytes // self._block_bytes
+                    offers = await ask_all(
+                        peers, lambda peer: self._peers.offer(peer, most), self._answer_s, receipt.lost
+                    )
                     receipt.peers = len(offers)
                     free = (await asyncio.to_thread(self._engine.cache_room)).free_blocks
-                    most_blocks = min(self._config.prewarm_max_bytes // self._block_bytes, free)
-                    pieces = plan({peer: offer.prefixes for peer, offer in offers.items()}, most_blocks)
+                    pieces = plan({peer: offer.prefixes for peer, offer in offers.items()}, min(most, free))
                     async with asyncio.TaskGroup() as group:
                         group.create_task(self._load_adapters(offers))
                         group.create_task(self._copy_all(pieces, list(offers)))
@@ -133,22 +135,6 @@ class Prewarm:
         receipt.state = "done"
         receipt.seconds = time.monotonic() - started_s
         return receipt
-
-    async def _offers(self, peers: Sequence[str]) -> dict[str, HotOffer]:
-        """Ask all peers; who does not answer in time is left out."""
-        most_blocks = self._config.prewarm_max_bytes // self._block_bytes
-
-        async def ask(peer: str) -> HotOffer | None:
-            try:
-                async with asyncio.timeout(self._answer_s):
-                    return await self._peers.offer(peer, most_blocks)
-            except (HolderLost, TimeoutError) as error:
-                logger.info("replica %s did not say what it holds: %s", peer, error)
-                self.receipt.lost.add(peer)
-                return None
-
-        answers = await asyncio.gather(*map(ask, peers))
-        return {peer: answer for peer, answer in zip(peers, answers, strict=True) if answer is not None}
 
     async def _load_adapters(self, offers: Mapping[str, HotOffer]) -> None:
         """Load what peers have in memory: what each used last comes first."""

@@ -63,7 +63,7 @@ class BreakingReplicas:
         self._random = rng
         self._breaks: dict[str, _Break] = {}
         self._running = {
-            name: RunningCalls(name, self, engine.cancel, lambda: False)  # type: ignore[arg-type]
+            name: RunningCalls(name, self, engine.cancel)  # type: ignore[arg-type]
             for name, engine in self._engines.items()
         }
         self.inbox = TokenInbox(wire.ReplyTo())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,12 +33,13 @@ def asked(decision: Decision | None) -> wire.GenerateChunk:
     replica: Any = SimpleNamespace(
         _replica_id="me",
         _tracer=None,
-        _lifecycle=SimpleNamespace(over=False),
+        _running=SimpleNamespace(closed=False),
         _engine=SimpleNamespace(load=lambda: LOAD, adapters=lambda: ()),
         _adapters=SimpleNamespace(load_s=0.5),
         _puller=SimpleNamespace(tokens_per_s=7.0, begin=begin),
     )
 
+    replica._load = partial(Replica._load, replica)
     return wire.decode_chunk(asyncio.run(Replica.generate(replica, wire.encode(CALL), decision=decision)))
 
 

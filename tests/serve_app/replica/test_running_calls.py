@@ -17,7 +17,7 @@ from ray.exceptions import RpcError
 from serve_app.engine.protocol import EngineOutput
 from serve_app.replica import running_calls
 from serve_app.replica.messages import GenerateChunk, ReplyTo
-from serve_app.replica.running_calls import RunningCalls, actor_lives
+from serve_app.replica.running_calls import STOPPING, RunningCalls, actor_lives
 from serve_app.replica.token_channel import Addressed, TokenStream
 
 INGRESSES = (ReplyTo("one"), ReplyTo("two"))
@@ -39,7 +39,7 @@ class Sender:
 def play(script: Callable[[RunningCalls, Sender, list[str]], Any]) -> None:
     async def run() -> None:
         sender, cancelled = Sender(), list[str]()
-        script(RunningCalls("me", sender, cancelled.append, lambda: False), sender, cancelled)  # type: ignore[arg-type]
+        script(RunningCalls("me", sender, cancelled.append), sender, cancelled)  # type: ignore[arg-type]
 
     asyncio.run(run())
 
@@ -106,10 +106,10 @@ def test_failures_are_ends_and_no_message() -> None:
         ]
         calls.deliver(failed)
         assert not sender.messages
-        calls.break_off("leaving")
+        calls.break_off()
         ends = {name: call.end.result() for name, call in running.items()}
         assert {name: (end.error, end.message) for name, end in ends.items()} == {
-            "a": ("failed", "broken"), "b": ("timeout", "too long"), "c": ("unavailable", "leaving"),
+            "a": ("failed", "broken"), "b": ("timeout", "too long"), "c": ("unavailable", STOPPING),
         }  # fmt: skip
         assert not calls and "c" in cancelled
 
@@ -119,7 +119,7 @@ def test_failures_are_ends_and_no_message() -> None:
 def cancelled_by(script: Callable[[RunningCalls, list[str]], Any], lives: Callable[[str], bool]) -> None:
     async def run() -> None:
         cancelled: list[str] = []
-        calls = RunningCalls("me", Sender(), cancelled.append, lambda: False)  # type: ignore[arg-type]
+        calls = RunningCalls("me", Sender(), cancelled.append)  # type: ignore[arg-type]
         watching = asyncio.create_task(calls.watch(lives))
         await asyncio.wait_for(script(calls, cancelled), 60)
         watching.cancel()

@@ -13,6 +13,9 @@ from serve_app.config.app import AppConfig
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.replica.lifecycle import departure, lifecycle
 from serve_app.replica.lifecycle.lifecycle import Lifecycle
+from serve_app.replica.lifecycle.receipt import MoveMeters
+from serve_app.replica.running_calls import RunningCalls
+from serve_app.replica.token_channel import TokenSender
 from tests.serve_app.replica.lifecycle.peers import SIZE, Local, fill, make_engine
 
 
@@ -35,7 +38,9 @@ class Stage:
     def open(self) -> Lifecycle:
         self._loop = asyncio.get_running_loop()
         adapters: Any = SimpleNamespace(loaded=tuple)
-        return Lifecycle(AppConfig(block_size=SIZE), self._engine, adapters, self._local, lambda: None, lambda: False)
+        running = RunningCalls("me", TokenSender(), self._engine.cancel)
+        config = AppConfig(block_size=SIZE)
+        return Lifecycle(config, self._engine, adapters, self._local, running, MoveMeters())
 
     async def said(self) -> str:
         return await asyncio.wait_for(self.posted.get(), 60)
