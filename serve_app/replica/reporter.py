@@ -37,11 +37,7 @@ class Reporter:
     """Hands ``load`` and ``stats`` to ``feed`` while ``run`` runs."""
 
     def __init__(
-        self,
-        load: Callable[[], LoadReport],
-        stats: Callable[[], StatsReport],
-        feed: FeedPublisher,
-        interval_s: float,
+        self, load: Callable[[], LoadReport], stats: Callable[[], StatsReport], feed: FeedPublisher, interval_s: float
     ) -> None:
         self._load = load
         self._stats = stats

@@ -240,13 +240,3 @@ def test_hot_adapters_are_loaded_as_memory_allows(
     receipt = asyncio.run(Prewarm(engine, local, load, config(most_adapters=most)).run(["p", "q"]))
     assert seen == loaded
     assert receipt.adapters == len(loaded)
-
-
-def test_hash_bytes_of_a_piece_are_its_blocks() -> None:
-    """A plan for a peer of longer runs than another's joins where the other's ends."""
-    short, long = make_engine(), make_engine()
-    fill(short, [0] * 20)
-    fill(long, [0] * 40)
-    pieces = plan({"short": short.hot_prefixes(), "long": long.hot_prefixes()}, 100)
-    assert [(piece.first, piece.last) for piece in pieces] in ([(0, 5), (5, 10)], [(0, 10)])
-    assert len(pieces[-1].prefix.chain) == 10 * HASH_BYTES
