@@ -18,7 +18,7 @@ from serve_app.generation.generation import Generation, Tokens
 from serve_app.replica.adapter_loader import ReplicaAdapters
 from serve_app.replica.engine_factory import make_engine
 from serve_app.replica.grammars import ReplicaMatchers
-from serve_app.replica.running_calls import TokenStream
+from serve_app.replica.token_channel import TokenStream
 
 
 class LocalEngine:

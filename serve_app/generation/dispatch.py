@@ -22,7 +22,7 @@ from router.core import RoutingCore
 from router.protocol.block_hash import extend_chain
 from router.protocol.request import Decision, NoReplicaLeft, RoutedRequest
 from router.serve.recent_decisions import RecentDecisions
-from serve_app.engine.protocol import SaveResult
+from serve_app.engine.protocol import EngineRequest, SaveResult
 from serve_app.errors import (
     ContextLengthExceeded,
     GenerationFailed,
@@ -171,23 +171,26 @@ class Dispatcher:
         """One call to one replica; ends its reservation at the first token, or at whatever ends the call."""
         started_s = time.perf_counter()
         trace = call_trace(self._tracer, generation.traceparent, route.request_id)
-        message = wire.GenerateCall(
+        request = EngineRequest(
             request_id=route.request_id,
-            caller=self._caller,
-            reply_to=self._inbox.reply_to,
-            token_ids=generation.token_ids.astype("<i4", copy=False).tobytes(),
+            token_ids=generation.token_ids,
             scope=generation.scope,
             root=generation.root,
-            tenant=generation.tenant,
             sampling=generation.sampling,
+            tenant=generation.tenant,
             save=generation.save,
-            lora_path=generation.lora_path,
             timeout_s=generation.deadline_s - started_s,
-            interval_s=generation.interval_s,
             store_kv=generation.store_kv,
-            grammar=generation.grammar,
             resumed_tokens=generation.resumed_tokens,
             keep=generation.keep,
+        )
+        message = wire.GenerateCall(
+            request=request,
+            caller=self._caller,
+            reply_to=self._inbox.reply_to,
+            lora_path=generation.lora_path,
+            interval_s=generation.interval_s,
+            grammar=generation.grammar,
             traceparent="" if trace is None else trace.traceparent,
         )
 

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from serve_app.checkpoints.adapter_registry import AdapterEntry, AdapterRegistry, configured_adapters
+from serve_app.checkpoints.adapter_registry import AdapterRegistry, configured_adapters
 from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import (
     AdapterError,
@@ -51,31 +51,22 @@ class ReplicaAdapters:
         for entry in entries[: config.max_cpu_loras]:
             if entry.spec is not None:
                 try:
-                    await self._load(entry.spec)
+                    await self._load_once(entry.spec)
                 except AdapterError as error:
                     raise AdapterError(f"the adapter {entry.name!r}: {error}") from error
-
-    async def load(self, entry: AdapterEntry) -> str:
-        """Load what an entry names; returns why it cannot be served, or "". It is not registered yet."""
-        assert entry.spec is not None, "an unloaded name has nothing to load"
-        return await self.load_ahead(entry.spec)
 
     def loaded(self) -> tuple[AdapterSpec, ...]:
         """Return the adapters in memory, the last used first."""
         keys = reversed(self._engine.adapters())
         return tuple(AdapterSpec.of_key(key, self._paths[key]) for key in keys if key in self._paths)
 
-    async def load_ahead(self, spec: AdapterSpec) -> str:
+    async def load(self, spec: AdapterSpec) -> str:
         """Load an adapter that nobody asks for yet; returns why it cannot be served, or ""."""
         try:
-            await self._load(spec)
+            await self._load_once(spec)
         except (AdapterError, EngineError) as error:
             return str(error)
         return ""
-
-    def drop(self, key: str) -> bool:
-        """Unload an adapter; requests that have begun finish with it."""
-        return self._engine.unload_adapter(key)
 
     async def submit(self, request: EngineRequest, lora_path: str, sink: OutputSink) -> None:
         """Submit a request, first loading its adapter from ``lora_path`` if this replica lacks it.
@@ -89,9 +80,9 @@ class ReplicaAdapters:
             except UnknownAdapter:
                 if not lora_path or attempt == _TRIES - 1:
                     raise
-            await self._load(AdapterSpec.of_key(request.scope.lora, lora_path))
+            await self._load_once(AdapterSpec.of_key(request.scope.lora, lora_path))
 
-    async def _load(self, spec: AdapterSpec) -> None:
+    async def _load_once(self, spec: AdapterSpec) -> None:
         task = self._loading.get(spec.key)
         if task is None:
             task = asyncio.create_task(self._timed_load(spec))

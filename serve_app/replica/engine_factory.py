@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.checkpoints.checkpoint import CheckpointInfo, weights_fingerprint
@@ -23,6 +23,11 @@ from serve_app.engine.runner.kv_size import blocks_in_budget, kv_bytes_per_block
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
 from serve_app.engine.settings import EngineSettings
 from serve_app.engine.vllm import refusals as vllm_refusals
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 _KV_FIELDS = {"num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"}
 
@@ -41,7 +46,7 @@ def _torch_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink
     from serve_app.replica.pool_size import pool_blocks
 
     drafter = drafter_path(config)
-    settings = _settings(config, info, pool_blocks(config, info.path, drafter), drafter)
+    settings = _torch_settings(config, info, pool_blocks(config, info.path, drafter), drafter)
     return build_engine(info.path, settings, event_sink)
 
 
@@ -58,31 +63,20 @@ def _vllm_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink)
     if refused := [*vllm_refusals.refused_settings(config, on_cpu=on_cpu), *vllm_refusals.refused_model(fields)]:
         raise ValueError("; ".join(refused))
     dtype = str(choose_dtype(config.dtype, device)).removeprefix("torch.")
-    settings = VllmSettings(
+    settings = _settings(
+        VllmSettings,
+        config,
         model=str(info.path),
         end_token_ids=info.eos_token_ids,
-        block_size=config.block_size,
         block_bytes=kv_bytes_per_block(_model_config(info.path), dtype, config.block_size),
         model_fingerprint=info.fingerprint,
         transfer=config.enable_prefix_caching
         and bool(config.kv_pull or config.prewarm or config.handover or config.pin_budget),
         pin_budget=config.pin_budget if config.enable_prefix_caching else 0.0,
         num_blocks=pool_blocks(config, info.path, None) if on_cpu else config.num_blocks,
-        kv_cache_bytes=config.kv_cache_bytes,
-        gpu_memory_utilization=config.gpu_memory_utilization,
         max_model_len=max_model_len(config, info),
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_waiting_requests=config.max_waiting_requests,
-        enable_prefix_caching=config.enable_prefix_caching,
         dtype=dtype,
-        enforce_eager=config.enforce_eager,
-        num_threads=config.num_threads or max(1, (os.cpu_count() or 1) // config.most_replicas),
         lora=bool(config.lora_adapters) or config.allow_runtime_lora,
-        max_loras=config.max_loras,
-        max_cpu_loras=config.max_cpu_loras,
-        max_lora_rank=config.max_lora_rank,
-        tenant_shares=config.cache_shares,
     )
     return VllmEngine(settings, event_sink)
 
@@ -93,7 +87,7 @@ def _simulated_engine(config: AppConfig, info: CheckpointInfo, event_sink: Event
     num_blocks = config.num_blocks or blocks_in_budget(
         model_config, dtype, config.block_size, config.kv_cache_bytes or CPU_POOL_BYTES
     )
-    settings = _settings(config, info, num_blocks, None)
+    settings = _torch_settings(config, info, num_blocks, None)
     cost = CostModel(
         prefill_tokens_per_s=config.simulated_prefill_tokens_per_s,
         decode_base_s=config.simulated_decode_step_s,
@@ -124,19 +118,13 @@ def _model_config(path: Path) -> Any:
     return AutoConfig.from_pretrained(str(path), local_files_only=True)
 
 
-def _settings(config: AppConfig, info: CheckpointInfo, num_blocks: int, drafter: Path | None) -> EngineSettings:
-    return EngineSettings(
-        block_size=config.block_size,
+def _torch_settings(config: AppConfig, info: CheckpointInfo, num_blocks: int, drafter: Path | None) -> EngineSettings:
+    return _settings(
+        EngineSettings,
+        config,
         num_blocks=num_blocks,
         max_model_len=max_model_len(config, info),
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_waiting_requests=config.max_waiting_requests,
-        enable_prefix_caching=config.enable_prefix_caching,
         pin_budget_blocks=pin_budget_blocks(config, num_blocks) if config.enable_prefix_caching else 0,
-        tenant_shares=config.cache_shares,
-        dtype=config.dtype,
-        device=config.device,
         model_fingerprint=info.fingerprint,
         speculative_fingerprint=weights_fingerprint(drafter) if drafter else "",
         tiers=TierSettings(
@@ -147,13 +135,16 @@ def _settings(config: AppConfig, info: CheckpointInfo, num_blocks: int, drafter:
             load_ratio=config.tier_load_ratio,
             save_ttl_s=config.save_ttl_s,
         ),
-        num_threads=config.num_threads or max(1, (os.cpu_count() or 1) // config.most_replicas),
         speculative_model=str(drafter or ""),
         num_speculative_tokens=config.num_speculative_tokens if drafter else 0,
-        max_loras=config.max_loras,
-        max_cpu_loras=config.max_cpu_loras,
-        max_lora_rank=config.max_lora_rank,
     )
+
+
+def _settings(kind: type[T], config: AppConfig, **own: Any) -> T:
+    """Return an engine's settings: ``own``, and what the deployment's settings call the same."""
+    same = {name: getattr(config, name) for name in kind.__dataclass_fields__.keys() & AppConfig.model_fields.keys()}
+    num_threads = config.num_threads or max(1, (os.cpu_count() or 1) // config.most_replicas)
+    return kind(**{**same, "num_threads": num_threads, "tenant_shares": config.cache_shares, **own})
 
 
 @dataclass(frozen=True, slots=True)

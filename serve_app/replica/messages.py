@@ -6,24 +6,14 @@ What the engine takes as one object, scope or sampling, crosses as one: its fiel
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import msgspec
 import numpy as np
 
-from router.protocol.block_hash import PrefixScope
+from router.protocol.block_hash import TokenArray
 from router.protocol.events import LoadReport
-from serve_app.engine.protocol import (
-    EngineRequest,
-    FinishReason,
-    KeptPrefix,
-    SamplingParams,
-    Save,
-    SaveResult,
-    TokenLogprob,
-    TokenMatcher,
-)
+from serve_app.engine.protocol import EngineRequest, FinishReason, SaveResult, TokenLogprob
 
 ChunkError = Literal["", "too_long", "queue_full", "invalid", "failed", "unavailable", "timeout", "rerouted"]
 
@@ -38,58 +28,20 @@ class ReplyTo(msgspec.Struct, frozen=True, array_like=True):
 class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
     """One generation. ``caller``: the name of the Serve actor that asks, with whose death it ends.
 
-    ``reply_to``: where its chunks go.
-
-    ``token_ids``: little-endian int32 bytes; ``root``: as in ``EngineRequest``.
-
-    ``lora_path``: where a replica that lacks the adapter ``scope.lora`` finds it. ``timeout_s``: how long it may
-    still take, counted by the replica from the call on: no two clocks are compared. ``interval_s``: between chunks.
-    ``store_kv``, ``resumed_tokens``, ``keep``: as in ``EngineRequest``. ``grammar``: in llguidance's form, "" for none.
-    ``traceparent``: W3C's, of the span that the replica's are children of; "": not traced.
+    ``request``: but for what the router says of it, and what ``grammar`` says, in llguidance's form, "" for none. Its
+    ``timeout_s`` is counted by the replica from the call on: no two clocks are compared.
+    ``reply_to``: where its chunks go. ``lora_path``: where a replica that lacks the request's adapter finds it.
+    ``interval_s``: between chunks. ``traceparent``: W3C's, of the span that the replica's are children of; "": not
+    traced.
     """
 
-    request_id: str
+    request: EngineRequest
     caller: str
     reply_to: ReplyTo
-    token_ids: bytes
-    scope: PrefixScope
-    root: bytes
-    tenant: str
-    sampling: SamplingParams
-    save: Save | None = None
     lora_path: str = ""
-    timeout_s: float = math.inf
     interval_s: float = 0.0
-    store_kv: bool = True
     grammar: str = ""
-    resumed_tokens: int = 0
-    keep: tuple[KeptPrefix, ...] = ()
     traceparent: str = ""
-
-    def to_engine_request(
-        self, block_hashes: bytes, router_id: str, reservation: int, matcher: TokenMatcher | None = None
-    ) -> EngineRequest:
-        """Build the engine's view of this call; ``block_hashes`` and the reservation come from the router.
-
-        ``matcher``: what ``grammar`` says.
-        """
-        return EngineRequest(
-            request_id=self.request_id,
-            token_ids=np.frombuffer(self.token_ids, dtype="<i4"),
-            scope=self.scope,
-            root=self.root,
-            sampling=self.sampling,
-            block_hashes=block_hashes,
-            tenant=self.tenant,
-            router_id=router_id,
-            reservation=reservation,
-            save=self.save,
-            timeout_s=self.timeout_s,
-            store_kv=self.store_kv,
-            resumed_tokens=self.resumed_tokens,
-            matcher=matcher,
-            keep=self.keep,
-        )
 
 
 class GenerateChunk(msgspec.Struct, frozen=True, array_like=True):
@@ -115,6 +67,14 @@ class GenerateChunk(msgspec.Struct, frozen=True, array_like=True):
     seq: int = 0
 
 
-encode = msgspec.msgpack.Encoder().encode
-decode_call = msgspec.msgpack.Decoder(GenerateCall).decode
+def _pack(token_ids: TokenArray) -> bytes:
+    return token_ids.astype("<i4", copy=False).tobytes()
+
+
+def _unpack(_: type, token_ids: bytes) -> TokenArray:
+    return np.frombuffer(token_ids, dtype="<i4")
+
+
+encode = msgspec.msgpack.Encoder(enc_hook=_pack).encode
+decode_call = msgspec.msgpack.Decoder(GenerateCall, dec_hook=_unpack).decode
 decode_chunk = msgspec.msgpack.Decoder(GenerateChunk).decode

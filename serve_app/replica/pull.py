@@ -1,7 +1,7 @@
 """KV that another replica holds, for requests that came with its name: copy or compute, and who waits for what.
 
-``Fetch`` brings a piece. Everything here runs in the replica's event loop; the engine goes on meanwhile, and a
-request that waits starts when its ``RemoteKv`` is done, with whatever came.
+Everything here runs in the replica's event loop; the engine goes on meanwhile, and a request that waits starts when its
+``RemoteKv`` is done, with whatever came.
 """
 
 from __future__ import annotations
@@ -10,25 +10,26 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
-from router.protocol.block_hash import HASH_BYTES, PrefixScope, common_blocks
+from router.protocol.block_hash import HASH_BYTES, common_blocks
+from router.protocol.samples import Histogram, Labels, Sample
 from serve_app.cache.kv_chain import KvChain, TransferError
 from serve_app.cache.prefix.hot_prefixes import HashedTokens
+from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import Clock, Engine, EngineError, EngineRequest, RemoteKv
-from serve_app.replica.pull_metrics import Outcome, PullMeters, Refusal
+from serve_app.replica.peers import HolderLost, NoPart, PulledPart, WantedPart
 from serve_app.tracing.replica import PullTrace, ReplicaTrace
 
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 32 * 1024 * 1024
 """Asked for at once: neither side's loops stop for longer than it takes to copy that."""
-
-_OUTCOMES: dict[str, Outcome] = {"gone": "gone", "busy": "holder_busy", "lost": "holder_lost"}
 
 LEAST_DEADLINE_S = 0.25
 UNKNOWN_DEADLINE_S = 5.0
@@ -40,37 +41,13 @@ _EXPECTED_WEIGHT_S = 0.1
 _MEMORY_S = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class PullSettings:
-    """``max_pulls``: under way at once; ``max_bytes``: of one pull; ``min_tokens``: fewer are computed."""
+Refusal = Literal["off", "held", "short", "slow", "busy"]
+"""Why a planned pull was not begun: already here, too little, slower than computing, too many under way."""
 
-    enabled: bool = True
-    max_pulls: int = 4
-    max_bytes: int = 256 * 1024 * 1024
-    min_tokens: int = 1024
+Outcome = Literal["whole", "part", "late", "gone", "holder_busy", "holder_lost", "no_room", "invalid", "failed"]
+"""How a pull ended: "part" brought less than planned because the holder had no more; the others after that too."""
 
-
-@dataclass(frozen=True, slots=True)
-class WantedPart:
-    """What one replica asks of another: blocks from ``first`` on, ``most_blocks`` at most, of a prefix of exactly
-    this scope. ``token_ids``: int32-LE bytes from the prompt's start, ``block_hashes`` their packed chain.
-    ``demote``: as in ``Engine.export_prefix``."""
-
-    scope: PrefixScope
-    block_hashes: bytes
-    token_ids: bytes
-    first: int
-    most_blocks: int
-    demote: bool = True
-
-
-class HolderLost(Exception):
-    """The replica that was to hand over KV is gone."""
-
-
-NoPart = Literal["gone", "busy", "lost"]
-PulledPart = KvChain | NoPart
-"""A part; or nothing: the holder has no more of it, it hands out too much already, or it is there no more."""
+_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 Fetch = Callable[[str, WantedPart], Awaitable[PulledPart]]
 """Asks a replica for a part. Raises HolderLost; may be cancelled."""
@@ -117,26 +94,54 @@ class PullRate:
         return math.exp(-max(now_s - self._at_s, 0.0) / _MEMORY_S)
 
 
+class PullMeters:
+    """Counters of one replica's life. Belongs to its event loop."""
+
+    def __init__(self) -> None:
+        self.refused: Counter[Refusal] = Counter()
+        self.ended: Counter[Outcome] = Counter()
+        self.begun = 0
+        self.joined = 0
+        self.tokens = 0
+        self.exported_tokens = 0
+        self.exports: Counter[str] = Counter()
+        self.seconds = Histogram(_BUCKETS_S)
+
+    def samples(self, labels: Labels, tokens_per_s: float) -> Iterable[Sample]:
+        """Yield every counter, and the rate."""
+        yield "warmpath_kv_pulls_begun_total", labels, float(self.begun)
+        yield "warmpath_kv_pulls_joined_total", labels, float(self.joined)
+        for outcome, count in self.ended.items():
+            yield "warmpath_kv_pulls_total", (*labels, ("outcome", outcome)), float(count)
+        for reason, count in self.refused.items():
+            yield "warmpath_kv_pulls_refused_total", (*labels, ("reason", reason)), float(count)
+        for answer, count in self.exports.items():
+            yield "warmpath_kv_exports_total", (*labels, ("outcome", answer)), float(count)
+        yield "warmpath_kv_pulled_tokens_total", labels, float(self.tokens)
+        yield "warmpath_kv_exported_tokens_total", labels, float(self.exported_tokens)
+        yield "warmpath_kv_pull_tokens_per_second", labels, tokens_per_s
+        yield from self.seconds.samples("warmpath_kv_pull_seconds", labels)
+
+
 class Puller:
     """One replica's pulls."""
 
-    def __init__(
-        self, engine: Engine, fetch: Fetch, block_size: int, settings: PullSettings, *, clock: Clock = time.monotonic
-    ) -> None:
+    def __init__(self, engine: Engine, fetch: Fetch, config: AppConfig, *, clock: Clock = time.monotonic) -> None:
         self.meters = PullMeters()
         self._engine = engine
         self._fetch = fetch
-        self._size = block_size
-        self._settings = settings
+        self._config = config
+        self._enabled = config.kv_pull and config.enable_prefix_caching
+        self._size = config.block_size
         self._clock = clock
         self._block_bytes = max(engine.kv_block_bytes, 1)
-        self._rate = PullRate(block_size, self._block_bytes)
+        self._rate = PullRate(self._size, self._block_bytes)
         self._under_way: dict[asyncio.Task[None], _Pull] = {}
 
     @property
     def tokens_per_s(self) -> float:
         """The rate that routers are told; 0.0 when this replica pulls nothing."""
-        return self._rate.tokens_per_s(self._clock()) if self._settings.enabled else 0.0
+        return self._rate.tokens_per_s(self._clock()) if self._enabled else 0.0
 
     def begin(
         self, request: EngineRequest, holder: str, tokens: int, trace: ReplicaTrace | None = None
@@ -153,14 +158,14 @@ class Puller:
         held = self._engine.known_blocks(request.block_hashes, usable)
         for pull in self._under_way.values():
             common = min(common_blocks(pull.request.block_hashes, request.block_hashes), pull.last, usable)
-            if (common - max(held, pull.first)) * size >= self._settings.min_tokens and pull.first <= held:
+            if (common - max(held, pull.first)) * size >= self._config.min_pull_tokens and pull.first <= held:
                 self.meters.joined += 1
                 if trace is not None:
                     pull.traces.append(trace.pull(pull.holder, common * size, joined=True))
                 return RemoteKv(common * size, of=pull.remote_kv)
         if not holder:
             return None
-        most = max(1, self._settings.max_bytes // self._block_bytes)
+        most = max(1, self._config.max_pull_bytes // self._block_bytes)
         last = min(tokens // size, usable, held + most)
         prefill_rate = self._engine.load().prefill_tokens_per_s
         refusal = self._refusal((last - held) * size, prefill_rate)
@@ -185,15 +190,15 @@ class Puller:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _refusal(self, tokens: int, prefill_tokens_per_s: float) -> Refusal | None:
-        if not self._settings.enabled:
+        if not self._enabled:
             return "off"
         if tokens <= 0:
             return "held"
-        if tokens < self._settings.min_tokens:
+        if tokens < self._config.min_pull_tokens:
             return "short"
         if self.tokens_per_s <= prefill_tokens_per_s:
             return "slow"
-        return "busy" if len(self._under_way) >= self._settings.max_pulls else None
+        return "busy" if len(self._under_way) >= self._config.max_pulls else None
 
     async def _run(self, pull: _Pull) -> None:
         started_s = self._clock()
@@ -209,7 +214,7 @@ class Puller:
             outcome = "invalid"
             logger.warning("KV from replica %s was refused: %s", pull.holder, error)
         except EngineError:
-            outcome = "failed"
+            pass
         except Exception:
             logger.exception("a pull from replica %s failed", pull.holder)
         finally:
@@ -234,7 +239,7 @@ class Puller:
             count = min(piece_blocks, pull.last - pull.held)
             held = await copy_part(self._engine, self._fetch, pull.holder, prefix, pull.held, count, self._size)
             if not isinstance(held, tuple):
-                return "part" if pull.held > pull.first else _OUTCOMES[held]
+                return "part" if pull.held > pull.first else "gone" if held == "gone" else "holder_busy"
             arrived = pull.held + held[1]
             pull.held = max(pull.held, min(held[0], pull.last))
             if pull.held < arrived:

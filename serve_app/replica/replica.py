@@ -17,13 +17,15 @@ from typing import Any
 
 import numpy as np
 import ray
+from msgspec import structs
 from ray import serve
 
 from router.feed import FeedPublisher
 from router.policy.recheck import is_outdated
 from router.protocol.block_hash import PrefixScope
+from router.protocol.events import LoadReport, StatsReport, pack_adapters
 from router.protocol.request import Decision, RoutedRequest
-from serve_app.cache.prefix.hot_prefixes import HashedTokens, Kind, SavedPrefix
+from router.protocol.samples import Sample
 from serve_app.checkpoints.adapter_registry import AdapterEntry
 from serve_app.checkpoints.drafter import load_served_model
 from serve_app.checkpoints.limits import max_model_len, pin_budget_blocks
@@ -39,17 +41,15 @@ from serve_app.engine.protocol import (
 from serve_app.reconfigure import LiveSettings
 from serve_app.replica import messages as wire
 from serve_app.replica.adapter_loader import ReplicaAdapters
-from serve_app.replica.autoscaling_stats import replica_figures, version_of
-from serve_app.replica.call_tracker import CallTracker
 from serve_app.replica.grammars import ReplicaMatchers
-from serve_app.replica.lifecycle.lifecycle import Lifecycle, Lost
-from serve_app.replica.lifecycle.prewarm import HotOffer
-from serve_app.replica.lifecycle.takeover import Survey
-from serve_app.replica.pull import PulledPart, WantedPart
-from serve_app.replica.pull_peers import open_peers, open_pulls
-from serve_app.replica.reporter import Reporter, load_now, tell_caches
-from serve_app.replica.running_calls import RunningCalls, TokenStream
-from serve_app.replica.token_channel import TokenSender
+from serve_app.replica.lifecycle.answers import PeerAnswers
+from serve_app.replica.lifecycle.lifecycle import Lifecycle
+from serve_app.replica.lifecycle.receipt import MoveMeters
+from serve_app.replica.peers import Peers, Question
+from serve_app.replica.pull import Puller
+from serve_app.replica.reporter import Reporter, replica_figures, tell_caches, version_of
+from serve_app.replica.running_calls import STOPPING, RunningCalls
+from serve_app.replica.token_channel import TokenSender, TokenStream
 from serve_app.structured.compiler import GrammarError
 from serve_app.tracing.replica import replica_trace
 from serve_app.tracing.tracer import open_tracer
@@ -58,8 +58,6 @@ logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 1024
 """Prompt of the warm-up: long enough that the kernels of long prefills are compiled before the first user comes."""
-
-_STOPPING = "the replica is being stopped"
 
 
 class Replica:
@@ -74,11 +72,10 @@ class Replica:
         self._version = version_of(config)
         self._loop = asyncio.get_running_loop()
         self._replica_id: str = serve.get_replica_context().replica_id.unique_id
-        self._stopping = False
         self._tracer = open_tracer(self._config.otlp_endpoint, "replica", self._replica_id)
         if self._tracer is not None:
             self._ending.push_async_callback(asyncio.to_thread, self._tracer.close)
-        peers = open_peers()
+        peers = Peers()
         info = await asyncio.to_thread(load_served_model, self._config)
         self._feed = FeedPublisher(self._replica_id, host=ray.util.get_node_ip_address())
         self._ending.push_async_callback(asyncio.to_thread, self._feed.stop)
@@ -87,26 +84,16 @@ class Replica:
         self._ending.push_async_callback(asyncio.to_thread, self._engine.stop)
         sender = TokenSender()
         self._ending.push_async_callback(asyncio.to_thread, sender.close)
-        self._running = RunningCalls(
-            self._replica_id, sender, self._engine.cancel, lambda: self._stopping or self._lifecycle.over
-        )
+        self._running = RunningCalls(self._replica_id, sender, self._engine.cancel)
         self._adapters = ReplicaAdapters(self._config, self._engine)
         self._matchers = ReplicaMatchers(self._config, info)
-        self._puller, self._exports = open_pulls(self._config, self._engine, peers)
+        self._puller = Puller(self._engine, peers.fetch, self._config)
         self._ending.push_async_callback(self._puller.stop)
-        self._ending.callback(self._exports.close)
-        self._lifecycle = Lifecycle(
-            self._config, self._engine, self._adapters, peers, self._end_calls, lambda: bool(self._running)
-        )
-        self._reporter = Reporter(
-            self._engine,
-            self._adapters,
-            self._puller,
-            self._lifecycle.meters,
-            self._feed,
-            self._config.load_report_interval_s,
-            lambda: self._live.refused,
-        )
+        self._moves = MoveMeters()
+        self._lifecycle = Lifecycle(self._config, self._engine, self._adapters, peers, self._running, self._moves)
+        self._answers = PeerAnswers(self._engine, self._adapters.loaded, self._moves, self._puller.meters)
+        self._ending.callback(self._answers.close)
+        self._reporter = Reporter(self._load, self._stats, self._feed, self._config.load_report_interval_s)
         await self._adapters.preload()
         self._engine.start()
         pool = self._config.num_blocks
@@ -116,8 +103,7 @@ class Replica:
         await self._lifecycle.join()
         self._ending.callback(asyncio.create_task(self._reporter.run()).cancel)
         self._ending.callback(asyncio.create_task(tell_caches(self._engine, self._feed)).cancel)
-        self._calls = CallTracker(self._engine.cancel)
-        self._ending.callback(asyncio.create_task(self._calls.watch()).cancel)
+        self._ending.callback(asyncio.create_task(self._running.watch()).cancel)
         self._ending.push_async_callback(self._lifecycle.finish)
 
     @property
@@ -157,44 +143,26 @@ class Replica:
         """Forget every cached block that is not in use."""
         return await asyncio.to_thread(self._engine.reset_prefix_cache)
 
-    async def export_kv(self, wanted: WantedPart, *, target: str) -> PulledPart:
-        """Hand a prefix's KV to another replica.
+    async def answer_peer(self, question: Question, *args: Any, target: str) -> Any:
+        """Answer another replica; see ``PeerAnswers``.
 
         ``target``: the id of the replica that is meant. Another one answers "lost": Serve sends a dead one's calls on.
         """
-        return await self._exports.part(wanted) if target == self._replica_id else "lost"
+        return await getattr(self._answers, question)(*args) if target == self._replica_id else "lost"
 
     async def end_calls(self, request_ids: Sequence[str], *, target: str) -> None:
-        """End generations that nobody waits for. ``target``: see ``export_kv``."""
+        """End generations that nobody waits for. ``target``: see ``answer_peer``."""
         if target == self._replica_id:
-            self._calls.left(request_ids)
-
-    async def offer_hot(self, most_blocks: int, *, target: str) -> HotOffer | Lost:
-        """Say what is hottest here, to a replica that joins. ``target``: see ``export_kv``, here and below."""
-        return await self._lifecycle.takeover.offer(most_blocks) if target == self._replica_id else "lost"
-
-    async def survey_cache(self, runs: Sequence[bytes], *, target: str) -> Survey | Lost:
-        """Say what is known here of runs of blocks, and what fits, to a replica that leaves."""
-        return await self._lifecycle.takeover.survey(runs) if target == self._replica_id else "lost"
-
-    async def take_kv(
-        self, prefix: HashedTokens, first: int, part: Sequence[ray.ObjectRef], kind: Kind, *, target: str
-    ) -> int | Lost:
-        """Take blocks of a prefix over from a replica that leaves; see ``Takeover.take``. ``part``: one reference."""
-        taken = self._lifecycle.takeover.take
-        return await taken(prefix, first, part[0], kind) if target == self._replica_id else "lost"
-
-    async def keep_save(self, saved: SavedPrefix, prefix: HashedTokens, *, target: str) -> bool | Lost:
-        """Keep an explicit save of a replica that leaves."""
-        return await self._lifecycle.takeover.keep(saved, prefix) if target == self._replica_id else "lost"
+            self._running.leave(request_ids)
 
     async def load_adapter(self, entry: AdapterEntry) -> str:
         """Load an adapter ahead of its requests; returns why this replica cannot serve it, or ""."""
-        return await self._adapters.load(entry)
+        assert entry.spec is not None, "an unloaded name has nothing to load"
+        return await self._adapters.load(entry.spec)
 
     async def drop_adapter(self, key: str) -> bool:
         """Unload an adapter by its key; requests that have begun finish with it."""
-        return self._adapters.drop(key)
+        return self._engine.unload_adapter(key)
 
     async def merge_adapters(self, entries: Sequence[AdapterEntry]) -> None:
         """Remember which adapters the deployment has."""
@@ -208,30 +176,29 @@ class Replica:
         self, payload: bytes, *, route: RoutedRequest | None = None, decision: Decision | None = None
     ) -> bytes:
         """Run one generation: its chunks go where the call says, and its end is returned. Cancelling ends it."""
-        if self._lifecycle.over:
-            return wire.encode(wire.GenerateChunk(replica_id=self._replica_id, error="unavailable", message=_STOPPING))
+        if self._running.closed:
+            return wire.encode(wire.GenerateChunk(replica_id=self._replica_id, error="unavailable", message=STOPPING))
         call = wire.decode_call(payload)
+        request_id = call.request.request_id
         if decision is not None and decision.queued_tokens is not None and is_outdated(decision, self._engine.load()):
-            load = load_now(self._engine, self._adapters, self._puller)
-            return wire.encode(wire.GenerateChunk(replica_id=self._replica_id, error="rerouted", load=load))
+            return wire.encode(wire.GenerateChunk(replica_id=self._replica_id, error="rerouted", load=self._load()))
         try:
-            matcher = await self._matchers.matcher(call.grammar, call.tenant) if call.grammar else None
+            request = replace(
+                call.request,
+                block_hashes=route.block_hashes if route is not None else b"",
+                router_id=decision.router_id if decision is not None else "",
+                reservation=decision.reservation if decision is not None else 0,
+                matcher=await self._matchers.matcher(call.grammar, call.request.tenant) if call.grammar else None,
+            )
         except GrammarError as error:
             return wire.encode(self._refusal(error))
-        request = call.to_engine_request(
-            route.block_hashes if route is not None else b"",
-            decision.router_id if decision is not None else "",
-            decision.reservation if decision is not None else 0,
-            matcher,
-        )
         trace = replica_trace(self._tracer, call.traceparent, self._replica_id, len(request.token_ids))
         if request.store_kv:  # a copy would stay here for its sake
             holder, tokens = (decision.pull_from, decision.pull_tokens) if decision is not None else ("", 0)
             remote_kv = self._puller.begin(request, holder, tokens, trace)
             if remote_kv is not None:
                 request = replace(request, remote_kv=remote_kv)
-        running = self._running.begin(call.request_id, call.reply_to, TokenStream(call.interval_s, trace))
-        self._calls.began(call.caller, call.request_id)
+        running = self._running.begin(request_id, call.reply_to, TokenStream(call.interval_s, trace), call.caller)
         ended = False
         try:
             try:
@@ -246,23 +213,37 @@ class Replica:
             ended = True
             return wire.encode(end)
         finally:
-            self._running.forget(call.request_id)
-            self._calls.ended(call.caller, call.request_id)
+            self._running.forget(request_id)
             if trace is not None:
                 trace.end()
-            if not ended or self._lifecycle.over:
-                self._engine.cancel(call.request_id)
+            if not ended or self._running.closed:
+                self._engine.cancel(request_id)
 
     async def __del__(self) -> None:
         """Stop the engine after the last request; Serve awaits this before it ends the process."""
-        self._stopping = True
+        self._running.closed = True
         await self._ending.aclose()
 
     async def _configure(self, config: AppConfig) -> None:
         await asyncio.to_thread(self._engine.set_tenant_shares, config.cache_shares)
 
-    def _end_calls(self) -> None:
-        self._running.break_off(_STOPPING)
+    def _load(self) -> LoadReport:
+        """Return the load, with what the engine does not know of it."""
+        return structs.replace(
+            self._engine.load(),
+            pull_tokens_per_s=self._puller.tokens_per_s,
+            adapters=pack_adapters(self._engine.adapters()),
+            adapter_load_s=self._adapters.load_s,
+        )
+
+    def _stats(self) -> StatsReport:
+        pulls = self._puller.meters.samples((), self._puller.tokens_per_s)
+        beside: tuple[Sample, ...] = (
+            ("warmpath_replica_info", (("pid", str(os.getpid())),), 1.0),
+            ("warmpath_refused_configurations_total", (), float(self._live.refused)),
+            ("warmpath_feed_mirror_drift_total", (), float(self._feed.mirror_drifts)),
+        )
+        return StatsReport((*self._engine.stats().samples, *pulls, *self._moves.samples(), *beside))
 
     def _on_outputs(self, outputs: Sequence[EngineOutput]) -> None:
         self._loop.call_soon_threadsafe(self._deliver, outputs)

@@ -1,23 +1,27 @@
-"""What a replica tells routers besides cache events: its load when it changes, its counters, digests of its caches."""
+"""What a replica tells routers besides cache events: its load when it changes, its counters, digests of its caches.
+
+And its figures for the autoscaling policy, from what its engine reports anyway.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
+import zlib
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
+import msgspec
 from msgspec import structs
 
 from router.feed import FeedPublisher
-from router.protocol.events import Event, LoadReport, StatsReport, pack_adapters
-from router.protocol.samples import Sample
+from router.protocol.autoscaling import ReplicaFigures
+from router.protocol.events import Event, LoadReport, StatsReport
+from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import Engine
-from serve_app.replica.adapter_loader import ReplicaAdapters
-from serve_app.replica.lifecycle.receipt import MoveMeters
-from serve_app.replica.pull import Puller
 
 logger = logging.getLogger(__name__)
 
@@ -30,25 +34,15 @@ _LAST_PAUSE_S = 600.0
 
 
 class Reporter:
-    """Hands reports to ``feed`` while ``run`` runs. ``refused``: user_configs that could not be used."""
+    """Hands ``load`` and ``stats`` to ``feed`` while ``run`` runs."""
 
     def __init__(
-        self,
-        engine: Engine,
-        adapters: ReplicaAdapters,
-        puller: Puller,
-        moves: MoveMeters,
-        feed: FeedPublisher,
-        interval_s: float,
-        refused: Callable[[], int],
+        self, load: Callable[[], LoadReport], stats: Callable[[], StatsReport], feed: FeedPublisher, interval_s: float
     ) -> None:
-        self._engine = engine
-        self._adapters = adapters
-        self._puller = puller
-        self._moves = moves
+        self._load = load
+        self._stats = stats
         self._feed = feed
         self._interval_s = interval_s
-        self._refused = refused
         self._prefills_changed = asyncio.Event()
 
     def prefills_changed(self) -> None:
@@ -66,7 +60,7 @@ class Reporter:
         while True:
             now_s = time.monotonic()
             events: list[Event] = []
-            load = load_now(self._engine, self._adapters, self._puller)
+            load = self._load()
             if _differs(load, last_load) or now_s - last_load_s >= HEARTBEAT_S:
                 events.append(load)
                 last_load, last_load_s = load, now_s
@@ -80,15 +74,6 @@ class Reporter:
                     await self._prefills_changed.wait()
                 await asyncio.sleep(NEWS_PAUSE_S)
                 self._prefills_changed.clear()
-
-    def _stats(self) -> StatsReport:
-        pulls = self._puller.meters.samples((), self._puller.tokens_per_s)
-        beside: tuple[Sample, ...] = (
-            ("warmpath_replica_info", (("pid", str(os.getpid())),), 1.0),
-            ("warmpath_refused_configurations_total", (), float(self._refused())),
-            ("warmpath_feed_mirror_drift_total", (), float(self._feed.mirror_drifts)),
-        )
-        return StatsReport((*self._engine.stats().samples, *pulls, *self._moves.samples(), *beside))
 
 
 async def tell_caches(engine: Engine, feed: FeedPublisher, interval_s: float = DIGEST_INTERVAL_S) -> None:
@@ -107,15 +92,36 @@ async def tell_caches(engine: Engine, feed: FeedPublisher, interval_s: float = D
         await asyncio.to_thread(engine.tell_cache, anew=anew)
 
 
-def load_now(engine: Engine, adapters: ReplicaAdapters, puller: Puller) -> LoadReport:
-    """Return the replica's load, with what the engine does not know of it."""
-    return structs.replace(
-        engine.load(),
-        pull_tokens_per_s=puller.tokens_per_s,
-        adapters=pack_adapters(engine.adapters()),
-        adapter_load_s=adapters.load_s,
-    )
-
-
 def _differs(load: LoadReport, last: LoadReport | None) -> bool:
     return last is None or structs.replace(load, taken_at_s=last.taken_at_s) != last
+
+
+def version_of(config: dict[str, Any]) -> int:
+    """Return a number that differs between replicas that were started with different settings."""
+    return zlib.crc32(msgspec.json.encode(config, order="deterministic"))
+
+
+def replica_figures(engine: Engine, version: int, config: AppConfig) -> ReplicaFigures:
+    """Return the figures for the autoscaling policy as of now."""
+    load, block_size = engine.load(), config.block_size
+    sums: Counter[str] = Counter()
+    for name, labels, value in engine.stats().samples:
+        state = dict(labels).get("state")
+        sums[f"{name}/{state}" if state else name] += value  # type: ignore[assignment]
+    pool_blocks = sum(sums[f"warmpath_kv_cache_blocks/{state}"] for state in ("used", "cached", "free"))
+    return ReplicaFigures(
+        version=version,
+        arrived_tokens=sums["warmpath_prompt_tokens_computed_total"]
+        + sums["warmpath_recomputed_tokens_total"]
+        + load.queued_prefill_tokens,
+        queued_tokens=load.queued_prefill_tokens,
+        prefill_tokens_per_s=load.prefill_tokens_per_s,
+        running=load.running_sequences,
+        waiting=load.waiting_sequences,
+        slots=load.max_running_sequences,
+        pool_tokens=pool_blocks * block_size,
+        used_tokens=sums["warmpath_kv_cache_blocks/used"] * block_size,
+        pinned_tokens=sums["warmpath_pinned_blocks"] * block_size,
+        pin_budget_tokens=sums["warmpath_pin_budget_blocks"] * block_size,
+        hands_over=config.handover,
+    )

@@ -1,71 +1,61 @@
-"""The generations that run in a replica: an engine's step leaves in one message for each ingress that waits for it."""
+"""The generations that run in a replica: an engine's step leaves in one message for each ingress that waits for it.
+
+They end when their ingress has died, or says that nobody waits. With calls between actors Ray lets a streaming call run
+on after its caller's death. Whether an ingress lives is asked of Ray, not of the ingress: one that is busy is not dead.
+And of the calls that are cancelled in the moment in which they start Ray loses one in some thousands: it runs on, so
+the ingress says so once more.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import time
+import logging
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
-from serve_app.engine.protocol import EngineOutput, TokenLogprob
+from ray.exceptions import RayError
+
+from serve_app.engine.protocol import EngineOutput
+from serve_app.ray_compat import find_serve_actor
 from serve_app.replica import messages as wire
-from serve_app.replica.token_channel import Addressed, TokenSender
-from serve_app.tracing.replica import ReplicaTrace
+from serve_app.replica.token_channel import Addressed, TokenSender, TokenStream
+
+logger = logging.getLogger(__name__)
+
+STOPPING = "the replica is being stopped"
+
+LOOK_EVERY_S = 1.0
+
+_MAX_LEFT = 8192
+"""So many calls that nobody waits for are kept in mind, for those that have not arrived."""
 
 
-class TokenStream:
-    """Holds outputs back: between the first and the last one something leaves every ``interval_s`` at most.
+def actor_lives(name: str) -> bool:
+    """Return False once Ray knows that a Serve actor of that name has died; while Ray does not answer, it lives.
 
-    ``trace`` sees each.
+    A caller without a name is no actor, and nobody can tell.
     """
-
-    __slots__ = ("_due_s", "_interval_s", "_outputs", "_trace")
-
-    def __init__(self, interval_s: float = 0.0, trace: ReplicaTrace | None = None) -> None:
-        self._outputs: list[EngineOutput] = []
-        self._interval_s = interval_s
-        self._due_s = 0.0
-        self._trace = trace
-
-    def push(self, output: EngineOutput) -> EngineOutput | None:
-        """Add one output; return all that may leave now as one, None where they wait for more."""
-        if self._trace is not None:
-            self._trace.saw(output)
-        if self._interval_s:
-            now_s = time.monotonic()
-            if output.finish_reason is None and now_s < self._due_s:
-                self._outputs.append(output)
-                return None
-            self._due_s = now_s + self._interval_s
-        if not self._outputs:
-            return output
-        outputs, self._outputs = [*self._outputs, output], []
-        return merged(outputs)
-
-
-def merged(outputs: Sequence[EngineOutput]) -> EngineOutput:
-    """Return outputs of one request, oldest first, as one: all tokens, the first one's figures, the last one's end."""
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
-    for output in outputs:
-        token_ids += output.token_ids
-        logprobs += output.logprobs
-    first = next((output for output in outputs if output.cached_tokens is not None), None)
-    last = replace(outputs[-1], token_ids=token_ids, logprobs=logprobs)
-    if first is None:
-        return last
-    return replace(last, cached_tokens=first.cached_tokens, queue_s=first.queue_s, save=first.save)
+    if not name:
+        return True
+    try:
+        find_serve_actor(name)
+    except ValueError:
+        return False
+    except RayError:
+        logger.warning("Ray does not say whether %s lives", name, exc_info=True)
+    return True
 
 
 class RunningCall:
     """One generation. ``sent``: its chunks so far. ``end``: the last one, once no more tokens come.
 
-    ``reply_to``: None where nobody reads it.
+    ``reply_to``: None where nobody reads it. ``caller``: the Serve actor that asks, "" where it is none.
     """
 
-    __slots__ = ("end", "reply_to", "sent", "stream")
+    __slots__ = ("caller", "end", "reply_to", "sent", "stream")
 
-    def __init__(self, reply_to: wire.ReplyTo | None, stream: TokenStream) -> None:
+    def __init__(self, reply_to: wire.ReplyTo | None, stream: TokenStream, caller: str) -> None:
+        self.caller = caller
         self.reply_to = reply_to
         self.stream = stream
         self.sent = 0
@@ -78,35 +68,59 @@ class RunningCall:
 
 
 class RunningCalls:
-    """All of them, for the replica's loop. ``cancel`` ends one in the engine; ``leaving``: whether the replica ends."""
+    """All of them, for the replica's loop. ``cancel`` ends one in the engine; ``closed``: whether the replica ends."""
 
-    def __init__(
-        self, replica_id: str, sender: TokenSender, cancel: Callable[[str], None], leaving: Callable[[], bool]
-    ) -> None:
+    def __init__(self, replica_id: str, sender: TokenSender, cancel: Callable[[str], None]) -> None:
+        self.closed = False
         self._replica_id = replica_id
         self._sender = sender
         self._cancel = cancel
-        self._leaving = leaving
         self._calls: dict[str, RunningCall] = {}
+        self._left: OrderedDict[str, None] = OrderedDict()
 
     def __bool__(self) -> bool:
         return bool(self._calls)
 
-    def begin(self, call_id: str, reply_to: wire.ReplyTo | None, stream: TokenStream) -> RunningCall:
+    def begin(self, call_id: str, reply_to: wire.ReplyTo | None, stream: TokenStream, caller: str = "") -> RunningCall:
         """Take outputs of a generation that is about to be submitted."""
-        call = self._calls[call_id] = RunningCall(reply_to, stream)
+        call = self._calls[call_id] = RunningCall(reply_to, stream, caller)
         return call
 
     def forget(self, call_id: str) -> None:
         """Take no more outputs of a generation."""
         self._calls.pop(call_id, None)
+        self._left.pop(call_id, None)
 
-    def break_off(self, message: str) -> None:
+    def leave(self, call_ids: Sequence[str]) -> None:
+        """End generations that nobody waits for, also those that have not begun."""
+        for call_id in call_ids:
+            self._left[call_id] = None
+            if len(self._left) > _MAX_LEFT:
+                self._left.popitem(last=False)
+        self._end_left()
+
+    async def watch(self, lives: Callable[[str], bool] = actor_lives) -> None:
+        """End for ever the generations of callers that died, and those that were left; ``lives`` may block.
+
+        What cannot be cancelled yet is cancelled the next time.
+        """
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            self._end_left()
+            for caller in {call.caller for call in self._calls.values()}:
+                if not await asyncio.to_thread(lives, caller):
+                    ended = [call_id for call_id, call in self._calls.items() if call.caller == caller]
+                    logger.warning("%s died; %d of its requests end", caller, len(ended))
+                    for call_id in ended:
+                        self._cancel(call_id)
+
+    def break_off(self) -> None:
         """End every generation, so that its ingress goes on with it elsewhere; nothing of it runs on here."""
+        self.closed = True
         calls, self._calls = self._calls, {}
         for call_id, call in calls.items():
             self._cancel(call_id)
-            call.finish(self._failure("unavailable", message, call))
+            call.finish(self._failure("unavailable", STOPPING, call))
 
     def deliver(self, outputs: Sequence[EngineOutput]) -> None:
         """Send a step's outputs to those who wait for them; those of other requests are nobody's."""
@@ -130,6 +144,10 @@ class RunningCalls:
                 for call_id, chunk in chunks:
                     self._lost(call_id, chunk)
 
+    def _end_left(self) -> None:
+        for call_id in self._calls.keys() & self._left.keys():
+            self._cancel(call_id)
+
     def _lost(self, call_id: str, chunk: wire.GenerateChunk) -> None:
         """End a generation whose tokens its ingress does not take; it may ask another replica for the rest."""
         call = self._calls[call_id]
@@ -143,7 +161,7 @@ class RunningCalls:
             return self._failure("timeout", output.error, call)
         if output.finish_reason == "error":
             # A stopping replica fails what it could not finish; another replica can take it over.
-            return self._failure("unavailable" if self._leaving() else "failed", output.error, call)
+            return self._failure("unavailable" if self.closed else "failed", output.error, call)
         return wire.GenerateChunk(
             token_ids=output.token_ids,
             seq=call.sent,

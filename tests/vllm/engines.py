@@ -18,10 +18,7 @@ from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.checkpoints.checkpoint import CheckpointInfo, load_checkpoint_info
 from serve_app.engine.core.build import build_engine
 from serve_app.engine.core.engine import TorchEngine
-from serve_app.engine.protocol import (
-    EngineOutput,
-    EngineRequest,
-)
+from serve_app.engine.protocol import EngineOutput, EngineRequest
 from serve_app.engine.settings import EngineSettings
 from serve_app.engine.vllm.engine import VllmEngine
 from serve_app.engine.vllm.settings import VllmSettings

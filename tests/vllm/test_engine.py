@@ -14,7 +14,6 @@ import psutil
 import pytest
 
 from router.protocol.block_hash import PrefixScope, split_chain
-from serve_app.cache.kv_chain import KvChain, TransferError
 from serve_app.engine.protocol import (
     AdapterError,
     EngineError,
@@ -292,26 +291,6 @@ def test_kv_that_left_and_came_back_gives_the_same_tokens(
     eventually(lambda: set(split_chain(prefix.chain)) <= both.heard.held())
     reset(both)
     assert not list(both.vllm._endpoints.directory.glob("kv-[0-9]*"))
-
-
-def test_kv_that_is_refused_is_computed(both: Both) -> None:
-    """A byte is another one: whoever waited for it gets the same tokens, and nothing of it was taken."""
-    ids = both.prompt(200, seed=400)
-    reset(both)
-    prefix, wanted = compute(both, ids)
-    part = both.vllm.export_prefix(prefix)
-    assert part is not None
-    reset(both)
-    broken = part.payload.copy()
-    broken[3, 7] ^= 1
-    remote, collector = RemoteKv(6 * BLOCK), Collector()
-    both.vllm.submit(replace(request("mine", ids), remote_kv=remote), collector)
-    with pytest.raises(TransferError):
-        both.vllm.import_part(KvChain(part.header, broken), prefix, 0)
-    remote.end()
-    both.vllm.wake()
-    collector.wait(["mine"], 120)
-    assert (collector.cached["mine"], collector.tokens["mine"]) == (0, wanted)
 
 
 def test_a_copy_goes_before_what_waits(both: Both) -> None:

@@ -41,8 +41,7 @@ from serve_app.engine.vllm.events.endpoints import EventEndpoints
 from serve_app.engine.vllm.events.pool import VllmPool
 from serve_app.engine.vllm.events.subscriber import EventSubscriber
 from serve_app.engine.vllm.frontend import Generated, VllmFrontend
-from serve_app.engine.vllm.live_request import LiveRequest
-from serve_app.engine.vllm.load_mirror import LoadMirror
+from serve_app.engine.vllm.load_mirror import LiveRequest, LoadMirror
 from serve_app.engine.vllm.refusals import refuse_unmapped
 from serve_app.engine.vllm.sampling.rows import choice_of, vllm_sampling
 from serve_app.engine.vllm.saves import VllmSaves
@@ -65,7 +64,6 @@ class VllmEngine:
         self._lock = threading.Lock()
         self._meters = EngineMeters()
         self._load = LoadMirror(settings, self._meters)
-        self._live: dict[str, LiveRequest] = {}
         self._stopping = False
         self._progress_s = time.monotonic()
         self._endpoints = EventEndpoints.create()
@@ -125,22 +123,22 @@ class VllmEngine:
         with self._lock:
             if self._stopping:
                 raise EngineError("the engine is stopped")
-            if request.request_id in self._live:
+            if request.request_id in self._load.live:
                 raise ValueError(f"request id {request.request_id!r} is in use")
             self._load.check(request.tenant)
             self._adapters.slots.pin(request.scope.lora)
             now_s = time.monotonic()
-            if not self._live:
+            if not self._load.live:
                 self._progress_s = now_s
-            live = LiveRequest(replace(request, token_ids=ids, block_hashes=chain), sink, choice, now_s)
-            self._live[request.request_id] = live
-            self._load.arrived(request, len(ids) - known)
+            asked = replace(request, token_ids=ids, block_hashes=chain)
+            live = LiveRequest(asked, sink, choice, now_s, len(ids) - known)
+            self._load.arrived(live)
             self._frontend.loop.call_soon_threadsafe(self._begin, live)
 
     def cancel(self, request_id: str) -> None:
         """Drop a request (any thread); its blocks are free within one step. Unknown ids are ignored."""
         with self._lock:
-            live = self._live.get(request_id)
+            live = self._load.live.get(request_id)
         if live is not None:
             self._frontend.loop.call_soon_threadsafe(lambda: live.task is not None and live.task.cancel())
 
@@ -218,7 +216,7 @@ class VllmEngine:
     def wake(self) -> None:
         """Look again at what requests wait for (any thread)."""
         with self._lock:
-            for live in self._live.values():
+            for live in self._load.live.values():
                 if live.request.remote_kv is not None:
                     self._frontend.loop.call_soon_threadsafe(live.woken.set)
 
@@ -242,7 +240,7 @@ class VllmEngine:
         if self._stopping or self._frontend.errored or not self._events.healthy():
             return False
         with self._lock:
-            return not self._live or time.monotonic() - self._progress_s < STALL_AFTER_S
+            return not self._load.live or time.monotonic() - self._progress_s < STALL_AFTER_S
 
     def _begin(self, live: LiveRequest) -> None:
         if not live.ended:
@@ -265,7 +263,11 @@ class VllmEngine:
             while request.remote_kv is not None and not request.remote_kv.done:
                 await live.woken.wait()
                 live.woken.clear()
-            self._count_what_came(request)
+            if request.remote_kv is not None:  # of what a copy was to bring some may not have come
+                size, prompt_tokens = self.settings.block_size, len(request.token_ids)
+                known = self._pool.known(request.block_hashes, (prompt_tokens - 1) // size)
+                with self._lock:
+                    live.uncached_tokens = prompt_tokens - known * size
             self._saves.renew(request)
             async for part in parts:
                 if not live.begun:
@@ -273,14 +275,6 @@ class VllmEngine:
                 self._take(live, part)
                 if live.ended:
                     return
-
-    def _count_what_came(self, request: EngineRequest) -> None:
-        """Count the prompt's tokens that a copy was to bring and did not."""
-        if request.remote_kv is not None:
-            size, prompt_tokens = self.settings.block_size, len(request.token_ids)
-            known = self._pool.known(request.block_hashes, (prompt_tokens - 1) // size)
-            with self._lock:
-                self._load.recount(request.request_id, prompt_tokens - known * size)
 
     def _copies(self) -> None:
         with self._lock:
@@ -326,8 +320,7 @@ class VllmEngine:
             request.tenant, len(request.token_ids), part.cached_tokens, caching=self.settings.enable_prefix_caching
         )
         with self._lock:
-            live.begun = True
-            self._load.begun(request.request_id)
+            self._load.begun(live)
         return replace(output, cached_tokens=part.cached_tokens, queue_s=part.queue_s, save=live.save)
 
     def _end(
@@ -338,9 +331,7 @@ class VllmEngine:
             return
         request = live.request
         with self._lock:
-            live.ended = True
-            del self._live[request.request_id]
-            self._load.ended(request.request_id)
+            self._load.ended(live)
         self._adapters.slots.unpin(request.scope.lora)
         Path(live.choice.failure_file).unlink(missing_ok=True)
         self._meters.finished[reason] += 1
@@ -349,7 +340,7 @@ class VllmEngine:
 
     async def _end_all(self) -> None:
         with self._lock:
-            requests = list(self._live.values())
+            requests = list(self._load.live.values())
         for live in requests:
             self._end(live, "error", error="the engine was stopped")
         tasks = [live.task for live in requests if live.task is not None]

@@ -1,4 +1,4 @@
-"""How busy vLLM is, told from what was submitted and what each of its steps computed.
+"""The requests in vLLM, and how busy it is, told from what was submitted and what each of its steps computed.
 
 vLLM serves first come, first served, so a step's prompt tokens belong to the oldest prefills: what is queued is known
 to the token without asking. Not thread-safe: the engine's lock guards it.
@@ -6,55 +6,70 @@ to the token without asking. Not thread-safe: the engine's lock guards it.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from router.protocol.events import LoadReport
 from router.protocol.samples import Labels, Sample
 from serve_app.engine.metrics import EngineMeters
-from serve_app.engine.protocol import EngineRequest, QueueFull
+from serve_app.engine.protocol import EngineRequest, OutputSink, QueueFull, SaveResult
 from serve_app.engine.reservations import RouterReservations, retry_after_s
+from serve_app.engine.vllm.sampling.rows import TokenChoice
 from serve_app.engine.vllm.settings import VllmSettings
 from serve_app.fairness.shares import Budget, Shares
 
 
-@dataclass(slots=True)
-class _Prefill:
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """A request between its submission and its end. ``save``: what became of what it asked to keep.
+
+    ``uncached_tokens``: of its prompt, still to be computed; ``woken``: set when what it waits for may be there.
+    """
+
     request: EngineRequest
-    tokens: int
+    sink: OutputSink
+    choice: TokenChoice
+    arrival_s: float
+    uncached_tokens: int
+    begun: bool = False
+    ended: bool = False
+    save: SaveResult | None = None
+    task: asyncio.Task[None] | None = None
+    woken: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class LoadMirror:
     """Queued prefill tokens in all and by router. A request counts from its submission to its first token.
 
-    So long it is in the waiting line too, since vLLM says no more of a single one.
+    So long it is in the waiting line too, since vLLM says no more of a single one. ``live``: all requests by their ids.
     """
 
     def __init__(self, settings: VllmSettings, meters: EngineMeters) -> None:
         self.line = Budget(Shares(settings.tenant_shares), lambda: settings.max_waiting_requests)
         self._settings = settings
         self._meters = meters
-        self._prefills: dict[str, _Prefill] = {}
+        self.live: dict[str, LiveRequest] = {}
+        self._prefills: dict[str, LiveRequest] = {}
         self._reservations = RouterReservations()
         self._running = 0
-        self._live = 0
         self._copies = 0
         self.kv_usage = 0.0
 
     @property
     def running(self) -> int:
         """Sequences that run, as of the last step."""
-        return min(self._running, self._live)
+        return min(self._running, len(self.live))
 
     @property
     def waiting(self) -> int:
         """Live requests that did not run in the last step."""
-        return self._live - self.running
+        return len(self.live) - self.running
 
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens still to be computed."""
-        return sum(prefill.tokens for prefill in self._prefills.values())
+        return sum(prefill.uncached_tokens for prefill in self._prefills.values())
 
     def check(self, tenant: str) -> None:
         """Raise QueueFull where the line is full for a tenant."""
@@ -63,17 +78,12 @@ class LoadMirror:
             wait_s = retry_after_s(self.queued_tokens, self._meters.prefill_tokens_per_s)
             raise QueueFull(f"{self.line.used} requests are waiting", wait_s)
 
-    def arrived(self, request: EngineRequest, uncached_tokens: int) -> None:
-        """Count a request that was checked. ``uncached_tokens``: of its prompt, by what is known to be cached."""
-        self._live += 1
-        self._prefills[request.request_id] = _Prefill(request, uncached_tokens)
+    def arrived(self, live: LiveRequest) -> None:
+        """Count a request that was checked."""
+        request = live.request
+        self.live[request.request_id] = self._prefills[request.request_id] = live
         self._reservations.arrived(request.router_id, request.reservation)
         self.line.take(request.tenant, 1)
-
-    def recount(self, request_id: str, uncached_tokens: int) -> None:
-        """Note how much of a live request's prompt is to be computed after all, once a copy has come or failed."""
-        if request_id in self._prefills:
-            self._prefills[request_id].tokens = uncached_tokens
 
     def copies(self) -> None:
         """Note that a copy of KV is about to be submitted: a request of one token, which is nobody's prompt."""
@@ -92,8 +102,8 @@ class LoadMirror:
         prompt_tokens -= copies
         left = prompt_tokens
         for prefill in self._prefills.values():
-            taken = min(left, prefill.tokens)
-            prefill.tokens -= taken
+            taken = min(left, prefill.uncached_tokens)
+            prefill.uncached_tokens -= taken
             left -= taken
             if not left:
                 break
@@ -102,16 +112,17 @@ class LoadMirror:
         if prompt_tokens or not copies:  # a copy's step says nothing of how fast this machine computes
             self._meters.stepped(prompt_tokens, duration_s)
 
-    def begun(self, request_id: str) -> None:
+    def begun(self, live: LiveRequest) -> None:
         """Note that a request has its first token: nothing of its prompt is left."""
-        prefill = self._prefills.pop(request_id, None)
-        if prefill is not None:
-            self.line.give_back(prefill.request.tenant, 1)
+        live.begun = True
+        if self._prefills.pop(live.request.request_id, None) is not None:
+            self.line.give_back(live.request.tenant, 1)
 
-    def ended(self, request_id: str) -> None:
-        """Note that a live request is live no more."""
-        self.begun(request_id)
-        self._live -= 1
+    def ended(self, live: LiveRequest) -> None:
+        """Note that a request is live no more."""
+        self.begun(live)
+        live.ended = True
+        del self.live[live.request.request_id]
 
     def report(self, now_s: float) -> LoadReport:
         """Return the load as one message. Nobody overtakes what is queued, so all of it is committed."""

@@ -24,11 +24,7 @@ class Departure:
     """
 
     def __init__(
-        self,
-        replica_id: str,
-        leave: Callable[[float], None],
-        stay: Callable[[], None],
-        loop: asyncio.AbstractEventLoop,
+        self, replica_id: str, leave: Callable[[float], None], stay: Callable[[], None], loop: asyncio.AbstractEventLoop
     ) -> None:
         self.leaving = False
         self._replica_id = replica_id

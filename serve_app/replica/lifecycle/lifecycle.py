@@ -1,33 +1,27 @@
 """One replica's joining and leaving: the pre-warm in its start; hand-over and end of streams when it is stopped.
 
-Owns when each begins and ends, and the receipts. Peers are reached through the Serve handle of the replica's own
-deployment; runs in the replica's loop.
+Owns when each begins and ends, and the receipts. Runs in the replica's loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
 
-import ray
 from ray import serve
 
 from serve_app import notices
-from serve_app.cache.kv_chain import KvChain
-from serve_app.cache.prefix.hot_prefixes import HashedTokens, Kind, SavedPrefix
 from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import Engine
 from serve_app.ray_compat import own_deployment
 from serve_app.replica.adapter_loader import ReplicaAdapters
 from serve_app.replica.lifecycle.departure import Departure
 from serve_app.replica.lifecycle.handover import HandOver
-from serve_app.replica.lifecycle.prewarm import Budget, HotOffer, Prewarm
+from serve_app.replica.lifecycle.prewarm import Prewarm
 from serve_app.replica.lifecycle.receipt import MoveMeters, Receipt
-from serve_app.replica.lifecycle.takeover import Survey, Takeover
-from serve_app.replica.pull import HolderLost
-from serve_app.replica.pull_peers import Peers
+from serve_app.replica.peers import Peers
+from serve_app.replica.running_calls import RunningCalls
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +36,7 @@ STREAMS_END_S = 5.0
 
 
 class Lifecycle:
-    """``end_streams``: breaks off the streams here so that others go on with them; ``busy``: whether there are any."""
+    """One replica's. ``running``: its streams, which go on elsewhere at the end of its time."""
 
     def __init__(
         self,
@@ -50,24 +44,20 @@ class Lifecycle:
         engine: Engine,
         adapters: ReplicaAdapters,
         peers: Peers,
-        end_streams: Callable[[], None],
-        busy: Callable[[], bool],
+        running: RunningCalls,
+        meters: MoveMeters,
     ) -> None:
         context = serve.get_replica_context()
-        self.meters = MoveMeters()
-        self.takeover = Takeover(engine, adapters.loaded, self.meters)
         self._config = config
         self._engine = engine
         self._adapters = adapters
         self._peers = peers
-        self._end_streams = end_streams
+        self._running = running
+        self._meters = meters
         self._app_name = context.app_name
         self._replica_id: str = context.replica_id.unique_id
         self._loop = asyncio.get_running_loop()
-        self._busy = busy
         self._deadline_s = float("inf")
-        self.over = False
-        """Whether the time is over for streams here."""
         self._task: asyncio.Task[bool | None] | None = None
         self._alarm: asyncio.TimerHandle | None = None
         self.departure = Departure(self._replica_id, self._leave, self._stay, self._loop)
@@ -76,18 +66,11 @@ class Lifecycle:
     async def join(self) -> None:
         """Copy the hottest of what peers hold; returns within the budget, and at once where there is no peer."""
         config = self._config
-        names = sorted(self._peers.running.names - {self._replica_id})
+        names = self._names()
         if not (config.prewarm and config.enable_prefix_caching and names):
             return
-        prewarm = Prewarm(
-            self._engine,
-            self._ask_hot,
-            self._peers.fetch,
-            self._adapters.load_ahead,
-            config.block_size,
-            Budget(config.prewarm_max_bytes, config.prewarm_timeout_s, config.max_cpu_loras),
-        )
-        self.meters.joined = receipt = await prewarm.run(names)
+        prewarm = Prewarm(self._engine, self._peers, self._adapters.load, config)
+        self._meters.joined = receipt = await prewarm.run(names)
         logger.info("pre-warm: %s", receipt.to_json())
         await self._post("prewarm", receipt)
 
@@ -109,19 +92,17 @@ class Lifecycle:
         """Begin to hand over beside the streams that run."""
         timeout_s = own_deployment().graceful_shutdown_timeout_s
         self._deadline_s = decided_s + timeout_s
-        self._alarm = self._loop.call_at(max(self._loop.time(), self._deadline_s - STREAMS_END_S), self._end)
+        self._alarm = self._loop.call_at(
+            max(self._loop.time(), self._deadline_s - STREAMS_END_S), self._running.break_off
+        )
         self._receipt = Receipt()
-        peers, size = _HandOverPeers(self._peers), self._config.block_size
-        self._handover = HandOver(self._engine, peers, size, self._busy, self._receipt)
+        size = self._config.block_size
+        self._handover = HandOver(self._engine, self._peers, size, lambda: bool(self._running), self._receipt)
         self._task = self._loop.create_task(self._hand_over())
-
-    def _end(self) -> None:
-        self.over = True
-        self._end_streams()
 
     def _stay(self) -> None:
         """This replica runs again: an absence was a long one."""
-        self.over = False
+        self._running.closed = False
         assert self._alarm is not None and self._task is not None
         self._alarm.cancel()
         self._task.cancel()
@@ -144,10 +125,6 @@ class Lifecycle:
     def _left_s(self) -> float:
         return self._deadline_s - KEPT_S - self._loop.time()
 
-    async def _ask_hot(self, peer: str, most_blocks: int) -> HotOffer:
-        offer: HotOffer = _unless_lost(await self._peers.call("offer_hot", peer, most_blocks))
-        return offer
-
     async def _post(self, kind: str, receipt: Receipt) -> None:
         notice = {"replica_id": self._replica_id, **receipt.to_json()}
         try:
@@ -155,34 +132,3 @@ class Lifecycle:
                 await asyncio.to_thread(notices.post, self._app_name, kind, self._replica_id, notice)
         except Exception:
             logger.warning("the %s of this replica is on no board", kind, exc_info=True)
-
-
-class _HandOverPeers:
-    """Peers through this deployment's handle; parts go through the object store, by reference."""
-
-    def __init__(self, peers: Peers) -> None:
-        self._peers = peers
-
-    async def survey(self, peer: str, runs: Sequence[bytes]) -> Survey:
-        found: Survey = _unless_lost(await self._peers.call("survey_cache", peer, runs))
-        return found
-
-    async def take(self, peer: str, prefix: HashedTokens, first: int, part: KvChain, kind: Kind) -> int:
-        reference = await asyncio.to_thread(ray.put, part)
-        held: int = _unless_lost(await self._peers.call("take_kv", peer, prefix, first, [reference], kind))
-        return held
-
-    async def keep(self, peer: str, saved: SavedPrefix, prefix: HashedTokens) -> bool:
-        kept: bool = _unless_lost(await self._peers.call("keep_save", peer, saved, prefix))
-        return kept
-
-
-Lost = Literal["lost"]
-"""What a replica answers to a call that was meant for another one: Serve sends a dead one's calls on."""
-
-
-def _unless_lost(answer: Any) -> Any:
-    """Return an answer. Raises HolderLost where it is none."""
-    if isinstance(answer, str) and answer == "lost":
-        raise HolderLost("it is gone")
-    return answer

@@ -1,7 +1,7 @@
 """A new replica copies the hottest prefixes from its peers before it takes requests.
 
-Owns which blocks are copied from whom, inside a byte and a time budget. Peers are asked through ``AskHot`` and
-``Fetch``; whatever fails costs a warm start, never the start.
+Owns which blocks are copied from whom, inside a byte and a time budget. Whatever fails costs a warm start, never the
+start.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from router.protocol.block_hash import split_chain
 from serve_app.cache.kv_chain import TransferError
 from serve_app.cache.prefix.hot_prefixes import KINDS, HashedTokens, HotPrefixes, Kind
+from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import AdapterSpec, Engine
 from serve_app.replica.lifecycle.receipt import Receipt, Skipped
-from serve_app.replica.pull import PIECE_BYTES, Fetch, HolderLost, copy_part
+from serve_app.replica.peers import HolderLost, HotOffer, Peers, ask_all
+from serve_app.replica.pull import PIECE_BYTES, copy_part
 
 logger = logging.getLogger(__name__)
 
@@ -27,28 +29,8 @@ ANSWER_PART = 4
 """A peer has this part of the time budget for each answer: one that hangs does not take all of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class HotOffer:
-    """What a peer has: prefixes, the hottest first, and the adapters in its memory, the last used first."""
-
-    prefixes: HotPrefixes
-    adapters: tuple[AdapterSpec, ...] = ()
-
-
-AskHot = Callable[[str, int], Awaitable[HotOffer]]
-"""(peer, most blocks) -> its offer. Raises HolderLost."""
-
 LoadAdapter = Callable[[AdapterSpec], Awaitable[str]]
 """Loads an adapter; returns why it could not be, or ""."""
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """What a pre-warm may take."""
-
-    most_bytes: int
-    time_s: float
-    most_adapters: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,25 +101,15 @@ def plan(offers: Mapping[str, HotPrefixes], most_blocks: int) -> list[Piece]:
 class Prewarm:
     """One replica's pre-warm."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        ask: AskHot,
-        fetch: Fetch,
-        load_adapter: LoadAdapter,
-        block_size: int,
-        budget: Budget,
-    ) -> None:
+    def __init__(self, engine: Engine, peers: Peers, load_adapter: LoadAdapter, config: AppConfig) -> None:
         self._engine = engine
-        self._ask = ask
-        self._fetch = fetch
+        self._peers = peers
         self._load_adapter = load_adapter
-        self._size = block_size
-        self._budget = budget
+        self._config = config
         self._block_bytes = max(engine.kv_block_bytes, 1)
-        self._answer_s = budget.time_s / ANSWER_PART
+        self._answer_s = config.prewarm_timeout_s / ANSWER_PART
         self._open: dict[str, int] = {}
-        self._left: list[int] = []
+        self._planned = 0
         self.receipt = Receipt()
 
     async def run(self, peers: Sequence[str]) -> Receipt:
@@ -145,38 +117,24 @@ class Prewarm:
         receipt, started_s = self.receipt, time.monotonic()
         try:
             if peers:
-                async with asyncio.timeout(self._budget.time_s):
-                    offers = await self._offers(peers)
+                async with asyncio.timeout(self._config.prewarm_timeout_s):
+                    most = self._config.prewarm_max_bytes // self._block_bytes
+                    offers = await ask_all(
+                        peers, lambda peer: self._peers.offer(peer, most), self._answer_s, receipt.lost
+                    )
                     receipt.peers = len(offers)
                     free = (await asyncio.to_thread(self._engine.cache_room)).free_blocks
-                    most_blocks = min(self._budget.most_bytes // self._block_bytes, free)
-                    pieces = plan({peer: offer.prefixes for peer, offer in offers.items()}, most_blocks)
+                    pieces = plan({peer: offer.prefixes for peer, offer in offers.items()}, min(most, free))
                     async with asyncio.TaskGroup() as group:
                         group.create_task(self._load_adapters(offers))
                         group.create_task(self._copy_all(pieces, list(offers)))
         except TimeoutError:
-            self._skip("time", sum(self._left))
+            self._skip("time", self._planned - receipt.blocks.total() - receipt.skipped.total())
         except Exception:
             logger.exception("the pre-warm failed; this replica starts with what it has")
         receipt.state = "done"
         receipt.seconds = time.monotonic() - started_s
         return receipt
-
-    async def _offers(self, peers: Sequence[str]) -> dict[str, HotOffer]:
-        """Ask all peers; who does not answer in time is left out."""
-        most_blocks = self._budget.most_bytes // self._block_bytes
-
-        async def ask(peer: str) -> HotOffer | None:
-            try:
-                async with asyncio.timeout(self._answer_s):
-                    return await self._ask(peer, most_blocks)
-            except (HolderLost, TimeoutError) as error:
-                logger.info("replica %s did not say what it holds: %s", peer, error)
-                self.receipt.lost.add(peer)
-                return None
-
-        answers = await asyncio.gather(*map(ask, peers))
-        return {peer: answer for peer, answer in zip(peers, answers, strict=True) if answer is not None}
 
     async def _load_adapters(self, offers: Mapping[str, HotOffer]) -> None:
         """Load what peers have in memory: what each used last comes first."""
@@ -187,7 +145,7 @@ class Prewarm:
                     wanted.setdefault(spec.key, spec)
         here = set(self._engine.adapters())
         missing = [spec for key, spec in wanted.items() if key not in here]
-        for spec in missing[: max(0, self._budget.most_adapters - len(here))]:
+        for spec in missing[: max(0, self._config.max_cpu_loras - len(here))]:
             refusal = await self._load_adapter(spec)
             if refusal:
                 logger.warning("the adapter %s was not loaded ahead: %s", spec.name, refusal)
@@ -196,32 +154,25 @@ class Prewarm:
 
     async def _copy_all(self, pieces: Sequence[Piece], peers: Sequence[str]) -> None:
         self._open = dict.fromkeys(peers, 0)
-        numbers = iter(range(len(pieces)))
-        done = [asyncio.Event() for _ in pieces]
-        held = [0] * len(pieces)
-        self._left = [piece.blocks for piece in pieces]
+        self._planned = sum(piece.blocks for piece in pieces)
+        turns, copies = asyncio.Semaphore(PULLS_AT_ONCE), list[asyncio.Task[int]]()
 
-        async def work() -> None:
-            for number in numbers:
-                piece = pieces[number]
-                if piece.after is not None:
-                    await done[piece.after].wait()
-                if piece.after is not None and held[piece.after] < piece.first:
-                    self._skip("parent_missing", piece.blocks)
-                else:
-                    held[number] = await self._copy(piece, number)
-                self._left[number] = 0
-                done[number].set()
+        async def copy(piece: Piece) -> int:
+            if piece.after is not None and await copies[piece.after] < piece.first:
+                self._skip("parent_missing", piece.blocks)
+                return 0
+            async with turns:
+                return await self._copy(piece)
 
         async with asyncio.TaskGroup() as group:
-            for _ in range(PULLS_AT_ONCE):
-                group.create_task(work())
+            for piece in pieces:
+                copies.append(group.create_task(copy(piece)))
 
-    async def _copy(self, piece: Piece, number: int) -> int:
+    async def _copy(self, piece: Piece) -> int:
         """Copy one piece, from another holder where one fails; return how many leading blocks are held then."""
         at, prefix = piece.first, piece.prefix
         reason: Skipped | None = None
-        step = max(1, PIECE_BYTES // self._block_bytes)
+        step, size = max(1, PIECE_BYTES // self._block_bytes), self._config.block_size
         tried: set[str] = set()
         while at < piece.last:
             open_to = [peer for peer in piece.holders if peer in self._open and peer not in tried]
@@ -234,16 +185,14 @@ class Prewarm:
             try:
                 count = min(step, piece.last - at)
                 async with asyncio.timeout(self._answer_s):
-                    held = await copy_part(
-                        self._engine, self._fetch, holder, prefix, at, count, self._size, demote=False
-                    )
+                    fetch = self._peers.fetch
+                    held = await copy_part(self._engine, fetch, holder, prefix, at, count, size, demote=False)
                 if not isinstance(held, tuple):
-                    reason = "peer_lost" if held == "lost" else "gone"
+                    reason = "gone"
                 else:
                     moved = max(0, min(held[0], piece.last) - at)
                     self.receipt.moved(piece.kind, moved, self._block_bytes)
                     at += moved
-                    self._left[number] -= moved
                     if moved < held[1]:
                         self._skip("no_room", piece.last - at)
                         break

@@ -33,8 +33,8 @@ from serve_app.generation.generation import Generation
 from serve_app.generation.prepare import Preparer
 from serve_app.generation.reading import AnswerReader
 from serve_app.replica import messages as wire
-from serve_app.replica.running_calls import RunningCalls, TokenStream
-from serve_app.replica.token_channel import Addressed, TokenInbox
+from serve_app.replica.running_calls import RunningCalls
+from serve_app.replica.token_channel import Addressed, TokenInbox, TokenStream
 from serve_app.structured.matcher import Matchers
 from serve_app.tenants.tenants import DEFAULT_TENANT, Tenant
 from serve_app.tokenization.tokenizer import PromptTokenizer
@@ -63,7 +63,7 @@ class BreakingReplicas:
         self._random = rng
         self._breaks: dict[str, _Break] = {}
         self._running = {
-            name: RunningCalls(name, self, engine.cancel, lambda: False)  # type: ignore[arg-type]
+            name: RunningCalls(name, self, engine.cancel)  # type: ignore[arg-type]
             for name, engine in self._engines.items()
         }
         self.inbox = TokenInbox(wire.ReplyTo())
@@ -82,7 +82,7 @@ class BreakingReplicas:
         assert chosen is not None
         self.decisions.add(route.request_id, chosen)
         call = wire.decode_call(payload)
-        own = self.breaks.get(call.request_id.rpartition(".")[0], [])
+        own = self.breaks.get(call.request.request_id.rpartition(".")[0], [])
         result = _Result(self._answer(call, route, chosen.replica_id, own.pop(0) if own else None))
         metadata = RequestMetadata(request_id=route.request_id, internal_request_id=route.request_id)
         assigned = asyncio.get_running_loop().create_task(result.assigned())
@@ -102,9 +102,10 @@ class BreakingReplicas:
     async def _answer(self, call: wire.GenerateCall, route: RoutedRequest, replica_id: str, after: int | None) -> bytes:
         """Return the call's end as the replica says it, or break it once so many tokens were sent."""
         engine, loop, calls = self._engines[replica_id], asyncio.get_running_loop(), self._running[replica_id]
-        running, planned = calls.begin(call.request_id, call.reply_to, TokenStream(call.interval_s)), _Break(after or 0)
+        call_id, planned = call.request.request_id, _Break(after or 0)
+        running = calls.begin(call_id, call.reply_to, TokenStream(call.interval_s))
         if after is not None:
-            self._breaks[call.request_id] = planned
+            self._breaks[call_id] = planned
 
         def hear(outputs: Sequence[EngineOutput]) -> None:
             with suppress(RuntimeError):  # the loop is closed
@@ -113,7 +114,7 @@ class BreakingReplicas:
         waiting = asyncio.ensure_future(planned.reached.wait())
         try:
             matcher = self._matchers.matcher(call.grammar) if call.grammar else None
-            engine.submit(call.to_engine_request(route.block_hashes, "", 0, matcher), hear)
+            engine.submit(replace(call.request, block_hashes=route.block_hashes, matcher=matcher), hear)
             await asyncio.wait((waiting, running.end), return_when=asyncio.FIRST_COMPLETED)
             if planned.reached.is_set():
                 self._break(engine)
@@ -123,9 +124,9 @@ class BreakingReplicas:
             return wire.encode(end)
         finally:
             waiting.cancel()
-            self._breaks.pop(call.request_id, None)
-            calls.forget(call.request_id)
-            engine.cancel(call.request_id)
+            self._breaks.pop(call_id, None)
+            calls.forget(call_id)
+            engine.cancel(call_id)
 
     def _break(self, engine: Engine) -> None:
         self.broken += 1

@@ -16,8 +16,7 @@ from ray.serve import Application
 
 from serve_app import app
 from serve_app.config.app import AppConfig
-from serve_app.replica.lifecycle.lifecycle import Lost
-from serve_app.replica.pull import PulledPart, WantedPart
+from serve_app.replica.peers import Question
 from serve_app.replica.replica import Replica
 from tests.integration.scaling import FAULTS
 
@@ -25,13 +24,9 @@ from tests.integration.scaling import FAULTS
 class Mortal(Replica):
     """A replica that can be made to die in the middle of a peer's pre-warm or hand-over."""
 
-    async def export_kv(self, wanted: WantedPart, *, target: str) -> PulledPart:
-        _called("export_kv")
-        return await super().export_kv(wanted, target=target)
-
-    async def take_kv(self, *args: Any, target: str) -> int | Lost:
-        _called("take_kv")
-        return await super().take_kv(*args, target=target)
+    async def answer_peer(self, question: Question, *args: Any, target: str) -> Any:
+        _called(question)
+        return await super().answer_peer(question, *args, target=target)
 
 
 def _called(method: str) -> None:

@@ -156,8 +156,8 @@ def whole(max_tokens: int = 6) -> list[int]:
 
 async def answer(call: wire.GenerateCall, route: RoutedRequest, replica: str, stop_after: int | None = None) -> Any:
     """Yield what a sound replica yields, two tokens a chunk; optionally only the first ``stop_after`` tokens."""
-    start = len(call.token_ids) // 4
-    tokens = [token_at(start + i) for i in range(call.sampling.max_tokens)][:stop_after]
+    start = len(call.request.token_ids)
+    tokens = [token_at(start + i) for i in range(call.request.sampling.max_tokens)][:stop_after]
     for i in range(0, len(tokens), 2):
         last = stop_after is None and i + 2 >= len(tokens)
         yield wire.GenerateChunk(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from grpc import StatusCode
 from grpc.aio import AioRpcError, Metadata
@@ -91,12 +90,12 @@ def test_a_lost_replica_is_replaced_with_the_same_tokens(received: int, error: E
     (_, first), (second_call, second) = handle.calls
     assert second.request_id != first.request_id
     assert second.avoid == second.dead == (called[0],)
-    resumed = np.frombuffer(second_call.token_ids, dtype="<i4")
+    resumed = second_call.request.token_ids
     assert list(resumed) == [*range(10), *whole()[:received]]
     assert second.block_hashes == hash_blocks(ROOT, resumed, BLOCK)
-    assert second_call.sampling == replace(generation().sampling, max_tokens=6 - received)
-    assert second_call.scope == SCOPE
-    assert second_call.resumed_tokens == received
+    assert second_call.request.sampling == replace(generation().sampling, max_tokens=6 - received)
+    assert second_call.request.scope == SCOPE
+    assert second_call.request.resumed_tokens == received
 
 
 def test_what_a_busier_replica_sends_back_goes_elsewhere() -> None:
@@ -130,10 +129,10 @@ def test_what_is_sent_again_keeps_its_public_part(public_blocks: int) -> None:
     handle = FakeHandle(lost_once(4))
     run(handle, public_blocks=public_blocks)
     call, route = handle.calls[1]
-    resumed = np.frombuffer(call.token_ids, dtype="<i4")
+    resumed = call.request.token_ids
     assert len(resumed) == 14
     assert route.block_hashes == extend_chain(root_of(public_blocks), public_blocks, resumed, BLOCK)
-    sent = wire.decode_call(wire.encode(call)).to_engine_request(route.block_hashes, "", 0)
+    sent = wire.decode_call(wire.encode(call)).request
     assert (sent.scope.public_blocks, sent.root) == (public_blocks, b"p" * 16 + ROOT)
 
 
@@ -172,9 +171,9 @@ def test_a_stream_outlives_any_number_of_replicas_that_leave_in_order() -> None:
     """
 
     async def chunks(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
-        async for chunk in answer(call, route, replica, 2 if call.sampling.max_tokens > 2 else None):
+        async for chunk in answer(call, route, replica, 2 if call.request.sampling.max_tokens > 2 else None):
             yield chunk
-        if call.sampling.max_tokens > 2:
+        if call.request.sampling.max_tokens > 2:
             yield LEAVING
 
     handle = FakeHandle(chunks)

@@ -69,9 +69,9 @@ def test_a_call_carries_the_seconds_that_are_left(monkeypatch: pytest.MonkeyPatc
 
     handle = FakeHandle(slow)
     run(handle, deadline_s=1030.0)
-    assert [call.timeout_s for call, _ in handle.calls] == [30.0, 25.5]
-    call, route = handle.calls[1]
-    assert wire.decode_call(wire.encode(call)).to_engine_request(route.block_hashes, "", 0).timeout_s == 25.5
+    assert [call.request.timeout_s for call, _ in handle.calls] == [30.0, 25.5]
+    call, _ = handle.calls[1]
+    assert wire.decode_call(wire.encode(call)).request.timeout_s == 25.5
 
 
 @pytest.mark.parametrize("separate_loop", [True, False])

@@ -35,9 +35,9 @@ class Deployment:
         for replica in self.replicas:
             match method:
                 case "load_adapter":
-                    answers.append(await replica.load(argument))
+                    answers.append(await replica.load(argument.spec))
                 case "drop_adapter":
-                    answers.append(replica.drop(argument))
+                    answers.append(replica._engine.unload_adapter(argument))
                 case _:
                     replica.registry.merge(argument)
         return answers

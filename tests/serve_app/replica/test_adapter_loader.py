@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from router.protocol.block_hash import PrefixScope
-from serve_app.checkpoints.adapter_registry import AdapterEntry, configured_adapters
+from serve_app.checkpoints.adapter_registry import configured_adapters
 from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import AdapterError, AdapterSpec, EngineRequest, UnknownAdapter
 from serve_app.replica.adapter_loader import ReplicaAdapters
@@ -70,6 +70,6 @@ def test_only_loads_are_timed_and_smoothed(tmp_path: Path) -> None:
     replica = ReplicaAdapters(AppConfig(), simulated_engine(), clock=lambda: next(readings))
     took = [replica.load_s]
     for adapter in (both[0], both[0], both[1]):
-        assert asyncio.run(replica.load(AdapterEntry("x", adapter))) == ""
+        assert asyncio.run(replica.load(adapter)) == ""
         took.append(replica.load_s)
     assert took == [0.0, 2.0, 2.0, pytest.approx(1.7)]

@@ -12,19 +12,21 @@ import pytest
 from router.protocol.block_hash import PrefixScope, hash_blocks
 from serve_app.cache.kv_chain import KvChain
 from serve_app.cache.prefix.hot_prefixes import HashedTokens
+from serve_app.config.app import AppConfig
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import EngineRequest
 from serve_app.replica import pull as pull_module
-from serve_app.replica.pull import HolderLost, PulledPart, Puller, PullRate, PullSettings, WantedPart
-from serve_app.replica.pull_metrics import PullMeters
-from serve_app.replica.pull_peers import Exports
+from serve_app.replica.lifecycle.answers import PeerAnswers
+from serve_app.replica.lifecycle.receipt import MoveMeters
+from serve_app.replica.peers import HolderLost, PulledPart, WantedPart
+from serve_app.replica.pull import Puller, PullMeters, PullRate
 from serve_app.tracing.replica import ReplicaTrace
 from serve_app.tracing.tracer import traceparent_of
 from tests.serve_app.conftest import MakeEngine, Reference
 from tests.serve_app.engine.tiny import SCOPE, SECRET, Collector, prompt, request, run_all, sample
 from tests.serve_app.tracing.spans import Recorded
 
-SETTINGS = PullSettings(min_tokens=32)
+CONFIG = AppConfig(min_pull_tokens=32)
 Run = Callable[[Puller], Awaitable[None]]
 
 
@@ -37,7 +39,7 @@ class Holder:
     """The other replica: a real engine's exports, with a gate in front of them."""
 
     def __init__(self, engine: TorchEngine) -> None:
-        self.exports = Exports(engine, 16, PullMeters())
+        self.answers = PeerAnswers(engine, tuple, MoveMeters(), PullMeters())
         self.asked: list[WantedPart] = []
         self.gate = asyncio.Event()
         self.gate.set()
@@ -49,7 +51,7 @@ class Holder:
         await self.gate.wait()
         if self.failure is not None:
             raise self.failure
-        return await self.exports.part(wanted)
+        return await self.answers.export_kv(wanted)
 
 
 async def generate(engine: TorchEngine, puller: Puller, item: EngineRequest) -> Collector:
@@ -72,7 +74,7 @@ def test_a_pulled_prefix_gives_the_tokens_of_a_computed_one(make_engine: MakeEng
         if held_tokens:
             run_all(second, [request("b", ids[:held_tokens], 1)])
         holder = Holder(first)
-        puller = Puller(second, holder.fetch, 16, SETTINGS)
+        puller = Puller(second, holder.fetch, CONFIG)
         got = await generate(second, puller, keyed(request("c", ids, 12)))
         assert got.tokens["c"] == reference("qwen3", ids, 12)
         assert got.cached["c"] == 192
@@ -95,7 +97,7 @@ def test_all_who_wait_for_a_pull_have_it_in_their_traces(make_engine: MakeEngine
         first, second = make_engine(), make_engine()
         run_all(first, [request("a", ids, 1)])
         holder = Holder(first)
-        puller = Puller(second, holder.fetch, 16, SETTINGS)
+        puller = Puller(second, holder.fetch, CONFIG)
         root = recorded.tracer.begin("call", {})
         for name in ("begins", "joins"):
             item = keyed(request(name, ids, 1))
@@ -124,7 +126,7 @@ def test_a_hundred_requests_wait_for_one_copy_and_others_do_not(make_engine: Mak
         run_all(first, [request("a", ids, 1)])
         holder = Holder(first)
         holder.gate.clear()
-        puller = Puller(second, holder.fetch, 16, SETTINGS)
+        puller = Puller(second, holder.fetch, CONFIG)
         items = [keyed(request(f"c{n}", np.append(ids, np.int32(n)), 3)) for n in range(100)]
         collector = Collector()
         for n, item in enumerate(items):
@@ -168,7 +170,7 @@ def test_a_holder_evicts_first_what_a_pull_took_over(piece_blocks: int, make_eng
         assert first.export_prefix(HashedTokens(SCOPE, moves, chains[1])) is not None
         assert [first.known_blocks(chain, 8) for chain in chains] == [6, 8]
         monkeypatch.setattr(pull_module, "PIECE_BYTES", piece_blocks * second.kv_block_bytes)
-        puller = Puller(second, Holder(first).fetch, 16, SETTINGS)
+        puller = Puller(second, Holder(first).fetch, CONFIG)
         got = await generate(second, puller, keyed(request("moves", moves, 1)))
         assert got.cached["moves"] == 128
         # Ten blocks are cached and four free: three of the seven wanted ones have to be evicted.
@@ -202,7 +204,7 @@ def test_whatever_goes_wrong_costs_time_only(
         elif trouble == "failed":
             holder.failure = RuntimeError("boom")
         elif trouble == "holder_busy":
-            monkeypatch.setattr("serve_app.replica.pull_peers.EXPORTS_AT_ONCE", -100)
+            monkeypatch.setattr("serve_app.replica.lifecycle.answers.EXPORTS_AT_ONCE", -100)
         elif trouble == "invalid":
 
             async def corrupted(name: str, wanted: WantedPart) -> PulledPart:
@@ -213,7 +215,7 @@ def test_whatever_goes_wrong_costs_time_only(
                 return KvChain(part.header, payload)
 
             fetch = corrupted
-        puller = Puller(second, fetch, 16, SETTINGS)
+        puller = Puller(second, fetch, CONFIG)
         got = await generate(second, puller, keyed(request("c", ids, 6)))
         assert got.tokens["c"] == reference("qwen3", ids, 6)
         assert got.cached["c"] == 0
@@ -233,10 +235,10 @@ def test_a_holder_hands_out_exactly_the_asked_scope(make_engine: MakeEngine) -> 
     engine = make_engine()
     mine, theirs = PrefixScope("tiny", salt=b"mine"), PrefixScope("tiny", salt=b"theirs")
     run_all(engine, [request("a", ids, 1, scope=mine)])
-    exports = Exports(engine, 16, PullMeters())
+    answers = PeerAnswers(engine, tuple, MoveMeters(), PullMeters())
 
     def ask(scope: PrefixScope, root: bytes, first: int = 0, most: int = 99) -> PulledPart:
-        return asyncio.run(exports.part(WantedPart(scope, hash_blocks(root, ids, 16), ids.tobytes(), first, most)))
+        return asyncio.run(answers.export_kv(WantedPart(scope, hash_blocks(root, ids, 16), ids.tobytes(), first, most)))
 
     assert ask(theirs, theirs.root(SECRET)) == "gone"
     assert ask(theirs, mine.root(SECRET)) == "gone"
@@ -264,19 +266,19 @@ def test_a_replica_decides_again(make_engine: MakeEngine) -> None:
         holder.gate.clear()
 
         def refusal(item: EngineRequest, **settings: object) -> str:
-            puller = Puller(engine, holder.fetch, 16, replace(SETTINGS, **settings))  # type: ignore[arg-type]
+            puller = Puller(engine, holder.fetch, CONFIG.model_copy(update=settings))
             if settings.get("max_pulls"):
                 assert puller.begin(keyed(request("x", prompt(160, 8))), "holder", 160) is not None
             assert puller.begin(item, "holder", 160) is None
             return next(iter(puller.meters.refused))
 
         new = keyed(request("new", prompt(160, 3)))
-        assert refusal(new, enabled=False) == "off"
+        assert refusal(new, kv_pull=False) == "off"
         assert refusal(keyed(request("again", ids))) == "held"
         assert refusal(keyed(request("longer", np.append(ids, prompt(20, 4))))) == "held"
-        assert refusal(new, min_tokens=161) == "short"
+        assert refusal(new, min_pull_tokens=161) == "short"
         assert refusal(new, max_pulls=1) == "busy"
-        puller = Puller(engine, holder.fetch, 16, SETTINGS)
+        puller = Puller(engine, holder.fetch, CONFIG)
         for _ in range(20):
             puller._rate.observe(1, 1.0, puller._clock())
         assert puller.begin(new, "holder", 160) is None
@@ -295,7 +297,7 @@ def test_a_waiting_request_can_be_cancelled_and_stopping_ends_pulls(make_engine:
         engine = make_engine()
         holder = Holder(engine)
         holder.gate.clear()
-        puller = Puller(engine, holder.fetch, 16, SETTINGS)
+        puller = Puller(engine, holder.fetch, CONFIG)
         collector = Collector()
         for name in ("left", "stays"):
             item = keyed(request(name, ids, 2))

@@ -23,16 +23,9 @@ class Bench:
         self.load = IDLE
         self.loads: list[LoadReport] = []
         self.heard = asyncio.Event()
-        engine, adapters, puller, moves, feed = (MagicMock() for _ in range(5))
-        engine.load.side_effect = lambda: self.load
-        engine.adapters.return_value = ()
-        engine.stats.return_value = StatsReport(())
-        adapters.load_s = 0.0
-        puller.tokens_per_s = 0.0
-        puller.meters.samples.return_value = moves.samples.return_value = ()
-        feed.mirror_drifts = 0
+        feed = MagicMock()
         feed.put.side_effect = self._put
-        self.reporter = Reporter(engine, adapters, puller, moves, feed, interval_s, lambda: 0)
+        self.reporter = Reporter(lambda: self.load, lambda: StatsReport(()), feed, interval_s)
 
     def _put(self, events: list[Any]) -> None:
         self.loads += [event for event in events if isinstance(event, LoadReport)]

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from msgspec import structs
 
-from router.protocol.block_hash import PrefixScope
 from router.protocol.events import LoadReport
 from router.protocol.request import Decision
-from serve_app.engine.protocol import SamplingParams
 from serve_app.replica import messages as wire
 from serve_app.replica.replica import Replica
+from tests.serve_app.engine.tiny import request
 
 LOAD = LoadReport(5000, 0, 1, 8, 16, 1000.0, taken_at_s=3.0)
-SCOPE = PrefixScope("m", "", b"salt")
-CALL = wire.GenerateCall(
-    "q", "ingress", wire.ReplyTo(), b"\0\0\0\0", SCOPE, SCOPE.root(b"secret"), "t", SamplingParams(max_tokens=1)
-)
+CALL = wire.GenerateCall(request("q", [0], 1), "ingress", wire.ReplyTo())
 
 
 class Begun(Exception):
@@ -36,12 +33,13 @@ def asked(decision: Decision | None) -> wire.GenerateChunk:
     replica: Any = SimpleNamespace(
         _replica_id="me",
         _tracer=None,
-        _lifecycle=SimpleNamespace(over=False),
+        _running=SimpleNamespace(closed=False),
         _engine=SimpleNamespace(load=lambda: LOAD, adapters=lambda: ()),
         _adapters=SimpleNamespace(load_s=0.5),
         _puller=SimpleNamespace(tokens_per_s=7.0, begin=begin),
     )
 
+    replica._load = partial(Replica._load, replica)
     return wire.decode_chunk(asyncio.run(Replica.generate(replica, wire.encode(CALL), decision=decision)))
 
 

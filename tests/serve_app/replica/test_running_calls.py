@@ -6,15 +6,19 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+import ray
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ray.exceptions import RpcError
 
 from serve_app.engine.protocol import EngineOutput
+from serve_app.replica import running_calls
 from serve_app.replica.messages import GenerateChunk, ReplyTo
-from serve_app.replica.running_calls import RunningCalls, TokenStream
-from serve_app.replica.token_channel import Addressed
+from serve_app.replica.running_calls import STOPPING, RunningCalls, actor_lives
+from serve_app.replica.token_channel import Addressed, TokenStream
 
 INGRESSES = (ReplyTo("one"), ReplyTo("two"))
 
@@ -35,7 +39,7 @@ class Sender:
 def play(script: Callable[[RunningCalls, Sender, list[str]], Any]) -> None:
     async def run() -> None:
         sender, cancelled = Sender(), list[str]()
-        script(RunningCalls("me", sender, cancelled.append, lambda: False), sender, cancelled)  # type: ignore[arg-type]
+        script(RunningCalls("me", sender, cancelled.append), sender, cancelled)  # type: ignore[arg-type]
 
     asyncio.run(run())
 
@@ -102,14 +106,100 @@ def test_failures_are_ends_and_no_message() -> None:
         ]
         calls.deliver(failed)
         assert not sender.messages
-        calls.break_off("leaving")
+        calls.break_off()
         ends = {name: call.end.result() for name, call in running.items()}
         assert {name: (end.error, end.message) for name, end in ends.items()} == {
-            "a": ("failed", "broken"), "b": ("timeout", "too long"), "c": ("unavailable", "leaving"),
+            "a": ("failed", "broken"), "b": ("timeout", "too long"), "c": ("unavailable", STOPPING),
         }  # fmt: skip
         assert not calls and "c" in cancelled
 
     play(script)
+
+
+def cancelled_by(script: Callable[[RunningCalls, list[str]], Any], lives: Callable[[str], bool]) -> None:
+    async def run() -> None:
+        cancelled: list[str] = []
+        calls = RunningCalls("me", Sender(), cancelled.append)  # type: ignore[arg-type]
+        watching = asyncio.create_task(calls.watch(lives))
+        await asyncio.wait_for(script(calls, cancelled), 60)
+        watching.cancel()
+
+    asyncio.run(run())
+
+
+def test_requests_of_a_dead_caller_end_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that its engine had not taken yet when its caller was found dead; nobody is watched without requests."""
+    monkeypatch.setattr(running_calls, "LOOK_EVERY_S", 0.0)
+    dead: set[str] = set()
+    asked: list[str] = []
+
+    async def looked() -> None:
+        """Wait until everybody has been looked after twice from now on."""
+        before = asked.count("a")
+        while asked.count("a") < before + 2:  # noqa: ASYNC110 (each look is a turn of the loop)
+            await asyncio.sleep(0)
+
+    async def script(calls: RunningCalls, cancelled: list[str]) -> None:
+        for caller, call_id in (("a", "a1"), ("b", "b1"), ("b", "b2"), ("b", "over"), ("gone", "g")):
+            calls.begin(call_id, INGRESSES[0], TokenStream(), caller)
+        calls.forget("over")
+        calls.forget("g")
+        await looked()
+        assert not cancelled
+        dead.add("b")
+        for _ in range(2):  # not taken yet: once more
+            cancelled.clear()
+            await looked()
+            assert set(cancelled) == {"b1", "b2"}
+        calls.forget("b1")
+        calls.forget("b2")
+        await looked()
+        cancelled.clear()
+        await looked()
+        assert not cancelled
+        assert "gone" not in asked
+
+    cancelled_by(script, lambda name: bool(asked.append(name)) or name not in dead)
+
+
+@pytest.mark.parametrize(("said", "lives"), [(None, True), (ValueError("no such actor"), False), (RpcError("x"), True)])
+def test_nobody_is_dead_while_ray_does_not_say_so(
+    said: Exception | None, lives: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Generations do not end because Ray's control plane is away."""
+    monkeypatch.setattr(ray, "get_actor", MagicMock(side_effect=said))
+    assert actor_lives("x") is lives
+
+
+def test_requests_that_nobody_waits_for_end_whether_they_have_begun_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that its engine had not taken yet; a request of another name does not, and of the ended none is kept."""
+    monkeypatch.setattr(running_calls, "LOOK_EVERY_S", 0.0)
+
+    async def script(calls: RunningCalls, cancelled: list[str]) -> None:
+        def begin(call_id: str) -> None:
+            calls.begin(call_id, INGRESSES[0], TokenStream())
+
+        begin("here")
+        begin("other")
+        calls.leave(["here", "coming"])
+        assert cancelled == ["here"]
+        while cancelled.count("here") < 3:  # noqa: ASYNC110 (each look is a turn of the loop)
+            await asyncio.sleep(0)
+        calls.forget("here")
+        cancelled.clear()
+        begin("coming")
+        while cancelled.count("coming") < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        calls.forget("coming")
+        cancelled.clear()
+        begin("coming")
+        calls.leave([str(number) for number in range(20_000)])
+        begin("0")
+        begin("19999")
+        calls.leave([])
+        assert set(cancelled) == {"19999"}
+
+    cancelled_by(script, lambda _: True)
 
 
 def test_between_first_and_last_outputs_leave_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +207,7 @@ def test_between_first_and_last_outputs_leave_at_intervals(monkeypatch: pytest.M
 
     def leaving(interval_s: float) -> list[list[int]]:
         now_s = 50.0
-        monkeypatch.setattr("serve_app.replica.running_calls.time.monotonic", lambda: now_s)
+        monkeypatch.setattr("serve_app.replica.token_channel.time.monotonic", lambda: now_s)
         stream, left = TokenStream(interval_s), []
         for token in range(10):
             ready = stream.push(EngineOutput("r", (token,), finish_reason="length" if token == 9 else None))

@@ -18,7 +18,7 @@ from serve_app.engine.protocol import EngineOutput
 from serve_app.errors import GenerationFailed
 from serve_app.generation.generation import Tokens
 from serve_app.replica import messages as wire
-from serve_app.replica.running_calls import TokenStream
+from serve_app.replica.token_channel import TokenStream
 from serve_app.tracing.replica import replica_trace
 from serve_app.tracing.request import RequestTrace
 from tests.serve_app.generation.fake_replicas import FakeHandle, answer, generation, ids, lost_once, whole

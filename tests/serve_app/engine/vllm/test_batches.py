@@ -20,13 +20,7 @@ from serve_app.engine.vllm.events.batches import (
     decode_batch,
 )
 from serve_app.engine.vllm.events.pool import UnsupportedEvents, VllmPool
-from tests.serve_app.engine.vllm.pool_model import (
-    OTHER,
-    ROOT,
-    STORED,
-    chain,
-    stored,
-)
+from tests.serve_app.engine.vllm.pool_model import OTHER, ROOT, STORED, chain, stored
 
 
 def pack(events: list[Any], *rest: Any) -> bytes:

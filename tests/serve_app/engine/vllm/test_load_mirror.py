@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.protocol import QueueFull
 from serve_app.engine.reservations import ROUTERS_REMEMBERED
-from serve_app.engine.vllm.load_mirror import LoadMirror
+from serve_app.engine.vllm.load_mirror import LiveRequest, LoadMirror
+from serve_app.engine.vllm.sampling.rows import choice_of
 from serve_app.engine.vllm.settings import VllmSettings
 from tests.serve_app.engine.tiny import request
 
@@ -29,7 +30,7 @@ class Load(LoadMirror):
 
     def arrives(self, name: str, tokens: int, router: str = "", reservation: int = 0, tenant: str = "default") -> None:
         asked = replace(request(name, [1], tenant=tenant), router_id=router, reservation=reservation)
-        self.arrived(asked, tokens)
+        self.arrived(LiveRequest(asked, print, choice_of(asked, ""), 0.0, tokens))
 
 
 @given(prompts=PROMPTS, budget=st.integers(1, 300), arrivals=st.lists(st.booleans(), max_size=60))
@@ -59,7 +60,7 @@ def test_what_nobody_waits_for_was_computed_again() -> None:
     load = Load()
     load.arrives("a", 500, "router", 3)
     load.stepped(1, 0.1, 100, 0.1)
-    load.begun("a")
+    load.begun(load.live["a"])
     load.stepped(1, 0.1, 40, 0.1)
     assert (load.meters.computed_prompt_tokens, load.meters.recomputed_tokens) == (100, 40)
     report = load.report(1.0)
@@ -73,12 +74,12 @@ def test_who_runs_and_who_waits() -> None:
         load.arrives(name, 10)
     assert (load.running, load.waiting) == (0, 3)
     load.stepped(2, 0.5, 20, 0.01)
-    load.begun("a")
+    load.begun(load.live["a"])
     assert (load.running, load.waiting, load.queued_tokens) == (2, 1, 10)
     samples = {dict(labels).get("state"): value for _, labels, value in load.gauges(10, 4, 2, ())}
     assert [samples[state] for state in ("used", "cached", "free")] == [3, 4, 3]
     for name in "abc":
-        load.ended(name)
+        load.ended(load.live[name])
     assert (load.running, load.waiting, load.line.used) == (0, 0, 0)
 
 
@@ -90,13 +91,13 @@ def test_the_waiting_line_is_bounded_and_its_end_is_for_others() -> None:
     with pytest.raises(QueueFull):
         load.check("flood")
     load.check("calm")
-    load.begun("0")
-    load.begun("0")
+    load.begun(load.live["0"])
+    load.begun(load.live["0"])
     load.check("flood")
     load.arrives("more", 10, tenant="flood")
     with pytest.raises(QueueFull):
         load.check("flood")
-    load.ended("1")
+    load.ended(load.live["1"])
     load.check("flood")
 
 
@@ -105,7 +106,7 @@ def test_only_so_many_routers_are_remembered() -> None:
     load = Load()
     for number in range(ROUTERS_REMEMBERED + 10):
         load.arrives(str(number), 0, f"router {number}", 1)
-        load.ended(str(number))
+        load.ended(load.live[str(number)])
     admitted = load.report(0.0).admitted
     assert (len(admitted), next(iter(admitted))) == (ROUTERS_REMEMBERED, "router 10")
 
@@ -118,8 +119,7 @@ def test_copies_are_no_prompt_and_say_nothing_of_the_rate() -> None:
     load.stepped(1, 0.1, 1, 0.5)
     meters = load.meters
     assert (meters.computed_prompt_tokens, meters.recomputed_tokens, meters.prefill_tokens_per_s) == (0, 0, 0.0)
-    for name in ("waits", "ended long ago"):
-        load.recount(name, 300)
+    load.live["waits"].uncached_tokens = 300
     assert load.queued_tokens == 300
     load.copies()
     load.stepped(1, 0.1, 201, 0.1)

@@ -18,12 +18,7 @@ from serve_app.engine.vllm.events.endpoints import EventEndpoints
 from serve_app.engine.vllm.events.pool import VllmPool
 from serve_app.engine.vllm.events.subscriber import EventSubscriber
 from tests.conformance.kv_events.laws import Checker
-from tests.serve_app.engine.vllm.pool_model import (
-    PoolModel,
-    Request,
-    Routers,
-    encode,
-)
+from tests.serve_app.engine.vllm.pool_model import PoolModel, Request, Routers, encode
 
 BLOCKS, SIZE = 10, 2
 KEPT = 3

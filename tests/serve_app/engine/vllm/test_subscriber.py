@@ -15,21 +15,11 @@ from typing import Any
 import pytest
 
 from router.protocol.events import BlocksStored, CacheCleared, Event
-from serve_app.engine.vllm.events.batches import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-)
+from serve_app.engine.vllm.events.batches import AllBlocksCleared, BlockRemoved, BlockStored
 from serve_app.engine.vllm.events.endpoints import EventEndpoints
 from serve_app.engine.vllm.events.pool import VllmPool
 from serve_app.engine.vllm.events.subscriber import EventSubscriber
-from tests.serve_app.engine.vllm.pool_model import (
-    Publisher,
-    Routers,
-    chain,
-    encode,
-    stored,
-)
+from tests.serve_app.engine.vllm.pool_model import Publisher, Routers, chain, encode, stored
 
 
 def block(name: int) -> BlockStored:

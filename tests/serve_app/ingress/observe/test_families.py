@@ -19,7 +19,7 @@ from serve_app.ingress.observe.families.catalog import FAMILIES, SECTIONS
 from serve_app.ingress.observe.metrics import render, without_tenants
 from serve_app.ingress.observe.reference import LABELS, metrics_page
 from serve_app.replica.lifecycle.receipt import MoveMeters, Receipt
-from serve_app.replica.pull_metrics import PullMeters
+from serve_app.replica.pull import PullMeters
 from tests.serve_app.conftest import MakeEngine
 from tests.serve_app.engine.tiny import prompt, request, run_all
 

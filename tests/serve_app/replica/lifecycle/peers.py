@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from router.protocol.block_hash import PrefixScope, extend_chain, split_chain
 from serve_app.cache.kv_chain import KvChain
-from serve_app.cache.prefix.hot_prefixes import HashedTokens, Kind, SavedPrefix
+from serve_app.cache.prefix.hot_prefixes import HashedTokens, Kind
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
 from serve_app.engine.settings import EngineSettings
-from serve_app.replica.lifecycle.prewarm import HotOffer
+from serve_app.replica.lifecycle.answers import PeerAnswers
 from serve_app.replica.lifecycle.receipt import MoveMeters
-from serve_app.replica.lifecycle.takeover import Survey, Takeover
-from serve_app.replica.pull import PIECE_BYTES, HolderLost, PulledPart, WantedPart
-from serve_app.replica.pull_metrics import PullMeters
-from serve_app.replica.pull_peers import Exports
+from serve_app.replica.peers import HolderLost, Peers, PulledPart, Question, WantedPart
+from serve_app.replica.pull import PIECE_BYTES, PullMeters
 
 SIZE = 4
 SECRET = b"k"
@@ -58,43 +57,33 @@ def hashes(engine: TorchEngine) -> frozenset[bytes]:
     return engine._cache.index.hashes()
 
 
-class Local:
+class Local(Peers):
     """The other replicas by name. ``dies_after``: calls that a replica answers before it is dead."""
 
     def __init__(self, engines: dict[str, TorchEngine], dies_after: dict[str, int] | None = None) -> None:
         self.engines = engines
         self.meters = {name: MoveMeters() for name in engines}
-        self.takeovers = {name: Takeover(engine, tuple, self.meters[name]) for name, engine in engines.items()}
-        self.exports = {name: Exports(engine, SIZE, PullMeters()) for name, engine in engines.items()}
+        self.answers = {
+            name: PeerAnswers(engine, tuple, self.meters[name], PullMeters()) for name, engine in engines.items()
+        }
         self.left = dict(dies_after or {})
         self.asked: list[tuple[str, WantedPart]] = []
         self.sent: list[tuple[str, bytes]] = []
 
-    def _answer(self, peer: str) -> None:
+    async def fetch(self, holder: str, wanted: WantedPart) -> PulledPart:
+        self.asked.append((holder, wanted))
+        return await super().fetch(holder, wanted)
+
+    async def take(self, peer: str, prefix: HashedTokens, first: int, part: KvChain, kind: Kind) -> int:
+        reference = asyncio.get_running_loop().create_future()
+        reference.set_result(part)
+        held: int = await self._ask("take_kv", peer, prefix, first, [reference], kind)
+        self.sent += [(peer, block_hash) for block_hash in split_chain(part.header.hashes)]
+        return held
+
+    async def _ask(self, question: Question, peer: str, *args: Any) -> Any:
         if self.left.get(peer, 1) <= 0:
             raise HolderLost("killed")
         if peer in self.left:
             self.left[peer] -= 1
-
-    async def ask(self, peer: str, most_blocks: int) -> HotOffer:
-        self._answer(peer)
-        return await self.takeovers[peer].offer(most_blocks)
-
-    async def fetch(self, peer: str, wanted: WantedPart) -> PulledPart:
-        self._answer(peer)
-        self.asked.append((peer, wanted))
-        return await self.exports[peer].part(wanted)
-
-    async def survey(self, peer: str, runs: Sequence[bytes]) -> Survey:
-        self._answer(peer)
-        return await self.takeovers[peer].survey(runs)
-
-    async def take(self, peer: str, prefix: HashedTokens, first: int, part: KvChain, kind: Kind) -> int:
-        self._answer(peer)
-        held = await self.takeovers[peer].take(prefix, first, asyncio.sleep(0, part), kind)
-        self.sent += [(peer, block_hash) for block_hash in split_chain(part.header.hashes)]
-        return held
-
-    async def keep(self, peer: str, saved: SavedPrefix, prefix: HashedTokens) -> bool:
-        self._answer(peer)
-        return await self.takeovers[peer].keep(saved, prefix)
+        return await getattr(self.answers[peer], question)(*args)

@@ -13,6 +13,9 @@ from serve_app.config.app import AppConfig
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.replica.lifecycle import departure, lifecycle
 from serve_app.replica.lifecycle.lifecycle import Lifecycle
+from serve_app.replica.lifecycle.receipt import MoveMeters
+from serve_app.replica.running_calls import RunningCalls
+from serve_app.replica.token_channel import TokenSender
 from tests.serve_app.replica.lifecycle.peers import SIZE, Local, fill, make_engine
 
 
@@ -21,7 +24,7 @@ class Stage:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, engine: TorchEngine, local: Local) -> None:
         self.posted: asyncio.Queue[str] = asyncio.Queue()
-        self.running = RunningReplicas()
+        self.running = local.running = RunningReplicas()
         self._engine, self._local = engine, local
         context = SimpleNamespace(
             app_name="app",
@@ -35,19 +38,15 @@ class Stage:
     def open(self) -> Lifecycle:
         self._loop = asyncio.get_running_loop()
         adapters: Any = SimpleNamespace(loaded=tuple)
-        peers: Any = SimpleNamespace(running=self.running, call=self._call)
+        running = RunningCalls("me", TokenSender(), self._engine.cancel)
         config = AppConfig(block_size=SIZE)
-        return Lifecycle(config, self._engine, adapters, peers, lambda: None, lambda: False)
+        return Lifecycle(config, self._engine, adapters, self._local, running, MoveMeters())
 
     async def said(self) -> str:
         return await asyncio.wait_for(self.posted.get(), 60)
 
     def _post(self, app_name: str, kind: str, name: str, notice: dict[str, Any]) -> None:
         self._loop.call_soon_threadsafe(self.posted.put_nowait, notice["state"])
-
-    async def _call(self, method: str, peer: str, *args: Any) -> Any:
-        methods = {"survey_cache": self._local.survey, "keep_save": self._local.keep}
-        return await methods[method](peer, *args)
 
 
 def test_one_that_returns_says_so_and_hands_its_saves_over_again_when_it_leaves(

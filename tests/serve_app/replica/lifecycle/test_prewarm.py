@@ -6,6 +6,7 @@ import asyncio
 import tracemalloc
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,12 +14,13 @@ from hypothesis import strategies as st
 
 from router.protocol.block_hash import HASH_BYTES, hash_at, split_chain
 from serve_app.cache.prefix.hot_prefixes import KINDS, HotPrefixes, PrefixRun
+from serve_app.config.app import AppConfig
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import AdapterSpec
 from serve_app.replica.lifecycle import prewarm as prewarm_module
-from serve_app.replica.lifecycle.prewarm import Budget, HotOffer, Prewarm, plan
+from serve_app.replica.lifecycle.prewarm import Prewarm, plan
 from serve_app.replica.lifecycle.receipt import Receipt
-from serve_app.replica.pull import PulledPart, WantedPart
+from serve_app.replica.peers import PulledPart, Question, WantedPart
 from tests.serve_app.replica.lifecycle.peers import (
     BLOCK_BYTES,
     PIECE_BLOCKS,
@@ -38,10 +40,13 @@ async def no_adapter(spec: AdapterSpec) -> str:
     raise AssertionError(spec)
 
 
+def config(blocks: int = 1000, time_s: float = 60.0, most_adapters: int = 0) -> AppConfig:
+    limits = {"prewarm_max_bytes": blocks * BLOCK_BYTES, "prewarm_timeout_s": time_s, "max_cpu_loras": most_adapters}
+    return AppConfig(block_size=SIZE).model_copy(update=limits)
+
+
 def run(local: Local, engine: TorchEngine, blocks: int = 1000, time_s: float = 60.0) -> Receipt:
-    budget = Budget(blocks * BLOCK_BYTES, time_s)
-    prewarm = Prewarm(engine, local.ask, local.fetch, no_adapter, SIZE, budget)
-    return asyncio.run(prewarm.run(list(local.engines)))
+    return asyncio.run(Prewarm(engine, local, no_adapter, config(blocks, time_s)).run(list(local.engines)))
 
 
 @given(st.lists(Prompts, min_size=1, max_size=3), st.integers(0, 60))
@@ -139,42 +144,37 @@ def test_a_peer_that_dies_is_replaced_by_the_next(answers: int) -> None:
 
 def test_the_time_bounds_it_whatever_peers_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer that never answers costs the budget; what had arrived is there. (docs/lifecycle.md)"""
-    local = Local({"peer": make_engine()})
+
+    class Stuck(Local):
+        async def fetch(self, holder: str, wanted: WantedPart) -> PulledPart:
+            if self.asked:
+                await asyncio.Event().wait()
+            return await super().fetch(holder, wanted)
+
+    local = Stuck({"peer": make_engine()})
     fill(local.engines["peer"], [0] * 40)
-
-    async def stuck(peer: str, wanted: object) -> object:
-        if local.asked:
-            await asyncio.Event().wait()
-        return await local.fetch(peer, wanted)  # type: ignore[arg-type]
-
     new = make_engine()
     monkeypatch.setattr(prewarm_module, "ANSWER_PART", 0.01)  # else the peer would be given up first
-    prewarm = Prewarm(new, local.ask, stuck, no_adapter, SIZE, Budget(1000 * BLOCK_BYTES, 1.0))  # type: ignore[arg-type]
-    receipt = run_at_once(prewarm.run(["peer"]))
+    receipt = run_at_once(Prewarm(new, local, no_adapter, config(time_s=1.0)).run(["peer"]))
     assert receipt.blocks.total() == len(hashes(new)) == PIECE_BLOCKS
     assert receipt.skipped == {"time": 10 - PIECE_BLOCKS}
 
 
-@pytest.mark.parametrize("hangs_at", ["ask", "fetch"])
+@pytest.mark.parametrize("hangs_at", ["offer_hot", "export_kv"])
 def test_a_peer_that_hangs_leaves_time_for_the_others(hangs_at: str) -> None:
     """All that another one holds too is there before the time is over."""
-    local = Local({"hangs": make_engine(), "lives": make_engine()})
+
+    class Hangs(Local):
+        async def _ask(self, question: Question, peer: str, *args: Any) -> Any:
+            if (peer, question) == ("hangs", hangs_at):
+                await asyncio.Event().wait()
+            return await super()._ask(question, peer, *args)
+
+    local = Hangs({"hangs": make_engine(), "lives": make_engine()})
     for engine in local.engines.values():
         fill(engine, [0] * 40)
-
-    async def ask(peer: str, most_blocks: int) -> HotOffer:
-        if (peer, hangs_at) == ("hangs", "ask"):
-            await asyncio.Event().wait()
-        return await local.ask(peer, most_blocks)
-
-    async def fetch(peer: str, wanted: WantedPart) -> PulledPart:
-        if peer == "hangs":
-            await asyncio.Event().wait()
-        return await local.fetch(peer, wanted)
-
     new = make_engine()
-    budget = Budget(1000 * BLOCK_BYTES, 8.0)
-    receipt = run_at_once(Prewarm(new, ask, fetch, no_adapter, SIZE, budget).run(["hangs", "lives"]))
+    receipt = run_at_once(Prewarm(new, local, no_adapter, config(time_s=8.0)).run(["hangs", "lives"]))
     assert hashes(new) == hashes(local.engines["lives"])
     assert not receipt.skipped
 
@@ -223,12 +223,11 @@ def test_hot_adapters_are_loaded_as_memory_allows(
     here: tuple[str, ...], most: int, loaded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those last used by any peer first; one that cannot be loaded is left out."""
-    offers = {"p": ["x", "z"], "q": ["y", "x", "bad"]}
     seen: list[str] = []
-
-    async def ask(peer: str, most_blocks: int) -> HotOffer:
-        specs = tuple(AdapterSpec(name, "1", "/path") for name in offers[peer])
-        return HotOffer(make_engine().hot_prefixes(), specs)
+    local = Local({"p": make_engine(), "q": make_engine()})
+    for peer, names in (("p", ["x", "z"]), ("q", ["y", "x", "bad"])):
+        specs = tuple(AdapterSpec(name, "1", "/path") for name in names)
+        local.answers[peer]._adapters = lambda specs=specs: specs
 
     async def load(spec: AdapterSpec) -> str:
         if spec.name == "bad":
@@ -238,17 +237,6 @@ def test_hot_adapters_are_loaded_as_memory_allows(
 
     engine = make_engine()
     monkeypatch.setattr(engine, "adapters", lambda: here)
-    prewarm = Prewarm(engine, ask, Local({}).fetch, load, SIZE, Budget(BLOCK_BYTES, 60.0, most))
-    receipt = asyncio.run(prewarm.run(["p", "q"]))
+    receipt = asyncio.run(Prewarm(engine, local, load, config(most_adapters=most)).run(["p", "q"]))
     assert seen == loaded
     assert receipt.adapters == len(loaded)
-
-
-def test_hash_bytes_of_a_piece_are_its_blocks() -> None:
-    """A plan for a peer of longer runs than another's joins where the other's ends."""
-    short, long = make_engine(), make_engine()
-    fill(short, [0] * 20)
-    fill(long, [0] * 40)
-    pieces = plan({"short": short.hot_prefixes(), "long": long.hot_prefixes()}, 100)
-    assert [(piece.first, piece.last) for piece in pieces] in ([(0, 5), (5, 10)], [(0, 10)])
-    assert len(pieces[-1].prefix.chain) == 10 * HASH_BYTES

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from serve_app.engine.core.engine import TorchEngine
+from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import Save
 from serve_app.replica.lifecycle.handover import HandOver
-from serve_app.replica.lifecycle.prewarm import Budget, Prewarm
+from serve_app.replica.lifecycle.prewarm import Prewarm
 from serve_app.replica.lifecycle.receipt import Receipt
-from serve_app.replica.pull_metrics import PullMeters
-from serve_app.replica.pull_peers import Exports
 from tests.serve_app.conftest import MakeEngine, Reference
 from tests.serve_app.engine.tiny import Collector, prompt, request, run_all
 from tests.serve_app.replica.lifecycle.peers import Local
@@ -28,16 +26,11 @@ def test_moved_kv_is_computed_kv(make_engine: MakeEngine, reference: Reference) 
     stream.wait_tokens("stream", 3)
     receipt = Receipt()
 
-    def peers(engine: TorchEngine) -> Local:
-        local = Local({"peer": engine})
-        local.exports["peer"] = Exports(engine, 16, PullMeters())
-        return local
-
-    asyncio.run(HandOver(first, peers(second), 16, lambda: True, receipt).run(["peer"], 60.0))
+    peers = Local({"peer": second})
+    asyncio.run(HandOver(first, peers, 16, lambda: True, receipt).run(["peer"], 60.0))
     assert receipt.saves == 1
     assert receipt.bytes == receipt.blocks.total() * first.kv_block_bytes
-    local = peers(second)
-    prewarm = Prewarm(third, local.ask, local.fetch, no_adapter, 16, Budget(1 << 30, 60.0))
+    prewarm = Prewarm(third, peers, no_adapter, AppConfig(prewarm_timeout_s=60.0))
     assert asyncio.run(prewarm.run(["peer"])).blocks["save"] == 6
     for name, engine in (("second", second), ("third", third)):
         got = run_all(engine, [request(name, ids, 8), request(f"{name} saved", saved, 8)])

@@ -1,0 +1,110 @@
+"""What a replica answers to its peers: a prefix's KV, what is hot here, what fits here, and taking it in.
+
+Every block that comes is verified as one that was asked for: by token ids, hashes and scope. It goes on its tenant's
+account, so tenants' shares hold. A few parts are handed out and taken in at once; the others wait, those that come as
+references.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from router.protocol.block_hash import HASH_BYTES
+from serve_app.cache.kv_chain import KvChain, TransferError
+from serve_app.cache.prefix.hot_prefixes import HashedTokens, Kind, SavedPrefix, within
+from serve_app.engine.protocol import AdapterSpec, Engine
+from serve_app.replica.lifecycle.receipt import MoveMeters
+from serve_app.replica.peers import HotOffer, PulledPart, Survey, WantedPart
+from serve_app.replica.pull import PullMeters
+
+logger = logging.getLogger(__name__)
+
+TAKES_AT_ONCE = 2
+EXPORTS_AT_ONCE = 2
+EXPORTS_WAITING = 32
+
+
+class PeerAnswers:
+    """One replica's. ``adapters``: those in memory, the last used first."""
+
+    def __init__(
+        self, engine: Engine, adapters: Callable[[], Sequence[AdapterSpec]], moves: MoveMeters, pulls: PullMeters
+    ) -> None:
+        self._engine = engine
+        self._adapters = adapters
+        self._moves = moves
+        self._pulls = pulls
+        self._takes = asyncio.Semaphore(TAKES_AT_ONCE)
+        # Threads of their own: they wait for the engine's loop, and must not keep other work of the replica waiting.
+        self._threads = ThreadPoolExecutor(EXPORTS_AT_ONCE, thread_name_prefix="kv-export")
+        self._exports = 0
+
+    def close(self) -> None:
+        """Hand out nothing more; what has begun ends with the engine's loop."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def export_kv(self, wanted: WantedPart) -> PulledPart:
+        """Return the part of the prefix that is in the pool."""
+        if self._exports >= EXPORTS_AT_ONCE + EXPORTS_WAITING:
+            self._pulls.exports["busy"] += 1
+            return "busy"
+        self._exports += 1
+        try:
+            chain = await asyncio.get_running_loop().run_in_executor(self._threads, self._export, wanted)
+        finally:
+            self._exports -= 1
+        self._pulls.exports["gone" if chain is None else "sent"] += 1
+        if chain is None:
+            return "gone"
+        self._pulls.exported_tokens += chain.header.blocks * chain.header.format.block_size
+        return chain
+
+    async def offer_hot(self, most_blocks: int) -> HotOffer:
+        """Return the hottest of what is here, for a replica that joins."""
+        hot = await asyncio.to_thread(self._engine.hot_prefixes)
+        return HotOffer(within(hot, most_blocks), tuple(self._adapters()))
+
+    async def survey_cache(self, runs: Sequence[bytes]) -> Survey:
+        """Say what is known here of runs of blocks (packed hashes), and what fits, to a replica that leaves."""
+
+        def look() -> Survey:
+            known = tuple(self._engine.known_blocks(hashes, len(hashes) // HASH_BYTES) for hashes in runs)
+            return Survey(known, self._engine.cache_room())
+
+        return await asyncio.to_thread(look)
+
+    async def take_kv(self, prefix: HashedTokens, first: int, part: Sequence[Awaitable[KvChain]], kind: Kind) -> int:
+        """Take in blocks of a prefix from ``first`` on; return how many leading ones are held then, -1: not those.
+
+        ``part``: one reference; Ray would fetch it before its turn if it were no item of a list.
+        """
+        async with self._takes:
+            chain = await part[0]
+            try:
+                held = await asyncio.to_thread(self._engine.import_part, chain, prefix, first)
+            except TransferError as error:
+                logger.warning("KV that a leaving replica handed over was refused: %s", error)
+                self._moves.refused_blocks += chain.header.blocks
+                return -1
+        taken = min(max(0, held - first), chain.header.blocks)
+        if taken:
+            self._moves.taken_blocks[kind] += taken
+            self._moves.taken_bytes += taken * self._engine.kv_block_bytes
+        self._moves.refused_blocks += chain.header.blocks - taken
+        return held
+
+    async def keep_save(self, saved: SavedPrefix, prefix: HashedTokens) -> bool:
+        """Keep an explicit save of a replica that leaves; return whether it is kept here now."""
+        outcome = await asyncio.to_thread(self._engine.take_over_pin, saved, prefix) or "gone"
+        self._moves.taken_saves[outcome] += 1
+        return outcome in ("pinned", "present")
+
+    def _export(self, wanted: WantedPart) -> KvChain | None:
+        token_ids = np.frombuffer(wanted.token_ids, dtype="<i4")
+        prefix = HashedTokens(wanted.scope, token_ids, wanted.block_hashes)
+        return self._engine.export_prefix(prefix, wanted.first, wanted.most_blocks, demote=wanted.demote)

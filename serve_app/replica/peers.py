@@ -1,0 +1,149 @@
+"""The other replicas of a deployment, and what is asked of them: by Serve handle calls that name the replica.
+
+Calls go by reference (actor calls): what they return lies in the object store, its pages mapped, not copied.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from router.protocol.block_hash import PrefixScope
+from router.protocol.request import NoReplicaLeft
+from router.serve.core_registry import running_replicas
+from router.serve.request_router import deployment_key
+from serve_app.cache.kv_chain import KvChain
+from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, Kind, SavedPrefix
+from serve_app.engine.protocol import AdapterSpec, CacheRoom
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+Question = Literal["export_kv", "offer_hot", "survey_cache", "take_kv", "keep_save"]
+"""A method of ``PeerAnswers``."""
+
+Lost = Literal["lost"]
+"""What a replica answers to a call that was meant for another one: Serve sends a dead one's calls on."""
+
+
+class HolderLost(Exception):
+    """The replica that was asked is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class WantedPart:
+    """What one replica asks of another: blocks from ``first`` on, ``most_blocks`` at most, of a prefix of exactly
+    this scope. ``token_ids``: int32-LE bytes from the prompt's start, ``block_hashes`` their packed chain.
+    ``demote``: as in ``Engine.export_prefix``."""
+
+    scope: PrefixScope
+    block_hashes: bytes
+    token_ids: bytes
+    first: int
+    most_blocks: int
+    demote: bool = True
+
+
+NoPart = Literal["gone", "busy"]
+PulledPart = KvChain | NoPart
+"""A part; or nothing: the holder has no more of it, or it hands out too much already."""
+
+
+@dataclass(frozen=True, slots=True)
+class HotOffer:
+    """What a peer has: prefixes, the hottest first, and the adapters in its memory, the last used first."""
+
+    prefixes: HotPrefixes
+    adapters: tuple[AdapterSpec, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """``known``: of each run that was asked about, how many leading blocks are there; ``room``: for others."""
+
+    known: tuple[int, ...]
+    room: CacheRoom
+
+
+class Peers:
+    """The peers of the replica whose process this is. Every question raises HolderLost; cancelling it cancels the call.
+
+    ``running``: what the router beside knows of them. That router comes to life here: a replica that starts knows its
+    peers by the time it can ask.
+    """
+
+    def __init__(self) -> None:
+        context = serve.get_replica_context()
+        self.running = running_replicas(deployment_key(context.app_name, context.deployment))
+        handle = serve.get_deployment_handle(context.deployment, context.app_name)
+        self._handle: DeploymentHandle = handle.options(_by_reference=True, method_name="answer_peer")
+
+    async def fetch(self, holder: str, wanted: WantedPart) -> PulledPart:
+        """Ask for a part of a prefix's KV."""
+        part: PulledPart = await self._ask("export_kv", holder, wanted)
+        return part
+
+    async def offer(self, peer: str, most_blocks: int) -> HotOffer:
+        """Ask what is hottest there."""
+        offer: HotOffer = await self._ask("offer_hot", peer, most_blocks)
+        return offer
+
+    async def survey(self, peer: str, runs: Sequence[bytes]) -> Survey:
+        """Ask what a peer knows of runs of blocks, and what room it has."""
+        found: Survey = await self._ask("survey_cache", peer, runs)
+        return found
+
+    async def take(self, peer: str, prefix: HashedTokens, first: int, part: KvChain, kind: Kind) -> int:
+        """Give a peer blocks; returns how many leading ones of the prefix it holds then, -1 where it refused them."""
+        reference = await asyncio.to_thread(ray.put, part)
+        held: int = await self._ask("take_kv", peer, prefix, first, [reference], kind)
+        return held
+
+    async def keep(self, peer: str, saved: SavedPrefix, prefix: HashedTokens) -> bool:
+        """Have a peer keep a save; returns whether it does."""
+        kept: bool = await self._ask("keep_save", peer, saved, prefix)
+        return kept
+
+    async def _ask(self, question: Question, peer: str, *args: Any) -> Any:
+        try:
+            response = self._handle.remote(question, *args, target=peer)
+        except RayServeException as error:
+            raise HolderLost(str(error)) from error
+        try:
+            answer = await response
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+        except (RayError, RayServeException, NoReplicaLeft) as error:
+            raise HolderLost(type(error).__name__) from error
+        if isinstance(answer, str) and answer == "lost":
+            raise HolderLost("it is gone")
+        return answer
+
+
+async def ask_all(
+    peers: Sequence[str], ask: Callable[[str], Awaitable[T]], time_s: float, lost: set[str]
+) -> dict[str, T]:
+    """Ask all peers at once and return their answers; who is lost, or takes longer, is put into ``lost`` instead."""
+
+    async def answer_of(peer: str) -> None:
+        try:
+            async with asyncio.timeout(time_s):
+                answers[peer] = await ask(peer)
+        except (HolderLost, TimeoutError) as error:
+            logger.info("replica %s does not answer: %s", peer, error)
+            lost.add(peer)
+
+    answers: dict[str, T] = {}
+    await asyncio.gather(*map(answer_of, peers))
+    return {peer: answers[peer] for peer in peers if peer in answers}
