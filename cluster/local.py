@@ -20,8 +20,7 @@ import typer
 from rich.console import Console
 
 from cluster.raylets import run
-from serve_app.cli.client import answers
-from serve_app.cli.local_ray import held_port
+from serve_app.cli.local_ray import answers, held_port
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 180.0

@@ -17,8 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.common.report import BenchmarkError
-from serve_app.cli.client import answers
-from serve_app.cli.local_ray import held_port
+from serve_app.cli.local_ray import answers, held_port
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 180.0

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from serve_app.cli.client import answers
+from serve_app.cli.local_ray import answers
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 300.0

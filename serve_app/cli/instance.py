@@ -28,10 +28,9 @@ from serve_app.checkpoints.checkpoint import CheckpointError
 from serve_app.checkpoints.sources.resolve import resolve_model, with_local_model
 from serve_app.cli.checks.catalog import problems
 from serve_app.cli.checks.finding import Case
-from serve_app.cli.client import answers
 from serve_app.cli.greeting import greeting
 from serve_app.cli.haproxy import PortBounds
-from serve_app.cli.local_ray import keep_token_private, local_environment
+from serve_app.cli.local_ray import answers, keep_token_private, local_environment
 from serve_app.cli.processes import end_descendants
 from serve_app.cli.start_failure import Refused, StartFailed, innermost, wait_until_running
 from serve_app.cli.supervisor import Launch

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import httpx
 import psutil
 
 from serve_app.cli.haproxy import BUFFER_BYTES, RETRY_ON, PortBounds, running_haproxies, write_wrapper
@@ -115,6 +116,13 @@ def local_environment(
             ending.enter_context(_kept(metrics))
             _configure_haproxy(run_dir, stats, metrics, bounds or PortBounds())
         yield run_dir
+
+
+def answers(url: str) -> bool:
+    """Return whether somebody answers there with status 200; no proxy leads to this machine."""
+    with suppress(httpx.HTTPError):
+        return httpx.get(url, timeout=5, trust_env=False).status_code == 200
+    return False
 
 
 def keep_token_private() -> None:

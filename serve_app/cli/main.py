@@ -18,7 +18,6 @@ from serve_app.cli.commands import keys, prompts
 from serve_app.cli.commands.doctor import doctor
 from serve_app.cli.commands.infer import infer
 from serve_app.cli.commands.plan import plan
-from serve_app.cli.commands.top import top
 from serve_app.cli.console import console, fail
 from serve_app.cli.foreign_flags import ServeCommand
 from serve_app.cli.haproxy import MAX_CONNECTIONS_PER_ADDRESS
@@ -31,7 +30,6 @@ app.add_typer(keys.app, name="keys")
 app.add_typer(prompts.app, name="prompts")
 app.command()(infer)
 app.command()(plan)
-app.command()(top)
 app.command()(doctor)
 
 
