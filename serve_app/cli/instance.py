@@ -26,8 +26,7 @@ from rich.console import Console
 
 from serve_app.checkpoints.checkpoint import CheckpointError
 from serve_app.checkpoints.sources.resolve import resolve_model, with_local_model
-from serve_app.cli.checks.catalog import problems
-from serve_app.cli.checks.finding import Case
+from serve_app.cli.checks.settings import with_model
 from serve_app.cli.greeting import greeting
 from serve_app.cli.haproxy import PortBounds
 from serve_app.cli.local_ray import answers, keep_token_private, local_environment
@@ -116,7 +115,7 @@ def _usable(settings: AppConfig, console: Console) -> AppConfig:
         settings = with_local_model(settings, console.print)
     except CheckpointError as error:
         raise Refused(str(error)) from error
-    if sentences := problems("start", Case(settings)):
+    if sentences := [sentence for _, sentence in with_model(settings)]:
         raise Refused(*sentences)
     console.print(f"[1/4] model {settings.model_name}: {resolve_model(settings.model)}")
     return settings

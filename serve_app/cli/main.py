@@ -11,9 +11,9 @@ from typing import Annotated
 
 import typer
 
-from serve_app.cli.checks.catalog import problems
 from serve_app.cli.checks.file import mistakes_in
-from serve_app.cli.checks.finding import Case
+from serve_app.cli.checks.machine import address
+from serve_app.cli.checks.settings import before_model
 from serve_app.cli.commands import keys, prompts
 from serve_app.cli.commands.doctor import doctor
 from serve_app.cli.commands.infer import infer
@@ -85,8 +85,10 @@ def serve(
         )
     except ValueError as error:
         fail(str(error))
-    for sentence in problems("command", Case(settings, host=host, port=port)):
+    for _, sentence in before_model(settings):
         fail(sentence)
+    if (listens := address(host, port)).advice:
+        fail(f"{listens.found}: {listens.advice}")
     if settings.allowed_hosts is None and not settings.tenants and host in ("127.0.0.1", "localhost", "::1"):
         # Everybody's pages run on this machine, and nothing but the name in Host tells theirs from ours.
         settings.allowed_hosts = []

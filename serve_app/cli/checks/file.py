@@ -14,8 +14,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from serve_app.cli.checks.catalog import findings
-from serve_app.cli.checks.finding import Case, Place
+from serve_app.cli.checks.settings import Place, before_model, with_model
 from serve_app.config.files import rooted
 from serve_app.config.live import BadSettings, Location, app_config, overlaid
 
@@ -171,6 +170,5 @@ def _settings(
         for where, sentence in error.found:
             yield document.mistake((*place, *where), sentence)
         return
-    for finding in findings("file", Case(config, place_of_run)):
-        if finding.state == "problem":
-            yield document.mistake((*place, finding.subject), finding.sentence)
+    for setting, sentence in (*before_model(config, place_of_run), *with_model(config, place_of_run)):
+        yield document.mistake((*place, setting), sentence)

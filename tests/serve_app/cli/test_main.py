@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from serve_app.cli import foreign_flags, main
+from serve_app.cli.checks.machine import Finding
 from serve_app.cli.foreign_flags import instead_of
 from serve_app.cli.greeting import greeting
 from serve_app.cli.main import app
@@ -23,7 +24,7 @@ from serve_app.config.files import load_settings
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """What `warmpath serve` would start; its port is not looked at."""
     launches: list[Launch] = []
-    monkeypatch.setattr(main, "problems", lambda *_: [])
+    monkeypatch.setattr(main, "address", lambda *_: Finding("port", "not looked at"))
     monkeypatch.setattr(Supervisor, "run", lambda _, launch: launches.append(launch) or 0)
     return launches
 
