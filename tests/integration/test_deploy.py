@@ -20,8 +20,8 @@ import yaml
 
 from benchmarks.common.client import stream_events
 from serve_app.cli.checks.settings import with_model
+from serve_app.cli.instance import innermost
 from serve_app.cli.local_ray import held_port
-from serve_app.cli.start_failure import innermost
 from serve_app.config.live import BadSettings, app_config
 from serve_app.tenants.tenants import make_api_key
 from tests.harness.plain_http import NO_CERTIFICATES
