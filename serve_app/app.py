@@ -21,8 +21,8 @@ from serve_app.replica.replica import Replica
 
 REPLICA_NAME = "Replica"
 
-REPLICA_POLICY = "serve_app.autoscaling.controller:ReplicaPolicy"
-INGRESS_POLICY = "serve_app.autoscaling.controller:IngressFiguresPolicy"
+REPLICA_POLICY = "serve_app.autoscaling.controller:replica_policy"
+INGRESS_POLICY = "serve_app.autoscaling.controller:ingress_policy"
 """Named, not imported: they run in Serve's controller."""
 
 
