@@ -19,9 +19,9 @@ PACKAGES = ("router", "serve_app")
 def main() -> None:
     """Run ``warmpath``."""
     try:
-        from serve_app.cli.main import main as run
+        from serve_app.cli.main import app
 
-        run()
+        app()
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
