@@ -51,13 +51,12 @@ async def run_batch(
     config: AppConfig,
     info: CheckpointInfo,
     requests: Sequence[BatchRequest],
-    on_start: Callable[[], None],
     on_response: Callable[[dict[str, Any]], None],
 ) -> None:
     """Answer every request. One that fails is an error of its own, and the others go on.
 
-    ``on_start``: called once the model is loaded, ``on_response`` with each line of the output, in the order in which
-    they are ready. Raises ValueError for settings, adapters or a model that cannot be run.
+    ``on_response``: called with each line of the output, in the order in which they are ready. Raises ValueError for
+    settings, adapters or a model that cannot be run.
     """
     tokenizer = await asyncio.to_thread(
         PromptTokenizer, info.path, cache_bytes=config.tokenizer_cache_bytes, block_size=config.block_size
@@ -68,7 +67,6 @@ async def run_batch(
         await adapters.preload()
         engine.start()
         batch = _Batch(config, info, tokenizer, engine, adapters)
-        on_start()
         answers = [asyncio.ensure_future(batch.answer(index, request)) for index, request in enumerate(requests)]
         for answer in asyncio.as_completed(answers):
             on_response(await answer)
