@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import msgspec
+import psutil
 import typer
 from rich.console import Console
 
-from serve_app.cli.haproxy import running_haproxies
 from serve_app.cli.local_ray import answers, held_port, keep_token_private, local_environment
+from serve_app.cli.processes import adopt_orphans, end_descendants
 from serve_app.ray_compat import deploy_config, keep_cluster_unlisted, live_actors
 
 START_TIMEOUT_S = 300.0
@@ -158,7 +159,7 @@ def application(
 class _Raylets:
     """What ``LocalCluster`` asks for, in the process of Ray. Imports Ray, so make it last."""
 
-    def __init__(self, nodes: int, port: int, run_dir: Path) -> None:
+    def __init__(self, nodes: int, port: int, run_dir: str) -> None:
         import ray
         from ray import serve
         from ray.cluster_utils import Cluster
@@ -219,7 +220,10 @@ class _Raylets:
             place = numbers.get(actor["Address"]["NodeID"])  # None: it died with its node, and Ray has yet to notice
             if kind is not None and place is not None:
                 running.append((kind, name, actor["Pid"], place))
-        running += [("haproxy", "haproxy", haproxy.pid, 0) for haproxy in running_haproxies(self._run_dir)]
+        for process in psutil.process_iter(["name", "cmdline"]):  # by their ids, which rise
+            arguments = process.info["cmdline"] or ()  # none: it has ended
+            if process.info["name"] == "haproxy" and any(a.startswith(f"{self._run_dir}/") for a in arguments):
+                running.append(("haproxy", "haproxy", process.pid, 0))
         return [dict(zip(("kind", "name", "pid", "node"), process, strict=True)) for process in running]
 
     def stop(self) -> None:
@@ -244,7 +248,12 @@ def _run(pipe: Connection, log: str, env: dict[str, str], nodes: int, port: int)
             os.dup2(file.fileno(), output.fileno())
     # Ray then takes loopback for every node's address, and for its own when it connects.
     os.environ.update({**env, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"})
-    with suppress(EOFError, OSError), local_environment() as run_dir:  # nobody asks any more
+    adopt_orphans()  # a reload while Serve ends can leave an HAProxy behind
+    with (
+        suppress(EOFError, OSError),  # nobody asks any more
+        tempfile.TemporaryDirectory(prefix="warmpath-") as run_dir,
+        local_environment(Path(run_dir)),
+    ):
         try:
             raylets = _Raylets(nodes, port, run_dir)
         except Exception as error:
@@ -263,6 +272,7 @@ def _run(pipe: Connection, log: str, env: dict[str, str], nodes: int, port: int)
                 pipe.send(answer)
         finally:
             raylets.stop()
+            end_descendants(os.getpid())
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -30,7 +30,6 @@ from serve_app.checkpoints.demo_model import RECIPES
 from serve_app.checkpoints.sources.resolve import resolve_model, with_local_model
 from serve_app.checkpoints.sources.smollm2 import SMOLLM2
 from serve_app.cli.checks.settings import with_model
-from serve_app.cli.haproxy import PortBounds
 from serve_app.cli.local_ray import answers, keep_token_private, local_environment
 from serve_app.cli.processes import end_descendants
 from serve_app.cli.supervisor import Launch
@@ -140,8 +139,8 @@ def _usable(settings: AppConfig, console: Console) -> AppConfig:
 @contextmanager
 def _serving(settings: AppConfig, launch: Launch, console: Console) -> Iterator[None]:
     """Start Ray and the application, and end both. Raises StartFailed."""
-    bounds, started_s = PortBounds(launch.max_connections_per_address), time.monotonic()
-    with local_environment(use_haproxy=launch.haproxy, bounds=bounds, run_dir=Path(launch.run_dir)):
+    run_dir, connections, started_s = Path(launch.run_dir), launch.max_connections_per_address, time.monotonic()
+    with local_environment(run_dir, connections, use_haproxy=launch.haproxy):
         with _step(console, "[2/4] Ray"):
             logs = _start_ray(settings, launch.verbose, console)
         import ray
