@@ -1,6 +1,8 @@
 """A cluster of several nodes on this machine: `python -m cluster.local --nodes 3`, and `LocalCluster` for tests.
 
-Knows nothing of Ray: `cluster.raylets` runs it in a process of its own. Everything it starts it stops.
+Everything it starts it stops. Ray runs in a process of its own, because Serve reads its switches when it is imported,
+and Ray keeps one cluster a process. That process takes commands from a pipe, answers each, and ends with the pipe.
+Ports are free ones, addresses loopback's, and Ray's note of "the latest cluster" of a machine stays as it was.
 """
 
 from __future__ import annotations
@@ -8,23 +10,30 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any, Self
 
+import msgspec
+import psutil
 import typer
 from rich.console import Console
 
-from cluster.raylets import run
-from serve_app.cli.client import answers
-from serve_app.cli.local_ray import held_port
+from serve_app.cli.local_ray import answers, held_port, keep_token_private, local_environment
+from serve_app.cli.processes import adopt_orphans, end_descendants
+from serve_app.ray_compat import deploy_config, keep_cluster_unlisted, live_actors
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 180.0
+APP_NAME = "warmpath"
+HOST = "127.0.0.1"
+_SERVE_ACTORS = {"ServeController": "controller", "HAProxyManager": "proxy", "ProxyActor": "fallback"}
 
 console = Console(stderr=True, highlight=False)
 
@@ -49,7 +58,7 @@ class LocalCluster:
             self.url = f"http://127.0.0.1:{self.port}"
             started = get_context("spawn")
             self._pipe, theirs = started.Pipe()
-            self._process = started.Process(target=run, args=(theirs, log.name, dict(env or {}), nodes, self.port))
+            self._process = started.Process(target=_run, args=(theirs, log.name, dict(env or {}), nodes, self.port))
             self._process.start()
             theirs.close()
             self._ending.callback(self._end)
@@ -68,16 +77,11 @@ class LocalCluster:
         """Deploy one application of a Serve config file (``args``, ``deployments``; ``name`` and the like are set).
 
         Waits until it runs and answers ``/health``; ``wait_s`` 0 returns at once. Raises ClusterError when it is
-        refused or fails.
+        refused, fails or takes longer.
         """
         self._ask("deploy", dict(application))
-        if wait_s:
-            self.wait_until_running(wait_s)
-
-    def wait_until_running(self, wait_s: float = START_TIMEOUT_S) -> None:
-        """Wait until the last deploy is done and HTTP answers. Raises ClusterError when it failed or took longer."""
         deadline_s = time.monotonic() + wait_s
-        while True:
+        while wait_s:
             status = self.status()
             if status["status"] == "DEPLOY_FAILED":
                 raise ClusterError(f"the deploy failed: {status['message']} {status['deployments']}")
@@ -100,12 +104,9 @@ class LocalCluster:
         """
         return [process for process in self._ask("processes") if kind in (None, process["kind"])]
 
-    def kill(self, kind: str, name: str | None = None) -> int:
-        """Kill the newest process of a kind, or the one of that name, with SIGKILL; returns its process id."""
-        named = [process for process in self.processes(kind) if name in (None, process["name"])]
-        if not named:
-            raise ClusterError(f"there is no {kind} {name or ''} to kill")
-        pid = int(named[-1]["pid"])
+    def kill(self, kind: str) -> int:
+        """Kill the newest process of a kind with SIGKILL; returns its process id."""
+        pid = int(self.processes(kind)[-1]["pid"])
         os.kill(pid, signal.SIGKILL)
         return pid
 
@@ -155,6 +156,125 @@ def application(
     return {"args": dict(settings), "deployments": [{"name": name, **more} for name, more in options.items()]}
 
 
+class _Raylets:
+    """What ``LocalCluster`` asks for, in the process of Ray. Imports Ray, so make it last."""
+
+    def __init__(self, nodes: int, port: int, run_dir: str) -> None:
+        import ray
+        from ray import serve
+        from ray.cluster_utils import Cluster
+
+        # The cluster is for who has its address: others on this machine go on finding the one that they find now.
+        keep_cluster_unlisted()
+        self._run_dir = run_dir
+        self._port = port
+        self._cluster = Cluster()
+        # Node N has 1,000 of the resource "nodeN", by which a deployment is kept on it, or off others.
+        self._nodes = {
+            number: self._cluster.add_node(
+                num_cpus=16,  # logical ones: what limits a node here is the machine, not Ray's accounts
+                object_store_memory=128 << 20,  # more than the KV that is on its way between two replicas
+                resources={f"node{number}": 1000},
+                dashboard_agent_listen_port=None,
+                include_dashboard=False,
+            )
+            for number in range(nodes)
+        }
+        self.address = str(self._cluster.address)
+        ray.init(address=self.address, log_to_driver=False, logging_level="ERROR")
+        keep_token_private()
+        serve.start(http_options={"host": HOST, "port": port}, proxy_location="HeadOnly")
+
+    def kill_node(self, number: int) -> None:
+        """Kill a node's processes with SIGKILL, all at once, as when its machine fails."""
+        self._cluster.remove_node(self._nodes.pop(number), allow_graceful=False)
+
+    def deploy(self, application: dict[str, Any]) -> None:
+        """Do what ``serve deploy`` does with a config file of this one application; returns before it has started.
+
+        Raises what Serve raises for a wrong config.
+        """
+        ours = {"name": APP_NAME, "route_prefix": "/", "import_path": "serve_app.app:build_app", **application}
+        http = {"host": HOST, "port": self._port}
+        deploy_config({"proxy_location": "HeadOnly", "http_options": http, "applications": [ours]})
+
+    def status(self) -> dict[str, Any]:
+        """Return Serve's words for the application: ``status``, ``message``, and ``deployments`` by name."""
+        from ray import serve
+
+        nothing = {"status": "NOT_STARTED", "message": "", "deployments": {}}
+        status: dict[str, Any] = msgspec.to_builtins(serve.status().applications.get(APP_NAME, nothing))
+        return status
+
+    def processes(self) -> list[dict[str, Any]]:
+        """Return what runs now, as ``LocalCluster.processes`` does."""
+        running = [
+            ("raylet", f"node{number}", node.all_processes["raylet"][0].process.pid, number)
+            for number, node in self._nodes.items()
+        ]
+        numbers = {node.node_id: number for number, node in self._nodes.items()}
+        for actor in live_actors():
+            kind, name = _SERVE_ACTORS.get(actor["ActorClassName"]), actor["Name"]
+            if name.startswith("SERVE_REPLICA::"):
+                _, kind, name = name.removeprefix("SERVE_REPLICA::").split("#")
+            place = numbers.get(actor["Address"]["NodeID"])  # None: it died with its node, and Ray has yet to notice
+            if kind is not None and place is not None:
+                running.append((kind, name, actor["Pid"], place))
+        for process in psutil.process_iter(["name", "cmdline"]):  # by their ids, which rise
+            arguments = process.info["cmdline"] or ()  # none: it has ended
+            if process.info["name"] == "haproxy" and any(a.startswith(f"{self._run_dir}/") for a in arguments):
+                running.append(("haproxy", "haproxy", process.pid, 0))
+        return [dict(zip(("kind", "name", "pid", "node"), process, strict=True)) for process in running]
+
+    def stop(self) -> None:
+        """Let Serve's replicas finish, then end all processes."""
+        import ray
+        from ray import serve
+
+        serve.shutdown()
+        ray.shutdown()
+        self._cluster.shutdown()
+
+
+def _run(pipe: Connection, log: str, env: dict[str, str], nodes: int, port: int) -> None:
+    """Run a cluster until the pipe ends; what this process and its children print goes to ``log``.
+
+    Sends the address of Ray's head, then for each command, a name and arguments, its result; with each an error's
+    message, "" where there is none.
+    """
+    os.setsid()  # a Ctrl-C at the terminal is for who has started this: it ends the pipe
+    with Path(log).open("ab") as file:
+        for output in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), output.fileno())
+    # Ray then takes loopback for every node's address, and for its own when it connects.
+    os.environ.update({**env, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"})
+    adopt_orphans()  # a reload while Serve ends can leave an HAProxy behind
+    with (
+        suppress(EOFError, OSError),  # nobody asks any more
+        tempfile.TemporaryDirectory(prefix="warmpath-") as run_dir,
+        local_environment(Path(run_dir)),
+    ):
+        try:
+            raylets = _Raylets(nodes, port, run_dir)
+        except Exception as error:
+            pipe.send((None, f"{type(error).__name__}: {error}"))
+            raise
+        try:
+            # Ray takes SIGTERM for itself; what ends this process is the end of the pipe.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            pipe.send((raylets.address, ""))
+            while True:
+                command, arguments = pipe.recv()
+                try:
+                    answer = getattr(raylets, command)(*arguments), ""
+                except Exception as error:  # whoever asked has it, with the rest of the cluster unharmed
+                    answer = None, f"{type(error).__name__}: {error}"
+                pipe.send(answer)
+        finally:
+            raylets.stop()
+            end_descendants(os.getpid())
+
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -175,7 +295,12 @@ def local(
             with console.status("[2/2] the application: starting"):
                 cluster.deploy(application(settings))
             console.print("[2/2] the application: started")
-            _greet(cluster)
+            print(f"{cluster.url}   (engine: simulated: tokens are made up, and times come from a cost model)")
+            print(f"Ray: {cluster.address}")
+            for process in sorted(cluster.processes(), key=lambda process: (process["node"], process["kind"])):
+                print(f"  node {process['node']}  pid {process['pid']:<8} {process['kind']:<10} {process['name']}")
+            body = json.dumps({"model": "demo", "prompt": "Hello", "max_tokens": 16})
+            print(f"curl {cluster.url}/v1/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)
             with suppress(KeyboardInterrupt):
                 signal.pause()
             with console.status("stopping"):
@@ -186,15 +311,6 @@ def local(
     except KeyboardInterrupt:
         pass  # while it started: what was there is stopped by now
     console.print("stopped")
-
-
-def _greet(cluster: LocalCluster) -> None:
-    print(f"{cluster.url}   (engine: simulated: tokens are made up, and times come from a cost model)")
-    print(f"Ray: {cluster.address}")
-    for process in sorted(cluster.processes(), key=lambda process: (process["node"], process["kind"])):
-        print(f"  node {process['node']}  pid {process['pid']:<8} {process['kind']:<10} {process['name']}")
-    body = json.dumps({"model": "demo", "prompt": "Hello", "max_tokens": 16})
-    print(f"curl {cluster.url}/v1/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)
 
 
 if __name__ == "__main__":

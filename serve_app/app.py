@@ -21,8 +21,8 @@ from serve_app.replica.replica import Replica
 
 REPLICA_NAME = "Replica"
 
-REPLICA_POLICY = "serve_app.autoscaling.controller:ReplicaPolicy"
-INGRESS_POLICY = "serve_app.autoscaling.controller:IngressFiguresPolicy"
+REPLICA_POLICY = "serve_app.autoscaling.controller:replica_policy"
+INGRESS_POLICY = "serve_app.autoscaling.controller:ingress_policy"
 """Named, not imported: they run in Serve's controller."""
 
 
@@ -33,11 +33,18 @@ def build_app(args: Mapping[str, Any] | AppConfig) -> Application:
     but in words that are not ours.
     """
     settings = args if isinstance(args, AppConfig) else app_config(args)
-    config = settings.to_json()
+    config, scaling, ingresses = settings.to_json(), settings.autoscaling, settings.ingress_replicas
+    scale: dict[str, Any] = {"num_replicas": settings.replicas}
+    ingress_scale: dict[str, Any] = {"num_replicas": ingresses}
+    if scaling is not None:
+        # The policy keeps to the settings in force; Serve's own bounds are wider.
+        scale = {"autoscaling_config": _autoscaling(REPLICA_POLICY, scaling.min_replicas, MAX_REPLICAS)}
+        # Always as many, but Serve collects figures from what has a policy alone.
+        ingress_scale = {"autoscaling_config": _autoscaling(INGRESS_POLICY, ingresses, ingresses)}
     replica = serve.deployment(
         Replica,
         name=REPLICA_NAME,
-        **_scale(settings),
+        **scale,
         # Engines bound their own queues, and ingresses what waits for them, by tenant; Serve's bounds know no tenants.
         max_ongoing_requests=settings.max_num_seqs + settings.max_waiting_requests + 16,
         max_queued_requests=-1,
@@ -54,27 +61,12 @@ def build_app(args: Mapping[str, Any] | AppConfig) -> Application:
     return serve.deployment(
         Ingress,
         name=INGRESS_NAME,
-        **_ingress_scale(settings),
+        **ingress_scale,
         max_ongoing_requests=4096,
         ray_actor_options={"num_cpus": settings.replica_num_cpus},
         graceful_shutdown_timeout_s=settings.shutdown_timeout_s,
         user_config={},
     ).bind(config, replica)
-
-
-def _scale(settings: AppConfig) -> dict[str, Any]:
-    """Return how many replicas there are. The policy keeps to the settings in force; Serve's own bounds are wider."""
-    if settings.autoscaling is None:
-        return {"num_replicas": settings.replicas}
-    return {"autoscaling_config": _autoscaling(REPLICA_POLICY, settings.autoscaling.min_replicas, MAX_REPLICAS)}
-
-
-def _ingress_scale(settings: AppConfig) -> dict[str, Any]:
-    """Return how many ingresses there are: always as many, but Serve collects figures from what has a policy alone."""
-    count = settings.ingress_replicas
-    if settings.autoscaling is None:
-        return {"num_replicas": count}
-    return {"autoscaling_config": _autoscaling(INGRESS_POLICY, count, count)}
 
 
 def _autoscaling(policy: str, min_replicas: int, max_replicas: int) -> AutoscalingConfig:

@@ -12,30 +12,28 @@ from typing import Any
 
 import msgspec
 
-from serve_app.ray_compat import kv_delete, kv_get, kv_keys, kv_put
+from serve_app.ray_compat import kv_delete, kv_items, kv_put
 
 KEPT = 32
 """Notices of one kind that an application keeps."""
 
-_NAMESPACE = b"warmpath"
-
 
 def post(app_name: str, kind: str, name: str, notice: dict[str, Any]) -> None:
     """Put up a notice, in place of the earlier one of that name; ``at_s``, the wall clock's time, is added."""
-    kv_put(_key(app_name, kind, name), msgspec.json.encode({**notice, "at_s": time.time()}), _NAMESPACE)
+    kv_put(_key(app_name, kind, name), msgspec.json.encode({**notice, "at_s": time.time()}))
     for old, _ in _notices(app_name, kind)[KEPT:]:
-        kv_delete(old, _NAMESPACE)
+        kv_delete(old)
 
 
 def remove(app_name: str, kind: str, name: str) -> None:
     """Take a notice down; one that is not there is ignored."""
-    kv_delete(_key(app_name, kind, name), _NAMESPACE)
+    kv_delete(_key(app_name, kind, name))
 
 
 def clear(app_name: str, kind: str) -> None:
     """Take down every notice of a kind."""
     for key, _ in _notices(app_name, kind):
-        kv_delete(key, _NAMESPACE)
+        kv_delete(key)
 
 
 def read(app_name: str, kind: str) -> list[dict[str, Any]]:
@@ -53,7 +51,5 @@ def _key(app_name: str, kind: str, name: str = "") -> bytes:
 
 
 def _notices(app_name: str, kind: str) -> list[tuple[bytes, dict[str, Any]]]:
-    values = ((key, kv_get(key, _NAMESPACE)) for key in kv_keys(_key(app_name, kind), _NAMESPACE))
-    # None: removed by its writer in the meantime.
-    notices = [(key, msgspec.json.decode(value)) for key, value in values if value is not None]
+    notices = [(key, msgspec.json.decode(value)) for key, value in kv_items(_key(app_name, kind))]
     return sorted(notices, key=lambda entry: entry[1]["at_s"], reverse=True)

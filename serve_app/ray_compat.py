@@ -7,13 +7,15 @@ Serve reads its switches when it is imported, after the command line has set the
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 NODE_TOO_SLOW = "node timed out during startup"
 """Of Ray's message where its raylet takes longer than 30 s, which cannot be set (ray/_private/node.py)."""
+
+_NAMESPACE = b"warmpath"
 
 
 def serve_request_id() -> str:
@@ -70,32 +72,27 @@ def use_outside_of_replicas(handle: DeploymentHandle) -> None:
     handle._init(_run_router_in_separate_loop=True)
 
 
-def kv_put(key: bytes, value: bytes, namespace: bytes) -> None:
-    """Write a value into Ray's GCS; blocks."""
+def kv_put(key: bytes, value: bytes) -> None:
+    """Write a value of warmpath's into Ray's GCS; blocks."""
     from ray.experimental import internal_kv
 
-    internal_kv._internal_kv_put(key, value, overwrite=True, namespace=namespace)
+    internal_kv._internal_kv_put(key, value, overwrite=True, namespace=_NAMESPACE)
 
 
-def kv_get(key: bytes, namespace: bytes) -> bytes | None:
-    """Return a value of Ray's GCS; blocks."""
+def kv_delete(key: bytes) -> None:
+    """Remove it, if it is there; blocks."""
     from ray.experimental import internal_kv
 
-    return cast("bytes | None", internal_kv._internal_kv_get(key, namespace=namespace))
+    internal_kv._internal_kv_del(key, namespace=_NAMESPACE)
 
 
-def kv_delete(key: bytes, namespace: bytes) -> None:
-    """Remove a value of Ray's GCS, if it is there; blocks."""
+def kv_items(prefix: bytes) -> list[tuple[bytes, bytes]]:
+    """Return the keys that begin so, with their values; blocks."""
     from ray.experimental import internal_kv
 
-    internal_kv._internal_kv_del(key, namespace=namespace)
-
-
-def kv_keys(prefix: bytes, namespace: bytes) -> list[bytes]:
-    """Return the keys in Ray's GCS that begin so; blocks."""
-    from ray.experimental import internal_kv
-
-    return cast("list[bytes]", internal_kv._internal_kv_list(prefix, namespace=namespace))
+    keys = internal_kv._internal_kv_list(prefix, namespace=_NAMESPACE)
+    values = ((key, internal_kv._internal_kv_get(key, namespace=_NAMESPACE)) for key in keys)
+    return [(key, value) for key, value in values if value is not None]  # None: removed in the meantime
 
 
 def keep_cluster_unlisted() -> None:

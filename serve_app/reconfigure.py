@@ -40,8 +40,8 @@ class LiveSettings:
     def __init__(self, args: dict[str, Any], refused: Refused) -> None:
         context = serve.get_replica_context()
         self.args = app_config(args)
-        # Serve calls `reconfigure` after the constructor, and an ingress' port may be open by then.
         self._refused_by_engine = refused
+        # Serve calls `reconfigure` after the constructor, and an ingress' port may be open by then.
         self.config = self._in_force(own_deployment().user_config)
         self.refused = 0
         self.why = ""
@@ -78,14 +78,14 @@ class LiveSettings:
                 known = isinstance(error, BadSettings)
                 self.why = str(error) if known else "a fault; the log has it"
                 logger.error("a user_config changed nothing: %s", error, exc_info=None if known else error)
-                await self._tell(accepted=False, why=self.why)
+                await self._board(post, self._name, {"name": self._name, "accepted": False, "why": self.why})
                 return False
             self.why = ""
             changed = changed_salts(before, config)
             if changed:
                 what = f"in another trust group, out of reach of what they had cached: {', '.join(changed)}"
                 logger.warning(what)
-                await self._tell(accepted=True, why=what)
+                await self._board(post, self._name, {"name": self._name, "accepted": True, "why": what})
             elif config != before or self.refused:
                 await self._board(remove, self._name)
             return True
@@ -96,10 +96,6 @@ class LiveSettings:
             await asyncio.to_thread(change, self._app_name, KIND, *arguments)
         except Exception:
             logger.exception("the notice board cannot be reached")
-
-    async def _tell(self, *, accepted: bool, why: str) -> None:
-        """Replace this replica's notice."""
-        await self._board(post, self._name, {"name": self._name, "accepted": accepted, "why": why})
 
     def _in_force(self, user_config: Any) -> AppConfig:
         """Return ``overlaid``. Raises BadSettings, also for what the engine cannot follow."""

@@ -18,8 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.common.report import BenchmarkError
-from serve_app.cli.client import answers
-from serve_app.cli.local_ray import held_port
+from serve_app.cli.local_ray import answers, held_port
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 300.0

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from ray.util.metrics import Counter, Gauge
+from ray.serve.config import AutoscalingContext
 
 from router.protocol.autoscaling import IngressFigures, ReplicaFigures
 from serve_app.autoscaling.policy import CONTROL_PERIOD_S, Decision, State, decide
@@ -22,8 +23,10 @@ from serve_app.notices import post
 
 logger = logging.getLogger("ray.serve")
 
+_FAULT_EVERY_S = 60.0
+
 Raw = Mapping[str, Mapping[str, tuple[float, float]]]
-"""By figure and replica's id: when the newest value was taken, by the clock of its machine, and the value."""
+"""By a replica's id and figure: when the newest value was taken, by the clock of its machine, and the value."""
 
 F = TypeVar("F", ReplicaFigures, IngressFigures)
 
@@ -38,8 +41,7 @@ class _Newest:
         """Return by source how old its figures are, and the figures; without those that make no sense."""
         seen: dict[str, tuple[float, float]] = {}
         aged: dict[str, tuple[float, F]] = {}
-        for source in {source for values in raw.values() for source in values}:
-            figures = {name: values[source] for name, values in raw.items() if source in values}
+        for source, figures in raw.items():
             at_s = max(at_s for at_s, _ in figures.values())
             before = self._seen.get(source)
             seen[source] = before if before is not None and before[0] == at_s else (at_s, now_s)
@@ -58,46 +60,50 @@ class Board:
         self._ingress_raw: Raw = {}
         self._state: State | None = None
         self._next_s = 0.0
+        self._next_fault_s = 0.0
         self._last = ""
-        self._targets = Gauge("warmpath_autoscaling_target_replicas", "What was decided.", tag_keys=("app",))
-        self._needed = Gauge(
-            "warmpath_autoscaling_needed_replicas", "Before delays, bounds and rounding.", tag_keys=("app",)
-        )
-        self._decisions = Counter(
-            "warmpath_autoscaling_decisions_total", "Changes, and holds by cause.", tag_keys=("app", "reason")
-        )
 
-    def hear_ingresses(self, raw: Raw) -> None:
-        """Take what the ingresses report."""
-        self._ingress_raw = raw
+    def safely(self, ctx: AutoscalingContext, ask: Callable[[AutoscalingContext], int]) -> int:
+        """Return how many replicas there should be; as many as now where that cannot be said.
 
-    def target(self, current: int, running: Sequence[str], raw: Raw, now_s: float) -> int:
-        """Return how many replicas there should be; between two control periods, ``current``.
-
-        ``running``: ids of the replicas that run; ``raw``: what replicas report; ``now_s``: of a clock that only rises.
+        A policy that raised would stop the controller's work for all applications.
         """
+        try:
+            return ask(ctx)
+        except Exception:
+            now_s = time.monotonic()
+            if now_s >= self._next_fault_s:
+                self._next_fault_s = now_s + _FAULT_EVERY_S
+                logger.exception("autoscaling failed; the number of replicas stays")
+            return int(ctx.target_num_replicas)
+
+    def hear_ingresses(self, ctx: AutoscalingContext) -> int:
+        """Take what the ingresses report; their number stays."""
+        self._ingress_raw = _newest(ctx)
+        return int(ctx.target_num_replicas)
+
+    def target(self, ctx: AutoscalingContext) -> int:
+        """Return how many replicas there should be; between two control periods, as many as there are to be now."""
+        now_s, current = time.monotonic(), int(ctx.target_num_replicas)
         if now_s < self._next_s:
             return current
         self._next_s = now_s + CONTROL_PERIOD_S
-        replicas = self._replicas.aged(raw, ReplicaFigures, now_s)
+        replicas = self._replicas.aged(_newest(ctx), ReplicaFigures, now_s)
         ingresses = self._ingresses.aged(self._ingress_raw, IngressFigures, now_s)
-        seen = signals(current, running, replicas, list(ingresses.values()))
-        decision, self._state = decide(self._state, seen, now_s)
+        running = [replica.unique_id for replica in ctx.running_replicas]
+        decision, self._state = decide(
+            self._state, signals(current, running, replicas, list(ingresses.values())), now_s
+        )
         self._tell(current, decision)
         return decision.target
 
     def _tell(self, current: int, decision: Decision) -> None:
-        tags = {"app": self._app_name}
-        self._targets.set(decision.target, tags)
-        if decision.reason != "hold":
-            self._needed.set(decision.needed, tags)
         news = decision.reason if decision.reason in ("hold", "starting", "floor") else ""
         if decision.target == current and news == self._last:
             return
         self._last = news
         if decision.target == current and not news:
             return
-        self._decisions.inc(1, {**tags, "reason": decision.reason})
         change = f"{current} -> {decision.target} replicas" if decision.target != current else f"{current} replicas"
         logger.info("autoscaling of %s: %s (%s): %s", self._app_name, change, decision.reason, decision.why)
         # Ray's store is asked in a thread: the controller has one, and everything waits for it.
@@ -111,6 +117,15 @@ def _post(app_name: str, name: str, notice: dict[str, Any]) -> None:
         post(app_name, "autoscaling", name, notice)
     except Exception:
         logger.exception("a notice of autoscaling could not be put up")
+
+
+def _newest(ctx: AutoscalingContext) -> Raw:
+    raw: dict[str, dict[str, tuple[float, float]]] = {}
+    for name, values in (ctx.raw_metrics or {}).items():
+        for replica, series in values.items():
+            if series:
+                raw.setdefault(replica.unique_id, {})[name] = (series[-1].timestamp, series[-1].value)
+    return raw
 
 
 _boards: dict[str, Board] = {}

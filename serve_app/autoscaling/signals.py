@@ -57,7 +57,7 @@ def signals(
     told = [figures for age_s, figures in ingresses if age_s <= OLD_AFTER_S]
     # While new settings travel, the ingresses may differ for a second: any one's are as good.
     bounds = told[0] if told else None
-    known = {name: replicas[name] for name in running if name in replicas and replicas[name][0] <= OLD_AFTER_S}
+    known = {name: replicas[name][1] for name in running if name in replicas and replicas[name][0] <= OLD_AFTER_S}
     fault = ""
     if not running:
         fault = "no replica runs"
@@ -65,34 +65,28 @@ def signals(
         fault = f"{len(running) - len(known)} of {len(running)} replicas have not reported lately"
     elif not told:
         fault = "no ingress has reported lately"
-    elif len({figures.version for _, figures in known.values()}) > 1:
+    elif len({figures.version for figures in known.values()}) > 1:
         fault = "replicas of two versions run"
     if fault:
         return Signals(target, len(running), fault, bounds)
-    return _merged(target, {name: figures for name, (_, figures) in known.items()}, told, bounds)
-
-
-def _merged(
-    target: int, replicas: Mapping[str, ReplicaFigures], ingresses: Sequence[IngressFigures], bounds: Bounds | None
-) -> Signals:
-    figures = list(replicas.values())
+    figures = list(known.values())
     rates = [one.prefill_tokens_per_s for one in figures if one.prefill_tokens_per_s > 0.0]
     decoding = sum(one.running for one in figures)
     token_s = seconds_per_token(sum(rates) / len(rates) if rates else 0.0, decoding / len(figures))
-    requests = sum(one.requests for one in ingresses)
+    requests = sum(one.requests for one in told)
 
     def mean(values: Sequence[float]) -> float:
-        return sum(v * one.requests for v, one in zip(values, ingresses, strict=True)) / requests if requests else 0.0
+        return sum(v * one.requests for v, one in zip(values, told, strict=True)) / requests if requests else 0.0
 
     return Signals(
         target=target,
         running=len(figures),
         fault="",
         bounds=bounds,
-        arrived_tokens=tuple((name, one.arrived_tokens) for name, one in replicas.items()),
+        arrived_tokens=tuple((name, one.arrived_tokens) for name, one in known.items()),
         token_s=token_s,
         backlog_s=sum(one.queued_tokens for one in figures) * token_s
-        + sum(one.waiting_requests * one.mean_own_s for one in ingresses),
+        + sum(one.waiting_requests * one.mean_own_s for one in told),
         decoding=decoding + sum(one.waiting for one in figures),
         slots=min(one.slots for one in figures),
         used_tokens=sum(one.used_tokens for one in figures),
@@ -101,8 +95,8 @@ def _merged(
         pin_budget_tokens=min(one.pin_budget_tokens for one in figures),
         hands_over=all(one.hands_over for one in figures),
         # Routers that share traffic see the same hot blocks: the most that one of them sees is what is common to them.
-        working_set_tokens=max(one.working_set_tokens for one in ingresses),
+        working_set_tokens=max(one.working_set_tokens for one in told),
         requests=requests,
-        p90_ttft_s=mean([one.p90_ttft_s for one in ingresses]),
-        p90_own_s=mean([one.p90_own_s for one in ingresses]),
+        p90_ttft_s=mean([one.p90_ttft_s for one in told]),
+        p90_own_s=mean([one.p90_own_s for one in told]),
     )

@@ -1,4 +1,7 @@
-"""Runs a batch file: as many requests at once as the engine runs, each prepared and answered as the server does it."""
+"""Runs a batch file: as many requests at once as the engine runs, each prepared and answered as the server does it.
+
+The engine runs in this process, without a replica or a router.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -17,14 +20,15 @@ from serve_app.api.request import ChatRequest
 from serve_app.api.tool_calls import NO_TOOLS
 from serve_app.api.unknown import ignored_fields
 from serve_app.batch.batch_file import APIS, BatchRequest
-from serve_app.batch.local_engine import LocalEngine
 from serve_app.checkpoints.checkpoint import CheckpointInfo
 from serve_app.checkpoints.limits import max_model_len
 from serve_app.config.app import AppConfig
-from serve_app.errors import WarmpathError
+from serve_app.engine.protocol import Engine, EngineError, EngineOutput, EngineRequest
+from serve_app.errors import GenerationFailed, InvalidRequest, WarmpathError
 from serve_app.fairness.shares import Budget, Shares
 from serve_app.fairness.waiting_line import WaitingLine
 from serve_app.generation.answer import answer_pieces
+from serve_app.generation.generation import Generation, Tokens
 from serve_app.generation.prepare import Limits, Preparer
 from serve_app.generation.request_usage import RequestUsage
 from serve_app.generation.saves import save_warning
@@ -32,6 +36,10 @@ from serve_app.generation.tool_calls.forced import forced_calls
 from serve_app.generation.tool_calls.pieces import WholeChoice
 from serve_app.generation.tool_calls.tool_calls import tool_calls_of
 from serve_app.prompts.registry import Prompts
+from serve_app.replica.adapter_loader import ReplicaAdapters
+from serve_app.replica.engine_factory import make_engine
+from serve_app.replica.grammars import ReplicaMatchers
+from serve_app.replica.token_channel import TokenStream
 from serve_app.tenants.secret import load_secret
 from serve_app.tenants.tenants import Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer
@@ -43,34 +51,45 @@ async def run_batch(
     config: AppConfig,
     info: CheckpointInfo,
     requests: Sequence[BatchRequest],
-    on_start: Callable[[], None],
     on_response: Callable[[dict[str, Any]], None],
 ) -> None:
     """Answer every request. One that fails is an error of its own, and the others go on.
 
-    ``on_start``: called once the model is loaded, ``on_response`` with each line of the output, in the order in which
-    they are ready. Raises ValueError for settings, adapters or a model that cannot be run.
+    ``on_response``: called with each line of the output, in the order in which they are ready. Raises ValueError for
+    settings, adapters or a model that cannot be run.
     """
     tokenizer = await asyncio.to_thread(
         PromptTokenizer, info.path, cache_bytes=config.tokenizer_cache_bytes, block_size=config.block_size
     )
-    async with LocalEngine.running(config, info) as source:
-        batch = _Batch(config, info, tokenizer, source)
-        on_start()
+    engine = await asyncio.to_thread(make_engine, config, info, lambda _: None)
+    try:
+        adapters = ReplicaAdapters(config, engine)
+        await adapters.preload()
+        engine.start()
+        batch = _Batch(config, info, tokenizer, engine, adapters)
         answers = [asyncio.ensure_future(batch.answer(index, request)) for index, request in enumerate(requests)]
         for answer in asyncio.as_completed(answers):
             on_response(await answer)
+    finally:
+        await asyncio.to_thread(engine.stop)
 
 
 class _Batch:
-    """One run."""
+    """One run: of each answer what a route does, and as the source of its tokens what a replica does."""
 
     def __init__(
-        self, config: AppConfig, info: CheckpointInfo, tokenizer: PromptTokenizer, source: LocalEngine
+        self,
+        config: AppConfig,
+        info: CheckpointInfo,
+        tokenizer: PromptTokenizer,
+        engine: Engine,
+        adapters: ReplicaAdapters,
     ) -> None:
         self._model = config.model_name
         self._tokenizer = tokenizer
-        self._source = source
+        self._engine = engine
+        self._adapters = adapters
+        self._matchers = ReplicaMatchers(config, info)
         self._tool_calls = tool_calls_of(tokenizer, config.tool_parser)
         secret = load_secret(secret_file=config.secret_file)
         tenants = Tenants((), secret)
@@ -84,7 +103,7 @@ class _Batch:
             tokenizer,
             tenants,
             secret,
-            source.adapters.registry,
+            adapters.registry,
             Limits(max_model_len(config, info), config.default_max_tokens, config.save_ttl_s),
             prompts,
             simulated=config.engine_traits.simulated,
@@ -94,12 +113,12 @@ class _Batch:
         """Return a request's line of the output: its answer, or why there is none."""
         answer_id = uuid.uuid4().hex
         try:
-            answer = ErrorAnswer(200, await self._generate(index, request, answer_id))
+            answer = ErrorAnswer(200, await self._answer_body(index, request, answer_id))
         except WarmpathError as error:
             answer = APIS[request.url][1].error(error, answer_id)
         return request.response(answer, answer_id)
 
-    async def _generate(self, index: int, request: BatchRequest, answer_id: str) -> dict[str, Any]:
+    async def _answer_body(self, index: int, request: BatchRequest, answer_id: str) -> dict[str, Any]:
         # Its seed is its index, so that a file gives the same answers again.
         wanted = request.parse_body(self._model, seed=index)
         use, repeated = (wanted.tool_use, wanted.repeated) if isinstance(wanted, ChatRequest) else (NO_TOOLS, {})
@@ -114,7 +133,7 @@ class _Batch:
             choices = [WholeChoice(tells_logprobs=wanted.logprobs is not None) for _ in generations]
             pieces = answer_pieces(
                 generations,
-                self._source,
+                self,
                 decoder,
                 wanted.stop,
                 place,
@@ -131,3 +150,41 @@ class _Batch:
             logger.warning("%s: %s", request.custom_id, warning)
         head = AnswerHead(answer_id, int(time.time()), wanted.answering_model, repeated=repeated)
         return APIS[request.url][1].whole(head, [choice.choice() for choice in choices], usage.total())
+
+    async def generate(self, generation: Generation) -> AsyncGenerator[Tokens, None]:
+        """Yield a sequence's tokens as they come; the last item has a finish reason. Raises a ``WarmpathError``."""
+        loop = asyncio.get_running_loop()
+        stream, ready = TokenStream(generation.interval_s), asyncio.Queue[EngineOutput]()
+
+        def deliver(outputs: Sequence[EngineOutput]) -> None:
+            for output in filter(None, map(stream.push, outputs)):
+                loop.call_soon_threadsafe(ready.put_nowait, output)
+
+        grammar, tenant = generation.grammar, generation.tenant
+        ended = False
+        try:
+            request = EngineRequest(
+                request_id=generation.request_id,
+                token_ids=generation.token_ids,
+                scope=generation.scope,
+                root=generation.root,
+                sampling=generation.sampling,
+                block_hashes=generation.block_hashes,
+                tenant=tenant,
+                save=generation.save,
+                store_kv=generation.store_kv,
+                matcher=await self._matchers.matcher(grammar, tenant) if grammar else None,
+                keep=generation.keep,
+            )
+            await self._adapters.submit(request, generation.lora_path, deliver)
+            while not ended:
+                output = await ready.get()
+                if output.finish_reason not in (None, "stop", "length"):
+                    raise GenerationFailed(output.error or "The engine failed this request.")
+                ended = output.finish_reason is not None
+                yield Tokens(output.token_ids, output.cached_tokens, output.finish_reason, output.save, output.logprobs)
+        except (EngineError, ValueError) as error:
+            raise InvalidRequest(str(error)) from error
+        finally:
+            if not ended:
+                self._engine.cancel(generation.request_id)

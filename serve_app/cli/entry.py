@@ -1,22 +1,27 @@
 """Where the command begins: it imports what takes time itself, so that Ctrl-C ends that with a word too.
 
-Where the import fails because another module has the name of one of ours, that is said.
+Where the import fails because another module has the name of one of ours, that is said. Imports nothing of ours itself.
 """
 
 from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Iterable
+from pathlib import Path
 
-from serve_app.cli.shadow import CODE, PACKAGES, shadow
+CODE = Path(__file__).parents[2]
+"""Where this code lies."""
+
+PACKAGES = ("router", "serve_app")
 
 
 def main() -> None:
     """Run ``warmpath``."""
     try:
-        from serve_app.cli.main import main as run
+        from serve_app.cli.main import app
 
-        run()
+        app()
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
@@ -29,6 +34,15 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(2)
+
+
+def shadow(name: str, places: Iterable[str]) -> Path | None:
+    """Return what is imported of that name, where the first of ``places`` that has one is not where this code lies."""
+    for place in places:
+        for module in (Path(place, name, "__init__.py"), Path(place, f"{name}.py")):
+            if module.is_file():
+                return None if module.parent.resolve() == (CODE / name).resolve() else module
+    return None
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from serve_app.api.openai.response import openai_error
 from serve_app.errors import GenerationFailed, InvalidRequest, Overloaded, RateLimited, RequestTimeout, WarmpathError
 
@@ -76,20 +74,6 @@ def write_wrapper(run_dir: Path, *, binary: str, stats: int, metrics: int, bound
     wrapper.write_text(_WRAPPER.format(stats=stats, metrics=metrics, binary=binary, rules=rules))
     wrapper.chmod(0o700)
     return wrapper
-
-
-def running_haproxies(run_dir: Path) -> list[psutil.Process]:
-    """Return the HAProxy processes of an instance, the newest last; those that drain after a reload too.
-
-    Their config file is anywhere below ``run_dir``; what has ended has no command line.
-    """
-    processes = [
-        process
-        for process in psutil.process_iter(["name", "cmdline", "create_time"])
-        if process.info["name"] == "haproxy"
-        and any(argument.startswith(f"{run_dir}/") for argument in process.info["cmdline"] or ())
-    ]
-    return sorted(processes, key=lambda process: process.info["create_time"])
 
 
 def _frontend_rules(bounds: PortBounds) -> str:

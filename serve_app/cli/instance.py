@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from io import FileIO
@@ -25,21 +26,33 @@ from typing import Any, TextIO
 from rich.console import Console
 
 from serve_app.checkpoints.checkpoint import CheckpointError
+from serve_app.checkpoints.demo_model import RECIPES
 from serve_app.checkpoints.sources.resolve import resolve_model, with_local_model
-from serve_app.cli.checks.catalog import problems
-from serve_app.cli.checks.finding import Case
-from serve_app.cli.client import answers
-from serve_app.cli.greeting import greeting
-from serve_app.cli.haproxy import PortBounds
-from serve_app.cli.local_ray import keep_token_private, local_environment
+from serve_app.checkpoints.sources.smollm2 import SMOLLM2
+from serve_app.cli.checks.settings import with_model
+from serve_app.cli.local_ray import answers, keep_token_private, local_environment
 from serve_app.cli.processes import end_descendants
-from serve_app.cli.start_failure import Refused, StartFailed, innermost, wait_until_running
 from serve_app.cli.supervisor import Launch
 from serve_app.config.app import AppConfig
 from serve_app.ray_compat import NODE_TOO_SLOW, use_outside_of_replicas
 
 APP_NAME = "warmpath"
 HEALTHY_WITHIN_S = 300.0
+_EXCEPTION = re.compile(r"^(?P<kind>(?:\w+\.)*[A-Z]\w*): (?P<text>.+)$")
+_OURS = ("serve_app.", "router.")
+_TRACEBACK = "Traceback (most recent call last)"
+
+
+class StartFailed(Exception):
+    """The instance cannot start; ``sentences`` say why.
+
+    ``status``: what its process leaves with; 2 where its settings cannot be used, and nothing was started.
+    """
+
+    def __init__(self, *sentences: str, status: int = 1) -> None:
+        super().__init__(*sentences)
+        self.sentences = sentences
+        self.status = status
 
 
 def main() -> None:
@@ -109,16 +122,16 @@ def _step(console: Console, what: str) -> Iterator[None]:
 
 
 def _usable(settings: AppConfig, console: Console) -> AppConfig:
-    """Find, fetch or build the model, and return the settings with it. Raises Refused where they cannot be used.
+    """Find, fetch or build the model, and return the settings with it. Raises StartFailed where they cannot be used.
 
     What fetches tells of it on stderr, which is the user's until Ray starts.
     """
     try:
         settings = with_local_model(settings, console.print)
     except CheckpointError as error:
-        raise Refused(str(error)) from error
-    if sentences := problems("start", Case(settings)):
-        raise Refused(*sentences)
+        raise StartFailed(str(error), status=2) from error
+    if sentences := [sentence for _, sentence in with_model(settings)]:
+        raise StartFailed(*sentences, status=2)
     console.print(f"[1/4] model {settings.model_name}: {resolve_model(settings.model)}")
     return settings
 
@@ -126,8 +139,8 @@ def _usable(settings: AppConfig, console: Console) -> AppConfig:
 @contextmanager
 def _serving(settings: AppConfig, launch: Launch, console: Console) -> Iterator[None]:
     """Start Ray and the application, and end both. Raises StartFailed."""
-    bounds, started_s = PortBounds(launch.max_connections_per_address), time.monotonic()
-    with local_environment(use_haproxy=launch.haproxy, bounds=bounds, run_dir=Path(launch.run_dir)):
+    run_dir, connections, started_s = Path(launch.run_dir), launch.max_connections_per_address, time.monotonic()
+    with local_environment(run_dir, connections, use_haproxy=launch.haproxy):
         with _step(console, "[2/4] Ray"):
             logs = _start_ray(settings, launch.verbose, console)
         import ray
@@ -141,7 +154,7 @@ def _serving(settings: AppConfig, launch: Launch, console: Console) -> Iterator[
             ray_serve.start(http_options={"host": launch.host, "port": launch.port}, proxy_location="HeadOnly")
             target = ray_serve.RunTarget(build_app(settings), name=APP_NAME, route_prefix="/")
             ray_serve.run_many([target], wait_for_applications_running=False)
-            wait_until_running(APP_NAME, logs)
+            _wait_until_running(logs)
         with console.status("[4/4] waiting for /health"):
             _wait_healthy(f"{launch.url}/health", logs)
         console.print(f"[4/4] ready after {time.monotonic() - started_s:.0f} s; logs: {logs}")
@@ -198,6 +211,45 @@ def _drain(timeout_s: float, console: Console) -> None:
         console.print("an ingress could not be told to stop; its answers end as they are")
 
 
+def _wait_until_running(logs: Path) -> None:
+    """Return when the application runs. Raises StartFailed as soon as a constructor has failed.
+
+    Serve would try again, up to twenty times; on one machine the same settings fail the same way.
+    """
+    from ray import serve as ray_serve
+
+    while True:
+        status = ray_serve.status().applications[APP_NAME]
+        if status.status == "RUNNING":
+            return
+        messages = {name: deployment.message for name, deployment in status.deployments.items()}
+        if why := failure(status.status, messages, status.message):
+            raise StartFailed(f"{why}\nlogs of Serve: {logs}")
+        time.sleep(0.2)
+
+
+def failure(status: str, deployments: Mapping[str, str], message: str) -> str | None:
+    """Return why a start has failed, or is about to; None while it may succeed."""
+    for name, text in deployments.items():
+        if _TRACEBACK in text:
+            return f"{name} does not start: {innermost(text)}"
+    if status == "DEPLOY_FAILED":
+        return innermost(next(filter(None, deployments.values()), message))
+    return None
+
+
+def innermost(message: str) -> str:
+    """Return the sentence of the exception at the end of a traceback's text; the text itself where there is none.
+
+    The kind of exception is left out where the sentence is one of warmpath's own.
+    """
+    for line in reversed(message.strip().splitlines()):
+        if match := _EXCEPTION.match(line):
+            ours = match["kind"] == "ValueError" or match["kind"].startswith(_OURS)
+            return match["text"] if ours else line
+    return message.strip()
+
+
 def _wait_healthy(url: str, logs: Path) -> None:
     deadline_s = time.monotonic() + HEALTHY_WITHIN_S
     while time.monotonic() < deadline_s:
@@ -205,3 +257,33 @@ def _wait_healthy(url: str, logs: Path) -> None:
             return
         time.sleep(0.2)
     raise StartFailed(f"{url} did not answer within {HEALTHY_WITHIN_S:.0f} s; the logs of Serve are in {logs}")
+
+
+def greeting(settings: AppConfig, url: str) -> str:
+    """Return what a newcomer reads when it is ready: how to call it, with commands to paste, and what it is not."""
+    model_name = settings.model_name
+    key = "YOUR_KEY" if settings.tenants else "none"
+    auth = " -H 'Authorization: Bearer YOUR_KEY'" if settings.tenants else ""
+    operators = "   (both with an operator key)" if settings.tenants or settings.operator_key_sha256 else ""
+    request = {"model": model_name, "stream": True, "messages": [{"role": "user", "content": "Hello"}]}
+    body = json.dumps({**request, "temperature": 0, "max_tokens": 32})
+    simulated = settings.engine_traits.simulated
+    notes = {
+        "This model has random weights: it answers nonsense. Bring another with --model.": settings.model in RECIPES,
+        "SmolLM2-135M-Instruct writes full English sentences, which are not always true.": settings.model == SMOLLM2,
+        "simulated: no model runs; tokens are made up and times come from a cost model.": simulated,
+        "No API keys are configured: everyone who can reach this port is the tenant `default`.": not settings.tenants,
+    }
+    return f"""\
+warmpath serves {model_name} at {url} with {settings.first_replicas} replicas (engine: {settings.engine})
+{"".join(f"{note}{chr(10)}" for note, holds in notes.items() if holds)}
+curl -N {url}/v1/chat/completions{auth} -H 'Content-Type: application/json' -d '{body}'
+
+from openai import OpenAI
+client = OpenAI(base_url="{url}/v1", api_key="{key}")
+stream = client.chat.completions.create(model="{model_name}", stream=True, temperature=0,
+                                        max_tokens=32, messages=[{{"role": "user", "content": "Hello"}}])
+for chunk in stream: print(chunk.choices[0].delta.content or "", end="", flush=True)
+
+A chat, and the cache map: {url}/
+What the caches hold: {url}/v1/cache/state   Metrics: {url}/metrics{operators}   Stop: Ctrl-C"""

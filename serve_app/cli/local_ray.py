@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import socket
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-import psutil
+import httpx
 
-from serve_app.cli.haproxy import BUFFER_BYTES, RETRY_ON, PortBounds, running_haproxies, write_wrapper
+from serve_app.cli.haproxy import BUFFER_BYTES, MAX_CONNECTIONS_PER_ADDRESS, RETRY_ON, PortBounds, write_wrapper
 
 FIRST_PORT, LAST_PORT = 20_000, 32_000
 """Above the ports `ray start` gives to workers, below those that outgoing connections get."""
@@ -89,21 +87,18 @@ def held_window() -> Iterator[int]:
 
 @contextmanager
 def local_environment(
-    use_haproxy: bool = True, bounds: PortBounds | None = None, run_dir: Path | None = None
-) -> Iterator[Path]:
-    """Set the environment of a local instance; yields its private run directory and removes it afterwards.
+    run_dir: Path, connections_per_address: int = MAX_CONNECTIONS_PER_ADDRESS, *, use_haproxy: bool = True
+) -> Iterator[None]:
+    """Set the environment of a local instance, and hold its ports meanwhile.
 
-    ``bounds``: what one client may hold of HAProxy's port. ``run_dir``: the directory, where there is one.
-    Must be entered before anything imports ``ray``: Serve reads its switches when it is imported.
+    ``run_dir``: a private directory, for HAProxy's files. Must be entered before anything imports ``ray``: Serve reads
+    its switches when it is imported.
     """
-    run_dir = run_dir or Path(tempfile.mkdtemp(prefix="warmpath-"))
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     # An ingress binds its port with SO_REUSEPORT, and Serve counts from the same port in every instance: without ports
     # of its own, an instance would silently be given a share of another's requests.
     with ExitStack() as ending:
-        ending.callback(shutil.rmtree, run_dir, ignore_errors=True)
-        ending.callback(_end_haproxy, run_dir)
         first = ending.enter_context(held_window())
         os.environ["RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT"] = str(first)
         os.environ["RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT"] = str(first + PORT_WINDOW - 5)
@@ -113,8 +108,15 @@ def local_environment(
             stats, metrics = first + PORT_WINDOW - 3, first + PORT_WINDOW - 4
             ending.enter_context(_kept(stats))
             ending.enter_context(_kept(metrics))
-            _configure_haproxy(run_dir, stats, metrics, bounds or PortBounds())
-        yield run_dir
+            _configure_haproxy(run_dir, stats, metrics, PortBounds(connections_per_address))
+        yield
+
+
+def answers(url: str) -> bool:
+    """Return whether somebody answers there with status 200; no proxy leads to this machine."""
+    with suppress(httpx.HTTPError):
+        return httpx.get(url, timeout=5, trust_env=False).status_code == 200
+    return False
 
 
 def keep_token_private() -> None:
@@ -122,13 +124,6 @@ def keep_token_private() -> None:
     token = Path.home() / ".ray" / "auth_token"
     if token.exists():
         token.chmod(0o600)
-
-
-def _end_haproxy(run_dir: Path) -> None:
-    """Kill HAProxy processes of this instance that outlived Serve: a reload during shutdown can leave one behind."""
-    for process in running_haproxies(run_dir):
-        with suppress(psutil.Error):
-            process.kill()
 
 
 def _configure_haproxy(run_dir: Path, stats: int, metrics: int, bounds: PortBounds) -> None:

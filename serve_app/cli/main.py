@@ -10,34 +10,59 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer.core import TyperCommand
 
-from serve_app.cli.checks.catalog import problems
 from serve_app.cli.checks.file import mistakes_in
-from serve_app.cli.checks.finding import Case
+from serve_app.cli.checks.machine import address
+from serve_app.cli.checks.settings import before_model
 from serve_app.cli.commands import keys, prompts
 from serve_app.cli.commands.doctor import doctor
 from serve_app.cli.commands.infer import infer
 from serve_app.cli.commands.plan import plan
-from serve_app.cli.commands.top import top
 from serve_app.cli.console import console, fail
-from serve_app.cli.foreign_flags import ServeCommand
 from serve_app.cli.haproxy import MAX_CONNECTIONS_PER_ADDRESS
 from serve_app.cli.supervisor import Launch, Supervisor
+from serve_app.config.app import AppConfig
 from serve_app.config.files import load_settings
 from serve_app.config.reference import settings_text, settings_yaml
+
+_INSTEAD = {
+    "--tensor-parallel-size": "a replica computes on one device, there is no tensor parallelism; choose a model that "
+    "fits one GPU, and more of them with --replicas",
+    "--pipeline-parallel-size": "a replica computes on one device; choose a model that fits one GPU",
+    "--data-parallel-size": "use --replicas: each is an engine of its own, and requests go where their prefix is",
+    "--api-key": "keys belong to tenants: `warmpath keys new NAME` makes one, and says what to set",
+    "--enable-prefix-caching": "prefix caching is on; --set enable_prefix_caching=false switches it off",
+    "--enable-auto-tool-choice": "tool calls are on; the setting tool_parser names their format",
+    "--tool-call-parser": "use --set tool_parser=NAME",
+    "--enable-lora": "use --set 'lora_adapters={NAME: PATH}', or --set allow_runtime_lora=true",
+    "--lora-modules": "use --set 'lora_adapters={NAME: PATH}'",
+}
+"""Of flags that people know from `vllm serve` and others: what does the same here."""
+
+
+class _ServeCommand(TyperCommand):
+    """A command whose unknown flags are answered with what does the same here."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Parse. Raises typer.BadParameter."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # NoSuchOption is click's, or that of typer's own copy
+            flag = getattr(error, "option_name", None) or ""
+            setting = flag.removeprefix("--").replace("-", "_")
+            known = f"use --set {setting}=VALUE" if setting in AppConfig.model_fields else ""
+            if not (instead := _INSTEAD.get(flag, known)):
+                raise
+            raise typer.BadParameter(f"there is no {flag}: {instead}") from None
+
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(keys.app, name="keys")
 app.add_typer(prompts.app, name="prompts")
 app.command()(infer)
 app.command()(plan)
-app.command()(top)
 app.command()(doctor)
-
-
-def main() -> None:
-    """Entry point of the ``warmpath`` command."""
-    app()
 
 
 def _print_version(wanted: bool) -> None:
@@ -55,7 +80,7 @@ def _root(
     """Cache-aware LLM serving: a request goes to the replica that holds its prefix's KV."""
 
 
-@app.command(cls=ServeCommand)
+@app.command(cls=_ServeCommand)
 def serve(
     model_name: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="the same as --model")] = None,
     model: Annotated[
@@ -87,8 +112,10 @@ def serve(
         )
     except ValueError as error:
         fail(str(error))
-    for sentence in problems("command", Case(settings, host=host, port=port)):
+    for _, sentence in before_model(settings):
         fail(sentence)
+    if (listens := address(host, port)).advice:
+        fail(f"{listens.found}: {listens.advice}")
     if settings.allowed_hosts is None and not settings.tenants and host in ("127.0.0.1", "localhost", "::1"):
         # Everybody's pages run on this machine, and nothing but the name in Host tells theirs from ours.
         settings.allowed_hosts = []

@@ -79,17 +79,13 @@ def port_holder(port: int) -> Holder | None:
     with suppress(psutil.Error):
         for socket in psutil.net_connections(kind="tcp"):
             if socket.status == psutil.CONN_LISTEN and socket.laddr.port == port and socket.pid is not None:
-                return holder_of(psutil.Process(socket.pid))
+                process = psutil.Process(socket.pid)
+                line = [process, *process.parents()]
+                # The nearest that tells: Ray's workers write their titles over their environment.
+                owner = next(filter(None, map(_owner, line)), None)
+                supervisor = owner if owner in {ancestor.pid for ancestor in line} else None
+                return Holder(process.pid, process.name(), owner is not None, supervisor)
     return None
-
-
-def holder_of(process: psutil.Process) -> Holder:
-    """Return what a process is to warmpath."""
-    line = [process, *process.parents()]
-    # The nearest that tells: Ray's workers write their titles over their environment.
-    owner = next(filter(None, map(_owner, line)), None)
-    supervisor = owner if owner in {ancestor.pid for ancestor in line} else None
-    return Holder(process.pid, process.name(), owner is not None, supervisor)
 
 
 def _owner(process: psutil.Process) -> int | None:

@@ -19,10 +19,9 @@ import pytest
 import yaml
 
 from benchmarks.common.client import stream_events
-from serve_app.cli.checks.catalog import problems
-from serve_app.cli.checks.finding import Case
+from serve_app.cli.checks.settings import with_model
+from serve_app.cli.instance import innermost
 from serve_app.cli.local_ray import held_port
-from serve_app.cli.start_failure import innermost
 from serve_app.config.live import BadSettings, app_config
 from serve_app.tenants.tenants import make_api_key
 from tests.harness.plain_http import NO_CERTIFICATES
@@ -161,7 +160,7 @@ def test_serve_status_says_what_a_start_would(cluster: Cluster) -> None:
         app_config({"polcy": "sglang"})
     for args, sentence in (
         ({"polcy": "sglang"}, str(typo.value)),
-        (missing, problems("start", Case(app_config(missing)))[0]),
+        (missing, next(with_model(app_config(missing)))[1]),
     ):
         cluster.deploy_args(args)
         eventually(lambda sentence=sentence: sentence in map(innermost, cluster.messages()))

@@ -1,1 +1,1 @@
-"""What would keep an instance from working: one list of checks, for `warmpath serve`, `check FILE` and `doctor`."""
+"""What would keep an instance from working: asked by `warmpath serve`, `check FILE` and `doctor`."""

@@ -7,15 +7,13 @@ checkpoints, adapters and secrets are looked into where they are on this machine
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from pydantic import ValidationError
 
-from serve_app.cli.checks.catalog import findings
-from serve_app.cli.checks.finding import Case, Place
+from serve_app.cli.checks.settings import Place, before_model, with_model
 from serve_app.config.files import rooted
 from serve_app.config.live import BadSettings, Location, app_config, overlaid
 
@@ -23,8 +21,7 @@ IMPORT_PATH = "serve_app.app:build_app"
 DEPLOYMENTS = ("Ingress", "Replica")
 
 
-@dataclass(frozen=True, slots=True)
-class Mistake:
+class Mistake(NamedTuple):
     """``line``: from 1; ``place``: a path of names and numbers, "" for the whole file."""
 
     line: int
@@ -46,7 +43,7 @@ def mistakes_in(text: str, directory: Path | None = None, *, place_of_run: Place
         return list(_ray_service(document))
     if "applications" in values:
         return list(_serve_config(document, place_of_run))
-    return list(_settings(document, (), place_of_run, directory))
+    return list(_settings(document, (), values if directory is None else rooted(values, directory), place_of_run))
 
 
 class _Document:
@@ -64,49 +61,33 @@ class _Document:
         self.before = before
         self.as_written = as_written
 
-    def at(self, place: Location) -> Any:
-        """Return the value at a place, None where there is none."""
-        value = self.values
-        try:
-            for step in place:
-                value = value[step]
-        except (KeyError, IndexError, TypeError):
-            return None
-        return value
-
     def mistake(self, place: Location, what: str) -> Mistake:
         """Return a mistake at a place, with the line of the nearest thing that is there."""
-        line = self._nearest(place)[0] + 1 if self.as_written else 0
+        line = self.nearest(place)[0] + 1 if self.as_written else 0
         return Mistake(self.before + line, ".".join(map(str, place)), what)
 
-    def inner(self, place: Location) -> _Document:
-        """Return the YAML that is the text at a place."""
-        line, node = self._nearest(place)
-        return _Document(self.at(place), line + 1, as_written=node.style == "|")
-
-    def _nearest(self, place: Location) -> tuple[int, Any]:
+    def nearest(self, place: Location) -> tuple[int, Any]:
+        """Return the line and the node of what is at a place, or of what would hold it."""
         node, line = self.root, self.root.start_mark.line
         for step in place:
-            child = _child(node, step)
-            if child is None:
+            if isinstance(node, yaml.MappingNode):
+                found = next(((key, value) for key, value in node.value if key.value == str(step)), None)
+            elif isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
+                found = node.value[step], node.value[step]
+            else:
+                found = None
+            if found is None:
                 break
-            line, node = child
+            line, node = found[0].start_mark.line, found[1]
         return line, node
-
-
-def _child(node: Any, step: int | str) -> tuple[int, Any] | None:
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            if key.value == str(step):
-                return key.start_mark.line, value
-    elif isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
-        return node.value[step].start_mark.line, node.value[step]
-    return None
 
 
 def _ray_service(document: _Document) -> Iterator[Mistake]:
     place: Location = ("spec", "serveConfigV2")
-    inner = document.inner(place) if isinstance(document.at(place), str) else None
+    line, node = document.nearest(place)
+    spec = document.values.get("spec")
+    text = spec.get("serveConfigV2") if isinstance(spec, Mapping) else None
+    inner = _Document(text, line + 1, as_written=node.style == "|") if isinstance(text, str) else None
     if inner is None or not isinstance(inner.values, Mapping):
         yield document.mistake(place, "a RayService needs the Serve config here, as text after `|`")
         return
@@ -126,31 +107,32 @@ def _serve_config(document: _Document, place_of_run: Place) -> Iterator[Mistake]
         what = "an entry of applications or deployments holds no NAME: VALUE pairs; see cluster/serve_config.yaml"
         yield document.mistake(("applications",), what)
         return
-    ours = [n for n, app in enumerate(document.at(("applications",))) if app["import_path"] == IMPORT_PATH]
-    for number in ours:
-        yield from _application(document, ("applications", number), place_of_run)
-    if not ours:
+    apps = document.values["applications"]
+    if not any(app["import_path"] == IMPORT_PATH for app in apps):
         yield document.mistake(("applications",), f"no application has the import_path {IMPORT_PATH}")
+    for number, app in enumerate(apps):
+        if app["import_path"] == IMPORT_PATH:
+            yield from _application(document, ("applications", number), app, place_of_run)
 
 
-def _application(document: _Document, place: Location, place_of_run: Place) -> Iterator[Mistake]:
-    args = list(_settings(document, (*place, "args"), place_of_run))
+def _application(document: _Document, place: Location, app: Any, place_of_run: Place) -> Iterator[Mistake]:
+    args = list(_settings(document, (*place, "args"), app.get("args") or {}, place_of_run))
     yield from args
     user_configs: dict[str, Any] = {}
     places: dict[str, Location] = {}
-    for number, deployment in enumerate(document.at((*place, "deployments")) or ()):
+    for number, deployment in enumerate(app.get("deployments") or ()):
         name, where = deployment["name"], (*place, "deployments", number)
-        if name not in DEPLOYMENTS:
+        if name in DEPLOYMENTS:
+            user_configs[name], places[name] = deployment.get("user_config") or {}, (*where, "user_config")
+        else:
             yield document.mistake((*where, "name"), f"there is no deployment {name!r}; there are Ingress and Replica")
-            continue
-        user_configs[name], places[name] = deployment.get("user_config") or {}, (*where, "user_config")
     if user_configs.get("Ingress", {}) != user_configs.get("Replica", {}):
         where = places.get("Replica", places.get("Ingress", place))
         what = "Ingress and Replica need the same user_config; write it once with a YAML anchor (&live, *live)"
         yield document.mistake(where, what)
     if args:
         return
-    config = app_config(document.at((*place, "args")) or {})
+    config = app_config(app.get("args") or {})
     for name, where in places.items():
         try:
             overlaid(config, user_configs[name])
@@ -159,18 +141,12 @@ def _application(document: _Document, place: Location, place_of_run: Place) -> I
                 yield document.mistake((*where, *inner), what)
 
 
-def _settings(
-    document: _Document, place: Location, place_of_run: Place, directory: Path | None = None
-) -> Iterator[Mistake]:
-    values = document.at(place) or {}
-    if directory is not None and isinstance(values, Mapping):
-        values = rooted(values, directory)
+def _settings(document: _Document, place: Location, values: Any, place_of_run: Place) -> Iterator[Mistake]:
     try:
         config = app_config(values)
     except BadSettings as error:
         for where, sentence in error.found:
             yield document.mistake((*place, *where), sentence)
         return
-    for finding in findings("file", Case(config, place_of_run)):
-        if finding.state == "problem":
-            yield document.mistake((*place, finding.subject), finding.sentence)
+    for setting, sentence in (*before_model(config, place_of_run), *with_model(config, place_of_run)):
+        yield document.mistake((*place, setting), sentence)

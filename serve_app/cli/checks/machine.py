@@ -1,28 +1,30 @@
-"""What the machine has: memory, room on disks, models, a GPU. Fetches nothing.
+"""What the machine has: the port, memory, room on disks, a GPU.
 
 torch is asked in a process of its own, which takes some seconds and may fail in its own way.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from huggingface_hub import constants
 
 from serve_app.checkpoints.model_cache import default_cache_dir
-from serve_app.checkpoints.sources.smollm2 import SMOLLM2
-from serve_app.cli.checks.finding import GIB, Case, Finding, judged, problem, warning
 from serve_app.cli.console import console
+from serve_app.cli.processes import port_holder
 from serve_app.cli.supervisor import path_flags
 
+GIB = 1 << 30
 _TORCH = """
 import json, torch
 gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -36,6 +38,63 @@ _MIN_SHARED_BYTES = 512 << 20
 _MIN_FREE_BYTES = 2 * GIB
 _MIN_FREE_SHARE = 0.05
 """Ray takes a node whose disk is fuller for a broken one."""
+_OTHER = "or choose another with --port"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What is found of a subject, and what to do about it. ``minor``: an instance would work all the same."""
+
+    subject: str
+    found: str
+    advice: str = ""
+    minor: bool = False
+
+    @property
+    def state(self) -> str:
+        """Whether all is well; with a problem an instance would not start or not work."""
+        return "ok" if not self.advice else "warning" if self.minor else "problem"
+
+
+def address(host: str, port: int, *, start: bool = True) -> Finding:
+    """Whether an instance could listen; one that runs already is in the way of a ``start`` alone."""
+    if not 1 <= port <= 65535:
+        return Finding("port", f"there is no port {port}", "ports are 1 to 65535")
+    try:
+        families = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        found = f"there is no address {host!r} ({getattr(error, 'strerror', error)})"
+        return Finding("host", found, "give one of this machine with --host")
+    # Of a name with both kinds of address servers take the IPv4 one.
+    family, kind, protocol, _, where = min(families, key=lambda entry: entry[0] != socket.AF_INET)
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(where)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return _taken(host, port, start)
+            if error.errno == errno.EACCES:
+                return Finding("port", f"port {port} is for root alone", "choose one above 1023 with --port")
+            if error.errno != errno.EADDRNOTAVAIL:
+                return Finding("port", f"cannot listen on {host}:{port} ({error.strerror})", "give another --host")
+            found = f"no interface of this machine has the address {host}"
+            return Finding("host", found, "use 127.0.0.1, or 0.0.0.0 for all of them")
+    return Finding("port", f"{host}:{port} is free")
+
+
+def _taken(host: str, port: int, start: bool) -> Finding:
+    holder, taken = port_holder(port), f"port {port} is taken by"
+    if holder is None:
+        return Finding("port", f"{taken} a process of another user", f"stop that, {_OTHER}")
+    if holder.supervisor is not None:
+        if start:
+            return Finding("port", f"{taken} another warmpath (pid {holder.supervisor})", f"stop that, {_OTHER}")
+        return Finding("port", f"warmpath (pid {holder.supervisor}) serves at {host}:{port}")
+    who = f"{taken} {holder.name} (pid {holder.pid})"
+    if holder.ours:
+        return Finding("port", f"{who} that a killed warmpath left behind", f"run kill -9 {holder.pid}, {_OTHER}")
+    return Finding("port", who, f"stop that, {_OTHER}")
 
 
 def memory_bytes() -> int:
@@ -55,56 +114,34 @@ def writable_place(directory: Path) -> Path:
     return place
 
 
-def memory(case: Case) -> Iterator[Finding]:
-    """Whether memory is free."""
+def room() -> Iterator[Finding]:
+    """Whether memory is free, and whether disks have room for Ray's objects, temporary files and models."""
     total = memory_bytes()
     free = min(psutil.virtual_memory().available, total)
-    found = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
     advice = "two replicas of the default model need 2 GiB: stop something" if free < _MIN_FREE_BYTES else ""
-    yield judged("memory", found, advice)
-
-
-def shared_memory(case: Case) -> Iterator[Finding]:
-    """Whether Ray's object store has room."""
-    if not _SHARED_MEMORY.exists():
-        return
-    shared = shutil.disk_usage(_SHARED_MEMORY)
-    found = f"{_SHARED_MEMORY}: {shared.free / GIB:.1f} of {shared.total / GIB:.1f} GiB free"
-    advice = "Ray's objects lie there: docker run --shm-size 2g, or free some"
-    yield judged("shared memory", found, advice if shared.free < _MIN_SHARED_BYTES else "")
-
-
-def disks(case: Case) -> Iterator[Finding]:
-    """Whether temporary files and models can be written, and their disks have room."""
+    yield Finding("memory", f"{_free(free, total)} free", advice)
+    if _SHARED_MEMORY.exists():
+        shared = shutil.disk_usage(_SHARED_MEMORY)
+        advice = "Ray's objects lie there: docker run --shm-size 2g, or free some"
+        found = f"{_SHARED_MEMORY}: {_free(shared.free, shared.total)} free"
+        yield Finding("shared memory", found, advice if shared.free < _MIN_SHARED_BYTES else "")
     temporary = ("temporary files", Path(tempfile.gettempdir()), "TMPDIR")
     for name, directory, variable in (temporary, ("model cache", default_cache_dir(), "XDG_CACHE_HOME")):
         try:
             usage = shutil.disk_usage(writable_place(directory))
         except OSError as error:
-            yield problem(name, str(error), f"chown it, or name another in {variable}")
+            yield Finding(name, str(error), f"chown it, or name another in {variable}")
             continue
-        found = f"{directory}: {usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free"
         advice = "free some (logs of ended Rays lie in /tmp/ray): one over 95 % full is a broken node to Ray"
-        yield judged(name, found, advice if usage.free < _MIN_FREE_SHARE * usage.total else "")
+        found = f"{directory}: {_free(usage.free, usage.total)} free"
+        yield Finding(name, found, advice if usage.free < _MIN_FREE_SHARE * usage.total else "")
 
 
-def models(case: Case) -> Iterator[Finding]:
-    """Which models are here already, and whether others could be fetched."""
-    made, fetched = default_cache_dir(), Path(constants.HF_HUB_CACHE)
-    has_default, hub_models = any(made.glob(f"{SMOLLM2}*")), len(list(fetched.glob("models--*")))
-    offline = constants.HF_HUB_OFFLINE
-    found = (
-        f"the default model is {'' if has_default else 'not '}in {made}; {hub_models} of the hub's in {fetched}"
-        f"{'; HF_HUB_OFFLINE is set' if offline else ''}"
-    )
-    if offline and not has_default and not hub_models:
-        advice = "unset HF_HUB_OFFLINE once, or serve a directory (--model), or the built-in demo"
-        yield warning("models", found, advice)
-    else:
-        yield Finding("models", "ok", found)
+def _free(free: int, total: int) -> str:
+    return f"{free / GIB:.1f} of {total / GIB:.1f} GiB"
 
 
-def torch(case: Case) -> Iterator[Finding]:
+def torch() -> Finding:
     """What torch computes on."""
     command = [sys.executable, *path_flags(), "-c", _TORCH]
     try:
@@ -114,15 +151,12 @@ def torch(case: Case) -> Iterator[Finding]:
             )
         answer = json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
-        yield problem("torch", f"does not answer within {_TORCH_WITHIN_S} s", _REINSTALL)
+        return Finding("torch", f"does not answer within {_TORCH_WITHIN_S} s", _REINSTALL)
     except (ValueError, IndexError):
         last = (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
-        yield problem("torch", f"cannot be imported: {last}", _REINSTALL)
-    else:
-        device = ", ".join(answer["gpus"]) or "the CPU"
-        found = f"{answer['version']} on {device}"
-        if not answer["gpus"] and answer["cuda"] and shutil.which("nvidia-smi"):
-            advice = "nvidia-smi says which driver; see pytorch.org"
-            yield warning("torch", f"{found}, though there is a GPU", advice)
-        else:
-            yield Finding("torch", "ok", found)
+        return Finding("torch", f"cannot be imported: {last}", _REINSTALL)
+    found = f"{answer['version']} on {', '.join(answer['gpus']) or 'the CPU'}"
+    if not answer["gpus"] and answer["cuda"] and shutil.which("nvidia-smi"):
+        advice = "nvidia-smi says which driver; see pytorch.org"
+        return Finding("torch", f"{found}, though there is a GPU", advice, minor=True)
+    return Finding("torch", found)

@@ -14,14 +14,14 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 
 from serve_app.checkpoints.adapter_registry import configured_adapters
 from serve_app.checkpoints.checkpoint import CheckpointInfo
 from serve_app.checkpoints.drafter import load_served_model
 from serve_app.checkpoints.limits import max_model_len
 from serve_app.checkpoints.sources.resolve import BUILT_IN
-from serve_app.cli.checks.finding import GIB, Case, Finding, problem
-from serve_app.cli.checks.machine import memory_bytes, writable_place
+from serve_app.cli.checks.machine import GIB, memory_bytes, writable_place
 from serve_app.cli.supervisor import path_flags
 from serve_app.config.app import AppConfig, is_hub_id
 from serve_app.config.cache import CPU_POOL_BYTES
@@ -30,6 +30,12 @@ from serve_app.generation.tool_calls.formats import check_format
 from serve_app.prompts.registry import Prompts
 from serve_app.replica.engine_factory import MAKERS
 from serve_app.tenants.secret import load_secret
+
+Place = Literal["start", "here", "elsewhere"]
+"""Where an instance is to run: here and now, its model being fetched; on this machine; on others, with other files."""
+
+Refusal = tuple[str, str]
+"""A setting, and a sentence that says why it cannot be used and what to change."""
 
 _ARCHITECTURE = """
 import sys
@@ -42,76 +48,87 @@ except (ValueError, OSError) as error:
 """
 
 
-def _refusal(subject: str, ask: Callable[[], object]) -> Iterator[Finding]:
+def before_model(settings: AppConfig, place: Place = "start") -> Iterator[Refusal]:
+    """Yield what shows before the model is fetched: registered prompts that changed, an engine that is not there."""
+    directory = settings.prompts_dir
+    if directory is None or _looks_into(directory, place):
+        yield from _refusal("prompts_dir", lambda: Prompts.of(settings.public_prompts, directory))
+    missing = settings.engine_traits.missing()
+    if missing and place != "elsewhere":
+        yield "engine", missing
+
+
+def with_model(settings: AppConfig, place: Place = "start") -> Iterator[Refusal]:
+    """Yield the rest: of settings that do not fit each other, the engine, the model or the machine."""
+    yield from _fit(settings, place)
+    yield from _model(settings, place)
+    if place == "start":
+        yield from _disk_tier(settings)
+        yield from _usage_file(settings)
+
+
+def _looks_into(path: Path, place: Place) -> bool:
+    """Return whether a file that the settings name is to be looked into, or missed.
+
+    Relative paths of a Serve config start where some process of Ray will run.
+    """
+    path = path.expanduser()
+    return place == "start" or path.exists() or (place == "here" and path.is_absolute())
+
+
+def _refusal(setting: str, ask: Callable[[], object]) -> Iterator[Refusal]:
     """Yield the sentence that ``ask`` raises."""
     try:
         ask()
     except (ValueError, OSError) as error:
-        yield problem(subject, str(error))
+        yield setting, str(error)
 
 
-def engine(case: Case) -> Iterator[Finding]:
-    """Whether the engine is installed."""
-    missing = case.settings.engine_traits.missing()
-    if missing and case.place != "elsewhere":
-        yield problem("engine", missing)
-
-
-def prompts(case: Case) -> Iterator[Finding]:
-    """Whether registered prompts are what was locked."""
-    directory = case.settings.prompts_dir
-    if directory is None or case.looks_into(directory):
-        yield from _refusal("prompts_dir", lambda: Prompts.of(case.settings.public_prompts, directory))
-
-
-def fit(case: Case) -> Iterator[Finding]:
+def _fit(settings: AppConfig, place: Place) -> Iterator[Refusal]:
     """Whether settings fit each other and the engine, and adapters and the secret can be used."""
-    settings = case.settings
     if settings.autoscaling is not None and "replicas" in settings.model_fields_set:
-        sentence = "replicas has no effect beside autoscaling: leave it out, min_replicas and max_replicas count"
-        yield problem("replicas", sentence)
+        yield "replicas", "replicas has no effect beside autoscaling: leave it out, min_replicas and max_replicas count"
     for sentence in MAKERS[settings.engine].refused_settings(settings, on_cpu=not settings.replica_num_gpus):
-        yield problem("engine", sentence)
+        yield "engine", sentence
     yield from _refusal("tool_parser", lambda: check_format(settings.tool_parser))
-    adapters = {name: path for name, path in settings.lora_adapters.items() if case.looks_into(path)}
+    adapters = {name: path for name, path in settings.lora_adapters.items() if _looks_into(path, place)}
     yield from _refusal("lora_adapters", lambda: configured_adapters(adapters, settings.max_lora_rank))
     secret = settings.secret_file
-    if case.place == "start" or (secret is not None and case.looks_into(secret)):
+    if place == "start" or (secret is not None and _looks_into(secret, place)):
         yield from _refusal("secret_file", lambda: load_secret(secret_file=secret))
 
 
-def model(case: Case) -> Iterator[Finding]:
+def _model(settings: AppConfig, place: Place) -> Iterator[Refusal]:
     """Whether the checkpoint is there and fits, and with it the budgets. A name that would be fetched is not missed."""
-    settings = case.settings
     path = Path(settings.model).expanduser()
     by_name = settings.model in BUILT_IN or is_hub_id(settings.model)
-    if case.place != "start" and not path.is_dir() and (by_name or path.is_file() or not case.looks_into(path)):
+    if place != "start" and not path.is_dir() and (by_name or path.is_file() or not _looks_into(path, place)):
         return
     try:
         info = load_served_model(settings)
     except (ValueError, OSError) as error:
-        yield problem("model", str(error))
+        yield "model", str(error)
         return
     fields = json.loads((info.path / "config.json").read_text())
-    yield from (problem("model", sentence) for sentence in MAKERS[settings.engine].refused_model(fields))
+    yield from (("model", sentence) for sentence in MAKERS[settings.engine].refused_model(fields))
     yield from _refusal("max_model_len", lambda: max_model_len(settings, info))
     yield from _blocks(settings, fields.get("text_config", fields))
     if settings.engine_traits.built_in and settings.model not in BUILT_IN:
         yield from _architecture(info.path)
-    if case.place == "start":
+    if place == "start":
         yield from _memory(settings, info)
 
 
-def _architecture(path: Path) -> Iterator[Finding]:
+def _architecture(path: Path) -> Iterator[Refusal]:
     command = [sys.executable, *path_flags(), "-c", _ARCHITECTURE, str(path)]
     asked = subprocess.run(  # noqa: S603  # our own program
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False
     )
     if sentence := asked.stdout.strip():
-        yield problem("model", sentence)
+        yield "model", sentence
 
 
-def _blocks(settings: AppConfig, fields: dict[str, object]) -> Iterator[Finding]:
+def _blocks(settings: AppConfig, fields: dict[str, object]) -> Iterator[Refusal]:
     """Whether each budget holds one KV block, by the least that a block may take."""
     dtype = "bfloat16" if settings.dtype == "auto" else settings.dtype
     try:
@@ -121,10 +138,10 @@ def _blocks(settings: AppConfig, fields: dict[str, object]) -> Iterator[Finding]
     for name in ("kv_cache_bytes", "host_cache_bytes", "disk_cache_bytes"):
         budget_bytes = getattr(settings, name)
         if budget_bytes and budget_bytes < block_bytes:
-            yield problem(name, f"{name}={budget_bytes} cannot hold one KV block of {block_bytes} bytes")
+            yield name, f"{name}={budget_bytes} cannot hold one KV block of {block_bytes} bytes"
 
 
-def _memory(settings: AppConfig, info: CheckpointInfo) -> Iterator[Finding]:
+def _memory(settings: AppConfig, info: CheckpointInfo) -> Iterator[Refusal]:
     """Whether this machine's memory holds what replicas hold in it."""
     if settings.engine_traits.simulated or settings.replica_num_gpus:
         return
@@ -132,7 +149,7 @@ def _memory(settings: AppConfig, info: CheckpointInfo) -> Iterator[Finding]:
     pool_bytes = 0 if settings.num_blocks else settings.kv_cache_bytes or CPU_POOL_BYTES
     needed_bytes = settings.first_replicas * (weights_bytes + pool_bytes + settings.host_cache_bytes)
     if needed_bytes > memory_bytes():
-        yield problem(
+        yield (
             "replicas",
             f"{settings.first_replicas} replicas need {needed_bytes / GIB:.1f} GiB for weights "
             f"({weights_bytes / GIB:.1f} each), kv_cache_bytes ({pool_bytes / GIB:.1f}) and host_cache_bytes "
@@ -140,29 +157,28 @@ def _memory(settings: AppConfig, info: CheckpointInfo) -> Iterator[Finding]:
         )
 
 
-def usage_file(case: Case) -> Iterator[Finding]:
+def _usage_file(settings: AppConfig) -> Iterator[Refusal]:
     """Whether the file of usage could be made or written."""
-    if case.settings.usage_file is None:
+    if settings.usage_file is None:
         return
-    file = case.settings.usage_file.expanduser().absolute()
+    file = settings.usage_file.expanduser().absolute()
     if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-        yield problem("usage_file", f"usage_file={file} is no file that this user may write; name another one")
+        yield "usage_file", f"usage_file={file} is no file that this user may write; name another one"
 
 
-def disk_tier(case: Case) -> Iterator[Finding]:
+def _disk_tier(settings: AppConfig) -> Iterator[Refusal]:
     """Whether the disk tier's directory can be made and written, and its disk is large enough."""
-    settings = case.settings
     if not settings.disk_cache_bytes or settings.disk_cache_dir is None:
         return
     directory = settings.disk_cache_dir.expanduser().absolute()
     try:
         place = writable_place(directory)
     except OSError as error:
-        yield problem("disk_cache_dir", f"disk_cache_dir={directory}: {error}")
+        yield "disk_cache_dir", f"disk_cache_dir={directory}: {error}"
         return
     needed_bytes, disk_bytes = settings.first_replicas * settings.disk_cache_bytes, shutil.disk_usage(place).total
     if needed_bytes > disk_bytes:
-        yield problem(
+        yield (
             "disk_cache_bytes",
             f"{settings.first_replicas} replicas with disk_cache_bytes={settings.disk_cache_bytes} need "
             f"{needed_bytes / GIB:.1f} GiB, and the disk of {place} has {disk_bytes / GIB:.1f} GiB",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
 
-from serve_app.cli.checks.catalog import findings
-from serve_app.cli.checks.finding import Case, Finding
+from serve_app.cli.checks.machine import Finding, address, room, torch
+from serve_app.cli.checks.software import installation, shadows
 
 _SIGNS = {"ok": "ok     ", "warning": "warning", "problem": "PROBLEM"}
 
@@ -19,12 +19,12 @@ def doctor(
     host: Annotated[str, typer.Option(help="HTTP address that it is to have")] = "127.0.0.1",
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
 ) -> None:
-    """Look at installation, devices, ports, Ray, memory, disks and models; leaves with 1 where something is wrong.
+    """Look at installation, the port, memory, disks and the device of torch; leaves with 1 where something is wrong.
 
     Starts nothing and changes nothing. An instance of one's own that runs is no problem.
     """
     shown: list[Finding] = []
-    for finding in findings("doctor", Case(place="here", host=host, port=port)):
+    for finding in _findings(host, port):
         shown.append(finding)
         if not as_json:
             print(f"{_SIGNS[finding.state]}  {finding.subject}: {finding.found}")
@@ -32,7 +32,17 @@ def doctor(
                 print(f"         -> {finding.advice}")
     wrong = sum(finding.state == "problem" for finding in shown)
     if as_json:
-        print(json.dumps({"ok": not wrong, "findings": [asdict(finding) for finding in shown]}, indent=2))
+        names = ("subject", "state", "found", "advice")
+        findings = [{name: getattr(finding, name) for name in names} for finding in shown]
+        print(json.dumps({"ok": not wrong, "findings": findings}, indent=2))
     else:
         print(f"{wrong} problem{'s' if wrong > 1 else ''}" if wrong else "nothing is in the way")
     raise typer.Exit(1 if wrong else 0)
+
+
+def _findings(host: str, port: int) -> Iterator[Finding]:
+    yield from installation()
+    yield from shadows()
+    yield address(host, port, start=False)
+    yield from room()
+    yield torch()

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.logging import RichHandler
@@ -15,10 +15,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from serve_app.cli.console import console, fail
 from serve_app.config.files import load_settings
 from serve_app.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    from serve_app.batch.batch_file import BatchRequest
-    from serve_app.config.app import AppConfig
 
 
 def infer(
@@ -34,6 +30,9 @@ def infer(
     """Answer a file of requests in this process, without a server; leaves with 1 where one failed."""
     # Seconds of imports, which `warmpath --help` need not wait for.
     from serve_app.batch.batch_file import read_batch_file
+    from serve_app.batch.run import run_batch
+    from serve_app.checkpoints.drafter import load_served_model
+    from serve_app.checkpoints.sources.resolve import with_local_model
 
     logger = logging.getLogger("serve_app")
     logger.handlers, logger.propagate = [RichHandler(console=console, show_path=False, show_time=False)], False
@@ -41,9 +40,24 @@ def infer(
         requests = read_batch_file(input_file)
     except (OSError, InvalidRequest) as error:
         fail(f"{input_file}: {error}")
+    responses: list[dict[str, Any]] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         settings = load_settings(config, setting or [], model=model, revision=revision, replicas=1, tenants=[])
-        responses = _run(settings, requests, output_file)
+        settings = with_local_model(settings, console.print)
+        info = load_served_model(settings)
+        with (
+            output_file.open("w") as output,
+            Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
+        ):
+            bar = progress.add_task(settings.model_name, total=len(requests))
+
+            def write(line: dict[str, Any]) -> None:
+                print(json.dumps(line, ensure_ascii=False), file=output, flush=True)
+                responses.append(line)
+                progress.advance(bar)
+
+            asyncio.run(run_batch(settings, info, requests, write))
     except (OSError, ValueError) as error:
         fail(str(error))
     bodies = [line["response"]["body"] for line in responses]
@@ -59,30 +73,3 @@ def infer(
             console.print(failure, style="red", markup=False, soft_wrap=True)
     if len(usages) < len(bodies):
         raise typer.Exit(1)
-
-
-def _run(settings: AppConfig, requests: list[BatchRequest], output_file: Path) -> list[dict[str, Any]]:
-    from serve_app.batch.run import run_batch
-    from serve_app.checkpoints.drafter import load_served_model
-    from serve_app.checkpoints.sources.resolve import with_local_model
-
-    settings = with_local_model(settings, console.print)
-    info = load_served_model(settings)
-    responses: list[dict[str, Any]] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with (
-        output_file.open("w") as output,
-        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
-    ):
-        bar = progress.add_task(f"loading {settings.model_name}", total=None)
-
-        def begin() -> None:
-            progress.update(bar, description="requests", total=len(requests))
-
-        def write(line: dict[str, Any]) -> None:
-            print(json.dumps(line, ensure_ascii=False), file=output, flush=True)
-            responses.append(line)
-            progress.advance(bar)
-
-        asyncio.run(run_batch(settings, info, requests, begin, write))
-    return responses

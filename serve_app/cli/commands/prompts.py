@@ -1,32 +1,68 @@
 """`warmpath prompts`: versions of system prompts, locked to the byte.
 
-The commands here read and write a directory; those of `prompt_cutover` ask a running instance.
+`add` and `verify` work on a directory. The others ask a running instance, with the key that the environment holds:
+others would see it on a command line.
 """
 
 from __future__ import annotations
 
-import difflib
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import httpx
 import typer
 
-from serve_app.cli.commands import prompt_cutover
-from serve_app.cli.console import fail
-from serve_app.prompts.lock import LOCK, PromptDirectory, PromptError, first_difference
+from serve_app.cli.console import fail, harmless
+from serve_app.prompts.lock import LOCK, PromptDirectory, PromptError
+
+OPERATOR_KEY = "WARMPATH_OPERATOR_KEY"
+TENANT_KEY = "WARMPATH_API_KEY"
+LOCAL = "http://127.0.0.1:8000"
+TIMEOUT_S = 1800.0
+"""A long prompt takes its time, on one replica after another."""
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Versions of system prompts: lock, compare, switch.")
-for command in (
-    prompt_cutover.warm, prompt_cutover.promote, prompt_cutover.rollback, prompt_cutover.status,
-):  # fmt: skip
-    app.command()(command)
 
+Ref = Annotated[str, typer.Argument(help="NAME@VERSION")]
 Directory = Annotated[Path, typer.Option("--dir", help=f"where the prompts and {LOCK} lie")]
+Cold = Annotated[bool, typer.Option(help="switch at once: the version is not computed first")]
+Url = Annotated[
+    str, typer.Option(help=f"of the instance; an operator's key is taken from ${OPERATOR_KEY}, else ${TENANT_KEY}")
+]
+
+
+@app.command()
+def warm(ref: Ref, url: Url = LOCAL) -> None:
+    """Compute a version's KV on the replicas that will serve it."""
+    _show(_ask(url, "POST", "/warm", {"prompt_ref": ref}))
+
+
+@app.command()
+def promote(ref: Ref, url: Url = LOCAL, cold: Cold = False) -> None:
+    """Warm a version, then let the name mean it."""
+    _show(_ask(url, "POST", "/promote", {"prompt_ref": ref, "cold": cold}))
+
+
+@app.command()
+def rollback(name: Annotated[str, typer.Argument(help="NAME")], url: Url = LOCAL, cold: Cold = False) -> None:
+    """Go back to the version before."""
+    _show(_ask(url, "POST", "/rollback", {"prompt_ref": name, "cold": cold}))
+
+
+@app.command()
+def status(
+    name: Annotated[str | None, typer.Argument(help="NAME; default: all")] = None,
+    url: Url = LOCAL,
+) -> None:
+    """Show what each name means, and hit rate and warm time to first token of each version."""
+    for shown in _ask(url, "GET", f"?name={name}" if name else "")["data"]:
+        _show(shown)
 
 
 @app.command()
 def add(
-    ref: Annotated[str, typer.Argument(help="NAME@VERSION")],
+    ref: Ref,
     file: Annotated[
         Path | None, typer.Argument(help="its text in UTF-8; default: the file at DIR/NAME/VERSION.txt")
     ] = None,
@@ -58,27 +94,36 @@ def verify(directory: Directory = Path("prompts")) -> None:
     print(f"{directory}: {len(locks)} prompts, all as they were locked")
 
 
-@app.command()
-def diff(
-    first: Annotated[str, typer.Argument(help="NAME@VERSION")],
-    second: Annotated[str, typer.Argument(help="NAME@VERSION")],
-    directory: Directory = Path("prompts"),
-) -> None:
-    """Show what differs between two versions, and how much of the KV of the first the second can use."""
+def _ask(url: str, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the JSON of an instance's answer, with nothing in it that a terminal obeys; else leave with status 2."""
+    key = os.environ.get(OPERATOR_KEY) or os.environ.get(TENANT_KEY)
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    whole = f"{url.rstrip('/')}/v1/prompts{path}"
     try:
-        shelf = PromptDirectory(directory)
-        before, after = shelf.text(first), shelf.text(second)
-    except (PromptError, OSError) as error:
-        fail(str(error))
-    lines = difflib.unified_diff(before.splitlines(keepends=True), after.splitlines(keepends=True), first, second)
-    for line in lines:
-        print(line, end="" if line.endswith("\n") else "\n\\ no newline at the end\n")
-    size = len(after.encode())
-    same = first_difference(before.encode(), after.encode())
-    if same == size == len(before.encode()):
-        print(f"{first} and {second} are the same {size} bytes")
-        return
-    print(
-        f"the first differing byte is {same}: KV of the first {same} of {size} bytes can be used again, "
-        f"the other {size - same} are computed anew"
-    )
+        answer = httpx.request(method, whole, json=body, headers=headers, timeout=TIMEOUT_S)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        fail(f"nobody answers at {url}: {error}")
+    try:
+        document: dict[str, Any] = harmless(answer.json())
+        refusal = document["error"]["message"] if answer.is_error else ""
+    except (ValueError, LookupError, TypeError) as error:
+        down, other = f"answers with status {answer.status_code}", f"does not answer as warmpath does: {error!r}"
+        fail(f"{url} {down if answer.status_code >= 500 else other}")
+    if answer.status_code == 401:
+        refusal += f" (a key is taken from ${OPERATOR_KEY} or ${TENANT_KEY})"
+    if refusal:
+        fail(refusal)
+    return document
+
+
+def _show(prompt: dict[str, Any]) -> None:
+    before = f", before it {prompt['previous']}" if prompt["previous"] else ""
+    owner = f" (private to {prompt['tenant']})" if prompt["tenant"] else ""
+    print(f"{prompt['name']}{owner}: {prompt['promoted'] or 'no version'} is promoted{before}")
+    for version in prompt["versions"]:
+        hit_rate, ttft_s = version["hit_rate"], version["warm_ttft_p50_s"]
+        used = "not used yet" if hit_rate is None else f"hit rate {hit_rate:.0%}, {version['cold_requests']} cold"
+        times = f", warm TTFT {ttft_s:.3f} s, p99 {version['warm_ttft_p99_s']:.3f} s" if ttft_s is not None else ""
+        print(f"  {version['version']}  {version['tokens']} tokens, {version['requests']} requests: {used}{times}")
+    for held in prompt.get("warm", ()):
+        print(f"  warm on {len(held['replicas'])} replicas: {', '.join(held['replicas'])}")

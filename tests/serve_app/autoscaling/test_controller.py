@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,9 +28,6 @@ def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.monotonic", lambda: Clock.now_s)
     monkeypatch.setattr(board, "_boards", {})
     monkeypatch.setattr(board, "post", lambda *_: None)
-    for name in ("Gauge", "Counter"):
-        silent = SimpleNamespace(set=lambda *_: None, inc=lambda *_: None)
-        monkeypatch.setattr(board, name, lambda *_, silent=silent, **__: silent)
 
 
 @dataclass
@@ -61,7 +57,7 @@ def raw(sources: list[ReplicaID], floats: dict[str, float], at_s: float) -> dict
 
 def policies() -> tuple[Any, Any]:
     """Both policies as Serve gets them: pickled by value, unpickled, wrapped."""
-    made = (AutoscalingPolicy(policy_function=name).get_policy()() for name in (INGRESS_POLICY, REPLICA_POLICY))
+    made = (AutoscalingPolicy(policy_function=name).get_policy() for name in (INGRESS_POLICY, REPLICA_POLICY))
     ingress, replica = map(_apply_autoscaling_config, made)
     return ingress, replica
 

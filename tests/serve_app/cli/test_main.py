@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from serve_app.cli import foreign_flags, main
-from serve_app.cli.foreign_flags import instead_of
-from serve_app.cli.greeting import greeting
+from serve_app.cli import main
+from serve_app.cli.checks.machine import Finding
+from serve_app.cli.instance import greeting
 from serve_app.cli.main import app
 from serve_app.cli.supervisor import Launch, Supervisor
 from serve_app.config.app import AppConfig
@@ -23,7 +23,7 @@ from serve_app.config.files import load_settings
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """What `warmpath serve` would start; its port is not looked at."""
     launches: list[Launch] = []
-    monkeypatch.setattr(main, "problems", lambda *_: [])
+    monkeypatch.setattr(main, "address", lambda *_: Finding("port", "not looked at"))
     monkeypatch.setattr(Supervisor, "run", lambda _, launch: launches.append(launch) or 0)
     return launches
 
@@ -112,7 +112,7 @@ def test_printed_requests_do_not_sample() -> None:
 
 def test_what_answers_recommend_can_be_set() -> None:
     """Each setting that is named in place of a flag is one."""
-    answers = " ".join(filter(None, map(instead_of, foreign_flags.INSTEAD)))
+    answers = " ".join(main._INSTEAD.values())
     named = re.findall(r"--set '?(\w+)=|the setting (\w+)", answers)
     assert len(named) >= 5
     assert {"".join(pair) for pair in named} <= set(AppConfig.model_fields)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,35 +18,30 @@ import pytest
 from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
-from serve_app.cli import shadow
+from serve_app.cli import entry
 from serve_app.cli.checks import machine, software
-from serve_app.cli.checks.catalog import CHECKS
-from serve_app.cli.checks.finding import GIB, Case, Finding, problem, warning
+from serve_app.cli.checks.machine import GIB, Finding, address
 from serve_app.cli.commands import doctor
+from serve_app.cli.local_ray import held_port
 from serve_app.cli.main import app
+from serve_app.cli.processes import Holder
 
 
-def by_subject(check: Callable[[Case], Iterator[Finding]]) -> dict[str, Finding]:
-    return {finding.subject: finding for finding in check(Case(place="here"))}
-
-
-def test_every_check_has_somebody_who_asks_it() -> None:
-    """And nobody is asked twice."""
-    assert all(askers for _, askers in CHECKS)
-    assert len({check for check, _ in CHECKS}) == len(CHECKS)
+def by_subject(findings: Iterable[Finding]) -> dict[str, Finding]:
+    return {finding.subject: finding for finding in findings}
 
 
 def test_a_problem_is_one_line_of_advice_and_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
     """A warning is shown and is none."""
-    shown = [Finding("a", "ok", "fine"), warning("b", "odd", "look"), problem("c", "broken", "mend it")]
+    shown = [Finding("a", "fine"), Finding("b", "odd", "look", minor=True), Finding("c", "broken", "mend it")]
 
     def run(findings: list[Finding], *arguments: str) -> Any:
-        monkeypatch.setattr(doctor, "findings", lambda asker, case: iter(findings))
+        monkeypatch.setattr(doctor, "_findings", lambda *_: iter(findings))
         return CliRunner().invoke(app, ["doctor", *arguments])
 
     result = run(shown)
     assert result.exit_code == 1
-    assert "PROBLEM  c: broken\n         -> mend it\n1 problem\n" in result.output
+    assert "warning  b: odd\n         -> look\nPROBLEM  c: broken\n         -> mend it\n1 problem\n" in result.output
     assert run(shown[:2]).exit_code == 0
     document = json.loads(run(shown, "--json").output)
     assert document["ok"] is False
@@ -51,8 +50,7 @@ def test_a_problem_is_one_line_of_advice_and_status_1(monkeypatch: pytest.Monkey
 
 def test_this_environment_is_as_pyproject_wants_it() -> None:
     """The tests run in an environment that `make` made."""
-    checks = (software.installation, software.shadows, software.packages, software.vllm)
-    findings = {subject: finding for check in checks for subject, finding in by_subject(check).items()}
+    findings = by_subject((*software.installation(), *software.shadows()))
     assert findings.keys() == {"warmpath", "python", "packages", "vllm"}
     assert all(finding.state == "ok" for finding in findings.values())
     assert "ray 2.60" in findings["packages"].found
@@ -68,9 +66,12 @@ def test_a_package_out_of_its_range_is_told_with_the_command(needed: str, words:
 
 
 def test_what_is_not_installed_names_no_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(software, "_distribution", lambda: None)
-    assert by_subject(software.installation)["warmpath"].state == "problem"
-    assert "packages" not in by_subject(software.packages)
+    def missing(name: str) -> metadata.Distribution:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "distribution", missing)
+    [finding] = software.installation()
+    assert (finding.subject, finding.state) == ("warmpath", "problem")
 
 
 @pytest.mark.parametrize("module", ["router.py", "serve_app/__init__.py"])
@@ -79,9 +80,9 @@ def test_a_module_with_one_of_our_names_is_told(tmp_path: Path, monkeypatch: pyt
     (tmp_path / module).parent.mkdir(exist_ok=True)
     (tmp_path / module).write_text("")
     monkeypatch.chdir(tmp_path)
-    (finding,) = software.shadows(Case(place="here"))
-    assert finding.found == f"{tmp_path / module} is imported in place of {shadow.CODE / finding.subject}"
-    assert shadow.shadow(finding.subject, [str(shadow.CODE), str(tmp_path)]) is None, "ours is found first"
+    (finding,) = software.shadows()
+    assert finding.found == f"{tmp_path / module} is imported in place of {entry.CODE / finding.subject}"
+    assert entry.shadow(finding.subject, [str(entry.CODE), str(tmp_path)]) is None, "ours is found first"
 
 
 def test_an_import_that_a_stranger_spoils_is_one_sentence(tmp_path: Path) -> None:
@@ -92,51 +93,97 @@ def test_an_import_that_a_stranger_spoils_is_one_sentence(tmp_path: Path) -> Non
     assert done.stderr.startswith(f"error: Python imports {tmp_path / 'router.py'} in place of")
 
 
-def test_too_little_room_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "default_cache_dir", lambda: tmp_path / "not" / "yet")
-    usage = SimpleNamespace(total=100 * GIB, free=50 * GIB, used=50 * GIB)
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: usage)
-    assert by_subject(machine.disks)["model cache"].state == "ok"
-    assert by_subject(machine.shared_memory)["shared memory"].state == "ok"
-    usage.free = 3 * GIB
-    full = by_subject(machine.disks)["model cache"]
-    assert full.state == "problem" and "3.0 of 100.0 GiB" in full.found
-    usage.free = 100 << 20
-    assert "--shm-size" in by_subject(machine.shared_memory)["shared memory"].advice
-    monkeypatch.setattr(machine, "memory_bytes", lambda: GIB)
-    assert by_subject(machine.memory)["memory"].state == "problem"
-    (tmp_path / "not").touch()
-    blocked = by_subject(machine.disks)["model cache"]
-    assert "is no directory" in blocked.found and "XDG_CACHE_HOME" in blocked.advice
-
-
-def test_a_torch_that_cannot_be_imported_is_told_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_TORCH", "raise ImportError('libcudart.so.12: cannot open')")
-    assert "libcudart.so.12" in by_subject(machine.torch)["torch"].found
-    monkeypatch.setattr(machine, "_TORCH", "")
-    assert by_subject(machine.torch)["torch"].state == "problem"
-    monkeypatch.setattr(machine, "_TORCH", "import time; time.sleep(600)")
-    with monkeypatch.context() as brief:
-        brief.setattr(machine, "_TORCH_WITHIN_S", 0.1)
-        assert by_subject(machine.torch)["torch"].found == "does not answer within 0.1 s"
-    answer = '{"version": "2.99", "cuda": null, "gpus": ["NVIDIA H100"]}'
-    monkeypatch.setattr(machine, "_TORCH", f"print('''{answer}''')")
-    assert by_subject(machine.torch)["torch"] == Finding("torch", "ok", "2.99 on NVIDIA H100")
-
-
-def test_without_a_model_and_without_a_hub_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(machine, "constants", SimpleNamespace(HF_HUB_CACHE=str(tmp_path / "hf"), HF_HUB_OFFLINE=False))
-    assert by_subject(machine.models)["models"].state == "ok"
-    machine.constants.HF_HUB_OFFLINE = True
-    assert by_subject(machine.models)["models"].state == "warning"
-    (tmp_path / "warmpath" / "models" / "smollm2-x").mkdir(parents=True)
-    models = by_subject(machine.models)["models"]
-    assert models.state == "ok" and "default model is in" in models.found
-
-
 def test_the_command_imports_neither_torch_nor_ray() -> None:
     """Where they are broken, it is what says so."""
     code = "import sys, serve_app.cli.main; print([name for name in ('torch', 'ray') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_too_little_room_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "default_cache_dir", lambda: tmp_path / "not" / "yet")
+    usage = SimpleNamespace(total=100 * GIB, free=50 * GIB, used=50 * GIB)
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: usage)
+    found = by_subject(machine.room())
+    assert (found["model cache"].state, found["shared memory"].state) == ("ok", "ok")
+    usage.free = 3 * GIB
+    full = by_subject(machine.room())["model cache"]
+    assert full.state == "problem" and "3.0 of 100.0 GiB" in full.found
+    usage.free = 100 << 20
+    monkeypatch.setattr(machine, "memory_bytes", lambda: GIB)
+    (tmp_path / "not").touch()
+    found = by_subject(machine.room())
+    assert "--shm-size" in found["shared memory"].advice
+    assert found["memory"].state == "problem"
+    blocked = found["model cache"]
+    assert "is no directory" in blocked.found and "XDG_CACHE_HOME" in blocked.advice
+
+
+def test_a_torch_that_cannot_be_imported_is_told_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_TORCH", "raise ImportError('libcudart.so.12: cannot open')")
+    assert "libcudart.so.12" in machine.torch().found
+    monkeypatch.setattr(machine, "_TORCH", "")
+    assert machine.torch().state == "problem"
+    monkeypatch.setattr(machine, "_TORCH", "import time; time.sleep(600)")
+    with monkeypatch.context() as brief:
+        brief.setattr(machine, "_TORCH_WITHIN_S", 0.1)
+        assert machine.torch().found == "does not answer within 0.1 s"
+    answer = '{"version": "2.99", "cuda": null, "gpus": ["NVIDIA H100"]}'
+    monkeypatch.setattr(machine, "_TORCH", f"print('''{answer}''')")
+    assert machine.torch() == Finding("torch", "2.99 on NVIDIA H100")
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "words"),
+    [
+        ("127.0.0.1", 0, "there is no port 0"),
+        ("127.0.0.1", 99999, "there is no port 99999"),
+        ("203.0.113.7", 18001, "no interface of this machine has the address 203.0.113.7"),
+        ("no such host", 18001, "there is no address 'no such host'"),
+        ("x" * 300, 18001, "there is no address"),
+    ],
+)
+def test_an_address_that_is_none_has_its_reason(host: str, port: int, words: str) -> None:
+    """A port that is none, an address of another machine, a name that leads nowhere."""
+    finding = address(host, port)
+    assert finding.state == "problem"
+    assert words in finding.found
+
+
+def test_a_free_port_is_fine() -> None:
+    """Also one that is held for a listener to come."""
+    with held_port() as port:
+        assert (address("127.0.0.1", port).state, address("localhost", port).state) == ("ok", "ok")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+@pytest.mark.parametrize("start", [True, False])
+def test_a_taken_port_says_by_whom(host: str, start: bool) -> None:
+    """With the process to stop."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        taken = address(host, port, start=start)
+    assert re.fullmatch(rf"port {port} is taken by .* \(pid {os.getpid()}\)", taken.found)
+    assert (taken.state, taken.advice) == ("problem", "stop that, or choose another with --port")
+
+
+@pytest.mark.parametrize(
+    ("holder", "found", "advice"),
+    [
+        (Holder(7, "haproxy", True, 5), "another warmpath (pid 5)", "stop that"),
+        (Holder(7, "haproxy", True, None), "haproxy (pid 7) that a killed warmpath left behind", "run kill -9 7"),
+        (None, "a process of another user", "stop that"),
+    ],
+)
+def test_our_own_are_told_from_others(
+    monkeypatch: pytest.MonkeyPatch, holder: Holder | None, found: str, advice: str
+) -> None:
+    """A running instance is to be stopped as a whole; what one left behind can be killed; beside one all is well."""
+    monkeypatch.setattr(machine, "port_holder", lambda _: holder)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        taken, beside = address("127.0.0.1", port), address("127.0.0.1", port, start=False)
+    assert found in taken.found and advice in taken.advice
+    running = holder is not None and holder.supervisor is not None
+    assert beside.state == ("ok" if running else "problem")
+    assert ("(pid 5) serves at" in beside.found) == running

@@ -12,8 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from serve_app.cli.checks import machine
-from serve_app.cli.checks.catalog import problems
-from serve_app.cli.checks.finding import Case, Place
+from serve_app.cli.checks.settings import Place, before_model, with_model
 from serve_app.config.app import AppConfig
 from serve_app.config.live import BadSettings, app_config
 from serve_app.engine.lora.peft_files import CONFIG_FILE, WEIGHTS_FILE
@@ -29,7 +28,8 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def sentences(model: Path | str, place: Place = "start", **settings: Any) -> list[str]:
     """What is said of settings of the simulated engine."""
     config = AppConfig.model_validate({"model": str(model), "engine": "simulated", **settings})
-    return problems("start" if place == "start" else "file", Case(config, place))
+    early = () if place == "start" else before_model(config, place)
+    return [sentence for _, sentence in (*early, *with_model(config, place))]
 
 
 def said(model: Path, **settings: Any) -> str:

@@ -1,12 +1,23 @@
-"""`warmpath prompts`: versions are locked, compared, and found changed."""
+"""`warmpath prompts`: versions are locked and found changed; a terminal is safe from what an instance answers."""
 
 from __future__ import annotations
 
+import io
+import json
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
+from serve_app.cli import console
 from serve_app.cli.main import app
+
+OTHERS = "does not answer as warmpath does"
 
 
 def run(*arguments: str | Path) -> tuple[int, str]:
@@ -14,7 +25,7 @@ def run(*arguments: str | Path) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_versions_are_locked_compared_and_checked(tmp_path: Path) -> None:
+def test_versions_are_locked_and_checked(tmp_path: Path) -> None:
     """Each command's answer and status; a changed byte is found."""
     shelf, text = tmp_path / "prompts", tmp_path / "text"
     text.write_bytes(b"You are the clerk.\nBe brief.\n")
@@ -24,12 +35,89 @@ def test_versions_are_locked_compared_and_checked(tmp_path: Path) -> None:
     assert status == 0 and said.startswith("clerk@2  sha256:") and "public" in said
     assert "private to acme" in run("add", "pilot@1", text, "--tenant", "acme", "--dir", shelf)[1]
     assert run("verify", "--dir", shelf) == (0, f"{shelf}: 3 prompts, all as they were locked\n")
-    status, said = run("diff", "clerk@1", "clerk@2", "--dir", shelf)
-    assert (status, said.splitlines()[3:6]) == (0, [" You are the clerk.", "-Be brief.", "+Be kind."])
-    assert "first 22 of 28 bytes can be used again, the other 6" in said
-    assert "the same 28 bytes" in run("diff", "clerk@2", "pilot@1", "--dir", shelf)[1]
     (shelf / "clerk/2.txt").write_bytes(b"You are the clerk.\nBe kind.\r\n")
     status, said = run("verify", "--dir", shelf)
     assert status == 1 and said.count("sha256:") == 2 and "the first differing byte is 27" in said
-    assert run("diff", "clerk@1", "clerk@2", "--dir", shelf)[0] == 2
     assert run("add", "clerk", text, "--dir", shelf)[0] == 2
+
+
+class Instance(HTTPServer):
+    """A server that has one answer, and remembers the keys that it was sent."""
+
+    status, body = 200, ""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.keys: list[str | None] = []
+
+    def asked(self) -> tuple[int, str]:
+        return run("status", "--url", f"http://127.0.0.1:{self.server_port}")
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Instance
+
+    def do_GET(self) -> None:
+        self.server.keys.append(self.headers["authorization"])
+        self.send_response(self.server.status)
+        self.end_headers()
+        self.wfile.write(self.server.body.encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def instance(monkeypatch: pytest.MonkeyPatch) -> Iterator[Instance]:
+    for name in ("WARMPATH_OPERATOR_KEY", "WARMPATH_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    with Instance() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "words"),
+    [
+        (401, '{"error": {"message": "No tenant has this API key."}}', "$WARMPATH_OPERATOR_KEY or $WARMPATH_API_KEY)"),
+        (503, '{"error": {"message": "The server is stopping."}}', "The server is stopping."),
+        (503, "down", "answers with status 503"),
+        (404, "[]", OTHERS),
+        (200, "hello", OTHERS),
+    ],
+)
+def test_an_answer_that_is_none_is_one_sentence(instance: Instance, status: int, body: str, words: str) -> None:
+    instance.status, instance.body = status, body
+    left_with, said = instance.asked()
+    assert (left_with, words in said, said.count("\n")) == (2, True, 1)
+
+
+def test_nobody_answers_is_one_sentence() -> None:
+    status, said = run("status", "--url", "http://127.0.0.1:9")
+    assert status == 2 and said.startswith("error: nobody answers at http://127.0.0.1:9: ")
+
+
+def test_an_operators_key_comes_before_a_tenants(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are the environment's."""
+    instance.body = '{"data": []}'
+    for name, key in (("WARMPATH_API_KEY", "a"), ("WARMPATH_OPERATOR_KEY", "b")):
+        monkeypatch.setenv(name, key)
+        assert instance.asked()[0] == 0
+    assert instance.keys == ["Bearer a", "Bearer b"]
+
+
+def test_names_of_a_server_are_never_commands(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that a terminal would obey is text: where it is shown, and where an error quotes a server."""
+    wrong = "[/]\x1b]52;c;cm0gLXJm\x1b\\\x9b2J\u202e"
+    out = io.StringIO()
+    monkeypatch.setattr(console, "console", Console(file=out))
+    with pytest.raises(SystemExit):
+        console.fail(wrong)
+    prompt = {"name": wrong, "tenant": wrong, "promoted": wrong, "previous": wrong, "versions": []}
+    instance.body = json.dumps({"data": [{**prompt, "warm": [{"replicas": [wrong]}]}]})
+    shown = instance.asked()[1] + out.getvalue()
+    assert shown.count("[/]") == 6
+    assert re.findall(r"[^\n\x20-\x7e\xa0-\u2027\u2030-\uffff]", shown) == []
