@@ -14,8 +14,7 @@ from serve_app.api.fields import MAX_STOP_CHARS, MAX_STOPS, ModelName, StoreKV, 
 from serve_app.api.json_body import Flag, JsonBody, Must, Refused, Text256, Text1024, Whole
 from serve_app.api.openai.sampling import MAX_TOKENS
 from serve_app.api.openai.tools import MAX_TOOL_VALUES, MAX_TOOLS, Description, Function, FunctionName, tool_use
-from serve_app.api.request import ChatRequest
-from serve_app.api.tool_calls import ToolUse
+from serve_app.api.request import ChatRequest, ToolUse
 from serve_app.errors import InvalidRequest
 from serve_app.structured.grammar import Grammar
 

@@ -25,8 +25,7 @@ from serve_app.api.openai.tools import (
     check_arguments,
     tool_use,
 )
-from serve_app.api.request import ChatRequest, CompletionRequest, Prompt
-from serve_app.api.tool_calls import ToolUse
+from serve_app.api.request import ChatRequest, CompletionRequest, Prompt, ToolUse
 from serve_app.errors import InvalidRequest
 
 MAX_CHOICES = 16

@@ -12,10 +12,20 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from serve_app.api.format import AnswerHead, AnswerStream, Choice, ErrorAnswer, FinishReason, ToldToken, Usage
+from serve_app.api.format import (
+    AnswerHead,
+    AnswerStream,
+    CallArguments,
+    CallBegun,
+    CallEvent,
+    Choice,
+    ErrorAnswer,
+    FinishReason,
+    ToldToken,
+    Usage,
+)
 from serve_app.api.openai.logprobs import chat_logprobs, completion_logprobs
 from serve_app.api.sse import data_event
-from serve_app.api.tool_calls import CallArguments, CallBegun, CallEvent
 from serve_app.errors import WarmpathError
 from serve_app.fairness.rate_limits import LimitsLeft
 

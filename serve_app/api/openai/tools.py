@@ -13,7 +13,7 @@ from pydantic import Field
 
 from serve_app.api.fields import MAX_ID_CHARS
 from serve_app.api.json_body import Flag, JsonBody, Must
-from serve_app.api.tool_calls import NO_TOOLS, Tool, ToolUse
+from serve_app.api.request import NO_TOOLS, Tool, ToolUse
 from serve_app.errors import InvalidRequest
 
 MAX_TOOLS = 128

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 
-from serve_app.generation import aborts as aborts_module
-from serve_app.generation.aborts import Aborts
+from serve_app.generation.call import Aborts
 from tests.serve_app.generation.fake_replicas import FakeHandle, answer, generation
 
 
@@ -35,7 +34,7 @@ async def until_nothing_is_under_way() -> None:
 
 @pytest.fixture
 def replicas(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(aborts_module, "TELL_AFTER_S", 0.01)
+    monkeypatch.setattr("serve_app.generation.call.TELL_AFTER_S", 0.01)
     return Replicas()
 
 

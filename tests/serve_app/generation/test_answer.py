@@ -14,7 +14,6 @@ from serve_app.fairness.shares import Budget, Shares
 from serve_app.fairness.waiting_line import WaitingLine
 from serve_app.generation.answer import STARTED_AT_ONCE, ChoiceReader, Piece, answer_pieces, choice_pieces
 from serve_app.generation.generation import Generation, Tokens
-from serve_app.generation.reading import AnswerReader
 from tests.serve_app.generation.fake_replicas import generation
 
 PLACES = 10
@@ -58,8 +57,12 @@ async def run(choices: int, source: Source, stop_after: int | None = None) -> tu
     place = await WaitingLine(budget).enter("a", choices, 1)
     generations = [replace(generation(), request_id=f"r.{index}") for index in range(choices)]
     pieces: list[Piece] = []
+
+    def reader(index: int, generation: Generation) -> ChoiceReader:
+        return ChoiceReader(index, generation, Letters())  # type: ignore[arg-type]
+
     try:
-        async with aclosing(answer_pieces(generations, source, Letters, (), place)) as stream:  # type: ignore[arg-type]
+        async with aclosing(answer_pieces(generations, source, reader, place)) as stream:
             async for piece in stream:
                 pieces.append(piece)
                 if len(pieces) == stop_after:
@@ -111,8 +114,8 @@ def test_usage_counts_no_token_behind_a_stop_string(sizes: tuple[int, ...]) -> N
                 yield Tokens(tuple(range(sent - size, sent)), None, "length" if sent == 6 else None)
 
     async def read() -> list[Piece]:
-        reader = AnswerReader(generation().sampling, Letters(), ("de",))  # type: ignore[arg-type]
-        stream = choice_pieces(generation(), Chunks(), ChoiceReader(0, generation(), reader, None))
+        reader = ChoiceReader(0, generation(), Letters(), ("de",))  # type: ignore[arg-type]
+        stream = choice_pieces(generation(), Chunks(), reader)
         return [piece async for piece in stream]
 
     pieces = asyncio.run(read())

@@ -50,7 +50,7 @@ def test_an_answer_without_tokens_has_its_figures(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("lose", [1, 2, 3])
 def test_lost_chunks_are_asked_for_again(monkeypatch: pytest.MonkeyPatch, lose: int) -> None:
     """A channel that was cut: another replica goes on from what came."""
-    monkeypatch.setattr("serve_app.generation.dispatch.LATE_S", 0.1)
+    monkeypatch.setattr("serve_app.generation.call.LATE_S", 0.1)
     handle = late(monkeypatch, answer, lose)
     assert ids(run(handle)) == whole()
     assert handle.after_first_token == [lose < 3]

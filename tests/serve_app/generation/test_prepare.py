@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from router.protocol.block_hash import extend_chain, split_chain, system_prompt_key
-from serve_app.api.request import ChatRequest, CompletionRequest
-from serve_app.api.tool_calls import ToolUse
+from serve_app.api.request import ChatRequest, CompletionRequest, ToolUse
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.checkpoints.sources.resolve import resolve_model

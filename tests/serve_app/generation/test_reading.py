@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ from hypothesis import strategies as st
 
 from serve_app.api.format import ToldToken
 from serve_app.engine.protocol import SamplingParams, TokenLogprob, TokenRules
+from serve_app.generation.answer import ChoiceReader
 from serve_app.generation.generation import Tokens
-from serve_app.generation.reading import AnswerReader
 from serve_app.tokenization.tokenizer import PromptTokenizer
+from tests.serve_app.generation.fake_replicas import generation
 
 
 @pytest.fixture(scope="module")
@@ -25,22 +27,18 @@ def read(
     tokenizer: PromptTokenizer, ids: list[int], sizes: list[int], stop: tuple[str, ...], sampling: SamplingParams
 ) -> tuple[str, int, list[ToldToken]]:
     """Read ids in chunks; return the text, how many were read, and what was told."""
-    reader = AnswerReader(sampling, tokenizer.decoder(), stop)
+    reader = ChoiceReader(0, replace(generation(), sampling=sampling), tokenizer.decoder(), stop)
     text, read_ids, told, start = "", 0, [], 0
     for size in [*sizes, len(ids)]:
         chunk = tuple(ids[start : start + size])
-        last = start + size >= len(ids)
         start += size
-        logprobs = tuple(TokenLogprob(-float(token), ((token, -1.0),)) for token in chunk)
-        more, taken, stopped = reader.read(Tokens(chunk, logprobs=logprobs if sampling.logprobs is not None else ()))
-        text, read_ids = text + more, read_ids + taken
-        if last and not stopped:
-            rest, stopped = reader.finish()
-            text += rest
-        shown = reader.told(ended=last and not stopped)
-        told.extend(shown)
-        assert all(one.offset <= len(text) for one in shown), "no token is told before its text"
-        if last or stopped:
+        logprobs = tuple(TokenLogprob(-float(token), ((token, -1.0),)) for token in chunk if sampling.logprobs)
+        (piece,) = reader.read(Tokens(chunk, None, "length" if start >= len(ids) else None, logprobs=logprobs))
+        text, read_ids = text + piece.text, read_ids + piece.new_tokens
+        told.extend(piece.logprobs)
+        assert all(one.offset <= len(text) for one in piece.logprobs), "no token is told before its text"
+        if piece.finish_reason is not None:
+            assert bool(piece.stop_sequence) == (piece.finish_reason == "stop")
             break
     return text, read_ids, told
 

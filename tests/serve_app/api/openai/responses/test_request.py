@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from serve_app.api.openai.request import parse_chat
 from serve_app.api.openai.responses.request import LOGPROBS, parse_response_request
-from serve_app.api.request import ChatRequest
-from serve_app.api.tool_calls import ToolUse
+from serve_app.api.request import ChatRequest, ToolUse
 from serve_app.errors import InvalidRequest
 
 SEARCH = {"type": "function", "name": "search", "parameters": {"type": "object"}, "strict": True}
