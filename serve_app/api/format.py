@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
+from serve_app.api.tool_calls import CallEvent, ToolCall
 from serve_app.errors import WarmpathError
 from serve_app.fairness.rate_limits import LimitsLeft
 
@@ -59,40 +60,6 @@ class ToldToken(NamedTuple):
     token: ShownToken
     top: tuple[ShownToken, ...]
     offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """One finished call; ``arguments`` is the JSON of an object."""
-
-    call_id: str
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallBegun:
-    """A choice begins a call; the one before has ended."""
-
-    call_id: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallArguments:
-    """More of the JSON of the arguments of the call that has begun."""
-
-    json: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallEnded:
-    """The call has ended, or the text in it. ``raw``: all its text, for whoever cannot use broken arguments."""
-
-    raw: str
-
-
-CallEvent = CallBegun | CallArguments | CallEnded
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ from typing import Protocol
 
 import msgspec
 
-from serve_app.api.format import CallEvent, FinishReason, ShownToken, ToldToken
+from serve_app.api.format import FinishReason, ShownToken, ToldToken
+from serve_app.api.tool_calls import CallEvent
 from serve_app.engine.protocol import SaveResult, TokenLogprob
 from serve_app.errors import GenerationFailed
 from serve_app.fairness.waiting_line import Place

@@ -10,19 +10,9 @@ import msgspec
 
 from serve_app.api.anthropic.conversation import CALL_PREFIX
 from serve_app.api.anthropic.history import Asked
-from serve_app.api.format import (
-    AnswerHead,
-    AnswerStream,
-    CallArguments,
-    CallBegun,
-    CallEvent,
-    Choice,
-    ErrorAnswer,
-    FinishReason,
-    ToldToken,
-    Usage,
-)
+from serve_app.api.format import AnswerHead, AnswerStream, Choice, ErrorAnswer, FinishReason, ToldToken, Usage
 from serve_app.api.sse import named_event
+from serve_app.api.tool_calls import CallArguments, CallBegun, CallEvent
 from serve_app.errors import WarmpathError
 from serve_app.fairness.rate_limits import LimitsLeft
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from serve_app.api.format import CallBegun, CallEnded
 from serve_app.api.request import Tool, ToolUse
+from serve_app.api.tool_calls import CallBegun, CallEnded
 from serve_app.generation.tool_calls.source import MakeId, Source, Steps, json_call, stream_arguments
 from serve_app.structured.grammar import Grammar
 

@@ -13,17 +13,9 @@ from typing import TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from serve_app.api.format import (
-    CallArguments,
-    CallBegun,
-    CallEnded,
-    CallEvent,
-    Choice,
-    FinishReason,
-    ToldToken,
-    ToolCall,
-)
+from serve_app.api.format import Choice, FinishReason, ToldToken
 from serve_app.api.request import GenerateRequest, ToolUse
+from serve_app.api.tool_calls import CallArguments, CallBegun, CallEnded, CallEvent, ToolCall
 from serve_app.errors import InvalidRequest
 from serve_app.generation.answer import ChoiceReader, Piece
 from serve_app.generation.generation import Generation

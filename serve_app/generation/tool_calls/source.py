@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from serve_app.api.format import CallArguments, CallBegun, CallEvent
+from serve_app.api.tool_calls import CallArguments, CallBegun, CallEvent
 
 _OUTSIDE = re.compile(r'["{}\[\]]')
 _INSIDE = re.compile(r'["\\]')

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from serve_app.api.anthropic.history import MAX_MESSAGES, Asked, MessageHistory, digest, digests
 from serve_app.api.anthropic.response import MessagesFormat, anthropic_error
-from serve_app.api.format import AnswerHead, CallArguments, CallBegun, CallEnded, Choice, FinishReason, ToolCall, Usage
+from serve_app.api.format import AnswerHead, Choice, FinishReason, Usage
+from serve_app.api.tool_calls import CallArguments, CallBegun, CallEnded, ToolCall
 from serve_app.engine.protocol import KeptPrefix
 from serve_app.errors import AuthenticationFailed, GenerationFailed, Overloaded, RequestTooLarge
 from serve_app.generation.request_usage import kept_tokens

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from serve_app.api.format import CallArguments, CallBegun, CallEnded, CallEvent
+from serve_app.api.tool_calls import CallArguments, CallBegun, CallEnded, CallEvent
 from serve_app.generation.tool_calls.formats import Reading, hermes, json_list, llama3_json, mistral
 from serve_app.generation.tool_calls.reader import CallReader
 
