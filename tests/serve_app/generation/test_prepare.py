@@ -59,7 +59,7 @@ def prepare(preparer: Preparer, *messages: tuple[str, str], **more: Any) -> Gene
 def test_the_formatted_system_prompt_is_saved(preparer: Preparer, tokenizer: PromptTokenizer) -> None:
     """Its tokens under the chat template are a prefix of the request's; the key is of its text, in the scope."""
     generation = prepare(preparer, ("system", RULES), ("user", "Hi"))
-    text = tokenizer.render_chat([{"role": "system", "content": RULES}], add_generation_prompt=False).text
+    text = tokenizer.template.render([{"role": "system", "content": RULES}], add_generation_prompt=False).text
     assert generation.save is not None
     assert generation.save.tokens == len(tokenizer.encode(text, generation.root).token_ids) > 16
     assert generation.save.key == system_prompt_key(generation.root, text)
@@ -239,7 +239,7 @@ def test_what_cannot_fit_is_refused_before_it_is_read(
         AdapterRegistry("demo"), Limits(4096, 8, 300.0), prompts,
     )  # fmt: skip
     asyncio.run(prompts.keep_current(tokenizer))
-    for name in ("render_chat", "_look_up", "encode_ids"):
+    for name in ("render_async", "_look_up", "encode_ids"):
         monkeypatch.setattr(tokenizer, name, lambda *_, **__: pytest.fail("it was read"))
     text = "x" * 1_000_000
     request: ChatRequest | CompletionRequest
