@@ -1,7 +1,7 @@
 """A JSON body becomes a pydantic model, or a 400 that names the field and says what to send.
 
-Owns decoding and the sentences. A field that is null counts as absent, save for a model's ``nullable`` ones; a field
-that no model names has no effect, and is among the body's ``unknown``.
+Owns decoding, the sentences, and the fields that are the same in every API. A field that is null counts as absent, save
+for a model's ``nullable`` ones; a field that no model names has no effect, and is among the body's ``unknown``.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from typing import Annotated, Any, ClassVar, Self, get_args, get_origin, get_typ
 
 import msgspec
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 from typing_extensions import is_typeddict
 
 from serve_app.api.unknown import MAX_TOLD, UnknownField, unknown_fields
 from serve_app.errors import InvalidRequest
 
-INT64 = 2**63
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+MAX_ID_CHARS = 1024
 
 _LARGE_BYTES = 64 << 10
 _NULL = msgspec.Raw(b"null")
@@ -32,14 +35,12 @@ Refused = Mapping[str, tuple[Any, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Must:
-    """Beside a field's type: what the field must be, in the words of its error, ``NAME must be DEMAND.``"""
+    """Beside a field's type: what the field must be, in the words of its error, ``NAME must be DEMAND.``
+
+    Numbers and texts with bounds, and flags, need none: their types say it.
+    """
 
     demand: str
-
-
-def must_be(demand: str) -> PydanticCustomError:
-    """Return what a validator raises where one ``Must`` has not words enough."""
-    return PydanticCustomError("must_be", demand)
 
 
 def refused(path: str, instead: str = "") -> InvalidRequest:
@@ -54,11 +55,32 @@ def _whole(value: Any) -> Any:
 
 Whole = BeforeValidator(_whole)
 """JSON's 3.0 is a whole number too."""
-Flag = Annotated[bool, Must("true or false")]
-Text64 = Annotated[str | None, Field(min_length=1, max_length=64), Must("a string of 1 to 64 characters")]
-Text128 = Annotated[str | None, Field(min_length=1, max_length=128), Must("a string of 1 to 128 characters")]
-Text256 = Annotated[str | None, Field(min_length=1, max_length=256), Must("a string of 1 to 256 characters")]
-Text1024 = Annotated[str | None, Field(min_length=1, max_length=1024), Must("a string of 1 to 1024 characters")]
+Text64 = Annotated[str | None, Field(min_length=1, max_length=64)]
+Text128 = Annotated[str | None, Field(min_length=1, max_length=128)]
+Text256 = Annotated[str | None, Field(min_length=1, max_length=256)]
+Text1024 = Annotated[str | None, Field(min_length=1, max_length=1024)]
+
+ModelName = Annotated[
+    str,
+    Field(min_length=1, max_length=256, description="the served model, or a LoRA adapter"),
+    Must("the name of a model in 1 to 256 characters, see GET /v1/models"),
+]
+StoreKV = Annotated[
+    bool | None, Field(description="false: read the cache and leave nothing in it; default: the tenant's setting")
+]
+Once = AfterValidator(lambda values: tuple(dict.fromkeys(values)))
+"""Of a tuple: what it repeats is left out."""
+Stops = Annotated[
+    tuple[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)], ...],
+    Field(max_length=MAX_STOPS, strict=False, description="strings that end the answer and are no part of it"),
+    Once,
+    Must(f"a list of at most {MAX_STOPS} strings, each of 1 to {MAX_STOP_CHARS} characters"),
+]
+Stop = Annotated[
+    Stops,
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=str | Stops),
+    Must(f"a string or at most {MAX_STOPS} strings, each of 1 to {MAX_STOP_CHARS} characters"),
+]
 
 
 class JsonBody(BaseModel):
@@ -135,6 +157,13 @@ class JsonBody(BaseModel):
         return found | dict.fromkeys(islice(ignored, MAX_TOLD), 0)
 
 
+def call_id(value: Any, path: str) -> str:
+    """Return the id of a call that a result, or the call itself, names. Raises InvalidRequest."""
+    if not isinstance(value, str) or not 1 <= len(value) <= MAX_ID_CHARS:
+        raise InvalidRequest(f"{path} must be a string of 1 to {MAX_ID_CHARS} characters.", param=path)
+    return value
+
+
 def _count_values(raw: bytes) -> int:
     """Return the commas and opening brackets outside of strings, and one: at least as many values as it holds."""
     if b"\\" in raw:
@@ -151,7 +180,9 @@ def _refusal(model: type[JsonBody], error: ErrorDetails) -> InvalidRequest:
     place: Any = model  # what is at the path, as its annotation
     for step in error["loc"]:
         if isinstance(step, int):
-            path, place = f"{path}[{step}]", _item(place)
+            if not _must(item := _item(place)):
+                break  # the sentence of the whole list says it
+            path, place = f"{path}[{step}]", item
         elif step in (fields := _fields(place)):
             path, place = f"{path}.{step}" if path else step, fields[step]
         else:
@@ -177,9 +208,27 @@ def _fields(annotation: Any) -> dict[str, Any]:
 
 
 def _item(annotation: Any) -> Any:
-    return next(get_args(part)[0] for part in _parts(annotation) if get_origin(part) is list)
+    return next(get_args(part)[0] for part in _parts(annotation) if get_origin(part) in (list, tuple))
+
+
+def _must(annotation: Any) -> str:
+    """Return what a ``Must`` says of an annotation, "" where there is none."""
+    metadata = (known for part in _parts(annotation) for known in reversed(getattr(part, "__metadata__", ())))
+    return next((known.demand for known in metadata if isinstance(known, Must)), "")
 
 
 def _demand(annotation: Any) -> str:
-    metadata = (known for part in _parts(annotation) for known in getattr(part, "__metadata__", ()))
-    return next((known.demand for known in metadata if isinstance(known, Must)), "an object")
+    """Return the same; where nothing is said, the type and its bounds say it."""
+    if demand := _must(annotation):
+        return demand
+    parts = list(_parts(annotation))
+    fields = [known for part in parts for known in getattr(part, "__metadata__", ()) if isinstance(known, FieldInfo)]
+    names = ("ge", "gt", "le", "min_length", "max_length")
+    said = {name: getattr(it, name) for field in fields for it in field.metadata for name in names if hasattr(it, name)}
+    if "max_length" in said:
+        return f"a string of {said.get('min_length', 0)} to {said['max_length']} characters"
+    if "le" in said:
+        kind = "a whole number" if int in parts else "a number"
+        least = f"from {said['ge']} to" if "ge" in said else f"above {said['gt']} and at most"
+        return f"{kind} {least} {said['le']}"
+    return "true or false" if bool in parts else "an object"

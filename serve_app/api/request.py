@@ -6,12 +6,41 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from serve_app.api.tool_calls import NO_TOOLS, ToolUse
 from serve_app.api.unknown import UnknownField
 from serve_app.structured.grammar import Grammar
 
 Prompt = str | tuple[int, ...]
 """Text to tokenize, or token ids (not yet compared with a vocabulary)."""
+
+Tool = Mapping[str, Any]
+"""A function as chat templates read it: ``{"type": "function", "function": {name, description, parameters}}``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What a request offers and how the answer may use it.
+
+    ``must_call``: the answer is calls and nothing else. ``only``: the names that it may call, all of them when empty.
+    ``may_call`` False: the prompt holds the tools, so that its KV is the same, and the answer is text.
+    """
+
+    tools: tuple[Tool, ...] = ()
+    may_call: bool = True
+    must_call: bool = False
+    only: str = ""
+    parallel: bool = True
+
+    def __bool__(self) -> bool:
+        """Tell whether there are tools."""
+        return bool(self.tools)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of all tools."""
+        return frozenset(tool["function"]["name"] for tool in self.tools)
+
+
+NO_TOOLS = ToolUse()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +142,8 @@ class CompletionRequest(RequestFields):
 
     prompts: tuple[Prompt, ...]
     echo: bool = False
+    tool_use: ClassVar[ToolUse] = NO_TOOLS
+    repeated: ClassVar[Mapping[str, Any]] = {}
 
     @property
     def choices(self) -> int:

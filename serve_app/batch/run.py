@@ -11,13 +11,9 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from serve_app.api.format import AnswerHead, ErrorAnswer
-from serve_app.api.request import ChatRequest
-from serve_app.api.tool_calls import NO_TOOLS
 from serve_app.api.unknown import ignored_fields
 from serve_app.batch.batch_file import APIS, BatchRequest
 from serve_app.checkpoints.checkpoint import CheckpointInfo
@@ -30,11 +26,8 @@ from serve_app.fairness.waiting_line import WaitingLine
 from serve_app.generation.answer import answer_pieces
 from serve_app.generation.generation import Generation, Tokens
 from serve_app.generation.prepare import Limits, Preparer
-from serve_app.generation.request_usage import RequestUsage
-from serve_app.generation.saves import save_warning
-from serve_app.generation.tool_calls.forced import forced_calls
-from serve_app.generation.tool_calls.pieces import WholeChoice
-from serve_app.generation.tool_calls.tool_calls import tool_calls_of
+from serve_app.generation.request_usage import RequestUsage, save_warning
+from serve_app.generation.tool_calls.reader import AnswerReaders, WholeChoice
 from serve_app.prompts.registry import Prompts
 from serve_app.replica.adapter_loader import ReplicaAdapters
 from serve_app.replica.engine_factory import make_engine
@@ -86,11 +79,10 @@ class _Batch:
         adapters: ReplicaAdapters,
     ) -> None:
         self._model = config.model_name
-        self._tokenizer = tokenizer
         self._engine = engine
         self._adapters = adapters
         self._matchers = ReplicaMatchers(config, info)
-        self._tool_calls = tool_calls_of(tokenizer, config.tool_parser)
+        self._readers = AnswerReaders(tokenizer, config.tool_parser)
         secret = load_secret(secret_file=config.secret_file)
         tenants = Tenants((), secret)
         self._tenant = tenants.authenticate(None)
@@ -120,26 +112,13 @@ class _Batch:
 
     async def _answer_body(self, index: int, request: BatchRequest, answer_id: str) -> dict[str, Any]:
         # Its seed is its index, so that a file gives the same answers again.
-        wanted = request.parse_body(self._model, seed=index)
-        use, repeated = (wanted.tool_use, wanted.repeated) if isinstance(wanted, ChatRequest) else (NO_TOOLS, {})
-        self._tool_calls.check(use)
-        if use.must_call:
-            wanted = replace(wanted, grammar=forced_calls(use))
-        decoder = partial(self._tokenizer.decoder, self._tool_calls.shown_tokens(use))
+        wanted = self._readers.checked(request.parse_body(self._model, seed=index))
         place = await self._places.enter(self._tenant.name, wanted.choices)
         try:
             generations = await self._preparer.prepare(wanted, self._tenant, answer_id)
             usage = RequestUsage(wanted.n, generations)
             choices = [WholeChoice(tells_logprobs=wanted.logprobs is not None) for _ in generations]
-            pieces = answer_pieces(
-                generations,
-                self,
-                decoder,
-                wanted.stop,
-                place,
-                self._tool_calls.splitter(use),
-                include_stop=wanted.include_stop_str_in_output,
-            )
+            pieces = answer_pieces(generations, self, self._readers.of(wanted), place)
             async with aclosing(pieces):
                 async for piece in pieces:
                     usage.add(piece)
@@ -148,7 +127,7 @@ class _Batch:
             place.give_back()
         for warning in filter(None, (save_warning(usage.save, usage.asked_by), ignored_fields(wanted.unknown))):
             logger.warning("%s: %s", request.custom_id, warning)
-        head = AnswerHead(answer_id, int(time.time()), wanted.answering_model, repeated=repeated)
+        head = AnswerHead(answer_id, int(time.time()), wanted.answering_model, repeated=wanted.repeated)
         return APIS[request.url][1].whole(head, [choice.choice() for choice in choices], usage.total())
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Tokens, None]:

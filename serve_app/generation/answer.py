@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Protocol
 
 import msgspec
 
-from serve_app.api.format import FinishReason, ToldToken
+from serve_app.api.format import FinishReason, ShownToken, ToldToken
 from serve_app.api.tool_calls import CallEvent
-from serve_app.engine.protocol import SaveResult
+from serve_app.engine.protocol import SaveResult, TokenLogprob
 from serve_app.errors import GenerationFailed
 from serve_app.fairness.waiting_line import Place
 from serve_app.generation.generation import Generation, Tokens
-from serve_app.generation.reading import AnswerReader
-from serve_app.tokenization.detokenizer import Detokenizer
+from serve_app.tokenization.detokenizer import Detokenizer, StopChecker
 
 STARTED_AT_ONCE = 4
 """Choices of one request that are sent in one round of the loop: a hundred would hold everybody else up."""
@@ -52,35 +52,80 @@ SplitPiece = Callable[[Piece], list[Piece]]
 
 
 class ChoiceReader:
-    """Tokens of one choice become pieces, the last with a finish reason. ``split``: None where no calls are read."""
+    """Tokens of one choice become pieces, the last with a finish reason; what is told of a token goes with its text.
 
-    def __init__(self, index: int, generation: Generation, reader: AnswerReader, split: SplitPiece | None) -> None:
+    ``stop`` strings end it, with ``include_stop`` as its last part. ``split``: None where no calls are read.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        generation: Generation,
+        decoder: Detokenizer,
+        stop: tuple[str, ...] = (),
+        split: SplitPiece | None = None,
+        *,
+        include_stop: bool = False,
+    ) -> None:
+        sampling = generation.sampling
         self._index = index
         self._before = generation.echo
-        self._reader = reader
+        self._decoder = decoder
+        self._checker = StopChecker(stop, include=include_stop)
         self._split = split
+        self._min_tokens = sampling.rules.min_tokens if sampling.rules is not None else 0
+        # A stop string is looked for token by token: how many come at once is a matter of timing, and usage counts the
+        # same ones. So are characters counted where their tokens are told.
+        self._one_by_one = bool(stop) or sampling.logprobs is not None
+        self._read = self._decoded_chars = self._shown_chars = 0
+        self._told: deque[ToldToken] = deque()
 
     def read(self, tokens: Tokens) -> list[Piece]:
         """Return the pieces that these tokens complete. Raises GenerationFailed where the generation broke off."""
-        reader = self._reader
-        text, taken, stopped = reader.read(tokens)
+        if self._one_by_one:
+            text, taken, stopped = self._read_one_by_one(tokens)
+        else:
+            text, taken, stopped = self._decoder.push(tokens.token_ids), len(tokens.token_ids), False
         reason: FinishReason | None = None
         if not stopped and tokens.finish_reason is not None:
             if tokens.finish_reason not in ("stop", "length"):
                 raise GenerationFailed("The generation was broken off; send the request again.")
-            rest, stopped = reader.finish()
-            text += rest
             reason = tokens.finish_reason
+            rest, stopped = self._checker.push(self._decoder.flush())
+            text += rest if stopped else rest + self._checker.flush()
         if stopped:
             reason = "stop"
+        self._shown_chars += len(text)
+        told = []
+        while self._told and (self._told[0].offset < self._shown_chars or (reason is not None and not stopped)):
+            told.append(self._told.popleft())
         if self._before:
             text, self._before = self._before + text, ""
-        told = reader.told(ended=reason is not None and not stopped)
-        ended_by = reader.stop_sequence if stopped else ""
         piece = Piece(
-            self._index, text, taken, tokens.cached_tokens, reason, tokens.save, logprobs=told, stop_sequence=ended_by
-        )
+            self._index, text, taken, tokens.cached_tokens, reason, tokens.save,
+            logprobs=tuple(told), stop_sequence=self._checker.found,
+        )  # fmt: skip
         return [piece] if self._split is None else self._split(piece)
+
+    def _read_one_by_one(self, tokens: Tokens) -> tuple[str, int, bool]:
+        """Return (text that is safe to show, tokens read for it, whether a stop string was found)."""
+        shown = ""
+        for taken, token_id in enumerate(tokens.token_ids, 1):
+            if tokens.logprobs:
+                self._told.append(self._told_token(token_id, tokens.logprobs[taken - 1]))
+            self._read += 1
+            decoded = self._decoder.push((token_id,))
+            self._decoded_chars += len(decoded)
+            text, stopped = self._checker.push(decoded, early=self._read <= self._min_tokens)
+            shown += text
+            if stopped:
+                return shown, taken, True
+        return shown, len(tokens.token_ids), False
+
+    def _told_token(self, token_id: int, logprob: TokenLogprob) -> ToldToken:
+        raw = self._decoder.shown_bytes
+        top = tuple(ShownToken(raw(other), value) for other, value in logprob.top)
+        return ToldToken(ShownToken(raw(token_id), logprob.logprob), top, self._decoded_chars)
 
 
 async def choice_pieces(
@@ -98,32 +143,24 @@ async def choice_pieces(
 async def answer_pieces(
     generations: list[Generation],
     source: TokenSource,
-    make_decoder: Callable[[], Detokenizer],
-    stop: tuple[str, ...],
+    make_reader: Callable[[int, Generation], ChoiceReader],
     place: Place,
-    make_split: Callable[[], SplitPiece] | None = None,
-    *,
-    include_stop: bool = False,
 ) -> AsyncGenerator[Piece, None]:
     """Yield the pieces of all choices as they come; as many run at once as ``place`` has units, which end with them.
 
-    ``make_split``: what reads tool calls out of a choice's text. ``include_stop``: a stop string is the last part of
-    its answer. One failing choice ends all; closing it cancels all.
+    One failing choice ends all; closing it cancels all.
     """
-
-    def begin(index: int, generation: Generation) -> AsyncGenerator[Piece, None]:
-        reader = AnswerReader(generation.sampling, make_decoder(), stop, include_stop=include_stop)
-        split = None if make_split is None else make_split()
-        return choice_pieces(generation, source, ChoiceReader(index, generation, reader, split))
-
+    streams = (
+        choice_pieces(generation, source, make_reader(index, generation))
+        for index, generation in enumerate(generations)
+    )
     try:
         if len(generations) == 1:
-            async with aclosing(begin(0, generations[0])) as stream:
+            async with aclosing(next(streams)) as stream:
                 async for piece in stream:
                     yield piece
             return
         ready: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
-        streams = (begin(index, generation) for index, generation in enumerate(generations))
 
         async def pump() -> None:
             try:

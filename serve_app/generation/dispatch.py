@@ -1,6 +1,6 @@
 """Sends one generation to a replica and takes its tokens as they come, sending it again when the replica dies.
 
-Owns retries, the reservation's release, and the mapping of replica errors to client errors.
+Owns retries, and the mapping of Ray's errors to client errors.
 """
 
 from __future__ import annotations
@@ -16,27 +16,19 @@ import grpc
 import numpy as np
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
-from ray.serve.handle import DeploymentHandle, DeploymentResponse
+from ray.serve.handle import DeploymentHandle
 
 from router.core import RoutingCore
 from router.protocol.block_hash import extend_chain
 from router.protocol.request import Decision, NoReplicaLeft, RoutedRequest
 from router.serve.recent_decisions import RecentDecisions
 from serve_app.engine.protocol import EngineRequest, SaveResult
-from serve_app.errors import (
-    ContextLengthExceeded,
-    GenerationFailed,
-    InvalidRequest,
-    Overloaded,
-    RateLimited,
-    WarmpathError,
-)
+from serve_app.errors import GenerationFailed, Overloaded, RateLimited
+from serve_app.generation.call import Call, ReplicaLeaves, ReplicaLost, Reservation, queue_full, raise_for
 from serve_app.generation.generation import Generation, Tokens
-from serve_app.generation.reservation import Reservation
-from serve_app.ray_compat import cancel_call
 from serve_app.replica import messages as wire
-from serve_app.replica.token_channel import Arrivals, TokenInbox
-from serve_app.tracing.request import CallTrace, call_trace
+from serve_app.replica.token_channel import TokenInbox
+from serve_app.tracing.request import call_trace
 from serve_app.tracing.tracer import Tracer
 
 logger = logging.getLogger(__name__)
@@ -46,9 +38,6 @@ MAX_ATTEMPTS = 4
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
 """Between two times that a generation is sent to replicas whose lines are full, or where none is left."""
-
-LATE_S = 5.0
-"""How long tokens may take that were sent before the end of their call was heard of."""
 
 Delivered = Callable[[Generation, Decision, int, float, SaveResult | None], None]
 """With the cached tokens, the seconds from the call to the first token, and what became of a save."""
@@ -116,12 +105,12 @@ class Dispatcher:
                     while True:
                         chunk = await call.chunk()
                         if chunk.error == "unavailable":
-                            raise _ReplicaLeaves(chunk.message)
+                            raise ReplicaLeaves(chunk.message)
                         if chunk.load is not None:
-                            reservation.rerouted(chunk.load)
+                            reservation.end(load=chunk.load)
                             rerouted += 1
                             break
-                        _raise_for(chunk)
+                        raise_for(chunk)
                         received.extend(chunk.token_ids)
                         first = None if cached_reported else chunk.cached_tokens
                         cached_reported = cached_reported or chunk.cached_tokens is not None
@@ -139,12 +128,12 @@ class Dispatcher:
                     raise
                 refusals += 1
                 await asyncio.sleep(pause_s)
-            except _ReplicaLost as error:
+            except ReplicaLost as error:
                 lost = reservation.replica_id
                 logger.warning("replica %s lost request %s: %s", lost or "?", generation.request_id, error)
                 if lost:
                     avoid = (*avoid, lost)
-                    if not isinstance(error, _ReplicaLeaves):
+                    if not isinstance(error, ReplicaLeaves):
                         dead = (*dead, lost)
                 if received and received[-1] in generation.sampling.shown_stop_token_ids:
                     yield Tokens((), None, "stop")
@@ -152,7 +141,7 @@ class Dispatcher:
                 if len(received) >= generation.sampling.max_tokens:
                     yield Tokens((), None, "length")
                     return
-                if isinstance(error, _ReplicaLeaves) and len(received) > had:
+                if isinstance(error, ReplicaLeaves) and len(received) > had:
                     moves += 1
                 else:
                     losses += 1
@@ -167,7 +156,7 @@ class Dispatcher:
     @asynccontextmanager
     async def _call(
         self, generation: Generation, route: RoutedRequest, reservation: Reservation
-    ) -> AsyncIterator[_Call]:
+    ) -> AsyncIterator[Call]:
         """One call to one replica; ends its reservation at the first token, or at whatever ends the call."""
         started_s = time.perf_counter()
         trace = call_trace(self._tracer, generation.traceparent, route.request_id)
@@ -200,7 +189,7 @@ class Dispatcher:
             if self._delivered is not None and reservation.decision is not None:
                 self._delivered(generation, reservation.decision, cached_tokens, ttft_s, chunk.save)
 
-        call: _Call | None = None
+        call: Call | None = None
         with self._inbox.arrivals(route.request_id) as arrivals:
             try:
                 response = self._generate.remote(wire.encode(message), route=route, decision=None)
@@ -208,29 +197,29 @@ class Dispatcher:
                 self._ends.add(end)
                 end.add_done_callback(self._heard)
                 end.add_done_callback(lambda _: arrivals.wake())
-                call = _Call(arrivals, response, end, first_token, trace)
+                call = Call(arrivals, response, end, first_token, trace)
                 yield call
             except BackPressureError as error:
-                raise _queue_full(1.0) from error
+                raise queue_full(1.0) from error
             except DeploymentUnavailableError as error:
                 raise Overloaded("The deployment is not available now.", retry_after_s=5.0) from error
             except NoReplicaLeft as error:
                 raise Overloaded("There is no replica now; send the request again later.", retry_after_s=5.0) from error
             except RayActorError as error:
-                raise _ReplicaLost(type(error).__name__) from error
+                raise ReplicaLost(type(error).__name__) from error
             except RayTaskError as error:
                 logger.exception("replica call failed for request %s", generation.request_id)
                 raise GenerationFailed("The replica failed while generating this answer.") from error
             except (RayError, grpc.RpcError) as error:
                 # Ray lost the call, not the replica's code: another replica can go on from what was received.
-                raise _ReplicaLost(type(error).__name__) from error
+                raise ReplicaLost(type(error).__name__) from error
             finally:
                 if call is not None and call.answered:
                     reservation.end()
                 else:
                     if call is not None:
                         call.cancel()
-                    reservation.leave()
+                    reservation.end(leaves=True)
                     if self._left is not None and reservation.replica_id:
                         self._left(reservation.replica_id, route.request_id)
                 if trace is not None:
@@ -240,75 +229,6 @@ class Dispatcher:
         self._ends.discard(end)
         if not end.cancelled():
             end.exception()  # nobody may ask any more, and then it is not logged as lost
-
-
-class _Call:
-    """One call's chunks as they come. ``answered``: whether the last one was taken, or an error.
-
-    ``end``: the bytes that ``response`` becomes. ``first_token`` hears of the first chunk that has tokens, and how many
-    of the prompt's were cached.
-    """
-
-    def __init__(
-        self,
-        arrivals: Arrivals,
-        response: DeploymentResponse[bytes],
-        end: asyncio.Future[bytes],
-        first_token: Callable[[wire.GenerateChunk, int], None],
-        trace: CallTrace | None,
-    ) -> None:
-        self.answered = False
-        self._arrivals = arrivals
-        self._response = response
-        self._end = end
-        self._first_token = first_token
-        self._trace = trace
-
-    def cancel(self) -> None:
-        """Have the replica end it."""
-        self._end.cancel()
-        cancel_call(self._response)
-
-    async def chunk(self) -> wire.GenerateChunk:
-        """Wait for the next chunk; the last has a finish reason or an error.
-
-        Raises _ReplicaLost where tokens were lost on the way, and whatever the call raises.
-        """
-        chunk = self._arrivals.take()
-        while chunk is None:
-            if self._end.done():
-                chunk = await self._last()
-            else:
-                await self._arrivals.news()
-                chunk = self._arrivals.take()
-        if chunk.cached_tokens is not None:
-            self._first_token(chunk, chunk.cached_tokens)
-        if self._trace is not None:
-            self._trace.saw(chunk.cached_tokens, chunk.error or chunk.finish_reason)
-        self.answered = bool(chunk.error or chunk.finish_reason)
-        return chunk
-
-    async def _last(self) -> wire.GenerateChunk | None:
-        """Return what the call returned, once all that was sent before has come; None where more has come first."""
-        last = wire.decode_chunk(self._end.result())
-        if last.seq == self._arrivals.received:
-            if not last.error and last.finish_reason is None:
-                raise _ReplicaLost("the stream ended without a finish reason")
-            return last
-        try:
-            async with asyncio.timeout(LATE_S):
-                await self._arrivals.news()
-        except TimeoutError:
-            raise _ReplicaLost("tokens were lost on the way") from None
-        return self._arrivals.take()
-
-
-class _ReplicaLost(Exception):
-    """The replica is going away or broke off; the generation can be sent elsewhere."""
-
-
-class _ReplicaLeaves(_ReplicaLost):
-    """The replica says itself that it is going away."""
 
 
 def route_of(
@@ -346,25 +266,3 @@ def _resumed(generation: Generation, received: list[int], block_size: int) -> Ge
     return replace(
         generation, token_ids=token_ids, block_hashes=hashes, sampling=sampling, resumed_tokens=len(received)
     )
-
-
-def _queue_full(retry_after_s: float) -> RateLimited:
-    return RateLimited("Every replica's queue is full; send the request again later.", retry_after_s=retry_after_s)
-
-
-def _raise_for(chunk: wire.GenerateChunk) -> None:
-    error: WarmpathError
-    match chunk.error:
-        case "":
-            return
-        case "too_long":
-            error = ContextLengthExceeded(chunk.message, param="messages")
-        case "queue_full":
-            error = _queue_full(chunk.retry_after_s)
-        case "invalid":
-            error = InvalidRequest(chunk.message)
-        case "timeout":
-            error = GenerationFailed(chunk.message, code="timeout")
-        case _:
-            error = GenerationFailed(chunk.message or "The engine failed this request.")
-    raise error

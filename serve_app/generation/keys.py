@@ -5,8 +5,8 @@ Owns scope roots (cached by tenant, salt and adapter) and placement keys. The de
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
+from functools import lru_cache
 
 import xxhash
 
@@ -39,26 +39,19 @@ class ScopeKeys:
         self._tenants = tenants
         self._secret = secret
         self._prompts = prompts
-        self._scopes: OrderedDict[tuple[Tenant, str | None, str], Keys] = OrderedDict()
+        self._known = lru_cache(_SCOPES)(self._make)
 
     def clear(self) -> None:
         """Forget what is known: salts follow the tenants, and public roots are there where public prompts are."""
-        self._scopes.clear()
+        self._known.cache_clear()
 
     def of(self, tenant: Tenant, cache_salt: str | None, adapter: AdapterSpec | None) -> Keys:
         """Return the keys of a tenant's scope; ``adapter`` None: of the model alone."""
-        lora = adapter.key if adapter is not None else ""
-        key = (tenant, cache_salt, lora)
-        found = self._scopes.get(key)
-        if found is None:
-            scope = PrefixScope(self._fingerprint, lora, self._tenants.salt(tenant, cache_salt))
-            public_root = scope.public.root(self._secret) if self._prompts else b""
-            found = self._scopes[key] = Keys(scope, scope.root(self._secret), public_root)
-            if len(self._scopes) > _SCOPES:
-                self._scopes.popitem(last=False)
-        else:
-            self._scopes.move_to_end(key)
-        return found
+        return self._known(tenant, cache_salt, adapter.key if adapter is not None else "")
+
+    def _make(self, tenant: Tenant, cache_salt: str | None, lora: str) -> Keys:
+        scope = PrefixScope(self._fingerprint, lora, self._tenants.salt(tenant, cache_salt))
+        return Keys(scope, scope.root(self._secret), scope.public.root(self._secret) if self._prompts else b"")
 
     def placement(self, keys: Keys, prompt_cache_key: str | None, encoded: EncodedPrompt, system_text: str) -> bytes:
         """Return the 16 bytes that say where a prompt goes while nobody holds it; ``system_text`` "": it has none."""

@@ -5,28 +5,23 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import takewhile
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from router.protocol.block_hash import TokenArray, system_prompt_key
-from serve_app.api.request import ChatRequest, CompletionRequest, GenerateRequest, RequestFields
+from router.protocol.block_hash import system_prompt_key
+from serve_app.api.request import CacheBreakpoint, ChatRequest, CompletionRequest, GenerateRequest, RequestFields
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import CheckpointInfo
-from serve_app.engine.protocol import KeptPrefix, SamplingParams, Save, TokenRules
+from serve_app.engine.protocol import AdapterSpec, KeptPrefix, Save
 from serve_app.errors import ContextLengthExceeded, InvalidRequest
 from serve_app.fairness.shares import Shares
 from serve_app.fairness.workers import FairWorkers
-from serve_app.generation.breakpoints import kept_prefixes
 from serve_app.generation.generation import Generation
-from serve_app.generation.grammars import CheckedGrammars
 from serve_app.generation.keys import Keys, ScopeKeys
-from serve_app.generation.rules import refuse_without_logits, rules_of
-from serve_app.generation.system_tokens import SystemTokens
+from serve_app.generation.rules import CheckedGrammars, refuse_without_logits, rules_of, sampling_of, stores_kv
 from serve_app.prompts.registry import Prompts
-from serve_app.structured.compiler import GrammarCompiler
 from serve_app.tenants.tenants import Tenant, Tenants
 from serve_app.tokenization.chat_template import RenderedPrompt
 from serve_app.tokenization.public_tokens import common_tokens
@@ -36,6 +31,12 @@ R = TypeVar("R", bound=RequestFields)
 
 WHOLE_INTERVAL_S = 0.25
 """Between chunks of an answer that is sent whole: nobody sees its parts, and each costs an ingress as much."""
+
+SYSTEM_PROMPTS = 1024
+"""Whose tokens are remembered; the oldest is forgotten first, and counted again."""
+
+_OTHER_WORDS: Mapping[str, Any] = {"role": "user", "content": "\ue000\ue001\ue000"}
+"""What no conversation goes on with: characters for private use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +73,9 @@ class Preparer:
         self._limits = limits
         self._prompts = Prompts() if prompts is None else prompts
         self._keys = ScopeKeys(info.fingerprint, tenants, secret, self._prompts)
-        compiler = GrammarCompiler(info.path, info.vocab_size, info.eos_token_ids)
-        self._grammars = CheckedGrammars(compiler, workers or FairWorkers(Shares({})))
+        self._grammars = CheckedGrammars(info, workers or FairWorkers(Shares({})))
         self._simulated = simulated
-        self._system_tokens = SystemTokens(tokenizer)
+        self._system_tokens: dict[tuple[bytes, bool], int] = {}
 
     def configure(self, limits: Limits) -> None:
         """Go by other limits from the next request on, and by what the tenants and prompts have become."""
@@ -96,25 +96,21 @@ class Preparer:
         """
         if self._simulated:
             refuse_without_logits(request)
-        store_kv = _stores_kv(request, tenant)
-        await self._prompts.keep_current(self._tokenizer)
-        request = self._with_version(request, tenant.name)
-        adapter = self._adapters.choose(request.model, request.lora_name, tenant.name, tenant.models)
-        keys = self._keys.of(tenant, request.cache_salt, adapter)
+        store_kv = stores_kv(request, tenant)
+        request, adapter, keys = await self._scope(request, tenant)
         seed = secrets.randbits(62) if request.seed is None else request.seed
-        grammar = await self._grammar(request, tenant.name)
+        grammar = await self._grammars.form(request.grammar, tenant.name)
         bad_words = await self._tokenizer.word_ids(request.bad_words, tenant.name) if request.bad_words else ()
         rules = rules_of(request, bad_words, self._info.vocab_size)
+        limits, end_token_ids = self._limits, self._info.eos_token_ids
         generations: list[Generation] = []
         async for encoded, system_text in self._encode(request, keys, tenant.name):
-            sampling = self._sampling(request, len(encoded.token_ids), seed, rules)
-            save = await self._save(request, keys.root, tenant.name, encoded, system_text)
-            keep = await self._keep(request, keys, tenant.name, encoded) if store_kv else ()
-            placement_key = self._keys.placement(keys, request.prompt_cache_key, encoded, system_text)
-            special = not (isinstance(request, ChatRequest) and request.apply_chat_template)
-            system_tokens = await self._system_tokens.count(
-                encoded, system_text, keys.root, tenant.name, special=special
+            sampling = sampling_of(
+                request, len(encoded.token_ids), rules, limits.max_model_len, limits.default_max_tokens, end_token_ids
             )
+            keep = await self._keep(request, keys, tenant.name, encoded) if store_kv else ()
+            save, system_tokens = await self._system_prompt(request, keys.root, tenant.name, encoded, system_text)
+            placement_key = self._keys.placement(keys, request.prompt_cache_key, encoded, system_text)
             public_blocks = encoded.public_blocks
             echo = self._echo(request, len(generations) // request.n)
             for choice in range(request.n):
@@ -145,26 +141,20 @@ class Preparer:
                 )
         return generations
 
-    def _with_version(self, request: R, tenant: str) -> R:
-        """Return a request with NAME@VERSION for the prompt that it refers to. Raises what ``Prompts.find`` does."""
-        if request.prompt_ref is None:
-            return request
-        return replace(request, prompt_ref=self._prompts.find(request.prompt_ref, tenant).ref)
+    async def _scope(self, request: R, tenant: Tenant) -> tuple[R, AdapterSpec | None, Keys]:
+        """Return a request, with NAME@VERSION for the prompt that it refers to, its adapter, and its keys.
+
+        Raises what ``Prompts.find`` and ``AdapterRegistry.choose`` do.
+        """
+        await self._prompts.keep_current(self._tokenizer)
+        if request.prompt_ref is not None:
+            request = replace(request, prompt_ref=self._prompts.find(request.prompt_ref, tenant.name).ref)
+        adapter = self._adapters.choose(request.model, request.lora_name, tenant.name, tenant.models)
+        return request, adapter, self._keys.of(tenant, request.cache_salt, adapter)
 
     def _before(self, request: GenerateRequest, tenant: str) -> str:
         """Return the text of the prompt that a request refers to, "" for none."""
         return "" if request.prompt_ref is None else self._prompts.find(request.prompt_ref, tenant).text
-
-    async def _grammar(self, request: GenerateRequest, tenant: str) -> str:
-        """Return what the answer must match, in llguidance's form, "" for anything. Raises InvalidRequest."""
-        if request.grammar is None:
-            return ""
-        if not self._info.eos_token_ids:
-            raise InvalidRequest(
-                f"{request.grammar.field} needs a model with an end token, and this one names none.",
-                param=request.grammar.field,
-            )
-        return await self._grammars.form(request.grammar, tenant)
 
     def _echo(self, request: GenerateRequest, index: int) -> str:
         """Return what stands before the answers to a prompt, "" for nothing."""
@@ -180,23 +170,35 @@ class Preparer:
 
         The prompt that a request refers to goes before its messages, or before its text.
         """
-        root, public_root = keys.root, keys.public_root
-        encode = partial(self._tokenizer.encode_async, root=root, tenant=tenant, public_root=public_root)
-        if isinstance(request, CompletionRequest):
-            before = self._before(request, tenant)
-            if before and not all(isinstance(prompt, str) for prompt in request.prompts):
-                raise InvalidRequest("prompt_ref needs prompts that are text, not token ids.", param="prompt_ref")
-            for prompt in request.prompts:
-                if isinstance(prompt, str):
-                    self._check_size(request, len(before) + len(prompt))
-                    yield await encode(before + prompt, add_special_tokens=True), ""
-                else:
-                    self._check_size(request, 0, at_least_tokens=len(prompt))
-                    yield self._tokenizer.encode_ids(prompt, root, public_root), ""
-                await asyncio.sleep(0)  # many long prompts, all of them known, must not hold up the loop
+        if isinstance(request, ChatRequest):
+            yield await self._encode_chat(request, keys, tenant)
             return
+        root, public_root = keys.root, keys.public_root
+        before = self._before(request, tenant)
+        if before and not all(isinstance(prompt, str) for prompt in request.prompts):
+            raise InvalidRequest("prompt_ref needs prompts that are text, not token ids.", param="prompt_ref")
+        for prompt in request.prompts:
+            if isinstance(prompt, str):
+                self._check_size(request, len(before) + len(prompt))
+                encoded = await self._tokenizer.encode_async(
+                    before + prompt, root, tenant, public_root=public_root, add_special_tokens=True
+                )
+            else:
+                self._check_size(request, 0, at_least_tokens=len(prompt))
+                encoded = self._tokenizer.encode_ids(prompt, root, public_root)
+            yield encoded, ""
+            await asyncio.sleep(0)  # many long prompts, all of them known, must not hold up the loop
+
+    async def _encode_chat(self, request: ChatRequest, keys: Keys, tenant: str) -> tuple[EncodedPrompt, str]:
         rendered = await self.formatted(request, tenant)
-        yield await encode(rendered.text, add_special_tokens=not request.apply_chat_template), rendered.system_text
+        encoded = await self._tokenizer.encode_async(
+            rendered.text,
+            keys.root,
+            tenant,
+            public_root=keys.public_root,
+            add_special_tokens=not request.apply_chat_template,
+        )
+        return encoded, rendered.system_text
 
     async def formatted(self, request: ChatRequest, tenant: str) -> RenderedPrompt:
         """Return a chat as the model reads it, with its formatted system prompt. Raises what ``prepare`` does."""
@@ -238,94 +240,59 @@ class Preparer:
                 param=request.prompt_field,
             )
 
-    async def _save(
+    async def _system_prompt(
         self, request: GenerateRequest, root: bytes, tenant: str, encoded: EncodedPrompt, system_text: str
-    ) -> Save | None:
-        """Return what to keep of a prompt: the tokens that the formatted system prompt alone has in common with it.
+    ) -> tuple[Save | None, int]:
+        """Return what to save of a prompt, and how many of its tokens are its formatted system prompt's.
 
-        They are fewer than the system prompt's own where its last token merges with what follows. None when
-        nothing is to be saved, or there is no system prompt.
+        These are what the system prompt alone has in common with it: fewer than its own where its last token merges
+        with what follows. Of another prompt with the same one they may be one more or less, so what is to be saved is
+        counted anew.
         """
-        if isinstance(request, CompletionRequest) or not request.save_system_prompt_kv_cache or not system_text:
-            return None
-        alone = await self._tokenizer.encode_async(
-            system_text, root, tenant, add_special_tokens=not request.apply_chat_template
-        )
-        tokens = common_tokens(alone.token_ids, encoded.token_ids)
-        return Save(system_prompt_key(root, system_text), tokens, self._limits.save_ttl_s)
+        if not isinstance(request, ChatRequest) or not system_text:
+            return None, 0
+        special, saves = not request.apply_chat_template, request.save_system_prompt_kv_cache
+        key = system_prompt_key(root, system_text)
+        tokens = self._system_tokens.get((key, special))
+        if tokens is None or saves:
+            alone = await self._tokenizer.encode_async(system_text, root, tenant, add_special_tokens=special)
+            tokens = self._system_tokens[key, special] = common_tokens(alone.token_ids, encoded.token_ids)
+            if len(self._system_tokens) > SYSTEM_PROMPTS:
+                del self._system_tokens[next(iter(self._system_tokens))]
+        return Save(key, tokens, self._limits.save_ttl_s) if saves else None, tokens
 
     async def _keep(
         self, request: GenerateRequest, keys: Keys, tenant: str, encoded: EncodedPrompt
     ) -> tuple[KeptPrefix, ...]:
-        """Return what a request's cache breakpoints ask to keep of its prompt."""
-        if isinstance(request, CompletionRequest) or not request.breakpoints:
+        """Return what a request's cache breakpoints ask to keep of its prompt, in whole blocks, the shortest first.
+
+        A breakpoint's prefix is what the conversation as far as there has in common with all of it, in tokens. One that
+        fills no block, or that the chat template refuses alone, is none.
+        """
+        if not isinstance(request, ChatRequest) or not request.breakpoints:
             return ()
-
-        async def encode(part: ChatRequest) -> TokenArray:
-            async for prompt, _ in self._encode(replace(part, add_generation_prompt=False), keys, tenant):
-                return prompt.token_ids
-            raise AssertionError("a chat is one prompt")
-
         size = self._tokenizer.block_size
-        return tuple(await kept_prefixes(request, encoded.token_ids, encode, size))
+        found: dict[int, float] = {}
+        for mark in request.breakpoints:
+            messages = _as_far_as(mark, request)
+            part = replace(request, messages=messages, add_generation_prompt=False, continue_final_message=False)
+            try:
+                alone, _ = await self._encode_chat(part, keys, tenant)
+            except InvalidRequest:
+                continue
+            tokens = common_tokens(alone.token_ids, encoded.token_ids) // size * size
+            if tokens:
+                found[tokens] = max(mark.ttl_s, found.get(tokens, 0.0))
+        return tuple(KeptPrefix(tokens, ttl_s) for tokens, ttl_s in sorted(found.items()))
 
     async def count(self, request: ChatRequest, tenant: Tenant) -> int:
         """Return how many tokens a request's prompt has. Raises what ``prepare`` would for the prompt."""
-        await self._prompts.keep_current(self._tokenizer)
-        request = self._with_version(request, tenant.name)
-        adapter = self._adapters.choose(request.model, request.lora_name, tenant.name, tenant.models)
-        keys = self._keys.of(tenant, request.cache_salt, adapter)
-        return sum([len(encoded.token_ids) async for encoded, _ in self._encode(request, keys, tenant.name)])
-
-    def _sampling(
-        self, request: GenerateRequest, prompt_tokens: int, seed: int, rules: TokenRules | None
-    ) -> SamplingParams:
-        """Return the sampling values of a request's first choice. Raises ContextLengthExceeded, InvalidRequest."""
-        field = request.prompt_field
-        max_model_len = self._limits.max_model_len
-        room = max_model_len - prompt_tokens
-        if room < 1:
-            raise ContextLengthExceeded(
-                f"The prompt has {prompt_tokens} tokens, and this model takes {max_model_len} for prompt and "
-                "answer together; shorten the prompt.",
-                param=field,
-            )
-        if prompt_tokens < 1:
-            raise ContextLengthExceeded("The prompt is empty: it needs at least one token.", param=field, code=None)
-        max_tokens = min(self._limits.default_max_tokens, room) if request.max_tokens is None else request.max_tokens
-        if max_tokens > room:
-            raise ContextLengthExceeded(
-                f"This model takes {max_model_len} tokens for prompt and answer together; the prompt has "
-                f"{prompt_tokens} and max_tokens is {max_tokens}: use at most {room}, or a shorter prompt.",
-                param="max_tokens",
-            )
-        if request.min_tokens > max_tokens:
-            raise InvalidRequest(f"min_tokens must be at most max_tokens, which is {max_tokens}.", param="min_tokens")
-        # A grammar says itself where an answer ends.
-        ends = () if request.ignore_eos and request.grammar is None else self._info.eos_token_ids
-        return SamplingParams(
-            max_tokens=max_tokens,
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=request.top_k,
-            seed=seed,
-            stop_token_ids=tuple(dict.fromkeys((*ends, *request.stop_token_ids))),
-            disable_spec_decode=request.disable_spec_decode,
-            min_p=request.min_p,
-            rules=rules,
-            logprobs=request.logprobs,
-            shown_stop_token_ids=request.stop_token_ids if request.include_stop_str_in_output else (),
-        )
+        request, _, keys = await self._scope(request, tenant)
+        encoded, _ = await self._encode_chat(request, keys, tenant.name)
+        return len(encoded.token_ids)
 
 
-def _stores_kv(request: GenerateRequest, tenant: Tenant) -> bool:
-    """Return whether a request's KV may stay. Raises InvalidRequest where it asks for what that rules out."""
-    if request.store_kv and not tenant.store_kv:
-        message = "store_kv cannot be true: no request with this API key leaves anything in the cache; leave it out."
-        raise InvalidRequest(message, param="store_kv")
-    stores = tenant.store_kv and request.store_kv is not False
-    if request.save_system_prompt_kv_cache and not stores:
-        why = "store_kv is false" if tenant.store_kv else "no request with this API key leaves anything in the cache"
-        message = f"save_system_prompt_kv_cache cannot be true, because {why}; leave it out."
-        raise InvalidRequest(message, param="save_system_prompt_kv_cache")
-    return stores
+def _as_far_as(mark: CacheBreakpoint, request: ChatRequest) -> tuple[Mapping[str, Any], ...]:
+    """Return the conversation to compare with. Templates write tools and system messages as one, before others."""
+    messages = mark.messages or tuple(takewhile(lambda message: message["role"] == "system", request.messages))
+    return messages if any(message["role"] != "system" for message in messages) else (*messages, _OTHER_WORDS)

@@ -1,17 +1,29 @@
-"""What one request used so far, as its answer tells it."""
+"""What one request used so far, as its answer tells it, and what became of its save."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any, Protocol
 
 from serve_app.api.format import Usage
 from serve_app.engine.protocol import KeptPrefix, SaveResult
 from serve_app.generation.answer import Piece
 from serve_app.generation.generation import Generation
-from serve_app.generation.saves import SAVE_FIELD
+
+SAVE_FIELD = "save_system_prompt_kv_cache"
+
+_NOT_SAVED = {
+    "over_budget": "not saved: it needs {needed_tokens} tokens of KV beside the {held_tokens} that your saves hold, "
+    "and your part of a replica's pin budget (pin_budget) is {budget_tokens}",
+    "too_large": "not saved: it needs {needed_tokens} tokens of KV, and a replica's whole pin budget (pin_budget) is "
+    "{budget_tokens}",
+    "too_short": "not saved, because the system prompt does not fill a KV block",
+    "failed": "not saved, because vLLM did not hold it",
+    "off": "not saved, because prefix caching is switched off, or it is vLLM's and has no pin budget (pin_budget)",
+}
 
 MISS_WAIT_S = 1.0
 """An answer that is whole waits so long for the reason of its miss, and is sent without it then."""
@@ -69,3 +81,9 @@ def kept_tokens(keep: Sequence[KeptPrefix], cached_tokens: int) -> tuple[int, in
     hour = max((kept.tokens for kept in keep if kept.ttl_s >= 3600), default=0)
     most = max((kept.tokens for kept in keep), default=0)
     return max(0, most - max(hour, cached_tokens)), max(0, hour - cached_tokens)
+
+
+def save_warning(save: SaveResult | None, asked_by: str = SAVE_FIELD) -> str:
+    """Return why a save is not there, "" where it is or none was asked for; ``asked_by``: the field that asked."""
+    reason = _NOT_SAVED.get(save.outcome) if save is not None else None
+    return f"{asked_by}: {reason.format(**asdict(save))}" if save is not None and reason else ""

@@ -1,12 +1,19 @@
-"""The rules of sampling that a request names, as the engine takes them."""
+"""What a request asks of tokens, checked for this model: rules of sampling as the engine takes them, and grammars."""
 
 from __future__ import annotations
 
+import json
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from serve_app.api.request import GenerateRequest
-from serve_app.engine.protocol import TokenRules
-from serve_app.errors import InvalidRequest
+from serve_app.checkpoints.checkpoint import CheckpointInfo
+from serve_app.engine.protocol import SamplingParams, TokenRules
+from serve_app.errors import ContextLengthExceeded, InvalidRequest
+from serve_app.fairness.workers import FairWorkers
+from serve_app.structured.compiler import GrammarCompiler, GrammarError, llguidance_form
+from serve_app.structured.grammar import Grammar
+from serve_app.tenants.tenants import Tenant
 
 _NO_RULES = TokenRules()
 
@@ -35,6 +42,63 @@ def rules_of(request: GenerateRequest, bad_words: Sequence[tuple[int, ...]], voc
     return None if rules == _NO_RULES else rules
 
 
+def sampling_of(
+    request: GenerateRequest,
+    prompt_tokens: int,
+    rules: TokenRules | None,
+    max_model_len: int,
+    default_max_tokens: int,
+    end_token_ids: Sequence[int],
+) -> SamplingParams:
+    """Return the sampling values of a request, but its seed. Raises ContextLengthExceeded, InvalidRequest."""
+    room = max_model_len - prompt_tokens
+    if room < 1:
+        raise ContextLengthExceeded(
+            f"The prompt has {prompt_tokens} tokens, and this model takes {max_model_len} for prompt and "
+            "answer together; shorten the prompt.",
+            param=request.prompt_field,
+        )
+    if prompt_tokens < 1:
+        message = "The prompt is empty: it needs at least one token."
+        raise ContextLengthExceeded(message, param=request.prompt_field, code=None)
+    max_tokens = min(default_max_tokens, room) if request.max_tokens is None else request.max_tokens
+    if max_tokens > room:
+        raise ContextLengthExceeded(
+            f"This model takes {max_model_len} tokens for prompt and answer together; the prompt has "
+            f"{prompt_tokens} and max_tokens is {max_tokens}: use at most {room}, or a shorter prompt.",
+            param="max_tokens",
+        )
+    if request.min_tokens > max_tokens:
+        raise InvalidRequest(f"min_tokens must be at most max_tokens, which is {max_tokens}.", param="min_tokens")
+    # A grammar says itself where an answer ends.
+    ends = () if request.ignore_eos and request.grammar is None else end_token_ids
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        stop_token_ids=tuple(dict.fromkeys((*ends, *request.stop_token_ids))),
+        disable_spec_decode=request.disable_spec_decode,
+        min_p=request.min_p,
+        rules=rules,
+        logprobs=request.logprobs,
+        shown_stop_token_ids=request.stop_token_ids if request.include_stop_str_in_output else (),
+    )
+
+
+def stores_kv(request: GenerateRequest, tenant: Tenant) -> bool:
+    """Return whether a request's KV may stay. Raises InvalidRequest where it asks for what that rules out."""
+    if request.store_kv and not tenant.store_kv:
+        message = "store_kv cannot be true: no request with this API key leaves anything in the cache; leave it out."
+        raise InvalidRequest(message, param="store_kv")
+    stores = tenant.store_kv and request.store_kv is not False
+    if request.save_system_prompt_kv_cache and not stores:
+        why = "store_kv is false" if tenant.store_kv else "no request with this API key leaves anything in the cache"
+        message = f"save_system_prompt_kv_cache cannot be true, because {why}; leave it out."
+        raise InvalidRequest(message, param="save_system_prompt_kv_cache")
+    return stores
+
+
 def refuse_without_logits(request: GenerateRequest) -> None:
     """Raise InvalidRequest for what needs a model's logits, where there is none."""
     asked = {
@@ -52,3 +116,48 @@ def refuse_without_logits(request: GenerateRequest) -> None:
             raise InvalidRequest(
                 f"{field} needs a model's logits, and this deployment's engine is simulated; leave it out.", param=field
             )
+
+
+MAX_KNOWN = 128
+"""Grammars that are known to be good, over all tenants."""
+
+
+class CheckedGrammars:
+    """Grammars that an ingress has compiled, so that a bad one is a 400 before anything is scheduled.
+
+    A tenant's are its own: no other's request is faster for them.
+    """
+
+    def __init__(self, info: CheckpointInfo, workers: FairWorkers) -> None:
+        self._ends = bool(info.eos_token_ids)
+        self._compiler = GrammarCompiler(info.path, info.vocab_size, info.eos_token_ids)
+        self._workers = workers
+        self._known: OrderedDict[tuple[str, Grammar], str] = OrderedDict()
+
+    async def form(self, grammar: Grammar | None, tenant: str) -> str:
+        """Return a grammar in llguidance's form, "" for none. Raises InvalidRequest where no answer could follow it."""
+        if grammar is None:
+            return ""
+        if not self._ends:
+            message = f"{grammar.field} needs a model with an end token, and this one names none."
+            raise InvalidRequest(message, param=grammar.field)
+        key = (tenant, grammar)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = await self._workers.run(tenant, len(grammar.text), self._check, grammar)
+            if len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
+        else:
+            self._known.move_to_end(key)
+        return found
+
+    def _check(self, grammar: Grammar) -> str:
+        try:
+            form = llguidance_form(grammar)
+            self._compiler.compile(form)
+        except GrammarError as error:
+            schema = json.loads(grammar.text) if grammar.kind == "json" else {}
+            place = self._compiler.place_of_error(schema, str(error))
+            where = f"{grammar.field} cannot be followed" + (f", at {place[:200]}" if place else "")
+            raise InvalidRequest(f"{where}: {error}.", param=grammar.field) from error
+        return form

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PlainValidator
 
-from serve_app.api.json_body import Flag, JsonBody, Must, Text128
+from serve_app.api.json_body import JsonBody, Must, Text128
 from serve_app.api.unknown import require_none
 from serve_app.checkpoints.adapter_registry import AdapterEntry, AdapterRegistry
 from serve_app.config.app import AppConfig
@@ -45,7 +45,7 @@ class LoadAdapterBody(JsonBody):
         Field(min_length=1, max_length=MAX_PATH_CHARS),
         Must(f"a string of 1 to {MAX_PATH_CHARS} characters"),
     ] = Field(None, description="a directory on the replicas' machines, as PEFT saves adapters")
-    load_inplace: Flag = Field(False, description="replace an adapter of that name")
+    load_inplace: bool = Field(False, description="replace an adapter of that name")
     tenants: Annotated[
         tuple[str, ...],
         PlainValidator(_names, json_schema_input_type=list[str] | None),

@@ -21,8 +21,8 @@ from serve_app.engine.protocol import SaveResult
 from serve_app.errors import GenerationFailed, WarmpathError
 from serve_app.fairness.waiting_line import Place
 from serve_app.generation.answer import Piece
-from serve_app.generation.saves import SAVE_FIELD, save_warning
-from serve_app.generation.tool_calls.pieces import WholeChoice
+from serve_app.generation.request_usage import SAVE_FIELD, save_warning
+from serve_app.generation.tool_calls.reader import WholeChoice
 from serve_app.ingress.client_headers import connection_send
 from serve_app.ingress.drain import LAST_EVENT_S, Drain
 from serve_app.ingress.http import json_response, until_disconnect

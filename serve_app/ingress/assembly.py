@@ -27,10 +27,10 @@ from serve_app.fairness.front_door import FrontDoor
 from serve_app.fairness.rate_limits import TenantLimits
 from serve_app.fairness.shares import Shares
 from serve_app.fairness.workers import FairWorkers
-from serve_app.generation.aborts import Aborts
+from serve_app.generation.call import Aborts
 from serve_app.generation.dispatch import Dispatcher
 from serve_app.generation.prepare import Preparer
-from serve_app.generation.tool_calls.tool_calls import tool_calls_of
+from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.ingress.adapter_admin import AdapterAdmin
 from serve_app.ingress.broadcast import Broadcast
 from serve_app.ingress.completions import Completions
@@ -158,8 +158,7 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
         completions=Completions(
             preparer,
             dispatcher,
-            tokenizer,
-            tool_calls_of(tokenizer, config.tool_parser),
+            AnswerReaders(tokenizer, config.tool_parser),
             Counters(
                 metrics,
                 traffic,

@@ -5,27 +5,23 @@ from __future__ import annotations
 import time
 import uuid
 from dataclasses import replace
-from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from serve_app.api.format import AnswerFormat, AnswerHead
-from serve_app.api.request import ChatRequest, GenerateRequest
-from serve_app.api.tool_calls import NO_TOOLS
+from serve_app.api.request import GenerateRequest
 from serve_app.fairness.front_door import Arrival
 from serve_app.generation.answer import TokenSource, answer_pieces
 from serve_app.generation.generation import Generation
 from serve_app.generation.prepare import Preparer
-from serve_app.generation.tool_calls.forced import forced_calls
-from serve_app.generation.tool_calls.tool_calls import ToolCalls
+from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.ingress.answers import Answer, Deadline, streamed, whole
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.http import until_disconnect
 from serve_app.ingress.observe.answer_meter import AnswerMeter, Counters
 from serve_app.ingress.observe.tracing import trace_of
 from serve_app.tenants.tenants import Tenant
-from serve_app.tokenization.tokenizer import PromptTokenizer
 from serve_app.tracing.request import RequestTrace
 
 PROMPT_HEADER = "x-warmpath-prompt"
@@ -42,8 +38,7 @@ class Completions:
         self,
         preparer: Preparer,
         source: TokenSource,
-        tokenizer: PromptTokenizer,
-        tool_calls: ToolCalls,
+        readers: AnswerReaders,
         counters: Counters,
         drain: Drain,
         *,
@@ -51,8 +46,7 @@ class Completions:
     ) -> None:
         self._preparer = preparer
         self._source = source
-        self._tokenizer = tokenizer
-        self._tool_calls = tool_calls
+        self._readers = readers
         self._counters = counters
         self._drain = drain
         self.request_timeout_s = request_timeout_s
@@ -70,10 +64,7 @@ class Completions:
 
         Raises a ``WarmpathError`` for whatever fails before that piece, ClientDisconnect when the client leaves.
         """
-        use, repeated = (wanted.tool_use, wanted.repeated) if isinstance(wanted, ChatRequest) else (NO_TOOLS, {})
-        self._tool_calls.check(use)
-        if use.must_call:
-            wanted = replace(wanted, grammar=forced_calls(use))
+        wanted = self._readers.checked(wanted)
         # Internal ids are ours: two clients may send the same x-request-id.
         answer_id = uuid.uuid4().hex
         deadline = Deadline(self._drain, arrived_s + self.request_timeout_s, self.request_timeout_s)
@@ -82,16 +73,10 @@ class Completions:
             generations = await self._begin(wanted, tenant, arrival, answer_id, deadline, trace)
             meter = AnswerMeter(self._counters, wanted, generations, arrived_s, body_bytes, allowance, trace)
             place = arrival.hand_over()
-            pieces = answer_pieces(
-                generations,
-                self._source,
-                partial(self._tokenizer.decoder, self._tool_calls.shown_tokens(use)),
-                wanted.stop,
-                place,
-                self._tool_calls.splitter(use),
-                include_stop=wanted.include_stop_str_in_output,
+            pieces = answer_pieces(generations, self._source, self._readers.of(wanted), place)
+            head = AnswerHead(
+                answer_id, int(time.time()), wanted.answering_model, wanted.include_usage, wanted.repeated
             )
-            head = AnswerHead(answer_id, int(time.time()), wanted.answering_model, wanted.include_usage, repeated)
             told = wanted.logprobs is not None
             answer = Answer(answer_format, head, pieces, len(generations), place, meter, deadline, told)
             ref = generations[0].prompt_ref

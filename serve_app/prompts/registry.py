@@ -182,7 +182,7 @@ def _merged(configs: Iterable[PublicPromptConfig], locked: Iterable[Prompt]) -> 
 
 def _chat_text(tokenizer: PromptTokenizer, ref: str, text: str) -> str:
     try:
-        return tokenizer.render_chat([{"role": "system", "content": text}], add_generation_prompt=False).system_text
+        return tokenizer.template.render([{"role": "system", "content": text}], add_generation_prompt=False).system_text
     except InvalidRequest as error:
         logger.warning("public prompt %s is not recognised in chats: %s", ref, error.message)
         return ""

@@ -7,9 +7,8 @@ with it reads its tokens again.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable
-from threading import Lock
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -90,20 +89,8 @@ class Matchers:
     """Makes matchers (any thread); what is not known is compiled, by the thread that asks."""
 
     def __init__(self, compiler: GrammarCompiler) -> None:
-        self._compiler = compiler
-        self._lock = Lock()
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled = lru_cache(MAX_COMPILED)(compiler.compile)
 
     def matcher(self, text: str) -> AnswerMatcher:
         """Return a matcher of its own for an answer, by a grammar in llguidance's form. Raises GrammarError."""
-        with self._lock:
-            compiled = self._compiled.get(text)
-            if compiled is not None:
-                self._compiled.move_to_end(text)
-        if compiled is None:
-            compiled = self._compiler.compile(text)
-            with self._lock:
-                self._compiled[text] = compiled
-                if len(self._compiled) > MAX_COMPILED:
-                    self._compiled.popitem(last=False)
-        return AnswerMatcher(compiled, text=text)
+        return AnswerMatcher(self._compiled(text), text=text)

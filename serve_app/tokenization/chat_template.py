@@ -14,7 +14,7 @@ from jinja2.exceptions import TemplateError
 from serve_app.errors import InvalidRequest
 
 _WORD = re.compile(r"\w+")
-_USERS_WORDS = "\ue000\ue001\ue000"
+_USERS_WORDS = {"role": "user", "content": "\ue000\ue001\ue000"}
 """Characters for private use, which no template has."""
 
 
@@ -49,11 +49,12 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool,
-        kwargs: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]] = (),
+        /,
         *,
+        add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        **kwargs: Any,
     ) -> RenderedPrompt:
         """Return a conversation as the model reads it; ``kwargs``: more variables of the template.
 
@@ -74,38 +75,24 @@ class ChatTemplate:
                 raise InvalidRequest(f"chat_template_kwargs must not set {name}.", param="chat_template_kwargs")
         more = {"continue_final_message": True} if continue_final_message else {}
         text = self._apply(messages, add_generation_prompt, {**kwargs, **more}, tools)
-        leading = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
-        if tools:
-            return RenderedPrompt(text, self._before_users_words(text, messages[:leading], kwargs, tools))
-        if not leading:
+        leading = list(takewhile(lambda message: message["role"] == "system", messages))
+        if not leading and not tools:
             return RenderedPrompt(text, "")
         try:
-            system_text = self._apply(messages[:leading], False, kwargs)
+            probe = self._apply([*leading, _USERS_WORDS] if tools else leading, False, kwargs, tools)
         except InvalidRequest:
             return RenderedPrompt(text, "")
-        if text.startswith(system_text):
-            return RenderedPrompt(text, system_text)
-        equal = takewhile(lambda pair: pair[0] == pair[1], zip(text, system_text, strict=False))
-        return RenderedPrompt(text, text[: sum(1 for _ in equal)])
+        if tools:
+            before, marker, _ = probe.partition(_USERS_WORDS["content"])
+            return RenderedPrompt(text, before if marker and text.startswith(before) else "")
+        if not text.startswith(probe):
+            equal = takewhile(lambda pair: pair[0] == pair[1], zip(text, probe, strict=False))
+            probe = text[: sum(1 for _ in equal)]
+        return RenderedPrompt(text, probe)
 
     def unread(self, names: Iterable[str]) -> Iterator[str]:
         """Yield those of the names of variables that stand nowhere in the template: they change nothing."""
         return (name for name in names if name not in self._words)
-
-    def _before_users_words(
-        self,
-        text: str,
-        leading: Sequence[Mapping[str, Any]],
-        kwargs: Mapping[str, Any],
-        tools: Sequence[Mapping[str, Any]],
-    ) -> str:
-        """Return what every conversation of these system messages and tools begins with; "" if ``text`` does not."""
-        try:
-            probe = self._apply((*leading, {"role": "user", "content": _USERS_WORDS}), False, kwargs, tools)
-        except InvalidRequest:
-            return ""
-        before, marker, _ = probe.partition(_USERS_WORDS)
-        return before if marker and text.startswith(before) else ""
 
     def _apply(
         self,

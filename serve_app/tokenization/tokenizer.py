@@ -27,8 +27,7 @@ from serve_app.tokenization.chat_template import ChatTemplate, RenderedPrompt
 from serve_app.tokenization.detokenizer import Detokenizer, TokenTexts
 from serve_app.tokenization.public_tokens import PublicTokens
 from serve_app.tokenization.segment_cache import Segment, SegmentCache, SegmentCacheStats
-from serve_app.tokenization.segmenter import Segmenter
-from serve_app.tokenization.token_bounds import longest_token_chars
+from serve_app.tokenization.segmenter import Segmenter, longest_token_chars
 
 INLINE_BYTES = 4096
 """``encode_async`` leaves the event loop's thread once more text than this must be tokenized (about 1 ms)."""
@@ -116,21 +115,6 @@ class PromptTokenizer:
         """The special tokens' texts."""
         return self._texts.special_tokens
 
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        offered: Sequence[Mapping[str, Any]] = (),
-        /,
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        **template_kwargs: Any,
-    ) -> RenderedPrompt:
-        """Apply the checkpoint's own chat template; see ``ChatTemplate.render``. ``offered``: tools."""
-        return self.template.render(
-            messages, add_generation_prompt, template_kwargs, offered, continue_final_message=continue_final_message
-        )
-
     def encode(
         self, text: str, root: bytes, *, public_root: bytes = b"", add_special_tokens: bool = False
     ) -> EncodedPrompt:
@@ -147,16 +131,16 @@ class PromptTokenizer:
         messages: Sequence[Mapping[str, Any]],
         tenant: str,
         chars: int,
-        offered: Sequence[Mapping[str, Any]] = (),
+        tools: Sequence[Mapping[str, Any]] = (),
         /,
         **options: Any,
     ) -> RenderedPrompt:
-        """Like ``render_chat``, but what is long is rendered in a thread, when it is the tenant's turn.
+        """Render a chat (``ChatTemplate.render``); what is long, in a thread, when it is the tenant's turn.
 
         ``chars``: of all contents and tools.
         """
         size = chars + MESSAGE_CHARS * len(messages)
-        render = partial(self.render_chat, messages, offered, **options)
+        render = partial(self.template.render, messages, tools, **options)
         return render() if size <= INLINE_RENDER_CHARS else await self._workers.run(tenant, size, render)
 
     async def encode_async(

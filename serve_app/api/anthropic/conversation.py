@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from serve_app.api.fields import call_id
+from serve_app.api.json_body import call_id
 from serve_app.api.openai.tools import MAX_ARGUMENT_DEPTH, too_deep
 from serve_app.api.request import CacheBreakpoint
 from serve_app.errors import InvalidRequest

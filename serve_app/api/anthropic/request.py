@@ -6,16 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PlainValidator
+from pydantic import Field
 
 from serve_app.api.anthropic.conversation import BLOCK_FIELDS, Conversation
 from serve_app.api.anthropic.history import Asked, digest, digests
-from serve_app.api.fields import MAX_STOP_CHARS, MAX_STOPS, ModelName, StoreKV, stop_strings
-from serve_app.api.json_body import Flag, JsonBody, Must, Refused, Text256, Text1024, Whole
+from serve_app.api.json_body import JsonBody, ModelName, Must, Refused, Stops, StoreKV, Text256, Text1024, Whole
 from serve_app.api.openai.sampling import MAX_TOKENS
 from serve_app.api.openai.tools import MAX_TOOL_VALUES, MAX_TOOLS, Description, Function, FunctionName, tool_use
-from serve_app.api.request import ChatRequest
-from serve_app.api.tool_calls import ToolUse
+from serve_app.api.request import ChatRequest, ToolUse
 from serve_app.errors import InvalidRequest
 from serve_app.structured.grammar import Grammar
 
@@ -36,7 +34,7 @@ class MessageTool(JsonBody):
     description: Description = None
     input_schema: Annotated[dict[str, Any], Must("an object, the JSON Schema of the input")]
     cache_control: Control = None
-    strict: Flag | None = Field(None, description="holds where the answer must call; elsewhere the model is free")
+    strict: bool | None = Field(None, description="holds where the answer must call; elsewhere the model is free")
 
 
 class MessageToolChoice(JsonBody):
@@ -44,7 +42,7 @@ class MessageToolChoice(JsonBody):
 
     type: Annotated[Literal["auto", "any", "tool", "none"], Must("auto, any, tool or none")]
     name: Annotated[str | None, Must("the name of a tool")] = None
-    disable_parallel_tool_use: Flag | None = Field(None, description="true: the answer ends with its first call")
+    disable_parallel_tool_use: bool | None = Field(None, description="true: the answer ends with its first call")
 
 
 class OutputConfig(JsonBody):
@@ -153,22 +151,14 @@ class CountTokensBody(JsonBody):
 class MessagesBody(CountTokensBody):
     """The body of ``POST /v1/messages``."""
 
-    max_tokens: Annotated[
-        int, Field(ge=0, le=MAX_TOKENS), Whole, Must(f"a whole number from 0 to {MAX_TOKENS}")
-    ] = Field(description="0: compute and cache the prompt, answer nothing")  # fmt: skip
-    temperature: Annotated[
-        float, Field(ge=0, le=1, description="below 0.00001: greedy"), Must("a number from 0 to 1")
-    ] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1), Must("a number above 0 and at most 1")] = 1.0
-    top_k: Annotated[
-        int, Field(ge=0, le=MAX_TOKENS), Whole, Must(f"a whole number from 0 to {MAX_TOKENS}")
-    ] = Field(0, description="0: all tokens")  # fmt: skip
-    stop_sequences: Annotated[
-        tuple[str, ...],
-        PlainValidator(stop_strings, json_schema_input_type=list[str]),
-        Must(f"a list of at most {MAX_STOPS} strings, each of 1 to {MAX_STOP_CHARS} characters"),
-    ] = Field((), description="strings that end the answer and are no part of it")
-    stream: Flag = False
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS), Whole] = Field(
+        description="0: compute and cache the prompt, answer nothing"
+    )
+    temperature: Annotated[float, Field(ge=0, le=1, description="below 0.00001: greedy")] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0, le=MAX_TOKENS), Whole] = Field(0, description="0: all tokens")
+    stop_sequences: Stops = ()
+    stream: bool = False
     diagnostics: DiagnosticsBody | None = Field(None, description="ask why the cache was missed")
     store_kv: StoreKV = None
 

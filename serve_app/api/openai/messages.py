@@ -5,6 +5,7 @@ Owns which fields of a message are read. A field that nothing reads is told by i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import ConfigDict, Field, WithJsonSchema
@@ -67,7 +68,7 @@ def for_template(message: Message, index: int, in_parts: set[str]) -> dict[str, 
     role, content = message["role"], message.get("content")
     if not isinstance(content, str):
         absent = content is None and role == "assistant"
-        content = "" if absent else _joined(content, f"messages[{index}].content", in_parts)
+        content = "" if absent else joined(content, f"messages[{index}].content", in_parts)
     shown: dict[str, Any] = {"role": _ROLES[role], "content": content}
     if len(message) > 2 or "content" not in message:
         for name in ("function_call", "audio"):
@@ -83,19 +84,30 @@ def for_template(message: Message, index: int, in_parts: set[str]) -> dict[str, 
     return shown
 
 
-def _joined(parts: list[Any] | None, path: str, ignored: set[str]) -> str:
-    """Return the text of a message; text parts are joined as they are, with nothing between them."""
-    if parts is None:
+def joined(
+    parts: list[Any] | None,
+    path: str,
+    ignored: set[str],
+    *,
+    kinds: Sequence[str] = ("text",),
+    fields: frozenset[str] = _PART_FIELDS,
+) -> str:
+    """Return the text of a message in parts, which are joined as they are, with nothing between them.
+
+    ``kinds``: the types that parts may have; ``fields``: what is read of them. Adds the paths of others to ``ignored``.
+    """
+    if not isinstance(parts, list):
         raise InvalidRequest(f"{path} must be a string or a list of text parts.", param=path)
     texts: list[str] = []
     for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text":
-            example = '{"type": "text", "text": "..."}'
+        if not isinstance(part, dict) or part.get("type") not in kinds:
+            example = f'{{"type": "{kinds[0]}", "text": "..."}}'
             raise InvalidRequest(f"{path} must be text only: a string, or parts like {example}.", param=path)
         if not isinstance(part.get("text"), str):
             raise InvalidRequest(f'{path} must be made of parts whose "text" is a string.', param=path)
         texts.append(part["text"])
         if len(part) > 2:
-            unread = part.keys() - _PART_FIELDS
-            ignored.update(f"messages[].content[].{name}" for name in unread if part[name] not in (None, []))
+            where = path.partition("[")[0]
+            unread = part.keys() - fields
+            ignored.update(f"{where}[].content[].{name}" for name in unread if part[name] not in (None, []))
     return "".join(texts)

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PlainValidator
+from pydantic_core import PydanticCustomError
 
-from serve_app.api.fields import MAX_STOP_CHARS, MAX_STOPS, ModelName, StoreKV, stop_strings
-from serve_app.api.json_body import INT64, Flag, JsonBody, Must, Refused, Text256, Text1024, Whole, must_be, refused
+from serve_app.api.json_body import JsonBody, ModelName, Must, Refused, Stop, StoreKV, Text256, Text1024, Whole, refused
 from serve_app.api.openai.messages import MESSAGE_FIELDS, Message, for_template, ignored_in
 from serve_app.api.openai.sampling import INSTEAD, MAX_LOGPROBS, MAX_TOKENS, REFUSED, SamplingBody
 from serve_app.api.openai.tools import (
@@ -25,10 +25,10 @@ from serve_app.api.openai.tools import (
     check_arguments,
     tool_use,
 )
-from serve_app.api.request import ChatRequest, CompletionRequest, Prompt
-from serve_app.api.tool_calls import ToolUse
+from serve_app.api.request import ChatRequest, CompletionRequest, Prompt, ToolUse
 from serve_app.errors import InvalidRequest
 
+INT64 = 2**63
 MAX_CHOICES = 16
 MAX_PROMPTS = 128
 """Bounds prompts, and prompts times ``n``, of one completion request."""
@@ -36,10 +36,6 @@ COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions; a chat has none."""
 
 BOUNDED = {"logit_bias": 1 << 14, "stop_token_ids": 1 << 10, "response_format": 1 << 14, "structured_outputs": 1 << 14}
-
-
-def _stops(value: Any) -> tuple[str, ...]:
-    return stop_strings([value] if isinstance(value, str) else value)
 
 
 def _prompts(value: Any) -> tuple[Prompt, ...]:
@@ -53,28 +49,26 @@ def _prompts(value: Any) -> tuple[Prompt, ...]:
 def _prompt(value: Any) -> Prompt:
     if isinstance(value, str):
         if not value:
-            raise must_be("text that is not empty")
+            raise PydanticCustomError("must_be", "text that is not empty")
         return value
     if (
         not isinstance(value, list)
         or not value
         or not all(type(token_id) is int and 0 <= token_id <= MAX_TOKENS for token_id in value)
     ):
-        raise must_be("strings that are not empty, or lists of at least one token id")
+        raise PydanticCustomError("must_be", "strings that are not empty, or lists of at least one token id")
     return tuple(value)
 
 
-Tokens = Annotated[int | None, Field(ge=1, le=MAX_TOKENS), Whole, Must(f"a whole number from 1 to {MAX_TOKENS}")]
+Tokens = Annotated[int | None, Field(ge=1, le=MAX_TOKENS), Whole]
 
-TopLogprobs = Annotated[
-    int, Field(ge=0, le=MAX_LOGPROBS), Whole, Must(f"a whole number from 0 to {MAX_LOGPROBS}")
-]  # fmt: skip
+TopLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS), Whole]
 
 
 class StreamOptions(JsonBody):
     """How to stream."""
 
-    include_usage: Flag | None = Field(None, description="end with a chunk that holds usage and no choice")
+    include_usage: bool | None = Field(None, description="end with a chunk that holds usage and no choice")
 
 
 _INNER_FIELDS = (
@@ -95,34 +89,24 @@ class GenerationBody(SamplingBody):
 
     model: ModelName
     lora_name: Text256 = Field(None, description="a LoRA adapter of the model")
-    n: Annotated[
-        int, Field(ge=1, le=MAX_CHOICES), Whole, Must(f"a whole number from 1 to {MAX_CHOICES}")
-    ] = Field(1, description="answers to each prompt")  # fmt: skip
-    temperature: Annotated[
-        float, Field(ge=0, le=2, description="below 0.00001: greedy"), Must("a number from 0 to 2")
-    ] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1), Must("a number above 0 and at most 1")] = 1.0
-    top_k: Annotated[
-        int, Field(ge=-1, le=MAX_TOKENS), Whole, Must(f"a whole number from -1 to {MAX_TOKENS}")
-    ] = Field(0, description="-1 or 0: all tokens")  # fmt: skip
-    seed: Annotated[
-        int | None, Field(ge=-INT64, lt=INT64), Whole, Must(f"a whole number from {-INT64} to {INT64 - 1}")
-    ] = Field(None, description="equal seeds give equal answers")  # fmt: skip
-    stop: Annotated[
-        tuple[str, ...],
-        PlainValidator(_stops, json_schema_input_type=str | list[str]),
-        Must(f"a string or at most {MAX_STOPS} strings, each of 1 to {MAX_STOP_CHARS} characters"),
-    ] = Field((), description="strings that end the answer and are no part of it")
-    ignore_eos: Flag = False
-    stream: Flag = False
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), Whole] = Field(1, description="answers to each prompt")
+    temperature: Annotated[float, Field(ge=0, le=2, description="below 0.00001: greedy")] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, le=MAX_TOKENS), Whole] = Field(0, description="-1 or 0: all tokens")
+    seed: Annotated[int | None, Field(ge=-INT64, le=INT64 - 1), Whole] = Field(
+        None, description="equal seeds give equal answers"
+    )
+    stop: Stop = ()
+    ignore_eos: bool = False
+    stream: bool = False
     stream_options: StreamOptions | None = None
     cache_salt: Text1024 = Field(None, description="divides the tenant's own cache: equal salts share KV")
     prompt_cache_key: Text1024 = Field(None, description="a routing hint that keeps related requests together")
     prompt_ref: Text256 = Field(None, description="NAME@VERSION, or NAME, of a registered prompt that goes before all")
-    disable_spec_decode: Flag = False
-    save_system_prompt_kv_cache: Flag = Field(False, description="keep the KV of the formatted system prompt")
+    disable_spec_decode: bool = False
+    save_system_prompt_kv_cache: bool = Field(False, description="keep the KV of the formatted system prompt")
     store_kv: StoreKV = None
-    cache_diagnostics: Flag = Field(False, description="tell in usage why the cache was missed")
+    cache_diagnostics: bool = Field(False, description="tell in usage why the cache was missed")
 
     def common(self, ignored: Iterable[str] = (), known: Iterable[str] = _INNER_FIELDS) -> dict[str, Any]:
         """Return what every request has, by the names of ``GenerateRequest``. Raises InvalidRequest.
@@ -137,6 +121,7 @@ class GenerationBody(SamplingBody):
             del fields[name]
         fields["grammar"] = self.grammar
         fields["top_k"] = max(0, self.top_k)
+        fields["logit_bias"] = tuple(sorted({int(token): bias for token, bias in self.logit_bias.items()}.items()))
         fields["include_usage"] = options is not None and options.include_usage is True
         inner = [*(f"stream_options.{name}" for name in (options.model_extra if options else None) or ()), *ignored]
         if inner or self.model_extra:
@@ -165,20 +150,18 @@ class ChatBody(GenerationBody):
     ]
     max_tokens: Tokens = Field(None, description="default: the deployment's")
     max_completion_tokens: Tokens = Field(None, description="the newer name of max_tokens; goes before it")
-    logprobs: Flag = Field(False, description="tell the log-probability of each token")
+    logprobs: bool = Field(False, description="tell the log-probability of each token")
     top_logprobs: TopLogprobs = Field(0, description="and of as many of the likeliest at its place")
-    apply_chat_template: Flag = True
-    add_generation_prompt: Annotated[bool | None, Must("true or false")] = Field(
-        None, description="default: true, unless continue_final_message is"
-    )
-    continue_final_message: Flag = Field(False, description="the answer goes on with the last message")
+    apply_chat_template: bool = True
+    add_generation_prompt: bool | None = Field(None, description="default: true, unless continue_final_message is")
+    continue_final_message: bool = Field(False, description="the answer goes on with the last message")
     chat_template_kwargs: Annotated[dict[str, Any], Must("an object")] = Field(
         {}, description="variables of the chat template, but no special tokens"
     )
 
     tools: Tools = Field([], description="functions that the model may call")
     tool_choice: ToolChoice = Field("auto", description="whether the model may or must call, and what")
-    parallel_tool_calls: Flag = Field(True, description="false: the answer ends with its first call")
+    parallel_tool_calls: bool = Field(True, description="false: the answer ends with its first call")
 
     def request(self, ignored: Iterable[str] = ()) -> ChatRequest:
         """Return the validated request. Raises InvalidRequest where fields do not go together.
@@ -248,10 +231,10 @@ class CompletionBody(GenerationBody):
         Must(f"a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of either"),
     ]
     max_tokens: Tokens = COMPLETION_MAX_TOKENS
-    logprobs: Annotated[
-        int | None, Field(ge=0, le=MAX_LOGPROBS), Whole, Must(f"a whole number from 0 to {MAX_LOGPROBS}")
-    ] = Field(None, description="tell log-probabilities: of each token, and as many of the likeliest")  # fmt: skip
-    echo: Flag = Field(False, description="the prompt stands before the answer")
+    logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS), Whole] = Field(
+        None, description="tell log-probabilities: of each token, and as many of the likeliest"
+    )
+    echo: bool = Field(False, description="the prompt stands before the answer")
     best_of: Any = Field(None, description="only a value equal to n")
 
     def request(self) -> CompletionRequest:

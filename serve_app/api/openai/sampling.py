@@ -5,11 +5,12 @@ Owns their bounds. What an answer must look like is a ``Grammar`` from here on; 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import Field, PlainValidator
+from pydantic import Field
 
-from serve_app.api.json_body import Flag, JsonBody, Must, Refused, Whole, refused
+from serve_app.api.json_body import JsonBody, Must, Once, Refused, Whole, refused
 from serve_app.errors import InvalidRequest
 from serve_app.structured.grammar import Grammar
 
@@ -38,34 +39,7 @@ _FORMATS = "text, json_object or json_schema"
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
-def _biases(value: Any) -> tuple[tuple[int, float], ...]:
-    if not isinstance(value, dict) or len(value) > MAX_BIASES:
-        raise ValueError
-    for token, bias in value.items():
-        if not (token.isascii() and token.isdigit() and len(token) <= 10) or isinstance(bias, bool):
-            raise ValueError
-        if not isinstance(bias, int | float) or not -100 <= bias <= 100:
-            raise ValueError
-    return tuple(sorted({int(token): float(bias) for token, bias in value.items()}.items()))
-
-
-def _token_ids(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or len(value) > MAX_STOP_TOKENS:
-        raise ValueError
-    if not all(type(token) is int and 0 <= token <= MAX_TOKENS for token in value):
-        raise ValueError
-    return tuple(dict.fromkeys(value))
-
-
-def _words(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or len(value) > MAX_BAD_WORDS:
-        raise ValueError
-    if not all(isinstance(word, str) and word.strip() and len(word) <= MAX_BAD_WORD_CHARS for word in value):
-        raise ValueError
-    return tuple(dict.fromkeys(value))
-
-
-_Penalty = Annotated[float, Field(ge=-2, le=2), Must("a number from -2 to 2")]
+_Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 class SamplingBody(JsonBody):
@@ -73,31 +47,33 @@ class SamplingBody(JsonBody):
 
     presence_penalty: _Penalty = Field(0.0, description="taken from logits of tokens that the answer has")
     frequency_penalty: _Penalty = Field(0.0, description="the same, times how often the answer has them")
-    repetition_penalty: Annotated[
-        float, Field(ge=0.01, le=100), Must("a number from 0.01 to 100")
-    ] = Field(1.0, description="divides logits of tokens that prompt or answer have; 1: off")  # fmt: skip
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = Field(
+        1.0, description="divides logits of tokens that prompt or answer have; 1: off"
+    )
     logit_bias: Annotated[
-        tuple[tuple[int, float], ...],
-        PlainValidator(_biases, json_schema_input_type=dict[str, float]),
+        dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]],
+        Field(max_length=MAX_BIASES),
         Must(f"an object with at most {MAX_BIASES} token ids as names and numbers from -100 to 100"),
-    ] = Field((), description="added to logits, by token id")
-    min_p: Annotated[
-        float, Field(ge=0, le=1), Must("a number from 0 to 1")
-    ] = Field(0.0, description="no tokens less likely than this part of the likeliest; 0: off")  # fmt: skip
-    min_tokens: Annotated[
-        int, Field(ge=0, le=MAX_TOKENS), Whole, Must(f"a whole number from 0 to {MAX_TOKENS}")
-    ] = Field(0, description="before the answer has as many it does not end, but at max_tokens")  # fmt: skip
+    ] = Field({}, description="added to logits, by token id")
+    min_p: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.0, description="no tokens less likely than this part of the likeliest; 0: off"
+    )
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS), Whole] = Field(
+        0, description="before the answer has as many it does not end, but at max_tokens"
+    )
     stop_token_ids: Annotated[
-        tuple[int, ...],
-        PlainValidator(_token_ids, json_schema_input_type=list[int]),
+        tuple[Annotated[int, Field(ge=0, le=MAX_TOKENS)], ...],
+        Field(max_length=MAX_STOP_TOKENS, strict=False),
+        Once,
         Must(f"a list of at most {MAX_STOP_TOKENS} token ids"),
     ] = Field((), description="tokens that end the answer and are no part of it")
     bad_words: Annotated[
-        tuple[str, ...],
-        PlainValidator(_words, json_schema_input_type=list[str]),
+        tuple[Annotated[str, Field(pattern=r"[^\s\x1c-\x1f]", max_length=MAX_BAD_WORD_CHARS)], ...],
+        Field(max_length=MAX_BAD_WORDS, strict=False),
+        Once,
         Must(f"a list of at most {MAX_BAD_WORDS} strings, each of 1 to {MAX_BAD_WORD_CHARS} characters"),
     ] = Field((), description="words whose tokens never stand in the answer")
-    include_stop_str_in_output: Flag = Field(False, description="what ended the answer is its last part")
+    include_stop_str_in_output: bool = Field(False, description="what ended the answer is its last part")
     response_format: Annotated[
         dict[str, Any] | None, Must(f"an object whose type is {_FORMATS}")
     ] = Field(None, description="text, any JSON object, or JSON by a schema")  # fmt: skip
@@ -108,28 +84,33 @@ class SamplingBody(JsonBody):
     @property
     def grammar(self) -> Grammar | None:
         """What the answer must match; None: anything. Raises InvalidRequest."""
-        asked = _of_response_format(self.response_format)
+        asked = of_format(self.response_format, "response_format", "json_schema")
         other = _of_structured_outputs(self.structured_outputs)
         if asked is not None and other is not None:
             raise InvalidRequest("structured_outputs does not go with response_format.", param="structured_outputs")
         return asked or other
 
 
-def _of_response_format(asked: dict[str, Any] | None) -> Grammar | None:
+def of_format(asked: Mapping[str, Any] | None, field: str, inner: str = "") -> Grammar | None:
+    """Return the grammar of a format, text, any JSON or JSON by a schema, where it asks for one.
+
+    ``inner``: the field of it that holds the schema, "" where it does itself. Raises InvalidRequest.
+    """
     match (asked or {"type": "text"}).get("type"):
         case "text":
             return None
         case "json_object":
-            return Grammar.json_object("response_format")
+            return Grammar.json_object(field)
         case "json_schema":
             assert asked is not None
-            field = "response_format.json_schema"
-            named = asked.get("json_schema")
+            named = asked.get(inner) if inner else asked
             schema = named.get("schema") if isinstance(named, dict) else None
+            path = f"{field}.{inner}" if inner else f"{field}.schema"
             if not isinstance(schema, dict):
-                raise InvalidRequest(f"{field} must be an object whose schema is an object.", param=field)
-            return Grammar.json_schema(schema, f"{field}.schema")
-    raise InvalidRequest(f"response_format.type must be {_FORMATS}.", param="response_format.type")
+                whose = " whose schema is an object" if inner else ""
+                raise InvalidRequest(f"{path} must be an object{whose}.", param=path)
+            return Grammar.json_schema(schema, f"{path}.schema" if inner else path)
+    raise InvalidRequest(f"{field}.type must be {_FORMATS}.", param=f"{field}.type")
 
 
 def _of_structured_outputs(asked: dict[str, Any] | None) -> Grammar | None:

@@ -11,9 +11,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from pydantic import Field
 
-from serve_app.api.fields import MAX_ID_CHARS
-from serve_app.api.json_body import Flag, JsonBody, Must
-from serve_app.api.tool_calls import NO_TOOLS, Tool, ToolUse
+from serve_app.api.json_body import MAX_ID_CHARS, JsonBody, Must
+from serve_app.api.request import NO_TOOLS, Tool, ToolUse
 from serve_app.errors import InvalidRequest
 
 MAX_TOOLS = 128
@@ -41,7 +40,7 @@ class FunctionBody(JsonBody):
     name: FunctionName
     description: Description = None
     parameters: Parameters = Field(None, description="the JSON Schema of its arguments")
-    strict: Flag | None = Field(None, description="holds where the answer must call; elsewhere the model is free")
+    strict: bool | None = Field(None, description="holds where the answer must call; elsewhere the model is free")
 
 
 class ToolBody(JsonBody):

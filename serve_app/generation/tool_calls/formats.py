@@ -1,6 +1,7 @@
 """How model families write tool calls: a grammar and an entry of ``FORMATS`` each. Source: vLLM's parsers and names.
 
-What turns out to be no call is text again: all of it that is not a special token.
+What turns out to be no call is text again: all of it that is not a special token. Answers that must call are a JSON
+list of calls, whatever the family.
 """
 
 from __future__ import annotations
@@ -10,18 +11,22 @@ import secrets
 import string
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+from serve_app.api.request import Tool, ToolUse
 from serve_app.api.tool_calls import CallBegun, CallEnded
-from serve_app.generation.tool_calls.json_call import MakeId, json_call, stream_arguments
-from serve_app.generation.tool_calls.source import Source, Steps
+from serve_app.generation.tool_calls.source import MakeId, Source, Steps, json_call, stream_arguments
+from serve_app.structured.grammar import Grammar
 
-Grammar = Callable[[Source, MakeId, frozenset[str]], Steps[None]]
+Reading = Callable[[Source, MakeId, frozenset[str]], Steps[None]]
 """(text, ids for calls, names of the tools) -> text to show and calls."""
 
 HERMES_OPENS, HERMES_CLOSES = "<tool_call>", "</tool_call>"
 LLAMA3_OPENS = "<|python_tag|>"
 MISTRAL_OPENS, MISTRAL_ID, MISTRAL_ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _NOT_IN_NAME = re.compile(r"[^\w.-]")
+_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""llguidance's: where any white space may come, a model that is forced to call can go on with it for ever."""
 
 
 def hermes(source: Source, make_id: MakeId, names: frozenset[str]) -> Steps[None]:
@@ -146,7 +151,7 @@ class ToolFormat:
     ``asked_for``: whether a chat template, with the tokenizer's special tokens, asks its model to write it.
     """
 
-    grammar: Grammar
+    grammar: Reading
     shown: frozenset[str] = frozenset()
     make_id: MakeId = call_id
     asked_for: Callable[[str, frozenset[str]], bool] = lambda template, special_tokens: False
@@ -189,3 +194,37 @@ def check_format(name: str) -> None:
     """Raise ValueError for a ``tool_parser`` that is none."""
     if name not in ("auto", *FORMATS):
         raise ValueError(f"tool_parser must be auto or one of {', '.join(FORMATS)}, not {name[:64]!r}")
+
+
+def forced_calls(use: ToolUse) -> Grammar:
+    """Return what an answer that must call has to match. Raises InvalidRequest where the tools are too large."""
+    tools = [tool for tool in use.tools if not use.only or tool["function"]["name"] == use.only]
+    one = len(tools) == 1
+    calls = [_call(tool, "#/items" if one else f"#/items/anyOf/{index}") for index, tool in enumerate(tools)]
+    items = calls[0] if one else {"anyOf": calls}
+    schema = {"x-guidance": _LAYOUT, "type": "array", "items": items, "minItems": 1}
+    return Grammar.json_schema(schema if use.parallel else {**schema, "maxItems": 1}, "tools")
+
+
+def _call(tool: Tool, place: str) -> dict[str, Any]:
+    """Return the schema of a call; ``place``: where it stands in the whole, for references inside the tool's own."""
+    function = tool["function"]
+    parameters = _moved(function.get("parameters", {}), f"{place}/properties/parameters")
+    return {
+        "type": "object",
+        "properties": {"name": {"const": function["name"]}, "parameters": {**parameters, "type": "object"}},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """Return a schema whose references into itself are right at another place of a whole."""
+    if isinstance(schema, list):
+        return [_moved(part, place) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: place + part[1:] if name == "$ref" and isinstance(part, str) and part[:1] == "#" else _moved(part, place)
+        for name, part in schema.items()
+    }

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import Field
 
-from serve_app.api.json_body import Flag, JsonBody, Text256
+from serve_app.api.json_body import JsonBody, Text256
 from serve_app.api.unknown import require_none
 from serve_app.errors import InvalidRequest, NotFound, Overloaded, WarmpathError
 from serve_app.generation.prepare import Preparer
@@ -33,7 +33,7 @@ class PromptBody(JsonBody):
     """The body of ``POST /v1/prompts/...``."""
 
     prompt_ref: Text256 = Field(None, description="NAME@VERSION; for a roll-back NAME")
-    cold: Flag = Field(False, description="switch at once, without computing the version first")
+    cold: bool = Field(False, description="switch at once, without computing the version first")
 
 
 class PromptAdmin:

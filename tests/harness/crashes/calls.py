@@ -31,7 +31,6 @@ from serve_app.generation.answer import ChoiceReader, choice_pieces
 from serve_app.generation.dispatch import MAX_ATTEMPTS, Dispatcher
 from serve_app.generation.generation import Generation
 from serve_app.generation.prepare import Preparer
-from serve_app.generation.reading import AnswerReader
 from serve_app.replica import messages as wire
 from serve_app.replica.running_calls import RunningCalls
 from serve_app.replica.token_channel import Addressed, TokenInbox, TokenStream
@@ -229,9 +228,8 @@ class CallCrashes:
     async def _choice(self, index: int, generation: Generation, wanted: GenerateRequest) -> tuple[str, str, int]:
         text, reason, tokens = "", "", 0
         decoder, include_stop = self._tokenizer.decoder(), wanted.include_stop_str_in_output
-        reader = AnswerReader(generation.sampling, decoder, wanted.stop, include_stop=include_stop)
-        pieces = choice_pieces(generation, self._dispatcher, ChoiceReader(index, generation, reader, None))
-        async for piece in pieces:
+        reader = ChoiceReader(index, generation, decoder, wanted.stop, include_stop=include_stop)
+        async for piece in choice_pieces(generation, self._dispatcher, reader):
             text += piece.text
             tokens += piece.new_tokens
             reason = piece.finish_reason or reason

@@ -66,12 +66,12 @@ def test_the_chat_template_is_chatml_with_tools(demo_model_path: Path) -> None:
     """Turns end with the eos; tools come before everything else, and calls are written as Hermes models write them."""
     tokenizer = PromptTokenizer(demo_model_path)
     assert tokenizer._tokenizer("<|im_end|>").input_ids == [tokenizer._tokenizer.eos_token_id]
-    plain = tokenizer.render_chat([{"role": "system", "content": "S"}, {"role": "user", "content": "U"}])
+    plain = tokenizer.template.render([{"role": "system", "content": "S"}, {"role": "user", "content": "U"}])
     assert plain.text == "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
     assert find_format(tokenizer.template.source, tokenizer.special_tokens) == "hermes"
     call = {"type": "function", "function": {"name": "search", "arguments": {"q": 1}}}
     messages = [{"role": "user", "content": "U"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    rendered = tokenizer.render_chat(messages, [SEARCH], add_generation_prompt=False)
+    rendered = tokenizer.template.render(messages, [SEARCH], add_generation_prompt=False)
     assert rendered.system_text.count('"name": "search"') == 1
     assert rendered.system_text.endswith("<|im_start|>user\n")
     calls = '<tool_call>{"name": "search", "arguments": {"q": 1}}</tool_call><|im_end|>\n'

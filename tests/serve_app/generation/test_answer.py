@@ -1,4 +1,7 @@
-"""Choices of one answer run as its place allows, and give back what they took however they end."""
+"""Choices of one answer run as its place allows, and give back what they took however they end.
+
+Text, tokens and what is told of them are the same however many tokens come at once.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,21 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from serve_app.api.format import ToldToken
+from serve_app.engine.protocol import SamplingParams, TokenLogprob, TokenRules
 from serve_app.errors import GenerationFailed
 from serve_app.fairness.shares import Budget, Shares
 from serve_app.fairness.waiting_line import WaitingLine
-from serve_app.generation.answer import STARTED_AT_ONCE, ChoiceReader, Piece, answer_pieces, choice_pieces
+from serve_app.generation.answer import STARTED_AT_ONCE, ChoiceReader, Piece, answer_pieces
 from serve_app.generation.generation import Generation, Tokens
-from serve_app.generation.reading import AnswerReader
+from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.serve_app.generation.fake_replicas import generation
 
 PLACES = 10
@@ -58,8 +67,12 @@ async def run(choices: int, source: Source, stop_after: int | None = None) -> tu
     place = await WaitingLine(budget).enter("a", choices, 1)
     generations = [replace(generation(), request_id=f"r.{index}") for index in range(choices)]
     pieces: list[Piece] = []
+
+    def reader(index: int, generation: Generation) -> ChoiceReader:
+        return ChoiceReader(index, generation, Letters())  # type: ignore[arg-type]
+
     try:
-        async with aclosing(answer_pieces(generations, source, Letters, (), place)) as stream:  # type: ignore[arg-type]
+        async with aclosing(answer_pieces(generations, source, reader, place)) as stream:
             async for piece in stream:
                 pieces.append(piece)
                 if len(pieces) == stop_after:
@@ -99,23 +112,67 @@ def test_one_failing_choice_ends_all(choices: int) -> None:
     assert (used, source.running) == (0, 0)
 
 
-@pytest.mark.parametrize("sizes", [(6,), (1, 5), (4, 2), (2, 1, 3), (1, 1, 1, 1, 1, 1)])
-def test_usage_counts_no_token_behind_a_stop_string(sizes: tuple[int, ...]) -> None:
-    """Text, reason and count are the same however many tokens come at once, as after a resend they do."""
+@pytest.fixture(scope="module")
+def tokenizer(demo_model_path: Path) -> PromptTokenizer:
+    return PromptTokenizer(demo_model_path)
 
-    class Chunks:
-        async def generate(self, generation: Generation) -> AsyncGenerator[Tokens, None]:
-            sent = 0
-            for size in sizes:
-                sent += size
-                yield Tokens(tuple(range(sent - size, sent)), None, "length" if sent == 6 else None)
 
-    async def read() -> list[Piece]:
-        reader = AnswerReader(generation().sampling, Letters(), ("de",))  # type: ignore[arg-type]
-        stream = choice_pieces(generation(), Chunks(), ChoiceReader(0, generation(), reader, None))
-        return [piece async for piece in stream]
+def read(
+    tokenizer: PromptTokenizer, ids: list[int], sizes: list[int], stop: tuple[str, ...], sampling: SamplingParams
+) -> tuple[str, int, list[ToldToken]]:
+    """Read ids in chunks; return the text, how many were read, and what was told."""
+    reader = ChoiceReader(0, replace(generation(), sampling=sampling), tokenizer.decoder(), stop)
+    text, read_ids, told, start = "", 0, [], 0
+    for size in [*sizes, len(ids)]:
+        chunk = tuple(ids[start : start + size])
+        start += size
+        logprobs = tuple(TokenLogprob(-float(token), ((token, -1.0),)) for token in chunk if sampling.logprobs)
+        (piece,) = reader.read(Tokens(chunk, None, "length" if start >= len(ids) else None, logprobs=logprobs))
+        text, read_ids = text + piece.text, read_ids + piece.new_tokens
+        told.extend(piece.logprobs)
+        assert all(one.offset <= len(text) for one in piece.logprobs), "no token is told before its text"
+        if piece.finish_reason is not None:
+            assert bool(piece.stop_sequence) == (piece.finish_reason == "stop")
+            break
+    return text, read_ids, told
 
-    pieces = asyncio.run(read())
-    assert "".join(piece.text for piece in pieces) == "abc"
-    assert sum(piece.new_tokens for piece in pieces) == 5
-    assert [piece.finish_reason for piece in pieces if piece.finish_reason] == ["stop"]
+
+@settings(max_examples=200, deadline=None)
+@given(
+    ids=st.lists(st.integers(3, 4095), min_size=1, max_size=25),
+    sizes=st.lists(st.integers(1, 5), max_size=25),
+    cut=st.integers(0, 40),
+    min_tokens=st.integers(0, 8),
+    data=st.data(),
+)
+def test_chunks_change_nothing(
+    tokenizer: PromptTokenizer, ids: list[int], sizes: list[int], cut: int, min_tokens: int, data: Any
+) -> None:
+    """Offsets are where tokens begin in the text; a stop string takes its tokens with it."""
+    whole = tokenizer.decode(ids)
+    stop = (whole[cut : cut + 2],) if data.draw(st.booleans()) and len(whole) >= cut + 2 else ()
+    sampling = SamplingParams(99, logprobs=1, rules=TokenRules(min_tokens=min_tokens) if min_tokens else None)
+    text, read_ids, told = read(tokenizer, ids, [], stop, sampling)
+    assert read(tokenizer, ids, sizes, stop, sampling) == (text, read_ids, told)
+    silent = SamplingParams(99, rules=sampling.rules)
+    assert read(tokenizer, ids, sizes, stop, silent) == (text, read_ids, [])
+    decoder, offset, offsets = tokenizer.decoder(), 0, []
+    for token in ids:
+        offsets.append(offset)
+        offset += len(decoder.push((token,)))
+    if len(text) == len(whole):
+        assert text == whole
+    if read_ids == len(ids) and text == whole:
+        assert [one.offset for one in told] == offsets
+        assert b"".join(one.token.raw for one in told).decode(errors="replace") == whole
+    else:
+        assert whole.startswith(text)
+        assert [one.offset for one in told] == [offset for offset in offsets[:read_ids] if offset < len(text)]
+    assert [one.token.logprob for one in told] == [-float(token) for token in ids[: len(told)]]
+
+
+def test_a_tokens_bytes_are_shown_in_every_vocabulary(tokenizer: PromptTokenizer) -> None:
+    """Special tokens by their name, unknown ids as nothing."""
+    decoder = tokenizer.decoder()
+    assert decoder.shown_bytes(2) == b"<|im_end|>"
+    assert decoder.shown_bytes(10**6) == b""

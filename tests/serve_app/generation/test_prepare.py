@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 
 from router.protocol.block_hash import extend_chain, split_chain, system_prompt_key
-from serve_app.api.request import ChatRequest, CompletionRequest
-from serve_app.api.tool_calls import ToolUse
+from serve_app.api.request import ChatRequest, CompletionRequest, ToolUse
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
-from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.config.prompts import PublicPromptConfig
 from serve_app.engine.protocol import TokenRules
 from serve_app.errors import ContextLengthExceeded, InvalidRequest
@@ -31,50 +29,54 @@ RULES = "You are a careful clerk. Name the clause, the date and the amount befor
 
 
 @pytest.fixture(scope="module")
-def model_path() -> Path:
-    return resolve_model("demo")
+def tokenizer(demo_model_path: Path) -> PromptTokenizer:
+    return PromptTokenizer(demo_model_path)
+
+
+def preparer_of(tokenizer: PromptTokenizer, prompts: Prompts | None = None, **more: Any) -> Preparer:
+    info, limits = load_checkpoint_info(Path(tokenizer._tokenizer.name_or_path)), Limits(4096, 8, 300.0)
+    return Preparer(info, tokenizer, Tenants([], SECRET), SECRET, AdapterRegistry("demo"), limits, prompts, **more)
 
 
 @pytest.fixture(scope="module")
-def tokenizer(model_path: Path) -> PromptTokenizer:
-    return PromptTokenizer(model_path)
+def preparer(tokenizer: PromptTokenizer) -> Preparer:
+    return preparer_of(tokenizer)
 
 
-@pytest.fixture(scope="module")
-def preparer(model_path: Path, tokenizer: PromptTokenizer) -> Preparer:
-    return Preparer(
-        load_checkpoint_info(model_path), tokenizer, Tenants([], SECRET), SECRET,
-        AdapterRegistry("demo"), Limits(4096, 8, 300.0),
-    )  # fmt: skip
+def ask(preparer: Preparer, tenant: Tenant, *messages: tuple[str, str], **more: Any) -> Generation:
+    chat = ChatRequest(
+        model="demo", messages=tuple({"role": role, "content": content} for role, content in messages), **more
+    )
+    return asyncio.run(preparer.prepare(chat, tenant, "id"))[0]
 
 
 def prepare(preparer: Preparer, *messages: tuple[str, str], **more: Any) -> Generation:
-    chat = ChatRequest(
-        model="demo",
-        messages=tuple({"role": role, "content": content} for role, content in messages),
-        **{"save_system_prompt_kv_cache": True, **more},
-    )
-    return asyncio.run(preparer.prepare(chat, Tenant("default"), "id"))[0]
+    return ask(preparer, Tenant("default"), *messages, **{"save_system_prompt_kv_cache": True, **more})
 
 
 def test_the_formatted_system_prompt_is_saved(preparer: Preparer, tokenizer: PromptTokenizer) -> None:
     """Its tokens under the chat template are a prefix of the request's; the key is of its text, in the scope."""
     generation = prepare(preparer, ("system", RULES), ("user", "Hi"))
-    text = tokenizer.render_chat([{"role": "system", "content": RULES}], add_generation_prompt=False).text
+    text = tokenizer.template.render([{"role": "system", "content": RULES}], add_generation_prompt=False).text
     assert generation.save is not None
     assert generation.save.tokens == len(tokenizer.encode(text, generation.root).token_ids) > 16
     assert generation.save.key == system_prompt_key(generation.root, text)
     assert generation.save.ttl_s == 300.0
 
 
-def test_equal_system_prompts_have_one_key_and_salts_have_others(preparer: Preparer) -> None:
-    one = prepare(preparer, ("system", RULES), ("user", "Hi")).save
-    two = prepare(preparer, ("system", RULES), ("user", "Something else")).save
-    salted = prepare(preparer, ("system", RULES), ("user", "Hi"), cache_salt="x").save
-    assert one == two
-    assert one is not None
-    assert salted is not None
-    assert salted.key != one.key
+def test_a_conversation_keeps_its_place_and_the_chain_of_its_history(preparer: Preparer) -> None:
+    """Turn by turn, so that it finds all that was computed; equal system prompts are one save, a salt's is another."""
+    talk = [("system", RULES), ("user", "First?")]
+    before = prepare(preparer, *talk)
+    for turn in range(4):
+        talk += [("assistant", f"Answer {turn}. " * 4), ("user", f"Question {turn}? " * 5)]
+        now = prepare(preparer, *talk)
+        assert (now.placement_key, now.save) == (before.placement_key, before.save)
+        assert shared_blocks(before, now) >= len(before.block_hashes) // 16 - 1
+        before = now
+    salted = prepare(preparer, *talk, cache_salt="x")
+    assert salted.save is not None
+    assert salted.save.key != before.save.key
 
 
 def test_nothing_is_saved_without_the_flag_or_a_system_prompt(preparer: Preparer) -> None:
@@ -122,25 +124,11 @@ def _is_prefix(part: np.ndarray, whole: np.ndarray) -> bool:
 
 
 @pytest.fixture(scope="module")
-def shop(model_path: Path) -> Preparer:
+def shop(demo_model_path: Path) -> Preparer:
     """A deployment with one public prompt, in two versions."""
-    tokenizer = PromptTokenizer(model_path)
-    prompts = Prompts(
-        PublicPromptConfig.model_validate({"name": "clerk", "version": version, "text": text})
-        for version, text in (("1", RULES), ("2", RULES + "Be brief."))
-    )
-    return Preparer(
-        load_checkpoint_info(model_path), tokenizer, Tenants([], SECRET), SECRET,
-        AdapterRegistry("demo"), Limits(4096, 8), prompts,
-    )  # fmt: skip
-
-
-def ask(preparer: Preparer, tenant: Tenant, *messages: tuple[str, str], **more: Any) -> Generation:
-    chat = ChatRequest(
-        model="demo",
-        messages=tuple({"role": role, "content": content} for role, content in messages), **more,
-    )  # fmt: skip
-    return asyncio.run(preparer.prepare(chat, tenant, "id"))[0]
+    versions = (("1", RULES), ("2", RULES + "Be brief."))
+    prompts = Prompts(PublicPromptConfig(name="clerk", version=version, text=text) for version, text in versions)
+    return preparer_of(PromptTokenizer(demo_model_path), prompts)
 
 
 def shared_blocks(one: Generation, other: Generation) -> int:
@@ -231,32 +219,24 @@ def test_a_prompt_cache_key_places_and_neither_joins_nor_parts(shop: Preparer) -
 
 @pytest.mark.parametrize("kind", ["messages", "text", "prompt", "ids", "reference"])
 def test_what_cannot_fit_is_refused_before_it_is_read(
-    kind: str, model_path: Path, tokenizer: PromptTokenizer, monkeypatch: pytest.MonkeyPatch
+    kind: str, tokenizer: PromptTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is rendered, tokenized or hashed of what is longer than all of a model's tokens together."""
     prompts = Prompts([PublicPromptConfig(name="big", version="1", text="word " * 200_000)])
-    preparer = Preparer(
-        load_checkpoint_info(model_path), tokenizer, Tenants([], SECRET), SECRET,
-        AdapterRegistry("demo"), Limits(4096, 8, 300.0), prompts,
-    )  # fmt: skip
+    preparer = preparer_of(tokenizer, prompts)
     asyncio.run(prompts.keep_current(tokenizer))
-    for name in ("render_chat", "_look_up", "encode_ids"):
+    for name in ("render_async", "_look_up", "encode_ids"):
         monkeypatch.setattr(tokenizer, name, lambda *_, **__: pytest.fail("it was read"))
     text = "x" * 1_000_000
-    request: ChatRequest | CompletionRequest
-    match kind:
-        case "messages":
-            request = ChatRequest(model="demo", messages=({"role": "user", "content": ""},) * 4096)
-        case "text":
-            request = ChatRequest(model="demo", messages=({"role": "user", "content": text},))
-        case "prompt":
-            request = CompletionRequest(model="demo", prompts=(text,))
-        case "ids":
-            request = CompletionRequest(model="demo", prompts=((1,) * 4096,))
-        case _:
-            request = CompletionRequest(model="demo", prompts=("a",) * 128, prompt_ref="big@1")
+    request: dict[str, ChatRequest | CompletionRequest] = {
+        "messages": ChatRequest(model="demo", messages=({"role": "user", "content": ""},) * 4096),
+        "text": ChatRequest(model="demo", messages=({"role": "user", "content": text},)),
+        "prompt": CompletionRequest(model="demo", prompts=(text,)),
+        "ids": CompletionRequest(model="demo", prompts=((1,) * 4096,)),
+        "reference": CompletionRequest(model="demo", prompts=("a",) * 128, prompt_ref="big@1"),
+    }
     with pytest.raises(ContextLengthExceeded, match="at least"):
-        asyncio.run(preparer.prepare(request, Tenant("default"), "id"))
+        asyncio.run(preparer.prepare(request[kind], Tenant("default"), "id"))
 
 
 def test_tools_and_calls_that_cannot_fit_are_not_tokenized(
@@ -325,14 +305,9 @@ def test_rules_that_this_model_cannot_follow_are_a_400(preparer: Preparer, field
     ],
     ids=str,
 )  # fmt: skip
-def test_a_simulated_engine_refuses_what_needs_logits(
-    model_path: Path, tokenizer: PromptTokenizer, fields: dict[str, Any]
-) -> None:
+def test_a_simulated_engine_refuses_what_needs_logits(tokenizer: PromptTokenizer, fields: dict[str, Any]) -> None:
     """By the field's name, and the engine's; what needs none works there."""
-    simulated = Preparer(
-        load_checkpoint_info(model_path), tokenizer, Tenants([], SECRET), SECRET,
-        AdapterRegistry("demo"), Limits(4096, 8), simulated=True,
-    )  # fmt: skip
+    simulated = preparer_of(tokenizer, simulated=True)
     with pytest.raises(InvalidRequest, match="engine is simulated") as caught:
         prepare(simulated, ("user", "Hi"), **fields)
     assert caught.value.param == ("response_format" if "grammar" in fields else next(iter(fields)))
@@ -368,17 +343,13 @@ def test_choices_have_seeds_of_their_own(preparer: Preparer) -> None:
     assert len({*seeds(None), *seeds(None)}) == 6
 
 
-def test_prompts_that_become_public_are_shared_from_then_on(model_path: Path) -> None:
+def test_prompts_that_become_public_are_shared_from_then_on(demo_model_path: Path) -> None:
     """Also by a tenant that asked before, when nothing was public: what was known of its scope is forgotten."""
-    tokenizer, prompts = PromptTokenizer(model_path), Prompts()
-    preparer = Preparer(
-        load_checkpoint_info(model_path), tokenizer, Tenants([], SECRET), SECRET,
-        AdapterRegistry("demo"), Limits(4096, 8), prompts,
-    )  # fmt: skip
+    tokenizer, prompts = PromptTokenizer(demo_model_path), Prompts()
+    preparer = preparer_of(tokenizer, prompts)
     before = [ask(preparer, tenant, ("system", RULES), ("user", LONG)) for tenant in (ACME, ZETA)]
     assert shared_blocks(*before) == 0
-    clerk = PublicPromptConfig.model_validate({"name": "clerk", "version": "1", "text": RULES})
-    asyncio.run(prompts.replace(tokenizer, configs=[clerk]))
+    asyncio.run(prompts.replace(tokenizer, configs=[PublicPromptConfig(name="clerk", version="1", text=RULES)]))
     preparer.prompts_changed()
     after = [ask(preparer, tenant, ("system", RULES), ("user", LONG)) for tenant in (ACME, ZETA)]
     assert shared_blocks(*after) == after[0].scope.public_blocks >= 2

@@ -32,7 +32,7 @@ from serve_app.fairness.shares import Shares
 from serve_app.fairness.workers import FairWorkers
 from serve_app.generation.generation import Generation, Tokens
 from serve_app.generation.prepare import Limits, Preparer
-from serve_app.generation.tool_calls.tool_calls import tool_calls_of
+from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.ingress.completions import Completions
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.guard import RouteGuard
@@ -124,8 +124,7 @@ def scripted(
         "completions": Completions(
             preparer,
             script,
-            tokenizer,
-            tool_calls_of(tokenizer, "auto"),
+            AnswerReaders(tokenizer, "auto"),
             Counters(
                 metrics,
                 HitRates(),

@@ -22,7 +22,7 @@ from serve_app.fairness.front_door import FrontDoor
 from serve_app.fairness.rate_limits import TenantLimits
 from serve_app.fairness.shares import Shares
 from serve_app.generation.generation import Generation, Tokens
-from serve_app.generation.tool_calls.tool_calls import ToolCalls
+from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.ingress.completions import Completions
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.observe.answer_meter import Counters
@@ -58,8 +58,7 @@ class Bench:
         self.completions = Completions(
             preparer,
             self.source,
-            tokenizer,
-            ToolCalls(None, reads_tools=False),
+            AnswerReaders(tokenizer, "auto"),
             Counters(IngressMetrics(), HitRates(), self.door, Ledger(None, 0), PromptTraffic()),
             Drain(),
             request_timeout_s=60,

@@ -43,7 +43,7 @@ def test_an_ingress_tokenizes_without_torch(demo_model_path: Path) -> None:
         "import serve_app.ingress.assembly, serve_app.ingress.routes.application\n"
         "from serve_app.tokenization.tokenizer import PromptTokenizer\n"
         "tokenizer = PromptTokenizer(Path(sys.argv[1]))\n"
-        "text = tokenizer.render_chat([{'role': 'user', 'content': 'Say \u00fc.'}]).text\n"
+        "text = tokenizer.template.render([{'role': 'user', 'content': 'Say \u00fc.'}]).text\n"
         "print(repr(text), tokenizer.encode(text, b'r' * 16).token_ids.tolist())\n"
         "print(sum(name.startswith('torch') for name in sys.modules), file=sys.stderr)\n"
     )

@@ -117,7 +117,7 @@ def test_references_are_exact_and_a_name_means_what_is_promoted() -> None:
 
 def test_what_begins_with_a_public_prompt_is_recognised(tokenizer: PromptTokenizer) -> None:
     """In a chat and as bare text, as far as blocks lie wholly inside, and only where a public root is given."""
-    chat = tokenizer.render_chat([{"role": "system", "content": TEXT}, {"role": "user", "content": "Hi"}])
+    chat = tokenizer.template.render([{"role": "system", "content": TEXT}, {"role": "user", "content": "Hi"}])
     before = tokenizer.encode(chat.text, ROOT, public_root=PUBLIC_ROOT)
     prompts = Prompts([config(text=TEXT)])
     prompts.install(tokenizer)
@@ -139,7 +139,7 @@ def test_prompts_are_formatted_anew_each_day(tokenizer: PromptTokenizer) -> None
 
     def chat_blocks() -> int:
         asyncio.run(prompts.keep_current(tokenizer))
-        chat = tokenizer.render_chat([{"role": "system", "content": TEXT}, {"role": "user", "content": "Hi"}])
+        chat = tokenizer.template.render([{"role": "system", "content": TEXT}, {"role": "user", "content": "Hi"}])
         return tokenizer.encode(chat.text, ROOT, public_root=PUBLIC_ROOT).public_blocks
 
     first = chat_blocks()

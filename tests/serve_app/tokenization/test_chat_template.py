@@ -20,11 +20,11 @@ def test_chat_is_rendered_by_the_checkpoints_template(tokenizer: PromptTokenizer
     """``system_text`` is the formatted system prompt alone, "" without one."""
     system = {"role": "system", "content": "Be brief."}
     user = {"role": "user", "content": "Hi"}
-    rendered = tokenizer.render_chat([system, user])
+    rendered = tokenizer.template.render([system, user])
     assert rendered.system_text == "<|im_start|>system\nBe brief.<|im_end|>\n"
     assert rendered.text == rendered.system_text + "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.render_chat([user]).system_text == ""
-    assert tokenizer.render_chat([system, user], add_generation_prompt=False).text.endswith("Hi<|im_end|>\n")
+    assert tokenizer.template.render([user]).system_text == ""
+    assert tokenizer.template.render([system, user], add_generation_prompt=False).text.endswith("Hi<|im_end|>\n")
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_system_text_is_always_a_prefix(demo_model_path: Path, tmp_path: Path, t
     """Templates that render system messages otherwise when alone give what is equal in both."""
     path = variant_of(demo_model_path, tmp_path / "model", None)
     (path / "chat_template.jinja").write_text(template)
-    rendered = PromptTokenizer(path).render_chat(
+    rendered = PromptTokenizer(path).template.render(
         [{"role": "system", "content": "sys"}, {"role": "user", "content": "u"}]
     )
     assert rendered.system_text == system_text
@@ -65,10 +65,10 @@ def test_template_faults_are_the_clients_errors(demo_model_path: Path, tmp_path:
     ):
         (path / "chat_template.jinja").write_text(template)
         with pytest.raises(InvalidRequest, match=sentence):
-            PromptTokenizer(path).render_chat(user)
+            PromptTokenizer(path).template.render(user)
     (path / "chat_template.jinja").unlink()
     with pytest.raises(InvalidRequest, match="no chat template"):
-        PromptTokenizer(path).render_chat(user)
+        PromptTokenizer(path).template.render(user)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_template_kwargs_reach_neither_the_library_nor_the_models_special_tokens
     """A client's variables are only that: it brings no template of its own, and no other end of a turn."""
     messages = [{"role": "user", "content": "x"}]
     with pytest.raises(InvalidRequest, match=f"chat_template_kwargs must not set {name}"):
-        tokenizer.render_chat(messages, **{name: "evil"})
-    assert tokenizer.render_chat(messages, enable_thinking=True) == tokenizer.render_chat(messages)
+        tokenizer.template.render(messages, **{name: "evil"})
+    assert tokenizer.template.render(messages, enable_thinking=True) == tokenizer.template.render(messages)
     with pytest.raises(InvalidRequest):
-        tokenizer.render_chat(messages, **{"messages": []})
+        tokenizer.template.render(messages, **{"messages": []})

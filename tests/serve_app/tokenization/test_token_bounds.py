@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from serve_app.tokenization.token_bounds import longest_token_chars
+from serve_app.tokenization.segmenter import longest_token_chars
 
 
 def by_bytes(path: Path) -> Tokenizer:

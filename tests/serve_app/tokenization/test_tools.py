@@ -54,22 +54,22 @@ def test_the_system_text_holds_the_tools_and_tells_their_format(name: str, leadi
     tokenizer = load(name)
     assert tokenizer.template.reads_tools
     assert find_format(tokenizer.template.source, tokenizer.special_tokens) == FAMILIES[name]
-    rendered = tokenizer.render_chat([*leading, USER], [WEATHER])
+    rendered = tokenizer.template.render([*leading, USER], [WEATHER])
     assert "get_weather" in rendered.system_text
     assert rendered.text.startswith(rendered.system_text)
-    again = load(name).render_chat([*leading, {"role": "user", "content": "\ue000 or else?"}], [WEATHER])
+    again = load(name).template.render([*leading, {"role": "user", "content": "\ue000 or else?"}], [WEATHER])
     assert again.system_text == rendered.system_text
-    other = load(name).render_chat([*leading, USER], [WEATHER, SEARCH])
+    other = load(name).template.render([*leading, USER], [WEATHER, SEARCH])
     assert other.system_text != rendered.system_text
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama3"])
 def test_a_longer_conversation_keeps_its_system_text(name: str, load: Load) -> None:
     """Also one that calls; where a template writes tools before the last question, there is none."""
-    first = load(name).render_chat([SYSTEM, USER], [WEATHER])
+    first = load(name).template.render([SYSTEM, USER], [WEATHER])
     more = [{"role": "assistant", "content": "No."}, USER]
-    assert load(name).render_chat([SYSTEM, USER, *more], [WEATHER]).system_text == first.system_text
-    assert load("mistral").render_chat([SYSTEM, USER, *more], [WEATHER]).system_text == ""
+    assert load(name).template.render([SYSTEM, USER, *more], [WEATHER]).system_text == first.system_text
+    assert load("mistral").template.render([SYSTEM, USER, *more], [WEATHER]).system_text == ""
 
 
 @every_family
@@ -82,7 +82,7 @@ def test_calls_and_results_are_rendered(name: str, load: Load) -> None:
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "sunny", "tool_call_id": "a1b2c3d4e"},
     ]
-    text = load(name).render_chat(messages, [WEATHER]).text
+    text = load(name).template.render(messages, [WEATHER]).text
     assert '{"city": "Oslo"}' in text
     assert "sunny" in text
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from serve_app.api.fields import call_id
+from serve_app.api.json_body import call_id
+from serve_app.api.openai.messages import joined
 from serve_app.api.openai.tools import called, check_arguments
 from serve_app.errors import InvalidRequest
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_TEXTS = frozenset({"input_text", "output_text", "text"})
+_TEXTS = ("input_text", "output_text", "text")
 _PART_FIELDS = frozenset({"type", "text", "annotations", "logprobs", "prompt_cache_breakpoint"})
 _ITEM_FIELDS = {
     "message": frozenset({"type", "id", "status", "role", "content", "phase"}),
@@ -58,18 +59,4 @@ def messages_of(items: list[Any], ignored: set[str]) -> list[dict[str, Any]]:
 
 
 def _text(content: Any, path: str, ignored: set[str]) -> str:
-    """Return the text of a message or a result; parts are joined as they are, with nothing between them."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise InvalidRequest(f"{path} must be a string or a list of text parts.", param=path)
-    texts: list[str] = []
-    for part in content:
-        kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
-        if not isinstance(kind, str) or kind not in _TEXTS or not isinstance(text, str):
-            example = '{"type": "input_text", "text": "..."}'
-            raise InvalidRequest(f"{path} must be text only: a string, or parts like {example}.", param=path)
-        texts.append(text)
-        unread = part.keys() - _PART_FIELDS
-        ignored.update(f"input[].content[].{name}" for name in unread if part[name] not in (None, []))
-    return "".join(texts)
+    return content if isinstance(content, str) else joined(content, path, ignored, kinds=_TEXTS, fields=_PART_FIELDS)

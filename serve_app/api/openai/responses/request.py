@@ -7,10 +7,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from serve_app.api.json_body import Flag, JsonBody, Must, Refused, Text1024, Whole
+from serve_app.api.json_body import JsonBody, Must, Refused, Text1024, Whole
 from serve_app.api.openai.request import BOUNDED, GenerationBody, StreamOptions, Tokens, TopLogprobs
 from serve_app.api.openai.responses.items import ITEM_FIELDS, messages_of
-from serve_app.api.openai.sampling import INSTEAD, REFUSED
+from serve_app.api.openai.sampling import INSTEAD, REFUSED, of_format
 from serve_app.api.openai.tools import (
     FUNCTION,
     MAX_TOOL_VALUES,
@@ -38,7 +38,7 @@ class ResponseTool(JsonBody):
     name: FunctionName
     description: Description = None
     parameters: Parameters = None
-    strict: Flag | None = None
+    strict: bool | None = None
 
 
 class ResponseNamedChoice(JsonBody):
@@ -58,7 +58,7 @@ class TextConfig(JsonBody):
 class ResponseStreamOptions(StreamOptions):
     """How to stream. ``include_obfuscation`` changes nothing: nothing is added to events."""
 
-    include_obfuscation: Flag | None = None
+    include_obfuscation: bool | None = None
 
 
 _FIELDS = (*ITEM_FIELDS, *(f"tools[].{name}" for name in ResponseTool.model_fields))
@@ -117,12 +117,12 @@ class ResponsesBody(GenerationBody):
         Literal["none", "auto", "required"] | ResponseNamedChoice,
         Must('"none", "auto", "required", or {"type": "function", "name": "..."}'),
     ] = Field("auto", description="whether the model may or must call, and what")
-    parallel_tool_calls: Flag = Field(True, description="false: the answer ends with its first call")
+    parallel_tool_calls: bool = Field(True, description="false: the answer ends with its first call")
 
     @property
     def grammar(self) -> Grammar | None:
         """What the answer must match; None: anything. Raises InvalidRequest."""
-        asked, other = _of_text_format(self.text.format or _NO_FORMAT), super().grammar
+        asked, other = of_format(self.text.format, "text.format"), super().grammar
         if asked is not None and other is not None:
             raise InvalidRequest("structured_outputs does not go with text.format.", param="structured_outputs")
         return asked or other
@@ -172,35 +172,13 @@ class ResponsesBody(GenerationBody):
             "temperature": self.temperature,
             "text": {"format": self.text.format or _NO_FORMAT},
             "tool_choice": self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.model_dump(),
-            "tools": [
-                {
-                    "type": "function",
-                    "name": tool.name,
-                    "description": tool.description,
-                    "parameters": tool.parameters,
-                    "strict": tool.strict,
-                }
-                for tool in self.tools
-            ],
+            "tools": [tool.model_dump(include={*ResponseTool.model_fields}) for tool in self.tools],
             "top_logprobs": self.top_logprobs,
             "top_p": self.top_p,
             "truncation": "disabled",
             "background": False,
             "user": self.user,
         }
-
-
-def _of_text_format(asked: Mapping[str, Any]) -> Grammar | None:
-    match asked.get("type"):
-        case "text":
-            return None
-        case "json_object":
-            return Grammar.json_object("text.format")
-        case "json_schema":
-            if not isinstance(asked.get("schema"), dict):
-                raise InvalidRequest("text.format.schema must be an object.", param="text.format.schema")
-            return Grammar.json_schema(asked["schema"], "text.format.schema")
-    raise InvalidRequest("text.format.type must be text, json_object or json_schema.", param="text.format.type")
 
 
 def parse_response_request(body: bytes) -> ChatRequest:

@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 
 from serve_app.api.format import AnswerHead, AnswerStream, Choice, FinishReason, ToldToken, Usage
-from serve_app.api.openai.logprobs import told_tokens
-from serve_app.api.openai.response import cache_miss, openai_error
+from serve_app.api.openai.response import cache_miss, openai_error, told_tokens
 from serve_app.api.sse import named_event
 from serve_app.api.tool_calls import CallArguments, CallBegun, CallEvent
 from serve_app.errors import WarmpathError

@@ -7,13 +7,20 @@ from typing import Any
 
 import pytest
 
+from serve_app.api.anthropic.request import parse_messages
 from serve_app.api.openai.request import parse_chat, parse_completion
+from serve_app.api.openai.responses.request import parse_response_request
 from serve_app.api.request import ChatRequest, CompletionRequest
 from serve_app.errors import InvalidRequest
 
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
 COMPLETION: dict[str, Any] = {"model": "demo", "prompt": "Hi"}
-PARSERS = {"chat": (parse_chat, CHAT), "completion": (parse_completion, COMPLETION)}
+PARSERS = {
+    "chat": (parse_chat, CHAT),
+    "completion": (parse_completion, COMPLETION),
+    "response": (parse_response_request, {"model": "demo", "input": "Hi"}),
+    "message": (parse_messages, {**CHAT, "max_tokens": 5}),
+}
 
 
 def chat(**fields: Any) -> ChatRequest:

@@ -17,7 +17,7 @@ from openai.types.responses import Response
 
 from serve_app import errors
 from serve_app.api import sse
-from serve_app.api.format import AnswerHead, AnswerStream, Choice, ShownToken, ToldToken, Usage
+from serve_app.api.format import AnswerFormat, AnswerHead, AnswerStream, Choice, ShownToken, ToldToken, Usage
 from serve_app.api.openai.response import (
     DONE,
     ChatFormat,
@@ -33,6 +33,8 @@ USAGE = Usage(prompt_tokens=30, completion_tokens=5, cached_tokens=16)
 HEAD = AnswerHead("1", 1700000000, "demo")
 RESPONSE_HEAD = replace(HEAD, repeated=parse_response_request(b'{"model": "demo", "input": "x"}').repeated)
 CHOICES = [Choice("Hello", "stop"), Choice("World", "length")]
+FORMATS: list[AnswerFormat] = [ChatFormat(), CompletionFormat(), ResponsesFormat()]
+every_format = pytest.mark.parametrize("answers", FORMATS, ids=lambda answers: type(answers).__name__)
 
 
 def _client(status: int, content: bytes, content_type: str = "application/json") -> openai.OpenAI:
@@ -48,42 +50,21 @@ def _client(status: int, content: bytes, content_type: str = "application/json")
     )
 
 
-def test_usage_always_tells_cached_tokens() -> None:
-    """Also when there are none."""
-    assert ChatFormat().whole(HEAD, CHOICES, Usage(3, 0, 0))["usage"] == {
-        "prompt_tokens": 3,
-        "completion_tokens": 0,
-        "total_tokens": 3,
-        "prompt_tokens_details": {"cached_tokens": 0},
-    }
-
-
-def test_a_whole_chat_completion_is_the_sdks() -> None:
-    """Strict validation against the SDK's type, and every field where it belongs."""
-    body = json.loads(json.dumps(ChatFormat().whole(HEAD, CHOICES, USAGE)))
-    parsed = ChatCompletion.model_validate(body, strict=True)
-    assert [(choice.message.content, choice.finish_reason) for choice in parsed.choices] == [
-        ("Hello", "stop"),
-        ("World", "length"),
-    ]
-    assert parsed.usage is not None
-    assert parsed.usage.prompt_tokens_details is not None
-    assert (parsed.usage.total_tokens, parsed.usage.prompt_tokens_details.cached_tokens) == (35, 16)
-    assert not (set(body) | set(body["choices"][0]) | set(body["usage"])) - (
-        set(ChatCompletion.model_fields)
-        | {"index", "message", "logprobs", "finish_reason"}
-        | {"prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"}
-    )
-
-
-def test_a_whole_completion_is_the_sdks() -> None:
-    """The same for completions."""
-    parsed = Completion.model_validate(CompletionFormat().whole(HEAD, CHOICES, USAGE), strict=True)
-    assert [(choice.index, choice.text, choice.finish_reason) for choice in parsed.choices] == [
-        (0, "Hello", "stop"),
-        (1, "World", "length"),
-    ]
-    assert parsed.object == "text_completion"
+def test_whole_answers_are_the_sdks() -> None:
+    """Strict validation against the SDK's types, and nothing beside their fields; cached tokens are always told."""
+    chat = ChatCompletion.model_validate(json.loads(json.dumps(ChatFormat().whole(HEAD, CHOICES, USAGE))), strict=True)
+    completion = Completion.model_validate(CompletionFormat().whole(HEAD, CHOICES, USAGE), strict=True)
+    told = [(one.message.content, one.finish_reason) for one in chat.choices]
+    assert told == [("Hello", "stop"), ("World", "length")]
+    assert [(one.index, one.text) for one in completion.choices] == [(0, "Hello"), (1, "World")]
+    for answer in (chat, completion):
+        assert answer.usage is not None
+        assert answer.usage.model_dump(exclude_none=True) == {
+            "prompt_tokens": 30, "completion_tokens": 5, "total_tokens": 35,
+            "prompt_tokens_details": {"cached_tokens": 16},
+        }  # fmt: skip
+        for part in (answer, *answer.choices, answer.usage):
+            assert not part.model_extra
 
 
 def _stream(stream: AnswerStream) -> tuple[bytes, list[dict[str, Any]]]:
@@ -96,41 +77,30 @@ def _stream(stream: AnswerStream) -> tuple[bytes, list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("include_usage", [True, False])
-def test_a_streamed_chat_is_what_the_sdk_reads(include_usage: bool) -> None:
-    """Role first, text, reason, then usage alone; other chunks carry usage null only if it was asked for."""
-    content, bodies = _stream(ChatFormat().stream(AnswerHead('"1"', 1700000000, "de\\mo", include_usage)))
+@pytest.mark.parametrize("answers", [ChatFormat(), CompletionFormat()], ids=["chat", "completion"])
+def test_streamed_answers_are_what_the_sdk_reads(answers: ChatFormat | CompletionFormat, include_usage: bool) -> None:
+    """A chat's role first, text, reason, then usage alone; other chunks carry usage null only if it was asked for."""
+    content, bodies = _stream(answers.stream(AnswerHead('"1"', 1700000000, "de\\mo", include_usage)))
+    client = _client(200, content, sse.CONTENT_TYPE)
+    chunks: list[Any]
+    if isinstance(answers, ChatFormat):
+        chunks = list(client.chat.completions.create(model="demo", messages=[], stream=True))
+        for body in bodies:
+            ChatCompletionChunk.model_validate(body, strict=True)
+        assert chunks[0].choices[0].delta.role == "assistant"
+        texts = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices]
+    else:
+        chunks = list(client.completions.create(model="demo", prompt="x", stream=True))
+        texts = ["", *(chunk.choices[0].text for chunk in chunks if chunk.choices)]
     for body in bodies:
-        ChatCompletionChunk.model_validate(body, strict=True)
         assert ("usage" in body) == include_usage
-    client = _client(200, content, sse.CONTENT_TYPE)
-    chunks = list(client.chat.completions.create(model="demo", messages=[], stream=True))
-    assert len(chunks) == len(bodies)
-    assert {(chunk.id, chunk.model, chunk.created) for chunk in chunks} == {('chatcmpl-"1"', "de\\mo", 1700000000)}
-    deltas = [chunk.choices[0] for chunk in chunks if chunk.choices]
-    assert deltas[0].delta.role == "assistant"
-    assert "".join(choice.delta.content or "" for choice in deltas) == 'Hello\n\n\u2028"é'
-    assert [choice.finish_reason for choice in deltas] == [None, None, None, "stop"]
+    heads = {(chunk.id.split("-", 1)[1], chunk.model, chunk.created) for chunk in chunks}
+    assert heads == {('"1"', "de\\mo", 1700000000)}
+    assert texts[:-1] == ["", "Hel", 'lo\n\n\u2028"é']
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-2:] == [None, "stop"]
     if include_usage:
-        assert chunks[-1].choices == []
-        assert chunks[-1].usage is not None
-        assert chunks[-1].usage.prompt_tokens == 30
+        assert (chunks[-1].choices, chunks[-1].usage.total_tokens) == ([], 35)
         assert all(chunk.usage is None for chunk in chunks[:-1])
-
-
-@pytest.mark.parametrize("include_usage", [True, False])
-def test_a_streamed_completion_is_what_the_sdk_reads(include_usage: bool) -> None:
-    """The same for completions, which have no opening chunk."""
-    stream = CompletionFormat().stream(AnswerHead("1", 1700000000, "demo", include_usage))
-    assert stream.opening(0, USAGE) == b""
-    content, bodies = _stream(stream)
-    assert all(("usage" in body) == include_usage for body in bodies)
-    client = _client(200, content, sse.CONTENT_TYPE)
-    chunks = list(client.completions.create(model="demo", prompt="x", stream=True))
-    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == 'Hello\n\n\u2028"é'
-    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices] == [None, None, "stop"]
-    if include_usage:
-        assert chunks[-1].usage is not None
-        assert chunks[-1].usage.total_tokens == 35
 
 
 TOLD = (
@@ -246,7 +216,21 @@ def test_models_are_the_sdks() -> None:
     assert [model.id for model in client.models.list()] == ["demo"]
 
 
-def test_streams_may_not_be_held_back() -> None:
-    """The headers that tell caches and nginx so."""
-    assert sse.HEADERS == {"cache-control": "no-cache", "x-accel-buffering": "no"}
-    assert sse.CONTENT_TYPE.startswith("text/event-stream")
+@every_format
+def test_two_streams_of_one_format_share_nothing(answers: AnswerFormat) -> None:
+    """A format is one object for all requests of a process."""
+    first, second = answers.stream(HEAD), answers.stream(RESPONSE_HEAD)
+    first.opening(0, USAGE)
+    first.text(0, "y")
+    first.finish(0, "stop")
+    assert second.text(0, "x") == answers.stream(RESPONSE_HEAD).text(0, "x")
+
+
+@every_format
+def test_an_error_says_its_sentence_before_and_within_a_stream(answers: AnswerFormat) -> None:
+    """A stream's error is its last event, and one event."""
+    error = errors.InvalidRequest('Send "n" as a number.', param="n")
+    sentence = json.dumps(error.message).encode()
+    assert sentence in json.dumps(answers.error(error, "request-1").body).encode()
+    event = answers.stream(HEAD).error(error)
+    assert (event.count(b"\n\n"), sentence in event) == (1, True)

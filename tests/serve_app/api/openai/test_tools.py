@@ -10,8 +10,7 @@ import pytest
 from serve_app.api.openai.request import parse_chat
 from serve_app.api.openai.responses.items import messages_of
 from serve_app.api.openai.tools import MAX_TOOL_DEPTH, MAX_TOOLS
-from serve_app.api.request import ChatRequest
-from serve_app.api.tool_calls import NO_TOOLS, ToolUse
+from serve_app.api.request import NO_TOOLS, ChatRequest, ToolUse
 from serve_app.errors import InvalidRequest
 
 PARAMETERS = {"type": "object", "properties": {"q": {"type": "string"}}}

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from serve_app.api.tool_calls import ToolUse
+from serve_app.api.request import ToolUse
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
-from serve_app.generation.tool_calls.forced import forced_calls
+from serve_app.generation.tool_calls.formats import forced_calls
 from serve_app.structured.compiler import GrammarCompiler, llguidance_form
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.serve_app.tool_templates.families import SEARCH, WEATHER

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from serve_app.api.tool_calls import CallArguments, CallBegun, CallEnded, CallEvent
-from serve_app.generation.tool_calls.formats import Grammar, hermes, json_list, llama3_json, mistral
+from serve_app.generation.tool_calls.formats import Reading, hermes, json_list, llama3_json, mistral
 from serve_app.generation.tool_calls.reader import CallReader
 
 NAMES = frozenset({"get_weather", "search"})
@@ -51,7 +51,7 @@ def joined(events: list[str | CallEvent]) -> Read:
     return found
 
 
-def read(grammar: Grammar, pieces: list[str]) -> Read:
+def read(grammar: Reading, pieces: list[str]) -> Read:
     ids = itertools.count()
     reader = CallReader(grammar, lambda: str(next(ids)), NAMES)
     events = [event for piece in pieces for event in reader.push(piece)]
@@ -96,7 +96,7 @@ calls = st.lists(st.tuples(st.sampled_from(sorted(NAMES)), arguments, layouts), 
 
 
 @st.composite
-def answers(draw: st.DrawFn, grammar: Grammar) -> tuple[str, Read]:
+def answers(draw: st.DrawFn, grammar: Reading) -> tuple[str, Read]:
     """An answer in a family's format, and what it says as the naive reader finds it in the whole text."""
     before, made = draw(prose), draw(calls)
     said: list[tuple[str, Any]] = [(name, value) for name, value, _ in made]
@@ -121,7 +121,7 @@ def answers(draw: st.DrawFn, grammar: Grammar) -> tuple[str, Read]:
     return text, ([before] if before.strip() else []) + [item for item in expected if isinstance(item, tuple)]
 
 
-def naive(text: str, grammar: Grammar) -> Read:
+def naive(text: str, grammar: Reading) -> Read:
     """Read a whole answer that is well made: look for its marks, decode the JSON at each."""
     decoder, found = json.JSONDecoder(), Read()
     named = re.compile(r"\[TOOL_CALLS\](\w+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?(?=\{)")
@@ -147,7 +147,7 @@ def naive(text: str, grammar: Grammar) -> Read:
 
 @every_grammar
 @given(data=st.data())
-def test_calls_are_what_a_naive_reader_of_the_whole_text_finds(grammar: Grammar, data: st.DataObject) -> None:
+def test_calls_are_what_a_naive_reader_of_the_whole_text_finds(grammar: Reading, data: st.DataObject) -> None:
     """Text before them, their names, and their arguments as they were written; cut anywhere."""
     text, expected = data.draw(answers(grammar))
     _, pieces = data.draw(cuts(st.just(text)))
@@ -158,7 +158,7 @@ def test_calls_are_what_a_naive_reader_of_the_whole_text_finds(grammar: Grammar,
 @given(cut=cuts(anything))
 @example(cut=('{"name": 12"abc"', ['{"name": 12', '"abc"']))
 @example(cut=('<tool_call>{"name": "f", "arguments": {"a\\"', ['<tool_call>{"name": "f", "arguments": {"a\\', '"']))
-def test_any_text_is_read_the_same_however_it_is_cut(grammar: Grammar, cut: tuple[str, list[str]]) -> None:
+def test_any_text_is_read_the_same_however_it_is_cut(grammar: Reading, cut: tuple[str, list[str]]) -> None:
     """Also what is no call, or breaks off in one. (docs/api.md)"""
     text, pieces = cut
     assert read(grammar, pieces) == read(grammar, [text]) == read(grammar, list(text))
@@ -166,7 +166,7 @@ def test_any_text_is_read_the_same_however_it_is_cut(grammar: Grammar, cut: tupl
 
 @every_grammar
 @given(text=st.text(st.characters(exclude_characters="<[{|"), max_size=30))
-def test_text_without_a_call_is_text_at_once(grammar: Grammar, text: str) -> None:
+def test_text_without_a_call_is_text_at_once(grammar: Reading, text: str) -> None:
     """Nothing of it is lost, and no character waits for the next."""
     assert "".join(str(item) for item in read(grammar, [text])) == text
     if text.strip() and grammar is not json_list:
@@ -192,7 +192,7 @@ def test_text_without_a_call_is_text_at_once(grammar: Grammar, text: str) -> Non
         (mistral, "[1, 2]", "[1, 2]"),
     ],
 )
-def test_what_is_no_call_is_text(grammar: Grammar, text: str, shown: str) -> None:
+def test_what_is_no_call_is_text(grammar: Reading, text: str, shown: str) -> None:
     """All of it but special tokens, which no text shows."""
     assert read(grammar, [text]) == [shown]
 

@@ -1,0 +1,202 @@
+"""One call to a replica: what is reserved for it, its chunks and errors, and who is told where nobody waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle, DeploymentResponse
+
+from router.core import RoutingCore
+from router.protocol.events import LoadReport
+from router.protocol.request import Decision, NoReplicaLeft, RoutedRequest
+from router.serve.recent_decisions import RecentDecisions
+from serve_app.errors import ContextLengthExceeded, GenerationFailed, InvalidRequest, RateLimited, WarmpathError
+from serve_app.ray_compat import cancel_call
+from serve_app.replica import messages as wire
+from serve_app.replica.token_channel import Arrivals
+from serve_app.tracing.request import CallTrace
+
+logger = logging.getLogger(__name__)
+
+LATE_S = 5.0
+"""How long tokens may take that were sent before the end of their call was heard of."""
+
+TELL_AFTER_S = 0.5
+"""Calls that are left within it are told together."""
+
+TELL_TIMEOUT_S = 30.0
+
+
+class Reservation:
+    """What the router decided and reserved for a call, until its first token or whatever ends it.
+
+    ``decision``: what the router decided, once it has ended; None if it did not. Ending it again is harmless.
+    """
+
+    def __init__(self, core: RoutingCore, decisions: RecentDecisions, route: RoutedRequest) -> None:
+        self._core = core
+        self._decisions = decisions
+        self._route = route
+        self._ended = False
+        self.decision: Decision | None = None
+
+    @property
+    def replica_id(self) -> str:
+        """The replica the router chose, "" when it chose none."""
+        return self.decision.replica_id if self.decision is not None else ""
+
+    def delivered(self, cached_tokens: int, ttft_s: float) -> None:
+        """The first token came: count what was reused, and end the reservation."""
+        if not self._ended:
+            self.end()
+            if self.decision is not None:
+                hashes, stored = self._route.block_hashes, self._route.store_kv
+                self._core.record_delivered(self.decision, cached_tokens, ttft_s, hashes, stored=stored)
+
+    def end(self, *, leaves: bool = False, load: LoadReport | None = None) -> None:
+        """Free what was reserved.
+
+        ``leaves``: whoever asked is gone, and nothing is sent that was not. ``load``: of a replica that has more to do
+        than was known, and sent it back.
+        """
+        if self._ended:
+            return
+        self._ended = True
+        take = self._decisions.leave if leaves else self._decisions.take
+        self.decision = take(self._route.request_id)
+        if self.decision is None:
+            return
+        if load is None:
+            self._core.release(self.decision)
+        else:
+            self._core.rerouted(self.decision, load)
+
+
+class Call:
+    """One call's chunks as they come. ``answered``: whether the last one was taken, or an error.
+
+    ``end``: the bytes that ``response`` becomes. ``first_token`` hears of the first chunk that has tokens, and how many
+    of the prompt's were cached.
+    """
+
+    def __init__(
+        self,
+        arrivals: Arrivals,
+        response: DeploymentResponse[bytes],
+        end: asyncio.Future[bytes],
+        first_token: Callable[[wire.GenerateChunk, int], None],
+        trace: CallTrace | None,
+    ) -> None:
+        self.answered = False
+        self._arrivals = arrivals
+        self._response = response
+        self._end = end
+        self._first_token = first_token
+        self._trace = trace
+
+    def cancel(self) -> None:
+        """Have the replica end it."""
+        self._end.cancel()
+        cancel_call(self._response)
+
+    async def chunk(self) -> wire.GenerateChunk:
+        """Wait for the next chunk; the last has a finish reason or an error.
+
+        Raises ReplicaLost where tokens were lost on the way, and whatever the call raises.
+        """
+        chunk = self._arrivals.take()
+        while chunk is None:
+            if self._end.done():
+                chunk = await self._last()
+            else:
+                await self._arrivals.news()
+                chunk = self._arrivals.take()
+        if chunk.cached_tokens is not None:
+            self._first_token(chunk, chunk.cached_tokens)
+        if self._trace is not None:
+            self._trace.saw(chunk.cached_tokens, chunk.error or chunk.finish_reason)
+        self.answered = bool(chunk.error or chunk.finish_reason)
+        return chunk
+
+    async def _last(self) -> wire.GenerateChunk | None:
+        """Return what the call returned, once all that was sent before has come; None where more has come first."""
+        last = wire.decode_chunk(self._end.result())
+        if last.seq == self._arrivals.received:
+            if not last.error and last.finish_reason is None:
+                raise ReplicaLost("the stream ended without a finish reason")
+            return last
+        try:
+            async with asyncio.timeout(LATE_S):
+                await self._arrivals.news()
+        except TimeoutError:
+            raise ReplicaLost("tokens were lost on the way") from None
+        return self._arrivals.take()
+
+
+class ReplicaLost(Exception):
+    """The replica is going away or broke off; the generation can be sent elsewhere."""
+
+
+class ReplicaLeaves(ReplicaLost):
+    """The replica says itself that it is going away."""
+
+
+def queue_full(retry_after_s: float) -> RateLimited:
+    """Return the error of a line that is full at every replica."""
+    return RateLimited("Every replica's queue is full; send the request again later.", retry_after_s=retry_after_s)
+
+
+def raise_for(chunk: wire.GenerateChunk) -> None:
+    """Raise the error that a client is shown for a chunk's, where it has one."""
+    error: WarmpathError
+    match chunk.error:
+        case "":
+            return
+        case "too_long":
+            error = ContextLengthExceeded(chunk.message, param="messages")
+        case "queue_full":
+            error = queue_full(chunk.retry_after_s)
+        case "invalid":
+            error = InvalidRequest(chunk.message)
+        case "timeout":
+            error = GenerationFailed(chunk.message, code="timeout")
+        case _:
+            error = GenerationFailed(chunk.message or "The engine failed this request.")
+    raise error
+
+
+class Aborts:
+    """Tells replicas which of their calls nobody waits for any more. One event loop uses it.
+
+    Cancelling a call is Ray's, and at once; it loses one in some thousands, of those that are cancelled in the moment
+    in which they start, and that one would run to its end.
+    """
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._end_calls = handle.options(method_name="end_calls")
+        self._by_replica: dict[str, list[str]] = {}
+        self._telling: set[asyncio.Task[None]] = set()
+
+    def note(self, replica_id: str, request_id: str) -> None:
+        """Have a replica told before long that nobody waits for a call."""
+        if not self._by_replica:
+            task = asyncio.get_running_loop().create_task(self._tell())
+            self._telling.add(task)
+            task.add_done_callback(self._telling.discard)
+        self._by_replica.setdefault(replica_id, []).append(request_id)
+
+    async def _tell(self) -> None:
+        await asyncio.sleep(TELL_AFTER_S)
+        left, self._by_replica = self._by_replica, {}
+        await asyncio.gather(*(self._tell_one(replica_id, ids) for replica_id, ids in left.items()))
+
+    async def _tell_one(self, replica_id: str, request_ids: list[str]) -> None:
+        try:
+            async with asyncio.timeout(TELL_TIMEOUT_S):
+                await self._end_calls.remote(request_ids, target=replica_id)
+        except (RayError, RayServeException, NoReplicaLeft, TimeoutError) as error:
+            logger.debug("replica %s was not told of calls that were left: %r", replica_id, error)
