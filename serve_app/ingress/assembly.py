@@ -39,7 +39,6 @@ from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.ledgers import Ledgers
 from serve_app.ingress.memory import return_large_buffers
 from serve_app.ingress.observe.answer_meter import Counters
-from serve_app.ingress.observe.cache_state import HitRates
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.prompts.admin import PromptAdmin
 from serve_app.ingress.prompts.warming import Warmer
@@ -77,7 +76,8 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
     tokenizer, prompts = await asyncio.to_thread(_load_tokenizer, info.path, config, workers)
     adapters = AdapterRegistry(config.model_name, current=not config.allow_runtime_lora)
     adapters.merge(await asyncio.to_thread(configured_adapters, config.lora_adapters, config.max_lora_rank))
-    metrics, traffic, drain = IngressMetrics(), HitRates(), Drain()
+    metrics, drain = IngressMetrics(), Drain()
+    prefixes = PrefixTable(config.block_size, lambda: len(tenants.by_name))
     lengths = limits_of(config, max_model_len(config, info))
     limits = TenantLimits(config.tenants, config.ingress_replicas)
     preparer = Preparer(
@@ -94,7 +94,7 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
     live = Live(
         name,
         core,
-        PrefixTable(config.block_size, lambda: len(tenants.by_name)),
+        prefixes,
         lambda: about(services.config),
         partial(read_kinds, app_name, LIVE_NOTICES),
         broadcast.ingresses,
@@ -121,11 +121,11 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
         max_bytes=BODIES * config.max_body_bytes,
         limits=limits,
     )
-    counters = Counters(metrics, traffic, front_door, ledger, prompt_traffic, misses)
+    counters = Counters(metrics, front_door, ledger, prompt_traffic, misses)
     tool_calls = tool_calls_of(tokenizer, config.tool_parser)
     services = Services(
         config=config, app_name=app_name, name=name, tenants=tenants, adapters=adapters, tokenizer=tokenizer,
-        prompts=prompts, preparer=preparer, core=core, metrics=metrics, traffic=traffic, shares=shares, limits=limits,
+        prompts=prompts, preparer=preparer, core=core, metrics=metrics, prefixes=prefixes, shares=shares, limits=limits,
         front_door=front_door, broadcast=broadcast, prompt_admin=prompt_admin, drain=drain, live=live, tracer=tracer,
         receiver=receiver,
         base_model=model_body(config.model_name, int(time.time()), lengths.max_model_len),

@@ -19,7 +19,6 @@ from serve_app.config.app import AppConfig
 from serve_app.fairness.front_door import Arrival
 from serve_app.fairness.workers import FairWorkers
 from serve_app.generation.answer import TokenSource, answer_pieces
-from serve_app.generation.generation import Generation
 from serve_app.generation.prepare import Preparer
 from serve_app.generation.tool_calls.forced import forced_calls
 from serve_app.generation.tool_calls.tool_calls import ToolCalls
@@ -30,7 +29,6 @@ from serve_app.ingress.observe.answer_meter import AnswerMeter, Counters
 from serve_app.ingress.observe.tracing import trace_of
 from serve_app.tenants.tenants import Tenant
 from serve_app.tokenization.tokenizer import PromptTokenizer
-from serve_app.tracing.request import RequestTrace
 
 INLINE_BODY_BYTES = 64 << 10
 """Longer bodies are parsed off the loop."""
@@ -71,8 +69,18 @@ class Completions:
             timeout_s = self.config.request_timeout_s
             deadline = Deadline(self.drain, arrived_s + timeout_s, timeout_s)
             body_bytes, allowance, trace = arrival.body_bytes, arrival.allowance, trace_of(request)
+            stage = trace.stage if trace is not None else _untraced
+            stage("read")
             async with until_disconnect(request):
-                generations = await self._begin(wanted, tenant, arrival, answer_id, deadline, trace)
+                async with deadline.limit():
+                    await arrival.turn(wanted.choices)
+                    stage("wait")
+                    generations = await self.preparer.prepare(wanted, tenant, answer_id, deadline_s=deadline.at_s)
+                    stage("prepare")
+                if trace is not None:
+                    generations = [replace(made, traceparent=trace.traceparent) for made in generations]
+                prompt_tokens = sum(len(generation.token_ids) for generation in generations[:: wanted.n])
+                allowance.reserve(prompt_tokens, sum(generation.sampling.max_tokens for generation in generations))
                 meter = AnswerMeter(self.counters, wanted, generations, arrived_s, body_bytes, allowance, trace)
                 place = arrival.hand_over()
                 pieces = answer_pieces(
@@ -110,31 +118,6 @@ class Completions:
             require_none(wanted.unknown)
         return wanted
 
-    async def _begin(
-        self,
-        wanted: GenerateRequest,
-        tenant: Tenant,
-        arrival: Arrival,
-        answer_id: str,
-        deadline: Deadline,
-        trace: RequestTrace | None,
-    ) -> list[Generation]:
-        """Wait for the request's turn, then make its generations, and reserve their tokens.
 
-        Raises a WarmpathError when there is no time left, or no token.
-        """
-        if trace is not None:
-            trace.stage("read")
-        async with deadline.limit():
-            await arrival.turn(wanted.choices)
-            if trace is not None:
-                trace.stage("wait")
-            generations = await self.preparer.prepare(wanted, tenant, answer_id, deadline_s=deadline.at_s)
-            if trace is not None:
-                trace.stage("prepare")
-                traceparent = trace.traceparent
-                generations = [replace(generation, traceparent=traceparent) for generation in generations]
-        prompt_tokens = sum(len(generation.token_ids) for generation in generations[:: wanted.n])
-        most_tokens = sum(generation.sampling.max_tokens for generation in generations)
-        arrival.allowance.reserve(prompt_tokens, most_tokens)
-        return generations
+def _untraced(_: str) -> None:
+    """The stages of a request that has no trace."""

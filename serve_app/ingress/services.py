@@ -30,9 +30,10 @@ from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.http import credentials, read_body
 from serve_app.ingress.ledgers import Ledgers
 from serve_app.ingress.observe import metrics as figures
-from serve_app.ingress.observe.cache_state import NOTICES, HitRates, cache_state
+from serve_app.ingress.observe.cache_state import NOTICES, cache_state
 from serve_app.ingress.prompts.admin import PromptAdmin
 from serve_app.live.live import Live
+from serve_app.live.prefix_table import PrefixTable
 from serve_app.notices import read, read_kinds
 from serve_app.prompts.registry import Prompts
 from serve_app.prompts.traffic import version_samples
@@ -66,7 +67,7 @@ class Services:
     preparer: Preparer
     core: RoutingCore
     metrics: figures.IngressMetrics
-    traffic: HitRates
+    prefixes: PrefixTable
     guard: RouteGuard
     shares: Shares
     limits: TenantLimits
@@ -144,11 +145,8 @@ class Services:
 
     def samples(self) -> list[Sample]:
         """Return what this ingress and its router have counted."""
-        sizes = {
-            "warmpath_tokenizer_cache_bytes": self.tokenizer.stats().bytes,
-            "warmpath_event_streams": self.live.watchers,
-        }
-        samples = [*self.metrics.samples(), *figures.router_samples(self.core), *figures.samples_of(sizes)]
+        streams = figures.samples_of({"warmpath_event_streams": self.live.watchers})
+        samples = [*self.metrics.samples(), *figures.router_samples(self.core), *streams]
         for tenant, requests in self.front_door.waiting().items():
             samples += figures.samples_of({"warmpath_requests_waiting": requests}, ("tenant", tenant))
         versions, _ = self.prompt_admin.traffic.report()
@@ -169,7 +167,7 @@ class Services:
         """Return what the caches hold, as this ingress' router sees it."""
         model, engine = self.config.model_name, self.config.engine
         notices = await asyncio.to_thread(read_kinds, self.app_name, NOTICES)
-        return cache_state(self.core, self.traffic, self.tokenizer.stats(), notices, model=model, engine=engine)
+        return cache_state(self.core, self.prefixes, self.tokenizer.stats(), notices, model=model, engine=engine)
 
 
 def limits_of(config: AppConfig, model_len: int) -> Limits:

@@ -13,7 +13,6 @@ from serve_app.fairness.rate_limits import Allowance
 from serve_app.generation.answer import Piece
 from serve_app.generation.generation import Generation
 from serve_app.generation.request_usage import RequestUsage
-from serve_app.ingress.observe.cache_state import HitRates
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.prompts.traffic import PromptTraffic, Use
 from serve_app.tracing.request import RequestTrace
@@ -22,10 +21,9 @@ from serve_app.usage.ledger import Ledger
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Who hears of answers: this ingress' metrics, its hit rates, the ledger, registered prompts, cache misses."""
+    """Who hears of answers: this ingress' metrics, the ledger, registered prompts, cache misses."""
 
     metrics: IngressMetrics
-    traffic: HitRates
     front_door: FrontDoor
     ledger: Ledger
     prompts: PromptTraffic
@@ -113,7 +111,6 @@ class AnswerMeter:
         metrics.ttft_s.labels(tenant).observe(ttft_s)
         metrics.prompt_tokens.labels(tenant).inc(prompt_tokens)
         metrics.cached_tokens.labels(tenant).inc(cached_tokens)
-        counters.traffic.add(tenant, generation.placement_key, prompt_tokens, cached_tokens)
         if index % wanted.n:
             return
         written_tokens = counters.ledger.prompt(

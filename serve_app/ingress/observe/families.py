@@ -63,8 +63,6 @@ warmpath_event_streams: ingress
     Watchers of /v1/cache/events now.
 warmpath_dropped_events_total: ingress
     Events that watchers did not get because they read too slowly; each got a new snapshot instead.
-warmpath_tokenizer_cache_bytes: ingress
-    Memory of cached token ids and block hashes of texts seen before.
 warmpath_refused_configurations_total: ingress replica
     Live settings (user_config) that could not be used and changed nothing; the log and /v1/cache/state say why.
 
@@ -228,8 +226,6 @@ warmpath_router_selected_cached_tokens_total: ingress policy reason
     Of those tokens, what the chosen replica held, as far as the directory knew.
 warmpath_router_delivered_cached_tokens_total: ingress policy reason
     Of those tokens, what the chosen replica really reused.
-warmpath_router_unpredicted_cached_tokens_total: ingress policy reason
-    Reused beyond what the directory knew, as from a prefill that was under way.
 warmpath_router_regret_tokens_total: ingress policy reason cause
     Cached tokens that were not used. not_selected: another replica held more, but was busier; evicted: gone before the
     request came; unused: the directory was wrong, or loading would have taken longer than computing.
@@ -259,8 +255,6 @@ warmpath_router_ttft_overhead_seconds: ingress
 What a router knows of the replicas' caches, and how it came.
 warmpath_directory_blocks: ingress
     Distinct blocks that the directory knows, on whatever replicas.
-warmpath_directory_bytes: ingress
-    Memory of the directory.
 warmpath_directory_refused_blocks_total: ingress
     Hints that the directory had no room for: routing misses those hits.
 warmpath_directory_checks_total: ingress

@@ -89,7 +89,6 @@ def router_samples(core: RoutingCore) -> list[Sample]:
             "warmpath_feed_snapshots_total": counters.feed.snapshots,
             "warmpath_feed_malformed_total": counters.feed.malformed,
             "warmpath_directory_blocks": directory["blocks"],
-            "warmpath_directory_bytes": directory["bytes"],
             "warmpath_directory_refused_blocks_total": directory["refused_blocks"],
             "warmpath_directory_checks_total": directory["checks"],
             "warmpath_router_ttft_overhead_seconds": state["ttft_overhead_s"],
@@ -120,7 +119,6 @@ def _policy_samples(counted: PolicyCounters, policy: tuple[str, str]) -> list[Sa
             "warmpath_router_best_cached_tokens_total": tokens.best_cached_tokens,
             "warmpath_router_selected_cached_tokens_total": tokens.selected_cached_tokens,
             "warmpath_router_delivered_cached_tokens_total": tokens.delivered_cached_tokens,
-            "warmpath_router_unpredicted_cached_tokens_total": tokens.unpredicted_tokens,
         }
         samples += samples_of(counts, policy, reason)
         for cause in ("not_selected", "evicted", "unused"):

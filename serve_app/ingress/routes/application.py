@@ -16,24 +16,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from serve_app.api.anthropic.request import CountTokensBody, MessagesBody
-from serve_app.api.openai.request import ChatBody, CompletionBody
-from serve_app.api.openai.responses.request import ResponsesBody
 from serve_app.errors import NotFound, WarmpathError
-from serve_app.ingress.adapter_admin import LoadAdapterBody, UnloadAdapterBody
 from serve_app.ingress.http import json_response
-from serve_app.ingress.observe.explain import ExplainBody
 from serve_app.ingress.observe.tracing import TraceRequests
-from serve_app.ingress.prompts.admin import PromptBody
 from serve_app.ingress.routes import events, generation, operations, page
-from serve_app.ingress.routes.handler import ANTHROPIC, OPENAI
+from serve_app.ingress.routes.handler import ANTHROPIC, BODIES, OPENAI
 from serve_app.ingress.services import Services
 
 OPENAPI_PATH = "/openapi.json"
-BODIES = (
-    ChatBody, CompletionBody, ResponsesBody, MessagesBody, CountTokensBody,
-    LoadAdapterBody, UnloadAdapterBody, ExplainBody, PromptBody,
-)  # fmt: skip
 ROUTERS = (generation.router, operations.router, events.router, page.router)
 PATHS = frozenset(route.path for router in ROUTERS for route in router.routes if isinstance(route, Route))
 

@@ -28,6 +28,9 @@ async def _services(request: Request) -> Services:
 Front = Annotated[Services, Depends(_services)]
 Handler = Callable[..., Awaitable[Response]]
 
+BODIES: list[type[BaseModel]] = []
+"""Of all routes, as ``takes`` was told of them."""
+
 
 def speaks_anthropic(request: Request) -> bool:
     """Whether a request's headers are those of Anthropic's clients."""
@@ -61,6 +64,7 @@ def takes(body: type[BaseModel]) -> dict[str, Any]:
 
     FastAPI's errors would not be in the API's shape, and it would parse a body before its size is bounded.
     """
+    BODIES.append(body)
     schema = {"$ref": f"#/components/schemas/{body.__name__}"}
     content = {"application/json": {"schema": schema}}
     return {"openapi_extra": {"requestBody": {"content": content, "required": True}}}

@@ -36,7 +36,6 @@ from serve_app.ingress.completions import Completions
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.observe.answer_meter import Counters
-from serve_app.ingress.observe.cache_state import HitRates
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.routes.application import make_application
 from serve_app.ingress.services import Services
@@ -104,7 +103,7 @@ def partial_services(**parts: Any) -> Services:
 
 def counters(front_door: FrontDoor, misses: MissDetector | None = None) -> Counters:
     """Everything that counts answers, new."""
-    return Counters(IngressMetrics(), HitRates(), front_door, Ledger(None, 0), PromptTraffic(), misses)
+    return Counters(IngressMetrics(), front_door, Ledger(None, 0), PromptTraffic(), misses)
 
 
 class Loopback:

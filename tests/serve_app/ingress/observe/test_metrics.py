@@ -123,7 +123,7 @@ def test_rendered_samples_parse_back() -> None:
     assert parsed == {(name, tuple(sorted(labels))): value for name, labels, value in samples}
     assert families["warmpath_requests"].type == "counter"
     assert families["warmpath_time_to_first_token_seconds"].type == "histogram"
-    assert families["warmpath_directory_bytes"].type == "gauge"
+    assert families["warmpath_directory_blocks"].type == "gauge"
     labels = (("ingress", "i-1"), ("policy", core.settings.policy), ("reason", decision.reason))
     counted = {"best_cached": 0, "selected_cached": 0, "delivered_cached": 24, "prompt": 40}
     for name, tokens in counted.items():

@@ -21,7 +21,8 @@ from serve_app.engine.protocol import AdapterSpec
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.observe.metrics import IngressMetrics
-from serve_app.ingress.routes.application import BODIES, make_application
+from serve_app.ingress.routes.application import make_application
+from serve_app.ingress.routes.handler import BODIES
 from serve_app.ingress.services import Services
 from serve_app.tenants.tenants import Tenants, make_api_key
 from serve_app.usage.ledger import Counts, UsageKey
