@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -61,18 +62,18 @@ class UnloadAdapterBody(JsonBody):
     lora_name: Text128 = None
 
 
+@dataclass(slots=True)
 class AdapterAdmin:
     """Changes to the adapters of a deployment. ``tell_replicas`` and ``tell_ingresses`` reach all of either.
 
     ``config``: the settings in force, which may be set.
     """
 
-    def __init__(self, config: AppConfig, registry: AdapterRegistry, tell_replicas: Tell, tell_ingresses: Tell) -> None:
-        self.config = config
-        self._registry = registry
-        self._tell_replicas = tell_replicas
-        self._tell_ingresses = tell_ingresses
-        self._one_at_a_time = asyncio.Lock()
+    config: AppConfig
+    registry: AdapterRegistry
+    tell_replicas: Tell
+    tell_ingresses: Tell
+    _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def load(self, body: bytes) -> str:
         """Load an adapter; returns vLLM's sentence.
@@ -93,7 +94,7 @@ class AdapterAdmin:
             raise InvalidRequest(f"{name!r} is the base model's name; choose another.", param="lora_name")
         where = self._confined(path)
         async with self._one_at_a_time:
-            before = self._registry.get(name)
+            before = self.registry.get(name)
             if before is not None and not wanted.load_inplace:
                 raise InvalidRequest(
                     f"The lora adapter '{name}' has already been loaded. To replace it, set 'load_inplace' to true.",
@@ -108,12 +109,12 @@ class AdapterAdmin:
             tenants = wanted.tenants
             if before is not None and "tenants" not in wanted.model_fields_set:
                 tenants = before.tenants
-            entry = self._registry.next_entry(name, spec, tenants)
-            problems = [problem for problem in await self._tell_replicas("load_adapter", entry) if problem]
-            now = self._registry.get(name)
+            entry = self.registry.next_entry(name, spec, tenants)
+            problems = [problem for problem in await self.tell_replicas("load_adapter", entry) if problem]
+            now = self.registry.get(name)
             if problems or now is not before:
                 if now is None or now.spec != spec:
-                    await self._tell_replicas("drop_adapter", spec.key)
+                    await self.tell_replicas("drop_adapter", spec.key)
                 if problems:
                     raise InvalidRequest(f"The adapter cannot be served: {problems[0]}.", param="lora_path")
                 raise InvalidRequest(
@@ -132,24 +133,24 @@ class AdapterAdmin:
         if name is None:
             raise InvalidRequest("'lora_name' needs to be provided to unload a LoRA adapter.", param="lora_name")
         async with self._one_at_a_time:
-            before = self._registry.get(name)
+            before = self.registry.get(name)
             if before is None:
                 raise NotFound(f"The lora adapter '{name}' cannot be found.", param="lora_name")
-            await self._announce(self._registry.next_entry(name, None), replaced=before)
+            await self._announce(self.registry.next_entry(name, None), replaced=before)
         return f"Success: LoRA adapter '{name}' removed successfully."
 
     async def _announce(self, entry: AdapterEntry, replaced: AdapterEntry | None) -> None:
         """Make an entry known: here, to every ingress, and to replicas, from which later ingresses learn it."""
-        self._registry.merge([entry])
-        await self._tell_ingresses("merge_adapters", [entry])
-        await self._tell_replicas("merge_adapters", [entry])
+        self.registry.merge([entry])
+        await self.tell_ingresses("merge_adapters", [entry])
+        await self.tell_replicas("merge_adapters", [entry])
         if replaced is not None and replaced.spec is not None and replaced.spec != entry.spec:
-            await self._tell_replicas("drop_adapter", replaced.spec.key)
+            await self.tell_replicas("drop_adapter", replaced.spec.key)
 
     def _require_allowed(self) -> None:
         if not self.config.allow_runtime_lora:
             raise PermissionDenied("Adapters are fixed in this deployment; set allow_runtime_lora to change them.")
-        self._registry.require_current()
+        self.registry.require_current()
 
     def _confined(self, path: str) -> Path:
         """Return the path that is meant. Raises PermissionDenied for one outside ``lora_root``, links followed."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -16,57 +16,36 @@ from starlette.types import Receive, Scope, Send
 
 from serve_app.api import sse
 from serve_app.api.format import AnswerFormat, AnswerHead, AnswerStream
-from serve_app.api.unknown import UnknownField, ignored_fields
+from serve_app.api.unknown import ignored_fields
 from serve_app.engine.protocol import SaveResult
 from serve_app.errors import GenerationFailed, WarmpathError
 from serve_app.fairness.waiting_line import Place
 from serve_app.generation.answer import Piece
-from serve_app.generation.request_usage import SAVE_FIELD, save_warning
+from serve_app.generation.request_usage import save_warning
 from serve_app.generation.tool_calls.reader import WholeChoice
 from serve_app.ingress.client_headers import connection_send
-from serve_app.ingress.drain import LAST_EVENT_S, Drain
+from serve_app.ingress.drain import LAST_EVENT_S, Deadline
 from serve_app.ingress.http import json_response, until_disconnect
 from serve_app.ingress.observe.answer_meter import AnswerMeter
 
 logger = logging.getLogger(__name__)
 
+PROMPT_HEADER = "x-warmpath-prompt"
+"""Of an answer: the version of the registered prompt that it begins with."""
 
-@dataclass(frozen=True, slots=True)
-class Deadline:
-    """The moment of ``time.perf_counter`` until which a request is answered, ``timeout_s`` after it came."""
-
-    drain: Drain
-    at_s: float
-    timeout_s: float
-
-    @asynccontextmanager
-    async def limit(self) -> AsyncIterator[None]:
-        """End the block then, or when the ingress stops. Raises the WarmpathError that says so."""
-        try:
-            async with self.drain.limit(self.at_s - time.perf_counter()):
-                yield
-        except TimeoutError as error:
-            if self.drain.over:
-                raise self.drain.broken_off() from error
-            message = f"The answer took over {self.timeout_s:.0f} s; ask for fewer tokens."
-            raise GenerationFailed(message, code="timeout") from error
+WARNING_HEADER = "x-warmpath-warning"
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request's answer while it comes; leaving it as a block ends what is under way, frees its place, counts it.
-
-    ``choices``: how many there are, over all prompts.
-    """
+    """One request's answer while it comes; leaving it as a block ends what is under way, frees its place, counts it."""
 
     format: AnswerFormat
     head: AnswerHead
     pieces: AsyncGenerator[Piece, None]
-    choices: int
     place: Place
     meter: AnswerMeter
     deadline: Deadline
-    tells_logprobs: bool
 
     async def __aenter__(self) -> Answer:
         return self
@@ -85,15 +64,14 @@ class EventStream(Response):
     """An answer as server-sent events, as an ASGI application; ``first``: its first piece.
 
     Events go straight to the connection; the start and the end pass the layers around the application.
-    ``client_left`` hears of a client that does not stay to the end.
     """
 
-    def __init__(self, answer: Answer, first: Piece, headers: dict[str, str], client_left: Callable[[], None]) -> None:
+    def __init__(self, answer: Answer, first: Piece) -> None:
+        headers = _headers(answer, first.save)
         super().__init__(headers={**sse.HEADERS, **headers, "content-type": sse.CONTENT_TYPE})
         del self.headers["content-length"]
         self._answer = answer
         self._first = first
-        self._client_left = client_left
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
@@ -109,7 +87,7 @@ class EventStream(Response):
         except TimeoutError:
             logger.info("stream %s ends without its last event: its client takes nothing", answer.head.answer_id)
         except (ClientDisconnect, asyncio.CancelledError) as error:
-            self._client_left()
+            answer.meter.client_left()
             if isinstance(error, asyncio.CancelledError):
                 raise
 
@@ -150,10 +128,10 @@ class EventStream(Response):
         return stream.usage(meter.usage.total())
 
 
-async def whole(answer: Answer, unknown: Sequence[UnknownField], headers: dict[str, str]) -> Response:
+async def whole(answer: Answer) -> Response:
     """Return an answer as one body. Raises a ``WarmpathError``."""
-    choices = [WholeChoice(tells_logprobs=answer.tells_logprobs) for _ in range(answer.choices)]
-    meter = answer.meter
+    meter, wanted = answer.meter, answer.meter.wanted
+    choices = [WholeChoice(tells_logprobs=wanted.logprobs is not None) for _ in meter.generations]
     async with answer, answer.deadline.limit():
         async for piece in answer.pieces:
             meter.add(piece)
@@ -161,13 +139,10 @@ async def whole(answer: Answer, unknown: Sequence[UnknownField], headers: dict[s
             choices[piece.index].add(piece)
     await meter.usage.know_miss()
     body = answer.format.whole(answer.head, [choice.choice() for choice in choices], meter.usage.total())
-    warnings = warning_headers(meter.usage.save, unknown, meter.usage.asked_by)
-    return json_response(body, headers={**headers, **warnings})
+    return json_response(body, headers=_headers(answer, meter.usage.save))
 
 
-async def streamed(
-    answer: Answer, unknown: Sequence[UnknownField], headers: dict[str, str], client_left: Callable[[], None]
-) -> Response:
+async def streamed(answer: Answer) -> Response:
     """Return an answer as a stream that has its first piece: errors before it still have a status of their own.
 
     Raises a ``WarmpathError``.
@@ -177,16 +152,13 @@ async def streamed(
         async with answer.deadline.limit():
             first = await anext(answer.pieces)
         ending.pop_all()  # the stream ends it
-    warnings = warning_headers(first.save, unknown, answer.meter.usage.asked_by)
-    return EventStream(answer, first, {**headers, **warnings}, client_left)
+    return EventStream(answer, first)
 
 
-def warning_headers(
-    save: SaveResult | None, unknown: Sequence[UnknownField], asked_by: str = SAVE_FIELD
-) -> dict[str, str]:
-    """Return ``x-warmpath-warning`` where something that was asked for could not be had; the answer itself is whole.
-
-    ``asked_by``: the field that asked to save.
-    """
-    warning = "; ".join(filter(None, (save_warning(save, asked_by), ignored_fields(unknown))))
-    return {"x-warmpath-warning": warning} if warning else {}
+def _headers(answer: Answer, save: SaveResult | None) -> dict[str, str]:
+    """Return the version of the prompt that was meant, and a warning where something asked for could not be had."""
+    meter = answer.meter
+    prompt = meter.generations[0].prompt_ref
+    warnings = save_warning(save, meter.usage.asked_by), ignored_fields(meter.wanted.unknown)
+    headers = {PROMPT_HEADER: prompt, WARNING_HEADER: "; ".join(filter(None, warnings))}
+    return {name: value for name, value in headers.items() if value}

@@ -39,9 +39,6 @@ from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.ledgers import Ledgers
 from serve_app.ingress.memory import return_large_buffers
 from serve_app.ingress.observe.answer_meter import Counters
-from serve_app.ingress.observe.cache_state import HitRates
-from serve_app.ingress.observe.explain import Explainer
-from serve_app.ingress.observe.health import Health
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.prompts.admin import PromptAdmin
 from serve_app.ingress.prompts.warming import Warmer
@@ -68,6 +65,7 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
     """
     return_large_buffers()
     context = serve.get_replica_context()
+    app_name, name = context.app_name, context.replica_id.unique_id
     info = await asyncio.to_thread(load_served_model, config)
     secret = load_secret(secret_file=config.secret_file)
     tenants = Tenants(config.tenants, secret, operator_key_sha256=config.operator_key_sha256)
@@ -78,33 +76,27 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
     tokenizer, prompts = await asyncio.to_thread(_load_tokenizer, info.path, config, workers)
     adapters = AdapterRegistry(config.model_name, current=not config.allow_runtime_lora)
     adapters.merge(await asyncio.to_thread(configured_adapters, config.lora_adapters, config.max_lora_rank))
-    metrics, traffic, drain = IngressMetrics(), HitRates(), Drain()
+    metrics, drain = IngressMetrics(), Drain()
+    prefixes = PrefixTable(config.block_size, lambda: len(tenants.by_name))
     lengths = limits_of(config, max_model_len(config, info))
     limits = TenantLimits(config.tenants, config.ingress_replicas)
     preparer = Preparer(
-        info,
-        tokenizer,
-        tenants,
-        secret,
-        adapters,
-        lengths,
-        prompts,
-        workers=workers,
-        simulated=config.engine_traits.simulated,
-    )
-    deployment = deployment_key(context.app_name, replica.deployment_name)
+        info, tokenizer, tenants, secret, adapters, lengths, prompts,
+        workers=workers, simulated=config.engine_traits.simulated,
+    )  # fmt: skip
+    deployment = deployment_key(app_name, replica.deployment_name)
     core = core_for(deployment, RouterSettings.from_json(args.routing()))
     core.configure(RouterSettings.from_json(config.routing()))
     caller = ray.get_runtime_context().get_actor_name() or ""
     receiver = TokenReceiver(ray.util.get_node_ip_address())
-    tracer = open_tracer(config.otlp_endpoint, "ingress", context.replica_id.unique_id)
-    broadcast = Broadcast(replica, context.app_name, config.ingress_replicas)
+    tracer = open_tracer(config.otlp_endpoint, "ingress", name)
+    broadcast = Broadcast(replica, app_name, config.ingress_replicas)
     live = Live(
-        context.replica_id.unique_id,
+        name,
         core,
-        PrefixTable(config.block_size, lambda: len(tenants.by_name)),
+        prefixes,
         lambda: about(services.config),
-        partial(read_kinds, context.app_name, LIVE_NOTICES),
+        partial(read_kinds, app_name, LIVE_NOTICES),
         broadcast.ingresses,
         count_dropped=metrics.dropped_events.inc,
     )
@@ -119,7 +111,9 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
     prompt_admin = PromptAdmin(
         prompts, prompt_traffic, warmer, preparer, tokenizer, config.prompts_dir, broadcast.ingresses
     )
-    misses = MissDetector(tokenizer.text_of, workers, lambda: len(tenants.by_name), metrics.missed)
+    misses = None
+    if config.explain_misses and config.enable_prefix_caching:
+        misses = MissDetector(tokenizer.text_of, workers, lambda: len(tenants.by_name), metrics.missed)
     front_door = FrontDoor(
         shares,
         places=lambda: places(services.config, len(core.replica_ids)),
@@ -127,57 +121,21 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
         max_bytes=BODIES * config.max_body_bytes,
         limits=limits,
     )
+    counters = Counters(metrics, front_door, ledger, prompt_traffic, misses)
+    readers = AnswerReaders(tokenizer, config.tool_parser)
     services = Services(
-        config=config,
-        app_name=context.app_name,
-        name=context.replica_id.unique_id,
+        config=config, app_name=app_name, name=name, tenants=tenants, adapters=adapters, tokenizer=tokenizer,
+        prompts=prompts, preparer=preparer, core=core, metrics=metrics, prefixes=prefixes, shares=shares, limits=limits,
+        front_door=front_door, broadcast=broadcast, prompt_admin=prompt_admin, drain=drain, live=live, tracer=tracer,
+        receiver=receiver,
         base_model=model_body(config.model_name, int(time.time()), lengths.max_model_len),
-        tenants=tenants,
-        adapters=adapters,
-        tokenizer=tokenizer,
-        prompts=prompts,
-        preparer=preparer,
-        core=core,
-        metrics=metrics,
-        traffic=traffic,
-        guard=RouteGuard(
-            tenants,
-            metrics,
-            drain,
-            allowed_hosts=config.allowed_hosts,
-            limits=limits,
-        ),
-        shares=shares,
-        limits=limits,
-        front_door=front_door,
-        workers=workers,
-        broadcast=broadcast,
+        guard=RouteGuard(tenants, metrics, drain, limits, config.allowed_hosts),
         adapter_admin=AdapterAdmin(config, adapters, broadcast.replicas, broadcast.ingresses),
-        prompt_admin=prompt_admin,
-        explainer=Explainer(core, preparer, tenants),
-        completions=Completions(
-            preparer,
-            dispatcher,
-            AnswerReaders(tokenizer, config.tool_parser),
-            Counters(
-                metrics,
-                traffic,
-                front_door,
-                ledger,
-                prompt_traffic,
-                misses if config.explain_misses and config.enable_prefix_caching else None,
-            ),
-            drain,
-            request_timeout_s=config.request_timeout_s,
-        ),
-        health=Health(core, asyncio.create_task(broadcast.connect(adapters, prompt_admin.learn))),
-        drain=drain,
+        completions=Completions(config, preparer, dispatcher, tokenizer, readers, counters, workers, drain),
+        connecting=asyncio.create_task(broadcast.connect(adapters, prompt_admin.learn)),
         history=MessageHistory(complete=config.ingress_replicas == 1),
         usage=Ledgers(ledger, broadcast.ingresses),
-        live=live,
-        tracer=tracer,
-        receiver=receiver,
-    )
+    )  # fmt: skip
     return services
 
 

@@ -1,115 +1,110 @@
-"""The way of a request for text: its turn, its generations, its answer."""
+"""The way of a request for text: its body, its turn, its generations, its answer."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from serve_app.api.format import AnswerFormat, AnswerHead
-from serve_app.api.request import GenerateRequest
+from serve_app.api.request import ChatRequest, GenerateRequest
+from serve_app.api.unknown import require_none, unknown_fields
+from serve_app.config.app import AppConfig
 from serve_app.fairness.front_door import Arrival
+from serve_app.fairness.workers import FairWorkers
 from serve_app.generation.answer import TokenSource, answer_pieces
-from serve_app.generation.generation import Generation
 from serve_app.generation.prepare import Preparer
 from serve_app.generation.tool_calls.reader import AnswerReaders
-from serve_app.ingress.answers import Answer, Deadline, streamed, whole
-from serve_app.ingress.drain import Drain
-from serve_app.ingress.http import until_disconnect
+from serve_app.ingress.answers import Answer, streamed, whole
+from serve_app.ingress.drain import Deadline, Drain
+from serve_app.ingress.http import read_body, until_disconnect
 from serve_app.ingress.observe.answer_meter import AnswerMeter, Counters
 from serve_app.ingress.observe.tracing import trace_of
 from serve_app.tenants.tenants import Tenant
-from serve_app.tracing.request import RequestTrace
+from serve_app.tokenization.tokenizer import PromptTokenizer
 
-PROMPT_HEADER = "x-warmpath-prompt"
-"""Of an answer: the version of the registered prompt that it begins with."""
+INLINE_BODY_BYTES = 64 << 10
+"""Longer bodies are parsed off the loop."""
+
+Parse = Callable[[bytes], GenerateRequest]
 
 
+@dataclass(slots=True)
 class Completions:
     """Answers whatever generates text, in the format of any API.
 
-    ``request_timeout_s`` may be set; a request has the time that there was when it came.
+    ``config``: the settings in force, which may be set; a request has the time that there was when it came.
     """
 
-    def __init__(
-        self,
-        preparer: Preparer,
-        source: TokenSource,
-        readers: AnswerReaders,
-        counters: Counters,
-        drain: Drain,
-        *,
-        request_timeout_s: float,
-    ) -> None:
-        self._preparer = preparer
-        self._source = source
-        self._readers = readers
-        self._counters = counters
-        self._drain = drain
-        self.request_timeout_s = request_timeout_s
+    config: AppConfig
+    preparer: Preparer
+    source: TokenSource
+    tokenizer: PromptTokenizer
+    readers: AnswerReaders
+    counters: Counters
+    workers: FairWorkers
+    drain: Drain
 
-    async def respond(
-        self,
-        request: Request,
-        wanted: GenerateRequest,
-        answer_format: AnswerFormat,
-        tenant: Tenant,
-        arrival: Arrival,
-        arrived_s: float,
-    ) -> Response:
+    async def generate(self, request: Request, tenant: Tenant, parse: Parse, answer_format: AnswerFormat) -> Response:
         """Return the answer, whole or as a stream that has its first piece already.
 
         Raises a ``WarmpathError`` for whatever fails before that piece, ClientDisconnect when the client leaves.
         """
-        wanted = self._readers.checked(wanted)
-        # Internal ids are ours: two clients may send the same x-request-id.
-        answer_id = uuid.uuid4().hex
-        deadline = Deadline(self._drain, arrived_s + self.request_timeout_s, self.request_timeout_s)
-        body_bytes, allowance, trace = arrival.body_bytes, arrival.allowance, trace_of(request)
-        async with until_disconnect(request):
-            generations = await self._begin(wanted, tenant, arrival, answer_id, deadline, trace)
-            meter = AnswerMeter(self._counters, wanted, generations, arrived_s, body_bytes, allowance, trace)
-            place = arrival.hand_over()
-            pieces = answer_pieces(generations, self._source, self._readers.of(wanted), place)
-            head = AnswerHead(
-                answer_id, int(time.time()), wanted.answering_model, wanted.include_usage, wanted.repeated
-            )
-            told = wanted.logprobs is not None
-            answer = Answer(answer_format, head, pieces, len(generations), place, meter, deadline, told)
-            ref = generations[0].prompt_ref
-            headers = {PROMPT_HEADER: ref} if ref else {}
-            if wanted.stream:
-                return await streamed(answer, wanted.unknown, headers, self._counters.metrics.disconnects.inc)
-            return await whole(answer, wanted.unknown, headers)
+        arrived_s = time.perf_counter()
+        with self.counters.front_door.arrive(tenant.name) as arrival:
+            wanted = self.readers.checked(await self._wanted(request, tenant, arrival, parse))
+            # Internal ids are ours: two clients may send the same x-request-id.
+            answer_id = uuid.uuid4().hex
+            timeout_s = self.config.request_timeout_s
+            deadline = Deadline(self.drain, arrived_s + timeout_s, timeout_s)
+            body_bytes, allowance, trace = arrival.body_bytes, arrival.allowance, trace_of(request)
+            stage = trace.stage if trace is not None else _untraced
+            stage("read")
+            async with until_disconnect(request):
+                async with deadline.limit():
+                    await arrival.turn(wanted.choices)
+                    stage("wait")
+                    generations = await self.preparer.prepare(wanted, tenant, answer_id, deadline_s=deadline.at_s)
+                    stage("prepare")
+                if trace is not None:
+                    generations = [replace(made, traceparent=trace.traceparent) for made in generations]
+                prompt_tokens = sum(len(generation.token_ids) for generation in generations[:: wanted.n])
+                allowance.reserve(prompt_tokens, sum(generation.sampling.max_tokens for generation in generations))
+                meter = AnswerMeter(self.counters, wanted, generations, arrived_s, body_bytes, allowance, trace)
+                place = arrival.hand_over()
+                pieces = answer_pieces(generations, self.source, self.readers.of(wanted), place)
+                head = AnswerHead(
+                    answer_id, int(time.time()), wanted.answering_model, wanted.include_usage, wanted.repeated
+                )
+                answer = Answer(answer_format, head, pieces, place, meter, deadline)
+                return await (streamed if wanted.stream else whole)(answer)
 
-    async def _begin(
-        self,
-        wanted: GenerateRequest,
-        tenant: Tenant,
-        arrival: Arrival,
-        answer_id: str,
-        deadline: Deadline,
-        trace: RequestTrace | None,
-    ) -> list[Generation]:
-        """Wait for the request's turn, then make its generations, and reserve their tokens.
+    async def count_tokens(self, request: Request, tenant: Tenant, parse: Callable[[bytes], ChatRequest]) -> int:
+        """Return how many tokens the prompt of a request has. Raises a ``WarmpathError``."""
+        with self.counters.front_door.arrive(tenant.name) as arrival:
+            wanted = await self._wanted(request, tenant, arrival, parse)
+            assert isinstance(wanted, ChatRequest)
+            return await self.preparer.count(wanted, tenant)
 
-        Raises a WarmpathError when there is no time left, or no token.
-        """
-        if trace is not None:
-            trace.stage("read")
-        async with deadline.limit():
-            await arrival.turn(wanted.choices)
-            if trace is not None:
-                trace.stage("wait")
-            generations = await self._preparer.prepare(wanted, tenant, answer_id, deadline_s=deadline.at_s)
-            if trace is not None:
-                trace.stage("prepare")
-                traceparent = trace.traceparent
-                generations = [replace(generation, traceparent=traceparent) for generation in generations]
-        prompt_tokens = sum(len(generation.token_ids) for generation in generations[:: wanted.n])
-        most_tokens = sum(generation.sampling.max_tokens for generation in generations)
-        arrival.allowance.reserve(prompt_tokens, most_tokens)
-        return generations
+    async def _wanted(self, request: Request, tenant: Tenant, arrival: Arrival, parse: Parse) -> GenerateRequest:
+        """Return what a request's body asks for. Raises a ``WarmpathError``."""
+        body = await read_body(request, self.config.max_body_bytes, arrival.grow)
+        if len(body) <= INLINE_BODY_BYTES:
+            wanted = parse(body)
+        else:
+            wanted = await self.workers.run(tenant.name, len(body), parse, body)
+        if isinstance(wanted, ChatRequest) and wanted.chat_template_kwargs:
+            unread = self.tokenizer.template.unread(wanted.chat_template_kwargs)
+            more = unknown_fields((f"chat_template_kwargs.{name}" for name in unread), ())
+            wanted = replace(wanted, unknown=(*wanted.unknown, *more))
+        if self.config.strict:
+            require_none(wanted.unknown)
+        return wanted
+
+
+def _untraced(_: str) -> None:
+    """The stages of a request that has no trace."""

@@ -6,12 +6,12 @@ Counts answers until their last byte has been sent. One asyncio loop uses it.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 
-from starlette.types import ASGIApp, Receive, Scope, Send
-
-from serve_app.errors import Overloaded
+from serve_app.errors import GenerationFailed, Overloaded
 
 LAST_EVENT_S = 2.0
 """How long a client has to take the last event of a stream whose time is over."""
@@ -20,15 +20,15 @@ CODE = "server_stopping"
 
 
 class Drain:
-    """``begun``: whether requests are refused; ``over``: whether those that run are ended."""
+    """``begun``: whether requests are refused; ``over``: whether those that run are ended; ``limits``: of those."""
 
     def __init__(self) -> None:
         self.begun = False
         self.over = False
+        self.limits: set[asyncio.Timeout] = set()
         self._answers = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._limits: set[asyncio.Timeout] = set()
 
     def refuse(self) -> None:
         """Raise Overloaded once the stop has begun."""
@@ -47,21 +47,6 @@ class Drain:
             if not self._answers:
                 self._idle.set()
 
-    @asynccontextmanager
-    async def limit(self, timeout_s: float) -> AsyncIterator[None]:
-        """End the block after a time, or when the stop does. Raises TimeoutError then."""
-        async with asyncio.timeout(0 if self.over else timeout_s) as limit:
-            self._limits.add(limit)
-            try:
-                yield
-            finally:
-                self._limits.discard(limit)
-
-    def broken_off(self) -> Overloaded:
-        """Return the error that ends an answer for which there is no time left."""
-        message = "The server stopped before the answer was whole; send the request again."
-        return Overloaded(message, code=CODE, retry_after_s=5)
-
     async def run(self, timeout_s: float) -> int:
         """Refuse requests from now on, and return when no answer is under way, or has been ended after its time.
 
@@ -72,7 +57,7 @@ class Drain:
             return 0
         self.over = True
         ended, now_s = self._answers, asyncio.get_running_loop().time()
-        for limit in self._limits:
+        for limit in self.limits:
             limit.reschedule(now_s)
         await self._idle_within(LAST_EVENT_S)
         return ended
@@ -86,17 +71,28 @@ class Drain:
         return True
 
 
-class CountAnswers:
-    """ASGI middleware: every HTTP request is an answer under way until all of it was sent."""
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """The moment of ``time.perf_counter`` until which a request is answered, ``timeout_s`` after it came."""
 
-    def __init__(self, app: ASGIApp, drain: Drain) -> None:
-        self._app = app
-        self._drain = drain
+    drain: Drain
+    at_s: float
+    timeout_s: float
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass everything on."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        with self._drain.answering():
-            await self._app(scope, receive, send)
+    @asynccontextmanager
+    async def limit(self) -> AsyncIterator[None]:
+        """End the block then, or when the ingress stops. Raises the WarmpathError that says so."""
+        drain = self.drain
+        try:
+            async with asyncio.timeout(0 if drain.over else self.at_s - time.perf_counter()) as limit:
+                drain.limits.add(limit)
+                try:
+                    yield
+                finally:
+                    drain.limits.discard(limit)
+        except TimeoutError as error:
+            if drain.over:
+                message = "The server stopped before the answer was whole; send the request again."
+                raise Overloaded(message, code=CODE, retry_after_s=5) from error
+            message = f"The answer took over {self.timeout_s:.0f} s; ask for fewer tokens."
+            raise GenerationFailed(message, code="timeout") from error

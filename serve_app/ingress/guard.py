@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ray.exceptions import RayError
 from starlette.requests import ClientDisconnect, Request
@@ -22,104 +24,108 @@ from serve_app.tenants.tenants import DEFAULT_TENANT, Tenant, Tenants
 logger = logging.getLogger(__name__)
 
 
+class Api(NamedTuple):
+    """How an API shows errors, and what is left of a tenant's limits.
+
+    ``id_header``: of its answers, with the request's id, beside the one that Serve sends; "" for none.
+    """
+
+    error: RenderError
+    limits: RenderLimits
+    id_header: str = ""
+
+    def refusal(self, error: WarmpathError, request: Request) -> Response:
+        """Return an error as an answer."""
+        shown = self.error(error, request_id_of(request))
+        return self.named(json_response(shown.body, shown.status, error_headers(error)), request)
+
+    def named(self, response: Response, request: Request) -> Response:
+        """Return an answer with the request's id, where the API has a header for it."""
+        if self.id_header:
+            response.headers[self.id_header] = request_id_of(request)
+        return response
+
+
+@dataclass(slots=True)
 class RouteGuard:
     """Runs routes. ``allowed_hosts``: of which pages may post; it may be set."""
 
-    def __init__(
-        self,
-        tenants: Tenants,
-        metrics: IngressMetrics,
-        drain: Drain,
-        *,
-        allowed_hosts: Collection[str] | None = None,
-        limits: TenantLimits | None = None,
-    ) -> None:
-        self._limits = limits or TenantLimits()
-        self.allowed_hosts = allowed_hosts
-        self._tenants = tenants
-        self._metrics = metrics
-        self._drain = drain
+    tenants: Tenants
+    metrics: IngressMetrics
+    drain: Drain
+    limits: TenantLimits = field(default_factory=TenantLimits)
+    allowed_hosts: Collection[str] | None = None
 
     def tenant(self, request: Request) -> Tenant:
         """Return who asks, remembered for the counters. Raises AuthenticationFailed."""
-        tenant: Tenant | None = getattr(request.state, "tenant", None)
+        tenant = _found(request)
         if tenant is None:
-            tenant = request.state.tenant = self._tenants.authenticate(credentials(request))
+            tenant = request.state.tenant = self.tenants.authenticate(credentials(request))
         return tenant
 
     def sees_all(self, request: Request) -> bool:
         """Whether the caller may see every tenant: an operator key, or a deployment open to everyone."""
-        if self._tenants.is_operator(credentials(request)):
+        if self.tenants.is_operator(credentials(request)):
             return True
-        return self._tenants.open and not self._tenants.has_operators
+        return self.tenants.open and not self.tenants.has_operators
 
     def viewer(self, request: Request) -> str | None:
         """Return what of the caches the caller may see now: a tenant's part by name, None: all of it.
 
         Raises AuthenticationFailed. What was found for the same request before does not count.
         """
-        return None if self.sees_all(request) else self._tenants.authenticate(credentials(request)).name
+        return None if self.sees_all(request) else self.tenants.authenticate(credentials(request)).name
 
     def require_operator(self, request: Request) -> None:
         """Raise AuthenticationFailed or PermissionDenied unless the caller may see every tenant."""
         if self.sees_all(request):
             return
-        if not self._tenants.open:
+        if not self.tenants.open:
             self.tenant(request)
         elif not credentials(request):
             raise AuthenticationFailed("An operator key is needed; send it as `Authorization: Bearer KEY`.")
         raise PermissionDenied("This needs an operator key (operator_key_sha256 in the settings).")
 
     async def answer(
-        self,
-        request: Request,
-        endpoint: str,
-        render_error: RenderError,
-        work: Callable[[], Awaitable[Response]],
-        render_limits: RenderLimits = lambda _: {},
+        self, request: Request, endpoint: str, api: Api, work: Callable[[], Awaitable[Response]]
     ) -> Response:
-        """Run one route's work; whatever goes wrong leaves as an error of the API, and is counted.
+        """Run one route's work; whatever goes wrong leaves as an error of the API, and all answers are counted.
 
         Every answer to a tenant says what is left of its limits.
         """
-        response = await self._answer(request, endpoint, render_error, work)
-        tenant: Tenant | None = getattr(request.state, "tenant", None)
-        left = self._limits.left(tenant.name) if tenant is not None else None
-        if left is not None:
-            response.headers.update(render_limits(left))
-        return response
-
-    async def _answer(
-        self, request: Request, endpoint: str, render_error: RenderError, work: Callable[[], Awaitable[Response]]
-    ) -> Response:
-        request_id = request_id_of(request)
-        error: WarmpathError
         try:
             refuse_foreign_page(request, self.allowed_hosts)
             if request.method == "POST":
-                self._drain.refuse()
-            response = await work()
-            self._count(request, endpoint, response.status_code)
-            return response
-        except WarmpathError as caught:
-            error = caught
+                self.drain.refuse()
+            response = api.named(await work(), request)
         except ClientDisconnect:
-            self._metrics.disconnects.inc()
-            self._count(request, endpoint, 499)
-            return Response(status_code=499)
-        except NoReplicaLeft:
-            error = Overloaded("There is no replica now; send the request again later.", retry_after_s=5.0)
-        except RayError:
-            logger.exception("request %s: Ray failed", request_id)
-            error = Overloaded("The replicas cannot be reached now.", retry_after_s=5.0)
-        except Exception:
-            logger.exception("request %s failed", request_id)
-            error = GenerationFailed("A fault on the server; it was logged under this request id.")
-        shown = render_error(error, request_id)
-        self._count(request, endpoint, shown.status)
-        return json_response(shown.body, shown.status, error_headers(error))
+            self.metrics.disconnects.inc()
+            response = api.named(Response(status_code=499), request)
+        except Exception as error:
+            response = api.refusal(_shown(error, request), request)
+        tenant = _found(request)
+        name = tenant.name if tenant is not None else DEFAULT_TENANT if self.tenants.open else "none"
+        self.metrics.requests.labels(endpoint, str(response.status_code), name).inc()
+        left = self.limits.left(tenant.name) if tenant is not None else None
+        if left is not None:
+            response.headers.update(api.limits(left))
+        return response
 
-    def _count(self, request: Request, endpoint: str, status: int) -> None:
-        found: Tenant | None = getattr(request.state, "tenant", None)
-        name = found.name if found is not None else DEFAULT_TENANT if self._tenants.open else "none"
-        self._metrics.requests.labels(endpoint, str(status), name).inc()
+
+def _found(request: Request) -> Tenant | None:
+    tenant: Tenant | None = getattr(request.state, "tenant", None)
+    return tenant
+
+
+def _shown(error: Exception, request: Request) -> WarmpathError:
+    """Return what a client is told of an error; what it cannot do anything about is logged."""
+    if isinstance(error, WarmpathError):
+        return error
+    if isinstance(error, NoReplicaLeft):
+        return Overloaded("There is no replica now; send the request again later.", retry_after_s=5.0)
+    request_id = request_id_of(request)
+    if isinstance(error, RayError):
+        logger.error("request %s: Ray failed", request_id, exc_info=error)
+        return Overloaded("The replicas cannot be reached now.", retry_after_s=5.0)
+    logger.error("request %s failed", request_id, exc_info=error)
+    return GenerationFailed("A fault on the server; it was logged under this request id.")

@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
 
 from router.core import RoutingCore
+from router.protocol.autoscaling import IngressFigures
 from router.protocol.samples import Sample
 from router.settings import RouterSettings
 from serve_app.api.anthropic.history import MessageHistory
-from serve_app.api.format import AnswerFormat
 from serve_app.api.openai.response import adapter_body
-from serve_app.api.request import ChatRequest, GenerateRequest
-from serve_app.api.unknown import require_none, unknown_fields
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.config.app import AppConfig
-from serve_app.fairness.front_door import Arrival, FrontDoor
+from serve_app.fairness.front_door import FrontDoor
 from serve_app.fairness.rate_limits import TenantLimits
 from serve_app.fairness.shares import Shares
-from serve_app.fairness.workers import FairWorkers
 from serve_app.generation.prepare import Limits, Preparer
 from serve_app.ingress.adapter_admin import AdapterAdmin
 from serve_app.ingress.broadcast import Broadcast
@@ -35,26 +29,20 @@ from serve_app.ingress.drain import Drain
 from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.http import credentials, read_body
 from serve_app.ingress.ledgers import Ledgers
-from serve_app.ingress.observe.autoscaling_stats import autoscaling_samples, ingress_figures
-from serve_app.ingress.observe.cache_state import NOTICES, HitRates, cache_state
-from serve_app.ingress.observe.explain import Explainer
-from serve_app.ingress.observe.health import Health
-from serve_app.ingress.observe.metrics import IngressMetrics, with_label
-from serve_app.ingress.observe.router_metrics import replica_samples, router_samples
+from serve_app.ingress.observe import metrics as figures
+from serve_app.ingress.observe.cache_state import NOTICES, cache_state
 from serve_app.ingress.prompts.admin import PromptAdmin
 from serve_app.live.live import Live
+from serve_app.live.prefix_table import PrefixTable
 from serve_app.notices import read, read_kinds
 from serve_app.prompts.registry import Prompts
 from serve_app.prompts.traffic import version_samples
 from serve_app.replica.token_channel import TokenReceiver
-from serve_app.tenants.tenants import Tenant, Tenants
+from serve_app.tenants.tenants import Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from serve_app.tracing.tracer import Tracer
 
 logger = logging.getLogger(__name__)
-
-INLINE_BODY_BYTES = 64 << 10
-"""Longer bodies are parsed off the loop."""
 
 BODIES = 8
 """How many bodies of the greatest size an ingress holds before they are admitted, over all tenants."""
@@ -64,7 +52,8 @@ BODIES = 8
 class Services:
     """The parts of one ingress. ``name``: its replica's id; ``base_model``: the served model as clients see it.
 
-    ``config``: the settings in force, which ``configure`` replaces. ``refused_settings``: why the newest are not.
+    ``config``: the settings in force, which ``configure`` replaces. ``connecting``: is done once replicas and ingresses
+    answer. ``refused_settings``: why the newest are not in force.
     """
 
     config: AppConfig
@@ -77,19 +66,17 @@ class Services:
     prompts: Prompts
     preparer: Preparer
     core: RoutingCore
-    metrics: IngressMetrics
-    traffic: HitRates
+    metrics: figures.IngressMetrics
+    prefixes: PrefixTable
     guard: RouteGuard
     shares: Shares
     limits: TenantLimits
     front_door: FrontDoor
-    workers: FairWorkers
     broadcast: Broadcast
     adapter_admin: AdapterAdmin
     prompt_admin: PromptAdmin
-    explainer: Explainer
     completions: Completions
-    health: Health
+    connecting: asyncio.Task[None]
     drain: Drain
     history: MessageHistory
     usage: Ledgers
@@ -97,6 +84,7 @@ class Services:
     receiver: TokenReceiver
     tracer: Tracer | None = None
     refused_settings: str = ""
+    _synced: bool = False
 
     async def configure(self, config: AppConfig) -> None:
         """Put other live settings into force; requests that have begun go on with those that they began with."""
@@ -109,45 +97,17 @@ class Services:
         self.front_door.max_waiting = config.max_queued_requests
         self.front_door.max_bytes = BODIES * config.max_body_bytes
         self.guard.allowed_hosts = config.allowed_hosts
-        self.adapter_admin.config = config
-        self.completions.request_timeout_s = config.request_timeout_s
+        self.adapter_admin.config = self.completions.config = self.config = config
         self.preparer.configure(limits_of(config, self.base_model["max_model_len"]))
-        self.config = config
 
-    async def generate(
-        self, request: Request, parse: Callable[[bytes], GenerateRequest], answer_format: AnswerFormat
-    ) -> Response:
-        """Answer a request for text in an API's format. Raises a ``WarmpathError`` before the first token."""
-        arrived_s = time.perf_counter()
-        tenant = self.guard.tenant(request)
-        with self.front_door.arrive(tenant.name) as arrival:
-            wanted = await self._wanted(request, tenant, arrival, parse)
-            return await self.completions.respond(request, wanted, answer_format, tenant, arrival, arrived_s)
+    def ready(self) -> bool:
+        """Whether a request can be answered, and be routed knowing what every replica's cache holds.
 
-    async def count_tokens(self, request: Request, parse: Callable[[bytes], ChatRequest]) -> int:
-        """Return how many tokens the prompt of a request has. Raises a ``WarmpathError``."""
-        tenant = self.guard.tenant(request)
-        with self.front_door.arrive(tenant.name) as arrival:
-            wanted = await self._wanted(request, tenant, arrival, parse)
-            assert isinstance(wanted, ChatRequest)
-            return await self.preparer.count(wanted, tenant)
-
-    async def _wanted(
-        self, request: Request, tenant: Tenant, arrival: Arrival, parse: Callable[[bytes], GenerateRequest]
-    ) -> GenerateRequest:
-        """Return what a request's body asks for. Raises a ``WarmpathError``."""
-        body = await read_body(request, self.config.max_body_bytes, arrival.grow)
-        if len(body) <= INLINE_BODY_BYTES:
-            wanted = parse(body)
-        else:
-            wanted = await self.workers.run(tenant.name, len(body), parse, body)
-        if isinstance(wanted, ChatRequest) and wanted.chat_template_kwargs:
-            unread = self.tokenizer.template.unread(wanted.chat_template_kwargs)
-            more = unknown_fields((f"chat_template_kwargs.{name}" for name in unread), ())
-            wanted = replace(wanted, unknown=(*wanted.unknown, *more))
-        if self.config.strict:
-            require_none(wanted.unknown)
-        return wanted
+        Replicas that join later do not take it back: only a router that knew none of the caches would scatter prompts.
+        """
+        if not self._synced and self.connecting.done():
+            self._synced = self.core.knows_every_cache
+        return self._synced and bool(self.core.replica_ids)
 
     async def body(self, request: Request) -> bytes:
         """Return the request's body. Raises RequestTooLarge and RequestTimeout."""
@@ -167,45 +127,47 @@ class Services:
             return [base, *adapters]
         return [{**adapter, "parent": None} for adapter in adapters]
 
-    def samples(self) -> list[Sample]:
-        """Return what this ingress and its router have counted."""
-        tokenizer_cache = self.tokenizer.stats()
-        self.metrics.tokenizer_cache_bytes.set(tokenizer_cache.bytes)
-        self.metrics.tokenizer_cache_max_bytes.set(tokenizer_cache.max_bytes)
-        self.metrics.event_streams.set(self.live.watchers)
-        self.metrics.waiting.clear()
-        for tenant, requests in self.front_door.waiting().items():
-            self.metrics.waiting.labels(tenant).set(requests)
-        versions, _ = self.prompt_admin.traffic.report()
-        return [*self.metrics.samples(), *version_samples(versions), *router_samples(self.core)]
-
     def autoscaling_stats(self) -> dict[str, float]:
         """Return this ingress' figures for the autoscaling policy; none where that is off. Never raises."""
         try:
             if self.config.autoscaling is None:
                 return {}
-            waiting = self.front_door.waiting().total()
-            return ingress_figures(self.core.demand(), waiting, self.config.autoscaling).to_floats()
+            times, working_set_tokens = self.core.demand()
+            return IngressFigures(
+                waiting_requests=self.front_door.waiting().total(),
+                working_set_tokens=working_set_tokens,
+                **asdict(times),
+                **self.config.autoscaling.model_dump(),
+            ).to_floats()
         except Exception:  # Serve would ask no more
             logger.exception("no figures for autoscaling")
             return {}
 
+    def samples(self) -> list[Sample]:
+        """Return what this ingress and its router have counted."""
+        streams = figures.samples_of({"warmpath_event_streams": self.live.watchers})
+        samples = [*self.metrics.samples(), *figures.router_samples(self.core), *streams]
+        for tenant, requests in self.front_door.waiting().items():
+            samples += figures.samples_of({"warmpath_requests_waiting": requests}, ("tenant", tenant))
+        versions, _ = self.prompt_admin.traffic.report()
+        return [*samples, *version_samples(versions)]
+
     async def all_samples(self) -> list[Sample]:
         """Return what every ingress and every replica has counted."""
-        samples = replica_samples(self.core)
+        samples = figures.replica_samples(self.core)
         if self.config.autoscaling is not None:
-            samples += autoscaling_samples(await asyncio.to_thread(read, self.app_name, "autoscaling"))
-        if self.config.ingress_replicas == 1:
-            return samples + with_label(self.samples(), "ingress", self.name)
-        for name, more in await self.broadcast.ingresses("named_samples", timeout_s=5):
-            samples += with_label(more, "ingress", name)
+            notices = await asyncio.to_thread(read, self.app_name, "autoscaling")
+            samples += figures.autoscaling_samples(notices)
+        ingresses = await self.broadcast.ingresses("named_samples", timeout_s=5) or [(self.name, self.samples())]
+        for name, more in ingresses:
+            samples += figures.with_label(more, "ingress", name)
         return samples
 
     async def cache_state(self) -> dict[str, Any]:
         """Return what the caches hold, as this ingress' router sees it."""
         model, engine = self.config.model_name, self.config.engine
         notices = await asyncio.to_thread(read_kinds, self.app_name, NOTICES)
-        return cache_state(self.core, self.traffic, self.tokenizer.stats(), notices, model=model, engine=engine)
+        return cache_state(self.core, self.prefixes, self.tokenizer.stats(), notices, model=model, engine=engine)
 
 
 def limits_of(config: AppConfig, model_len: int) -> Limits:

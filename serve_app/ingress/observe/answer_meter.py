@@ -13,7 +13,6 @@ from serve_app.fairness.rate_limits import Allowance
 from serve_app.generation.answer import Piece
 from serve_app.generation.generation import Generation
 from serve_app.generation.request_usage import RequestUsage
-from serve_app.ingress.observe.cache_state import HitRates
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.prompts.traffic import PromptTraffic, Use
 from serve_app.tracing.request import RequestTrace
@@ -22,10 +21,9 @@ from serve_app.usage.ledger import Ledger
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Who hears of answers: this ingress' metrics, its hit rates, the ledger, registered prompts, cache misses."""
+    """Who hears of answers: this ingress' metrics, the ledger, registered prompts, cache misses."""
 
     metrics: IngressMetrics
-    traffic: HitRates
     front_door: FrontDoor
     ledger: Ledger
     prompts: PromptTraffic
@@ -47,8 +45,8 @@ class AnswerMeter:
     ) -> None:
         self.usage = RequestUsage(wanted.n, generations)
         self._counters = counters
-        self._wanted = wanted
-        self._generations = generations
+        self.wanted = wanted
+        self.generations = generations
         self._arrived_s = arrived_s
         self._body_bytes = body_bytes
         self._allowance = allowance
@@ -70,20 +68,24 @@ class AnswerMeter:
             self._allowance.generated(new_tokens)
             self._completion_tokens.inc(new_tokens)
         if piece.cached_tokens is not None:
-            self._first_token(self._generations[index], index, piece.cached_tokens, now_s)
+            self._first_token(self.generations[index], index, piece.cached_tokens, now_s)
         elif new_tokens and index in self._last_s:
             self._inter_token_s.observe((now_s - self._last_s[index]) / new_tokens)
         self._last_s[index] = now_s
 
     def sent(self, piece: Piece) -> None:
         """Have a miss explained once its first piece was sent: nobody's first token waits for that."""
-        misses, wanted = self._counters.misses, self._wanted
+        misses, wanted = self._counters.misses, self.wanted
         if misses is None or piece.cached_tokens is None or piece.index % wanted.n:
             return
-        generation = self._generations[piece.index]
+        generation = self.generations[piece.index]
         miss = misses.observe(generation, piece.cached_tokens, self._arrived_s, self._last_s[piece.index])
         if miss is not None and wanted.cache_diagnostics and piece.index == 0:
             self.usage.miss = miss
+
+    def client_left(self) -> None:
+        """Count a client that did not stay to the end."""
+        self._counters.metrics.disconnects.inc()
 
     def end(self, error: BaseException | None) -> None:
         """The answer is over; a tenant pays nothing for one that was refused before its first piece."""
@@ -94,22 +96,21 @@ class AnswerMeter:
         if self._trace is not None:
             if refusal is not None:
                 self._trace.failed(refusal.code or type(refusal).__name__)
-            self._trace.used(self._wanted.answering_model, used)
+            self._trace.used(self.wanted.answering_model, used)
         self._allowance.end(refused=refusal is not None and not answered)
         if answered:  # where nothing was answered, what it cost is not known, and it was not free
-            model, ref = self._wanted.answering_model, self._generations[0].prompt_ref
+            model, ref = self.wanted.answering_model, self.generations[0].prompt_ref
             counters.ledger.answer(self._tenant, model, ref, used.completion_tokens)
             counters.front_door.learn(self._tenant, self._body_bytes, self._uncached_tokens)
 
     def _first_token(self, generation: Generation, index: int, cached_tokens: int, now_s: float) -> None:
-        counters, wanted, tenant = self._counters, self._wanted, self._tenant
+        counters, wanted, tenant = self._counters, self.wanted, self._tenant
         metrics, prompt_tokens = counters.metrics, len(generation.token_ids)
         ttft_s, ref = now_s - self._arrived_s, generation.prompt_ref
         self._uncached_tokens += prompt_tokens - cached_tokens
         metrics.ttft_s.labels(tenant).observe(ttft_s)
         metrics.prompt_tokens.labels(tenant).inc(prompt_tokens)
         metrics.cached_tokens.labels(tenant).inc(cached_tokens)
-        counters.traffic.add(tenant, generation.placement_key, prompt_tokens, cached_tokens)
         if index % wanted.n:
             return
         written_tokens = counters.ledger.prompt(

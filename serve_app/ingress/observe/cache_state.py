@@ -1,73 +1,25 @@
-"""What /v1/cache/state says: replicas, load, bytes and tokens cached, top prefixes, hit rate per tenant.
-
-Prefixes are named by their keyed hash, so the document holds no prompt's text.
-"""
+"""What /v1/cache/state says: replicas, load, bytes and tokens cached, and hit rates. No prompt's text is in it."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from router.core import RoutingCore
 from router.protocol.samples import Sample
+from serve_app.live.prefix_table import PrefixTable, TenantPrefixes
 from serve_app.tokenization.segment_cache import SegmentCacheStats
 
-REMEMBERED_PREFIXES = 1024
-SHOWN_PREFIXES = 20
 _STATES = {"used": "in_use", "cached": "cached", "free": "free"}
 
 NOTICES = ("autoscaling", "configuration", "handover", "prewarm")
 """The kinds of notices that are shown: what replicas that may be gone, and the controller, have left behind."""
 
 
-@dataclass(slots=True)
-class _Reuse:
-    requests: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-
-    def add(self, prompt_tokens: int, cached_tokens: int) -> None:
-        self.requests += 1
-        self.prompt_tokens += prompt_tokens
-        self.cached_tokens += cached_tokens
-
-    def to_json(self) -> dict[str, Any]:
-        hit_rate = round(self.cached_tokens / self.prompt_tokens, 4) if self.prompt_tokens else 0.0
-        return {**asdict(self), "hit_rate": hit_rate}
-
-
-class HitRates:
-    """Prompt and cached tokens by tenant, and by placement key for the most recently used prefixes."""
-
-    def __init__(self) -> None:
-        self._by_tenant: dict[str, _Reuse] = {}
-        self._by_prefix: OrderedDict[tuple[str, bytes], _Reuse] = OrderedDict()
-
-    def add(self, tenant: str, placement_key: bytes, prompt_tokens: int, cached_tokens: int) -> None:
-        """Count one generation's first token."""
-        key = (tenant, placement_key)
-        self._by_tenant.setdefault(tenant, _Reuse()).add(prompt_tokens, cached_tokens)
-        self._by_prefix.setdefault(key, _Reuse()).add(prompt_tokens, cached_tokens)
-        self._by_prefix.move_to_end(key)
-        if len(self._by_prefix) > REMEMBERED_PREFIXES:
-            self._by_prefix.popitem(last=False)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return hit rates per tenant and the prefixes that saved most."""
-        top = sorted(self._by_prefix.items(), key=lambda item: item[1].cached_tokens, reverse=True)[:SHOWN_PREFIXES]
-        return {
-            "tenants": {tenant: reuse.to_json() for tenant, reuse in self._by_tenant.items()},
-            "top_prefixes": [
-                {"prefix": key.hex(), "tenant": tenant, **reuse.to_json()} for (tenant, key), reuse in top
-            ],
-        }
-
-
 def cache_state(
     core: RoutingCore,
-    hit_rates: HitRates,
+    prefixes: PrefixTable,
     tokenizer: SegmentCacheStats,
     notices: dict[str, list[dict[str, Any]]],
     *,
@@ -85,8 +37,17 @@ def cache_state(
         "engine": engine,
         **state,
         "tokenizer_cache": asdict(tokenizer),
-        **hit_rates.to_json(),
+        "tenants": {tenant: _of_tenant(room) for tenant, room in prefixes.rooms.items()},
         "notices": notices,
+    }
+
+
+def _of_tenant(room: TenantPrefixes) -> dict[str, Any]:
+    return {
+        "requests": room.requests,
+        "prompt_tokens": room.prompt_tokens,
+        "cached_tokens": room.cached_tokens,
+        "hit_rate": round(room.cached_tokens / room.prompt_tokens, 4) if room.prompt_tokens else 0.0,
     }
 
 

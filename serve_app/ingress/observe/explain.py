@@ -6,7 +6,7 @@ response as clients send it. Whoever calls has checked that an operator asks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic import Field
@@ -41,55 +41,47 @@ _PARSERS: dict[str, Callable[[bytes], GenerateRequest]] = {
 """By the field that no other body has."""
 
 
-class Explainer:
-    """Explains requests by the state of one ingress' router."""
+async def explanation(body: bytes, core: RoutingCore, preparer: Preparer, tenants: Tenants) -> dict[str, Any]:
+    """Return the document for a request's body; each prompt is explained as if it came alone.
 
-    def __init__(self, core: RoutingCore, preparer: Preparer, tenants: Tenants) -> None:
-        self._core = core
-        self._preparer = preparer
-        self._tenants = tenants
+    Raises InvalidRequest, and what the request itself would be refused with.
+    """
+    asked = ExplainBody.parse(body)
+    policies = _policies(asked.policy, core.settings.policy)
+    tenant = _tenant(asked.tenant, tenants.by_name)
+    parsers = [parse for field, parse in _PARSERS.items() if getattr(asked, field) is not None]
+    if len(parsers) != 1:
+        raise InvalidRequest(
+            "Send the body of a chat (with messages), of a completion (with prompt) or of a response (with input)."
+        )
+    wanted = parsers[0](body)
+    generations = await preparer.prepare(wanted, tenant, "explain")
+    return {
+        "object": "cache.explanation",
+        "model": wanted.answering_model,
+        "tenant": tenant.name,
+        "router_id": core.router_id,
+        "policy": core.settings.policy,
+        "prompts": [
+            {"prefix": generation.placement_key.hex(), **core.explain(route_of(generation), policies)}
+            for generation in generations[:: wanted.n]
+        ],
+    }
 
-    async def explain(self, body: bytes) -> dict[str, Any]:
-        """Return the document for a request's body; each prompt is explained as if it came alone.
 
-        Raises InvalidRequest, and what the request itself would be refused with.
-        """
-        asked = ExplainBody.parse(body)
-        policies = self._policies(asked.policy)
-        tenant = self._tenant(asked.tenant)
-        parsers = [parse for field, parse in _PARSERS.items() if getattr(asked, field) is not None]
-        if len(parsers) != 1:
-            raise InvalidRequest(
-                "Send the body of a chat (with messages), of a completion (with prompt) or of a response (with input)."
-            )
-        wanted = parsers[0](body)
-        generations = await self._preparer.prepare(wanted, tenant, "explain")
-        return {
-            "object": "cache.explanation",
-            "model": wanted.answering_model,
-            "tenant": tenant.name,
-            "router_id": self._core.router_id,
-            "policy": self._core.settings.policy,
-            "prompts": [
-                {"prefix": generation.placement_key.hex(), **self._core.explain(route_of(generation), policies)}
-                for generation in generations[:: wanted.n]
-            ],
-        }
+def _policies(chosen: str | None, acting: str) -> list[str]:
+    """Return the policies to explain, the one that orders the replicas first: by default the acting one."""
+    if chosen is None:
+        return [acting, *(policy for policy in POLICIES if policy != acting)]
+    if chosen not in POLICIES:
+        raise InvalidRequest(f"policy must be one of {', '.join(POLICIES)}.", param="policy")
+    return [chosen]
 
-    def _policies(self, chosen: str | None) -> list[str]:
-        """Return the policies to explain, the one that orders the replicas first: by default the acting one."""
-        if chosen is None:
-            acting = self._core.settings.policy
-            return [acting, *(policy for policy in POLICIES if policy != acting)]
-        if chosen not in POLICIES:
-            raise InvalidRequest(f"policy must be one of {', '.join(POLICIES)}.", param="policy")
-        return [chosen]
 
-    def _tenant(self, name: str | None) -> Tenant:
-        tenants = self._tenants.by_name
-        if name is None and len(tenants) == 1:
-            return next(iter(tenants.values()))
-        if name not in tenants:
-            demand = f"the tenant on whose behalf to ask, one of {', '.join(tenants)[:1000]}"
-            raise InvalidRequest(f"tenant must be {demand}.", param="tenant")
-        return tenants[name]
+def _tenant(name: str | None, tenants: Mapping[str, Tenant]) -> Tenant:
+    if name is None and len(tenants) == 1:
+        return next(iter(tenants.values()))
+    if name is None or name not in tenants:
+        demand = f"the tenant on whose behalf to ask, one of {', '.join(tenants)[:1000]}"
+        raise InvalidRequest(f"tenant must be {demand}.", param="tenant")
+    return tenants[name]

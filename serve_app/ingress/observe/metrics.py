@@ -1,19 +1,24 @@
-"""Prometheus metrics of one ingress, and the whole app's through the feed.
+"""Prometheus metrics of one ingress and its router, and the whole app's through the feed.
 
-Replicas' samples arrive as data (``StatsReport``), routing counters from the ``RoutingCore``.
+Replicas' samples arrive as data (``StatsReport``). Every decision of a router is counted three ways in tokens: the best
+any replica held, what the selected one held by the directory, and what it then delivered; their differences are regret:
+the price of load, and of stale hints.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import Metric
 
+from router.core import RoutingCore
+from router.observe.counters import PolicyCounters
 from router.protocol.samples import Labels, Sample
-from serve_app.ingress.observe.families.catalog import FAMILIES
-from serve_app.ingress.observe.families.family import Family
+from serve_app.ingress.observe.families import FAMILIES, Family
 
 TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
 ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5)
@@ -23,101 +28,152 @@ _TELLING = ("tenant", "prompt")
 
 _HISTOGRAM_ENDS = ("_bucket", "_sum", "_count")
 
+_Kind = TypeVar("_Kind", Counter, Gauge, Histogram)
+
 
 class IngressMetrics:
     """What an ingress counts itself. ``tenant`` takes only configured names, so its values are bounded."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.requests = self._counter("warmpath_requests_total")
-        self.in_flight = self._gauge("warmpath_requests_in_flight")
-        self.waiting = self._gauge("warmpath_requests_waiting")
-        self.ttft_s = self._histogram("warmpath_time_to_first_token_seconds", TTFT_BUCKETS_S)
-        self.inter_token_s = self._histogram("warmpath_inter_token_latency_seconds", ITL_BUCKETS_S)
-        self.prompt_tokens = self._counter("warmpath_tenant_prompt_tokens_total")
-        self.cached_tokens = self._counter("warmpath_tenant_cached_prompt_tokens_total")
-        self.written_tokens = self._counter("warmpath_tenant_written_prompt_tokens_total")
-        self.misses = self._counter("warmpath_cache_misses_total")
-        self.missed_tokens = self._counter("warmpath_cache_missed_tokens_total")
-        self.completion_tokens = self._counter("warmpath_tenant_completion_tokens_total")
-        self.retries = self._counter("warmpath_request_retries_total")
-        self.disconnects = self._counter("warmpath_client_disconnects_total")
-        self.refused_configurations = self._counter("warmpath_refused_configurations_total")
-        self.event_streams = self._gauge("warmpath_event_streams")
-        self.dropped_events = self._counter("warmpath_dropped_events_total")
-        self.tokenizer_cache_bytes = self._gauge("warmpath_tokenizer_cache_bytes")
-        self.tokenizer_cache_max_bytes = self._gauge("warmpath_tokenizer_cache_max_bytes")
+        self._registry = CollectorRegistry()
+        self.requests = self._new(Counter, "warmpath_requests_total")
+        self.in_flight = self._new(Gauge, "warmpath_requests_in_flight")
+        self.ttft_s = self._new(Histogram, "warmpath_time_to_first_token_seconds", buckets=TTFT_BUCKETS_S)
+        self.inter_token_s = self._new(Histogram, "warmpath_inter_token_latency_seconds", buckets=ITL_BUCKETS_S)
+        self.prompt_tokens = self._new(Counter, "warmpath_tenant_prompt_tokens_total")
+        self.cached_tokens = self._new(Counter, "warmpath_tenant_cached_prompt_tokens_total")
+        self.written_tokens = self._new(Counter, "warmpath_tenant_written_prompt_tokens_total")
+        self.completion_tokens = self._new(Counter, "warmpath_tenant_completion_tokens_total")
+        self.disconnects = self._new(Counter, "warmpath_client_disconnects_total")
+        self.refused_configurations = self._new(Counter, "warmpath_refused_configurations_total")
+        self.dropped_events = self._new(Counter, "warmpath_dropped_events_total")
+        self._misses = self._new(Counter, "warmpath_cache_misses_total")
+        self._missed_tokens = self._new(Counter, "warmpath_cache_missed_tokens_total")
+        self._retries = self._new(Counter, "warmpath_request_retries_total")
 
     def retried(self, after_first_token: bool) -> None:
         """Count a generation that was sent again."""
-        self.retries.labels(str(after_first_token).lower()).inc()
+        self._retries.labels(str(after_first_token).lower()).inc()
 
     def missed(self, tenant: str, reason: str, lost_tokens: int) -> None:
         """Count a prompt that was not read from the cache."""
-        self.misses.labels(tenant, reason).inc()
-        self.missed_tokens.labels(tenant, reason).inc(lost_tokens)
+        self._misses.labels(tenant, reason).inc()
+        self._missed_tokens.labels(tenant, reason).inc(lost_tokens)
 
     def samples(self) -> list[Sample]:
         """Return everything as flat samples, to be merged with other ingresses' and replicas'."""
         return [
             (sample.name, tuple(sorted(sample.labels.items())), float(sample.value))
-            for metric in self.registry.collect()
+            for metric in self._registry.collect()
             for sample in metric.samples
             if not sample.name.endswith("_created")
         ]
 
-    def _counter(self, name: str) -> Counter:
-        return Counter(name, FAMILIES[name].help, _own_labels(name), registry=self.registry)
-
-    def _gauge(self, name: str) -> Gauge:
-        return Gauge(name, FAMILIES[name].help, _own_labels(name), registry=self.registry)
-
-    def _histogram(self, name: str, bounds_s: tuple[float, ...]) -> Histogram:
-        return Histogram(name, FAMILIES[name].help, _own_labels(name), registry=self.registry, buckets=bounds_s)
+    def _new(self, kind: type[_Kind], name: str, **options: Any) -> _Kind:
+        family = FAMILIES[name]
+        labels = [label for label in family.labels if label not in ("ingress", "replica")]  # they say who counted
+        return kind(name, family.help, labels, registry=self._registry, **options)
 
 
-def _own_labels(name: str) -> list[str]:
-    """Return a family's labels without those that say who counted."""
-    return [label for label in FAMILIES[name].labels if label not in ("ingress", "replica")]
+def router_samples(core: RoutingCore) -> list[Sample]:
+    """Return what this process's router has counted, and the size of what it remembers."""
+    counters, state = core.counters, core.state()
+    directory = state["directory"]
+    samples = samples_of(
+        {
+            "warmpath_router_all_full_total": counters.all_full,
+            "warmpath_router_faults_total": counters.faults,
+            "warmpath_router_rejected_total": counters.rejected,
+            "warmpath_router_sent_back_total": counters.rerouted,
+            "warmpath_feed_gaps_total": counters.feed.gaps,
+            "warmpath_feed_snapshots_total": counters.feed.snapshots,
+            "warmpath_feed_malformed_total": counters.feed.malformed,
+            "warmpath_directory_blocks": directory["blocks"],
+            "warmpath_directory_refused_blocks_total": directory["refused_blocks"],
+            "warmpath_directory_checks_total": directory["checks"],
+            "warmpath_router_ttft_overhead_seconds": state["ttft_overhead_s"],
+            "warmpath_router_replicas": len(state["replicas"]),
+        }
+    )
+    samples += counters.decision_s.samples("warmpath_router_decision_seconds")
+    for policy, counted in list(counters.by_policy.items()):
+        samples += _policy_samples(counted, ("policy", policy))
+    for replica_id, decisions in list(counters.decisions_by_replica.items()):
+        samples += samples_of({"warmpath_router_replica_decisions_total": decisions}, ("replica", replica_id))
+    for replica_id, kinds in list(core.drift.found.items()):
+        for kind, times in list(kinds.items()):
+            samples += samples_of({"warmpath_directory_drift_total": times}, ("replica", replica_id), ("kind", kind))
+    for replica in state["replicas"]:
+        queued = {"warmpath_router_queued_tokens": replica["queued_prefill_tokens"]}
+        samples += samples_of(queued, ("replica", replica["replica_id"]))
+    return samples
 
 
-class _Samples:
-    """A prometheus collector over ready samples, grouped into their families."""
+def _policy_samples(counted: PolicyCounters, policy: tuple[str, str]) -> list[Sample]:
+    samples = list(counted.estimates.ratio.samples("warmpath_router_ttft_actual_to_estimated_ratio", (policy,)))
+    for name, tokens in list(counted.by_reason.items()):
+        reason = ("reason", name)
+        counts = {
+            "warmpath_router_decisions_total": tokens.decisions,
+            "warmpath_router_prompt_tokens_total": tokens.prompt_tokens,
+            "warmpath_router_best_cached_tokens_total": tokens.best_cached_tokens,
+            "warmpath_router_selected_cached_tokens_total": tokens.selected_cached_tokens,
+            "warmpath_router_delivered_cached_tokens_total": tokens.delivered_cached_tokens,
+        }
+        samples += samples_of(counts, policy, reason)
+        for cause in ("not_selected", "evicted", "unused"):
+            lost = {"warmpath_router_regret_tokens_total": getattr(tokens, f"{cause}_tokens")}
+            samples += samples_of(lost, policy, reason, ("cause", cause))
+    return samples
 
-    def __init__(self, samples: Iterable[Sample]) -> None:
-        self._samples = samples
 
-    def collect(self) -> Iterator[Metric]:
-        members: dict[str, list[Sample]] = defaultdict(list)
-        for sample in self._samples:
-            family = _family_of(sample)
-            if family is not None:
-                members[family.name].append(sample)
-        for name in sorted(members):
-            family = FAMILIES[name]
-            metric = Metric(name.removesuffix("_total"), family.help, family.kind)
-            for sample_name, labels, value in members[name]:
-                metric.add_sample(sample_name, dict(labels), value)
-            yield metric
+def replica_samples(core: RoutingCore) -> list[Sample]:
+    """Return the latest samples of every replica, with the label ``replica``."""
+    reports = core.stats().items()
+    return [sample for replica_id, report in reports for sample in with_label(report.samples, "replica", replica_id)]
+
+
+def autoscaling_samples(notices: Sequence[Mapping[str, Any]]) -> list[Sample]:
+    """Return the policy's latest decision; none before the first. ``notices``: the newest first."""
+    if not notices:
+        return []
+    latest = notices[0]
+    replicas = {
+        "warmpath_autoscaling_target_replicas": latest["target"],
+        "warmpath_autoscaling_needed_replicas": latest["needed"],
+    }
+    return samples_of(replicas, ("reason", str(latest["reason"])))
+
+
+def samples_of(values: Mapping[str, float], *labels: tuple[str, str]) -> list[Sample]:
+    """Return numbers by name as samples."""
+    return [(name, labels, float(value)) for name, value in values.items()]
 
 
 def _family_of(sample: Sample) -> Family | None:
     """Return the family that a sample belongs to, None for what no page describes."""
     name, labels, _ = sample
     family = FAMILIES.get(name)
-    if family is None or family.histogram:
+    if family is None or family.kind == "histogram":
         family = next((FAMILIES.get(name.removesuffix(end)) for end in _HISTOGRAM_ENDS if name.endswith(end)), None)
-        if family is None or not family.histogram:
+        if family is None or family.kind != "histogram":
             return None
-    known = (*family.labels, "le") if family.histogram else family.labels
+    known = (*family.labels, "le") if family.kind == "histogram" else family.labels
     return family if all(label in known for label, _ in labels) else None
 
 
 def render(samples: Iterable[Sample]) -> bytes:
     """Return samples in Prometheus' text format; those of no known family, or with other labels, are left out."""
-    registry = CollectorRegistry()
-    registry.register(_Samples(samples))  # duck-typed: anything with collect()
-    return generate_latest(registry)
+    metrics: dict[str, Metric] = {}
+    for sample in samples:
+        family = _family_of(sample)
+        if family is not None:
+            if family.name not in metrics:
+                metrics[family.name] = Metric(family.name.removesuffix("_total"), family.help, family.kind)
+            name, labels, value = sample
+            metrics[family.name].add_sample(name, dict(labels), value)
+    ordered = [metrics[name] for name in sorted(metrics)]
+    return generate_latest(SimpleNamespace(collect=lambda: ordered))  # it calls nothing else
 
 
 def without_tenants(samples: Iterable[Sample]) -> list[Sample]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from serve_app.ingress.observe.families.catalog import SECTIONS
-from serve_app.ingress.observe.families.family import Section
+from serve_app.ingress.observe.families import SECTIONS, Family
 
 _INTRODUCTION = """\
 # Metrics
 
-Made from `serve_app/ingress/observe/families/` by `python -m serve_app.ingress.observe.reference > docs/metrics.md`.
+Made from `serve_app/ingress/observe/families.py` by `python -m serve_app.ingress.observe.reference > docs/metrics.md`.
 
 `GET /metrics` of any ingress shows the whole app in Prometheus' text format: every ingress (label `ingress`) and every
 replica (label `replica`; its figures come through the feed and are up to a second old). With tenants configured it
@@ -58,16 +57,17 @@ LABELS = {
 
 def metrics_page() -> str:
     """Return the page: every family by section, every label."""
-    return "\n".join([_INTRODUCTION, *(_section(section) for section in SECTIONS), _labels()])
+    sections = [_section(title, note, families) for title, (note, families) in SECTIONS.items()]
+    return "\n".join([_INTRODUCTION, *sections, _labels()])
 
 
-def _section(section: Section) -> str:
+def _section(title: str, note: str, families: list[Family]) -> str:
     rows = [
         f"| `{family.name}` | {family.kind} | {', '.join(f'`{label}`' for label in family.labels)} | {family.help} |"
-        for family in section.families
+        for family in families
     ]
     head = ["| name | kind | labels | meaning |", "|---|---|---|---|"]
-    return "\n".join([f"## {section.title}", "", section.note, "", *head, *rows, ""])
+    return "\n".join([f"## {title}", "", note, "", *head, *rows, ""])
 
 
 def _labels() -> str:

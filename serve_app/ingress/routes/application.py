@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 from fastapi import FastAPI
@@ -14,30 +14,17 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
-from serve_app.api.anthropic.request import CountTokensBody, MessagesBody
-from serve_app.api.anthropic.response import anthropic_error
-from serve_app.api.openai.request import ChatBody, CompletionBody
-from serve_app.api.openai.response import openai_error
-from serve_app.api.openai.responses.request import ResponsesBody
 from serve_app.errors import NotFound, WarmpathError
-from serve_app.ingress.adapter_admin import LoadAdapterBody, UnloadAdapterBody
-from serve_app.ingress.drain import CountAnswers
-from serve_app.ingress.http import json_response, request_id_of
-from serve_app.ingress.observe.explain import ExplainBody
+from serve_app.ingress.http import json_response
 from serve_app.ingress.observe.tracing import TraceRequests
-from serve_app.ingress.prompts.admin import PromptBody
-from serve_app.ingress.routes import adapters, anthropic, events, models, openai, operations, page, prompts, usage
+from serve_app.ingress.routes import events, generation, operations, page
+from serve_app.ingress.routes.handler import ANTHROPIC, BODIES, OPENAI
 from serve_app.ingress.services import Services
 
 OPENAPI_PATH = "/openapi.json"
-BODIES = (
-    ChatBody, CompletionBody, ResponsesBody, MessagesBody, CountTokensBody,
-    LoadAdapterBody, UnloadAdapterBody, ExplainBody, PromptBody,
-)  # fmt: skip
-ROUTERS = tuple(
-    routes.router for routes in (openai, anthropic, models, adapters, prompts, usage, operations, events, page)
-)
+ROUTERS = (generation.router, operations.router, events.router, page.router)
 PATHS = frozenset(route.path for router in ROUTERS for route in router.routes if isinstance(route, Route))
 
 
@@ -61,7 +48,6 @@ def make_application(services: Services) -> FastAPI:
     )
     if services.tracer is not None:
         application.add_middleware(TraceRequests, tracer=services.tracer)
-    application.add_middleware(CountAnswers, drain=services.drain)
     application.state.services = services
     for router in ROUTERS:
         application.include_router(router)
@@ -87,7 +73,14 @@ def _add_docs(application: FastAPI, services: Services) -> None:
 
 
 class _Application(FastAPI):
-    """Describes the bodies that handlers read themselves, too."""
+    """Counts every HTTP request as an answer under way until all of it was sent; describes bodies, too.
+
+    Of those that handlers read themselves FastAPI knows nothing.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self.state.services.drain.answering() if scope["type"] == "http" else nullcontext():
+            await super().__call__(scope, receive, send)
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
@@ -110,19 +103,12 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
     path = request.url.path
     shown: WarmpathError
     if isinstance(error, HTTPException) and error.status_code == 405:
-        shown = MethodNotAllowed(f"{request.method} is not allowed on {path[:200]}; use {_allowed(error)}.")
+        allowed = (error.headers or {}).get("Allow", "another method")
+        shown = MethodNotAllowed(f"{request.method} is not allowed on {path[:200]}; use {allowed}.")
     else:
         shown = NotFound(f"There is no {path[:200]} here; {_advice(path)}")
-    request_id = request_id_of(request)
-    if path == anthropic.PATH or path.startswith(f"{anthropic.PATH}/"):
-        answer = anthropic_error(shown, request_id)
-        return json_response(answer.body, answer.status, {"request-id": request_id})
-    answer = openai_error(shown, request_id)
-    return json_response(answer.body, answer.status)
-
-
-def _allowed(error: HTTPException) -> str:
-    return (error.headers or {}).get("Allow", "another method")
+    of_anthropic = path == generation.MESSAGES_PATH or path.startswith(f"{generation.MESSAGES_PATH}/")
+    return (ANTHROPIC if of_anthropic else OPENAI).refusal(shown, request)
 
 
 def _advice(path: str) -> str:

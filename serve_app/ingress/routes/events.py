@@ -12,7 +12,6 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from serve_app.api import sse
-from serve_app.api.openai.response import openai_error
 from serve_app.errors import InvalidRequest, WarmpathError
 from serve_app.ingress.http import json_response, until_gone
 from serve_app.ingress.routes.handler import Front, guarded
@@ -31,7 +30,7 @@ WAIT_S = 1.0
 
 
 @router.get("/v1/cache/events")
-@guarded("cache_events", openai_error)
+@guarded("cache_events")
 async def events(request: Request, services: Front) -> Response:
     """What happens now: replicas, prefixes, decisions. A tenant sees its own part.
 

@@ -11,9 +11,13 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve_app.api.format import RenderError, RenderLimits
-from serve_app.api.openai.response import openai_limits
+from serve_app.api.anthropic.response import anthropic_error, anthropic_limits
+from serve_app.api.openai.response import openai_error, openai_limits
+from serve_app.ingress.guard import Api
 from serve_app.ingress.services import Services
+
+OPENAI = Api(openai_error, openai_limits)
+ANTHROPIC = Api(anthropic_error, anthropic_limits, "request-id")
 
 
 async def _services(request: Request) -> Services:
@@ -24,20 +28,31 @@ async def _services(request: Request) -> Services:
 Front = Annotated[Services, Depends(_services)]
 Handler = Callable[..., Awaitable[Response]]
 
+BODIES: list[type[BaseModel]] = []
+"""Of all routes, as ``takes`` was told of them."""
 
-def guarded(
-    endpoint: str, render_error: RenderError, render_limits: RenderLimits = openai_limits
-) -> Callable[[Handler], Handler]:
+
+def speaks_anthropic(request: Request) -> bool:
+    """Whether a request's headers are those of Anthropic's clients."""
+    return "anthropic-version" in request.headers or "x-api-key" in request.headers
+
+
+def guarded(endpoint: str, api: Api | None = OPENAI, *, operator: bool = False) -> Callable[[Handler], Handler]:
     """Let whatever goes wrong in a handler leave as an error of its API, and count its answers as ``endpoint``'s.
 
-    ``render_limits``: how the API tells what is left of a tenant's limits.
+    ``api`` None: the one whose headers a request has. ``operator``: nobody else may call it.
     """
 
     def wrap(handler: Handler) -> Handler:
         @functools.wraps(handler)
         async def run(request: Request, services: Services, **path: str) -> Response:
-            work = functools.partial(handler, request, services, **path)
-            return await services.guard.answer(request, endpoint, render_error, work, render_limits)
+            async def work() -> Response:
+                if operator:
+                    services.guard.require_operator(request)
+                return await handler(request, services, **path)
+
+            shown = api or (ANTHROPIC if speaks_anthropic(request) else OPENAI)
+            return await services.guard.answer(request, endpoint, shown, work)
 
         return run
 
@@ -49,6 +64,7 @@ def takes(body: type[BaseModel]) -> dict[str, Any]:
 
     FastAPI's errors would not be in the API's shape, and it would parse a body before its size is bounded.
     """
+    BODIES.append(body)
     schema = {"$ref": f"#/components/schemas/{body.__name__}"}
     content = {"application/json": {"schema": schema}}
     return {"openapi_extra": {"requestBody": {"content": content, "required": True}}}

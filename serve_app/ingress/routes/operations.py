@@ -1,47 +1,112 @@
-"""Health, metrics and the caches: what an operator looks at and resets."""
+"""What an operator looks at and changes: health, metrics, caches, usage, adapters and registered prompts."""
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from importlib import metadata
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve_app.api.openai.response import openai_error
+from serve_app.errors import InvalidRequest
+from serve_app.ingress.adapter_admin import LoadAdapterBody, UnloadAdapterBody
 from serve_app.ingress.http import json_response
-from serve_app.ingress.observe.explain import ExplainBody
+from serve_app.ingress.observe.explain import ExplainBody, explanation
 from serve_app.ingress.observe.metrics import render, without_tenants
+from serve_app.ingress.prompts.admin import PromptBody
 from serve_app.ingress.routes.handler import Front, guarded, takes
+from serve_app.usage.report import days, usage_csv, usage_document
 
 VERSION = metadata.version("warmpath-serve")
+USAGE_FORMATS = ("json", "csv")
 
-router = APIRouter(tags=["operations"])
+router = APIRouter()
 
 
-@router.get("/health")
+@router.post("/v1/load_lora_adapter", tags=["adapters"], **takes(LoadAdapterBody))
+@guarded("load_lora_adapter", operator=True)
+async def load_lora_adapter(request: Request, services: Front) -> Response:
+    """Load an adapter on every replica and offer it under its name."""
+    return Response(await services.adapter_admin.load(await services.body(request)))
+
+
+@router.post("/v1/unload_lora_adapter", tags=["adapters"], **takes(UnloadAdapterBody))
+@guarded("unload_lora_adapter", operator=True)
+async def unload_lora_adapter(request: Request, services: Front) -> Response:
+    """Offer an adapter no longer; requests that have begun finish with it."""
+    return Response(await services.adapter_admin.unload(await services.body(request)))
+
+
+@router.get("/v1/prompts", tags=["prompts"])
+@guarded("prompts", operator=True)
+async def prompts(request: Request, services: Front) -> Response:
+    """Every prompt, what its name means, and the hit rate and times of each version; ``?name=`` for one."""
+    return json_response(await services.prompt_admin.status(request.query_params.get("name")))
+
+
+@router.post("/v1/prompts/warm", tags=["prompts"], **takes(PromptBody))
+@guarded("prompts_warm", operator=True)
+async def warm(request: Request, services: Front) -> Response:
+    """Compute a version on the replicas that will serve it."""
+    return json_response(await services.prompt_admin.warm(await services.body(request)))
+
+
+@router.post("/v1/prompts/promote", tags=["prompts"], **takes(PromptBody))
+@guarded("prompts_promote", operator=True)
+async def promote(request: Request, services: Front) -> Response:
+    """Warm a version, then let the name mean it."""
+    return json_response(await services.prompt_admin.promote(await services.body(request)))
+
+
+@router.post("/v1/prompts/rollback", tags=["prompts"], **takes(PromptBody))
+@guarded("prompts_rollback", operator=True)
+async def rollback(request: Request, services: Front) -> Response:
+    """Go back to the version before."""
+    return json_response(await services.prompt_admin.roll_back(await services.body(request)))
+
+
+@router.get("/v1/usage", tags=["usage"])
+@guarded("usage")
+async def usage(request: Request, services: Front) -> Response:
+    """Tokens read from the cache, written and computed, and what they would have cost; a tenant sees its own.
+
+    In the query: `start_date` and `end_date` (days in UTC; default: the last 30), `format` (json or csv).
+    """
+    tenant = None if services.guard.sees_all(request) else services.guard.tenant(request).name
+    query = request.query_params
+    wanted = query.get("format", "json")
+    if wanted not in USAGE_FORMATS:
+        raise InvalidRequest(f"format must be one of {', '.join(USAGE_FORMATS)}.", param="format")
+    first_day, last_day = days(query.get("start_date"), query.get("end_date"), datetime.now(UTC).date())
+    rows, prices = await services.usage.everywhere(first_day, last_day, tenant), services.config.prices
+    if wanted == "csv":
+        return Response(usage_csv(rows, prices), media_type="text/csv; charset=utf-8")
+    return json_response(usage_document(first_day, last_day, rows, prices))
+
+
+@router.get("/health", tags=["operations"])
 async def health(request: Request, services: Front) -> Response:
     """200 once a request can be answered, and was routed knowing what every replica holds.
 
     Operators are told here, too, why a ``user_config`` is not in force.
     """
-    ready, replicas = services.health.now()
-    stopping = services.drain.begun
+    ready, stopping = services.ready(), services.drain.begun
     status = "stopping" if stopping else "ok" if ready else "starting"
-    body = {"status": status, "replicas": replicas}
+    body = {"status": status, "replicas": len(services.core.replica_ids)}
     if services.refused_settings and services.guard.sees_all(request):
         body["refused_user_config"] = services.refused_settings
     return json_response(body, 200 if ready and not stopping else 503)
 
 
-@router.get("/version")
+@router.get("/version", tags=["operations"])
 async def version() -> Response:
     """The version of warmpath that answers (vLLM's path)."""
     return json_response({"version": VERSION})
 
 
-@router.get("/metrics")
-@guarded("metrics", openai_error)
+@router.get("/metrics", tags=["operations"])
+@guarded("metrics")
 async def metrics(request: Request, services: Front) -> Response:
     """The whole app's metrics as Prometheus text: every ingress, every replica."""
     if not services.config.metrics_public:
@@ -52,27 +117,25 @@ async def metrics(request: Request, services: Front) -> Response:
     return Response(render(samples), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-@router.get("/v1/cache/state")
-@guarded("cache_state", openai_error)
+@router.get("/v1/cache/state", tags=["operations"])
+@guarded("cache_state", operator=True)
 async def cache_state(request: Request, services: Front) -> Response:
     """What the caches hold, as this ingress' router sees it."""
-    services.guard.require_operator(request)
     return json_response(await services.cache_state())
 
 
-@router.post("/v1/cache/explain", **takes(ExplainBody))
-@guarded("cache_explain", openai_error)
+@router.post("/v1/cache/explain", tags=["operations"], **takes(ExplainBody))
+@guarded("cache_explain", operator=True)
 async def explain(request: Request, services: Front) -> Response:
     """Where a request would go now, and why; nothing is sent, reserved or counted."""
-    services.guard.require_operator(request)
-    return json_response(await services.explainer.explain(await services.body(request)))
+    body = await services.body(request)
+    return json_response(await explanation(body, services.core, services.preparer, services.tenants))
 
 
-@router.post("/reset_prefix_cache")
-@guarded("reset_prefix_cache", openai_error)
+@router.post("/reset_prefix_cache", tags=["operations"])
+@guarded("reset_prefix_cache", operator=True)
 async def reset_prefix_cache(request: Request, services: Front) -> Response:
     """Forget every cached block that is not in use, on every replica (vLLM's path)."""
-    services.guard.require_operator(request)
     complete = all(await services.broadcast.replicas("reset_prefix_cache", timeout_s=30))
     services.live.reset(complete=complete)
     return json_response({"complete": complete})

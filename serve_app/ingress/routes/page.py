@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from functools import cache
-from importlib.resources import files
-from importlib.resources.abc import Traversable
+from pathlib import Path
 
 from fastapi import APIRouter
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+_FOLDER = Path(__file__).parents[1] / "page"
 _TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -40,17 +40,8 @@ router = APIRouter(include_in_schema=False)
 @cache
 def page_files() -> dict[str, bytes]:
     """Return the page's files by their path in it, such as ``map/map.js``."""
-    contents: dict[str, bytes] = {}
-
-    def collect(folder: Traversable, prefix: str) -> None:
-        for entry in folder.iterdir():
-            if entry.is_dir():
-                collect(entry, f"{prefix}{entry.name}/")
-            elif entry.name.rpartition(".")[2] in _TYPES:
-                contents[prefix + entry.name] = entry.read_bytes()
-
-    collect(files("serve_app.ingress") / "page", "")
-    return contents
+    found = (path for path in _FOLDER.rglob("*") if path.suffix[1:] in _TYPES)
+    return {path.relative_to(_FOLDER).as_posix(): path.read_bytes() for path in found}
 
 
 def page_response(path: str, known: str | None = None) -> Response:

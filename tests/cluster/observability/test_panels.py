@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from serve_app.ingress.observe.families.catalog import FAMILIES
+from serve_app.ingress.observe.families import FAMILIES
 from tests.harness.boards import ALERTS, DASHBOARD, PANELS, SERIES, WINDOW
 
 ASKED = [(series.title, series.promql) for series in SERIES]
@@ -28,7 +28,7 @@ def test_a_query_asks_for_families_and_labels_that_there_are(title: str, promql:
         end = next((end for end in _ENDS if name.endswith(end) and name.removesuffix(end) in FAMILIES), "")
         assert name.removesuffix(end) in FAMILIES, f"{title}: there is no {name}"
         family = FAMILIES[name.removesuffix(end)]
-        assert family.histogram == bool(end)
+        assert (family.kind == "histogram") == bool(end)
         assert bool(window) == (family.kind != "gauge" and name not in MOVED), f"{title}: {name}"
         labels |= set(family.labels)
     asked = {

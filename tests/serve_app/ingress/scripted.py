@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import socket
 import threading
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -20,7 +20,6 @@ from starlette.types import Receive, Scope, Send
 
 from router.protocol.block_hash import PrefixScope
 from serve_app.api.anthropic.history import MessageHistory
-from serve_app.api.openai.response import model_body
 from serve_app.cache_diagnostics.detector import MissDetector
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
@@ -37,7 +36,6 @@ from serve_app.ingress.completions import Completions
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.observe.answer_meter import Counters
-from serve_app.ingress.observe.cache_state import HitRates
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.routes.application import make_application
 from serve_app.ingress.services import Services
@@ -98,6 +96,49 @@ class Script:
         return str(self.tokenizer._tokenizer.decode(self.asked[-1].token_ids.tolist()))
 
 
+def partial_services(**parts: Any) -> Services:
+    """An ingress that has these parts and no others."""
+    return Services(**(dict.fromkeys(field.name for field in fields(Services)) | {"drain": Drain()} | parts))
+
+
+def counters(front_door: FrontDoor, misses: MissDetector | None = None) -> Counters:
+    """Everything that counts answers, new."""
+    return Counters(IngressMetrics(), front_door, Ledger(None, 0), PromptTraffic(), misses)
+
+
+class Loopback:
+    """An application on loopback, in a thread and a loop of its own, where ``make`` makes it and ``call`` runs more."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(make)), daemon=True)
+        self._thread.start()
+        assert self._ready.wait(PATIENCE_S)
+
+    async def _serve(self, make: Callable[[], Any]) -> None:
+        self._loop = asyncio.get_running_loop()
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self._server = uvicorn.Server(uvicorn.Config(make(), log_level="error"))
+        self._ready.set()
+        await self._server.serve([listener])
+
+    def call(self, work: Callable[[], Any]) -> Any:
+        """Return what ``work`` returns there, or what that comes to."""
+
+        async def run() -> Any:
+            found = work()
+            return await found if inspect.isawaitable(found) else found
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(PATIENCE_S)
+
+    def stop(self) -> None:
+        """Stop it."""
+        self._server.should_exit = True
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+
+
 @contextmanager
 def scripted(
     path: Path, tracer: Tracer | None = None, customers: Sequence[TenantConfig] = ()
@@ -106,49 +147,26 @@ def scripted(
     info, tokenizer, config = load_checkpoint_info(path), PromptTokenizer(path), AppConfig(model="demo")
     script, secret = Script(tokenizer), b"s" * 32
     tenants, metrics, drain, shares = Tenants(customers, secret), IngressMetrics(), Drain(), Shares({})
-    front_door = FrontDoor(shares, places=lambda: 8, max_waiting=64, max_bytes=1 << 26)
     preparer = Preparer(info, tokenizer, tenants, secret, AdapterRegistry("demo"), Limits(8192, 64))
-    parts: dict[str, Any] = dict.fromkeys(field.name for field in fields(Services))
-    parts |= {
-        "config": config,
-        "tenants": tenants,
-        "tokenizer": tokenizer,
-        "preparer": preparer,
-        "drain": drain,
-        "history": MessageHistory(),
-        "front_door": front_door,
-        "workers": FairWorkers(shares),
-        "guard": RouteGuard(tenants, metrics, drain),
-        "base_model": model_body("demo", 0, 8192),
-        "tracer": tracer,
-        "completions": Completions(
-            preparer,
-            script,
-            AnswerReaders(tokenizer, "auto"),
-            Counters(
-                metrics,
-                HitRates(),
-                front_door,
-                Ledger(None, 0),
-                PromptTraffic(),
-                MissDetector(tokenizer.text_of, FairWorkers(shares), lambda: 1, metrics.missed),
-            ),
-            drain,
-            request_timeout_s=120,
-        ),
-    }
-    settings = uvicorn.Config(make_application(Services(**parts)), host="127.0.0.1", port=0, log_level="error")
-    server = uvicorn.Server(settings)
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        assert thread.is_alive()
-        time.sleep(0.01)
+    workers, readers = FairWorkers(shares), AnswerReaders(tokenizer, "auto")
+    counted = counters(
+        FrontDoor(shares, places=lambda: 8, max_waiting=64, max_bytes=1 << 26),
+        MissDetector(tokenizer.text_of, workers, lambda: 1, metrics.missed),
+    )
+    services = partial_services(
+        config=config,
+        tenants=tenants,
+        drain=drain,
+        history=MessageHistory(),
+        guard=RouteGuard(tenants, metrics, drain),
+        tracer=tracer,
+        completions=Completions(config, preparer, script, tokenizer, readers, counted, workers, drain),
+    )
+    running = Loopback(lambda: make_application(services))
     try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", script
+        yield running.url, script
     finally:
-        server.should_exit = True
-        thread.join(60)
+        running.stop()
 
 
 @asynccontextmanager

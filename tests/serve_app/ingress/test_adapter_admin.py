@@ -123,7 +123,7 @@ def test_two_ingresses_that_load_one_name_at_once_end_with_one_entry(tmp_path: P
         return answers
 
     fast = save_plain(tmp_path / "fast", 1.0)
-    slow._tell_replicas = replicas
+    slow.tell_replicas = replicas
     with pytest.raises(InvalidRequest, match="meanwhile"):
         asyncio.run(slow.load(json.dumps(body).encode()))
     kept = app.registry.get("style")

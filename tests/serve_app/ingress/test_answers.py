@@ -22,15 +22,12 @@ from serve_app.fairness.rate_limits import TenantLimits
 from serve_app.fairness.shares import Budget, Shares
 from serve_app.fairness.waiting_line import WaitingLine
 from serve_app.generation.answer import Piece
-from serve_app.ingress.answers import Answer, Deadline, EventStream, streamed
+from serve_app.ingress.answers import Answer, EventStream, streamed
 from serve_app.ingress.client_headers import ClientHeaders, connection_send
-from serve_app.ingress.drain import Drain
-from serve_app.ingress.observe.answer_meter import AnswerMeter, Counters
-from serve_app.ingress.observe.cache_state import HitRates
+from serve_app.ingress.drain import Deadline, Drain
+from serve_app.ingress.observe.answer_meter import AnswerMeter
 from serve_app.ingress.observe.metrics import IngressMetrics
-from serve_app.prompts.traffic import PromptTraffic
-from serve_app.usage.ledger import Ledger
-from tests.serve_app.ingress.scripted import GENERATION, PATIENCE_S, server
+from tests.serve_app.ingress.scripted import GENERATION, PATIENCE_S, counters, server
 
 WANTED = parse_completion(b'{"model": "m", "prompt": "x", "stream": true}')
 
@@ -56,17 +53,15 @@ class Pieces:
 
 async def answer(pieces: AsyncGenerator[Piece, None], timeout_s: float = 60) -> tuple[Answer, IngressMetrics]:
     """An answer that begins now."""
-    metrics, budget = IngressMetrics(), Budget(Shares({}), lambda: 1)
-    door = FrontDoor(Shares({}), places=lambda: 1, max_waiting=1, max_bytes=1)
-    counters = Counters(metrics, HitRates(), door, Ledger(None, 0), PromptTraffic())
-    meter = AnswerMeter(counters, WANTED, [GENERATION], 0.0, 1, TenantLimits().begin("acme"), None)
+    counted = counters(FrontDoor(Shares({}), places=lambda: 1, max_waiting=1, max_bytes=1))
+    meter = AnswerMeter(counted, WANTED, [GENERATION], 0.0, 1, TenantLimits().begin("acme"), None)
     deadline = Deadline(Drain(), time.perf_counter() + timeout_s, timeout_s)
-    place = await WaitingLine(budget).enter("acme", 1, 1)
-    return Answer(CompletionFormat(), AnswerHead("a", 0, "m"), pieces, 1, place, meter, deadline, False), metrics
+    place = await WaitingLine(Budget(Shares({}), lambda: 1)).enter("acme", 1, 1)
+    return Answer(CompletionFormat(), AnswerHead("a", 0, "m"), pieces, place, meter, deadline), counted.metrics
 
 
-def in_flight(metrics: IngressMetrics) -> float:
-    return next(value for name, _, value in metrics.samples() if name == "warmpath_requests_in_flight")
+def counted(metrics: IngressMetrics, name: str = "warmpath_requests_in_flight") -> float:
+    return next(value for found, _, value in metrics.samples() if found == name)
 
 
 def test_a_stream_that_nobody_takes_ends_at_its_deadline() -> None:
@@ -77,13 +72,13 @@ def test_a_stream_that_nobody_takes_ends_at_its_deadline() -> None:
         made, metrics = await answer(pieces.come(), timeout_s=0.2)
 
         async def respond(_: Request) -> Response:
-            return await streamed(made, (), {}, lambda: None)
+            return await streamed(made)
 
         async with server(respond) as (_, writer):
             writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
             await asyncio.wait_for(pieces.closed.wait(), PATIENCE_S)
             await asyncio.sleep(0)
-            return in_flight(metrics)
+            return counted(metrics)
 
     assert asyncio.run(run()) == 0
 
@@ -98,15 +93,15 @@ def test_an_answer_whose_time_is_over_says_so() -> None:
     async def run() -> bytes:
         late, metrics = await answer(never(), timeout_s=0.05)
         with pytest.raises(GenerationFailed, match="took over"):
-            await streamed(late, (), {}, lambda: None)
-        assert (in_flight(metrics), late.place.units) == (0, 0)
+            await streamed(late)
+        assert (counted(metrics), late.place.units) == (0, 0)
         begun, _ = await answer(Pieces().come(), timeout_s=0.05)
         sent: list[dict[str, Any]] = []
 
         async def send(message: Any) -> None:
             sent.append(message)
 
-        response = await streamed(begun, (), {}, lambda: None)
+        response = await streamed(begun)
         await response({"type": "http", "method": "GET", "headers": []}, _stays, send)
         assert not sent[-1]["more_body"]
         return bytes(sent[-1]["body"])
@@ -121,7 +116,7 @@ def test_events_pass_no_layer_but_the_start_and_the_end_do() -> None:
 
     async def run() -> bytes:
         made, _ = await answer(Pieces("one", "two", "three").come())
-        response = await streamed(made, (), {}, lambda: None)
+        response = await streamed(made)
         assert isinstance(response, EventStream)
         body = b""
 
@@ -165,12 +160,11 @@ def test_a_connection_of_another_loop_is_left_to_serve() -> None:
 
 def test_a_client_that_leaves_ends_the_answer() -> None:
     """What was under way is closed and counted, and the client is counted as one that left."""
-    left: list[str] = []
 
-    async def run() -> float:
+    async def run() -> tuple[float, float]:
         pieces = Pieces()
         made, metrics = await answer(pieces.come())
-        response = await streamed(made, (), {}, lambda: left.append("left"))
+        response = await streamed(made)
         sent = asyncio.Event()
 
         async def receive() -> dict[str, Any]:
@@ -183,9 +177,9 @@ def test_a_client_that_leaves_ends_the_answer() -> None:
 
         await asyncio.wait_for(response({"type": "http", "headers": []}, receive, send), PATIENCE_S)
         assert pieces.closed.is_set()
-        return in_flight(metrics)
+        return counted(metrics), counted(metrics, "warmpath_client_disconnects_total")
 
-    assert (asyncio.run(run()), left) == (0, ["left"])
+    assert asyncio.run(run()) == (0, 1)
 
 
 async def _stays() -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
@@ -15,23 +14,20 @@ from starlette.requests import Request
 
 from serve_app.api.openai.request import parse_chat
 from serve_app.api.openai.response import ChatFormat
+from serve_app.config.app import AppConfig
 from serve_app.config.tenants import TenantConfig
 from serve_app.engine.protocol import SamplingParams
 from serve_app.errors import Overloaded, RateLimited
 from serve_app.fairness.front_door import FrontDoor
 from serve_app.fairness.rate_limits import TenantLimits
 from serve_app.fairness.shares import Shares
+from serve_app.fairness.workers import FairWorkers
 from serve_app.generation.generation import Generation, Tokens
 from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.ingress.completions import Completions
 from serve_app.ingress.drain import Drain
-from serve_app.ingress.observe.answer_meter import Counters
-from serve_app.ingress.observe.cache_state import HitRates
-from serve_app.ingress.observe.metrics import IngressMetrics
-from serve_app.prompts.traffic import PromptTraffic
 from serve_app.tenants.tenants import Tenant
-from serve_app.usage.ledger import Ledger
-from tests.serve_app.ingress.scripted import GENERATION
+from tests.serve_app.ingress.scripted import GENERATION, counters
 
 
 class Source:
@@ -55,32 +51,28 @@ class Bench:
         preparer.prepare.return_value = generations
         tokenizer.decoder().push.return_value = "x"
         tokenizer.decoder().flush.return_value = ""
+        workers, config = FairWorkers(Shares({})), AppConfig(model="m")
         self.completions = Completions(
+            config,
             preparer,
             self.source,
+            tokenizer,
             AnswerReaders(tokenizer, "auto"),
-            Counters(IngressMetrics(), HitRates(), self.door, Ledger(None, 0), PromptTraffic()),
+            counters(self.door),
+            workers,
             Drain(),
-            request_timeout_s=60,
         )
-        self.wanted = parse_chat(
-            json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}).encode()
-        )
+        wanted = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
+        self.body = json.dumps(wanted).ljust(1000).encode()
 
     def ask(self) -> None:
         """Answer one request of the tenant acme."""
 
-        async def stays() -> dict[str, Any]:
-            await asyncio.Event().wait()
-            raise AssertionError
-
         async def answer() -> None:
-            request = Request({"type": "http", "method": "POST", "headers": []}, stays)
-            with self.door.arrive("acme") as arrival:
-                arrival.grow(1000)
-                await self.completions.respond(
-                    request, self.wanted, ChatFormat(), Tenant("acme"), arrival, time.perf_counter()
-                )
+            messages = asyncio.Queue[dict[str, Any]]()  # the client stays
+            messages.put_nowait({"type": "http.request", "body": self.body})
+            request = Request({"type": "http", "method": "POST", "headers": []}, messages.get)
+            await self.completions.generate(request, Tenant("acme"), parse_chat, ChatFormat())
 
         asyncio.run(answer())
 

@@ -3,91 +3,82 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
-from serve_app.errors import Overloaded
-from serve_app.ingress.drain import CountAnswers, Drain
+from serve_app.errors import GenerationFailed, Overloaded, WarmpathError
+from serve_app.ingress.drain import Deadline, Drain
+from serve_app.ingress.routes.application import make_application
+from tests.serve_app.ingress.scripted import partial_services
+
+
+def deadline(drain: Drain, timeout_s: float = 600) -> Deadline:
+    return Deadline(drain, time.perf_counter() + timeout_s, timeout_s)
+
+
+async def settled() -> None:
+    """Let tasks run that can."""
+    for _ in range(10):
+        await asyncio.sleep(0)
 
 
 def test_nothing_is_refused_before_a_stop() -> None:
     """And everything after it."""
-
-    async def run() -> None:
-        drain = Drain()
+    drain = Drain()
+    drain.refuse()
+    assert asyncio.run(drain.run(600)) == 0
+    with pytest.raises(Overloaded) as error:
         drain.refuse()
-        assert await drain.run(600) == 0
-        with pytest.raises(Overloaded) as error:
-            drain.refuse()
-        assert error.value.code == "server_stopping"
-        assert error.value.retry_after_s
-
-    asyncio.run(run())
+    assert error.value.code == "server_stopping"
+    assert error.value.retry_after_s
 
 
-def test_answers_that_end_in_time_are_waited_for() -> None:
-    """All of them, and none is ended."""
+@pytest.mark.parametrize("in_time", [True, False])
+def test_answers_that_end_in_time_are_waited_for_and_others_end_with_an_error(in_time: bool) -> None:
+    """All of them; what they wait for when the time is over, and what they would wait for next."""
 
     async def run() -> None:
-        drain, release = Drain(), [asyncio.Event(), asyncio.Event()]
+        drain, release, errors = Drain(), [asyncio.Event(), asyncio.Event()], []
 
         async def answer(event: asyncio.Event) -> None:
             with drain.answering():
-                async with drain.limit(600):
-                    await event.wait()
+                for _ in range(2):
+                    try:
+                        async with deadline(drain).limit():
+                            await event.wait()
+                    except WarmpathError as error:
+                        errors.append(error.code)
 
         answers = [asyncio.create_task(answer(event)) for event in release]
         await asyncio.sleep(0)
-        stop = asyncio.create_task(drain.run(600))
+        stop = asyncio.create_task(drain.run(600 if in_time else 0))
         for event in release:
-            await asyncio.sleep(0.01)
-            assert not stop.done()
-            event.set()
-        assert await stop == 0
+            await settled()
+            if in_time:
+                assert not stop.done()
+                event.set()
+        assert await stop == (0 if in_time else 2)
         await asyncio.gather(*answers)
-        assert drain.begun
-        assert not drain.over
+        assert (drain.begun, drain.over) == (True, not in_time)
+        assert errors == ([] if in_time else ["server_stopping"] * 4)
 
     asyncio.run(run())
 
 
-def test_answers_that_take_longer_end_with_an_error() -> None:
-    """What they wait for now, and what they would wait for next."""
-
-    async def run() -> None:
-        drain, ended = Drain(), []
-
-        async def answer() -> None:
-            with drain.answering():
-                for _ in range(2):
-                    try:
-                        async with drain.limit(600):
-                            await asyncio.Event().wait()
-                    except TimeoutError:
-                        ended.append(drain.broken_off().code)
-
-        task = asyncio.create_task(answer())
-        await asyncio.sleep(0)
-        assert await drain.run(0) == 1
-        await task
-        assert ended == ["server_stopping"] * 2
-        assert drain.over
-
-    asyncio.run(run())
-
-
-def test_a_limit_is_a_timeout_without_a_stop() -> None:
-    """Its own time ends it; other errors pass."""
+def test_a_deadline_ends_a_block_without_a_stop() -> None:
+    """With its own error; others pass."""
 
     async def run() -> None:
         drain = Drain()
-        with pytest.raises(TimeoutError):
-            async with drain.limit(0):
+        with pytest.raises(GenerationFailed, match="took over"):
+            async with deadline(drain, 0).limit():
                 await asyncio.Event().wait()
         with pytest.raises(StopAsyncIteration):
-            async with drain.limit(600):
+            async with deadline(drain).limit():
                 raise StopAsyncIteration
         assert not drain.over
+        assert not drain.limits
 
     asyncio.run(run())
 
@@ -96,19 +87,22 @@ def test_an_answer_counts_until_its_last_byte() -> None:
     """Also one that ends with an exception."""
 
     async def run() -> None:
-        drain, sending = Drain(), asyncio.Event()
+        drain, begun, sending = Drain(), asyncio.Event(), asyncio.Event()
+        application = make_application(partial_services(drain=drain))
 
-        async def app(scope: object, receive: object, send: object) -> None:
+        async def send(_: object) -> None:
+            begun.set()
             await sending.wait()
             raise OSError("the client is gone")
 
-        async def unused(*_: object) -> dict[str, object]:
-            return {}
+        async def receive() -> dict[str, object]:
+            return {"type": "http.request"}
 
-        answer = asyncio.create_task(CountAnswers(app, drain)({"type": "http"}, unused, unused))  # type: ignore[arg-type]
-        await asyncio.sleep(0)
+        scope = {"type": "http", "method": "GET", "path": "/version", "headers": [], "query_string": b""}
+        answer = asyncio.create_task(application(scope, receive, send))  # type: ignore[arg-type]
+        await begun.wait()
         stop = asyncio.create_task(drain.run(600))
-        await asyncio.sleep(0.01)
+        await settled()
         assert not stop.done()
         sending.set()
         assert await stop == 0

@@ -1,91 +1,118 @@
-"""A request is authenticated once, and counted under the tenant that was found."""
+"""A request is authenticated once, counted under the tenant that was found, and no other site's page posts."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from unittest.mock import patch
 
 import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve_app.api.openai.response import openai_error, openai_limits
 from serve_app.config.tenants import TenantConfig
-from serve_app.errors import InvalidRequest
+from serve_app.errors import InvalidRequest, PermissionDenied, WarmpathError
 from serve_app.fairness.rate_limits import TenantLimits
+from serve_app.ingress.browsers import UnsupportedMediaType, refuse_foreign_page
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.observe.metrics import IngressMetrics
-from serve_app.tenants.tenants import Tenant, Tenants, make_api_key
+from serve_app.ingress.routes.handler import OPENAI
+from serve_app.tenants.tenants import Tenants, make_api_key
 
-KEY, DIGEST = make_api_key()
-
-
-class CountingTenants(Tenants):
-    """Real tenants that count how often they are asked."""
-
-    asked = 0
-
-    def authenticate(self, authorization: str | None) -> Tenant:
-        self.asked += 1
-        return super().authenticate(authorization)
+(KEY, DIGEST), (ZETA, ZETA_DIGEST) = make_api_key(), make_api_key()
+ACME = TenantConfig.model_validate({"name": "acme", "key_sha256": [DIGEST], "requests_per_second": 5})
+EVIL = "http://evil.example"
+OURS = "127.0.0.1:8000"
+JSON = "application/json"
+FORM = "application/x-www-form-urlencoded"
 
 
-@pytest.mark.parametrize(
-    ("header", "has_tenants", "status", "counted"),
-    [
-        (f"Bearer {KEY}", True, 200, "acme"),
-        ("Bearer guess", True, 401, "none"),
-        (None, True, 401, "none"),
-        (None, False, 200, "default"),
-    ],
-    ids=["a key", "a wrong key", "no key", "no tenants"],
-)
-def test_a_request_is_authenticated_once(header: str | None, has_tenants: bool, status: int, counted: str) -> None:
-    configs = [TenantConfig(name="acme", key_sha256=[DIGEST])] if has_tenants else []
-    tenants = CountingTenants(configs, b"s" * 32)
-    metrics = IngressMetrics()
-    guard = RouteGuard(tenants, metrics, Drain())
-    headers = [(b"authorization", header.encode())] if header else []
-    request = Request({"type": "http", "method": "POST", "path": "/", "headers": headers})
+def post(method: str = "POST", **headers: str | None) -> Request:
+    raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items() if value is not None]
+    return Request({"type": "http", "method": method, "path": "/", "headers": raw})
+
+
+def answered(guard: RouteGuard, request: Request, *, fails: bool = False) -> Response:
+    """What a route answers that asks twice who is there, and fails then or does not."""
 
     async def work() -> Response:
         guard.tenant(request)
         guard.tenant(request)
+        if fails:
+            raise InvalidRequest("no")
         return Response()
 
-    response = asyncio.run(guard.answer(request, "chat", openai_error, work))
-    assert response.status_code == status
-    assert tenants.asked == 1
-    found: dict[str, Any] = {
-        dict(labels)["tenant"]: value for name, labels, value in metrics.samples() if name == "warmpath_requests_total"
-    }
+    return asyncio.run(guard.answer(request, "chat", OPENAI, work))
+
+
+@pytest.mark.parametrize(
+    ("header", "configs", "status", "counted"),
+    [
+        (f"Bearer {KEY}", [ACME], 200, "acme"),
+        ("Bearer guess", [ACME], 401, "none"),
+        (None, [ACME], 401, "none"),
+        (None, [], 200, "default"),
+    ],
+    ids=["a key", "a wrong key", "no key", "no tenants"],
+)
+def test_a_request_is_authenticated_once(
+    header: str | None, configs: list[TenantConfig], status: int, counted: str
+) -> None:
+    tenants, metrics = Tenants(configs, b"s" * 32), IngressMetrics()
+    guard = RouteGuard(tenants, metrics, Drain())
+    with patch.object(tenants, "authenticate", wraps=tenants.authenticate) as authenticate:
+        assert answered(guard, post(authorization=header)).status_code == status
+    assert authenticate.call_count == 1
+    found = {dict(labels)["tenant"]: value for name, labels, value in metrics.samples() if "requests_total" in name}
     assert found == {counted: 1.0}
 
 
 def test_answers_tell_a_tenant_what_is_left_of_its_own_limits() -> None:
     """Errors too; who has no limits, or no key, is told nothing, whatever others have. (docs/security.md)"""
-    (zeta, zeta_digest), metrics = make_api_key(), IngressMetrics()
-    configs = [
-        TenantConfig.model_validate({"name": "acme", "key_sha256": [DIGEST], "requests_per_second": 5}),
-        TenantConfig.model_validate({"name": "zeta", "key_sha256": [zeta_digest]}),
-    ]
-    guard = RouteGuard(Tenants(configs, b"s" * 32), metrics, Drain(), limits=TenantLimits(configs))
+    configs = [ACME, TenantConfig(name="zeta", key_sha256=[ZETA_DIGEST])]
+    guard = RouteGuard(Tenants(configs, b"s" * 32), IngressMetrics(), Drain(), TenantLimits(configs))
 
     def told(key: str, *, fails: bool) -> set[str]:
-        headers = [(b"authorization", f"Bearer {key}".encode())]
-        request = Request({"type": "http", "method": "POST", "path": "/", "headers": headers})
-
-        async def work() -> Response:
-            guard.tenant(request)
-            if fails:
-                raise InvalidRequest("no")
-            return Response()
-
-        response = asyncio.run(guard.answer(request, "chat", openai_error, work, openai_limits))
+        response = answered(guard, post(authorization=f"Bearer {key}"), fails=fails)
         return {name for name in response.headers if name.startswith("x-ratelimit")}
 
     names = {f"x-ratelimit-{what}-requests" for what in ("limit", "remaining", "reset")}
     for fails in (False, True):
         assert told(KEY, fails=fails) == names
-        assert told(zeta, fails=fails) == told("guess", fails=fails) == set()
+        assert told(ZETA, fails=fails) == told("guess", fails=fails) == set()
+
+
+@pytest.mark.parametrize(
+    ("origin", "content_type", "host", "refused"),
+    [
+        # Forms, and fetch without a preflight; also of a page without an origin (a file, a sandboxed frame).
+        *((origin, kind, OURS, UnsupportedMediaType)
+          for origin in (EVIL, "null", "http://127.0.0.1:3000")
+          for kind in (None, FORM, "text/plain", "multipart/form-data; boundary=x")),
+        # Without an Origin there is no page: curl -d and urllib call their JSON a form.
+        *((None, kind, "api.example", None) for kind in (None, FORM, JSON)),
+        # Our own /docs; JSON that a proxy in front has allowed by CORS.
+        (f"http://{OURS}", None, OURS, None), (EVIL, f"{JSON}; charset=utf-8", OURS, None),
+        # DNS rebinding: to the browser the page and the server are one site, so JSON is no proof.
+        *((f"http://{host}", JSON, host, PermissionDenied)
+          for host in ("evil.example:8000", "evil.example", "localhost.evil.example", "", "[::1")),
+        # No page has an address or localhost for its name; others are configured.
+        *((f"http://{host}", JSON, host, None)
+          for host in (OURS, "localhost:8000", "app.localhost", "[::1]:8000", "192.168.1.7", "Chat.example")),
+    ],
+)  # fmt: skip
+def test_pages_post_only_where_they_were_let_in(
+    origin: str | None, content_type: str | None, host: str, refused: type[WarmpathError] | None
+) -> None:
+    """What is no POST is never refused, nor is any name where all are allowed."""
+
+    def verdict(allowed: list[str] | None, method: str = "POST") -> type[WarmpathError] | None:
+        try:
+            refuse_foreign_page(post(method, host=host, origin=origin, content_type=content_type), allowed)
+        except WarmpathError as error:
+            return type(error)
+        return None
+
+    assert verdict(["chat.example"]) is refused
+    assert verdict(None) is (None if refused is PermissionDenied else refused)
+    assert verdict([], "GET") is None

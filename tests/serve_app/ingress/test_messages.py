@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +29,9 @@ RULES = "You are a careful clerk. Name the clause, the date and the amount befor
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
 
 
-@pytest.fixture(scope="module")
-def served(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Anthropic, Script]]:
-    path = family("hermes", demo_model_path, tmp_path_factory.mktemp("family") / "hermes")
-    with scripted(path) as (url, script), Anthropic(base_url=url, api_key="k", max_retries=0) as client:
-        yield client, script
-
-
 @pytest.fixture
-def client(served: tuple[Anthropic, Script]) -> Anthropic:
-    return served[0]
-
-
-@pytest.fixture
-def script(served: tuple[Anthropic, Script]) -> Script:
-    served[1].clear()
-    return served[1]
+def client(anthropic_client: Anthropic) -> Anthropic:
+    return anthropic_client
 
 
 def test_text_in_text_out(client: Anthropic, script: Script) -> None:
@@ -121,22 +107,19 @@ def test_the_marks_of_anthropics_example(client: Anthropic, script: Script) -> N
 def test_marks_on_tools_and_automatic_ones(client: Anthropic, script: Script) -> None:
     """A tool's leads to the end of tools and system prompt; the body's own to the last block's."""
     script.text = "Yes."
+
+    def kept(**fields: Any) -> Any:
+        client.messages.create(**{"model": "demo", "max_tokens": 5, "messages": HI, **fields})
+        return script.asked[-1].keep
+
     tools: list[Any] = [{**TOOL, "cache_control": MARK}]
-    client.messages.create(model="demo", max_tokens=5, system=RULES, messages=HI, tools=tools)
-    (of_tools,) = script.asked[-1].keep
-    client.messages.create(
-        model="demo", max_tokens=5, system=RULES, messages=[{"role": "user", "content": RULES}],
-        tools=tools, cache_control={"type": "ephemeral"},
-    )  # fmt: skip
-    first, last = script.asked[-1].keep
+    (of_tools,) = kept(system=RULES, tools=tools)
+    long: list[Any] = [{"role": "user", "content": RULES}]
+    first, last = kept(system=RULES, messages=long, tools=tools, cache_control=MARK)
     assert first == of_tools
     assert last.tokens > first.tokens
-    client.messages.create(model="demo", max_tokens=5, messages=HI, cache_control={"type": "ephemeral"})
-    assert all(kept.tokens >= 16 for kept in script.asked[-1].keep)
-    client.messages.create(
-        model="demo", max_tokens=5, system=RULES, messages=HI, tools=tools, extra_body={"store_kv": False}
-    )
-    assert script.asked[-1].keep == ()
+    assert all(mark.tokens >= 16 for mark in kept(cache_control=MARK))
+    assert kept(system=RULES, tools=tools, extra_body={"store_kv": False}) == ()
 
 
 def test_tokens_are_counted_as_they_are_sent(client: Anthropic, script: Script) -> None:
@@ -150,44 +133,29 @@ def test_tokens_are_counted_as_they_are_sent(client: Anthropic, script: Script) 
     assert counted == len(script.asked[-1].token_ids)
 
 
-def test_diagnostics_name_what_changed(client: Anthropic, script: Script) -> None:
-    """Of a message of the same tenant; nothing where the conversation goes on."""
-    script.text = "Yes."
-
-    def ask(system: str, *messages: Any, previous: str | None) -> Any:
-        extra = {"diagnostics": {"previous_message_id": previous}}
-        raw = client.messages.with_raw_response.create(
-            model="demo", max_tokens=5, system=system, messages=list(messages), extra_body=extra
-        )
-        return json.loads(raw.http_response.content)
-
-    first = ask("One", *HI, previous=None)
-    assert first["diagnostics"] is None
-    longer = (*HI, {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "And?"})
-    assert ask("One", *longer, previous=first["id"])["diagnostics"] is None
-    other = ask("Two", *longer, previous=first["id"])["diagnostics"]
-    assert other["cache_miss_reason"]["type"] == "system_changed"
-    unknown = ask("One", *HI, previous="msg_unknown")["diagnostics"]
-    assert unknown["cache_miss_reason"] == {"type": "previous_message_not_found"}
-
-
-def test_a_tenant_is_compared_with_its_own_messages_alone(demo_model_path: Path, tmp_path: Path) -> None:
-    """Another tenant's message is to it like one that never was."""
+def test_diagnostics_name_what_changed_of_a_tenants_own_messages(demo_model_path: Path, tmp_path: Path) -> None:
+    """Nothing where the conversation goes on; another tenant's message is to it like one that never was."""
     keys = {name: make_api_key() for name in ("acme", "zeta")}
     customers = [TenantConfig(name=name, key_sha256=[digest]) for name, (_, digest) in keys.items()]
     with scripted(family("hermes", demo_model_path, tmp_path / "hermes"), customers=customers) as (url, _):
 
-        def ask(name: str, previous: str | None) -> dict[str, Any]:
-            body = {"model": "demo", "max_tokens": 5, "messages": HI, "diagnostics": {"previous_message_id": previous}}
+        def ask(name: str, previous: str | None, system: str = "One", messages: Any = HI) -> Any:
+            body = {
+                "model": "demo", "max_tokens": 5, "system": system, "messages": messages,
+                "diagnostics": {"previous_message_id": previous},
+            }  # fmt: skip
             answer = httpx.post(f"{url}/v1/messages", json=body, headers={"x-api-key": keys[name][0]})
-            found: dict[str, Any] = answer.raise_for_status().json()
-            return found
+            return answer.raise_for_status().json()
 
-        first = ask("acme", None)["id"]
-        told = ask("zeta", first)["diagnostics"]
-        assert told["cache_miss_reason"]["type"] == "previous_message_not_found"
-        assert told["cache_miss_reason"] == ask("zeta", "msg_0")["diagnostics"]["cache_miss_reason"]
-        assert ask("acme", first)["diagnostics"] is None
+        first = ask("acme", None)
+        assert first["diagnostics"] is None
+        longer = [*HI, {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "And?"}]
+        assert ask("acme", first["id"], messages=longer)["diagnostics"] is None
+        changed = ask("acme", first["id"], "Two", longer)["diagnostics"]["cache_miss_reason"]
+        assert changed["type"] == "system_changed"
+        for previous in (first["id"], "msg_0"):
+            told = ask("zeta", previous)["diagnostics"]
+            assert told["cache_miss_reason"] == {"type": "previous_message_not_found"}
 
 
 def test_diagnostics_say_where_a_prompt_differs(client: Anthropic, script: Script) -> None:
@@ -223,9 +191,10 @@ def test_errors_are_the_clients_own(client: Anthropic, script: Script) -> None:
     script.text, script.fails = "It rains", GenerationFailed("Broken.")
     with pytest.raises(anthropic.APIStatusError, match="Broken"):
         list(client.messages.create(model="demo", max_tokens=5, messages=HI, stream=True))
-    lost = httpx.get(f"{str(client.base_url).rstrip('/')}/v1/messages/batches")
-    assert lost.status_code == 404
-    assert lost.json()["error"]["type"] == "not_found_error"
+    url = f"{str(client.base_url).rstrip('/')}/v1/messages"
+    lost = httpx.get(f"{url}/batches")
+    assert (lost.status_code, lost.json()["error"]["type"]) == (404, "not_found_error")
+    assert lost.headers["request-id"] == lost.json()["request_id"]
     both = {"x-api-key": "one", "authorization": "Bearer two"}
-    refused = httpx.post(f"{str(client.base_url).rstrip('/')}/v1/messages", headers=both, json={})
+    refused = httpx.post(url, headers=both, json={})
     assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")

@@ -1,10 +1,13 @@
-"""What an ingress may have under way at the replicas, and who hears of other settings."""
+"""What an ingress may have under way, who hears of other settings, and what its process does not keep in memory."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import fields
-from typing import Any
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import AsyncMock, MagicMock
 
 import pytest
@@ -14,7 +17,38 @@ from serve_app.config.app import AppConfig
 from serve_app.errors import InvalidRequest
 from serve_app.ingress.adapter_admin import AdapterAdmin
 from serve_app.ingress.assembly import places
-from serve_app.ingress.services import Services
+from tests.serve_app.ingress.scripted import partial_services
+
+BUFFERS = """
+import sys
+from serve_app.ingress.memory import return_large_buffers
+assert return_large_buffers()
+def resident():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmRSS")).split()[1]) // 1024
+before = resident()
+kept = []
+for round in range(8):
+    large = [bytes(bytearray(b"x" * (6 << 20))) for _ in range(6)]
+    kept.append(bytes(64 << 10))
+    del large
+print(resident() - before)
+"""
+TOKENS = """
+import sys
+from pathlib import Path
+from serve_app.ingress.memory import do_without_torch
+if sys.argv[2] == "without": do_without_torch()
+import serve_app.ingress.assembly, serve_app.ingress.routes.application
+from serve_app.tokenization.tokenizer import PromptTokenizer
+tokenizer = PromptTokenizer(Path(sys.argv[1]))
+text = tokenizer.template.render([{"role": "user", "content": "Say \u00fc."}]).text
+print(repr(text), tokenizer.encode(text, b"r" * 16).token_ids.tolist())
+print(sum(name.startswith("torch") for name in sys.modules), file=sys.stderr)
+"""
+
+
+def script(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", *arguments], capture_output=True, text=True, check=True)
 
 
 def test_ingresses_divide_what_the_replicas_take() -> None:
@@ -31,9 +65,8 @@ def test_adapters_are_for_the_tenants_of_now() -> None:
     """An adapter can be kept for a tenant that came while the ingress ran, and for none that has gone."""
 
     def config(name: str) -> AppConfig:
-        return AppConfig.model_validate(
-            {"allow_runtime_lora": True, "tenants": [{"name": name, "key_sha256": ["a" * 64]}]}
-        )
+        tenants = [{"name": name, "key_sha256": ["a" * 64]}]
+        return AppConfig.model_validate({"allow_runtime_lora": True, "tenants": tenants})
 
     async def refusal(name: str) -> str:
         with pytest.raises(InvalidRequest) as refused:
@@ -47,8 +80,38 @@ def test_adapters_are_for_the_tenants_of_now() -> None:
         assert "no tenant 'acme'" in await refusal("acme")
 
     admin = AdapterAdmin(config("acme"), AdapterRegistry("demo"), AsyncMock(), AsyncMock())
-    parts: dict[str, Any] = {field.name: MagicMock() for field in fields(Services)}
-    services = Services(
-        **parts | {"prompts": AsyncMock(), "base_model": {"max_model_len": 4096}, "adapter_admin": admin}
-    )
+    names = ("core", "tenants", "shares", "limits", "front_door", "guard", "completions", "preparer")
+    parts = {name: MagicMock() for name in names}
+    services = partial_services(**parts, prompts=AsyncMock(), base_model={"max_model_len": 4096}, adapter_admin=admin)
     asyncio.run(run())
+
+
+def test_an_ingress_is_ready_once_its_router_knew_every_cache() -> None:
+    """What joins later does not take that back; without a replica nothing is answered."""
+    core = SimpleNamespace(knows_every_cache=True, replica_ids=["a"])
+    connecting = SimpleNamespace(done=lambda: False)
+    services = partial_services(core=core, connecting=connecting)
+    assert not services.ready()
+    connecting.done = lambda: True
+    core.knows_every_cache = False
+    assert not services.ready()
+    core.knows_every_cache = True
+    assert services.ready()
+    core.knows_every_cache = False
+    assert services.ready()
+    core.replica_ids = []
+    assert not services.ready()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc is not glibc's")
+def test_buffers_go_back_to_the_system() -> None:
+    """Eight rounds of 36 MiB, each leaving a small buffer on top of what it freed: nothing of them stays resident."""
+    assert int(script(BUFFERS).stdout) < 6
+
+
+def test_an_ingress_tokenizes_without_torch(demo_model_path: Path) -> None:
+    """Chat template and token ids are those of a process that has torch."""
+    with_torch, without = (script(TOKENS, str(demo_model_path), how) for how in ("with", "without"))
+    assert without.stdout == with_torch.stdout != ""
+    modules = [int(done.stderr.splitlines()[-1]) for done in (without, with_torch)]
+    assert modules[0] == 1 < modules[1]

@@ -19,7 +19,7 @@ from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.config.tenants import TenantConfig
 from serve_app.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from serve_app.generation.prepare import Limits, Preparer
-from serve_app.ingress.observe.explain import Explainer
+from serve_app.ingress.observe.explain import explanation
 from serve_app.tenants.tenants import Tenant, Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer
 
@@ -29,7 +29,7 @@ TWO_TENANTS = [TenantConfig(name=name, key_sha256=[digit * 64]) for name, digit 
 
 
 class Desk:
-    """An Explainer over a core with two replicas."""
+    """A core with two replicas, and whoever explains it."""
 
     def __init__(self, path: Path, tenants: Tenants) -> None:
         self.core = RoutingCore("me", RouterSettings(), clock=lambda: 0.0)
@@ -38,11 +38,12 @@ class Desk:
             load_checkpoint_info(path), PromptTokenizer(path), tenants, SECRET,
             AdapterRegistry("demo"), Limits(1024, 8),
         )  # fmt: skip
-        self.explainer = Explainer(self.core, self.preparer, tenants)
+        self.tenants = tenants
 
     def ask(self, body: Any) -> dict[str, Any]:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-        answer: dict[str, Any] = json.loads(json.dumps(asyncio.run(self.explainer.explain(raw))))
+        said = asyncio.run(explanation(raw, self.core, self.preparer, self.tenants))
+        answer: dict[str, Any] = json.loads(json.dumps(said))
         return answer
 
     def hold(self, replica_id: str, tenant: str) -> None:

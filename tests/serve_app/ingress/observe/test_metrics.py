@@ -1,13 +1,103 @@
-"""Prometheus text from flat samples: families, kinds and labels survive a parse by the reference client."""
+"""docs/metrics.md, the catalog and the code agree: every family is described, bounded, and what a query needs."""
 
 from __future__ import annotations
+
+import ast
+import re
+from dataclasses import replace
+from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.core import RoutingCore
 from router.protocol.request import RoutedRequest
-from serve_app.ingress.observe.metrics import IngressMetrics, render, with_label
-from serve_app.ingress.observe.router_metrics import router_samples
+from router.protocol.samples import Labels, Sample
+from serve_app.cache.tiers.tiers import TierSettings
+from serve_app.engine.core.engine import TorchEngine
+from serve_app.engine.protocol import Save
+from serve_app.engine.speculative.meters import SpeculationMeters
+from serve_app.engine.step import SegmentResult
+from serve_app.ingress.observe.families import FAMILIES, SECTIONS
+from serve_app.ingress.observe.metrics import IngressMetrics, render, router_samples, with_label, without_tenants
+from serve_app.ingress.observe.reference import LABELS, metrics_page
+from serve_app.replica.lifecycle.receipt import MoveMeters, Receipt
+from serve_app.replica.pull import PullMeters
+from tests.serve_app.conftest import MakeEngine
+from tests.serve_app.engine.tiny import prompt, request, run_all
+
+ROOT = Path(__file__).parents[4]
+PAGE = ROOT / "docs" / "metrics.md"
+_NAME = re.compile(r"warmpath_[a-z0-9_]+")
+
+
+def test_the_page_of_metrics_is_current() -> None:
+    """To write it anew: ``python -m serve_app.ingress.observe.reference > docs/metrics.md``."""
+    assert PAGE.read_text() == metrics_page()
+
+
+def test_every_name_in_the_code_is_described_and_every_described_name_is_in_the_code() -> None:
+    """A family that nobody described would not be shown; one that nobody counts would mislead."""
+    described = [ROOT / "serve_app/ingress/observe" / name for name in ("reference.py", "families.py")]
+    counted = {
+        node.value
+        for room in ("router", "serve_app")
+        for file in (ROOT / room).rglob("*.py")
+        if file not in described
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and _NAME.fullmatch(node.value)
+    }
+    foreign = {name for name in counted if name.startswith("warmpath_end_token")}  # a grammar's
+    assert counted - foreign == set(FAMILIES)
+
+
+def test_a_help_text_says_more_than_the_name() -> None:
+    """It is a sentence of its own, and says something; each label that a family may have is explained, and had.
+
+    Of the times that clients wait a dashboard has one to choose.
+    """
+    for name, family in FAMILIES.items():
+        assert family.help.endswith("."), name
+        assert len(set(re.findall(r"[a-z]+", family.help.lower())) - set(name.split("_"))) >= 3, name
+        assert [other.name for other in FAMILIES.values() if other.help == family.help] == [name]
+        assert not re.search(r"_(ms|us|percent|perc|mib)(_|$)", name), f"{name}: base units only"
+    assert {label for family in FAMILIES.values() for label in family.labels} == set(LABELS)
+    assert sum(len(families) for _, families in SECTIONS.values()) == len(FAMILIES)
+    names = [name for name in FAMILIES if "first_token" in name or "inter_token" in name]
+    assert names == ["warmpath_time_to_first_token_seconds", "warmpath_inter_token_latency_seconds"]
+
+
+def test_all_that_replicas_tell_is_shown(make_engine: MakeEngine, tmp_path: Path) -> None:
+    """Engine, pool, tiers, adapters, speculation, pulls and moves: no sample is left out for its name or labels."""
+    engine = make_engine(tiers=TierSettings(1 << 20, 1 << 20, tmp_path), num_blocks=24, pin_budget_blocks=8)
+    run_all(engine, [request(f"r{i}", prompt(150, i), 3, tenant="acme") for i in range(4)])
+    run_all(engine, [replace(request("saver", prompt(60, 9), 1), save=Save(b"s" * 16, 48, None))])
+    samples: list[Sample] = [*_of(engine), *_beside()]
+    labelled = [(name, (*labels, ("replica", "a")), value) for name, labels, value in samples]
+    families = list(text_string_to_metric_families(render(labelled).decode()))
+    shown = {(s.name, tuple(sorted(s.labels.items()))) for family in families for s in family.samples}
+    assert shown == {(name, tuple(sorted(labels))) for name, labels, _ in labelled}
+    assert all(family.documentation != family.name.replace("_", " ") for family in families)
+    expected = {
+        name for name, family in FAMILIES.items() if "replica" in family.labels and "ingress" not in family.labels
+    }
+    assert {_family(name) for name, _ in shown} == expected - {
+        "warmpath_feed_mirror_drift_total",
+        "warmpath_num_preemptions_total",
+        "warmpath_replica_info",
+    }
+
+
+def test_what_is_not_described_is_not_shown() -> None:
+    """A replica that names families or labels of its own, sentences among them, changes nothing on the page."""
+    good: Sample = ("warmpath_generation_tokens_total", (("engine", "torch"), ("replica", "a")), 3.0)
+    odd: list[Sample] = [
+        ("warmpath_generation_tokens", (("replica", "a"),), 1.0),
+        ("warmpath_generation_tokens_total_sum", (("replica", "a"),), 1.0),
+        ("warmpath_secret_plans_total", (), 1.0),
+        ("warmpath_generation_tokens_total", (("replica", "a"), ("why", "a sentence, and more")), 1.0),
+        ("warmpath_request_queue_time_seconds", (("replica", "a"),), 1.0),
+    ]
+    assert render([good, *odd]) == render([good])
 
 
 def test_rendered_samples_parse_back() -> None:
@@ -30,8 +120,55 @@ def test_rendered_samples_parse_back() -> None:
     assert parsed == {(name, tuple(sorted(labels))): value for name, labels, value in samples}
     assert families["warmpath_requests"].type == "counter"
     assert families["warmpath_time_to_first_token_seconds"].type == "histogram"
-    assert families["warmpath_directory_bytes"].type == "gauge"
+    assert families["warmpath_directory_blocks"].type == "gauge"
     labels = (("ingress", "i-1"), ("policy", core.settings.policy), ("reason", decision.reason))
     counted = {"best_cached": 0, "selected_cached": 0, "delivered_cached": 24, "prompt": 40}
     for name, tokens in counted.items():
         assert parsed[f"warmpath_router_{name}_tokens_total", labels] == tokens
+
+
+def test_without_tenants_only_sums_are_left() -> None:
+    """Counters, gauges and buckets add up; who they were of cannot be seen."""
+
+    def of(tenant: str, *more: tuple[str, str]) -> Labels:
+        return (("ingress", "i"), ("tenant", tenant), *more)
+
+    bucket, count = "warmpath_time_to_first_token_seconds_bucket", "warmpath_tenant_prompt_tokens_total"
+    samples: list[Sample] = [
+        (count, of("acme"), 2.0),
+        (count, of("globex"), 3.0),
+        (bucket, of("acme", ("le", "1.0")), 1.0),
+        (bucket, of("globex", ("le", "1.0")), 4.0),
+        ("warmpath_requests_in_flight", (("ingress", "i"),), 7.0),
+        ("warmpath_prompt_version_tokens_total", (("ingress", "i"), ("prompt", "clerk@1")), 1.0),
+        ("warmpath_prompt_version_tokens_total", (("ingress", "i"), ("prompt", "pilot@1")), 2.0),
+    ]
+    assert without_tenants(samples) == [
+        (count, (("ingress", "i"),), 5.0),
+        (bucket, (("ingress", "i"), ("le", "1.0")), 5.0),
+        ("warmpath_requests_in_flight", (("ingress", "i"),), 7.0),
+        ("warmpath_prompt_version_tokens_total", (("ingress", "i"),), 3.0),
+    ]
+
+
+def _of(engine: TorchEngine) -> list[Sample]:
+    speculation = SpeculationMeters()
+    speculation.verified(SegmentResult(token=1))
+    return [*engine.stats().samples, *speculation.samples((("engine", "torch"),))]
+
+
+def _beside() -> list[Sample]:
+    pulls, moves = PullMeters(), MoveMeters(Receipt())
+    pulls.refused["slow"] += 1
+    pulls.ended["whole"] += 1
+    pulls.exports["sent"] += 1
+    assert moves.joined is not None
+    moves.joined.moved("prefix", 1, 1)
+    moves.joined.skipped["gone"] += 1
+    moves.taken_blocks["save"] += 1
+    moves.taken_saves["pinned"] += 1
+    return [*pulls.samples((), 1.0), *moves.samples()]
+
+
+def _family(name: str) -> str:
+    return name if name in FAMILIES else name.rsplit("_", 1)[0]

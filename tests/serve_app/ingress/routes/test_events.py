@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
 from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 
 from serve_app.config.app import AppConfig
 from serve_app.config.tenants import TenantConfig
@@ -22,57 +18,33 @@ from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.routes import events as route
 from serve_app.ingress.routes.application import make_application
-from serve_app.ingress.services import Services
-from serve_app.live.live import Live
 from serve_app.tenants.tenants import Tenants, make_api_key
+from tests.serve_app.ingress.scripted import PATIENCE_S, Loopback, partial_services
 from tests.serve_app.live.test_live import Ingresses
 from tests.serve_app.live.traffic import decision, generation
 
 PATH = "/v1/cache/events"
 KEYS = {name: make_api_key() for name in ("a", "b", "operator")}
-PATIENCE_S = 60.0
 
 
-class Stage:
-    """One ingress on loopback with nothing behind it; ``call`` runs something in its loop."""
+class Stage(Loopback):
+    """One ingress on loopback with nothing behind it."""
 
     def __init__(self, tenants: tuple[str, ...]) -> None:
         configs = [TenantConfig(name=name, key_sha256=[KEYS[name][1]]) for name in tenants]
         operators = [KEYS["operator"][1]] if tenants else []
         self.tenants = Tenants(configs, b"s" * 32, operator_key_sha256=operators)
         self.drain = Drain()
-        parts: dict[str, Any] = dict.fromkeys(field.name for field in fields(Services))
-        parts |= {"config": AppConfig(model="demo"), "tenants": self.tenants, "drain": self.drain}
-        parts["guard"] = RouteGuard(self.tenants, IngressMetrics(), self.drain)
-        self.live: Live
-        self._parts = parts
-        self._started = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
-        self._thread.start()
-        assert self._started.wait(PATIENCE_S)
+        super().__init__(self._application)
 
-    async def _serve(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.live = self._parts["live"] = Ingresses().first
-        application = make_application(Services(**self._parts))
-        self._server = uvicorn.Server(uvicorn.Config(application, host="127.0.0.1", port=0, log_level="error"))
-        serving = asyncio.create_task(self._server.serve())
-        while not self._server.started:  # noqa: ASYNC110 (it tells nobody)
-            await asyncio.sleep(0.01)
-        self.url = f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}"
-        self._started.set()
-        await serving
-
-    def call(self, work: Callable[[], Any]) -> Any:
-        async def run() -> Any:
-            return work()
-
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(PATIENCE_S)
-
-    def stop(self) -> None:
-        self._server.should_exit = True
-        self._thread.join(PATIENCE_S)
-        assert not self._thread.is_alive()
+    def _application(self) -> Any:
+        self.live = Ingresses().first
+        guard = RouteGuard(self.tenants, IngressMetrics(), self.drain)
+        return make_application(
+            partial_services(
+                config=AppConfig(model="demo"), tenants=self.tenants, drain=self.drain, guard=guard, live=self.live
+            )
+        )
 
 
 @pytest.fixture(scope="module")
@@ -179,8 +151,7 @@ def test_a_stop_waits_for_no_stream(stage: Stage) -> None:
     with stream(stage, "a") as mine, stream(stage, "b") as stuck:
         following(stuck, "snapshot")
         stage.call(stage.live.close)
-        ended = asyncio.run_coroutine_threadsafe(stage.drain.run(PATIENCE_S), stage._loop).result(PATIENCE_S)
-        assert ended == 0
+        assert stage.call(lambda: stage.drain.run(PATIENCE_S)) == 0
         assert following(mine, "end")["reason"] == "stopping"
         assert httpx.get(stage.url + PATH, headers=auth("a")).status_code == 503
     assert stage.call(lambda: stage.live.idle)

@@ -1,0 +1,88 @@
+"""What clients of OpenAI's and Anthropic's APIs ask for: text, counts of tokens, and which models there are."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from serve_app.api.anthropic.request import CountTokensBody, MessagesBody, parse_count, parse_messages
+from serve_app.api.anthropic.response import MessagesFormat, anthropic_model, anthropic_models
+from serve_app.api.openai.request import ChatBody, CompletionBody, parse_chat, parse_completion
+from serve_app.api.openai.response import ChatFormat, CompletionFormat, models_body
+from serve_app.api.openai.responses.request import ResponsesBody, parse_response_request
+from serve_app.api.openai.responses.response import ResponsesFormat
+from serve_app.errors import ModelNotFound
+from serve_app.ingress.http import json_response
+from serve_app.ingress.routes.handler import ANTHROPIC, Front, guarded, speaks_anthropic, takes
+from serve_app.ingress.services import Services
+
+router = APIRouter()
+
+CHAT, COMPLETION, RESPONSES = ChatFormat(), CompletionFormat(), ResponsesFormat()
+MESSAGES_PATH = "/v1/messages"
+
+
+@router.post("/v1/chat/completions", tags=["generation"], **takes(ChatBody))
+@guarded("chat")
+async def chat_completions(request: Request, services: Front) -> Response:
+    """OpenAI's chat completions."""
+    return await services.completions.generate(request, services.guard.tenant(request), parse_chat, CHAT)
+
+
+@router.post("/v1/completions", tags=["generation"], **takes(CompletionBody))
+@guarded("completions")
+async def completions(request: Request, services: Front) -> Response:
+    """OpenAI's (legacy) completions."""
+    return await services.completions.generate(request, services.guard.tenant(request), parse_completion, COMPLETION)
+
+
+@router.post("/v1/responses", tags=["generation"], **takes(ResponsesBody))
+@guarded("responses")
+async def responses(request: Request, services: Front) -> Response:
+    """OpenAI's responses; nothing is stored."""
+    tenant = services.guard.tenant(request)
+    return await services.completions.generate(request, tenant, parse_response_request, RESPONSES)
+
+
+@router.post(MESSAGES_PATH, tags=["messages"], **takes(MessagesBody))
+@guarded("messages", ANTHROPIC)
+async def messages(request: Request, services: Front) -> Response:
+    """Anthropic's messages."""
+    tenant = services.guard.tenant(request)
+    shown = MessagesFormat(functools.partial(services.history.compare, tenant.name))
+    return await services.completions.generate(request, tenant, parse_messages, shown)
+
+
+@router.post(f"{MESSAGES_PATH}/count_tokens", tags=["messages"], **takes(CountTokensBody))
+@guarded("count_tokens", ANTHROPIC)
+async def count_tokens(request: Request, services: Front) -> Response:
+    """How many tokens a message's prompt has; nothing is generated."""
+    tokens = await services.completions.count_tokens(request, services.guard.tenant(request), parse_count)
+    return json_response({"input_tokens": tokens})
+
+
+@router.get("/v1/models", tags=["models"])
+@guarded("models", None)
+async def models(request: Request, services: Front) -> Response:
+    """The served model and the LoRA adapters that the caller may use."""
+    shown = anthropic_models if speaks_anthropic(request) else models_body
+    return json_response(shown(services.models(request)))
+
+
+@router.get("/v1/models/{model:path}", tags=["models"])
+@guarded("models", None)
+async def model(request: Request, services: Front, model: str) -> Response:
+    """One model by name, of those that ``/v1/models`` lists for the caller."""
+    served = _served(request, services, model)
+    return json_response(anthropic_model(served) if speaks_anthropic(request) else served)
+
+
+def _served(request: Request, services: Services, model: str) -> dict[str, Any]:
+    for served in services.models(request):
+        if served["id"] == model:
+            return served
+    raise ModelNotFound(f"The model {model[:200]!r} is not served here; GET /v1/models lists what is.", param="model")

@@ -1,0 +1,38 @@
+"""The real clients of both APIs, in front of an ingress whose model's text is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from anthropic import Anthropic
+from openai import OpenAI
+
+from tests.serve_app.ingress.scripted import Script, scripted
+from tests.serve_app.tool_templates.families import family
+
+
+@pytest.fixture(scope="package")
+def hermes(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Script]]:
+    """An ingress in front of a model that calls tools, and its script."""
+    with scripted(family("hermes", demo_model_path, tmp_path_factory.mktemp("family") / "hermes")) as served:
+        yield served
+
+
+@pytest.fixture
+def script(hermes: tuple[str, Script]) -> Script:
+    hermes[1].clear()
+    return hermes[1]
+
+
+@pytest.fixture
+def client(hermes: tuple[str, Script]) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{hermes[0]}/v1", api_key="k", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture
+def anthropic_client(hermes: tuple[str, Script]) -> Iterator[Anthropic]:
+    with Anthropic(base_url=hermes[0], api_key="k", max_retries=0) as made:
+        yield made
