@@ -39,7 +39,7 @@ def status(
     name: Annotated[str | None, typer.Argument(help="NAME; default: all")] = None,
     url: Url = LOCAL,
 ) -> None:
-    """Show what each name means, and hit rate and warm time to first token of each version."""
+    """Show what each name means, and the hit rate of each version."""
     for shown in _asked(url, "GET", f"?name={name}" if name else "")["data"]:
         _show(shown)
 
@@ -56,9 +56,8 @@ def _show(prompt: dict[str, Any]) -> None:
     owner = f" (private to {prompt['tenant']})" if prompt["tenant"] else ""
     print(f"{prompt['name']}{owner}: {prompt['promoted'] or 'no version'} is promoted{before}")
     for version in prompt["versions"]:
-        hit_rate, ttft_s = version["hit_rate"], version["warm_ttft_p50_s"]
+        hit_rate = version["hit_rate"]
         used = "not used yet" if hit_rate is None else f"hit rate {hit_rate:.0%}, {version['cold_requests']} cold"
-        times = f", warm TTFT {ttft_s:.3f} s, p99 {version['warm_ttft_p99_s']:.3f} s" if ttft_s is not None else ""
-        print(f"  {version['version']}  {version['tokens']} tokens, {version['requests']} requests: {used}{times}")
+        print(f"  {version['version']}  {version['tokens']} tokens, {version['requests']} requests: {used}")
     for held in prompt.get("warm", ()):
         print(f"  warm on {len(held['replicas'])} replicas: {', '.join(held['replicas'])}")

@@ -5,7 +5,6 @@ The commands here read and write a directory; those of `prompt_cutover` ask a ru
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Annotated
 
@@ -13,9 +12,9 @@ import typer
 
 from serve_app.cli.commands import prompt_cutover
 from serve_app.cli.console import fail
-from serve_app.prompts.lock import LOCK, PromptDirectory, PromptError, first_difference
+from serve_app.prompts.lock import LOCK, PromptDirectory, PromptError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Versions of system prompts: lock, compare, switch.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Versions of system prompts: lock, verify, switch.")
 for command in (
     prompt_cutover.warm, prompt_cutover.promote, prompt_cutover.rollback, prompt_cutover.status,
 ):  # fmt: skip
@@ -56,29 +55,3 @@ def verify(directory: Directory = Path("prompts")) -> None:
     if problems:
         raise typer.Exit(1)
     print(f"{directory}: {len(locks)} prompts, all as they were locked")
-
-
-@app.command()
-def diff(
-    first: Annotated[str, typer.Argument(help="NAME@VERSION")],
-    second: Annotated[str, typer.Argument(help="NAME@VERSION")],
-    directory: Directory = Path("prompts"),
-) -> None:
-    """Show what differs between two versions, and how much of the KV of the first the second can use."""
-    try:
-        shelf = PromptDirectory(directory)
-        before, after = shelf.text(first), shelf.text(second)
-    except (PromptError, OSError) as error:
-        fail(str(error))
-    lines = difflib.unified_diff(before.splitlines(keepends=True), after.splitlines(keepends=True), first, second)
-    for line in lines:
-        print(line, end="" if line.endswith("\n") else "\n\\ no newline at the end\n")
-    size = len(after.encode())
-    same = first_difference(before.encode(), after.encode())
-    if same == size == len(before.encode()):
-        print(f"{first} and {second} are the same {size} bytes")
-        return
-    print(
-        f"the first differing byte is {same}: KV of the first {same} of {size} bytes can be used again, "
-        f"the other {size - same} are computed anew"
-    )

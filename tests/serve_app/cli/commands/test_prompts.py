@@ -1,4 +1,4 @@
-"""`warmpath prompts`: versions are locked, compared, and found changed."""
+"""`warmpath prompts`: versions are locked, and found changed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def run(*arguments: str | Path) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_versions_are_locked_compared_and_checked(tmp_path: Path) -> None:
+def test_versions_are_locked_and_checked(tmp_path: Path) -> None:
     """Each command's answer and status; a changed byte is found."""
     shelf, text = tmp_path / "prompts", tmp_path / "text"
     text.write_bytes(b"You are the clerk.\nBe brief.\n")
@@ -24,12 +24,7 @@ def test_versions_are_locked_compared_and_checked(tmp_path: Path) -> None:
     assert status == 0 and said.startswith("clerk@2  sha256:") and "public" in said
     assert "private to acme" in run("add", "pilot@1", text, "--tenant", "acme", "--dir", shelf)[1]
     assert run("verify", "--dir", shelf) == (0, f"{shelf}: 3 prompts, all as they were locked\n")
-    status, said = run("diff", "clerk@1", "clerk@2", "--dir", shelf)
-    assert (status, said.splitlines()[3:6]) == (0, [" You are the clerk.", "-Be brief.", "+Be kind."])
-    assert "first 22 of 28 bytes can be used again, the other 6" in said
-    assert "the same 28 bytes" in run("diff", "clerk@2", "pilot@1", "--dir", shelf)[1]
     (shelf / "clerk/2.txt").write_bytes(b"You are the clerk.\nBe kind.\r\n")
     status, said = run("verify", "--dir", shelf)
     assert status == 1 and said.count("sha256:") == 2 and "the first differing byte is 27" in said
-    assert run("diff", "clerk@1", "clerk@2", "--dir", shelf)[0] == 2
     assert run("add", "clerk", text, "--dir", shelf)[0] == 2
