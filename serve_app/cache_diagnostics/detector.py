@@ -1,18 +1,16 @@
 """Watches an ingress' requests: what hits is remembered, what misses is explained, in threads, beside the answer.
 
-Each miss is counted by tenant and reason; each pattern is one line of the log, which says what kind of value stands
-where, and never what it is.
+Each miss is counted by tenant and reason.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 
-from serve_app.cache_diagnostics.explain import REMEDIES, Decode, Miss, explain, is_miss
-from serve_app.cache_diagnostics.memory import PromptMemory, SeenPrompt
+from serve_app.cache_diagnostics.explain import Decode, Miss, SeenPrompt, explain, is_miss
 from serve_app.fairness.workers import FairWorkers
 from serve_app.generation.generation import Generation
 
@@ -20,12 +18,45 @@ logger = logging.getLogger(__name__)
 
 MAX_AT_ONCE = 4
 """Misses of a tenant that are being explained; further ones are counted as ``not_compared``."""
-MAX_PATTERNS = 1024
-"""Remembered as logged."""
-PATTERN_CHARS = 64
-"""Differences of one class that lie so near each other are one pattern."""
-QUIET = ("never_seen", "not_compared", "evicted")
-"""Reasons that are no fault of a prompt, and no line of the log."""
+MAX_FAMILIES = 32
+FAMILY_PROMPTS = 4
+"""Prompts of one system prompt: one that is used much drives out no others."""
+MAX_TENANT_BYTES = 4 << 20
+MAX_BYTES = 64 << 20
+"""Of all tenants."""
+PROMPT_BYTES = 512
+"""What a prompt takes beside its tokens."""
+
+
+class PromptMemory:
+    """The prompts of all tenants, by family. ``tenants``: how many there are; each has an equal part of ``MAX_BYTES``.
+
+    A tenant's room does not depend on what others send, so that what it is told does not either.
+    """
+
+    def __init__(self, tenants: Callable[[], int]) -> None:
+        self._tenants = tenants
+        self._rooms: OrderedDict[str, OrderedDict[bytes, deque[SeenPrompt]]] = OrderedDict()
+
+    def prompts(self, tenant: str) -> list[SeenPrompt]:
+        """Return what is remembered of a tenant, the family used least recently first."""
+        return [prompt for family in self._rooms.get(tenant, {}).values() for prompt in family]
+
+    def add(self, tenant: str, family: bytes, prompt: SeenPrompt) -> None:
+        """Remember a prompt of a tenant, and forget its oldest families until all fit."""
+        tenants = max(1, self._tenants())
+        room = self._rooms.setdefault(tenant, OrderedDict())
+        self._rooms.move_to_end(tenant)
+        while len(self._rooms) > tenants:  # tenants that are configured no more
+            self._rooms.popitem(last=False)
+        room.setdefault(family, deque(maxlen=FAMILY_PROMPTS)).append(prompt)
+        room.move_to_end(family)
+        most_bytes = min(MAX_TENANT_BYTES, MAX_BYTES // tenants)
+        while (
+            len(room) > MAX_FAMILIES
+            or sum(seen.ids.nbytes + PROMPT_BYTES for seen in self.prompts(tenant)) > most_bytes
+        ):
+            room.popitem(last=False)
 
 
 class MissDetector:
@@ -47,7 +78,6 @@ class MissDetector:
         self._count = count
         self._under_way: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[Miss]] = set()
-        self._logged: OrderedDict[tuple[str, str, str, int], None] = OrderedDict()
 
     def observe(
         self, generation: Generation, cached_tokens: int, arrived_s: float, now_s: float
@@ -85,21 +115,4 @@ class MissDetector:
         finally:
             self._under_way[tenant] -= 1
         self._count(tenant, miss.reason, miss.lost_tokens)
-        self._log(tenant, miss)
         return miss
-
-    def _log(self, tenant: str, miss: Miss) -> None:
-        """Write a line for a pattern that was not seen yet."""
-        place, where = miss.first_difference, ""
-        pattern = (tenant, miss.reason, place.part if place else "", place.char // PATTERN_CHARS if place else 0)
-        if miss.reason in QUIET or pattern in self._logged:
-            return
-        self._logged[pattern] = None
-        if len(self._logged) > MAX_PATTERNS:
-            self._logged.popitem(last=False)
-        if place is not None:
-            where = f" at character {place.char} (line {place.line}) of the {place.part} part"
-        logger.warning(
-            "prompts of tenant %s miss the cache: %s%s costs %d tokens. %s",
-            tenant, miss.reason, where, miss.lost_tokens, REMEDIES[miss.reason],
-        )  # fmt: skip

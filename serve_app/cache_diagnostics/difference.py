@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Literal
 
 Kind = Literal["time", "id"]
-"""Of a value that changes from one request to the next: a date, time or timestamp; a UUID, or a number that counts."""
+"""Of a value that changes from one request to the next: a date, time or timestamp; a UUID, or a number alone."""
 Difference = Kind | Literal["whitespace", "reordered", "text"]
 
 VALUE_CHARS = 80
@@ -16,7 +16,6 @@ VALUE_CHARS = 80
 MAX_CHARS = 16 << 10
 """Of what is read behind a difference to find its class."""
 SPACE_CHARS = 24
-NEAR_CHARS = 28
 
 _WEEKDAY = r"(?:(?:mon|tue|wed|thu|fri|sat|sun)[a-z]*\.?,?\s+)?"
 _MONTH = r"(?:jan|feb|mar|apr|may|june?|july?|aug|sept?|oct|nov|dec)[a-z]*\.?"
@@ -31,63 +30,43 @@ _TIMES = (
     r"(?:[01]?\d|2[0-3])\s?[h時时시]\s?[0-5]\d(?!\d)",
     r"1[4-9]\d{8}(?:\.\d{1,9}|\d{3}|\d{6}|\d{9})?(?![\w-])(?!\.\d)",
 )
-# Not a version, a price, a share, a phone number.
-_NUMBER = re.compile(r"(?<![\w.,:$€£¥+/-])\d{1,9}(?!\w)(?![.,:/-]\d)(?!\s?[%€$£°])")
+# Alone: not a version, a price, a share, a phone number.
+_NUMBER = r"(?<![\w.,:$€£¥+/-])\d{1,9}(?!\w)(?![.,:/-]\d)(?!\s?[%€$£°])"
 _PATTERNS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
     ("id", re.compile(r"(?<![0-9a-f])[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}(?![0-9a-f])", re.I)),
     ("id", re.compile(r"(?<![0-9A-Za-z])0[0-7][0-9A-HJKMNP-TV-Z]{24}(?![0-9A-Za-z])")),  # a ULID
     *(("time", re.compile(rf"(?<![a-su-z0-9.:]){pattern}", re.I)) for pattern in _TIMES),
-    ("id", _NUMBER),
-)
-_COUNTED = re.compile(
-    r"(?:request|turn|message|question|attempt|retry|visit|visitor|step|iteration|round|conversation|session|call|query"
-    r"|run|seq|count|counter|index|queue|remaining|left|online|views?|number|no\.|token|nonce|user|total)s?\b|#",
-    re.I,
+    ("id", re.compile(_NUMBER)),
 )
 _SPACE = re.compile(r"[\s\u200b\u200c\u200d\u2060\ufeff]+")
 _WORDS = re.compile(r"\w+|[^\w\s,]")
 _WORD_THERE = re.compile(r"\s*\S+|\s+")
 
 
-class Value(NamedTuple):
-    """A value in a text that begins at ``start``."""
-
-    kind: Kind
-    start: int
-    text: str
-
-
-def _values_at(text: str, place: int) -> Iterator[Value]:
-    """Yield the values that hold the character at ``place``, or end there."""
+def _values_at(text: str, place: int) -> Iterator[tuple[Kind, int, str]]:
+    """Yield kind, start and text of the values that hold the character at ``place``, or end there."""
     begin = max(0, place - VALUE_CHARS)
     for kind, pattern in _PATTERNS:
         for match in pattern.finditer(text, begin, place + VALUE_CHARS):
-            if match.start() <= place <= match.end() and (pattern is not _NUMBER or _is_counted(text, match)):
-                yield Value(kind, match.start(), match.group())
-
-
-def _is_counted(text: str, number: re.Match[str]) -> bool:
-    """Return whether a word near a number, in its line, is that of something that is counted."""
-    before = text[max(0, number.start() - NEAR_CHARS) : number.start()].rpartition("\n")[2]
-    behind = text[number.end() : number.end() + NEAR_CHARS].partition("\n")[0]
-    return bool(_COUNTED.search(before) or _COUNTED.search(behind))
+            if match.start() <= place <= match.end():
+                yield kind, match.start(), match.group()
 
 
 def classify(new: str, old: str, place: int) -> Difference:
     """Return the class of the difference at ``place`` of two texts, which are equal before it."""
     if _differs_in_space(new, old, place):
         return "whitespace"
-    before = {(value.kind, value.start): value.text for value in _values_at(old, place)}
-    for value in _values_at(new, place):
-        if before.get((value.kind, value.start), value.text) != value.text:
-            return value.kind
+    before = {(kind, start): value for kind, start, value in _values_at(old, place)}
+    for kind, start, value in _values_at(new, place):
+        if before.get((kind, start), value) != value:
+            return kind
     return "reordered" if _is_reordered(new, old, place) else "text"
 
 
 def value_there(text: str, place: int) -> str:
     """Return the value that holds a place of a text, or the rest of the word there; at most 64 characters."""
-    for value in _values_at(text, place):
-        return value.text[:64]
+    for _, _, value in _values_at(text, place):
+        return value[:64]
     word = _WORD_THERE.match(text, place)
     return word.group()[:64] if word else ""
 

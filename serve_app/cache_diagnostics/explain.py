@@ -9,41 +9,38 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from router.protocol.block_hash import TokenArray
+from router.protocol.block_hash import PrefixScope, TokenArray
 from serve_app.cache_diagnostics.difference import Difference, classify, value_there
-from serve_app.cache_diagnostics.memory import MAX_PROMPT_TOKENS, SeenPrompt
 from serve_app.prompts.lock import first_difference
 from serve_app.tokenization.public_tokens import common_tokens
 
 Reason = Difference | Literal["adapter", "salt", "evicted", "never_seen", "not_compared"]
 
+MAX_PROMPT_TOKENS = 32_768
+"""Remembered of one prompt; what comes behind them is not compared."""
 MIN_MISSED_TOKENS = 64
 """Fewer computed tokens are no miss: a question takes as many."""
 MISSED_PART = 8
 """A miss computes at least one of so many tokens of its prompt: a turn added to a long conversation is none."""
 MIN_LOST_TOKENS = 32
 """Fewer tokens that were there before are not worth a word."""
-MAX_COMPARED = 8
+MAX_COMPARED = 4
 """Earlier prompts that are looked through to their end: those with the longest beginning in common."""
 GRAM = 8
 """Tokens that are taken for the same place in two prompts where they are equal."""
-LONG_TOKENS, SAMPLED_PART = 256, 8
-"""Of a prompt this long an eighth of the grams says which earlier prompt has most in common with it."""
 BEFORE_TOKENS, BEHIND_TOKENS = 64, 1024
 """What is read of both texts around their first difference."""
 
-_LARGEST = np.iinfo(np.uint64).max
 _MULTIPLIERS = np.random.default_rng(1).integers(1 << 63, size=3, dtype=np.uint64) | np.uint64(1)
 """For grams of 2, 4 and 8 tokens."""
 
-Grams = npt.NDArray[np.uint64]
 Decode = Callable[[Sequence[int]], str]
 """Token ids -> their text, special tokens included."""
 
 REMEDIES: dict[Reason, str] = {
     "time": "Move the date or time behind the parts that stay the same, best into the last user message, or leave it "
     "out.",
-    "id": "Leave ids and numbers that count out of the prompt, or put them into the last user message.",
+    "id": "Leave ids and numbers that change out of the prompt, or put them into the last user message.",
     "whitespace": "Write the prompt from one template: spaces and line ends must be the same each time.",
     "reordered": "Write JSON with sorted keys, and tools and lists in a fixed order.",
     "text": "The prompt was changed here. If it changes with each request, move the part behind what stays the same.",
@@ -54,6 +51,17 @@ REMEDIES: dict[Reason, str] = {
     "never_seen": "None of the last prompts begins like this one: the first request with a prompt computes it.",
     "not_compared": "The prompts are equal as far as they are compared.",
 }
+
+
+class SeenPrompt:
+    """The beginning of one prompt. ``seen_s``: when its first token came, by ``time.perf_counter``."""
+
+    def __init__(self, token_ids: TokenArray, scope: PrefixScope, system_chars: int, seen_s: float) -> None:
+        # A part of a long prompt would keep all of it.
+        self.ids = token_ids if len(token_ids) <= MAX_PROMPT_TOKENS else token_ids[:MAX_PROMPT_TOKENS].copy()
+        self.cache = scope.lora, scope.salt
+        self.system_chars = system_chars
+        self.seen_s = seen_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,19 +112,12 @@ def explain(prompt: SeenPrompt, cached_tokens: int, earlier: Sequence[SeenPrompt
     # What was read further than an earlier prompt goes explains nothing by it.
     least = cached_tokens - len(prompt.ids) // MISSED_PART
     near = sorted((seen for seen in siblings if common[seen] >= least), key=lambda seen: (common[seen], seen.seen_s))
-    part = SAMPLED_PART if len(prompt.ids) >= LONG_TOKENS else 1
-    sample = _sample(prompt.ids, part)
-    shared = {seen: _count(sample, _sample(seen.ids[common[seen] :], part)) for seen in near[-MAX_COMPARED:]}
-    most = max(shared.values(), default=0)
-    if not most:
-        return Miss("never_seen", 0)
-    # Of those that have about as much the one that differs last.
-    nearest = next(seen for seen in reversed(shared) if shared[seen] * 8 >= most * 7)
-    lost_tokens = equal_behind(prompt.ids, nearest.ids, common[nearest])
-    if lost_tokens < MIN_LOST_TOKENS:
-        return Miss("never_seen", 0)
-    reason, place = _difference(prompt, nearest, common[nearest], decode)
-    return Miss(reason, lost_tokens, place)
+    for seen in near[: -MAX_COMPARED - 1 : -1]:
+        lost_tokens = equal_behind(prompt.ids, seen.ids, common[seen])
+        if lost_tokens >= MIN_LOST_TOKENS:
+            reason, place = _difference(prompt, seen, common[seen], decode)
+            return Miss(reason, lost_tokens, place)
+    return Miss("never_seen", 0)
 
 
 def equal_behind(new: TokenArray, old: TokenArray, start: int) -> int:
@@ -125,18 +126,7 @@ def equal_behind(new: TokenArray, old: TokenArray, start: int) -> int:
     return int(np.count_nonzero(np.convolve(equal, np.ones(GRAM)))) if equal.any() else 0
 
 
-def _sample(ids: TokenArray, part: int) -> Grams:
-    """Return one of ``part`` grams: those with small hashes, so the same ones of every prompt."""
-    grams = _grams(ids)
-    return grams[grams <= _LARGEST // part]
-
-
-def _count(grams: Grams, others: Grams) -> int:
-    """Return how many of the grams are among others; of few faster than numpy, which sorts."""
-    return sum(map(set(others.tolist()).__contains__, grams.tolist()))
-
-
-def _grams(ids: TokenArray) -> Grams:
+def _grams(ids: TokenArray) -> npt.NDArray[np.uint64]:
     """Return a hash of the ``GRAM`` tokens from each token on; none where there are fewer."""
     hashes = ids.astype(np.uint64)
     for power, multiplier in enumerate(_MULTIPLIERS):

@@ -17,7 +17,6 @@ from serve_app.config.engine import ENGINES, EngineSection, EngineTraits, LoraSe
 from serve_app.config.quantities import Bytes, Seconds
 from serve_app.config.routing import RoutingSection
 from serve_app.config.tenants import TenantsSection
-from serve_app.config.usage import UsageSection
 
 _HTTP = re.compile(r"https?://[^\s/]+(/\S*)?")
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+", re.ASCII)
@@ -28,9 +27,7 @@ def is_hub_id(model: str) -> bool:
     return _HUB_ID.fullmatch(model) is not None and not model.endswith(".gguf") and not Path(model).is_dir()
 
 
-class AppConfig(
-    UsageSection, TenantsSection, LoraSection, LifecycleSection, RoutingSection, CacheSection, EngineSection
-):
+class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, CacheSection, EngineSection):
     """Everything ``build_app`` takes. Unknown names are refused, so that a typo is an error and not a default."""
 
     model_config = ConfigDict(extra="forbid")

@@ -22,7 +22,6 @@ LIVE = frozenset(
         "tenants",
         "operator_key_sha256",
         "metrics_public",
-        "prices",
         "public_prompts",
         "allowed_hosts",
         "enable_docs",

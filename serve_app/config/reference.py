@@ -22,7 +22,6 @@ from serve_app.config.prompts import PublicPromptConfig
 from serve_app.config.quantities import is_duration, shown_value
 from serve_app.config.routing import RoutingSection
 from serve_app.config.tenants import ApiKeyConfig, TenantConfig, TenantsSection
-from serve_app.config.usage import PricesConfig, UsageSection
 
 _INTRODUCTION = f"""\
 # Settings
@@ -50,14 +49,12 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "Routing": RoutingSection,
     "Joining and leaving": LifecycleSection,
     "Tenants and keys": TenantsSection,
-    "Usage": UsageSection,
 }
 ENTRIES: dict[str, type[BaseModel]] = {
     "The fields of `autoscaling`": AutoscalingConfig,
     "An entry of `tenants`": TenantConfig,
     "An entry of `key_sha256`": ApiKeyConfig,
     "An entry of `public_prompts`": PublicPromptConfig,
-    "The fields of `prices`": PricesConfig,
 }
 
 
@@ -97,7 +94,6 @@ EXAMPLES = {
     version: "3"
     text: You are a helpful clerk.  # or file: prompts/clerk.txt""",
     "operator_key_sha256": f"[{'c' * 64}]  # from `warmpath keys`",
-    "prices": "{input_per_million: 3, output_per_million: 15}",
 }
 """What to write in place of defaults that say little of their form."""
 

@@ -1,4 +1,4 @@
-"""Settings of who may ask, and what tenants share."""
+"""Settings of who may ask, what tenants share, and where their usage is kept."""
 
 from __future__ import annotations
 
@@ -75,6 +75,9 @@ class TenantsSection(BaseModel):
     )
     secret_file: Path | None = Field(
         None, description="deployment secret; default: $WARMPATH_SECRET, then a state file"
+    )
+    usage_file: Path | None = Field(
+        None, description="SQLite file that keeps usage by day over restarts; default: it is kept in memory"
     )
 
     @property

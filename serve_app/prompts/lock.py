@@ -82,13 +82,6 @@ class PromptDirectory:
             raise PromptError(f"the prompts in {self._path} have {total} bytes together; at most {MAX_TOTAL_BYTES}")
         return [replace(lock, text=raw.decode()) for lock, raw in contents]
 
-    def text(self, ref: str) -> str:
-        """Return one version's text. Raises PromptError."""
-        for lock in self.locks():
-            if lock.ref == ref:
-                return self._bytes(lock).decode()
-        raise PromptError(f"{self._path / LOCK} has no {ref}")
-
     def problems(self) -> list[str]:
         """Return what is wrong: files that are not what was locked, or not locked at all. Raises PromptError."""
         locks, problems = self.locks(), []

@@ -1,23 +1,17 @@
-"""How each version of a prompt is used: reuse and times to first token, and in which ways it is asked for.
+"""How each version of a prompt is used: how much of it is reused, and in which ways it is asked for.
 
 One ingress' view since it started, in bounded memory; knows no texts. ``merged`` puts several ingresses' together.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+import operator
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
-
-import numpy as np
 
 from router.protocol.samples import Sample
 
-MIN_WARM = 5
-"""Fewer warm requests than this have no typical time to first token."""
-
-_TIMES = 256
 _USES = 16
 _VERSIONS = 1024
 
@@ -38,35 +32,24 @@ class Use(NamedTuple):
     chat: bool
 
 
-@dataclass(slots=True)
-class Figures:
-    """Of one version. ``warm_ttft_s``: of requests that found all of it in the cache, the latest ones."""
+class Figures(NamedTuple):
+    """Of one version. ``warm_requests``: those that found all of it in the cache."""
 
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     warm_requests: int = 0
-    warm_ttft_s: deque[float] = field(default_factory=deque)
 
-    def add(self, other: Figures) -> None:
-        """Add what another has counted."""
-        self.requests += other.requests
-        self.prompt_tokens += other.prompt_tokens
-        self.cached_tokens += other.cached_tokens
-        self.warm_requests += other.warm_requests
-        self.warm_ttft_s.extend(other.warm_ttft_s)
+    def plus(self, other: Figures) -> Figures:
+        """Return what both have counted."""
+        return Figures(*map(operator.add, self, other))
 
     def to_json(self) -> dict[str, Any]:
-        """Return what an operator is shown; times only where there are enough."""
-        p50 = p99 = None
-        if len(self.warm_ttft_s) >= MIN_WARM:
-            p50, p99 = np.percentile(self.warm_ttft_s, (50, 99)).round(4).tolist()
+        """Return what an operator is shown."""
         return {
             "requests": self.requests,
             "cold_requests": self.requests - self.warm_requests,
             "hit_rate": round(self.cached_tokens / self.prompt_tokens, 4) if self.prompt_tokens else None,
-            "warm_ttft_p50_s": p50,
-            "warm_ttft_p99_s": p99,
         }
 
 
@@ -81,12 +64,11 @@ class PromptTraffic:
         self._figures: OrderedDict[str, Figures] = OrderedDict()
         self._uses: OrderedDict[str, OrderedDict[Use, Use]] = OrderedDict()
 
-    def add(self, ref: str, prompt_tokens: int, cached_tokens: int, ttft_s: float) -> None:
+    def add(self, ref: str, prompt_tokens: int, cached_tokens: int) -> None:
         """Count one answered request."""
-        warm = [ttft_s] if cached_tokens >= max(1, self._least_tokens(ref)) else []
-        figures = self._figures.get(ref) or Figures(warm_ttft_s=deque(maxlen=_TIMES))
-        figures.add(Figures(1, prompt_tokens, cached_tokens, len(warm), deque(warm)))
-        _put(self._figures, ref, figures, _VERSIONS)
+        warm = cached_tokens >= max(1, self._least_tokens(ref))
+        figures = Figures(1, prompt_tokens, cached_tokens, int(warm))
+        _put(self._figures, ref, self._figures.get(ref, Figures()).plus(figures), _VERSIONS)
 
     def add_use(self, ref: str, use: Use, *, public: bool) -> None:
         """Remember how a prompt is asked for; of a public one KV is the same for all tenants and salts."""
@@ -121,5 +103,5 @@ def merged(reports: Iterable[Mapping[str, Figures]]) -> dict[str, Figures]:
     totals: dict[str, Figures] = {}
     for report in reports:
         for ref, figures in report.items():
-            totals.setdefault(ref, Figures()).add(figures)
+            totals[ref] = totals.get(ref, Figures()).plus(figures)
     return totals

@@ -1,4 +1,4 @@
-"""Usage as clients see it: a document of rows and their sum, or CSV; and what it would have cost elsewhere."""
+"""Usage as clients see it: a document of rows and their sum, or CSV."""
 
 from __future__ import annotations
 
@@ -9,14 +9,10 @@ from datetime import date, timedelta
 from functools import reduce
 from typing import Any
 
-from serve_app.config.usage import PricesConfig
 from serve_app.errors import InvalidRequest
 from serve_app.usage.ledger import KEPT_DAYS, Counts, UsageKey
 
 DEFAULT_DAYS = 30
-WRITE_5M, WRITE_1H, READ = 1.25, 2.0, 0.1
-"""What a prompt token costs that is written to the cache for five minutes or an hour, or read from it, as parts of one
-that is neither. Source: Anthropic's prices of prompt caching."""
 
 Rows = list[tuple[UsageKey, Counts]]
 
@@ -47,48 +43,28 @@ def merged(readings: Iterable[tuple[str, Rows]]) -> Rows:
     return sorted(total.items())
 
 
-def costs(counts: Counts, prices: PricesConfig) -> dict[str, float]:
-    """Return what it would have cost without any cache, under Anthropic's rules for both TTLs, and under OpenAI's."""
-    cached, written, uncached = counts.cached_tokens, counts.written_tokens, counts.uncached_tokens
-    inputs = {
-        "without_cache": float(counts.prompt_tokens),
-        "anthropic_5m": uncached + WRITE_5M * written + READ * cached,
-        "anthropic_1h": uncached + WRITE_1H * written + READ * cached,
-        "openai": uncached + written + prices.openai_cached_part * cached,
-    }
-    output = counts.output_tokens * prices.output_per_million
-    return {rule: round((tokens * prices.input_per_million + output) / 1e6, 6) for rule, tokens in inputs.items()}
-
-
-def usage_document(first_day: str, last_day: str, rows: Rows, prices: PricesConfig | None) -> dict[str, Any]:
+def usage_document(first_day: str, last_day: str, rows: Rows) -> dict[str, Any]:
     """Return the body of ``/v1/usage``."""
     return {
         "object": "usage",
         "start_date": first_day,
         "end_date": last_day,
-        "prices": prices.model_dump() if prices is not None else None,
-        "data": [{**key._asdict(), **_shown(counts, prices)} for key, counts in rows],
-        "total": _shown(reduce(Counts.plus, (counts for _, counts in rows), Counts()), prices),
+        "data": [{**key._asdict(), **_shown(counts)} for key, counts in rows],
+        "total": _shown(reduce(Counts.plus, (counts for _, counts in rows), Counts())),
     }
 
 
-def usage_csv(rows: Rows, prices: PricesConfig | None) -> str:
-    """Return the rows as CSV with a header; costs are columns of their own."""
+def usage_csv(rows: Rows) -> str:
+    """Return the rows as CSV with a header."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, [*UsageKey._fields, *_flat(Counts(), prices)])
+    writer = csv.DictWriter(text, [*UsageKey._fields, *_shown(Counts())])
     writer.writeheader()
-    writer.writerows({**key._asdict(), **_flat(counts, prices)} for key, counts in rows)
+    writer.writerows({**key._asdict(), **_shown(counts)} for key, counts in rows)
     return text.getvalue()
 
 
-def _shown(counts: Counts, prices: PricesConfig | None) -> dict[str, Any]:
-    shown: dict[str, Any] = {**counts._asdict(), "uncached_tokens": counts.uncached_tokens}
-    return shown if prices is None else {**shown, "cost": costs(counts, prices)}
-
-
-def _flat(counts: Counts, prices: PricesConfig | None) -> dict[str, Any]:
-    shown = _shown(counts, prices)
-    return {**shown, **{f"cost_{rule}": cost for rule, cost in shown.pop("cost", {}).items()}}
+def _shown(counts: Counts) -> dict[str, int]:
+    return {**counts._asdict(), "uncached_tokens": counts.uncached_tokens}
 
 
 def _day(text: str, name: str) -> date:

@@ -22,7 +22,7 @@ LOCAL = "http://127.0.0.1:8000"
 TIMEOUT_S = 1800.0
 """A long prompt takes its time, on one replica after another."""
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Versions of system prompts: lock, compare, switch.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Versions of system prompts: lock, verify, switch.")
 
 Ref = Annotated[str, typer.Argument(help="NAME@VERSION")]
 Directory = Annotated[Path, typer.Option("--dir", help=f"where the prompts and {LOCK} lie")]
@@ -55,7 +55,7 @@ def status(
     name: Annotated[str | None, typer.Argument(help="NAME; default: all")] = None,
     url: Url = LOCAL,
 ) -> None:
-    """Show what each name means, and hit rate and warm time to first token of each version."""
+    """Show what each name means, and the hit rate of each version."""
     for shown in _ask(url, "GET", f"?name={name}" if name else "")["data"]:
         _show(shown)
 
@@ -121,9 +121,8 @@ def _show(prompt: dict[str, Any]) -> None:
     owner = f" (private to {prompt['tenant']})" if prompt["tenant"] else ""
     print(f"{prompt['name']}{owner}: {prompt['promoted'] or 'no version'} is promoted{before}")
     for version in prompt["versions"]:
-        hit_rate, ttft_s = version["hit_rate"], version["warm_ttft_p50_s"]
+        hit_rate = version["hit_rate"]
         used = "not used yet" if hit_rate is None else f"hit rate {hit_rate:.0%}, {version['cold_requests']} cold"
-        times = f", warm TTFT {ttft_s:.3f} s, p99 {version['warm_ttft_p99_s']:.3f} s" if ttft_s is not None else ""
-        print(f"  {version['version']}  {version['tokens']} tokens, {version['requests']} requests: {used}{times}")
+        print(f"  {version['version']}  {version['tokens']} tokens, {version['requests']} requests: {used}")
     for held in prompt.get("warm", ()):
         print(f"  warm on {len(held['replicas'])} replicas: {', '.join(held['replicas'])}")

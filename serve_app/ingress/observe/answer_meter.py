@@ -118,7 +118,7 @@ class AnswerMeter:
         )
         metrics.written_tokens.labels(tenant).inc(written_tokens)
         if ref:
-            counters.prompts.add(ref, prompt_tokens, cached_tokens, ttft_s)
+            counters.prompts.add(ref, prompt_tokens, cached_tokens)
             if generation.store_kv:
                 counters.prompts.add_use(ref, use_of(wanted, tenant), public=generation.public)
 

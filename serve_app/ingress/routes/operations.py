@@ -69,7 +69,7 @@ async def rollback(request: Request, services: Front) -> Response:
 @router.get("/v1/usage", tags=["usage"])
 @guarded("usage")
 async def usage(request: Request, services: Front) -> Response:
-    """Tokens read from the cache, written and computed, and what they would have cost; a tenant sees its own.
+    """Tokens read from the cache, written and computed; a tenant sees its own.
 
     In the query: `start_date` and `end_date` (days in UTC; default: the last 30), `format` (json or csv).
     """
@@ -79,10 +79,10 @@ async def usage(request: Request, services: Front) -> Response:
     if wanted not in USAGE_FORMATS:
         raise InvalidRequest(f"format must be one of {', '.join(USAGE_FORMATS)}.", param="format")
     first_day, last_day = days(query.get("start_date"), query.get("end_date"), datetime.now(UTC).date())
-    rows, prices = await services.usage.everywhere(first_day, last_day, tenant), services.config.prices
+    rows = await services.usage.everywhere(first_day, last_day, tenant)
     if wanted == "csv":
-        return Response(usage_csv(rows, prices), media_type="text/csv; charset=utf-8")
-    return json_response(usage_document(first_day, last_day, rows, prices))
+        return Response(usage_csv(rows), media_type="text/csv; charset=utf-8")
+    return json_response(usage_document(first_day, last_day, rows))
 
 
 @router.get("/health", tags=["operations"])

@@ -128,7 +128,6 @@ def test_usage_adds_up_over_both_ingresses_and_is_a_tenants_own(served: Served) 
         assert (found["requests"], found["output_tokens"]) == (6, 24)
         assert found["prompt_tokens"] == sum(tokens for tokens, _, _ in told)
         assert found["cached_tokens"] == sum(cached for _, cached, _ in told)
-        assert found["cost"]["openai"] > 0
     assert row("acme")["requests"] == 0
 
 

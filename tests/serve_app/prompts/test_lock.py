@@ -85,7 +85,7 @@ def test_a_version_never_changes(shelf: PromptDirectory, tmp_path: Path, source:
     (tmp_path / "clerk/1.txt").write_bytes(b"spoilt")
     source.write_bytes(b"You are the clerk.\r\n")
     shelf.add("clerk@1", source, None)
-    assert shelf.text("clerk@1") == "You are the clerk.\r\n"
+    assert [each.text for each in shelf.read()] == ["You are the clerk.\r\n"]
     assert (tmp_path / LOCK).read_bytes() == before
 
 
