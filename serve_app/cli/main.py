@@ -106,6 +106,8 @@ def serve(
     """Start an instance on this machine and serve until Ctrl-C."""
     if model_name is not None and model not in (None, model_name):
         fail(f"two models are named, {model_name} and --model {model}; name one")
+    if haproxy and ":" in host:
+        fail(f"HAProxy does not reach Serve's ingresses over IPv6: add --no-haproxy to listen on {host}")
     try:
         settings = load_settings(
             config, setting or [], model=model or model_name, revision=revision, replicas=replicas, engine=engine

@@ -73,6 +73,7 @@ def test_pages_of_any_name_may_post_only_where_that_may_be_meant(
         (["--dtype", "float16"], "use --set dtype=VALUE"),
         (["m", "--max-model-len=8"], "use --set max_model_len=VALUE"),
         (["a", "--model", "b"], "two models are named"),
+        (["--host", "::1"], "add --no-haproxy"),
         (["--prot", "1"], "No such option"),
     ],
 )
@@ -93,7 +94,7 @@ def test_flags_of_other_servers_are_answered_with_our_way(arguments: list[str], 
 )
 def test_an_address_is_a_url_that_clients_take(launched: list[Launch], host: str, url: str) -> None:
     """The start asks it for /health, and it is printed."""
-    assert CliRunner().invoke(app, ["serve", "--host", host, "--port", "80"]).exit_code == 0
+    assert CliRunner().invoke(app, ["serve", "--host", host, "--port", "80", "--no-haproxy"]).exit_code == 0
     assert launched[0].url == url
 
 
