@@ -32,7 +32,7 @@ def instance(*arguments: str, env: dict[str, str] | None = None) -> Iterator[str
     Raises BenchmarkError with the end of its output when it does not come up.
     """
     with held_port() as port, _leaving_on_sigterm():
-        command = [sys.executable, "-c", "from serve_app.cli.main import main; main()"]
+        command = [sys.executable, "-m", "serve_app.cli.entry"]
         print("starting warmpath serve", file=sys.stderr, flush=True)
         url = f"http://127.0.0.1:{port}"
         with server_process([*command, "serve", "--port", str(port), *arguments], f"{url}/health", env):
