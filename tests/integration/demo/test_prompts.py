@@ -52,7 +52,7 @@ def test_a_promoted_version_is_warm_for_everybody(served: Served) -> None:
     assert answered(served, "acme", "clerk@1")[0] == "clerk@1"
     assert "1 is promoted" in cut_over(served, "rollback", "clerk")
     assert {answered(served, "globex", "clerk") for _ in range(6)} == {("clerk@1", True)}
-    assert "warm TTFT" in cut_over(served, "status", "clerk")
+    assert "requests: hit rate" in cut_over(served, "status", "clerk")
 
 
 def test_a_private_prompt_is_its_tenants_and_a_changed_file_changes_nothing(served: Served) -> None:
