@@ -54,10 +54,7 @@ class SegmentCache:
         self._misses = 0
 
     def get(self, keys: list[bytes]) -> list[Segment | None]:
-        """Return what is known of the segments of one conversation, from its beginning on, and count that.
-
-        The beginning is used most: of what is known it is the last to go.
-        """
+        """Return what is known of one conversation's segments, and count that; its beginning is the last to go."""
         segments = [self._segments.get(key) for key in keys]
         for key, segment in zip(reversed(keys), reversed(segments), strict=True):
             if segment is not None:

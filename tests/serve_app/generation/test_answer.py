@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,11 +109,6 @@ def test_one_failing_choice_ends_all(choices: int) -> None:
     pieces, used = asyncio.run(run(choices, source))
     assert not any(piece.finish_reason for piece in pieces if piece.index == choices - 1)
     assert (used, source.running) == (0, 0)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(demo_model_path: Path) -> PromptTokenizer:
-    return PromptTokenizer(demo_model_path)
 
 
 def read(

@@ -28,11 +28,6 @@ SECRET = b"s" * 32
 RULES = "You are a careful clerk. Name the clause, the date and the amount before any advice. " * 3
 
 
-@pytest.fixture(scope="module")
-def tokenizer(demo_model_path: Path) -> PromptTokenizer:
-    return PromptTokenizer(demo_model_path)
-
-
 def preparer_of(tokenizer: PromptTokenizer, prompts: Prompts | None = None, **more: Any) -> Preparer:
     info, limits = load_checkpoint_info(Path(tokenizer._tokenizer.name_or_path)), Limits(4096, 8, 300.0)
     return Preparer(info, tokenizer, Tenants([], SECRET), SECRET, AdapterRegistry("demo"), limits, prompts, **more)

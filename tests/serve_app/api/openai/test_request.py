@@ -148,6 +148,24 @@ def test_a_wrong_value_is_a_400_that_names_its_field(fields: dict[str, Any], par
     assert_names_its_field(fields, param)
 
 
+def test_a_sentence_says_what_a_field_must_be() -> None:
+    """In words of its own, or as its type and bounds say it."""
+    for fields, said in (
+        ({"stop": 5}, "stop must be a string or at most 16 strings, each of 1 to 1024 characters."),
+        ({"n": 0}, "n must be a whole number from 1 to 16."),
+        ({"top_p": 0}, "top_p must be a number above 0 and at most 1."),
+        ({"stream": "yes"}, "stream must be true or false."),
+        ({"cache_salt": ""}, "cache_salt must be a string of 1 to 1024 characters."),
+        (
+            {"model": None},
+            "model is missing; it must be the name of a model in 1 to 256 characters, see GET /v1/models.",
+        ),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            chat(**fields)
+        assert caught.value.message == said
+
+
 @pytest.mark.parametrize(
     "prompt",
     ["", [], 5, [""], [[]], ["a", 1], [1, "a"], [True], [-1], [2**31], [[1], [None]], ["a"] * 129],

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from serve_app.api.request import ToolUse
-from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.generation.tool_calls.formats import forced_calls
 from serve_app.structured.compiler import GrammarCompiler, llguidance_form
 from serve_app.tokenization.tokenizer import PromptTokenizer
@@ -32,17 +30,6 @@ RAIN = '{"name": "get_weather", "parameters": {"city": "Oslo"}}'
 FIND = '{"name": "search", "parameters": {"anything": [1, null]}}'
 PLAN = '{"name": "plan", "parameters": {"stops": [{"at": "Oslo"}, {"at": "Bergen"}]}}'
 EVERY = (WEATHER, SEARCH, NESTED)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(demo_model_path: Path) -> PromptTokenizer:
-    return PromptTokenizer(demo_model_path)
-
-
-@pytest.fixture(scope="module")
-def compiler(demo_model_path: Path) -> GrammarCompiler:
-    info = load_checkpoint_info(demo_model_path)
-    return GrammarCompiler(info.path, info.vocab_size, info.eos_token_ids)
 
 
 @pytest.mark.parametrize(
