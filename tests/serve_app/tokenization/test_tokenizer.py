@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers, processors
 
-from router.protocol.block_hash import extend_chain, hash_blocks
+from router.protocol.block_hash import extend_chain
 from serve_app.errors import InvalidRequest
 from serve_app.tokenization.public_tokens import PublicTokens
 from serve_app.tokenization.tokenizer import PromptTokenizer
@@ -108,12 +108,8 @@ def test_a_text_is_never_taken_for_one_encoded_differently(demo_model_path: Path
         cached.encode("a\ud800b", ROOT)
 
 
-def test_prompts_given_as_ids(tokenizer: PromptTokenizer) -> None:
-    """Ids are hashed like tokenized text; an id outside the vocabulary is refused, however large."""
-    ids = tokenizer.encode("some text " * 40, ROOT).token_ids
-    encoded = tokenizer.encode_ids(ids.tolist(), ROOT)
-    assert encoded.token_ids.tolist() == ids.tolist()
-    assert encoded.block_hashes == hash_blocks(ROOT, ids, 16)
+def test_ids_outside_the_vocabulary_are_refused(tokenizer: PromptTokenizer) -> None:
+    """However large."""
     for wrong in (-1, tokenizer.vocab_size, 10**30):
         with pytest.raises(InvalidRequest, match="Token ids must be from 0 to 4095"):
             tokenizer.encode_ids([1, wrong], ROOT)

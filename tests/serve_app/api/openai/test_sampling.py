@@ -12,27 +12,6 @@ from serve_app.structured.grammar import Grammar
 from tests.serve_app.api.openai.bodies import assert_names_its_field, chat, complete
 
 
-def test_fields_of_sampling_arrive() -> None:
-    """As they were sent; biases by ascending id."""
-    request = chat(
-        presence_penalty=-2, frequency_penalty=2.0, repetition_penalty=1.1, min_p=0.1, min_tokens=3,
-        logit_bias={"9": -100, "5": 1.5}, stop_token_ids=[7, 7, 0], bad_words=["no", "no", " never"],
-        include_stop_str_in_output=True, logprobs=True, top_logprobs=20, continue_final_message=True,
-    )  # fmt: skip
-    assert (request.presence_penalty, request.frequency_penalty, request.repetition_penalty) == (-2.0, 2.0, 1.1)
-    assert (request.min_p, request.min_tokens, request.logit_bias) == (0.1, 3, ((5, 1.5), (9, -100.0)))
-    assert (request.stop_token_ids, request.bad_words) == ((7, 0), ("no", " never"))
-    assert (request.include_stop_str_in_output, request.logprobs) == (True, 20)
-    assert (request.continue_final_message, request.add_generation_prompt) == (True, False)
-    neutral = chat(
-        presence_penalty=0, repetition_penalty=1, logit_bias={}, min_p=0, min_tokens=0, stop_token_ids=[], bad_words=[],
-        logprobs=False, top_logprobs=0, response_format={"type": "text"}, structured_outputs={},
-    )  # fmt: skip
-    assert neutral == chat()
-    assert (chat(logprobs=True).logprobs, complete(logprobs=0).logprobs, complete().logprobs) == (0, 0, None)
-    assert complete(echo=True).echo
-
-
 def test_what_an_answer_must_match_is_one_grammar() -> None:
     """By OpenAI's field or by vLLM's; a schema keeps the order of its properties."""
     schema = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "integer"}}}
