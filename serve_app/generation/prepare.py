@@ -24,7 +24,7 @@ from serve_app.generation.rules import CheckedGrammars, refuse_without_logits, r
 from serve_app.prompts.registry import Prompts
 from serve_app.tenants.tenants import Tenant, Tenants
 from serve_app.tokenization.chat_template import RenderedPrompt
-from serve_app.tokenization.public_tokens import common_tokens
+from serve_app.tokenization.segment_cache import common_tokens
 from serve_app.tokenization.tokenizer import EncodedPrompt, PromptTokenizer
 
 R = TypeVar("R", bound=RequestFields)

@@ -25,8 +25,7 @@ from serve_app.fairness.shares import Shares
 from serve_app.fairness.workers import FairWorkers
 from serve_app.tokenization.chat_template import ChatTemplate, RenderedPrompt
 from serve_app.tokenization.detokenizer import Detokenizer, TokenTexts
-from serve_app.tokenization.public_tokens import PublicTokens
-from serve_app.tokenization.segment_cache import Segment, SegmentCache, SegmentCacheStats
+from serve_app.tokenization.segment_cache import PublicTokens, Segment, SegmentCache, SegmentCacheStats
 from serve_app.tokenization.segmenter import Segmenter, longest_token_chars
 
 INLINE_BYTES = 4096

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers, proce
 
 from router.protocol.block_hash import extend_chain
 from serve_app.errors import InvalidRequest
-from serve_app.tokenization.public_tokens import PublicTokens
+from serve_app.tokenization.segment_cache import PublicTokens
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.serve_app.tokenization.variants import sentencepiece_like, variant_of
 

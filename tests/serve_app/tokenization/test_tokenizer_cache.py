@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.protocol.block_hash import hash_blocks
-from serve_app.tokenization.public_tokens import PublicTokens
-from serve_app.tokenization.segment_cache import ENTRY_BYTES, Segment, SegmentCache
+from serve_app.tokenization.segment_cache import ENTRY_BYTES, PublicTokens, Segment, SegmentCache
 from serve_app.tokenization.tokenizer import EncodedPrompt, PromptTokenizer
 from tests.serve_app.tokenization.variants import conversation
 
