@@ -102,10 +102,7 @@ class JsonBody(BaseModel):
     without_effect: ClassVar[frozenset[str]] = frozenset()
 
     def unknown(self, inner: Iterable[str] = (), known: Iterable[str] = ()) -> tuple[UnknownField, ...]:
-        """Return the first ``MAX_TOLD`` of the given fields that nothing here reads.
-
-        ``inner``: paths of such fields inside others; ``known``: paths there are.
-        """
+        """Return the first ``MAX_TOLD`` fields that nothing reads; ``inner``: those inside others, of the ``known``."""
         fields = type(self).model_fields
         harmless = {*self.refused, *self.without_effect}
         ignored = (name for name in self.model_extra or () if name not in harmless)

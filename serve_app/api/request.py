@@ -62,11 +62,9 @@ class RequestFields:
     ``max_tokens`` None: the deployment's default. ``top_k`` 0 and ``min_p`` 0 switch these off. ``stop`` strings and
     ``stop_token_ids`` are excluded from the text, unless ``include_stop_str_in_output``. ``logprobs``: how many of the
     likeliest tokens to tell with each, None for nothing. ``grammar``: what the answer must match.
-    ``prompt_cache_key`` is a routing hint, ``cache_salt`` divides the tenant's own cache;
-    ``prompt_ref`` names the registered prompt that goes before everything else. ``user``: for whom the client asks, as
-    far as it says so. ``store_kv`` False: leave nothing
-    in the cache; None: as the tenant's setting says. ``cache_diagnostics``: tell why the cache was missed.
-    ``unknown``: fields without effect.
+    ``prompt_cache_key`` is a routing hint, ``cache_salt`` divides the tenant's own cache; ``prompt_ref`` names the
+    registered prompt that goes before everything else. ``store_kv`` False: leave nothing in the cache; None: as the
+    tenant's setting says. ``cache_diagnostics``: tell why the cache was missed. ``unknown``: fields without effect.
     """
 
     prompt_field: ClassVar[str]

@@ -104,10 +104,7 @@ class Call:
         cancel_call(self._response)
 
     async def chunk(self) -> wire.GenerateChunk:
-        """Wait for the next chunk; the last has a finish reason or an error.
-
-        Raises ReplicaLost where tokens were lost on the way, and whatever the call raises.
-        """
+        """Wait for the next chunk. Raises ReplicaLost where tokens were lost on the way, or what the call raises."""
         chunk = self._arrivals.take()
         while chunk is None:
             if self._end.done():

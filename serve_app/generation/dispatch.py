@@ -80,9 +80,7 @@ class Dispatcher:
         self._left = left
 
     async def generate(self, generation: Generation, avoid: tuple[str, ...] = ()) -> AsyncGenerator[Tokens, None]:
-        """Yield the sequence's tokens as they come; the last item has a finish reason.
-
-        ``avoid``: replicas that it goes to only where no other one can take it.
+        """Yield the sequence's tokens as they come; it goes to a replica of ``avoid`` only where no other can take it.
 
         A replica that dies is replaced by another, which gets the prompt and the tokens already received: since a
         token depends only on (seed, position) the client's stream goes on as if nothing had happened. One whose line is
@@ -240,8 +238,8 @@ def route_of(
 ) -> RoutedRequest:
     """Return a generation's routing view.
 
-    ``avoid``: replicas that lost it in earlier attempts, and ``dead`` those that did not just leave; ``rerouted``: how
-    many attempts ended at once, with a replica that had more to do than was known.
+    ``avoid``: replicas that lost it, ``dead``: those of them that did not just leave; ``rerouted``: how often it came
+    back from one that had more to do than was known.
     """
     return RoutedRequest(
         request_id=f"{generation.request_id}.{attempt}",

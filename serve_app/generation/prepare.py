@@ -24,7 +24,7 @@ from serve_app.generation.rules import CheckedGrammars, refuse_without_logits, r
 from serve_app.prompts.registry import Prompts
 from serve_app.tenants.tenants import Tenant, Tenants
 from serve_app.tokenization.chat_template import RenderedPrompt
-from serve_app.tokenization.public_tokens import common_tokens
+from serve_app.tokenization.segment_cache import common_tokens
 from serve_app.tokenization.tokenizer import EncodedPrompt, PromptTokenizer
 
 R = TypeVar("R", bound=RequestFields)
@@ -89,11 +89,7 @@ class Preparer:
     async def prepare(
         self, request: GenerateRequest, tenant: Tenant, request_id: str, deadline_s: float = math.inf
     ) -> list[Generation]:
-        """Return prompts x n generations, a prompt's choices in a row.
-
-        Raises ModelNotFound, PromptNotFound, ContextLengthExceeded, or InvalidRequest from the chat template or for an
-        adapter.
-        """
+        """Return prompts x n generations, a prompt's choices in a row. Raises NotFound, or InvalidRequest."""
         if self._simulated:
             refuse_without_logits(request)
         store_kv = stores_kv(request, tenant)
@@ -142,10 +138,7 @@ class Preparer:
         return generations
 
     async def _scope(self, request: R, tenant: Tenant) -> tuple[R, AdapterSpec | None, Keys]:
-        """Return a request, with NAME@VERSION for the prompt that it refers to, its adapter, and its keys.
-
-        Raises what ``Prompts.find`` and ``AdapterRegistry.choose`` do.
-        """
+        """Return a request, with NAME@VERSION for the prompt that it refers to, its adapter, and its keys."""
         await self._prompts.keep_current(self._tokenizer)
         if request.prompt_ref is not None:
             request = replace(request, prompt_ref=self._prompts.find(request.prompt_ref, tenant.name).ref)
@@ -166,10 +159,7 @@ class Preparer:
     async def _encode(
         self, request: GenerateRequest, keys: Keys, tenant: str
     ) -> AsyncIterator[tuple[EncodedPrompt, str]]:
-        """Yield each prompt, with the formatted system prompt that it begins with, "" for none.
-
-        The prompt that a request refers to goes before its messages, or before its text.
-        """
+        """Yield each prompt, with the formatted system prompt that it begins with, "" for none."""
         if isinstance(request, ChatRequest):
             yield await self._encode_chat(request, keys, tenant)
             return
@@ -243,11 +233,10 @@ class Preparer:
     async def _system_prompt(
         self, request: GenerateRequest, root: bytes, tenant: str, encoded: EncodedPrompt, system_text: str
     ) -> tuple[Save | None, int]:
-        """Return what to save of a prompt, and how many of its tokens are its formatted system prompt's.
+        """Return what to save of a prompt, and how many of its tokens are its system prompt's: those in common.
 
-        These are what the system prompt alone has in common with it: fewer than its own where its last token merges
-        with what follows. Of another prompt with the same one they may be one more or less, so what is to be saved is
-        counted anew.
+        Where its last token merges with what follows, they may be one fewer than of another prompt with the same one:
+        what is to be saved is counted anew.
         """
         if not isinstance(request, ChatRequest) or not system_text:
             return None, 0

@@ -19,10 +19,7 @@ _NO_RULES = TokenRules()
 
 
 def rules_of(request: GenerateRequest, bad_words: Sequence[tuple[int, ...]], vocab_size: int) -> TokenRules | None:
-    """Return a request's rules, None for none. ``bad_words``: their token ids.
-
-    Raises InvalidRequest for token ids that the model does not have.
-    """
+    """Return a request's rules, None for none. Raises InvalidRequest for token ids that the model does not have."""
     for field, ids in (
         ("logit_bias", [token for token, _ in request.logit_bias]),
         ("stop_token_ids", request.stop_token_ids),

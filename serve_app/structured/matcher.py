@@ -46,10 +46,7 @@ class AnswerMatcher:
         self._left_s = SPENT_AT_FIRST_S
 
     def allowed(self, answer: TokenArray) -> NDArray[np.uint8] | None:
-        """Return a bit a token id, lowest first; None where ``answer`` does not match.
-
-        Raises GrammarError where the grammar takes more work, or more time so far, than it may.
-        """
+        """Return a bit a token id, lowest first; None where ``answer`` does not match. Raises GrammarError."""
         begun_s = self._clock()
         if self._left_s < 0:
             raise GrammarError("the grammar takes too much time; make it less ambiguous")

@@ -1,4 +1,4 @@
-"""What the tokenizer remembers of conversations, segment by segment: token ids and block hashes; LRU in bytes.
+"""What the tokenizer remembers of conversations, segment by segment: token ids and block hashes; and what is public.
 
 Whoever makes the keys decides who shares what. Callers hold ``lock``, once around all calls of a look-up.
 """
@@ -9,6 +9,8 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from threading import Lock
+
+import numpy as np
 
 from router.protocol.block_hash import TokenArray
 
@@ -54,10 +56,7 @@ class SegmentCache:
         self._misses = 0
 
     def get(self, keys: list[bytes]) -> list[Segment | None]:
-        """Return what is known of the segments of one conversation, from its beginning on, and count that.
-
-        The beginning is used most: of what is known it is the last to go.
-        """
+        """Return what is known of one conversation's segments, and count that; its beginning is the last to go."""
         segments = [self._segments.get(key) for key in keys]
         for key, segment in zip(reversed(keys), reversed(segments), strict=True):
             if segment is not None:
@@ -81,3 +80,30 @@ class SegmentCache:
     def stats(self) -> SegmentCacheStats:
         """Return size and counters."""
         return SegmentCacheStats(self._bytes, self._capacity_bytes, len(self._segments), self._hits, self._misses)
+
+
+class PublicTokens:
+    """Which leading tokens of a prompt are public: those that a registered prompt begins with too.
+
+    Never changes; whoever remembers what followed from one keeps it apart by ``generation``, another for every index.
+    """
+
+    def __init__(self, prompts: Iterable[TokenArray] = (), generation: int = 0) -> None:
+        self._prompts = [np.array(ids, dtype=np.int32) for ids in prompts]
+        self.generation = generation
+
+    def count(self, token_ids: TokenArray) -> int:
+        """Return how many leading tokens are public. O(prompts), of which there are a few hundred at most."""
+        public = 0
+        for prompt in self._prompts:
+            if public < min(len(prompt), len(token_ids)) and prompt[public] == token_ids[public]:
+                public = max(public, common_tokens(token_ids, prompt))
+        return public
+
+
+def common_tokens(left: TokenArray, right: TokenArray) -> int:
+    """Return how many leading tokens two sequences have in common."""
+    length = min(len(left), len(right))
+    differs = left[:length] != right[:length]
+    first = int(differs.argmax()) if length else 0
+    return first if length and differs[first] else length

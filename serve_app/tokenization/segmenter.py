@@ -48,11 +48,7 @@ class Segmenter:
         )
 
     def cut(self, raw: bytes) -> list[int]:
-        """Return where the segments of a UTF-8 text end, in bytes; the last end is the length of the text.
-
-        Each but the last ends before an added token. Cuts depend only on the text before them, so a conversation
-        that grows keeps its earlier segments.
-        """
+        """Return where the segments of a UTF-8 text end, in bytes. A conversation that grows keeps its earlier ones."""
         ends: list[int] = []
         earliest = MIN_SEGMENT_BYTES
         for match in self._pattern.finditer(raw) if self.exact else ():

@@ -25,8 +25,7 @@ from serve_app.fairness.shares import Shares
 from serve_app.fairness.workers import FairWorkers
 from serve_app.tokenization.chat_template import ChatTemplate, RenderedPrompt
 from serve_app.tokenization.detokenizer import Detokenizer, TokenTexts
-from serve_app.tokenization.public_tokens import PublicTokens
-from serve_app.tokenization.segment_cache import Segment, SegmentCache, SegmentCacheStats
+from serve_app.tokenization.segment_cache import PublicTokens, Segment, SegmentCache, SegmentCacheStats
 from serve_app.tokenization.segmenter import Segmenter, longest_token_chars
 
 INLINE_BYTES = 4096
@@ -120,9 +119,8 @@ class PromptTokenizer:
     ) -> EncodedPrompt:
         """Tokenize ``text`` and hash its full blocks under the scope root; equal to doing both from nothing.
 
-        With a ``public_root``, blocks wholly inside a public prompt hang under that one. ``add_special_tokens`` adds
-        what the tokenizer puts around a bare text (a bos token, for most). Text rendered by a chat template has it
-        already. Raises InvalidRequest on a lone surrogate.
+        With a ``public_root``, blocks wholly inside a public prompt hang under that one. ``add_special_tokens``: what
+        the tokenizer puts around a bare text. Raises InvalidRequest on a lone surrogate.
         """
         return self._complete(self._look_up(text, root, public_root, add_special_tokens), add_special_tokens)
 
@@ -135,10 +133,7 @@ class PromptTokenizer:
         /,
         **options: Any,
     ) -> RenderedPrompt:
-        """Render a chat (``ChatTemplate.render``); what is long, in a thread, when it is the tenant's turn.
-
-        ``chars``: of all contents and tools.
-        """
+        """Render a chat of so many ``chars`` in all; what is long, in a thread, when it is the tenant's turn."""
         size = chars + MESSAGE_CHARS * len(messages)
         render = partial(self.template.render, messages, tools, **options)
         return render() if size <= INLINE_RENDER_CHARS else await self._workers.run(tenant, size, render)
@@ -146,10 +141,7 @@ class PromptTokenizer:
     async def encode_async(
         self, text: str, root: bytes, tenant: str, *, public_root: bytes = b"", add_special_tokens: bool = False
     ) -> EncodedPrompt:
-        """Like ``encode``, but a text with much unknown in it is tokenized in a thread, when it is the tenant's turn.
-
-        Calls that wait for the same unknown text share one tokenization.
-        """
+        """Like ``encode``; much unknown text is tokenized in a thread, in turns of tenants, once for all who ask."""
         while True:
             lookup = self._look_up(text, root, public_root, add_special_tokens)
             missing_bytes = sum(map(len, lookup.missing))
@@ -185,10 +177,7 @@ class PromptTokenizer:
         return str(self._backend.decode(token_ids, skip_special_tokens=False))
 
     async def word_ids(self, words: Sequence[str], tenant: str) -> tuple[tuple[int, ...], ...]:
-        """Return the token ids of words, each at the beginning of a text and within one.
-
-        Source: vLLM's ``update_from_tokenizer``, which leaves the second out where it has more or fewer tokens.
-        """
+        """Return the token ids of words, each at the beginning of a text and within one. Source: vLLM."""
 
         def encode() -> tuple[tuple[int, ...], ...]:
             encoded: list[tuple[int, ...]] = []

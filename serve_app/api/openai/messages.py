@@ -60,11 +60,7 @@ def ignored_in(messages: list[dict[str, Any]]) -> set[str]:
 
 
 def for_template(message: Message, index: int, in_parts: set[str]) -> dict[str, Any]:
-    """Return a message with string role and content; ``name`` and ``tool_call_id`` pass through.
-
-    ``index``: its place in the body. Adds the paths of fields of its parts that nothing reads to ``in_parts``.
-    Raises InvalidRequest.
-    """
+    """Return a message with string role and content. Adds fields of its parts that nothing reads to ``in_parts``."""
     role, content = message["role"], message.get("content")
     if not isinstance(content, str):
         absent = content is None and role == "assistant"

@@ -109,10 +109,7 @@ class GenerationBody(SamplingBody):
     cache_diagnostics: bool = Field(False, description="tell in usage why the cache was missed")
 
     def common(self, ignored: Iterable[str] = (), known: Iterable[str] = _INNER_FIELDS) -> dict[str, Any]:
-        """Return what every request has, by the names of ``GenerateRequest``. Raises InvalidRequest.
-
-        ``ignored``: paths of fields inside others that nothing reads; ``known``: those there are.
-        """
+        """Return what every request has; ``ignored``: inner fields that nothing reads, ``known``: those there are."""
         fields = {name: getattr(self, name) for name in GenerationBody.model_fields}
         options: StreamOptions | None = fields.pop("stream_options")
         if options is not None and not self.stream:
@@ -164,10 +161,7 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool = Field(True, description="false: the answer ends with its first call")
 
     def request(self, ignored: Iterable[str] = ()) -> ChatRequest:
-        """Return the validated request. Raises InvalidRequest where fields do not go together.
-
-        ``ignored``: paths of fields of messages that nothing reads.
-        """
+        """Return the request; ``ignored``: fields of messages that nothing reads. Raises InvalidRequest."""
         if self.tools and not self.apply_chat_template:
             raise InvalidRequest("tools need apply_chat_template to be true.", param="tools")
         for name in ("messages", "add_generation_prompt", "continue_final_message"):

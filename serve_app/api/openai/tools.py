@@ -91,10 +91,7 @@ class Function(NamedTuple):
 
 
 def tool_use(functions: Sequence[Function], choice: str, only: str = "", *, parallel: bool = True) -> ToolUse:
-    """Return what a request offers. ``choice``: none, auto or required; ``only``: the one that has to be called.
-
-    Raises InvalidRequest for tools that are too large, and for a choice that goes with none of them.
-    """
+    """Return what a request offers. ``choice``: none, auto or required; ``only``: the one that has to be called."""
     names = [function.name for function in functions]
     if only and only not in names:
         raise InvalidRequest(f"tool_choice names {only!r}, which is not among tools.", param="tool_choice")
@@ -128,10 +125,7 @@ def _depths(root: Any) -> Iterator[int]:
 
 
 def check_arguments(functions: Iterable[Any]) -> None:
-    """Refuse calls whose arguments hold very many values together, before any are read. Raises InvalidRequest.
-
-    Arguments are JSON in strings, where nothing else counts what is in them.
-    """
+    """Refuse calls whose arguments, JSON in strings, hold very many values together, before any are read."""
     texts = (function.get("arguments") for function in functions if isinstance(function, dict))
     if sum(text.count(mark) for text in texts if isinstance(text, str) for mark in ",[{") > MAX_ARGUMENT_VALUES:
         raise InvalidRequest(
@@ -146,10 +140,7 @@ def too_deep(arguments: Any) -> bool:
 
 
 def call_for_template(call: Any, path: str) -> dict[str, Any]:
-    """Return one of a message's ``tool_calls`` as templates read it, with its arguments as an object.
-
-    Raises InvalidRequest.
-    """
+    """Return one of a message's ``tool_calls`` as templates read it, with its arguments as an object."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or call.get("type", "function") != "function":
         example = '{"id": "...", "type": "function", "function": {"name": "...", "arguments": "{...}"}}'

@@ -44,10 +44,7 @@ def hermes(source: Source, make_id: MakeId, names: frozenset[str]) -> Steps[None
 
 
 def llama3_json(source: Source, make_id: MakeId, names: frozenset[str]) -> Steps[None]:
-    """Read ``{"name": ..., "parameters": {...}}`` as a whole answer or after ``<|python_tag|>``; more after ``;``.
-
-    Nothing else marks a call that is a whole answer, so its name has to be a tool's.
-    """
+    """Read ``{"name": ..., "parameters": {...}}``, a tool's, as a whole answer or after its mark; more after ``;``."""
     source.mark()
     if (yield from source.spaces()) == "{":
         yield from _objects(source, make_id, names, ";")
@@ -181,10 +178,8 @@ FORMATS = {
 
 
 def find_format(template: str, special_tokens: frozenset[str]) -> str | None:
-    """Return the name of the format that a chat template asks its model to write, None where it is none of these.
-
-    XML in ``<tool_call>`` (``<function=name>``) is another format.
-    """
+    """Return the name of the format that a chat template asks its model to write, None where it is none of these."""
+    # XML in <tool_call> is another format.
     if HERMES_OPENS in template and "<function=" in template:
         return None
     return next((name for name, each in FORMATS.items() if each.asked_for(template, special_tokens)), None)

@@ -46,10 +46,7 @@ class AnswerReaders:
         self._tokenizer = tokenizer
 
     def checked(self, request: R) -> R:
-        """Return a request, with the grammar of calls where it must call. Raises InvalidRequest.
-
-        A model whose template ignores tools cannot call, nor can one of an unknown format, unless it must.
-        """
+        """Return a request, with the grammar of calls where it must call. Raises InvalidRequest where it cannot."""
         use = request.tool_use
         if not use or not use.may_call:
             return request

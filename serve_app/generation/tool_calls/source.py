@@ -82,10 +82,7 @@ class Source:
         return char
 
     def text_before(self, word: str) -> Steps[bool]:
-        """Yield the text before a word, and read both; False if it does not come.
-
-        What may be the beginning of the word is held back.
-        """
+        """Yield the text before a word, and read both; False if it does not come. Its beginning is held back."""
         while True:
             at = self.text.find(word, self.position)
             end = at if at >= 0 else len(self.text) - (0 if self.ended else self._held(word))

@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,12 +60,13 @@ class Source:
             self.ended += 1
 
 
-async def run(choices: int, source: Source, stop_after: int | None = None) -> tuple[list[Piece], int]:
-    """Return the pieces, as many as are wanted, and what the line's budget has in use afterwards."""
+async def run(choices: int, source: Source, stop_after: int | None = None) -> tuple[list[Piece], list[int]]:
+    """Return the pieces, as many as are wanted, and what the budget has in use at each, and afterwards."""
     budget = Budget(Shares({"a": 1.0, "b": 1.0}), lambda: PLACES)
     place = await WaitingLine(budget).enter("a", choices, 1)
     generations = [replace(generation(), request_id=f"r.{index}") for index in range(choices)]
     pieces: list[Piece] = []
+    used: list[int] = []
 
     def reader(index: int, generation: Generation) -> ChoiceReader:
         return ChoiceReader(index, generation, Letters())  # type: ignore[arg-type]
@@ -75,11 +75,12 @@ async def run(choices: int, source: Source, stop_after: int | None = None) -> tu
         async with aclosing(answer_pieces(generations, source, reader, place)) as stream:
             async for piece in stream:
                 pieces.append(piece)
+                used.append(budget.used)
                 if len(pieces) == stop_after:
                     break
     except GenerationFailed:
         pass
-    return pieces, budget.used
+    return pieces, [*used, budget.used]
 
 
 @pytest.mark.parametrize("choices", [1, 2, STARTED_AT_ONCE, 5, 23])
@@ -90,7 +91,8 @@ def test_as_many_choices_run_as_there_are_places(choices: int) -> None:
     texts = {index: "".join(piece.text for piece in pieces if piece.index == index) for index in range(choices)}
     assert texts == dict.fromkeys(range(choices), "abc")
     assert source.most <= min(choices, PLACES // 2)
-    assert (used, source.running, source.ended) == (0, 0, choices)
+    assert choices < PLACES or used[-2] < PLACES // 2, "a pump without a choice left gives its unit back at once"
+    assert (used[-1], source.running, source.ended) == (0, 0, choices)
 
 
 @pytest.mark.parametrize("choices", [1, 23])
@@ -99,7 +101,7 @@ def test_leaving_ends_what_was_begun_and_begins_no_more(choices: int) -> None:
     source = Source()
     pieces, used = asyncio.run(run(choices, source, stop_after=1))
     assert len(pieces) == 1
-    assert (used, source.running) == (0, 0)
+    assert (used[-1], source.running) == (0, 0)
     assert source.ended <= PLACES // 2
 
 
@@ -109,12 +111,7 @@ def test_one_failing_choice_ends_all(choices: int) -> None:
     source = Source(failing=f"r.{choices - 1}")
     pieces, used = asyncio.run(run(choices, source))
     assert not any(piece.finish_reason for piece in pieces if piece.index == choices - 1)
-    assert (used, source.running) == (0, 0)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(demo_model_path: Path) -> PromptTokenizer:
-    return PromptTokenizer(demo_model_path)
+    assert (used[-1], source.running) == (0, 0)
 
 
 def read(
@@ -154,6 +151,7 @@ def test_chunks_change_nothing(
     sampling = SamplingParams(99, logprobs=1, rules=TokenRules(min_tokens=min_tokens) if min_tokens else None)
     text, read_ids, told = read(tokenizer, ids, [], stop, sampling)
     assert read(tokenizer, ids, sizes, stop, sampling) == (text, read_ids, told)
+    assert read_ids > min_tokens or read_ids == len(ids), "a stop string that is complete before does not count"
     silent = SamplingParams(99, rules=sampling.rules)
     assert read(tokenizer, ids, sizes, stop, silent) == (text, read_ids, [])
     decoder, offset, offsets = tokenizer.decoder(), 0, []

@@ -136,21 +136,13 @@ def test_what_is_sent_again_keeps_its_public_part(public_blocks: int) -> None:
     assert (sent.scope.public_blocks, sent.root) == (public_blocks, b"p" * 16 + ROOT)
 
 
-def test_everything_received_before_the_loss_is_not_asked_again() -> None:
-    """A replica that dies after the last token, before saying so, needs no second call."""
-    handle = FakeHandle(lost_once(6, error=ActorDiedError()))
-    got = run(handle)
-    assert handle.after_first_token == []
-    assert ids(got) == whole()
-    assert got[-1].finish_reason == "length"
-    assert len(handle.calls) == 1
-
-
-def test_a_shown_stop_token_ends_an_answer_also_where_its_replica_died_before_saying_so() -> None:
-    """What is received of an answer never goes on behind the token that ended it."""
-    handle = FakeHandle(lost_once(4, error=ActorDiedError()))
-    got = run(handle, shown_stop_token_ids=(whole()[3],))
-    assert (ids(got), got[-1].finish_reason, len(handle.calls)) == (whole()[:4], "stop", 1)
+@pytest.mark.parametrize(("received", "shown", "reason"), [(6, (), "length"), (4, (whole()[3],), "stop")])
+def test_what_is_whole_before_the_loss_is_not_asked_again(received: int, shown: tuple[int, ...], reason: str) -> None:
+    """A replica that dies after the last token, or a shown stop token, before saying so, needs no second call."""
+    handle = FakeHandle(lost_once(received, error=ActorDiedError()))
+    got = run(handle, shown_stop_token_ids=shown)
+    assert (ids(got), got[-1].finish_reason) == (whole()[:received], reason)
+    assert (len(handle.calls), handle.after_first_token) == (1, [])
 
 
 def test_when_all_replicas_die_the_client_is_told_to_come_back() -> None:

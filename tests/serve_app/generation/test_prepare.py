@@ -28,11 +28,6 @@ SECRET = b"s" * 32
 RULES = "You are a careful clerk. Name the clause, the date and the amount before any advice. " * 3
 
 
-@pytest.fixture(scope="module")
-def tokenizer(demo_model_path: Path) -> PromptTokenizer:
-    return PromptTokenizer(demo_model_path)
-
-
 def preparer_of(tokenizer: PromptTokenizer, prompts: Prompts | None = None, **more: Any) -> Preparer:
     info, limits = load_checkpoint_info(Path(tokenizer._tokenizer.name_or_path)), Limits(4096, 8, 300.0)
     return Preparer(info, tokenizer, Tenants([], SECRET), SECRET, AdapterRegistry("demo"), limits, prompts, **more)
@@ -111,10 +106,12 @@ def test_a_system_prompt_whose_last_token_merges_is_saved_without_it(
         for end in range(len(RULES) - 1, 40, -1)
         if not _is_prefix(tokenizer.encode(RULES[:end], root).token_ids, tokenizer.encode(RULES, root).token_ids)
     )
+    whole = prepare(preparer, ("system", RULES[:cut]), ("user", "\n"), apply_chat_template=False)
     generation = prepare(preparer, ("system", RULES[:cut]), ("user", RULES[cut:]), apply_chat_template=False)
     alone = tokenizer.encode(RULES[:cut], generation.root, add_special_tokens=True).token_ids
     assert generation.save is not None
-    assert 0 < generation.save.tokens < len(alone)
+    assert whole.save is not None
+    assert 0 < generation.save.tokens < len(alone) == whole.save.tokens, "counted anew for each prompt"
     assert np.array_equal(alone[: generation.save.tokens], generation.token_ids[: generation.save.tokens])
     assert alone[generation.save.tokens] != generation.token_ids[generation.save.tokens]
 

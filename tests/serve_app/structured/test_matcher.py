@@ -55,7 +55,10 @@ def allowed_ids(matcher: AnswerMatcher, answer: np.ndarray) -> set[int] | None:
 
 
 def test_a_grammar_that_takes_too_much_time_ends_its_answer(compiler: GrammarCompiler) -> None:
-    """Time so far counts against the tokens so far; one that takes as long as honest ones do goes on for ever."""
+    """Time so far counts against the tokens so far; one that takes as long as honest ones do goes on for ever.
+
+    docs/security.md
+    """
     compiled = compiler.compile(llguidance_form(Grammar.regex("[ab]*", "f")))
     tokens = np.full(2000, max(allowed_ids(AnswerMatcher(compiled), tokens_of()) or ()), dtype=np.int32)
     for taken_s, most in ((0.9 * SPENT_A_TOKEN_S, 2000), (5 * SPENT_A_TOKEN_S, 20)):
@@ -67,19 +70,6 @@ def test_a_grammar_that_takes_too_much_time_ends_its_answer(compiler: GrammarCom
                 matcher.allowed(tokens[:read])
                 read += 1
         assert (read == 2000) if most == 2000 else (read <= most)
-
-
-def test_an_ambiguous_grammar_is_ended_before_it_holds_up_others(compiler: GrammarCompiler) -> None:
-    """By the real clock: as text grows this one takes ever more for each token, twenty times what is allowed in all.
-
-    docs/security.md
-    """
-    grammar = 'start: s\ns: s s | "a" | "aa" | "b"\n'
-    matcher = Matchers(compiler).matcher(llguidance_form(Grammar.context_free(grammar, "f")))
-    [first, *_] = allowed_ids(matcher, tokens_of()) or ()
-    with pytest.raises(GrammarError, match="too much"):
-        for count in range(1, 3000):
-            matcher.allowed(np.full(count, first, dtype=np.int32))
 
 
 def test_an_answer_is_allowed_token_by_token(compiler: GrammarCompiler, tokenizer: PromptTokenizer) -> None:
@@ -174,29 +164,21 @@ def test_the_search_for_the_wrong_part_ends(compiler: GrammarCompiler, monkeypat
 
 
 BOMBS = [
-    Grammar.json_schema({"type": "array", "minItems": 10**6, "items": {"minItems": 10**6, "items": {}}}, "f"),
-    Grammar.json_schema({"type": "string", "pattern": "(a{1,1000}){1,1000}"}, "f"),
-    Grammar.json_schema({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}}, "f"),
-    Grammar.json_schema(
-        {"allOf": [{"anyOf": [{"properties": {f"p{i}{j}": {}}} for j in range(4)]} for i in range(10)]}, "f"
-    ),
-    Grammar.regex(".*" * 3000, "f"),
-    Grammar.regex("(a|b)*a(a|b){200}", "f"),
-    Grammar.context_free(
-        "start: a0\n" + "\n".join(f"a{i}: a{i + 1} a{i + 1}" for i in range(1000)) + '\na1000: "x"', "f"
-    ),
-    Grammar.context_free('start: start start | "a" | "aa" |', "f"),
-]
-
-
-FATES = (
-    "followed", "followed", "ended", "schema too large", "too many expressions constructed",
-    "followed", r"takes too much work here: .*limit 20000", "followed",
-)  # fmt: skip
+    ("followed", Grammar.json_schema({"minItems": 10**6, "items": {"minItems": 10**6, "items": {}}}, "f")),
+    ("followed", Grammar.json_schema({"type": "string", "pattern": "(a{1,1000}){1,1000}"}, "f")),
+    ("ended", Grammar.json_schema({"type": "object", "properties": {f"p{i}": {} for i in range(1500)}}, "f")),
+    ("schema too large", Grammar.json_schema(
+        {"allOf": [{"anyOf": [{"properties": {f"p{i}{j}": {}}} for j in range(4)]} for i in range(10)]}, "f")),
+    ("too many expressions constructed", Grammar.regex(".*" * 3000, "f")),
+    ("followed", Grammar.regex("(a|b)*a(a|b){200}", "f")),
+    ("takes too much work here: .*limit 20000", Grammar.context_free(
+        "start: a0\n" + "\n".join(f"a{i}: a{i + 1} a{i + 1}" for i in range(1000)) + '\na1000: "x"', "f")),
+    ("followed", Grammar.context_free('start: start start | "a" | "aa" |', "f")),
+]  # fmt: skip
 """What becomes of each: followed for as long as one likes, ended by itself, or refused by one of our limits."""
 
 
-@pytest.mark.parametrize(("grammar", "fate"), zip(BOMBS, FATES, strict=True), ids=range(len(BOMBS)))
+@pytest.mark.parametrize(("fate", "grammar"), BOMBS, ids=range(len(BOMBS)))
 def test_a_hostile_grammar_ends_within_its_limits(grammar: Grammar, fate: str, compiler: GrammarCompiler) -> None:
     """It is refused, or followed for a while: every step of it ends, with a mask or an error, and leaves no harm.
 

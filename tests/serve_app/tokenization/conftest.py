@@ -1,4 +1,4 @@
-"""The tokenizer of the demo model, as it serves."""
+"""The tokenizer of the demo model."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ import pytest
 from serve_app.tokenization.tokenizer import PromptTokenizer
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tokenizer(demo_model_path: Path) -> PromptTokenizer:
-    return PromptTokenizer(demo_model_path, cache_bytes=8 << 20, block_size=16)
+    return PromptTokenizer(demo_model_path)
+
+
+@pytest.fixture
+def cold(demo_model_path: Path) -> PromptTokenizer:
+    """One that remembers nothing yet."""
+    return PromptTokenizer(demo_model_path)

@@ -1,19 +1,18 @@
-"""Conversations become text by the checkpoint's own template, and whatever is wrong with them is the client's error."""
+"""Conversations become text by the checkpoint's own template, tools first; its faults are the client's errors."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from serve_app.errors import InvalidRequest
+from serve_app.generation.tool_calls.formats import find_format
 from serve_app.tokenization.tokenizer import PromptTokenizer
-from tests.serve_app.tokenization.variants import variant_of
-
-
-@pytest.fixture(scope="module")
-def tokenizer(demo_model_path: Path) -> PromptTokenizer:
-    return PromptTokenizer(demo_model_path)
+from tests.serve_app.tokenization.variants import sentencepiece_like, variant_of
+from tests.serve_app.tool_templates.families import FAMILIES, SEARCH, WEATHER, family
 
 
 def test_chat_is_rendered_by_the_checkpoints_template(tokenizer: PromptTokenizer) -> None:
@@ -86,3 +85,93 @@ def test_template_kwargs_reach_neither_the_library_nor_the_models_special_tokens
     assert tokenizer.template.render(messages, enable_thinking=True) == tokenizer.template.render(messages)
     with pytest.raises(InvalidRequest):
         tokenizer.template.render(messages, **{"messages": []})
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+USER = {"role": "user", "content": "Rain?"}
+
+every_family = pytest.mark.parametrize("name", FAMILIES)
+Load = Callable[[str], PromptTokenizer]
+
+
+@pytest.fixture(scope="module")
+def load(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Load:
+    made: dict[str, PromptTokenizer] = {}
+
+    def tokenizer(name: str) -> PromptTokenizer:
+        if name not in made:
+            made[name] = PromptTokenizer(family(name, demo_model_path, tmp_path_factory.mktemp("families") / name))
+        return made[name]
+
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("template", "tokens", "parser"),
+    [
+        ("{{ tools }}<tool_call>", {"[TOOL_CALLS]"}, "hermes"),
+        ("{{ tools }}<tool_call><function=f>", set(), None),
+        ("{{ tools }}", {"[TOOL_CALLS]"}, "mistral"),
+        ('{{ tools }}"parameters"', {"<|python_tag|>"}, "llama3_json"),
+        ("{{ tools }}", {"<|python_tag|>"}, None),
+    ],
+)
+def test_formats_are_told_apart(template: str, tokens: set[str], parser: str | None) -> None:
+    """By what the template asks for, then by what tokens there are; XML in tags is no parser's."""
+    assert find_format(template, frozenset(tokens)) == parser
+
+
+@every_family
+@pytest.mark.parametrize("leading", [[], [SYSTEM]], ids=["no system prompt", "system prompt"])
+def test_the_system_text_holds_the_tools_and_tells_their_format(name: str, leading: list[Any], load: Load) -> None:
+    """It is a prefix of every conversation with those system messages and tools. (docs/caching.md)"""
+    tokenizer = load(name)
+    assert tokenizer.template.reads_tools
+    assert find_format(tokenizer.template.source, tokenizer.special_tokens) == FAMILIES[name]
+    rendered = tokenizer.template.render([*leading, USER], [WEATHER])
+    assert "get_weather" in rendered.system_text
+    assert rendered.text.startswith(rendered.system_text)
+    again = load(name).template.render([*leading, {"role": "user", "content": "\ue000 or else?"}], [WEATHER])
+    assert again.system_text == rendered.system_text
+    other = load(name).template.render([*leading, USER], [WEATHER, SEARCH])
+    assert other.system_text != rendered.system_text
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3"])
+def test_a_longer_conversation_keeps_its_system_text(name: str, load: Load) -> None:
+    """Also one that calls; where a template writes tools before the last question, there is none."""
+    first = load(name).template.render([SYSTEM, USER], [WEATHER])
+    more = [{"role": "assistant", "content": "No."}, USER]
+    assert load(name).template.render([SYSTEM, USER, *more], [WEATHER]).system_text == first.system_text
+    assert load("mistral").template.render([SYSTEM, USER, *more], [WEATHER]).system_text == ""
+
+
+@every_family
+def test_calls_and_results_are_rendered(name: str, load: Load) -> None:
+    """Arguments are an object for templates, so they come out as JSON, not as a string of JSON."""
+    function = {"name": "get_weather", "arguments": {"city": "Oslo"}}
+    call = {"id": "a1b2c3d4e", "type": "function", "function": function}
+    messages = [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "sunny", "tool_call_id": "a1b2c3d4e"},
+    ]
+    text = load(name).template.render(messages, [WEATHER]).text
+    assert '{"city": "Oslo"}' in text
+    assert "sunny" in text
+
+
+@pytest.mark.parametrize("byte_level", [True, False])
+def test_special_tokens_are_shown_where_asked(byte_level: bool, demo_model_path: Path, tmp_path: Path) -> None:
+    """And where they stood; all others stay out of the text."""
+    if byte_level:
+        tokenizer = PromptTokenizer(variant_of(demo_model_path, tmp_path / "model", None))
+    else:
+        tokenizer = sentencepiece_like(tmp_path / "model", demo_model_path)
+    text = "<|im_end|>the fox<|im_start|> jumps<|im_end|>"
+    ids = tokenizer.encode(text, b"r" * 16).token_ids.tolist()
+    for shown, expected in ((["<|im_start|>"], "the fox<|im_start|> jumps"), ([], "the fox jumps")):
+        for size in (1, 2, len(ids)):
+            decoder = tokenizer.decoder(shown)
+            pieces = [decoder.push(ids[at : at + size]) for at in range(0, len(ids), size)]
+            assert "".join([*pieces, decoder.flush()]).split() == expected.split()

@@ -16,11 +16,6 @@ ROOT = b"r" * 16
 
 
 @pytest.fixture(scope="module")
-def tokenizer(demo_model_path: Path) -> PromptTokenizer:
-    return PromptTokenizer(demo_model_path)
-
-
-@pytest.fixture(scope="module")
 def sentencepiece(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> PromptTokenizer:
     return sentencepiece_like(tmp_path_factory.mktemp("sp") / "model", demo_model_path)
 

@@ -1,17 +1,18 @@
-"""Where a text is cut: before added tokens, not too often, and at the same places when it grows."""
+"""Where a text is cut: before added tokens, and at the same places when it grows; how few tokens it can have."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer
-from tokenizers.models import BPE
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from serve_app.tokenization import segmenter
-from serve_app.tokenization.segmenter import Segmenter
+from serve_app.tokenization.segmenter import Segmenter, longest_token_chars
 
 PIECES = ["<a>", "<b>", "<a><b>", "><", "<|", "|>", "a", "bb", " ", "<", ">", "é"]
 
@@ -23,7 +24,7 @@ PIECES = ["<a>", "<b>", "<a><b>", "><", "<|", "|>", "a", "bb", " ", "<", ">", "�
 )
 def test_a_text_is_cut_by_the_rule(added: list[str], parts: list[str], least: int) -> None:
     """Also where one added token may begin inside another."""
-    tokenizer = Tokenizer(BPE({"a": 0, "b": 1}, []))
+    tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in added])
     cutter, raw = Segmenter(tokenizer), "".join(parts).encode()
     longest_first = sorted(added, key=len, reverse=True)
@@ -37,3 +38,58 @@ def test_a_text_is_cut_by_the_rule(added: list[str], parts: list[str], least: in
         for before, cut in zip([0, *cuts], [*cuts, None], strict=True):
             due = [start for start in starts if start >= before + least] if cutter.exact else []
             assert cut == (due[0] if due else None)
+
+
+def by_bytes(path: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(path / "tokenizer.json"))
+
+
+TEXTS = st.lists(
+    st.one_of(
+        st.text(max_size=20), st.sampled_from(["<|im_start|>", " " * 40, "\u1112\u1161\u11ab" * 9, "e\u0301" * 9])
+    ),
+    max_size=8,
+).map("".join)
+
+
+@given(text=TEXTS, composed=st.booleans())
+def test_no_text_has_fewer_tokens(demo_model_path: Path, text: str, composed: bool) -> None:
+    """Byte-level BPE, with NFC and without: Hangul and accents shrink by composing. (docs/scheduling.md)"""
+    tokenizer = by_bytes(demo_model_path)
+    if composed:
+        tokenizer.normalizer = normalizers.NFC()
+    longest = longest_token_chars(tokenizer)
+    assert longest == (4 if composed else 1) * max(map(len, tokenizer.get_vocab(with_added_tokens=True)))
+    assert len(tokenizer.encode(text, add_special_tokens=False).ids) * longest >= len(text)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": normalizers.Sequence([normalizers.NFC(), normalizers.Strip()])},
+        {"normalizer": normalizers.NFKC()},
+        {"normalizer": normalizers.Replace("     ", " ")},
+        {"pre_tokenizer": pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel()])},
+        {"model": models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]")},
+        {},
+    ],
+    ids=["strip", "compatible", "shrink", "removed", "words", "rstrip"],
+)
+def test_where_nothing_is_known_nothing_is_claimed(demo_model_path: Path, change: dict[str, Any]) -> None:
+    """Words, stripping, removed text, tokens that swallow blanks: any length can become one token, or none."""
+    tokenizer = by_bytes(demo_model_path)
+    for name, component in change.items():
+        setattr(tokenizer, name, component)
+    if not change:
+        tokenizer.add_special_tokens([AddedToken("<|greedy|>", rstrip=True)])
+    assert longest_token_chars(tokenizer) is None
+
+
+@pytest.mark.parametrize("fallback", [True, False])
+def test_byte_fallback_is_what_bounds_a_sentencepiece_model(fallback: bool) -> None:
+    """Without it an unknown character is one token, or none, and neighbours may be fused."""
+    bytes_ = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE({**bytes_, "▁": 256, "a": 257}, [], byte_fallback=fallback))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.ByteFallback()
+    assert longest_token_chars(tokenizer) == (6 if fallback else None)

@@ -1,4 +1,4 @@
-"""Checkpoints whose tokenizer differs from the demo model's."""
+"""Checkpoints whose tokenizer differs from the demo model's; prompts as a chat template writes them."""
 
 from __future__ import annotations
 
@@ -42,3 +42,9 @@ def sentencepiece_like(directory: Path, source: Path) -> PromptTokenizer:
     state["added_tokens"] = [token for token in state["added_tokens"] if token["special"]]
     (directory / "tokenizer.json").write_text(json.dumps(state))
     return PromptTokenizer(directory)
+
+
+def conversation(turns: int, chars: int) -> str:
+    """Return chat turns of so many characters each, of which no two are the same."""
+    turn = "".join(chr(97 + i * i % 26) + " " * (i % 5 == 0) for i in range(chars))
+    return "".join(f"<|im_start|>user\n{turn} {i}<|im_end|>\n" for i in range(turns))

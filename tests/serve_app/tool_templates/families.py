@@ -34,11 +34,15 @@ _TOKENS = {
 }
 
 
-def family(name: str, source: Path, target: Path) -> Path:
-    """Copy a checkpoint, with a family's template and tokens."""
+def _copy(source: Path, target: Path) -> None:
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors"))
     for weights in source.glob("*.safetensors"):
         (target / weights.name).symlink_to(weights)
+
+
+def family(name: str, source: Path, target: Path) -> Path:
+    """Copy a checkpoint, with a family's template and tokens."""
+    _copy(source, target)
     shutil.copy(TEMPLATES / f"{name}.jinja", target / "chat_template.jinja")
     tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
     for token in _TOKENS[name]:
@@ -49,9 +53,7 @@ def family(name: str, source: Path, target: Path) -> Path:
 
 def without_tools(source: Path, target: Path) -> Path:
     """Copy a checkpoint, with a template that writes contents alone."""
-    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors"))
-    for weights in source.glob("*.safetensors"):
-        (target / weights.name).symlink_to(weights)
+    _copy(source, target)
     (target / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}\n{% endfor %}")
     return target
 

@@ -1,4 +1,7 @@
-"""The body of ``POST /v1/responses`` -> ChatRequest, with what the answer repeats of it."""
+"""The body of ``POST /v1/responses`` -> ChatRequest, with what the answer repeats of it.
+
+Its input is text, calls of functions and their results, in turn.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from serve_app.api.json_body import JsonBody, Must, Refused, Text1024, Whole
+from serve_app.api.json_body import JsonBody, Must, Refused, Text1024, Whole, call_id
+from serve_app.api.openai.messages import joined
 from serve_app.api.openai.request import BOUNDED, GenerationBody, StreamOptions, Tokens, TopLogprobs
-from serve_app.api.openai.responses.items import ITEM_FIELDS, messages_of
 from serve_app.api.openai.sampling import INSTEAD, REFUSED, of_format
 from serve_app.api.openai.tools import (
     FUNCTION,
@@ -19,6 +22,8 @@ from serve_app.api.openai.tools import (
     Function,
     FunctionName,
     Parameters,
+    called,
+    check_arguments,
     tool_use,
 )
 from serve_app.api.request import ChatRequest
@@ -26,6 +31,17 @@ from serve_app.errors import InvalidRequest
 from serve_app.structured.grammar import Grammar
 
 _NO_FORMAT = {"type": "text"}
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_TEXTS = ("input_text", "output_text", "text")
+_PART_FIELDS = frozenset({"type", "text", "annotations", "logprobs", "prompt_cache_breakpoint"})
+_ITEM_FIELDS = {
+    "message": frozenset({"type", "id", "status", "role", "content", "phase"}),
+    "function_call": frozenset({"type", "id", "status", "call_id", "name", "arguments"}),
+    "function_call_output": frozenset({"type", "id", "status", "call_id", "output"}),
+}
+ITEM_FIELDS = tuple(
+    f"input[].{name}" for name in sorted({*_ITEM_FIELDS["function_call"], "role", "content", "output"})
+)  # fmt: skip
 
 LOGPROBS = "message.output_text.logprobs"
 """What ``include`` calls them."""
@@ -179,6 +195,46 @@ class ResponsesBody(GenerationBody):
             "background": False,
             "user": self.user,
         }
+
+
+def messages_of(items: list[Any], ignored: set[str]) -> list[dict[str, Any]]:
+    """Return the messages that input items are; calls that follow each other, or a text, are one assistant's turn.
+
+    Adds the paths of fields that nothing reads to ``ignored``. Raises InvalidRequest for items that are no text.
+    """
+    messages: list[dict[str, Any]] = []
+    check_arguments(items)
+    for index, item in enumerate(items):
+        path = f"input[{index}]"
+        if not isinstance(item, dict):
+            raise InvalidRequest(f"{path} must be an object: a message, or a call's.", param=path)
+        kind = item.get("type") or "message"
+        if kind == "reasoning":
+            continue  # a client sends back whatever it got; no model here wrote it, and no template has a place for it
+        if not isinstance(kind, str) or kind not in _ITEM_FIELDS:
+            stored = "; nothing is stored here, so send the item itself" if kind == "item_reference" else ""
+            raise InvalidRequest(f"{path} must be one of {', '.join(_ITEM_FIELDS)}{stored}.", param=path)
+        ignored.update(f"input[].{name}" for name in item.keys() - _ITEM_FIELDS[kind] if item[name] not in (None, []))
+        if kind == "function_call":
+            function = called(item, path)
+            call = {"type": "function", "function": function, "id": call_id(item.get("call_id"), f"{path}.call_id")}
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            messages[-1].setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            output = _text(item.get("output"), f"{path}.output", ignored)
+            answered = call_id(item.get("call_id"), f"{path}.call_id")
+            messages.append({"role": "tool", "content": output, "tool_call_id": answered})
+        else:
+            role = _ROLES.get(str(item.get("role")))
+            if role is None:
+                raise InvalidRequest(f"{path}.role must be one of {', '.join(_ROLES)}.", param=f"{path}.role")
+            messages.append({"role": role, "content": _text(item.get("content"), f"{path}.content", ignored)})
+    return messages
+
+
+def _text(content: Any, path: str, ignored: set[str]) -> str:
+    return content if isinstance(content, str) else joined(content, path, ignored, kinds=_TEXTS, fields=_PART_FIELDS)
 
 
 def parse_response_request(body: bytes) -> ChatRequest:

@@ -25,19 +25,27 @@ def test_bare_requests_have_openais_defaults() -> None:
 
 
 def test_every_field_arrives() -> None:
-    """Values that are in bounds come out as they went in."""
+    """Values that are in bounds come out as they went in, lists without what they repeat, biases by ascending id."""
+    as_sent = {
+        "n": 2, "max_tokens": 7, "temperature": 0, "top_p": 0.5, "seed": -5, "ignore_eos": True, "cache_salt": "s",
+        "prompt_cache_key": "k", "prompt_ref": "a@1", "apply_chat_template": False, "add_generation_prompt": False,
+        "chat_template_kwargs": {"enable_thinking": False}, "save_system_prompt_kv_cache": True, "min_tokens": 3,
+        "presence_penalty": -2, "frequency_penalty": 2.0, "repetition_penalty": 1.1, "min_p": 0.1, "stream": True,
+        "include_stop_str_in_output": True,
+    }  # fmt: skip
     request = chat(
-        n=2, max_tokens=7, temperature=0, top_p=0.5, top_k=-1, seed=-5, stop=["a", "b", "a"], stream=True,
-        stream_options={"include_usage": True}, ignore_eos=True, cache_salt="s", prompt_cache_key="k",
-        apply_chat_template=False, add_generation_prompt=False, chat_template_kwargs={"enable_thinking": False},
-        save_system_prompt_kv_cache=True,
+        **as_sent, top_k=-1, stop=["a", "b", "a"], stream_options={"include_usage": True}, logprobs=True,
+        logit_bias={"9": -100, "5": 1.5}, stop_token_ids=[7, 7, 0], bad_words=["no", "no", " never"], top_logprobs=20,
     )  # fmt: skip
     assert request == ChatRequest(
-        model="demo", messages=({"role": "user", "content": "Hi"},), n=2, max_tokens=7, temperature=0.0,
-        top_p=0.5, top_k=0, seed=-5, stop=("a", "b"), stream=True, include_usage=True, ignore_eos=True,
-        cache_salt="s", prompt_cache_key="k", apply_chat_template=False, add_generation_prompt=False,
-        chat_template_kwargs={"enable_thinking": False}, save_system_prompt_kv_cache=True,
+        model="demo", messages=({"role": "user", "content": "Hi"},), **as_sent, top_k=0, stop=("a", "b"),
+        include_usage=True, logit_bias=((5, 1.5), (9, -100.0)), stop_token_ids=(7, 0), bad_words=("no", " never"),
+        logprobs=20,
     )  # fmt: skip
+    continued = chat(continue_final_message=True)
+    assert (continued.continue_final_message, continued.add_generation_prompt) == (True, False)
+    assert (chat(logprobs=True).logprobs, complete(logprobs=0).logprobs, complete().logprobs) == (0, 0, None)
+    assert complete(echo=True).echo
 
 
 def test_null_is_absent() -> None:
@@ -49,7 +57,8 @@ def test_null_is_absent() -> None:
     assert chat(**nulls) == chat()
     assert chat(stream=True, stream_options={"include_usage": None}) == chat(stream=True)
     assert chat(messages=[{"role": "user", "content": "Hi", "name": None, "tool_calls": None}]) == chat()
-    assert chat(metadata={"a": 1}, logit_bias={}, store=None) == chat()
+    assert chat(metadata={"a": 1}, store=None, response_format={"type": "text"}, structured_outputs={}) == chat()
+    assert chat(logit_bias={}, stop_token_ids=[], bad_words=[], logprobs=False, top_logprobs=0) == chat()
 
 
 def test_who_asks_changes_nothing() -> None:
@@ -146,6 +155,24 @@ def test_prompts_come_in_four_forms(prompt: Any, prompts: tuple[Any, ...]) -> No
 def test_a_wrong_value_is_a_400_that_names_its_field(fields: dict[str, Any], param: str) -> None:
     """The sentence begins with the field, too."""
     assert_names_its_field(fields, param)
+
+
+def test_a_sentence_says_what_a_field_must_be() -> None:
+    """In words of its own, or as its type and bounds say it."""
+    for fields, said in (
+        ({"stop": 5}, "stop must be a string or at most 16 strings, each of 1 to 1024 characters."),
+        ({"n": 0}, "n must be a whole number from 1 to 16."),
+        ({"top_p": 0}, "top_p must be a number above 0 and at most 1."),
+        ({"stream": "yes"}, "stream must be true or false."),
+        ({"cache_salt": ""}, "cache_salt must be a string of 1 to 1024 characters."),
+        (
+            {"model": None},
+            "model is missing; it must be the name of a model in 1 to 256 characters, see GET /v1/models.",
+        ),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            chat(**fields)
+        assert caught.value.message == said
 
 
 @pytest.mark.parametrize(

@@ -7,20 +7,15 @@ from typing import Any
 
 import pytest
 
-from serve_app.api.openai.request import parse_chat
-from serve_app.api.openai.responses.items import messages_of
+from serve_app.api.openai.responses.request import messages_of
 from serve_app.api.openai.tools import MAX_TOOL_DEPTH, MAX_TOOLS
-from serve_app.api.request import NO_TOOLS, ChatRequest, ToolUse
+from serve_app.api.request import NO_TOOLS, ToolUse
 from serve_app.errors import InvalidRequest
+from tests.serve_app.api.openai.bodies import chat
 
 PARAMETERS = {"type": "object", "properties": {"q": {"type": "string"}}}
 SEARCH = {"type": "function", "function": {"name": "search", "description": "Looks.", "parameters": PARAMETERS}}
 NAMED = {"type": "function", "function": {"name": "search"}}
-
-
-def chat(**fields: Any) -> ChatRequest:
-    body = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], **fields}
-    return parse_chat(json.dumps(body).encode())
 
 
 def test_tools_arrive_as_templates_read_them() -> None:
@@ -65,7 +60,6 @@ def deep(levels: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"tools": {}}, "tools", "list of at most 128"),
         ({"tools": [SEARCH] * (MAX_TOOLS + 1)}, "tools", "list of at most 128"),
         ({"tools": [SEARCH, SEARCH]}, "tools", "names that differ"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "other tools are not supported"),
@@ -73,8 +67,6 @@ def deep(levels: int) -> dict[str, Any]:
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "1 to 64"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
          "tools[0].function.parameters", "JSON Schema"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "description": "x" * 40_000}}]},
-         "tools[0].function.description", "at most 32768"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": deep(MAX_TOOL_DEPTH)}}]},
          "tools", "nested at most"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"enum": [1] * 20_000}}}]},
@@ -134,11 +126,8 @@ def test_calls_in_messages_have_objects_for_arguments() -> None:
     ("message", "param"),
     [
         ({"tool_calls": {}}, "messages[0].tool_calls"),
-        ({"tool_calls": [{}]}, "messages[0].tool_calls[0]"),
         ({"tool_calls": [{"type": "custom", "function": {}}]}, "messages[0].tool_calls[0]"),
         ({"tool_calls": [{"function": {"arguments": "{}"}}]}, "messages[0].tool_calls[0].function.name"),
-        ({"tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]},
-         "messages[0].tool_calls[0].function.arguments"),
         ({"tool_calls": [{"function": {"name": "f", "arguments": '{"a'}}]},
          "messages[0].tool_calls[0].function.arguments"),
         ({"tool_calls": [{"id": 3, "function": {"name": "f"}}]}, "messages[0].tool_calls[0].id"),
