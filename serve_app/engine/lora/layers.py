@@ -1,7 +1,7 @@
-"""LoRA on a packed step: every row gets its own sequence's adapter, over an unmodified transformers model.
+"""LoRA on a packed step: forward hooks on linear layers add to every row the product of its own sequence's adapter.
 
-Forward hooks on linear layers add the adapters' products. All adapters that hold slots lie side by side, so that all
-rows share one pair of products, in which a mask keeps every row to its own. A step without adapters has no hooks.
+All adapters that hold slots lie side by side, so that all rows share one pair of products, in which a mask keeps every
+row to its own. A step without adapters has no hooks.
 """
 
 from __future__ import annotations

@@ -33,10 +33,7 @@ def dtype_bytes(dtype: str) -> int:
 
 
 def blocks_in_budget(config: Any, dtype: str, block_size: int, budget_bytes: int, drafter_bytes: int = 0) -> int:
-    """Return how many blocks fit ``budget_bytes``. Raises ValueError when not one does.
-
-    ``drafter_bytes``: what a block holds of the drafter beside the model's KV.
-    """
+    """Return how many blocks, each with ``drafter_bytes`` of a drafter, fit. Raises ValueError when not one does."""
     per_block = kv_bytes_per_block(config, dtype, block_size) + drafter_bytes
     if budget_bytes < per_block:
         raise ValueError(f"{budget_bytes} bytes cannot hold one KV block of {per_block} bytes")

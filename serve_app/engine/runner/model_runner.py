@@ -50,8 +50,8 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
         return named
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    probes = (getattr(torch.cpu, probe, None) for probe in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
-    return torch.bfloat16 if any(probe() for probe in probes if probe is not None) else torch.float32
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if native else torch.float32
 
 
 class ModelRunner:

@@ -2,8 +2,7 @@
 
 The random numbers for position p depend on (seed, p) alone, never on the batch: a request that is sent again with the
 tokens it already has goes on identically. Each token has a number of its own, and the largest sum of logit and Gumbel
-noise wins: logits that differ by little, as a drafter's or another batch's do, choose the same token. (Inverting the
-cumulative distribution shifts every token behind a difference.)
+noise wins: logits that differ by little, as a drafter's or another batch's do, choose the same token.
 """
 
 from __future__ import annotations
@@ -79,8 +78,7 @@ def _column(values: Sequence[float], device: torch.device) -> torch.Tensor:
 def _floors(scaled: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """Return each row's smallest logit to keep [n, 1], by top-k and top-p.
 
-    A row's highest logits are looked at alone, and more of them where those do not reach top-p: a sort of the whole
-    row costs many times that.
+    A row's highest logits are looked at first, for a sort of the whole row costs many times that.
     """
     vocab = scaled.shape[-1]
     top_k = torch.tensor([[p.top_k if 0 < p.top_k < vocab else vocab] for p in params], device=scaled.device)

@@ -77,10 +77,7 @@ def _unread(segment: Segment) -> tuple[TokenArray, int]:
 
 
 def _drafting(segment: Segment, drafts: Sequence[int]) -> list[Segment]:
-    """Return what the draft model reads to propose what comes after ``drafts``; the last part wants a token.
-
-    The rules of sampling hold for drafts too, or the base would accept few.
-    """
+    """Return what the draft model reads to propose what comes after ``drafts``, under the same rules of sampling."""
     history = segment.history
     if drafts:
         parts = _parts(segment, np.array(drafts[-1:], dtype=np.int32), segment.start + len(drafts))
@@ -93,9 +90,6 @@ def _drafting(segment: Segment, drafts: Sequence[int]) -> list[Segment]:
 
 
 def _parts(segment: Segment, tokens: TokenArray, start: int) -> list[Segment]:
-    """Return ``tokens`` from position ``start`` as the draft model's segments.
-
-    New segments, not copies: an adapter or whatever else concerns the base alone stays behind.
-    """
+    """Return ``tokens`` from position ``start`` as new segments, without an adapter, which is the base's alone."""
     rows = [tokens] if len(tokens) > ROWS_AT_MOST else [tokens[i : i + 1] for i in range(len(tokens))]
     return [Segment(row, start + i, segment.blocks, segment.runs, None) for i, row in enumerate(rows)]

@@ -84,10 +84,7 @@ def verification_rows(segment: Segment, drafts: Sequence[int]) -> list[Segment]:
 
 
 def accept(verdicts: Sequence[SegmentResult], drafts: Sequence[int]) -> SegmentResult:
-    """Return the result of a verified segment: the leading drafts that equal the base's tokens, and its next one.
-
-    One of the verdicts that failed is the result.
-    """
+    """Return the leading drafts that equal the base's tokens, and its next one; or the first verdict that failed."""
     failed = next((verdict for verdict in verdicts if verdict.error), None)
     if failed is not None:
         return failed

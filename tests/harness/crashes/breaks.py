@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import dataclass
 
 from tests.harness.crashes.calls import MOST_BREAKS, CallCrashes
-from tests.harness.crashes.questions import MOST_TOKENS, Broken, Question, Questions, Reply
+from tests.harness.crashes.questions import MOST_TOKENS, Broken, Questions, Reply
 
 AT_ONCE = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """One question's answers: alone, beside others, and beside others with breaks."""
-
-    question: Question
-    alone: Reply | Broken
-    under_load: Reply | Broken
-    with_breaks: Reply | Broken
+Answers = tuple[Reply | Broken, Reply | Broken, Reply | Broken]
+"""To one question: alone, beside others, and beside others with breaks."""
 
 
-async def break_calls(crashes: CallCrashes, questions: Questions, rng: random.Random, breaks: int) -> list[Compared]:
+async def break_calls(crashes: CallCrashes, questions: Questions, rng: random.Random, breaks: int) -> list[Answers]:
     """Ask questions alone, then many at once, then many at once with breaks, until so many calls have broken."""
-    compared: list[Compared] = []
+    compared: list[Answers] = []
     before = crashes.replicas.broken
     while crashes.replicas.broken - before < breaks:
         asked = []
@@ -37,14 +30,11 @@ async def break_calls(crashes: CallCrashes, questions: Questions, rng: random.Ra
                 # A seed that was not given is drawn once: what is compared has the same.
                 prepared = (await crashes.prepare(question))[0], prepared[1]
                 alone = await crashes.answer(*prepared)
-            asked.append((question, prepared, alone))
-        loaded = await asyncio.gather(*(crashes.answer(*prepared) for _, prepared, _ in asked))
-        breaking = (crashes.answer(*prepared, break_points(rng, len(prepared[1]))) for _, prepared, _ in asked)
+            asked.append((prepared, alone))
+        loaded = await asyncio.gather(*(crashes.answer(*prepared) for prepared, _ in asked))
+        breaking = (crashes.answer(*prepared, break_points(rng, len(prepared[1]))) for prepared, _ in asked)
         broken = await asyncio.gather(*breaking)
-        compared += [
-            Compared(question, alone, under_load, with_breaks)
-            for (question, _, alone), under_load, with_breaks in zip(asked, loaded, broken, strict=True)
-        ]
+        compared.extend(zip((alone for _, alone in asked), loaded, broken, strict=True))
     return compared
 
 

@@ -67,7 +67,7 @@ def test_the_real_engines_answers_survive_breaks(demo_model_path: Path, tmp_path
     with call_crashes("torch", demo_model_path, tmp_path, rng, drafts=drafts) as crashes:
         compared = asyncio.run(break_calls(crashes, questions(rng, has_logits=True), rng, 20))
     assert len(compared) >= 16
-    assert [each for each in compared if not each.alone == each.under_load == each.with_breaks] == []
+    assert [answers for answers in compared if len(set(answers)) > 1] == []
 
 
 def test_an_altered_answer_is_found(simulated: CallCrashes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,5 +75,5 @@ def test_an_altered_answer_is_found(simulated: CallCrashes, monkeypatch: pytest.
     monkeypatch.setattr("serve_app.generation.dispatch._resumed", lambda generation, *_: generation)
     rng = random.Random(3)
     compared = asyncio.run(break_calls(simulated, questions(rng), rng, 20))
-    assert all(isinstance(each.alone, Reply) and each.alone == each.under_load for each in compared)
-    assert any(each.alone != each.with_breaks for each in compared)
+    assert all(isinstance(alone, Reply) and alone == under_load for alone, under_load, _ in compared)
+    assert any(alone != with_breaks for alone, _, with_breaks in compared)

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from serve_app.engine.protocol import SamplingParams
 from serve_app.engine.runner import sampling
-from serve_app.engine.runner.position_random import position_uniform
 from serve_app.engine.runner.sampling import choose_tokens, gumbel_noise
 from tests.serve_app.conftest import MakeEngine
 from tests.serve_app.engine.tiny import prompt, request, run_all
@@ -52,14 +51,6 @@ def even(uniform: Any) -> bool:
     assert counts.sum() == len(uniform)
     # 19 degrees of freedom: over 43.8 once in a thousand seeds, and those of the tests are fixed.
     return bool(((counts - len(uniform) / 20) ** 2 / (len(uniform) / 20)).sum() < 43.8)
-
-
-def test_uniform_numbers_depend_on_seed_and_position_alone_and_are_even() -> None:
-    numbers = [position_uniform(3, p) for p in range(20000)]
-    assert numbers == [position_uniform(3, p) for p in range(20000)]
-    assert even(numbers)
-    assert position_uniform(3, 5) != position_uniform(5, 3)
-    assert position_uniform(-1, 0) != position_uniform(0, 0)
 
 
 def test_noise_is_gumbel_even_and_depends_on_seed_and_position_alone() -> None:

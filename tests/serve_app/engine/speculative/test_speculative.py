@@ -158,9 +158,9 @@ def test_a_hit_at_every_block_boundary_changes_no_token_and_no_guess(
 
 
 def test_a_draft_that_agrees_takes_a_step_for_five_tokens(make: Make) -> None:
-    """Counted at the base model: the prompt's step gives one token, 63 more come in steps of five."""
+    """Counted at the base model: the prompt's last step gives one token, 63 more come in steps of five."""
     engine = make("same", max_num_batched_tokens=256)
-    run_all(engine, [request("alone", prompt(40), 64)])
+    run_all(engine, [request("alone", prompt(300), 64)])
     assert counted(engine, "base_steps") == 1 + 13
     run_all(engine, [request(f"r{i}", prompt(20 + i, i), 64) for i in range(8)])
     assert counted(engine, "base_steps") == 9 * (1 + 13)
