@@ -253,12 +253,13 @@ def test_public_metrics_name_tenants_to_operators_alone(monkeypatch: pytest.Monk
         assert (b"acme" in answer.content) == (shown is named)
 
 
-def test_operators_are_told_of_a_refused_user_config_where_they_look_first() -> None:
-    """By /health, which stays green: the settings before are in force. Nobody else is told. (docs/cluster.md)"""
-    core, connecting = SimpleNamespace(knows_every_cache=True, replica_ids=["a", "b"]), SimpleNamespace(done=bool)
-    services = services_of(CLOSED, core=core, connecting=connecting)
-    assert (get("/health", services).status_code, get("/health", services).json()["status"]) == (503, "starting")
-    connecting.done = lambda: True
+def test_health_is_for_good_and_tells_operators_of_a_refused_user_config() -> None:
+    """It stays green: the settings before are in force. Nobody else is told. (docs/cluster.md)"""
+    core = SimpleNamespace(knows_every_cache=True, replica_ids=["a", "b"])
+    services = services_of(CLOSED, core=core, connecting=SimpleNamespace(done=bool))
+    for done, knows, status in ((False, True, 503), (True, False, 503), (True, True, 200), (True, False, 200)):
+        services.connecting, core.knows_every_cache = SimpleNamespace(done=lambda done=done: done), knows  # type: ignore[assignment]
+        assert get("/health", services).status_code == status, "who joins later takes nothing back"
     well = {"status": "ok", "replicas": 2}
     for why in ("", "policy must be one of lmetric"):
         services.refused_settings = why
