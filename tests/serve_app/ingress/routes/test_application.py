@@ -128,40 +128,49 @@ def test_docs_are_there_where_the_settings_of_now_say_so() -> None:
         assert {asyncio.run(published(path)) for path in ("/openapi.json", "/docs")} == {expected}
 
 
+OPERATORS = [
+    *(("POST", f"/v1/{name}") for name in ("load_lora_adapter", "unload_lora_adapter", "cache/explain")),
+    *(("POST", f"/v1/prompts/{change}") for change in ("warm", "promote", "rollback")),
+    ("POST", "/reset_prefix_cache"), ("GET", "/v1/cache/state"), ("GET", "/v1/prompts"), ("GET", "/metrics"),
+]  # fmt: skip
+TENANTS = [
+    *(("POST", f"/v1/{name}") for name in ("chat/completions", "completions", "responses")),
+    *(("GET", f"/v1/{name}") for name in ("models", "models/demo", "cache/events", "usage")),
+]
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/nothing", 404), ("GET", "/v1/completions", 405), ("GET", "/redoc", 404),
+        ("GET", "/nothing", 404),
+        ("GET", "/v1/completions", 405),
+        ("GET", "/redoc", 404),
         ("POST", "/v1/chat/completions/", 404),  # a redirect would lead to the host that the client names
-        *(("POST", path, 401) for path in (
-            "/v1/chat/completions", "/v1/completions", "/v1/responses", "/reset_prefix_cache", "/v1/load_lora_adapter",
-            "/v1/unload_lora_adapter", "/v1/cache/explain", "/v1/prompts/warm", "/v1/prompts/promote",
-            "/v1/prompts/rollback",
-        )),
-        *(("GET", path, 401) for path in (
-            "/v1/models", "/v1/models/demo", "/v1/cache/state", "/v1/cache/events", "/metrics", "/v1/usage",
-            "/v1/prompts",
-        )),
+        *((*route, 401) for route in (*OPERATORS, *TENANTS)),
     ],
-)  # fmt: skip
-def test_errors_have_openais_shape_and_no_key_opens_nothing(method: str, path: str, status: int) -> None:
-    """Wrong paths and methods; what is an operator's is no tenant's; no page of another site posts. (docs/port.md)"""
+)
+def test_errors_have_openais_shape(method: str, path: str, status: int) -> None:
+    """Wrong paths and methods, and everything that needs a key."""
     response = get(path, CLOSED, method, {"host": "elsewhere.example"})
     assert response.status_code == status
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}
     assert "location" not in response.headers
-    if status != 401:
-        return
-    theirs = ("/v1/chat", "/v1/comp", "/v1/resp", "/v1/models", "/v1/cache/events", "/v1/usage")
-    if not path.startswith(theirs):
-        assert get(path, CLOSED, method, key=KEY).status_code == 403
-    if method == "POST":
-        refused = get(path, AppConfig(), "POST", PAGE)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (415, "unsupported_media_type")
-        rebound = PAGE | {"host": "evil.example", "content-type": "application/json"}
-        refused = get(path, AppConfig(allowed_hosts=[]), "POST", rebound)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "permission_denied")
-        assert "allowed_hosts" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("method", "path"), OPERATORS)
+def test_what_is_an_operators_is_no_tenants(method: str, path: str) -> None:
+    assert get(path, CLOSED, method, key=KEY).status_code == 403
+
+
+@pytest.mark.parametrize("path", [path for method, path in (*OPERATORS, *TENANTS) if method == "POST"])
+def test_pages_of_other_sites_post_nowhere(path: str) -> None:
+    """Where nobody needs a key, a page in the operator's browser has none of the operator's rights. (docs/port.md)"""
+    refused = get(path, AppConfig(), "POST", PAGE)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (415, "unsupported_media_type")
+    rebound = PAGE | {"host": "evil.example", "content-type": "application/json"}
+    refused = get(path, AppConfig(allowed_hosts=[]), "POST", rebound)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "permission_denied")
+    assert "allowed_hosts" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
