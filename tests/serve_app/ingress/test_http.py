@@ -133,19 +133,26 @@ def test_finished_work_is_kept_and_errors_are_raised(error: Exception | None) ->
 
 @pytest.mark.parametrize("left", [False, True])
 def test_a_cancelled_request_is_no_disconnect(left: bool) -> None:
-    """Whoever cancels the request's task hears CancelledError, whether or not the client has left as well."""
+    """Whoever cancels the request's task hears CancelledError, whether or not the client leaves while it cleans up."""
 
     async def cancelled() -> None:
-        messages: list[dict[str, Any]] = []
+        messages, cleaned = asyncio.Queue[dict[str, Any]](), asyncio.Event()
 
         async def work() -> None:
-            async with until_disconnect(request(messages)):
-                await asyncio.Event().wait()
+            async with until_disconnect(Request({"type": "http"}, messages.get)):
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    await cleaned.wait()
 
         task = asyncio.create_task(work())
         await asyncio.sleep(0)
-        messages += [LEFT] * left
         task.cancel()
+        await asyncio.sleep(0)
+        if left:
+            messages.put_nowait(LEFT)
+        else:
+            cleaned.set()
         with pytest.raises(asyncio.CancelledError):
             await task
 
