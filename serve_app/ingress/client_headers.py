@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -48,14 +49,12 @@ def client_headers(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, 
 _CONNECTION = "warmpath.connection"
 
 
+@dataclass(frozen=True, slots=True)
 class Connection:
     """A connection's own ``send``, and the loop that has it; empty in another process."""
 
-    __slots__ = ("loop", "send")
-
-    def __init__(self, send: Send | None = None, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        self.send = send
-        self.loop = loop
+    send: Send | None = None
+    loop: asyncio.AbstractEventLoop | None = None
 
     def __reduce__(self) -> tuple[type[Connection], tuple[()]]:
         """Serve's proxies pickle what they know of a request."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from serve_app.ingress.observe.families import SECTIONS, Family
+from serve_app.ingress.observe.families import SECTIONS
 
 _INTRODUCTION = """\
 # Metrics
@@ -57,23 +57,14 @@ LABELS = {
 
 def metrics_page() -> str:
     """Return the page: every family by section, every label."""
-    sections = [_section(title, note, families) for title, (note, families) in SECTIONS.items()]
-    return "\n".join([_INTRODUCTION, *sections, _labels()])
-
-
-def _section(title: str, note: str, families: list[Family]) -> str:
-    rows = [
-        f"| `{family.name}` | {family.kind} | {', '.join(f'`{label}`' for label in family.labels)} | {family.help} |"
-        for family in families
-    ]
-    head = ["| name | kind | labels | meaning |", "|---|---|---|---|"]
-    return "\n".join([f"## {title}", "", note, "", *head, *rows, ""])
-
-
-def _labels() -> str:
-    rows = [f"| `{label}` | {values} |" for label, values in LABELS.items()]
-    head = ["All values are from bounded sets.", "", "| label | values |", "|---|---|"]
-    return "\n".join(["## Labels", "", *head, *rows, ""])
+    lines = [_INTRODUCTION]
+    for title, (note, families) in SECTIONS.items():
+        lines += [f"## {title}", "", note, "", "| name | kind | labels | meaning |", "|---|---|---|---|"]
+        for name, kind, labels, meaning in families:
+            lines.append(f"| `{name}` | {kind} | {', '.join(f'`{label}`' for label in labels)} | {meaning} |")
+        lines.append("")
+    lines += ["## Labels", "", "All values are from bounded sets.", "", "| label | values |", "|---|---|"]
+    return "\n".join([*lines, *(f"| `{label}` | {values} |" for label, values in LABELS.items()), ""])
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.checkpoints.adapter_registry import AdapterRegistry, configured_adapters
+from serve_app.checkpoints.adapter_registry import AdapterEntry, AdapterRegistry, configured_adapters
 from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import AdapterError, AdapterSpec
 from serve_app.errors import InvalidRequest, ModelNotFound, NotFound, PermissionDenied
@@ -26,11 +26,10 @@ class Deployment:
         self.config = AppConfig.model_validate({"model": "demo", "allow_runtime_lora": True, **settings})
         self.engines = [simulated_engine() for _ in range(2)]
         self.replicas = [ReplicaAdapters(self.config, engine) for engine in self.engines]
-        self.registry = AdapterRegistry("demo")
-        self.other_ingress = AdapterRegistry("demo")
-        self.admin = AdapterAdmin(self.config, self.registry, self._replicas, self._ingresses)
+        self.registry, self.other_ingress = AdapterRegistry("demo"), AdapterRegistry("demo")
+        self.admin = AdapterAdmin(self.config, self.registry, self.tell_replicas, self.tell_ingresses)
 
-    async def _replicas(self, method: str, argument: Any) -> list[Any]:
+    async def tell_replicas(self, method: str, argument: Any) -> list[Any]:
         answers = []
         for replica in self.replicas:
             match method:
@@ -42,29 +41,37 @@ class Deployment:
                     replica.registry.merge(argument)
         return answers
 
-    async def _ingresses(self, method: str, argument: Any) -> list[Any]:
+    async def tell_ingresses(self, method: str, argument: Any) -> list[Any]:
         assert method == "merge_adapters"
         self.other_ingress.merge(argument)
         return []
 
-    def load(self, name: str, path: Path | str, **more: Any) -> str:
+    def load(self, name: Any, path: Any, **more: Any) -> str:
         return asyncio.run(self.admin.load(json.dumps({"lora_name": name, "lora_path": str(path), **more}).encode()))
 
     def unload(self, name: str) -> str:
         return asyncio.run(self.admin.unload(json.dumps({"lora_name": name}).encode()))
 
+    def entry(self) -> AdapterEntry:
+        """What is known of the adapter, everywhere the same, which all replicas have in memory and no other."""
+        entry = self.registry.get("style")
+        assert entry is not None and entry.spec is not None
+        for copy in (self.registry, self.other_ingress, *(replica.registry for replica in self.replicas)):
+            assert copy.entries() == (entry,)
+        assert all(engine.adapters() == (entry.spec.key,) for engine in self.engines)
+        return entry
+
 
 def test_a_loaded_adapter_is_on_every_replica_and_every_ingress(tmp_path: Path) -> None:
-    """And gone from all of them once unloaded."""
+    """A reload in place changes the key everywhere, its digest alone; once unloaded it is gone from all of them."""
     app = Deployment()
-    assert app.load("style", save_plain(tmp_path / "a")) == "Success: LoRA adapter 'style' added successfully."
-    chosen = app.registry.choose("style", None, "t")
-    assert chosen is not None
-    assert app.other_ingress.choose("demo", "style", "t") == chosen
-    assert all(engine.adapters() == (chosen.key,) for engine in app.engines)
-    assert all(replica.registry.choose("style", None, "t") == chosen for replica in app.replicas)
+    assert app.load("style", save_plain(tmp_path / "a", 1.0)) == "Success: LoRA adapter 'style' added successfully."
+    old = app.entry()
+    assert app.other_ingress.choose("demo", "style", "t") == old.spec
     with pytest.raises(InvalidRequest, match="already been loaded"):
         app.load("style", tmp_path / "a")
+    app.load("style", save_plain(tmp_path / "b", 2.0), load_inplace=True)
+    assert old.spec is not None and old.spec != app.entry().spec
     assert app.unload("style") == "Success: LoRA adapter 'style' removed successfully."
     assert all(engine.adapters() == () for engine in app.engines)
     for copy in (app.registry, app.other_ingress, app.replicas[0].registry):
@@ -74,19 +81,6 @@ def test_a_loaded_adapter_is_on_every_replica_and_every_ingress(tmp_path: Path) 
         app.unload("style")
 
 
-def test_a_reload_in_place_changes_the_key_everywhere(tmp_path: Path) -> None:
-    """The old weights leave the replicas; the new key differs in its digest alone."""
-    app = Deployment()
-    app.load("style", save_plain(tmp_path / "old", 1.0))
-    old = app.registry.choose("style", None, "t")
-    app.load("style", save_plain(tmp_path / "new", 2.0), load_inplace=True)
-    new = app.other_ingress.choose("style", None, "t")
-    assert old is not None
-    assert new is not None
-    assert (old.name, old.digest) != (new.name, new.digest)
-    assert all(engine.adapters() == (new.key,) for engine in app.engines)
-
-
 def test_a_reload_in_place_is_for_whom_its_predecessor_was(tmp_path: Path) -> None:
     """Leaving ``tenants`` out keeps them; only an explicit null opens a tenant's adapter to all. (docs/lora.md)"""
     tenants = [{"name": name, "key_sha256": [sha256(name.encode()).hexdigest()]} for name in ("acme", "globex")]
@@ -94,45 +88,35 @@ def test_a_reload_in_place_is_for_whom_its_predecessor_was(tmp_path: Path) -> No
 
     def reload(weight: float, **more: Any) -> tuple[str, ...]:
         app.load("style", save_plain(tmp_path / str(weight), weight), load_inplace=True, **more)
-        entry, other = app.registry.get("style"), app.other_ingress.get("style")
-        assert entry is not None
-        assert entry == other
-        return entry.tenants
+        return app.entry().tenants
 
     assert reload(1.0, tenants=["acme"]) == ("acme",)
     assert reload(2.0) == ("acme",)
     with pytest.raises(ModelNotFound):
         app.registry.choose("style", None, "globex")
     assert reload(3.0, tenants=["globex"]) == ("globex",)
-    assert reload(4.0, tenants=None) == ()
-    assert reload(5.0) == ()
+    assert reload(4.0, tenants=None) == reload(5.0) == ()
+    app.load("style", save_plain(tmp_path / "c", 6.0), load_inplace=True, tenants=["acme"])
     app.unload("style")
-    assert reload(6.0) == (), "a new adapter is for all"
+    assert reload(7.0) == (), "a new adapter is for all"
 
 
 def test_two_ingresses_that_load_one_name_at_once_end_with_one_entry(tmp_path: Path) -> None:
     """Whoever comes second is told to look at what there is now, and leaves nothing in the replicas' memory."""
     app = Deployment()
-    slow = AdapterAdmin(app.config, app.other_ingress, app._replicas, app._ingresses)
-    body = {"lora_name": "style", "lora_path": str(save_plain(tmp_path / "slow", 2.0))}
+    fast, late = save_plain(tmp_path / "fast", 1.0), save_plain(tmp_path / "slow", 2.0)
 
     async def replicas(method: str, argument: Any) -> list[Any]:
-        answers = await app._replicas(method, argument)
+        answers = await app.tell_replicas(method, argument)
         if method == "load_adapter":
-            await app.admin.load(json.dumps({**body, "lora_path": str(fast)}).encode())
+            await app.admin.load(json.dumps({"lora_name": "style", "lora_path": str(fast)}).encode())
         return answers
 
-    fast = save_plain(tmp_path / "fast", 1.0)
-    slow.tell_replicas = replicas
+    slow = AdapterAdmin(app.config, app.other_ingress, replicas, app.tell_ingresses)
     with pytest.raises(InvalidRequest, match="meanwhile"):
-        asyncio.run(slow.load(json.dumps(body).encode()))
-    kept = app.registry.get("style")
-    assert kept is not None
-    assert kept.spec is not None
-    assert Path(kept.spec.path) == fast
-    for copy in (app.registry, app.other_ingress, *(replica.registry for replica in app.replicas)):
-        assert copy.entries() == (kept,)
-    assert all(engine.adapters() == (kept.spec.key,) for engine in app.engines)
+        asyncio.run(slow.load(json.dumps({"lora_name": "style", "lora_path": str(late)}).encode()))
+    kept = app.entry().spec
+    assert kept is not None and Path(kept.path) == fast
 
 
 def test_an_adapter_that_one_replica_cannot_serve_is_offered_nowhere(tmp_path: Path) -> None:
@@ -152,34 +136,27 @@ def test_an_adapter_that_one_replica_cannot_serve_is_offered_nowhere(tmp_path: P
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ({"lora_name": "a"}, "Both 'lora_name' and 'lora_path'"),
-        ({"lora_path": "a"}, "Both 'lora_name' and 'lora_path'"),
-        ({"lora_name": 3, "lora_path": "a"}, "lora_name must be"),
-        ({"lora_name": "demo", "lora_path": "a"}, "base model's name"),
-        ({"lora_name": "a@1", "lora_path": "a"}, "no adapter name"),
-        (
-            {"lora_name": "a", "lora_path": "/nowhere"},
-            "cannot be loaded from /nowhere: there is no adapter_model.safet",
+        ({"lora_name": None}, "Both 'lora_name' and 'lora_path'"),
+        ({"lora_path": None}, "Both 'lora_name' and 'lora_path'"),
+        ({"lora_name": 3}, "lora_name must be"),
+        ({"lora_name": "demo"}, "base model's name"),
+        ({"lora_name": "a@1"}, "no adapter name"),
+        ({"lora_path": "/nowhere"}, "cannot be loaded from /nowhere: there is no adapter_model.safet"),
+        ({"tenats": ["acme"]}, "Unknown parameter: 'tenats'; did you mean 'tenants'"),
+        ({"lora_path": "x\0y"}, "no path|no adapter_model"),
+        ({"tenants": ["nobody"]}, "no tenant 'nobody'"),
+        ({"tenants": []}, "at least one"),
+        *(
+            ({"lora_path": path}, "The adapter cannot be loaded")  # no system call takes it
+            for path in ("x" * 256, "x" * 256 + "/a", "x" * 256 + ".safetensors", "x/" * 2048)
         ),
-        (
-            {"lora_name": "a", "lora_path": "x", "tenats": ["acme"]},
-            "Unknown parameter: 'tenats'; did you mean 'tenants'",
-        ),
-        ({"lora_name": "a", "lora_path": "x\0y"}, "no path|no adapter_model"),
-        ({"lora_name": "a", "lora_path": "x", "tenants": ["nobody"]}, "no tenant 'nobody'"),
-        ({"lora_name": "a", "lora_path": "x", "tenants": []}, "at least one"),
     ],
 )
-def test_a_wrong_body_is_a_400(body: dict[str, Any], reason: str) -> None:
-    with pytest.raises(InvalidRequest, match=reason):
-        asyncio.run(Deployment().admin.load(json.dumps(body).encode()))
-
-
-@pytest.mark.parametrize("path", ["x" * 256, "x" * 256 + "/a", "x" * 256 + ".safetensors", "x/" * 2048])
-def test_a_path_that_no_system_call_takes_is_a_400(path: str, tmp_path: Path) -> None:
-    for settings in ({}, {"lora_root": str(tmp_path)}):
-        with pytest.raises(InvalidRequest, match="The adapter cannot be loaded"):
-            Deployment(**settings).load("a", path)
+def test_a_wrong_body_is_a_400(body: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    raw = json.dumps({"lora_name": "a", "lora_path": "x", **body}).encode()
+    for settings in ({}, {"lora_root": str(tmp_path)}) if reason.startswith("The adapter") else ({},):
+        with pytest.raises(InvalidRequest, match=reason):
+            asyncio.run(Deployment(**settings).admin.load(raw))
 
 
 def test_adapters_change_only_where_the_settings_allow_it_and_only_inside_the_root(tmp_path: Path) -> None:
@@ -211,18 +188,17 @@ def test_links_in_an_adapters_directory_lead_nowhere_else(path: str, linked: str
     """
     app = Deployment(lora_root=str(tmp_path / "root"))
     file = save_plain(tmp_path / "root" / "a") / linked
-    secret = tmp_path / "secret.json"
+    secret, fine = tmp_path / "secret.json", tmp_path / "fine"
     secret.write_text('{"peft_type": "TOPSECRET"}')
-    (tmp_path / "fine").write_bytes(file.read_bytes())
-    for target in (secret, tmp_path / "fine", tmp_path / "missing"):
+    fine.write_bytes(file.read_bytes())
+    for target in (secret, fine, tmp_path / "missing"):
         file.unlink()
         file.symlink_to(target)
         with pytest.raises(InvalidRequest, match=f"{linked} is a link that leads out of lora_root") as refused:
             app.load("a", path)
         assert "TOPSECRET" not in refused.value.message
-    blob = (tmp_path / "fine").rename(tmp_path / "root" / "blob")
     file.unlink()
-    file.symlink_to(blob)
+    file.symlink_to(fine.rename(tmp_path / "root" / "blob"))
     assert "added" in app.load("a", path)
 
 
@@ -230,7 +206,9 @@ def test_settings_that_name_no_adapter_are_refused_at_start(tmp_path: Path) -> N
     """With the name of the one that is wrong; the model's own name cannot be an adapter's."""
     with pytest.raises(AdapterError, match="'gone' of the settings"):
         configured_adapters({"fine": save_plain(tmp_path / "a"), "gone": tmp_path / "none"})
-    with pytest.raises(ValueError, match="as the model is"):
-        AppConfig(model="demo", lora_adapters={"demo": tmp_path})
-    with pytest.raises(ValueError, match="max_cpu_loras"):
-        AppConfig(model="demo", max_loras=8, max_cpu_loras=7)
+    for settings, said in (
+        ({"lora_adapters": {"demo": tmp_path}}, "as the model is"),
+        ({"max_loras": 8, "max_cpu_loras": 7}, "max_cpu_loras"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            AppConfig(model="demo", **settings)

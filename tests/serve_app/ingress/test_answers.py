@@ -1,45 +1,61 @@
-"""An answer on its way out: it ends at its time, whatever its client does, and its events skip the layers around it."""
+"""An answer on its way out: it ends at its time, whatever its client does, its events skip the layers around it.
+
+And what it tells the front door and its tenant's limits of its cost.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import pickle
+import json
 import re
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import replace
 from typing import Any
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
 from serve_app.api.format import AnswerHead
-from serve_app.api.openai.request import parse_completion
-from serve_app.api.openai.response import CompletionFormat
-from serve_app.errors import GenerationFailed
+from serve_app.api.openai.request import parse_chat, parse_completion
+from serve_app.api.openai.response import ChatFormat, CompletionFormat
+from serve_app.config.app import AppConfig
+from serve_app.config.tenants import TenantConfig
+from serve_app.engine.protocol import SamplingParams
+from serve_app.errors import GenerationFailed, Overloaded, RateLimited
 from serve_app.fairness.front_door import FrontDoor
 from serve_app.fairness.rate_limits import TenantLimits
 from serve_app.fairness.shares import Budget, Shares
 from serve_app.fairness.waiting_line import WaitingLine
+from serve_app.fairness.workers import FairWorkers
 from serve_app.generation.answer import Piece
-from serve_app.ingress.answers import Answer, EventStream, streamed
-from serve_app.ingress.client_headers import ClientHeaders, connection_send
+from serve_app.generation.generation import Generation, Tokens
+from serve_app.generation.tool_calls.tool_calls import ToolCalls
+from serve_app.ingress.answers import Answer, streamed
+from serve_app.ingress.client_headers import ClientHeaders
+from serve_app.ingress.completions import Completions
 from serve_app.ingress.drain import Deadline, Drain
 from serve_app.ingress.observe.answer_meter import AnswerMeter
-from serve_app.ingress.observe.metrics import IngressMetrics
+from serve_app.tenants.tenants import Tenant
 from tests.serve_app.ingress.scripted import GENERATION, PATIENCE_S, counters, server
 
 WANTED = parse_completion(b'{"model": "m", "prompt": "x", "stream": true}')
+SCOPE: dict[str, Any] = {"type": "http", "method": "GET", "headers": []}
+Send = Callable[[Any], Awaitable[None]]
 
 
-class Pieces:
-    """Pieces of a choice, endless or as many as there are texts; ``closed`` once nobody takes more."""
+class Streamed:
+    """An answer of these texts, or an endless one, that begins now; ``closed`` once nobody takes more."""
 
-    def __init__(self, *texts: str) -> None:
+    def __init__(self, *texts: str, timeout_s: float = 60) -> None:
         self.texts = texts
+        self.timeout_s = timeout_s
         self.closed = asyncio.Event()
+        self.counters = counters(front_door())
 
-    async def come(self) -> AsyncGenerator[Piece, None]:
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
         try:
             while not self.texts:
                 yield Piece(0, "x" * 100_000, 1)
@@ -50,35 +66,38 @@ class Pieces:
         finally:
             self.closed.set()
 
+    async def respond(self, pieces: AsyncGenerator[Piece, None] | None = None) -> Response:
+        meter = AnswerMeter(self.counters, WANTED, [GENERATION], 0.0, 1, TenantLimits().begin("acme"), None)
+        deadline = Deadline(Drain(), time.perf_counter() + self.timeout_s, self.timeout_s)
+        self.place = await WaitingLine(Budget(Shares({}), lambda: 1)).enter("acme", 1, 1)
+        head = AnswerHead("a", 0, "m")
+        return await streamed(Answer(CompletionFormat(), head, pieces or self.pieces(), self.place, meter, deadline))
 
-async def answer(pieces: AsyncGenerator[Piece, None], timeout_s: float = 60) -> tuple[Answer, IngressMetrics]:
-    """An answer that begins now."""
-    counted = counters(FrontDoor(Shares({}), places=lambda: 1, max_waiting=1, max_bytes=1))
-    meter = AnswerMeter(counted, WANTED, [GENERATION], 0.0, 1, TenantLimits().begin("acme"), None)
-    deadline = Deadline(Drain(), time.perf_counter() + timeout_s, timeout_s)
-    place = await WaitingLine(Budget(Shares({}), lambda: 1)).enter("acme", 1, 1)
-    return Answer(CompletionFormat(), AnswerHead("a", 0, "m"), pieces, place, meter, deadline), counted.metrics
+    def counted(self, name: str = "requests_in_flight") -> float:
+        samples = self.counters.metrics.samples()
+        return next(value for found, _, value in samples if found == f"warmpath_{name}")
 
 
-def counted(metrics: IngressMetrics, name: str = "warmpath_requests_in_flight") -> float:
-    return next(value for found, _, value in metrics.samples() if found == name)
+def front_door(limits: TenantLimits | None = None) -> FrontDoor:
+    return FrontDoor(Shares({}), places=lambda: 4, max_waiting=9, max_bytes=1 << 20, limits=limits)
+
+
+async def stays() -> dict[str, Any]:
+    """The client never leaves."""
+    await asyncio.Event().wait()
+    raise AssertionError
 
 
 def test_a_stream_that_nobody_takes_ends_at_its_deadline() -> None:
     """Its source is closed: flow control would hold it as long as the client holds the connection."""
 
     async def run() -> float:
-        pieces = Pieces()
-        made, metrics = await answer(pieces.come(), timeout_s=0.2)
-
-        async def respond(_: Request) -> Response:
-            return await streamed(made)
-
-        async with server(respond) as (_, writer):
+        answer = Streamed(timeout_s=0.2)
+        async with server(lambda _: answer.respond()) as (_, writer):
             writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-            await asyncio.wait_for(pieces.closed.wait(), PATIENCE_S)
+            await asyncio.wait_for(answer.closed.wait(), PATIENCE_S)
             await asyncio.sleep(0)
-            return counted(metrics)
+            return answer.counted()
 
     assert asyncio.run(run()) == 0
 
@@ -91,81 +110,49 @@ def test_an_answer_whose_time_is_over_says_so() -> None:
         yield Piece(0, "")
 
     async def run() -> bytes:
-        late, metrics = await answer(never(), timeout_s=0.05)
+        late, sent = Streamed(timeout_s=0.05), AsyncMock()
         with pytest.raises(GenerationFailed, match="took over"):
-            await streamed(late)
-        assert (counted(metrics), late.place.units) == (0, 0)
-        begun, _ = await answer(Pieces().come(), timeout_s=0.05)
-        sent: list[dict[str, Any]] = []
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        response = await streamed(begun)
-        await response({"type": "http", "method": "GET", "headers": []}, _stays, send)
-        assert not sent[-1]["more_body"]
-        return bytes(sent[-1]["body"])
+            await late.respond(never())
+        assert (late.counted(), late.place.units) == (0, 0)
+        response = await Streamed(timeout_s=0.05).respond()
+        await response(SCOPE, stays, sent)
+        last = sent.call_args.args[0]
+        assert not last["more_body"]
+        return bytes(last["body"])
 
     assert b'"code":"timeout"' in asyncio.run(run())
 
 
 def test_events_pass_no_layer_but_the_start_and_the_end_do() -> None:
     """Layers around the application learn the status and the end; events between go straight to the connection."""
-    connection: list[str] = []
     layer: list[str] = []
 
-    async def run() -> bytes:
-        made, _ = await answer(Pieces("one", "two", "three").come())
-        response = await streamed(made)
-        assert isinstance(response, EventStream)
-        body = b""
+    async def run() -> list[Any]:
+        response, connection = await Streamed("one", "two", "three").respond(), AsyncMock()
 
-        async def to_connection(message: Any) -> None:
-            nonlocal body
-            connection.append(message["type"])
-            body += message.get("body", b"")
-
-        async def application(scope: Any, receive: Any, send: Any) -> None:
+        async def application(scope: Any, receive: Any, send: Send) -> None:
             async def through_layer(message: Any) -> None:
                 layer.append(message["type"])
                 await send(message)
 
             await response(scope, receive, through_layer)
 
-        await ClientHeaders(application)({"type": "http", "headers": []}, _stays, to_connection)
-        return body
+        await ClientHeaders(application)(dict(SCOPE), stays, connection)
+        return [call.args[0] for call in connection.call_args_list]
 
-    body = asyncio.run(run())
+    messages = asyncio.run(run())
     assert layer == ["http.response.start", "http.response.body"]
-    assert connection == ["http.response.start", *["http.response.body"] * 4]
+    assert [message["type"] for message in messages] == ["http.response.start", *["http.response.body"] * 4]
+    body = b"".join(message.get("body", b"") for message in messages)
     assert re.search(rb"one.*two.*three.*\[DONE\]", body, re.DOTALL)
-
-
-def test_a_connection_of_another_loop_is_left_to_serve() -> None:
-    """By default Serve runs the application in a loop of its own; and a proxy of Serve pickles what it knows."""
-    scope: dict[str, Any] = {"type": "http", "headers": []}
-
-    async def send(message: Any) -> None: ...
-
-    async def server(scope: Any, receive: Any, direct: Any) -> None:
-        assert connection_send(scope, send) is direct
-        assert connection_send(pickle.loads(pickle.dumps(scope)), send) is send  # noqa: S301  # its own
-
-    async def application() -> bool:
-        return connection_send(scope, send) is send
-
-    asyncio.run(ClientHeaders(server)(scope, _stays, _stays))
-    assert asyncio.run(application())
 
 
 def test_a_client_that_leaves_ends_the_answer() -> None:
     """What was under way is closed and counted, and the client is counted as one that left."""
 
     async def run() -> tuple[float, float]:
-        pieces = Pieces()
-        made, metrics = await answer(pieces.come())
-        response = await streamed(made)
-        sent = asyncio.Event()
+        answer, sent = Streamed(), asyncio.Event()
+        response = await answer.respond()
 
         async def receive() -> dict[str, Any]:
             await sent.wait()
@@ -175,13 +162,79 @@ def test_a_client_that_leaves_ends_the_answer() -> None:
             if message.get("body"):
                 sent.set()
 
-        await asyncio.wait_for(response({"type": "http", "headers": []}, receive, send), PATIENCE_S)
-        assert pieces.closed.is_set()
-        return counted(metrics), counted(metrics, "warmpath_client_disconnects_total")
+        await asyncio.wait_for(response(SCOPE, receive, send), PATIENCE_S)
+        assert answer.closed.is_set()
+        return answer.counted(), answer.counted("client_disconnects_total")
 
     assert asyncio.run(run()) == (0, 1)
 
 
-async def _stays() -> dict[str, Any]:
-    await asyncio.Event().wait()
-    raise AssertionError
+class Bench:
+    """One ingress' way of answering for generations that stand fast, each with one token, or none where it fails."""
+
+    fails = False
+
+    def __init__(self, generations: list[Generation], limits: TenantLimits | None = None, **fields: Any) -> None:
+        self.door = front_door(limits)
+        preparer, tokenizer = AsyncMock(), MagicMock()
+        preparer.prepare.return_value = generations
+        tokenizer.decoder().push.return_value = "x"
+        tokenizer.decoder().flush.return_value = ""
+        calls, workers = ToolCalls(None, reads_tools=False), FairWorkers(Shares({}))
+        self.completions = Completions(
+            AppConfig(model="m"), preparer, self, tokenizer, calls, counters(self.door), workers, Drain()
+        )
+        wanted = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
+        self.body = json.dumps(wanted).ljust(1000).encode()
+
+    async def generate(self, generation: Generation) -> AsyncGenerator[Tokens, None]:
+        if self.fails:
+            raise Overloaded("There is no replica now.")
+        yield Tokens((1,), 0, "length")
+
+    def ask(self, *, fails: bool = False) -> None:
+        """Answer one request of the tenant acme."""
+        self.fails = fails
+
+        async def answer() -> None:
+            messages = asyncio.Queue[dict[str, Any]]()  # the client stays
+            messages.put_nowait({"type": "http.request", "body": self.body})
+            request = Request({**SCOPE, "method": "POST"}, messages.get)
+            await self.completions.generate(request, Tenant("acme"), parse_chat, ChatFormat())
+
+        asyncio.run(answer())
+
+
+def test_a_request_that_was_not_answered_teaches_no_cost() -> None:
+    """Whoever leaves, or fails, before the first token would get ever cheaper turns."""
+    bench = Bench([GENERATION])
+    guess = bench.door.cost_tokens("acme", 1000)
+    with pytest.raises(Overloaded):
+        bench.ask(fails=True)
+    assert bench.door.cost_tokens("acme", 1000) == guess
+    bench.ask()
+    assert 100 <= bench.door.cost_tokens("acme", 1000) < guess
+
+
+def test_a_request_pays_for_its_prompt_and_what_was_generated() -> None:
+    """What was reserved for more is given back; who is refused before the first token pays nothing, whoever refused.
+
+    docs/tenants.md
+    """
+    config = TenantConfig.model_validate({"name": "acme", "key_sha256": ["a" * 64], "tokens_per_minute": 300})
+    limits = TenantLimits([config], clock=lambda: 0.0)
+    bench = Bench([replace(GENERATION, sampling=SamplingParams(max_tokens=50)) for _ in range(2)], limits, n=2)
+
+    def left() -> int:
+        found = limits.left("acme")
+        assert found is not None and found.tokens is not None
+        return found.tokens.remaining
+
+    with pytest.raises(Overloaded):
+        bench.ask(fails=True)
+    assert left() == 300
+    bench.ask()
+    assert left() == 300 - 100 - 2
+    with pytest.raises(RateLimited, match="asks for 200") as caught:
+        bench.ask()
+    assert (left(), caught.value.retry_after_s) == (198, pytest.approx(0.4))

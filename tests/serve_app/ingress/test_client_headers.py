@@ -1,8 +1,9 @@
-"""Orders to Ray Serve that a client sends are dropped before Ray reads them."""
+"""Orders to Ray Serve that a client sends are dropped before Ray reads them; a connection is its own loop's."""
 
 from __future__ import annotations
 
 import asyncio
+import pickle
 from typing import Any
 
 import pytest
@@ -10,12 +11,16 @@ from ray.serve._private.http_util import _apply_middlewares, parse_disconnect_di
 from ray.serve._private.utils import call_function_from_import_path
 
 from serve_app.cli.local_ray import CLIENT_HEADERS
-from serve_app.ingress.client_headers import client_headers
+from serve_app.ingress.client_headers import ClientHeaders, client_headers, connection_send
 
 KEPT = [(b"host", b"x"), (b"authorization", b"Bearer k"), (b"traceparent", b"00-1-2-01")]
 
 
-def seen_by_ray(headers: list[tuple[bytes, bytes]]) -> tuple[list[tuple[bytes, bytes]], dict[bytes, bytes]]:
+async def unused(*_: Any) -> Any:
+    raise AssertionError
+
+
+def seen_by_ray(*headers: tuple[bytes, bytes]) -> tuple[list[tuple[bytes, bytes]], dict[bytes, bytes]]:
     """The headers of a request as Ray's code gets them, and of the answer, in Ray's order of middlewares."""
     seen: list[Any] = []
     answered: dict[bytes, bytes] = {}
@@ -27,11 +32,8 @@ def seen_by_ray(headers: list[tuple[bytes, bytes]]) -> tuple[list[tuple[bytes, b
     async def send(message: Any) -> None:
         answered.update(message["headers"])
 
-    async def receive() -> Any:
-        raise AssertionError
-
     application = _apply_middlewares(rays_code, call_function_from_import_path(CLIENT_HEADERS))
-    asyncio.run(application({"type": "http", "headers": list(headers)}, receive, send))
+    asyncio.run(application({"type": "http", "headers": list(headers)}, unused, send))
     return seen, {name.lower(): value for name, value in answered.items()}
 
 
@@ -50,22 +52,37 @@ def seen_by_ray(headers: list[tuple[bytes, bytes]]) -> tuple[list[tuple[bytes, b
 )
 def test_rays_headers_are_dropped(header: tuple[bytes, bytes]) -> None:
     """In every spelling that Ray accepts; all else stays."""
-    seen, _ = seen_by_ray([*KEPT[:1], header, *KEPT[1:]])
+    seen, _ = seen_by_ray(*KEPT[:1], header, *KEPT[1:])
     assert [one for one in seen if one[0] != b"x-request-id"] == KEPT
     assert not parse_disconnect_disabled_header(dict(seen))
 
 
-@pytest.mark.parametrize("value", [b"\xff\xfe", b"", b"two words", b"x" * 129, b"a\x01b"])
-def test_an_invalid_request_id_is_replaced(value: bytes) -> None:
-    """Ray would fail to read it, or to answer with it; it makes one of its own."""
-    seen, answered = seen_by_ray([*KEPT, (b"x-request-id", value)])
+@pytest.mark.parametrize(
+    ("value", "valid"),
+    [(b"\xff\xfe", False), (b"", False), (b"two words", False), (b"x" * 129, False), (b"a\x01b", False),
+     (b"req-1", True), (b"x" * 128, True)],
+)  # fmt: skip
+def test_one_printable_word_comes_back_as_a_requests_id(value: bytes, valid: bool) -> None:
+    """Any other Ray would fail to read, or to answer with; it makes one of its own."""
+    seen, answered = seen_by_ray(*KEPT, (b"x-request-id", value))
     made = dict(seen)[b"x-request-id"]
-    assert made not in (value, b"")
-    assert answered[b"x-request-id"] == made
+    assert (made == value) is valid
+    assert answered[b"x-request-id"] == made != b""
     assert client_headers([(b"x-request-id", b"a"), (b"x-request-id", b"b")]) == []
 
 
-def test_a_clients_request_id_comes_back() -> None:
-    """One printable word of up to 128 bytes."""
-    for value in (b"req-1", b"x" * 128):
-        assert seen_by_ray([(b"x-request-id", value)])[1][b"x-request-id"] == value
+def test_a_connection_of_another_loop_is_left_to_serve() -> None:
+    """By default Serve runs the application in a loop of its own; and a proxy of Serve pickles what it knows."""
+    scope: dict[str, Any] = {"type": "http", "headers": []}
+
+    async def send(message: Any) -> None: ...
+
+    async def server(scope: Any, receive: Any, direct: Any) -> None:
+        assert connection_send(scope, send) is direct
+        assert connection_send(pickle.loads(pickle.dumps(scope)), send) is send  # noqa: S301  # its own
+
+    async def application() -> bool:
+        return connection_send(scope, send) is send
+
+    asyncio.run(ClientHeaders(server)(scope, unused, unused))
+    assert asyncio.run(application())

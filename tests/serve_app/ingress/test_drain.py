@@ -23,20 +23,9 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-def test_nothing_is_refused_before_a_stop() -> None:
-    """And everything after it."""
-    drain = Drain()
-    drain.refuse()
-    assert asyncio.run(drain.run(600)) == 0
-    with pytest.raises(Overloaded) as error:
-        drain.refuse()
-    assert error.value.code == "server_stopping"
-    assert error.value.retry_after_s
-
-
 @pytest.mark.parametrize("in_time", [True, False])
 def test_answers_that_end_in_time_are_waited_for_and_others_end_with_an_error(in_time: bool) -> None:
-    """All of them; what they wait for when the time is over, and what they would wait for next."""
+    """All; what they wait for when the time is over, and what they would wait for next; new ones are refused."""
 
     async def run() -> None:
         drain, release, errors = Drain(), [asyncio.Event(), asyncio.Event()], []
@@ -52,6 +41,7 @@ def test_answers_that_end_in_time_are_waited_for_and_others_end_with_an_error(in
 
         answers = [asyncio.create_task(answer(event)) for event in release]
         await asyncio.sleep(0)
+        drain.refuse()
         stop = asyncio.create_task(drain.run(600 if in_time else 0))
         for event in release:
             await settled()
@@ -62,6 +52,9 @@ def test_answers_that_end_in_time_are_waited_for_and_others_end_with_an_error(in
         await asyncio.gather(*answers)
         assert (drain.begun, drain.over) == (True, not in_time)
         assert errors == ([] if in_time else ["server_stopping"] * 4)
+        with pytest.raises(Overloaded) as refused:
+            drain.refuse()
+        assert (refused.value.code, refused.value.retry_after_s) == ("server_stopping", 5)
 
     asyncio.run(run())
 

@@ -13,136 +13,35 @@ from serve_app.errors import InvalidRequest, RateLimited, RequestTimeout, Reques
 from serve_app.ingress.http import error_headers, read_body, until_disconnect
 from tests.serve_app.ingress.scripted import PATIENCE_S, server
 
+LEFT = {"type": "http.disconnect"}
 
-def request(messages: list[dict[str, Any]], headers: dict[str, str] | None = None) -> tuple[Request, list[Any]]:
-    """A request whose receive channel holds ``messages`` and then waits for ever; also what was taken from it."""
-    taken: list[Any] = []
+
+def request(messages: list[dict[str, Any]], headers: dict[str, str] | None = None) -> Request:
+    """A request whose receive channel gives ``messages`` away and then waits for ever."""
 
     async def receive() -> dict[str, Any]:
-        if messages:
-            taken.append(messages.pop(0))
-            return taken[-1]
-        await asyncio.Event().wait()
-        raise AssertionError
+        if not messages:
+            await asyncio.Event().wait()
+        return messages.pop(0)
 
     raw = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
-    return Request({"type": "http", "method": "POST", "path": "/", "headers": raw}, receive), taken
+    return Request({"type": "http", "method": "POST", "path": "/", "headers": raw}, receive)
 
 
 def part(body: bytes, more: bool) -> dict[str, Any]:
     return {"type": "http.request", "body": body, "more_body": more}
 
 
-def test_a_body_in_parts_is_joined() -> None:
-    """A chunked body up to the bound comes through whole."""
-    made, _ = request([part(b"abc", True), part(b"de", False)])
-    assert asyncio.run(read_body(made, 5)) == b"abcde"
-
-
-def test_a_body_over_the_bound_is_refused_before_it_is_read() -> None:
-    """An announced length over the bound reads nothing; an unannounced one stops at the bound."""
-    announced, taken = request([part(b"x", False)], {"content-length": "6"})
-    with pytest.raises(RequestTooLarge):
-        asyncio.run(read_body(announced, 5))
-    assert taken == []
-    flood, taken = request([part(b"xxxx", True) for _ in range(100)])
-    with pytest.raises(RequestTooLarge):
-        asyncio.run(read_body(flood, 5))
-    assert len(taken) == 2
-
-
-def test_a_compressed_body_is_refused() -> None:
-    """A body we would have to inflate could be of any size."""
-    made, _ = request([part(b"x", False)], {"content-encoding": "gzip"})
+def test_a_body_in_parts_is_joined_up_to_the_bound() -> None:
+    """An announced length over it reads nothing, an unannounced one stops there; what would be inflated has none."""
+    assert asyncio.run(read_body(request([part(b"abc", True), part(b"de", False)]), 5)) == b"abcde"
+    announced, flood = [part(b"x", False)], [part(b"xxxx", True) for _ in range(100)]
+    for messages, headers, left in ((announced, {"content-length": "6"}, 1), (flood, {}, 98)):
+        with pytest.raises(RequestTooLarge):
+            asyncio.run(read_body(request(messages, headers), 5))
+        assert len(messages) == left
     with pytest.raises(InvalidRequest, match="gzip"):
-        asyncio.run(read_body(made, 5))
-
-
-def test_work_ends_when_the_client_leaves() -> None:
-    """The disconnect cancels the block, which sees CancelledError; its task is then as if it had not been cancelled."""
-    ended: list[str] = []
-
-    async def work() -> None:
-        made, _ = request([{"type": "http.disconnect"}])
-        with pytest.raises(ClientDisconnect):
-            async with until_disconnect(made):
-                try:
-                    await asyncio.sleep(60)
-                except asyncio.CancelledError:
-                    ended.append("cancelled")
-                    raise
-        task = asyncio.current_task()
-        assert task is not None and not task.cancelling()
-        await asyncio.sleep(0)  # nothing is left to be cancelled
-
-    asyncio.run(work())
-    assert ended == ["cancelled"]
-
-
-def test_finished_work_is_kept_and_errors_are_raised() -> None:
-    """Without a disconnect the block runs to its end, or to its error; nobody listens for the client afterwards."""
-
-    async def work(error: Exception | None) -> int:
-        made, taken = request(messages := [])
-        async with until_disconnect(made):
-            await asyncio.sleep(0)
-            if error is not None:
-                raise error
-        await asyncio.sleep(0)
-        messages.append({"type": "http.disconnect"})
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert not taken
-        assert len(asyncio.all_tasks()) == 1
-        return 3
-
-    assert asyncio.run(work(None)) == 3
-    with pytest.raises(RateLimited) as caught:
-        asyncio.run(work(RateLimited("later", retry_after_s=0.2)))
-    assert error_headers(caught.value) == {"retry-after": "1"}
-
-
-@pytest.mark.parametrize(("wait_s", "seconds"), [(0.0, "1"), (0.2, "1"), (1.0, "1"), (1.2, "2"), (59.5, "60")])
-def test_retry_after_is_never_too_early(wait_s: float, seconds: str) -> None:
-    """Whole seconds, rounded up: who comes back before the time is refused again."""
-    assert error_headers(RateLimited("later", retry_after_s=wait_s)) == {"retry-after": seconds}
-
-
-def test_a_cancelled_request_is_no_disconnect() -> None:
-    """Whoever cancels the request's task hears CancelledError, whether or not the client has left as well."""
-
-    async def cancelled(left: bool) -> None:
-        messages: list[dict[str, Any]] = []
-        made, _ = request(messages)
-
-        async def work() -> None:
-            async with until_disconnect(made):
-                await asyncio.sleep(60)
-
-        task = asyncio.create_task(work())
-        await asyncio.sleep(0)
-        if left:
-            messages.append({"type": "http.disconnect"})
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(cancelled(left=False))
-    asyncio.run(cancelled(left=True))
-
-
-def test_a_time_within_the_block_stays_a_time() -> None:
-    """TimeoutError of a limit in the block is that, and the disconnect within a limit a disconnect."""
-
-    async def work(messages: list[dict[str, Any]]) -> None:
-        made, _ = request(messages)
-        async with until_disconnect(made), asyncio.timeout(0 if not messages else 60):
-            await asyncio.sleep(60)
-
-    with pytest.raises(TimeoutError):
-        asyncio.run(work([]))
-    with pytest.raises(ClientDisconnect):
-        asyncio.run(work([{"type": "http.disconnect"}]))
+        asyncio.run(read_body(request([part(b"x", False)], {"content-encoding": "gzip"}), 5))
 
 
 def test_a_body_that_stops_is_answered_and_its_connection_closed() -> None:
@@ -178,3 +77,83 @@ def test_a_body_that_arrives_has_more_time() -> None:
     assert asyncio.run(run(1_000_000)) == 1_000_003
     with pytest.raises(RequestTimeout, match="10 bytes"):
         asyncio.run(run(10))
+
+
+@pytest.mark.parametrize(("wait_s", "seconds"), [(0.0, "1"), (0.2, "1"), (1.0, "1"), (1.2, "2"), (59.5, "60")])
+def test_retry_after_is_never_too_early(wait_s: float, seconds: str) -> None:
+    """Whole seconds, rounded up: who comes back before the time is refused again."""
+    assert error_headers(RateLimited("later", retry_after_s=wait_s)) == {"retry-after": seconds}
+
+
+@pytest.mark.parametrize("limit_s", [None, 60])
+def test_work_ends_when_the_client_leaves(limit_s: float | None) -> None:
+    """The disconnect cancels the block, also within a limit; its task is then as if it had not been cancelled."""
+    ended: list[str] = []
+
+    async def work() -> None:
+        with pytest.raises(ClientDisconnect):
+            async with until_disconnect(request([LEFT])), asyncio.timeout(limit_s):
+                try:
+                    await asyncio.Event().wait()
+                except asyncio.CancelledError:
+                    ended.append("cancelled")
+                    raise
+        task = asyncio.current_task()
+        assert task is not None and not task.cancelling()
+        await asyncio.sleep(0)  # nothing is left to be cancelled
+
+    asyncio.run(work())
+    assert ended == ["cancelled"]
+
+
+@pytest.mark.parametrize("error", [None, RateLimited("later"), TimeoutError("a limit's")])
+def test_finished_work_is_kept_and_errors_are_raised(error: Exception | None) -> None:
+    """Without a disconnect the block runs to its end, or to its error; nobody listens for the client afterwards."""
+
+    async def work() -> None:
+        messages: list[dict[str, Any]] = []
+        caught = None
+        try:
+            async with until_disconnect(request(messages)):
+                await asyncio.sleep(0)
+                if error is not None:
+                    raise error
+        except Exception as raised:
+            caught = raised
+        assert caught is error
+        await asyncio.sleep(0)
+        messages.append(LEFT)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert messages == [LEFT]
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_a_cancelled_request_is_no_disconnect(left: bool) -> None:
+    """Whoever cancels the request's task hears CancelledError, whether or not the client leaves while it cleans up."""
+
+    async def cancelled() -> None:
+        messages, cleaned = asyncio.Queue[dict[str, Any]](), asyncio.Event()
+
+        async def work() -> None:
+            async with until_disconnect(Request({"type": "http"}, messages.get)):
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    await cleaned.wait()
+
+        task = asyncio.create_task(work())
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.sleep(0)
+        if left:
+            messages.put_nowait(LEFT)
+        else:
+            cleaned.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())

@@ -29,15 +29,15 @@ RULES = "You are a careful clerk. Name the clause, the date and the amount befor
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
 
 
-@pytest.fixture
-def client(anthropic_client: Anthropic) -> Anthropic:
-    return anthropic_client
+def ask(client: Anthropic, **fields: Any) -> Any:
+    """The whole answer to a greeting."""
+    return client.messages.create(**{"model": "demo", "max_tokens": 5, "messages": HI, **fields})
 
 
-def test_text_in_text_out(client: Anthropic, script: Script) -> None:
+def test_text_in_text_out(anthropic_client: Anthropic, script: Script) -> None:
     """Every field that the SDK's type asks for is there; the answer says which stop sequence ended it."""
     script.text = "It rains. END of it"
-    raw = client.messages.with_raw_response.create(
+    raw = anthropic_client.messages.with_raw_response.create(
         model="demo", max_tokens=50, system="Be brief.", messages=HI, stop_sequences=["END"]
     )
     message = Message.model_validate_json(raw.http_response.content)
@@ -45,92 +45,72 @@ def test_text_in_text_out(client: Anthropic, script: Script) -> None:
     assert message.id.startswith("msg_")
     assert message.content[0].to_dict() == {"type": "text", "text": "It rains. "}
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "END")
-    assert message.usage.cache_read_input_tokens == 16
-    assert message.usage.cache_creation_input_tokens == 0
-    assert message.usage.input_tokens + 16 == len(script.asked[-1].token_ids)
+    usage, ids = message.usage, script.asked[-1].token_ids
+    assert (usage.cache_read_input_tokens, usage.cache_creation_input_tokens, usage.input_tokens) == (
+        16,
+        0,
+        len(ids) - 16,
+    )
     assert "Be brief." in script.prompt()
+    asked, fields = len(script.asked), {"model": "demo", "system": "Be brief.", "messages": HI}
+    assert anthropic_client.messages.count_tokens(**fields).input_tokens == len(ids)  # type: ignore[arg-type]
+    assert len(script.asked) == asked, "nothing is generated to count"
 
 
-def test_a_stream_is_what_the_client_builds_of_it(client: Anthropic, script: Script) -> None:
+def test_a_stream_is_what_the_client_builds_of_it(anthropic_client: Anthropic, script: Script) -> None:
     """Text, then a call, whose result goes back in the next turn."""
     script.text = "Let me look. " + CALL
-    with client.messages.stream(model="demo", max_tokens=50, messages=HI, tools=[TOOL]) as stream:
+    with anthropic_client.messages.stream(model="demo", max_tokens=50, messages=HI, tools=[TOOL]) as stream:  # type: ignore[list-item]
         kinds = [event.type for event in stream]
         message = stream.get_final_message()
-    assert kinds[0] == "message_start"
-    assert kinds[-1] == "message_stop"
+    assert (kinds[0], kinds[-1], message.stop_reason) == ("message_start", "message_stop", "tool_use")
     said, call = message.content
-    assert message.stop_reason == "tool_use"
     assert said.type == "text"
-    assert call.type == "tool_use"
-    assert call.id.startswith("toolu_")
+    assert call.type == "tool_use" and call.id.startswith("toolu_")
     assert (call.name, call.input) == ("get_weather", {"city": "Oslo"})
     script.text = "Wet."
-    result: dict[str, Any] = {"type": "tool_result", "tool_use_id": call.id, "content": "rain"}
-    turns: list[Any] = [
-        *HI,
-        {"role": "assistant", "content": message.content},
-        {"role": "user", "content": [result]},
-    ]
-    answer = client.messages.create(model="demo", max_tokens=50, messages=turns, tools=[TOOL])
-    assert answer.content[0].to_dict()["text"] == "Wet."
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "rain"}]}
+    turns = [*HI, {"role": "assistant", "content": message.content}, result]
+    assert ask(anthropic_client, messages=turns, tools=[TOOL]).content[0].text == "Wet."
     assert "rain" in script.prompt()
     assert "Oslo" in script.prompt()
 
 
-def test_the_marks_of_anthropics_example(client: Anthropic, script: Script) -> None:
+def test_the_marks_of_anthropics_example(anthropic_client: Anthropic, script: Script) -> None:
     """A marked system prompt and a marked turn are kept, each to its token; what was read is not written again."""
     script.text = "Yes."
-    answer = client.messages.create(
-        model="demo",
-        max_tokens=5,
-        system=[
-            {"type": "text", "text": "You are an AI assistant."},
-            {"type": "text", "text": RULES, "cache_control": {"type": "ephemeral", "ttl": "1h"}},
-        ],
+    rules = {"type": "text", "text": RULES, "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    usage = ask(
+        anthropic_client,
+        system=[{"type": "text", "text": "You are an AI assistant."}, rules],
         messages=[{"role": "user", "content": [{"type": "text", "text": RULES, "cache_control": MARK}]}],
-    )
+    ).usage
     hour, minutes = script.asked[-1].keep
     assert (hour.ttl_s, minutes.ttl_s) == (3600.0, 300.0)
     ids = script.asked[-1].token_ids.tolist()
-    decode = script.tokenizer.decode
-    assert decode(ids[: hour.tokens + 16]).count("before any advice") == 4
+    assert script.tokenizer.decode(ids[: hour.tokens + 16]).count("before any advice") == 4
     assert 16 < hour.tokens < minutes.tokens <= len(ids)
-    created = answer.usage.cache_creation
-    assert created is not None
-    assert created.ephemeral_1h_input_tokens == hour.tokens - 16
-    assert created.ephemeral_5m_input_tokens == minutes.tokens - hour.tokens
-    assert answer.usage.input_tokens == len(ids) - minutes.tokens
+    assert usage.cache_creation.ephemeral_1h_input_tokens == hour.tokens - 16
+    assert usage.cache_creation.ephemeral_5m_input_tokens == minutes.tokens - hour.tokens
+    assert usage.input_tokens == len(ids) - minutes.tokens
     assert not script.asked[-1].save
 
 
-def test_marks_on_tools_and_automatic_ones(client: Anthropic, script: Script) -> None:
+def test_marks_on_tools_and_automatic_ones(anthropic_client: Anthropic, script: Script) -> None:
     """A tool's leads to the end of tools and system prompt; the body's own to the last block's."""
     script.text = "Yes."
 
     def kept(**fields: Any) -> Any:
-        client.messages.create(**{"model": "demo", "max_tokens": 5, "messages": HI, **fields})
+        ask(anthropic_client, **fields)
         return script.asked[-1].keep
 
-    tools: list[Any] = [{**TOOL, "cache_control": MARK}]
-    (of_tools,) = kept(system=RULES, tools=tools)
-    long: list[Any] = [{"role": "user", "content": RULES}]
-    first, last = kept(system=RULES, messages=long, tools=tools, cache_control=MARK)
+    marked = {"system": RULES, "tools": [{**TOOL, "cache_control": MARK}]}
+    (of_tools,) = kept(**marked)
+    first, last = kept(**marked, messages=[{"role": "user", "content": RULES}], cache_control=MARK)
     assert first == of_tools
     assert last.tokens > first.tokens
     assert all(mark.tokens >= 16 for mark in kept(cache_control=MARK))
-    assert kept(system=RULES, tools=tools, extra_body={"store_kv": False}) == ()
-
-
-def test_tokens_are_counted_as_they_are_sent(client: Anthropic, script: Script) -> None:
-    """With tools and system prompt; nothing is generated."""
-    script.text = "Yes."
-    fields: dict[str, Any] = {"model": "demo", "messages": HI, "system": RULES, "tools": [TOOL]}
-    before = len(script.asked)
-    counted = client.messages.count_tokens(**fields).input_tokens
-    assert len(script.asked) == before
-    client.messages.create(max_tokens=5, **fields)
-    assert counted == len(script.asked[-1].token_ids)
+    assert kept(**marked, extra_body={"store_kv": False}) == ()
 
 
 def test_diagnostics_name_what_changed_of_a_tenants_own_messages(demo_model_path: Path, tmp_path: Path) -> None:
@@ -139,59 +119,51 @@ def test_diagnostics_name_what_changed_of_a_tenants_own_messages(demo_model_path
     customers = [TenantConfig(name=name, key_sha256=[digest]) for name, (_, digest) in keys.items()]
     with scripted(family("hermes", demo_model_path, tmp_path / "hermes"), customers=customers) as (url, _):
 
-        def ask(name: str, previous: str | None, system: str = "One", messages: Any = HI) -> Any:
+        def told(name: str, previous: str | None, system: str = "One", messages: Any = HI) -> Any:
             body = {
                 "model": "demo", "max_tokens": 5, "system": system, "messages": messages,
                 "diagnostics": {"previous_message_id": previous},
             }  # fmt: skip
             answer = httpx.post(f"{url}/v1/messages", json=body, headers={"x-api-key": keys[name][0]})
-            return answer.raise_for_status().json()
+            found = answer.raise_for_status().json()
+            return found["id"], found["diagnostics"] and found["diagnostics"]["cache_miss_reason"]["type"]
 
-        first = ask("acme", None)
-        assert first["diagnostics"] is None
+        first, reason = told("acme", None)
         longer = [*HI, {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "And?"}]
-        assert ask("acme", first["id"], messages=longer)["diagnostics"] is None
-        changed = ask("acme", first["id"], "Two", longer)["diagnostics"]["cache_miss_reason"]
-        assert changed["type"] == "system_changed"
-        for previous in (first["id"], "msg_0"):
-            told = ask("zeta", previous)["diagnostics"]
-            assert told["cache_miss_reason"] == {"type": "previous_message_not_found"}
+        assert reason is told("acme", first, messages=longer)[1] is None
+        assert told("acme", first, "Two", longer)[1] == "system_changed"
+        assert told("zeta", first)[1] == told("zeta", "msg_0")[1] == "previous_message_not_found"
 
 
-def test_diagnostics_say_where_a_prompt_differs(client: Anthropic, script: Script) -> None:
+def test_diagnostics_say_where_a_prompt_differs(anthropic_client: Anthropic, script: Script) -> None:
     """Whole, and at a stream's end: the class of the first difference from the tenant's own prompts."""
     script.text = "Yes."
     rules = "Answer in whole sentences, and name the paragraph of the terms that you rest on. " * 12
-    asked: dict[str, Any] = {
-        "model": "demo", "max_tokens": 5, "messages": HI, "extra_body": {"diagnostics": {"previous_message_id": None}},
-    }  # fmt: skip
-    client.messages.create(system=f"Turn 1 of many. {rules}", **asked)
-    raw = client.messages.with_raw_response.create(system=f"Turn 2 of many. {rules}", **asked)
-    reason = json.loads(raw.http_response.content)["diagnostics"]["cache_miss_reason"]
-    assert reason["type"] == "unavailable"
-    assert (reason["details"]["reason"], reason["details"]["first_difference"]["part"]) == ("id", "system")
-    *_, delta, _ = client.messages.create(system=f"Turn 3 of many. {rules}", stream=True, **asked)
-    assert delta.model_dump()["diagnostics"]["cache_miss_reason"]["details"]["first_difference"]["found"] == "3"
+    asked: dict[str, Any] = {"extra_body": {"diagnostics": {"previous_message_id": None}}}
+    ask(anthropic_client, system=f"Turn 1 of many. {rules}", **asked)
+    for turn, stream in (("2", False), ("3", True)):
+        answer = ask(anthropic_client, system=f"Turn {turn} of many. {rules}", stream=stream, **asked)
+        shown = list(answer)[-2] if stream else answer
+        reason = shown.model_dump()["diagnostics"]["cache_miss_reason"]
+        assert (reason["type"], reason["details"]["reason"]) == ("unavailable", "id")
+        first = reason["details"]["first_difference"]
+        assert (first["part"], first["found"]) == ("system", turn)
 
 
-def test_errors_are_the_clients_own(client: Anthropic, script: Script) -> None:
+def test_errors_are_the_clients_own(anthropic_client: Anthropic, script: Script) -> None:
     """Before an answer, in the middle of one, and on a path that is none."""
     with pytest.raises(anthropic.NotFoundError) as missing:
-        client.messages.create(model="other", max_tokens=5, messages=HI)
+        ask(anthropic_client, model="other")
     assert missing.value.request_id is not None
-    assert missing.value.body["error"]["type"] == "not_found_error"  # type: ignore[index, call-overload]
-    with pytest.raises(anthropic.BadRequestError, match="thinking is not supported"):
-        client.messages.create(
-            model="demo", max_tokens=5, messages=HI, thinking={"type": "enabled", "budget_tokens": 1024}
-        )
+    assert json.loads(missing.value.response.content)["error"]["type"] == "not_found_error"
     script.fails = Overloaded("Full.")
     with pytest.raises(anthropic.APIStatusError) as full:
-        client.messages.create(model="demo", max_tokens=5, messages=HI)
+        ask(anthropic_client)
     assert full.value.status_code == 529
     script.text, script.fails = "It rains", GenerationFailed("Broken.")
     with pytest.raises(anthropic.APIStatusError, match="Broken"):
-        list(client.messages.create(model="demo", max_tokens=5, messages=HI, stream=True))
-    url = f"{str(client.base_url).rstrip('/')}/v1/messages"
+        list(ask(anthropic_client, stream=True))
+    url = f"{str(anthropic_client.base_url).rstrip('/')}/v1/messages"
     lost = httpx.get(f"{url}/batches")
     assert (lost.status_code, lost.json()["error"]["type"]) == (404, "not_found_error")
     assert lost.headers["request-id"] == lost.json()["request_id"]

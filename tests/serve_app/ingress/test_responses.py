@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import openai
 import pytest
 from openai import OpenAI
 from openai.types.responses import Response, ResponseFunctionToolCall
 
-from serve_app.errors import GenerationFailed
 from tests.serve_app.ingress.scripted import Script
 from tests.serve_app.tool_templates.families import WEATHER, call_text
 
@@ -67,21 +65,6 @@ def test_events_come_in_openais_order_and_add_up_to_the_whole(client: OpenAI, sc
         assert call.call_id.startswith("call_")
 
 
-def test_a_conversation_goes_on_with_a_result(client: OpenAI, script: Script) -> None:
-    """The output of one response is input of the next, as OpenAI's guide does it."""
-    script.text = CALL
-    (call,) = client.responses.create(**ASKED, tools=[TOOL]).output
-    assert isinstance(call, ResponseFunctionToolCall)
-    result = {"type": "function_call_output", "call_id": call.call_id, "output": "Heavy rain."}
-    script.text = "It does."
-    items: list[Any] = [{"role": "user", "content": "Rain?"}, call, result]
-    raw = client.responses.with_raw_response.create(model="demo", input=items, tools=[TOOL])
-    assert raw.parse().output_text == "It does."
-    assert "x-warmpath-warning" not in raw.headers
-    assert '{"city": "Oslo"}' in script.prompt()
-    assert "Heavy rain." in script.prompt()
-
-
 @pytest.mark.parametrize(
     ("text", "reason", "shown", "status"),
     [("It rai", "length", "It rai", "incomplete"), ("<|im_end|>", "stop", "", "completed")],
@@ -98,17 +81,6 @@ def test_an_answer_that_is_cut_off_or_has_no_text_is_a_message(
         assert (response.status, response.output[-1].status) == (status, status)
         why = response.incomplete_details and response.incomplete_details.reason
         assert why == ("max_output_tokens" if reason == "length" else None)
-
-
-def test_errors_are_the_clients(client: OpenAI, script: Script) -> None:
-    """Before the first token a status, in mid-stream an event that the SDK raises."""
-    with pytest.raises(openai.BadRequestError, match="nothing is stored"):
-        client.responses.create(**ASKED, previous_response_id="resp_1")
-    with pytest.raises(openai.NotFoundError):
-        client.responses.retrieve("resp_1")
-    script.text, script.fails = "It rains all day long", GenerationFailed("The replica died.")
-    with pytest.raises(openai.APIError, match="The replica died"):
-        list(client.responses.create(**ASKED, stream=True))
 
 
 def test_an_answer_tells_why_the_cache_was_missed_where_it_is_asked(client: OpenAI, script: Script) -> None:

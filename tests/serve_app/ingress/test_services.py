@@ -7,7 +7,6 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import AsyncMock, MagicMock
 
 import pytest
@@ -84,23 +83,6 @@ def test_adapters_are_for_the_tenants_of_now() -> None:
     parts = {name: MagicMock() for name in names}
     services = partial_services(**parts, prompts=AsyncMock(), base_model={"max_model_len": 4096}, adapter_admin=admin)
     asyncio.run(run())
-
-
-def test_an_ingress_is_ready_once_its_router_knew_every_cache() -> None:
-    """What joins later does not take that back; without a replica nothing is answered."""
-    core = SimpleNamespace(knows_every_cache=True, replica_ids=["a"])
-    connecting = SimpleNamespace(done=lambda: False)
-    services = partial_services(core=core, connecting=connecting)
-    assert not services.ready()
-    connecting.done = lambda: True
-    core.knows_every_cache = False
-    assert not services.ready()
-    core.knows_every_cache = True
-    assert services.ready()
-    core.knows_every_cache = False
-    assert services.ready()
-    core.replica_ids = []
-    assert not services.ready()
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc is not glibc's")

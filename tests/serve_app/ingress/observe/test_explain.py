@@ -34,11 +34,10 @@ class Desk:
     def __init__(self, path: Path, tenants: Tenants) -> None:
         self.core = RoutingCore("me", RouterSettings(), clock=lambda: 0.0)
         self.core.update_replicas(["a", "b"])
-        self.preparer = Preparer(
-            load_checkpoint_info(path), PromptTokenizer(path), tenants, SECRET,
-            AdapterRegistry("demo"), Limits(1024, 8),
-        )  # fmt: skip
         self.tenants = tenants
+        self.preparer = Preparer(
+            load_checkpoint_info(path), PromptTokenizer(path), tenants, SECRET, AdapterRegistry("demo"), Limits(1024, 8)
+        )
 
     def ask(self, body: Any) -> dict[str, Any]:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -58,18 +57,25 @@ def alone(demo_model_path: Path) -> Desk:
     return Desk(demo_model_path, Tenants([], SECRET))
 
 
-def test_a_chat_is_explained_as_it_would_be_routed(alone: Desk) -> None:
-    """The holder of the very prompt that the chat renders to wins, under all policies that look at caches."""
+def test_a_request_is_explained_as_it_would_be_routed(alone: Desk) -> None:
+    """The holder of the very prompt that the chat renders to wins, under all policies that look at caches.
+
+    With ``policy`` only that one is explained; choices share their prompt; a response leads to the chat's prefix.
+    """
     alone.hold("b", "default")
     said = alone.ask(CHAT)
     assert (said["tenant"], said["policy"], said["model"]) == ("default", "estimated_ttft", "demo")
     prompt = said["prompts"][0]
     assert set(prompt["winners"]) == set(POLICIES)
-    assert prompt["winners"]["estimated_ttft"]["replica_id"] == "b"
-    assert prompt["winners"]["lmetric"]["replica_id"] == "b"
+    assert {prompt["winners"][policy]["replica_id"] for policy in ("estimated_ttft", "lmetric")} == {"b"}
     first = prompt["replicas"][0]
     assert first["cached_tokens"] == first["cached_tokens_by_tier"]["pool"] > 64
     assert alone.core.counters.by_policy["estimated_ttft"].by_reason == {}
+    assert set(alone.ask({**CHAT, "policy": "lmetric"})["prompts"][0]["winners"]) == {"lmetric"}
+    completion = alone.ask({"model": "demo", "prompt": ["one", "another one"], "n": 2, "max_tokens": 4})
+    assert [each["prompt_tokens"] > 0 for each in completion["prompts"]] == [True, True]
+    response = alone.ask({"model": "demo", "input": CHAT["messages"]})
+    assert response["prompts"][0]["prefix"] == prompt["prefix"]
 
 
 def test_the_tenant_named_is_the_one_asked_for(demo_model_path: Path) -> None:
@@ -82,16 +88,6 @@ def test_the_tenant_named_is_the_one_asked_for(demo_model_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="one of acme, globex") as missing:
         shared.ask(CHAT)
     assert missing.value.param == "tenant"
-
-
-def test_a_body_is_a_chat_a_completion_or_a_response(alone: Desk) -> None:
-    """With ``policy`` only that one is explained; choices share their prompt; a response leads to the chat's prefix."""
-    chat = alone.ask({**CHAT, "policy": "lmetric"})["prompts"][0]
-    assert set(chat["winners"]) == {"lmetric"}
-    completion = alone.ask({"model": "demo", "prompt": ["one", "another one"], "n": 2, "max_tokens": 4})
-    assert [prompt["prompt_tokens"] > 0 for prompt in completion["prompts"]] == [True, True]
-    response = alone.ask({"model": "demo", "input": CHAT["messages"]})
-    assert response["prompts"][0]["prefix"] == chat["prefix"]
 
 
 @pytest.mark.parametrize(

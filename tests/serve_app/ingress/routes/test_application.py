@@ -128,40 +128,49 @@ def test_docs_are_there_where_the_settings_of_now_say_so() -> None:
         assert {asyncio.run(published(path)) for path in ("/openapi.json", "/docs")} == {expected}
 
 
+OPERATORS = [
+    *(("POST", f"/v1/{name}") for name in ("load_lora_adapter", "unload_lora_adapter", "cache/explain")),
+    *(("POST", f"/v1/prompts/{change}") for change in ("warm", "promote", "rollback")),
+    ("POST", "/reset_prefix_cache"), ("GET", "/v1/cache/state"), ("GET", "/v1/prompts"), ("GET", "/metrics"),
+]  # fmt: skip
+TENANTS = [
+    *(("POST", f"/v1/{name}") for name in ("chat/completions", "completions", "responses")),
+    *(("GET", f"/v1/{name}") for name in ("models", "models/demo", "cache/events", "usage")),
+]
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/nothing", 404), ("GET", "/v1/completions", 405), ("GET", "/redoc", 404),
+        ("GET", "/nothing", 404),
+        ("GET", "/v1/completions", 405),
+        ("GET", "/redoc", 404),
         ("POST", "/v1/chat/completions/", 404),  # a redirect would lead to the host that the client names
-        *(("POST", path, 401) for path in (
-            "/v1/chat/completions", "/v1/completions", "/v1/responses", "/reset_prefix_cache", "/v1/load_lora_adapter",
-            "/v1/unload_lora_adapter", "/v1/cache/explain", "/v1/prompts/warm", "/v1/prompts/promote",
-            "/v1/prompts/rollback",
-        )),
-        *(("GET", path, 401) for path in (
-            "/v1/models", "/v1/models/demo", "/v1/cache/state", "/v1/cache/events", "/metrics", "/v1/usage",
-            "/v1/prompts",
-        )),
+        *((*route, 401) for route in (*OPERATORS, *TENANTS)),
     ],
-)  # fmt: skip
-def test_errors_have_openais_shape_and_no_key_opens_nothing(method: str, path: str, status: int) -> None:
-    """Wrong paths and methods; what is an operator's is no tenant's; no page of another site posts. (docs/port.md)"""
+)
+def test_errors_have_openais_shape(method: str, path: str, status: int) -> None:
+    """Wrong paths and methods, and everything that needs a key."""
     response = get(path, CLOSED, method, {"host": "elsewhere.example"})
     assert response.status_code == status
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}
     assert "location" not in response.headers
-    if status != 401:
-        return
-    theirs = ("/v1/chat", "/v1/comp", "/v1/resp", "/v1/models", "/v1/cache/events", "/v1/usage")
-    if not path.startswith(theirs):
-        assert get(path, CLOSED, method, key=KEY).status_code == 403
-    if method == "POST":
-        refused = get(path, AppConfig(), "POST", PAGE)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (415, "unsupported_media_type")
-        rebound = PAGE | {"host": "evil.example", "content-type": "application/json"}
-        refused = get(path, AppConfig(allowed_hosts=[]), "POST", rebound)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "permission_denied")
-        assert "allowed_hosts" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("method", "path"), OPERATORS)
+def test_what_is_an_operators_is_no_tenants(method: str, path: str) -> None:
+    assert get(path, CLOSED, method, key=KEY).status_code == 403
+
+
+@pytest.mark.parametrize("path", [path for method, path in (*OPERATORS, *TENANTS) if method == "POST"])
+def test_pages_of_other_sites_post_nowhere(path: str) -> None:
+    """Where nobody needs a key, a page in the operator's browser has none of the operator's rights. (docs/port.md)"""
+    refused = get(path, AppConfig(), "POST", PAGE)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (415, "unsupported_media_type")
+    rebound = PAGE | {"host": "evil.example", "content-type": "application/json"}
+    refused = get(path, AppConfig(allowed_hosts=[]), "POST", rebound)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "permission_denied")
+    assert "allowed_hosts" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -253,12 +262,13 @@ def test_public_metrics_name_tenants_to_operators_alone(monkeypatch: pytest.Monk
         assert (b"acme" in answer.content) == (shown is named)
 
 
-def test_operators_are_told_of_a_refused_user_config_where_they_look_first() -> None:
-    """By /health, which stays green: the settings before are in force. Nobody else is told. (docs/cluster.md)"""
-    core, connecting = SimpleNamespace(knows_every_cache=True, replica_ids=["a", "b"]), SimpleNamespace(done=bool)
-    services = services_of(CLOSED, core=core, connecting=connecting)
-    assert (get("/health", services).status_code, get("/health", services).json()["status"]) == (503, "starting")
-    connecting.done = lambda: True
+def test_health_is_for_good_and_tells_operators_of_a_refused_user_config() -> None:
+    """It stays green: the settings before are in force. Nobody else is told. (docs/cluster.md)"""
+    core = SimpleNamespace(knows_every_cache=True, replica_ids=["a", "b"])
+    services = services_of(CLOSED, core=core, connecting=SimpleNamespace(done=bool))
+    for done, knows, status in ((False, True, 503), (True, False, 503), (True, True, 200), (True, False, 200)):
+        services.connecting, core.knows_every_cache = SimpleNamespace(done=lambda done=done: done), knows  # type: ignore[assignment]
+        assert get("/health", services).status_code == status, "who joins later takes nothing back"
     well = {"status": "ok", "replicas": 2}
     for why in ("", "policy must be one of lmetric"):
         services.refused_settings = why
