@@ -1,4 +1,4 @@
-"""A cluster of several nodes on this machine: `python -m cluster.local --nodes 3`, and `LocalCluster` for tests.
+"""A cluster of several nodes on this machine, to see what failures do, and for tests (docs/failures.md).
 
 Everything it starts it stops. Ray runs in a process of its own, because Serve reads its switches when it is imported,
 and Ray keeps one cluster a process. That process takes commands from a pipe, answers each, and ends with the pipe.
@@ -7,7 +7,6 @@ Ports are free ones, addresses loopback's, and Ray's note of "the latest cluster
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -18,12 +17,10 @@ from contextlib import ExitStack, suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
 import msgspec
 import psutil
-import typer
-from rich.console import Console
 
 from serve_app.cli.local_ray import answers, held_port, keep_token_private, local_environment
 from serve_app.cli.processes import adopt_orphans, end_descendants
@@ -35,8 +32,6 @@ APP_NAME = "warmpath"
 HOST = "127.0.0.1"
 _SERVE_ACTORS = {"ServeController": "controller", "HAProxyManager": "proxy", "ProxyActor": "fallback"}
 
-console = Console(stderr=True, highlight=False)
-
 
 class ClusterError(RuntimeError):
     """The cluster did not do what it was told; the message has Serve's own words."""
@@ -45,20 +40,20 @@ class ClusterError(RuntimeError):
 class LocalCluster:
     """A head and ``nodes`` - 1 other nodes with Serve, from ``__enter__`` to ``__exit__``.
 
-    ``port``: of HTTP, a free one by default. ``env``: of all that is started. Node 0 is the head; it has HAProxy.
-    Raises ClusterError when it does not come up.
+    ``url``: of HTTP, ``address``: of Ray, ``env``: of all that is started. Node 0 is the head; it has HAProxy. Raises
+    ClusterError when it does not come up.
     """
 
-    def __init__(self, nodes: int = 3, *, port: int | None = None, env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, nodes: int = 3, *, env: Mapping[str, str] | None = None) -> None:
         self._ending = ExitStack()
         log = tempfile.NamedTemporaryFile("w+", prefix="warmpath-", suffix=".log")  # noqa: SIM115  # stop() closes it
         self._log = self._ending.enter_context(log)
         try:
-            self.port = port if port is not None else self._ending.enter_context(held_port())
-            self.url = f"http://127.0.0.1:{self.port}"
+            port = self._ending.enter_context(held_port())
+            self.url = f"http://127.0.0.1:{port}"
             started = get_context("spawn")
             self._pipe, theirs = started.Pipe()
-            self._process = started.Process(target=_run, args=(theirs, log.name, dict(env or {}), nodes, self.port))
+            self._process = started.Process(target=_run, args=(theirs, log.name, dict(env or {}), nodes, port))
             self._process.start()
             theirs.close()
             self._ending.callback(self._end)
@@ -273,45 +268,3 @@ def _run(pipe: Connection, log: str, env: dict[str, str], nodes: int, port: int)
         finally:
             raylets.stop()
             end_descendants(os.getpid())
-
-
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-
-@app.command()
-def local(
-    nodes: Annotated[int, typer.Option(help="nodes, the head among them", min=1)] = 3,
-    replicas: Annotated[int, typer.Option(help="engine replicas", min=1)] = 3,
-    port: Annotated[int | None, typer.Option(help="HTTP port; a free one by default")] = None,
-) -> None:
-    """Start a Ray cluster of several nodes on this machine, deploy simulated engines, serve until Ctrl-C."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does
-    settings = {"model": "demo", "engine": "simulated", "replicas": replicas}
-    try:
-        with console.status(f"[1/2] {nodes} nodes: starting"):
-            cluster = LocalCluster(nodes, port=port)
-        console.print(f"[1/2] {nodes} nodes: started")
-        with cluster:
-            with console.status("[2/2] the application: starting"):
-                cluster.deploy(application(settings))
-            console.print("[2/2] the application: started")
-            print(f"{cluster.url}   (engine: simulated: tokens are made up, and times come from a cost model)")
-            print(f"Ray: {cluster.address}")
-            for process in sorted(cluster.processes(), key=lambda process: (process["node"], process["kind"])):
-                print(f"  node {process['node']}  pid {process['pid']:<8} {process['kind']:<10} {process['name']}")
-            body = json.dumps({"model": "demo", "prompt": "Hello", "max_tokens": 16})
-            print(f"curl {cluster.url}/v1/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)
-            with suppress(KeyboardInterrupt):
-                signal.pause()
-            with console.status("stopping"):
-                cluster.stop()
-    except ClusterError as error:
-        console.print(f"error: {error}", style="red", markup=False)
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        pass  # while it started: what was there is stopped by now
-    console.print("stopped")
-
-
-if __name__ == "__main__":
-    app()

@@ -74,6 +74,8 @@ def test_outside_of_a_request_there_is_no_id() -> None:
         (ray._private.utils.write_ray_address, "def write_ray_address"),
         (ray._common.utils.reset_ray_address, "def reset_ray_address"),
         (RequestRouterConfig, "request_router_kwargs"),
+        (internal_kv._internal_kv_put, "overwrite"),
+        *((getattr(internal_kv, f"_internal_kv_{name}"), "namespace") for name in ("put", "get", "del", "list")),
     ],
 )
 def test_ray_still_has_what_is_used(place: object, words: str) -> None:
@@ -89,8 +91,3 @@ def test_serves_router_still_has_what_ours_reads_and_replaces() -> None:
         assert isinstance(getattr(RequestRouter, name), property), name
     for name in ("_choose_replica_for_request", "_backoff", "update_replicas", "on_replica_actor_died"):
         assert callable(getattr(RequestRouter, name)), name
-
-
-def test_the_store_takes_bytes() -> None:
-    for name, words in (("put", "overwrite"), ("get", "namespace"), ("del", "namespace"), ("list", "namespace")):
-        assert words in inspect.signature(getattr(internal_kv, f"_internal_kv_{name}")).parameters

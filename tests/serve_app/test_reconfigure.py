@@ -1,50 +1,56 @@
-"""A replica takes other settings while it runs: a bad user_config changes nothing, and nothing raises."""
+"""A replica takes other settings while it runs: a bad user_config changes nothing, nothing raises, and notices tell."""
 
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.experimental import internal_kv
 
 from serve_app import reconfigure
 from serve_app.config.app import AppConfig
 from serve_app.config.live import BadSettings
-from serve_app.reconfigure import LiveSettings
+from serve_app.notices import KEPT, clear, post, read, remove
+from serve_app.reconfigure import KIND, LiveSettings
 from serve_app.replica.engine_factory import refused_while_running
 
 ACME = {"name": "acme", "key_sha256": ["a" * 64]}
 
 
-class Board(dict[str, dict[str, Any]]):
-    """Notices by name; out of reach when told so."""
+@pytest.fixture(autouse=True)
+def store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dictionary in place of Ray's GCS, with its calls."""
+    values: dict[bytes, bytes] = {}
 
-    reachable = True
+    def put(key: bytes, value: bytes, overwrite: bool, namespace: bytes) -> None:
+        assert overwrite and namespace
+        values[key] = value
 
-    def change(self, what: str, app: str, kind: str, *rest: Any) -> None:
-        assert (app, kind) == ("app", "configuration")
-        if not self.reachable:
-            raise ConnectionError
-        if what == "post":
-            self[rest[0]] = rest[1]
-        elif what == "clear":
-            self.clear()
-        else:
-            self.pop(rest[0], None)
+    monkeypatch.setattr(internal_kv, "_internal_kv_put", put)
+    monkeypatch.setattr(internal_kv, "_internal_kv_get", lambda key, namespace: values.get(key))
+    monkeypatch.setattr(internal_kv, "_internal_kv_del", lambda key, namespace: values.pop(key, None))
+    monkeypatch.setattr(
+        internal_kv, "_internal_kv_list", lambda start, namespace: [key for key in values if key.startswith(start)]
+    )
+
+
+def board() -> dict[str, dict[str, Any]]:
+    """Return the notices of replicas about their settings."""
+    return {notice["name"]: notice for notice in read("app", KIND)}
+
+
+def take_store_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(*_: Any, **__: Any) -> None:
+        raise ConnectionError
+
+    for name in ("put", "list"):
+        monkeypatch.setattr(internal_kv, f"_internal_kv_{name}", away)
 
 
 @pytest.fixture
-def board(monkeypatch: pytest.MonkeyPatch) -> Board:
-    made = Board()
-    for what in ("post", "remove", "clear"):
-        monkeypatch.setattr(reconfigure, what, partial(made.change, what))
-    return made
-
-
-@pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch, board: Board) -> Any:
+def start(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Make the settings of a replica that Serve starts with a user_config."""
 
     def started(user_config: Any = None, **args: Any) -> LiveSettings:
@@ -87,7 +93,7 @@ def test_a_replica_starts_with_the_user_config_or_not_at_all(start: Any) -> None
     ids=["share", "share of the other engine", "none", "salt"],
 )
 def test_tenants_change_as_far_as_that_is_safe(
-    start: Any, board: Board, engine: str, tenants: list[Any], accepted: bool, words: str
+    start: Any, engine: str, tenants: list[Any], accepted: bool, words: str
 ) -> None:
     """What the engine cannot follow is refused, as is an instance that is open to everybody; another salt is told.
 
@@ -96,24 +102,24 @@ def test_tenants_change_as_far_as_that_is_safe(
     settings, applied = start({"tenants": [ACME]}, engine=engine), Applied()
     assert asyncio.run(settings.reconfigure({"tenants": tenants}, applied)) is accepted
     assert len(applied) == accepted and settings.config.tenants
-    notice = board.get("Ingress r1")
+    notice = board().get("Ingress r1")
     assert (notice is None) == (words == "")
     assert notice is None or (notice["accepted"] is accepted and words in notice["why"])
 
 
-def test_a_replica_that_starts_takes_down_what_is_over(start: Any, board: Board) -> None:
+def test_a_replica_that_starts_takes_down_what_is_over(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The settings that it could use are everybody's; a replica that is gone takes no notice down."""
-    board["Ingress gone"] = {"accepted": False}
+    post("app", KIND, "Ingress gone", {"name": "Ingress gone"})
     with pytest.raises(BadSettings):
         start({"polcy": "lmetric"})
-    assert board
+    assert board()
     start()
-    assert not board
-    board.reachable = False
+    assert not board()
+    take_store_away(monkeypatch)
     assert start().config == AppConfig()
 
 
-def test_a_good_one_is_applied_once_and_a_bad_one_never(start: Any, board: Board) -> None:
+def test_a_good_one_is_applied_once_and_a_bad_one_never(start: Any) -> None:
     """After a bad one the old settings are in force and the notice says why, until a good one comes.
 
     docs/cluster.md
@@ -128,17 +134,17 @@ def test_a_good_one_is_applied_once_and_a_bad_one_never(start: Any, board: Board
         for bad in ({"policy": "best"}, {"model": "small"}, ["x"], {"tenants": 3}):
             assert not await live.reconfigure(bad, applied)
         assert live.config.policy == "lmetric" and len(applied) == 1 and live.refused == 4
-        assert board["Ingress r1"]["accepted"] is False
-        assert "tenants" in board["Ingress r1"]["why"] == live.why
+        notice = board()["Ingress r1"]
+        assert notice["accepted"] is False and "tenants" in notice["why"] == live.why
         assert await live.reconfigure({"policy": "lmetric"}, applied)
-        assert board == {} and len(applied) == 1 and live.why == ""
+        assert board() == {} and len(applied) == 1 and live.why == ""
         assert await live.reconfigure({}, applied)
         assert live.config.policy == AppConfig().policy and len(applied) == 2
 
     asyncio.run(run())
 
 
-def test_nothing_raises_whatever_fails(start: Any, board: Board) -> None:
+def test_nothing_raises_whatever_fails(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a fault in what is behind the settings nor a notice board that is away ends a replica."""
     live = start()
 
@@ -147,9 +153,37 @@ def test_nothing_raises_whatever_fails(start: Any, board: Board) -> None:
 
     async def run() -> None:
         assert not await live.reconfigure({"policy": "lmetric"}, fail)
-        assert "secret" not in board["Ingress r1"]["why"]
-        board.reachable = False
+        assert "secret" not in board()["Ingress r1"]["why"]
+        take_store_away(monkeypatch)
         assert not await live.reconfigure({"policy": "best"}, fail)
         assert live.config == AppConfig()
 
     asyncio.run(run())
+
+
+def test_the_newest_comes_first_and_a_name_has_one() -> None:
+    for name, figure in (("a", 1), ("b", 2), ("a", 3)):
+        post("app", "handover", name, {"figure": figure})
+    assert [notice["figure"] for notice in read("app", "handover")] == [3, 2]
+
+
+def test_the_oldest_go() -> None:
+    for number in range(KEPT + 5):
+        post("app", "handover", str(number), {"number": number})
+    assert [notice["number"] for notice in read("app", "handover")] == list(range(KEPT + 4, 4, -1))
+
+
+def test_applications_and_kinds_do_not_see_each_other() -> None:
+    post("app", "handover", "x", {})
+    assert read("app2", "handover") == read("app", "prewarm") == read("ap", "handover") == []
+
+
+def test_a_notice_is_taken_down_alone_or_with_its_kind() -> None:
+    for name in "abc":
+        post("app", "configuration", name, {"name": name})
+    post("app", "handover", "a", {})
+    remove("app", "configuration", "b")
+    remove("app", "configuration", "unknown")
+    assert {notice["name"] for notice in read("app", "configuration")} == {"a", "c"}
+    clear("app", "configuration")
+    assert read("app", "configuration") == [] and len(read("app", "handover")) == 1

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import select
 import socket
-import socketserver
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from email.message import Message
-from http.client import HTTPResponse
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -32,33 +33,32 @@ broken_off = threading.Event()
 """Set once the server behind HAProxy could not write its long answer to the end."""
 
 
-class Handler(socketserver.StreamRequestHandler):
+class Handler(BaseHTTPRequestHandler):
     """Answers with the number of bytes of a body; some paths do something else."""
 
-    def handle(self) -> None:
-        while head := self.rfile.readline():
-            path, size = head.split()[1], 0
-            while header := self.rfile.readline().strip().lower():
-                size = int(header.split(b":")[1]) if header.startswith(b"content-length:") else size
-            if path == b"/cut":
-                self.wfile.write(b"HTTP/1.1 2")
-                return
-            if path == b"/late":
-                time.sleep(BRIEF.stall_timeout_s + 1)
-            read = len(self.rfile.read(size))
-            body = b"x" * 200_000_000 if path == b"/long" else str(read).encode()
-            try:
-                self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-            except ConnectionError:
-                broken_off.set()
-                return
+    protocol_version = "HTTP/1.1"
 
+    def do_POST(self) -> None:
+        if self.path == "/cut":
+            self.close_connection = True
+            self.wfile.write(b"HTTP/1.1 2")
+            return
+        if self.path == "/late":
+            time.sleep(BRIEF.stall_timeout_s + 1)
+        read = len(self.rfile.read(int(self.headers.get("content-length", 0))))
+        body = b"x" * 200_000_000 if self.path == "/long" else str(read).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        try:
+            self.wfile.write(body)
+        except ConnectionError:
+            broken_off.set()
 
-class Server(socketserver.ThreadingTCPServer):
-    """HTTP on loopback, a thread a connection."""
+    do_GET = do_POST
 
-    allow_reuse_address = daemon_threads = True
-    block_on_close = False
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -73,20 +73,14 @@ def port(run_dir: Path) -> Iterator[int]:
         yield port
 
 
-@pytest.fixture
-def narrow_port(tmp_path: Path) -> Iterator[int]:
-    """A port where connections are few."""
-    with _haproxy(tmp_path, NARROW) as port:
-        yield port
-
-
 @contextmanager
 def _haproxy(run_dir: Path, bounds: PortBounds) -> Iterator[int]:
     """Run HAProxy as Ray does, on the port this yields; behind it /, and /gone, whose server is not there."""
     with ExitStack() as ending:
         first = ending.enter_context(held_window())
         port, behind, nobody, stats, metrics = range(first, first + 5)
-        server = ending.enter_context(Server(("127.0.0.1", behind), Handler))
+        server = ending.enter_context(ThreadingHTTPServer(("127.0.0.1", behind), Handler))
+        server.block_on_close = False
         threading.Thread(target=server.serve_forever).start()
         ending.callback(server.shutdown)
         config = HAProxyConfig(
@@ -118,19 +112,16 @@ def _haproxy(run_dir: Path, bounds: PortBounds) -> Iterator[int]:
         yield port
 
 
-def connected(port: int, source: str = "127.0.0.1") -> socket.socket:
-    return socket.create_connection(("127.0.0.1", port), PATIENCE_S, (source, 0))
+def connected(port: int, source: str = "127.0.0.1") -> HTTPConnection:
+    connection = HTTPConnection("127.0.0.1", port, PATIENCE_S, (source, 0))
+    connection.connect()
+    return connection
 
 
-def request(path: str, body: bytes = b"") -> bytes:
-    return f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
-
-
-def exchange(connection: socket.socket, sent: bytes) -> tuple[int, Message, bytes]:
-    """Send, and return status, headers and body of the answer."""
-    connection.sendall(sent)
-    answer = HTTPResponse(connection)
-    answer.begin()
+def asked(connection: HTTPConnection, path: str = "/", body: bytes = b"") -> tuple[int, Message, bytes]:
+    """Return status, headers and body of the answer."""
+    connection.request("POST", path, body)
+    answer = connection.getresponse()
     return answer.status, answer.headers, answer.read()
 
 
@@ -141,87 +132,88 @@ def assert_apis_error(headers: Message, body: bytes) -> None:
     assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
 
 
-def asked(port: int, sent: bytes, source: str = "127.0.0.1") -> tuple[int, Message, bytes]:
-    with connected(port, source) as connection:
-        return exchange(connection, sent)
-
-
-def test_one_address_cannot_take_the_port(narrow_port: int) -> None:
+def test_one_address_cannot_take_the_port(tmp_path: Path) -> None:
     """Connections over the bound are told so, then closed as they come; others, and open connections, are served."""
-    with ExitStack() as ending:
-        open_before = ending.enter_context(connected(narrow_port, ATTACKER))
-        assert exchange(open_before, request("/", b"abc"))[2] == b"3"
+    with _haproxy(tmp_path, NARROW) as port, ExitStack() as ending:
+
+        def open_one(source: str = ATTACKER) -> HTTPConnection:
+            return ending.enter_context(closing(connected(port, source)))
+
+        before = open_one()
+        assert asked(before, "/", b"abc")[2] == b"3"
         for _ in range(NARROW.connections_per_address - 1):
-            ending.enter_context(connected(narrow_port, ATTACKER)).sendall(b"POST / HTTP/1.1\r\nHost: x\r\n")
+            open_one().sock.sendall(b"POST / HTTP/1.1\r\nHost: x\r\n")
         status = 0
         while status != 429:  # HAProxy's threads take connections in any order: those before may not be counted yet
-            status, headers, body = asked(narrow_port, request("/"), ATTACKER)
+            status, headers, body = asked(open_one())
         assert_apis_error(headers, body)
         assert b"--max-connections-per-address" in body
 
         ended, closed_at_once = select.poll(), False
         for _ in range(TOLD_CONNECTIONS * 2):
             try:
-                ended.register(ending.enter_context(connected(narrow_port, ATTACKER)), select.POLLIN)
+                ended.register(open_one().sock, select.POLLIN)
             except ConnectionError:  # closed before this process could look, as a busy machine has it
                 closed_at_once = True
         assert closed_at_once or ended.poll(PATIENCE_S * 1000)  # the answer to half a request would be 60 s away
-        assert exchange(open_before, request("/", b"abcd"))[2] == b"4"
-        assert asked(narrow_port, request("/"))[0] == 200
+        assert asked(before, "/", b"abcd")[2] == b"4"
+        assert asked(open_one("127.0.0.1"))[0] == 200
 
 
 def test_headers_have_to_arrive_in_time(port: int) -> None:
     """However slowly they come: each byte buys no time."""
-    with connected(port) as connection:
-        connection.sendall(b"GET / HTTP/1.1\r\n")
-        connection.settimeout(0.1)
-        answer = b""
-        while not answer:
-            connection.sendall(b"X-A: 1\r\n")
-            try:
-                answer = connection.recv(100)
-            except TimeoutError:
-                continue
-        assert answer.startswith(b"HTTP/1.1 408")
+    with closing(connected(port)) as connection:
+        connection.sock.sendall(b"GET / HTTP/1.1\r\n")
+        while not select.select([connection.sock], [], [], 0.1)[0]:
+            connection.sock.sendall(b"X-A: 1\r\n")
+        assert connection.sock.recv(100).startswith(b"HTTP/1.1 408")
 
 
 def test_an_idle_connection_ends(port: int) -> None:
     """After its answer, one that asks nothing is closed; Ray's own bound is 90 s."""
-    with connected(port) as connection:
-        exchange(connection, request("/"))
-        assert connection.recv(1) == b""
+    with closing(connected(port)) as connection:
+        asked(connection)
+        assert connection.sock.recv(1) == b""
 
 
 def test_who_takes_nothing_is_dropped_and_who_waits_is_not(port: int) -> None:
     """A client that stops reading loses its connection; one whose answer is slow in coming does not."""
-    assert asked(port, request("/late"))[0] == 200
-    with connected(port) as connection:
-        connection.sendall(request("/long"))
+    with closing(connected(port)) as connection:
+        assert asked(connection, "/late")[0] == 200
+        broken_off.clear()
+        connection.request("POST", "/long")
         assert broken_off.wait(PATIENCE_S)
 
 
 def test_a_large_body_streams_through(port: int) -> None:
     """What is bounded is the time for headers, not for what follows."""
-    with connected(port) as connection:
-        sent = request("/", b"x" * 8_000_000)
-        connection.sendall(sent[:100_000])
-        time.sleep(BRIEF.header_timeout_s * 0.7)
-        connection.sendall(sent[100_000:200_000])
-        time.sleep(BRIEF.header_timeout_s * 0.7)
-        assert exchange(connection, sent[200_000:])[2] == b"8000000"
+    with closing(connected(port)) as connection:
+        connection.putrequest("POST", "/")
+        connection.putheader("content-length", "8000000")
+        connection.endheaders()
+        for _ in range(2):
+            connection.send(b"x" * 100_000)
+            time.sleep(BRIEF.header_timeout_s * 0.7)
+        connection.send(b"x" * 7_800_000)
+        assert connection.getresponse().read() == b"8000000"
 
 
 @pytest.mark.parametrize(("path", "status"), [("/gone", 503), ("/cut", 502)])
 def test_haproxys_own_errors_have_the_apis_shape(port: int, path: str, status: int) -> None:
-    answered, headers, body = asked(port, request(path))
+    with closing(connected(port)) as connection:
+        answered, headers, body = asked(connection, path)
     assert answered == status
     assert_apis_error(headers, body)
 
 
 def test_the_wrapper_changes_a_configuration_once(port: int, run_dir: Path) -> None:
-    """Ray may start HAProxy again with the file it wrote before."""
+    """Ray opens its pages to everybody, and may start HAProxy again with the same file. (docs/security.md)"""
     config = run_dir / "haproxy.cfg"
     once = config.read_text()
     checked = subprocess.run([run_dir / "haproxy", "-db", "-f", config, "-c"], capture_output=True, check=False)
     assert (checked.returncode, config.read_text()) == (0, once)
     assert once.count("track-sc0 ") == 1
+    binds = re.findall(r"^ *bind (\S+):(\d+)", once, re.MULTILINE)
+    assert sorted(binds) == [("127.0.0.1", str(number)) for number in (port, port + 3, port + 4)]
+    assert "mode 600" in once and "mode 666" not in once and "splice" not in once
+    assert (run_dir / "haproxy").stat().st_mode & 0o777 == 0o700

@@ -2,43 +2,19 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import io
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-
-from serve_app.cli.instance import failure, innermost
-
-_START = """
-import io, subprocess, sys
 import ray
 from rich.console import Console
-from serve_app.cli.instance import _start_ray
-from serve_app.cli.processes import descendants, end_descendants
+
+from serve_app.cli import instance
+from serve_app.cli.instance import failure, innermost
 from serve_app.config.app import AppConfig
-import os
-
-tries = []
-
-def init(**options):
-    if tries:
-        assert not descendants(os.getpid()), "the first try's processes run on"
-    tries.append(options)
-    if len(tries) == 1:
-        subprocess.Popen(["sleep", "600"])
-        raise Exception(sys.argv[1])
-    return type("Context", (), {"address_info": {"session_dir": "/session"}})
-
-ray.init = init
-ray.cluster_resources = dict
-said = io.StringIO()
-try:
-    logs = _start_ray(AppConfig(model="demo"), False, Console(file=said))
-finally:
-    end_descendants(os.getpid())
-assert tries[0] == tries[1]
-print(logs, "once more" in said.getvalue())
-"""
 
 
 @pytest.mark.parametrize(
@@ -49,10 +25,29 @@ print(logs, "once more" in said.getvalue())
         ("port 6379 is taken", False),
     ],
 )
-def test_only_a_node_that_was_too_slow_is_started_again(message: str, again: bool) -> None:
-    done = subprocess.run([sys.executable, "-c", _START, message], capture_output=True, text=True)
-    assert done.stdout.strip() == ("/session/logs/serve True" if again else ""), done.stderr
-    assert (message in done.stderr) == (not again)
+def test_only_a_node_that_was_too_slow_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, message: str, again: bool
+) -> None:
+    """Once what the first try has started is ended."""
+    tries: list[dict[str, Any]] = []
+    ended: list[int] = []
+
+    def init(**options: Any) -> Any:
+        tries.append(options)
+        if len(tries) == 1:
+            raise RuntimeError(message)
+        assert ended, "the first try's processes run on"
+        return SimpleNamespace(address_info={"session_dir": "/session"})
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "cluster_resources", dict)
+    monkeypatch.setattr(instance, "end_descendants", ended.append)
+    said, logs = io.StringIO(), None
+    with suppress(RuntimeError):
+        logs = instance._start_ray(AppConfig(model="demo"), False, Console(file=said))
+    assert logs == (Path("/session/logs/serve") if again else None)
+    assert ("once more" in said.getvalue()) == again
+    assert len(tries) == 1 + again and tries[0] == tries[-1]
 
 
 REPLICA = """A replica failed to start with exception. Retrying 5 more time(s). Error:

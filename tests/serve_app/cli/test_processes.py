@@ -15,25 +15,6 @@ from serve_app.cli.processes import OWNER, Holder, descendants, end_descendants,
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="orphans are adopted on Linux alone")
 
-_FAMILY = """
-import os, subprocess, sys, time
-from serve_app.cli.processes import adopt_orphans, descendants, end_descendants
-adopt_orphans()
-# A child, its child in a session of its own, and one whose parent is gone.
-subprocess.Popen(["sh", "-c", "setsid sleep 600 & sleep 600"])
-subprocess.run(["sh", "-c", "setsid sleep 600 </dev/null >/dev/null 2>&1 &"])
-while len(descendants(os.getpid())) < 4:
-    time.sleep(0.01)
-end_descendants(os.getpid())
-print(len(descendants(os.getpid())))
-"""
-
-
-def test_everything_that_descends_ends() -> None:
-    """Also what has a session of its own, and what its parent left behind."""
-    done = subprocess.run([sys.executable, "-c", _FAMILY], capture_output=True, text=True)
-    assert done.stdout.strip() == "0", done.stderr
-
 
 def test_a_stranger_is_no_descendant() -> None:
     """The parent of this process is none, nor is this process itself."""

@@ -161,9 +161,9 @@ def test_one_that_does_not_stop_is_ended(started: Callable[..., Started]) -> Non
 _LOYAL = """
 import threading
 from serve_app.cli.instance import _take_orders
-child = subprocess.Popen(["sleep", "600"])
+child = subprocess.Popen(["sh", "-c", "sleep 600 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
 threading.Thread(target=_take_orders, args=(channel, launch["run_dir"], threading.Event()), daemon=True).start()
-say(f"{os.getpid()} {child.pid}")
+say(f"{os.getpid()} {child.pid} {child.stdout.readline()}")
 time.sleep(600)
 """
 

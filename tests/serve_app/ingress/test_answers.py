@@ -32,7 +32,7 @@ from serve_app.fairness.waiting_line import WaitingLine
 from serve_app.fairness.workers import FairWorkers
 from serve_app.generation.answer import Piece
 from serve_app.generation.generation import Generation, Tokens
-from serve_app.generation.tool_calls.tool_calls import ToolCalls
+from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.ingress.answers import Answer, streamed
 from serve_app.ingress.client_headers import ClientHeaders
 from serve_app.ingress.completions import Completions
@@ -180,9 +180,9 @@ class Bench:
         preparer.prepare.return_value = generations
         tokenizer.decoder().push.return_value = "x"
         tokenizer.decoder().flush.return_value = ""
-        calls, workers = ToolCalls(None, reads_tools=False), FairWorkers(Shares({}))
+        readers, workers = AnswerReaders(tokenizer, "auto"), FairWorkers(Shares({}))
         self.completions = Completions(
-            AppConfig(model="m"), preparer, self, tokenizer, calls, counters(self.door), workers, Drain()
+            AppConfig(model="m"), preparer, self, tokenizer, readers, counters(self.door), workers, Drain()
         )
         wanted = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
         self.body = json.dumps(wanted).ljust(1000).encode()

@@ -156,8 +156,7 @@ def test_a_free_port_is_fine() -> None:
         assert (address("127.0.0.1", port).state, address("localhost", port).state) == ("ok", "ok")
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-@pytest.mark.parametrize("start", [True, False])
+@pytest.mark.parametrize(("host", "start"), [("127.0.0.1", True), ("0.0.0.0", False)])
 def test_a_taken_port_says_by_whom(host: str, start: bool) -> None:
     """With the process to stop."""
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -144,14 +144,3 @@ def test_an_architecture_that_is_not_served(
 def test_settings_that_vllm_cannot_follow_are_told_all_at_once() -> None:
     unfollowed = sentences("/no/model", "elsewhere", engine="vllm", disk_queue_bytes="1MiB", save_ttl_s=60)
     assert [sentence.partition(":")[0] for sentence in unfollowed] == ["disk_queue_bytes", "save_ttl_s"]
-
-
-def test_what_is_on_other_machines_is_not_missed(tmp_path: Path) -> None:
-    """A file for a cluster names what only its nodes have; but a mistake that can be seen here is one."""
-    values = {"model": "/models/llama", "secret_file": "/run/secret", "lora_adapters": {"a": "/adapters/a"}}
-    assert sentences(place="elsewhere", **values) == []
-    assert not (tmp_path / "state").exists()
-    (tmp_path / "secret").write_text("x")
-    (tmp_path / "secret").chmod(0o600)
-    assert len(sentences(place="elsewhere", **{**values, "secret_file": tmp_path / "secret"})) == 1
-    assert len(sentences(place="here", **values)) == 3
