@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +15,6 @@ from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.pin_keeper import MAX_BREAKPOINTS
 from serve_app.engine.protocol import EngineOutput, EngineRequest, KeptPrefix, RequestTooLong, Save
 from tests.serve_app.conftest import MakeEngine, Reference
-from tests.serve_app.engine.kv.test_tier_loader import settle, tiers
 from tests.serve_app.engine.simulated import GatedRunner, MakeSimulated
 from tests.serve_app.engine.tiny import Collector, prompt, request, run_all, sample
 
@@ -253,25 +250,3 @@ def test_a_request_has_to_fit_beside_the_pin_budget(make_simulated: MakeSimulate
         engine.submit(request("long", prompt(220), 5), Collector())
     run(engine, saving("saver", 1))
     assert run(engine, request("fits", prompt(219), 5)).finish["fits"] == "length"
-
-
-def test_a_save_without_an_end_outlives_the_engine_on_its_disk(
-    tmp_path: Path, make_engine: MakeEngine, reference: Reference
-) -> None:
-    """It is filed as saved at once, not when the engine stops; one with a TTL until then. The next one finds both."""
-    settings = {"tiers": tiers("disk", tmp_path), "num_blocks": 64, "pin_budget_blocks": 16}
-    first = make_engine(**settings)
-    run(first, saving("forever", 1))
-    settle(first)
-    other = PrefixScope("tiny", salt=b"other")
-    run(first, saving("a while", 1, key=b"while", ttl_s=300.0, scope=other))
-    settle(first)
-    assert first._tier_loader.tiers.disk is not None
-    ends = [filed.saved_until_s for filed in first._tier_loader.tiers.disk.tier.index]
-    assert ends.count(math.inf) == 6
-    assert sum(1 for end_s in ends if end_s is not None and end_s <= time.time() + 300.0) == 6
-    first.stop()
-    second = make_engine(**settings)
-    later = run(second, asking("later", 6), asking("other", 6, scope=other))
-    assert later.cached == {"later": 96, "other": 96}
-    assert later.tokens["later"] == reference("qwen3", np.append(SYSTEM, prompt(20, 6)), 3)

@@ -185,6 +185,18 @@ def test_a_load_from_disk_keeps_nobody_else_waiting(
     assert collector.tokens["one"] == collector.tokens["two"]
 
 
+def test_what_is_read_at_once_is_bounded(
+    tmp_path: Path, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With room for one load at a time the others wait for it, and are loaded all the same."""
+    monkeypatch.setattr("serve_app.engine.kv.tier_loader.LOADING_BYTES", 1)
+    engine = make_engine(tiers=tiers("disk", tmp_path), **SMALL)
+    for seed in range(3):
+        spill(engine, prompt(50, seed))
+    got = run_all(engine, [request(f"r{seed}", prompt(50, seed), 3) for seed in range(3)])
+    assert got.cached == dict.fromkeys(("r0", "r1", "r2"), 48)
+
+
 def test_a_torn_file_is_computed_instead(tmp_path: Path, make_engine: MakeEngine, reference: Reference) -> None:
     """The blocks before it are used, it and what follows are computed, and the tokens are right."""
     ids = prompt(150)
