@@ -7,7 +7,7 @@ from itertools import takewhile
 
 from router.protocol.block_hash import TokenArray
 from serve_app.api.request import CacheBreakpoint, ChatRequest
-from serve_app.engine.protocol import KeptPrefix
+from serve_app.engine.protocol import Save
 from serve_app.errors import InvalidRequest
 from serve_app.tokenization.public_tokens import common_tokens
 
@@ -17,7 +17,7 @@ _OTHER_WORDS: dict[str, object] = {"role": "user", "content": "\ue000\ue001\ue00
 Encode = Callable[[ChatRequest], Awaitable[TokenArray]]
 
 
-async def kept_prefixes(request: ChatRequest, token_ids: TokenArray, encode: Encode, size: int) -> list[KeptPrefix]:
+async def kept_prefixes(request: ChatRequest, token_ids: TokenArray, encode: Encode, size: int) -> list[Save]:
     """Return what a request's cache breakpoints ask to keep, in whole blocks of ``size`` tokens, the shortest first.
 
     A breakpoint's prefix is what the conversation as far as there has in common with all of it, in tokens: where the
@@ -38,7 +38,7 @@ async def kept_prefixes(request: ChatRequest, token_ids: TokenArray, encode: Enc
         tokens = common_tokens(alone, token_ids) // size * size
         if tokens:
             found[tokens] = max(breakpoint_.ttl_s, found.get(tokens, 0.0))
-    return [KeptPrefix(tokens, ttl_s) for tokens, ttl_s in sorted(found.items())]
+    return [Save(b"", tokens, ttl_s) for tokens, ttl_s in sorted(found.items())]
 
 
 def _as_far_as(breakpoint_: CacheBreakpoint, request: ChatRequest) -> tuple[dict[str, object], ...]:

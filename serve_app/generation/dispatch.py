@@ -180,14 +180,13 @@ class Dispatcher:
             root=generation.root,
             tenant=generation.tenant,
             sampling=generation.sampling,
-            save=generation.save,
+            saves=generation.saves,
             lora_path=generation.lora_path,
             timeout_s=generation.deadline_s - started_s,
             interval_s=generation.interval_s,
             store_kv=generation.store_kv,
             grammar=generation.grammar,
             resumed_tokens=generation.resumed_tokens,
-            keep=generation.keep,
             traceparent="" if trace is None else trace.traceparent,
         )
 

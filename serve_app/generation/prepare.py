@@ -15,7 +15,7 @@ from router.protocol.block_hash import TokenArray, system_prompt_key
 from serve_app.api.request import ChatRequest, CompletionRequest, GenerateRequest, RequestFields
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import CheckpointInfo
-from serve_app.engine.protocol import KeptPrefix, SamplingParams, Save, TokenRules
+from serve_app.engine.protocol import SamplingParams, Save, TokenRules
 from serve_app.errors import ContextLengthExceeded, InvalidRequest
 from serve_app.fairness.shares import Shares
 from serve_app.fairness.workers import FairWorkers
@@ -108,8 +108,9 @@ class Preparer:
         generations: list[Generation] = []
         async for encoded, system_text in self._encode(request, keys, tenant.name):
             sampling = self._sampling(request, len(encoded.token_ids), seed, rules)
-            save = await self._save(request, keys.root, tenant.name, encoded, system_text)
-            keep = await self._keep(request, keys, tenant.name, encoded) if store_kv else ()
+            saves = await self._save(request, keys.root, tenant.name, encoded, system_text)
+            if store_kv:
+                saves += await self._keep(request, keys, tenant.name, encoded)
             placement_key = self._keys.placement(keys, request.prompt_cache_key, encoded, system_text)
             special = not (isinstance(request, ChatRequest) and request.apply_chat_template)
             system_tokens = await self._system_tokens.count(
@@ -129,7 +130,7 @@ class Preparer:
                         tenant=tenant.name,
                         # Choices of one request must differ; the first is what a single one would have been.
                         sampling=replace(sampling, seed=seed + choice),
-                        save=save,
+                        saves=saves,
                         lora_path=adapter.path if adapter is not None else "",
                         deadline_s=deadline_s,
                         # A stop string is looked for here: until it is found the replica goes on.
@@ -137,7 +138,6 @@ class Preparer:
                         store_kv=store_kv,
                         grammar=grammar,
                         echo=echo,
-                        keep=keep,
                         prompt_ref=request.prompt_ref or "",
                         system_chars=len(system_text),
                         system_tokens=system_tokens,
@@ -240,23 +240,23 @@ class Preparer:
 
     async def _save(
         self, request: GenerateRequest, root: bytes, tenant: str, encoded: EncodedPrompt, system_text: str
-    ) -> Save | None:
+    ) -> tuple[Save, ...]:
         """Return what to keep of a prompt: the tokens that the formatted system prompt alone has in common with it.
 
-        They are fewer than the system prompt's own where its last token merges with what follows. None when
+        They are fewer than the system prompt's own where its last token merges with what follows. Nothing when
         nothing is to be saved, or there is no system prompt.
         """
         if isinstance(request, CompletionRequest) or not request.save_system_prompt_kv_cache or not system_text:
-            return None
+            return ()
         alone = await self._tokenizer.encode_async(
             system_text, root, tenant, add_special_tokens=not request.apply_chat_template
         )
         tokens = common_tokens(alone.token_ids, encoded.token_ids)
-        return Save(system_prompt_key(root, system_text), tokens, self._limits.save_ttl_s)
+        return (Save(system_prompt_key(root, system_text), tokens, self._limits.save_ttl_s),)
 
     async def _keep(
         self, request: GenerateRequest, keys: Keys, tenant: str, encoded: EncodedPrompt
-    ) -> tuple[KeptPrefix, ...]:
+    ) -> tuple[Save, ...]:
         """Return what a request's cache breakpoints ask to keep of its prompt."""
         if isinstance(request, CompletionRequest) or not request.breakpoints:
             return ()

@@ -17,7 +17,6 @@ from router.protocol.events import LoadReport
 from serve_app.engine.protocol import (
     EngineRequest,
     FinishReason,
-    KeptPrefix,
     SamplingParams,
     Save,
     SaveResult,
@@ -44,7 +43,7 @@ class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
 
     ``lora_path``: where a replica that lacks the adapter ``scope.lora`` finds it. ``timeout_s``: how long it may
     still take, counted by the replica from the call on: no two clocks are compared. ``interval_s``: between chunks.
-    ``store_kv``, ``resumed_tokens``, ``keep``: as in ``EngineRequest``. ``grammar``: in llguidance's form, "" for none.
+    ``store_kv``, ``resumed_tokens``, ``saves``: as in ``EngineRequest``. ``grammar``: in llguidance's form.
     ``traceparent``: W3C's, of the span that the replica's are children of; "": not traced.
     """
 
@@ -56,14 +55,13 @@ class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
     root: bytes
     tenant: str
     sampling: SamplingParams
-    save: Save | None = None
+    saves: tuple[Save, ...] = ()
     lora_path: str = ""
     timeout_s: float = math.inf
     interval_s: float = 0.0
     store_kv: bool = True
     grammar: str = ""
     resumed_tokens: int = 0
-    keep: tuple[KeptPrefix, ...] = ()
     traceparent: str = ""
 
     def to_engine_request(
@@ -83,12 +81,11 @@ class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
             tenant=self.tenant,
             router_id=router_id,
             reservation=reservation,
-            save=self.save,
+            saves=self.saves,
             timeout_s=self.timeout_s,
             store_kv=self.store_kv,
             resumed_tokens=self.resumed_tokens,
             matcher=matcher,
-            keep=self.keep,
         )
 
 

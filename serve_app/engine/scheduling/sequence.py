@@ -250,7 +250,7 @@ def check_request(
         raise ValueError("token_ids must be a one-dimensional integer array with at least one id")
     if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
         raise ValueError(f"token ids must be 0 to {vocab_size - 1}")
-    if request.save is not None and not request.store_kv:
+    if request.saves and not request.store_kv:
         raise ValueError("a request that stores no KV cannot save any")
     if sampling.max_tokens < 0:
         raise ValueError("max_tokens must not be negative")

@@ -61,28 +61,26 @@ def test_the_formatted_system_prompt_is_saved(preparer: Preparer, tokenizer: Pro
     """Its tokens under the chat template are a prefix of the request's; the key is of its text, in the scope."""
     generation = prepare(preparer, ("system", RULES), ("user", "Hi"))
     text = tokenizer.render_chat([{"role": "system", "content": RULES}], add_generation_prompt=False).text
-    assert generation.save is not None
-    assert generation.save.tokens == len(tokenizer.encode(text, generation.root).token_ids) > 16
-    assert generation.save.key == system_prompt_key(generation.root, text)
-    assert generation.save.ttl_s == 300.0
+    (save,) = generation.saves
+    assert save.tokens == len(tokenizer.encode(text, generation.root).token_ids) > 16
+    assert save.key == system_prompt_key(generation.root, text)
+    assert save.ttl_s == 300.0
 
 
 def test_equal_system_prompts_have_one_key_and_salts_have_others(preparer: Preparer) -> None:
-    one = prepare(preparer, ("system", RULES), ("user", "Hi")).save
-    two = prepare(preparer, ("system", RULES), ("user", "Something else")).save
-    salted = prepare(preparer, ("system", RULES), ("user", "Hi"), cache_salt="x").save
+    one = prepare(preparer, ("system", RULES), ("user", "Hi")).saves
+    two = prepare(preparer, ("system", RULES), ("user", "Something else")).saves
+    salted = prepare(preparer, ("system", RULES), ("user", "Hi"), cache_salt="x").saves
     assert one == two
-    assert one is not None
-    assert salted is not None
-    assert salted.key != one.key
+    assert salted[0].key != one[0].key
 
 
 def test_nothing_is_saved_without_the_flag_or_a_system_prompt(preparer: Preparer) -> None:
     """Both are no-ops, not errors."""
-    assert prepare(preparer, ("user", "Hi")).save is None
-    assert prepare(preparer, ("user", "Hi"), apply_chat_template=False).save is None
-    assert prepare(preparer, ("system", ""), ("user", "Hi"), apply_chat_template=False).save is None
-    assert prepare(preparer, ("system", RULES), ("user", "Hi"), save_system_prompt_kv_cache=False).save is None
+    assert prepare(preparer, ("user", "Hi")).saves == ()
+    assert prepare(preparer, ("user", "Hi"), apply_chat_template=False).saves == ()
+    assert prepare(preparer, ("system", ""), ("user", "Hi"), apply_chat_template=False).saves == ()
+    assert prepare(preparer, ("system", RULES), ("user", "Hi"), save_system_prompt_kv_cache=False).saves == ()
 
 
 def test_whether_kv_is_stored_is_the_tenants_default_and_the_requests_to_refuse(preparer: Preparer) -> None:
@@ -111,10 +109,10 @@ def test_a_system_prompt_whose_last_token_merges_is_saved_without_it(
     )
     generation = prepare(preparer, ("system", RULES[:cut]), ("user", RULES[cut:]), apply_chat_template=False)
     alone = tokenizer.encode(RULES[:cut], generation.root, add_special_tokens=True).token_ids
-    assert generation.save is not None
-    assert 0 < generation.save.tokens < len(alone)
-    assert np.array_equal(alone[: generation.save.tokens], generation.token_ids[: generation.save.tokens])
-    assert alone[generation.save.tokens] != generation.token_ids[generation.save.tokens]
+    (save,) = generation.saves
+    assert 0 < save.tokens < len(alone)
+    assert np.array_equal(alone[: save.tokens], generation.token_ids[: save.tokens])
+    assert alone[save.tokens] != generation.token_ids[save.tokens]
 
 
 def _is_prefix(part: np.ndarray, whole: np.ndarray) -> bool:

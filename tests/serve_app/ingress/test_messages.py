@@ -104,7 +104,7 @@ def test_the_marks_of_anthropics_example(client: Anthropic, script: Script) -> N
         ],
         messages=[{"role": "user", "content": [{"type": "text", "text": RULES, "cache_control": MARK}]}],
     )
-    hour, minutes = script.asked[-1].keep
+    hour, minutes = script.asked[-1].saves
     assert (hour.ttl_s, minutes.ttl_s) == (3600.0, 300.0)
     ids = script.asked[-1].token_ids.tolist()
     decode = script.tokenizer.decode
@@ -115,7 +115,7 @@ def test_the_marks_of_anthropics_example(client: Anthropic, script: Script) -> N
     assert created.ephemeral_1h_input_tokens == hour.tokens - 16
     assert created.ephemeral_5m_input_tokens == minutes.tokens - hour.tokens
     assert answer.usage.input_tokens == len(ids) - minutes.tokens
-    assert not script.asked[-1].save
+    assert not any(save.key for save in script.asked[-1].saves)
 
 
 def test_marks_on_tools_and_automatic_ones(client: Anthropic, script: Script) -> None:
@@ -123,20 +123,20 @@ def test_marks_on_tools_and_automatic_ones(client: Anthropic, script: Script) ->
     script.text = "Yes."
     tools: list[Any] = [{**TOOL, "cache_control": MARK}]
     client.messages.create(model="demo", max_tokens=5, system=RULES, messages=HI, tools=tools)
-    (of_tools,) = script.asked[-1].keep
+    (of_tools,) = script.asked[-1].saves
     client.messages.create(
         model="demo", max_tokens=5, system=RULES, messages=[{"role": "user", "content": RULES}],
         tools=tools, cache_control={"type": "ephemeral"},
     )  # fmt: skip
-    first, last = script.asked[-1].keep
+    first, last = script.asked[-1].saves
     assert first == of_tools
     assert last.tokens > first.tokens
     client.messages.create(model="demo", max_tokens=5, messages=HI, cache_control={"type": "ephemeral"})
-    assert all(kept.tokens >= 16 for kept in script.asked[-1].keep)
+    assert all(kept.tokens >= 16 for kept in script.asked[-1].saves)
     client.messages.create(
         model="demo", max_tokens=5, system=RULES, messages=HI, tools=tools, extra_body={"store_kv": False}
     )
-    assert script.asked[-1].keep == ()
+    assert script.asked[-1].saves == ()
 
 
 def test_tokens_are_counted_as_they_are_sent(client: Anthropic, script: Script) -> None:

@@ -13,7 +13,7 @@ import pytest
 from router.protocol.block_hash import PrefixScope
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.pin_keeper import MAX_BREAKPOINTS
-from serve_app.engine.protocol import EngineOutput, EngineRequest, KeptPrefix, RequestTooLong, Save
+from serve_app.engine.protocol import EngineOutput, EngineRequest, RequestTooLong, Save
 from tests.serve_app.conftest import MakeEngine, Reference
 from tests.serve_app.engine.simulated import GatedRunner, MakeSimulated
 from tests.serve_app.engine.tiny import Collector, prompt, request, run_all, sample
@@ -49,12 +49,12 @@ def saving(
     name: str, question: int, *, tokens: int = 100, key: bytes = b"key", ttl_s: float | None = None, **more: object
 ) -> EngineRequest:
     """One that saves its first ``tokens`` tokens."""
-    return replace(asking(name, question, **more), save=Save(key, tokens, ttl_s))
+    return replace(asking(name, question, **more), saves=(Save(key, tokens, ttl_s),))
 
 
 def keeping(name: str, question: int, *tokens: int, **more: object) -> EngineRequest:
     """One with cache breakpoints after so many ``tokens``."""
-    return replace(asking(name, question, **more), keep=tuple(KeptPrefix(count, 300.0) for count in tokens))
+    return replace(asking(name, question, **more), saves=tuple(Save(b"", count, 300.0) for count in tokens))
 
 
 def run(engine: TorchEngine, *requests: EngineRequest) -> Outcomes:

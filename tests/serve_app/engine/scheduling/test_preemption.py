@@ -115,7 +115,7 @@ class Stepped:
                 item = request(f"r{number}", ids, wish.max_tokens, scope=scope, tenant=wish.tenant, seed=number)
                 item = replace(item, store_kv=wish.stores)
                 if wish.saved and wish.stores:
-                    item = replace(item, save=Save(b"key %d" % number, wish.saved))
+                    item = replace(item, saves=(Save(b"key %d" % number, wish.saved),))
                 item = replace(item, timeout_s=wish.timeout_s)
                 self.engine.submit(item, self.collector)
                 self.ids[f"r{number}"] = ids.tolist()
