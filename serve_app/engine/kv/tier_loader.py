@@ -148,10 +148,6 @@ class TierLoader:
             samples.extend(histogram.samples("warmpath_kv_tier_load_seconds", (*labels, ("tier", tier))))
         return samples
 
-    def _under_way(self) -> list[DiskLoad]:
-        loads = {id(f.load): f.load for f in self._fetches.values() if f.load is not None and not f.load.done}
-        return list(loads.values())
-
     def _run(
         self, sequence: SequenceState, matched: Sequence[int], staged: Mapping[bytes, tuple[TierBlock, Row]]
     ) -> list[tuple[TierBlock, str]]:
@@ -196,7 +192,8 @@ class TierLoader:
 
     def _await_disk(self, fetch: _Fetch, run: Sequence[tuple[TierBlock, str]]) -> Fetched:
         hashes = [block.block_hash for block, tier in run if tier == "disk"]
-        under_way = self._under_way()
+        waited_for = [f.load for f in self._fetches.values() if f.load is not None and not f.load.done]
+        under_way = list(dict.fromkeys(waited_for))
         joined = next((load for load in under_way if hashes[0] in load.wanted), None)
         if joined is None:
             taken = sum(len(load.hashes) for load in under_way)

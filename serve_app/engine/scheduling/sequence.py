@@ -15,13 +15,7 @@ import numpy as np
 from router.protocol.block_hash import HASH_BYTES, TokenArray
 from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.cache.prefix.prefix_cache import PrefixCache
-from serve_app.engine.protocol import (
-    EngineRequest,
-    FinishReason,
-    OutputSink,
-    RequestTooLong,
-    SamplingParams,
-)
+from serve_app.engine.protocol import EngineRequest, FinishReason, OutputSink, RequestTooLong, SamplingParams
 from serve_app.engine.step import BlockRun, History, Segment, block_runs, ceil_div
 
 
@@ -81,11 +75,6 @@ class SequenceState:
         self._tokens = np.empty(len(prompt) + self.request.sampling.max_tokens, dtype=np.int32)
         self._tokens[: len(prompt)] = prompt
         self.length = self.prefill_tokens = len(prompt)
-
-    @property
-    def deadline_s(self) -> float:
-        """When it is too old to go on, by the clock of its arrival."""
-        return self.arrival_s + self.request.timeout_s
 
     @property
     def prompt_tokens(self) -> int:

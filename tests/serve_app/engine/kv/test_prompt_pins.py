@@ -162,31 +162,6 @@ def test_a_tenants_breakpoints_are_bounded_and_its_saves_are_not(make_simulated:
     assert run(engine, saving("save", 2, key=b"other")).saves["save"] == "saved"
 
 
-def test_one_tenant_cannot_keep_the_whole_budget(make_simulated: MakeSimulated) -> None:
-    """It pins twice its share while nobody else saves; another's save within theirs takes the second one back.
-
-    docs/caching.md
-    """
-    shares = {"greedy": 1.0, "other": 1.0}
-    engine = make_simulated(GatedRunner(), num_blocks=128, pin_budget_blocks=12, tenant_shares=shares)
-    rooms: list[tuple[int, int, int]] = []
-
-    def saved(tenant: str, salt: str) -> str | None:
-        scope = PrefixScope("tiny", salt=salt.encode())
-        outcomes = run(engine, saving(salt, 1, key=salt.encode(), scope=scope, tenant=tenant))
-        rooms.append(outcomes.rooms[salt])
-        return outcomes.saves[salt]
-
-    assert [saved("greedy", salt) for salt in ("1", "2", "3")] == ["saved", "saved", "over_budget"]
-    assert rooms[-1] == (96, 192, 96), "its own, and its share; nothing of other tenants'"
-    assert saved("other", "4") == "saved"
-    assert [saved("greedy", "3"), saved("other", "5")] == ["over_budget", "over_budget"]
-    assert rooms[-2:] == [(96, 96, 96), (96, 96, 96)]
-    for tenant in shares:
-        assert sample(engine, "warmpath_tenant_pinned_blocks", tenant=tenant) == 6
-    assert sample(engine, "warmpath_pins_recalled_total") == 1
-
-
 def test_other_tenants_take_effect_in_a_running_engine(make_simulated: MakeSimulated) -> None:
     """Who is gone keeps no save, and who is new has a share of the budget, of the pool and of the line.
 

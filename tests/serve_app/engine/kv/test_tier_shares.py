@@ -19,7 +19,7 @@ from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
 from tests.serve_app.engine.kv.test_prompt_pins import asking, run, saving
 from tests.serve_app.engine.kv.test_tier_loader import settle
 from tests.serve_app.engine.simulated import MakeSimulated
-from tests.serve_app.engine.tiny import prompt, request, run_all
+from tests.serve_app.engine.tiny import prompt, request, run_all, sample
 
 BLOCK = 1024
 FILE = 400
@@ -104,6 +104,8 @@ def test_blocks_on_disk_are_saved_as_long_as_their_save_is(ending: str, engine_o
         engine.reset_prefix_cache(tiers=False)
     elif ending == "recall":
         assert save(engine, "small") == "saved"
+        assert [save(engine, tenant, number=3) for tenant in ("flood", "small")] == ["over_budget", "over_budget"]
+        assert sample(engine, "warmpath_pins_recalled_total") == 1
     else:
         now_s[0] = 301.0
         run(engine, asking("later", 9))

@@ -148,11 +148,7 @@ def cached_prefixes(cache: PrefixCache) -> list[list[int]]:
     shares=st.sampled_from([{}, {"a": 1.0, "b": 1.0}, {"a": 1.0, "b": 3.0}]),
 )
 def test_a_full_pool_changes_no_answer_and_keeps_nobody_from_its_end(
-    workload: list[Wish],
-    num_blocks: int,
-    max_num_seqs: int,
-    caching: bool,
-    shares: dict[str, float],
+    workload: list[Wish], num_blocks: int, max_num_seqs: int, caching: bool, shares: dict[str, float]
 ) -> None:
     """Any workload on a tiny pool ends with the tokens of undisturbed runs; blocks are conserved at every step.
 
