@@ -149,8 +149,8 @@ class TorchEngine:
 
     def known_blocks(self, block_hashes: bytes, most: int) -> int:
         """Return how many of a chain's first ``most`` blocks are cached or being computed (any thread; a hint)."""
-        index, scheduler = self._cache.index, self._scheduler
-        return count_leading(block_hashes, most, lambda block: index.held(block) or scheduler.computes(block))
+        index, pending = self._cache.index, self._scheduler.pending
+        return count_leading(block_hashes, most, lambda block: index.held(block) or pending.has(block))
 
     def adapters(self) -> tuple[str, ...]:
         """Keys of the loaded adapters."""

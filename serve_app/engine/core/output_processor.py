@@ -43,8 +43,9 @@ class LiveRequests:
 
     def add(self, sequence: SequenceState) -> None:
         """Take in a request that was checked."""
-        self._deadlines_s[sequence.request.request_id] = sequence.deadline_s
-        self.next_deadline_s = min(self.next_deadline_s, sequence.deadline_s)
+        deadline_s = sequence.arrival_s + sequence.request.timeout_s
+        self._deadlines_s[sequence.request.request_id] = deadline_s
+        self.next_deadline_s = min(self.next_deadline_s, deadline_s)
         self.waiting.take(sequence.request.tenant, 1)
 
     def take_overdue(self, now_s: float) -> list[str]:
