@@ -105,6 +105,9 @@ async def test_failures_are_ends_and_no_message() -> None:
         "a": ("failed", "broken"), "b": ("timeout", "too long"), "c": ("unavailable", STOPPING),
     }  # fmt: skip
     assert not calls and "c" in cancelled
+    late = calls.begin("d", INGRESSES[0], TokenStream())
+    calls.deliver([EngineOutput("d", finish_reason="error", error="the engine was stopped")])
+    assert late.end.result().error == "unavailable", "another replica can take it over"
 
 
 @in_loop
