@@ -92,7 +92,6 @@ class Replica:
         self._moves = MoveMeters()
         self._lifecycle = Lifecycle(self._config, self._engine, self._adapters, peers, self._running, self._moves)
         self._answers = PeerAnswers(self._engine, self._adapters.loaded, self._moves, self._puller.meters)
-        self._ending.callback(self._answers.close)
         self._reporter = Reporter(self._load, self._stats, self._feed, self._config.load_report_interval_s)
         await self._adapters.preload()
         self._engine.start()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from serve_app.engine.vllm.settings import VllmSettings
 from serve_app.engine.vllm.transfer.job import Job
 from tests.serve_app.engine.tiny import prompt, request, root_of
 from tests.serve_app.engine.vllm.pool_model import hold
+from tests.serve_app.replica.loops import in_loop
 
 SIZE, BUDGET = 4, 10
 SCOPE = PrefixScope("m")
@@ -78,14 +78,6 @@ def asked(tokens: int, seed: int = 0, tenant: str = "default", **fields: Any) ->
 
 def saving(key: int, blocks: int, ttl_s: float | None = None, tenant: str = "default") -> EngineRequest:
     return asked(blocks * SIZE + 2, key, tenant, saves=(Save(bytes([key]), blocks * SIZE, ttl_s),))
-
-
-def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    @wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
-
-    return run
 
 
 OfTenant = (st.integers(0, 4), st.integers(0, 6), st.sampled_from("ab"))
