@@ -30,10 +30,7 @@ ReadRows = Callable[[Sequence[int], Sequence[Row]], None]
 
 @dataclass(frozen=True, slots=True)
 class TierSettings:
-    """Bounds of the tiers; 0 bytes is off. ``load_ratio``: see ``LoadRule``.
-
-    ``save_ttl_s``: how long a save that an earlier life left on disk stays one at most; None: for ever.
-    """
+    """Bounds of the tiers; 0 bytes: off. ``save_ttl_s``: of a save from an earlier life, at most; None: for ever."""
 
     host_bytes: int = 0
     disk_bytes: int = 0
@@ -44,10 +41,7 @@ class TierSettings:
 
 
 class Tiers:
-    """Host memory and disk under one pool. ``size_bytes``: what a block counts. ``shares``: weights by tenant.
-
-    ``indexes``: what each tier holds, by its name, the fastest first.
-    """
+    """Host memory and disk under one pool. ``size_bytes``: of a block. ``indexes``: of each tier, the fastest first."""
 
     def __init__(
         self,
