@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -186,11 +186,13 @@ class Tiers:
     def samples(self, labels: Labels) -> Iterable[Sample]:
         """Yield blocks, bytes and counters by tier."""
         for tier, index in self.indexes.items():
-            by_tier = (*labels, ("tier", tier))
+            by_tier, counts = (*labels, ("tier", tier)), index.counts
             yield "warmpath_kv_tier_blocks", by_tier, float(len(index))
             yield "warmpath_kv_tier_bytes", by_tier, float(index.used_bytes)
-            for name, count in asdict(index.counts).items():
-                yield f"warmpath_kv_tier_{name}_total", by_tier, float(count)
+            yield "warmpath_kv_tier_hits_total", by_tier, float(counts.hits)
+            yield "warmpath_kv_tier_stores_total", by_tier, float(counts.stores)
+            yield "warmpath_kv_tier_drops_total", by_tier, float(counts.drops)
+            yield "warmpath_kv_tier_evicted_blocks_total", by_tier, float(counts.evicted_blocks)
         if self.disk is not None:
             by_tier = (*labels, ("tier", "disk"))
             yield "warmpath_kv_tier_refused_files_total", by_tier, float(self.disk.tier.refused_files)
