@@ -91,7 +91,7 @@ EXAMPLES = {
     "public_prompts": """
   - name: clerk
     version: "3"
-    text: You are a helpful clerk.  # or file: prompts/clerk.txt""",
+    text: You are a helpful clerk.""",
     "operator_key_sha256": f"[{'c' * 64}]  # from `warmpath keys`",
 }
 """What to write in place of defaults that say little of their form."""
