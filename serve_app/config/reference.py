@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from serve_app.config.app import AppConfig, RoutingSection
-from serve_app.config.autoscaling import AutoscalingConfig
+from serve_app.config.app import AppConfig, AutoscalingConfig, RoutingSection
 from serve_app.config.cache import CacheSection, LifecycleSection
 from serve_app.config.engine import EngineSection, LoraSection
 from serve_app.config.live import LIVE

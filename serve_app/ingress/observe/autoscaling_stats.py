@@ -9,7 +9,7 @@ from typing import Any
 from router.observe.demand import RecentTimes
 from router.protocol.autoscaling import IngressFigures
 from router.protocol.samples import Sample
-from serve_app.config.autoscaling import AutoscalingConfig
+from serve_app.config.app import AutoscalingConfig
 
 
 def ingress_figures(

@@ -125,3 +125,6 @@ def test_a_flood_of_one_tenant_costs_another_no_decision() -> None:
     view.update(Facts(), 2.0)
     assert msgspec.json.decode(watcher._queue[-1].payload) == {"type": "skipped", "at_s": 2.0, "decisions": 81}
     assert len(view.snapshot(2.0)["decisions"]) == 50
+    view.tell([Occurrence("decision", 2.5, "b", {"request": "next"})])
+    view.update(Facts(), 3.0)
+    assert msgspec.json.decode(watcher._queue[-1].payload)["request"] == "next", "each look begins to count anew"
