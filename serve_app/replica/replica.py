@@ -201,7 +201,10 @@ class Replica:
         ended = False
         try:
             try:
-                await self._adapters.submit(request, call.lora_path, self._on_outputs)
+                if request.scope.lora:
+                    await self._adapters.submit(request, call.lora_path, self._on_outputs)
+                else:
+                    self._engine.submit(request, self._on_outputs)
                 self._reporter.prefills_changed()
                 if trace is not None:
                     trace.submitted()

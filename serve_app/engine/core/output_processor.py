@@ -151,4 +151,5 @@ class OutputProcessor:
         sequence.first_token_s = now
         self.meters.prefill_time.observe(now - sequence.scheduled_s)
         queue_s = sequence.scheduled_s - sequence.arrival_s
-        return replace(output, cached_tokens=sequence.cached_tokens, queue_s=queue_s, save=self.pins.keep(sequence))
+        save = self.pins.keep(sequence) if sequence.request.saves else None
+        return replace(output, cached_tokens=sequence.cached_tokens, queue_s=queue_s, save=save)
