@@ -174,6 +174,14 @@ def common_blocks(one: bytes, other: bytes) -> int:
     return low
 
 
+def common_tokens(left: TokenArray, right: TokenArray) -> int:
+    """Return how many leading tokens two sequences have in common."""
+    length = min(len(left), len(right))
+    differs = left[:length] != right[:length]
+    first = int(differs.argmax()) if length else 0
+    return first if length and differs[first] else length
+
+
 def system_prompt_key(root: bytes, formatted_system_prompt: str) -> bytes:
     """Return the 16-byte key of a formatted system prompt under a scope root.
 

@@ -1,7 +1,4 @@
-"""What the ingress asks of an API: a whole answer, the events of a streamed one, and errors.
-
-An API is a pair of files: one makes requests a ``GenerateRequest``, the other has the shapes asked for here.
-"""
+"""The shapes that an API gives: a whole answer, the events of a streamed one, and errors."""
 
 from __future__ import annotations
 
@@ -86,7 +83,6 @@ class ErrorAnswer:
 
 RenderError = Callable[[WarmpathError, str], ErrorAnswer]
 """(error, request id) -> the error in the shape of one API."""
-
 
 RenderLimits = Callable[[LimitsLeft], dict[str, str]]
 """What is left of a tenant's limits -> the headers that say so in one API."""

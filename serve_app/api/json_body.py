@@ -1,7 +1,6 @@
 """A JSON body becomes a pydantic model, or a 400 that names the field and says what to send.
 
-Owns decoding, the sentences, and the fields that are the same in every API. A field that is null counts as absent, save
-for a model's ``nullable`` ones; a field that no model names has no effect, and is among the body's ``unknown``.
+A null field counts as absent, save for ``nullable`` ones; an unknown one has no effect, and is in ``unknown``.
 """
 
 from __future__ import annotations
@@ -35,10 +34,7 @@ Refused = Mapping[str, tuple[Any, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Must:
-    """Beside a field's type: what the field must be, in the words of its error, ``NAME must be DEMAND.``
-
-    Numbers and texts with bounds, and flags, need none: their types say it.
-    """
+    """Beside a field's type: the words of its error, ``NAME must be DEMAND.``; bounds and flags need none."""
 
     demand: str
 

@@ -1,7 +1,4 @@
-"""Fields of a request that this version does not know: named to whoever sent them, or the reason for a 400.
-
-Names come from a client: of each only characters that a header may hold, and only some are told.
-"""
+"""Fields of a request that this version does not know: told, a few and in safe characters, or the reason for a 400."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ from itertools import islice
 from serve_app.errors import InvalidRequest
 
 MAX_TOLD = 8
-_MAX_CHARS = 64
 _UNSAFE = re.compile(r"[^\w.\[\]-]", re.ASCII)
 
 
@@ -35,7 +31,7 @@ class UnknownField:
 def unknown_fields(names: Iterable[str], known: Iterable[str]) -> tuple[UnknownField, ...]:
     """Return the first ``MAX_TOLD`` of the fields that a client named so; ``known``: those there are."""
     known = tuple(known)
-    shown = (_UNSAFE.sub("?", name[:_MAX_CHARS]) for name in islice(names, MAX_TOLD))
+    shown = (_UNSAFE.sub("?", name[:64]) for name in islice(names, MAX_TOLD))
     return tuple(UnknownField(name, _meant(name, known)) for name in shown)
 
 

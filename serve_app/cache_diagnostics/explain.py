@@ -9,10 +9,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from router.protocol.block_hash import PrefixScope, TokenArray
+from router.protocol.block_hash import PrefixScope, TokenArray, common_tokens
 from serve_app.cache_diagnostics.difference import Difference, classify, value_there
 from serve_app.prompts.lock import first_difference
-from serve_app.tokenization.segment_cache import common_tokens
 
 Reason = Difference | Literal["adapter", "salt", "evicted", "never_seen", "not_compared"]
 

@@ -9,8 +9,6 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 console = Console(stderr=True, highlight=False)
-
-
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 

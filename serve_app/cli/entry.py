@@ -1,7 +1,4 @@
-"""Where the command begins: it imports what takes time itself, so that Ctrl-C ends that with a word too.
-
-Where the import fails because another module has the name of one of ours, that is said. Imports nothing of ours itself.
-"""
+"""Where the command begins: it imports the rest, so that Ctrl-C, or a module in place of ours, ends with a word."""
 
 from __future__ import annotations
 
@@ -11,8 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 CODE = Path(__file__).parents[2]
-"""Where this code lies."""
-
 PACKAGES = ("router", "serve_app")
 
 

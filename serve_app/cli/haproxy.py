@@ -1,8 +1,4 @@
-"""HAProxy in front of a local instance: the program Ray starts as it, which first adds what Ray's configuration lacks.
-
-Owns the bounds of the port: time for headers, idle connections, connections of one address; and HAProxy's own
-errors in the API's shape. Bodies and answers are bounded in the ingress, which knows whose they are.
-"""
+"""HAProxy in front of a local instance: the program that Ray starts as it, with bounds for each client of the port."""
 
 from __future__ import annotations
 
@@ -25,8 +21,7 @@ TOLD_CONNECTIONS = 64
 class PortBounds:
     """What one client may hold of the port.
 
-    ``body_timeout_s``: for a body, or what of it HAProxy's buffer holds; ``stall_timeout_s``: how long a client may
-    neither send nor take a byte.
+    ``body_timeout_s``: for what of a body fits the buffer; ``stall_timeout_s``: with no byte sent or taken.
     """
 
     connections_per_address: int = MAX_CONNECTIONS_PER_ADDRESS
@@ -65,10 +60,7 @@ _RULES = """\
 
 
 def write_wrapper(run_dir: Path, *, binary: str, stats: int, metrics: int, bounds: PortBounds) -> Path:
-    """Write the program that Ray is to start as HAProxy, and what it needs, into ``run_dir``; return its path.
-
-    ``binary``: HAProxy itself; ``stats``, ``metrics``: the ports of its own pages.
-    """
+    """Write the program that Ray is to start as HAProxy; return its path. ``stats``, ``metrics``: HAProxy's ports."""
     rules, wrapper = run_dir / "frontend.rules", run_dir / "haproxy"
     rules.write_text(_frontend_rules(bounds))
     wrapper.write_text(_WRAPPER.format(stats=stats, metrics=metrics, binary=binary, rules=rules))

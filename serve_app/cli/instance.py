@@ -1,8 +1,4 @@
-"""An instance's own process: the model is found, Ray and Serve start, requests are served until it is told to stop.
-
-Started by ``supervisor``, it shows its progress on the user's terminal, takes orders from the socket that is its stdin,
-and ends with the supervisor: when that is gone, so is everything that this process has started.
-"""
+"""An instance's own process: starts Ray and Serve, takes orders from the socket that is its stdin, and ends with it."""
 
 from __future__ import annotations
 
@@ -39,15 +35,10 @@ from serve_app.ray_compat import NODE_TOO_SLOW, use_outside_of_replicas
 APP_NAME = "warmpath"
 HEALTHY_WITHIN_S = 300.0
 _EXCEPTION = re.compile(r"^(?P<kind>(?:\w+\.)*[A-Z]\w*): (?P<text>.+)$")
-_OURS = ("serve_app.", "router.")
-_TRACEBACK = "Traceback (most recent call last)"
 
 
 class StartFailed(Exception):
-    """The instance cannot start; ``sentences`` say why.
-
-    ``status``: what its process leaves with; 2 where its settings cannot be used, and nothing was started.
-    """
+    """The instance cannot start; ``sentences`` say why. ``status``: 2 where nothing was started yet, else 1."""
 
     def __init__(self, *sentences: str, status: int = 1) -> None:
         super().__init__(*sentences)
@@ -56,10 +47,7 @@ class StartFailed(Exception):
 
 
 def main() -> None:
-    """Run the instance that the first line of the socket describes, until a second line says to stop.
-
-    Leaves with 2 where its settings are refused, and with 1 where it fails.
-    """
+    """Run the instance of the socket's first line until a second. Leaves with 2 for refused settings, 1 for faults."""
     channel = FileIO(os.dup(sys.stdin.fileno()), "r+")
     with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), sys.stdin.fileno())  # what is started here would keep the socket open
@@ -122,10 +110,7 @@ def _step(console: Console, what: str) -> Iterator[None]:
 
 
 def _usable(settings: AppConfig, console: Console) -> AppConfig:
-    """Find, fetch or build the model, and return the settings with it. Raises StartFailed where they cannot be used.
-
-    What fetches tells of it on stderr, which is the user's until Ray starts.
-    """
+    """Find, fetch or build the model; return the settings with it. Raises StartFailed where they cannot be used."""
     try:
         settings = with_local_model(settings, console.print)
     except CheckpointError as error:
@@ -212,10 +197,7 @@ def _drain(timeout_s: float, console: Console) -> None:
 
 
 def _wait_until_running(logs: Path) -> None:
-    """Return when the application runs. Raises StartFailed as soon as a constructor has failed.
-
-    Serve would try again, up to twenty times; on one machine the same settings fail the same way.
-    """
+    """Return when the application runs. Raises StartFailed at a constructor's first failure; Serve tries 20 times."""
     from ray import serve as ray_serve
 
     while True:
@@ -231,7 +213,7 @@ def _wait_until_running(logs: Path) -> None:
 def failure(status: str, deployments: Mapping[str, str], message: str) -> str | None:
     """Return why a start has failed, or is about to; None while it may succeed."""
     for name, text in deployments.items():
-        if _TRACEBACK in text:
+        if "Traceback (most recent call last)" in text:
             return f"{name} does not start: {innermost(text)}"
     if status == "DEPLOY_FAILED":
         return innermost(next(filter(None, deployments.values()), message))
@@ -239,13 +221,10 @@ def failure(status: str, deployments: Mapping[str, str], message: str) -> str | 
 
 
 def innermost(message: str) -> str:
-    """Return the sentence of the exception at the end of a traceback's text; the text itself where there is none.
-
-    The kind of exception is left out where the sentence is one of warmpath's own.
-    """
+    """Return the sentence of a traceback's last exception, without its kind where it is ours; else the text itself."""
     for line in reversed(message.strip().splitlines()):
         if match := _EXCEPTION.match(line):
-            ours = match["kind"] == "ValueError" or match["kind"].startswith(_OURS)
+            ours = match["kind"] == "ValueError" or match["kind"].startswith(("serve_app.", "router."))
             return match["text"] if ours else line
     return message.strip()
 

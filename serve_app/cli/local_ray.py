@@ -1,8 +1,4 @@
-"""Starts Ray and Serve on this machine for `warmpath serve`, and stops what it started.
-
-Owns the environment of a local instance (HAProxy and throughput-optimised mode have to be set before Ray is
-imported by its workers) and keeps every port it can on loopback.
-"""
+"""The environment and the ports of a local instance: on loopback where they can be."""
 
 from __future__ import annotations
 
@@ -44,11 +40,7 @@ _DEFAULTS = {
 
 @contextmanager
 def held_port() -> Iterator[int]:
-    """Yield a TCP port on loopback that nobody uses, and keep it for one listener of ours until the context ends.
-
-    It is the first one of a window: others who had a free port of the kernel's choice, and listen only now, as parts of
-    Ray do, have none of these.
-    """
+    """Yield a free TCP port on loopback, the first of a window of ours, and keep it until the context ends."""
     with held_window() as port, _kept(port):
         yield port
 
@@ -64,10 +56,9 @@ def _kept(port: int) -> Iterator[None]:
 
 @contextmanager
 def held_window() -> Iterator[int]:
-    """Yield the first of ``PORT_WINDOW`` ports, below those of outgoing connections, that nobody listens on now.
+    """Yield the first of ``PORT_WINDOW`` free ports. Raises RuntimeError when there are none.
 
-    The last one is held until the context ends and is for nobody: two instances never have the same window, even if
-    they start at the same time. Raises RuntimeError when none is found.
+    The last is held until the context ends: two instances have different windows, even if they start at once.
     """
     for _ in range(100):
         first = secrets.randbelow((LAST_PORT - FIRST_PORT) // PORT_WINDOW) * PORT_WINDOW + FIRST_PORT
@@ -89,11 +80,7 @@ def held_window() -> Iterator[int]:
 def local_environment(
     run_dir: Path, connections_per_address: int = MAX_CONNECTIONS_PER_ADDRESS, *, use_haproxy: bool = True
 ) -> Iterator[None]:
-    """Set the environment of a local instance, and hold its ports meanwhile.
-
-    ``run_dir``: a private directory, for HAProxy's files. Must be entered before anything imports ``ray``: Serve reads
-    its switches when it is imported.
-    """
+    """Set the environment, before ``ray`` is imported, and hold the ports. ``run_dir``: private, for HAProxy."""
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     # An ingress binds its port with SO_REUSEPORT, and Serve counts from the same port in every instance: without ports

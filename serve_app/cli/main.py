@@ -1,7 +1,4 @@
-"""`warmpath`: start a local instance, make API keys, check configurations.
-
-Owns flags, progress and the words a newcomer reads. Everything it starts it stops, on SIGINT and SIGTERM alike.
-"""
+"""`warmpath`: its commands and flags, and what to use in place of flags that others have."""
 
 from __future__ import annotations
 
@@ -45,7 +42,6 @@ class _ServeCommand(TyperCommand):
     """A command whose unknown flags are answered with what does the same here."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Parse. Raises typer.BadParameter."""
         try:
             return super().parse_args(ctx, args)
         except Exception as error:  # NoSuchOption is click's, or that of typer's own copy

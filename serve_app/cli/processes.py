@@ -1,7 +1,4 @@
-"""The processes of an instance: all that descend from one, their end, and who holds a port.
-
-What another user runs is not named.
-"""
+"""The processes of an instance: all that descend from one, their end, and who holds a port."""
 
 from __future__ import annotations
 
@@ -19,7 +16,6 @@ OWNER = "WARMPATH_SUPERVISOR"
 """Environment variable of everything an instance starts: the id of the process that a user started."""
 
 _PR_SET_CHILD_SUBREAPER = 36
-END_WITHIN_S = 3.0
 
 
 def adopt_orphans() -> None:
@@ -29,10 +25,7 @@ def adopt_orphans() -> None:
 
 
 def forget_orphans(children: Container[int]) -> None:
-    """Let the ids of adopted processes that have ended go; else each stays until this process ends.
-
-    ``children``: ids of this process' own, whose end somebody else asks for.
-    """
+    """Let the ids of adopted processes that have ended go. ``children``: this process' own, waited for elsewhere."""
     with suppress(AttributeError, ChildProcessError):  # there is no such call elsewhere, or no child
         while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             if ended.si_pid in children:  # it hides what ended after it until it is asked for
@@ -54,7 +47,7 @@ def descendants(ancestor: int) -> set[int]:
     return set()
 
 
-def end_descendants(ancestor: int, within_s: float = END_WITHIN_S) -> None:
+def end_descendants(ancestor: int, within_s: float = 3.0) -> None:
     """Kill all that descends from a process, and what those start meanwhile; returns when there is none, or in time."""
     deadline_s = time.monotonic() + within_s
     while (running := descendants(ancestor)) and time.monotonic() < deadline_s:

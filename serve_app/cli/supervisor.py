@@ -1,8 +1,6 @@
-"""Runs an instance in a process of its own, and ends it at any moment: what a user started, and what signals reach.
+"""Runs an instance in a process of its own, to end it at any moment: Ray's calls wait in C++ and heed no signal.
 
-Ray's calls wait in C++ and heed no signal: here nothing waits for them. The two processes share a socket: the instance
-has its launch and the order to stop from it, and says when it may be interrupted ("begun") and when it is "serving".
-Knows nothing of Ray or models.
+Their socket carries the launch and the order to stop, and back "begun" (it may be interrupted) and "serving".
 """
 
 from __future__ import annotations
@@ -27,24 +25,13 @@ from rich.segment import ControlType
 
 from serve_app.cli.processes import OWNER, adopt_orphans, end_descendants, forget_orphans
 
-STOP_MARGIN_S = 60.0
-"""For the end of replicas and of Ray, beside the time that answers have."""
-
-CLEAN_UP_S = 1.0
-
 _OWN_LINE = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2), ControlType.SHOW_CURSOR)
 """Where the instance has left a spinner's line, and no cursor."""
-
-_ENTRY = "from serve_app.cli.instance import main; main()"
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """All that an instance's process is told.
-
-    ``settings``: as ``AppConfig.to_json`` gives them; ``run_dir``: a directory that is gone when the instance is;
-    ``log``: a file for what helps nobody at a terminal.
-    """
+    """All that an instance's process is told. ``settings``: as JSON. ``run_dir``: a directory that ends with it."""
 
     settings: dict[str, Any]
     host: str
@@ -63,21 +50,17 @@ class Launch:
 
 
 class Supervisor:
-    """One instance from start to end.
+    """One instance from start to end. ``stop_margin_s``: for replicas and Ray to end, after ``shutdown_timeout_s``."""
 
-    ``shutdown_timeout_s``: the time that answers have when it is stopped; ``stop_margin_s``: and all the rest of it.
-    """
-
-    def __init__(self, console: Console, shutdown_timeout_s: float, stop_margin_s: float = STOP_MARGIN_S) -> None:
+    def __init__(self, console: Console, shutdown_timeout_s: float, stop_margin_s: float = 60.0) -> None:
         self._console = console
         self._shutdown_timeout_s = shutdown_timeout_s
         self._stop_margin_s = stop_margin_s
 
     def run(self, launch: Launch, command: list[str] | None = None) -> int:
-        """Start it and return when nothing of it is left: the status to leave with.
+        """Run it until nothing of it is left. ``command``: another program than the instance's own.
 
-        0 after a stop, 1 where it failed, 2 where it was refused before anything started, 128 and the signal's number
-        where it was stopped before it served, or at once. ``command``: another program than the instance's own.
+        Returns the status to leave with: 0 after a stop, 1 failed, 2 refused, 128 + signal where it was cut short.
         """
         adopt_orphans()
         channel, theirs = socket.socketpair()
@@ -85,7 +68,7 @@ class Supervisor:
             log = Path(file.name)
         with _noted_signals() as signals, channel, tempfile.TemporaryDirectory(prefix="warmpath-") as run_dir:
             process = subprocess.Popen(  # noqa: S603  # our own program
-                command or [sys.executable, *path_flags(), "-c", _ENTRY],
+                command or [sys.executable, *path_flags(), "-c", "from serve_app.cli.instance import main; main()"],
                 stdin=theirs.fileno(),
                 env={**os.environ, OWNER: str(os.getpid())},
                 start_new_session=True,  # a terminal's Ctrl-C is for this process alone
@@ -129,7 +112,7 @@ class Supervisor:
                     if b"begun" in words and not stopping:
                         process.send_signal(signal.SIGINT)  # it removes what it has half made: a model in the cache
                         with suppress(subprocess.TimeoutExpired):
-                            process.wait(CLEAN_UP_S)
+                            process.wait(1.0)
                     return 128 + number
                 stopping = True
                 self._say(

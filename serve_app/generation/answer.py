@@ -146,10 +146,7 @@ async def answer_pieces(
     make_reader: Callable[[int, Generation], ChoiceReader],
     place: Place,
 ) -> AsyncGenerator[Piece, None]:
-    """Yield the pieces of all choices as they come; as many run at once as ``place`` has units, which end with them.
-
-    One failing choice ends all; closing it cancels all.
-    """
+    """Yield the pieces of all choices as they come, as many at once as ``place`` has units. A failing one ends all."""
     streams = (
         choice_pieces(generation, source, make_reader(index, generation))
         for index, generation in enumerate(generations)

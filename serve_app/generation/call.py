@@ -28,14 +28,9 @@ LATE_S = 5.0
 TELL_AFTER_S = 0.5
 """Calls that are left within it are told together."""
 
-TELL_TIMEOUT_S = 30.0
-
 
 class Reservation:
-    """What the router decided and reserved for a call, until its first token or whatever ends it.
-
-    ``decision``: what the router decided, once it has ended; None if it did not. Ending it again is harmless.
-    """
+    """What the router reserved for a call, until its first token or its end. ``decision``: the router's, once ended."""
 
     def __init__(self, core: RoutingCore, decisions: RecentDecisions, route: RoutedRequest) -> None:
         self._core = core
@@ -58,11 +53,7 @@ class Reservation:
                 self._core.record_delivered(self.decision, cached_tokens, ttft_s, hashes, stored=stored)
 
     def end(self, *, leaves: bool = False, load: LoadReport | None = None) -> None:
-        """Free what was reserved.
-
-        ``leaves``: whoever asked is gone, and nothing is sent that was not. ``load``: of a replica that has more to do
-        than was known, and sent it back.
-        """
+        """Free what was reserved. ``leaves``: nobody waits any more. ``load``: of a replica that sent the call back."""
         if self._ended:
             return
         self._ended = True
@@ -77,10 +68,9 @@ class Reservation:
 
 
 class Call:
-    """One call's chunks as they come. ``answered``: whether the last one was taken, or an error.
+    """One call's chunks as they come. ``answered``: the last one was taken, or an error.
 
-    ``end``: the bytes that ``response`` becomes. ``first_token`` hears of the first chunk that has tokens, and how many
-    of the prompt's were cached.
+    ``end``: the bytes of ``response``. ``first_token`` hears of the first tokens, and how many were cached.
     """
 
     def __init__(
@@ -167,10 +157,9 @@ def raise_for(chunk: wire.GenerateChunk) -> None:
 
 
 class Aborts:
-    """Tells replicas which of their calls nobody waits for any more. One event loop uses it.
+    """Tells replicas which calls nobody waits for any more. One event loop uses it.
 
-    Cancelling a call is Ray's, and at once; it loses one in some thousands, of those that are cancelled in the moment
-    in which they start, and that one would run to its end.
+    Ray's own cancelling loses one call in some thousands, in the moment of its start: that would run to its end.
     """
 
     def __init__(self, handle: DeploymentHandle) -> None:
@@ -193,7 +182,7 @@ class Aborts:
 
     async def _tell_one(self, replica_id: str, request_ids: list[str]) -> None:
         try:
-            async with asyncio.timeout(TELL_TIMEOUT_S):
+            async with asyncio.timeout(30):
                 await self._end_calls.remote(request_ids, target=replica_id)
         except (RayError, RayServeException, NoReplicaLeft, TimeoutError) as error:
             logger.debug("replica %s was not told of calls that were left: %r", replica_id, error)

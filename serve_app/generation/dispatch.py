@@ -1,7 +1,4 @@
-"""Sends one generation to a replica and takes its tokens as they come, sending it again when the replica dies.
-
-Owns retries, and the mapping of Ray's errors to client errors.
-"""
+"""Sends a generation to a replica and takes its tokens; owns retries, and the mapping of Ray's errors to clients'."""
 
 from __future__ import annotations
 
@@ -49,9 +46,8 @@ Left = Callable[[str, str], None]
 class Dispatcher:
     """Streams generations from the replicas behind one Serve handle.
 
-    ``count_retry(after_first_token)`` is called whenever a generation is sent again because its replica went away.
-    ``caller``: the name of the Serve actor that this runs in. ``delivered`` hears of each first token, and its call
-    must cost next to nothing. ``left`` hears of each call that ends before its answer does.
+    ``count_retry(after_first_token)`` hears of each one sent again, ``delivered`` of each first token, at next to no
+    cost, ``left`` of each call that ends before its answer. ``caller``: the name of this Serve actor.
     """
 
     def __init__(
@@ -80,14 +76,13 @@ class Dispatcher:
         self._left = left
 
     async def generate(self, generation: Generation, avoid: tuple[str, ...] = ()) -> AsyncGenerator[Tokens, None]:
-        """Yield the sequence's tokens as they come; it goes to a replica of ``avoid`` only where no other can take it.
+        """Yield the sequence's tokens as they come. ``avoid``: replicas for where no other can take it.
 
-        A replica that dies is replaced by another, which gets the prompt and the tokens already received: since a
-        token depends only on (seed, position) the client's stream goes on as if nothing had happened. One whose line is
-        full is asked again, until the generation's deadline; so is, for a stream that has begun, a deployment without
-        a replica. A replica that leaves in order, after tokens of its own, is no loss: a long stream outlives many. One
-        that has more to do than the router knew sends it back with its load, and the router decides again.
-        Raises a ``WarmpathError`` when the generation cannot be done.
+        After a replica's death another one gets the prompt and the tokens so far: a token depends only on (seed,
+        position), so the stream goes on. A full line is asked again until the deadline; so is, for a stream that has
+        begun, a deployment without a replica. A replica that leaves in order, after tokens of its own, is no loss. One
+        with more to do than was known sends it back with its load. Raises a ``WarmpathError`` when the generation
+        cannot be done.
         """
         received: list[int] = []
         dead: tuple[str, ...] = ()
@@ -235,11 +230,7 @@ def route_of(
     dead: tuple[str, ...] = (),
     rerouted: int = 0,
 ) -> RoutedRequest:
-    """Return a generation's routing view.
-
-    ``avoid``: replicas that lost it, ``dead``: those of them that did not just leave; ``rerouted``: how often it came
-    back from one that had more to do than was known.
-    """
+    """Return a generation's routing view. ``dead``: those of ``avoid`` that did not just leave; ``rerouted``: times."""
     return RoutedRequest(
         request_id=f"{generation.request_id}.{attempt}",
         block_hashes=generation.block_hashes,

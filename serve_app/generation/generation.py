@@ -15,14 +15,12 @@ from serve_app.engine.protocol import FinishReason, SamplingParams, Save, SaveRe
 class Generation:
     """One sequence to generate: the prompt, its keys, and how to sample.
 
-    ``deadline_s``: the moment of ``time.perf_counter`` after which nobody waits for it any more. ``interval_s``: at
-    least so much lies between its tokens' ways here, except the first ones' and the last ones'. ``store_kv``: whether
-    its KV may stay in the cache. ``grammar``: in llguidance's form, "" for none. The last ``resumed_tokens`` of the
-    prompt are the answer's first ones. ``echo``: the prompt, where it stands before the answer. ``saves``: an explicit
-    one, then those of cache breakpoints, the shortest first. ``prompt_ref``: the version of a registered prompt that
-    it begins with, "" for none.
-    ``system_chars``: of the formatted system prompt, 0 for none; ``system_tokens``: those of the prompt that are its.
-    ``traceparent``: W3C's, of the request's span; "": it is not traced.
+    ``deadline_s``: of ``time.perf_counter``. ``interval_s``: the least time between two chunks of its tokens, but for
+    the first and the last. ``store_kv``: whether its KV may stay in the cache. ``grammar``: in llguidance's form. The
+    last ``resumed_tokens`` of the prompt are the answer's first ones. ``echo``: the prompt, where it stands before the
+    answer. ``saves``: an explicit one, then those of cache breakpoints, the shortest first. ``prompt_ref``: the version
+    of its registered prompt. ``system_chars``: of the formatted system prompt; ``system_tokens``: of the prompt, in
+    common with that. ``traceparent``: W3C's, of the request's span. "" and 0 stand for none.
     """
 
     request_id: str
@@ -53,10 +51,7 @@ class Generation:
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    """New tokens of one sequence. ``cached_tokens`` is set once, in the first item, with ``save`` if asked for.
-
-    ``logprobs``: one for each token, where they were asked for.
-    """
+    """New tokens of one sequence. Only the first item has ``cached_tokens``, and ``save`` if asked for."""
 
     token_ids: tuple[int, ...]
     cached_tokens: int | None = None

@@ -1,7 +1,4 @@
-"""Under which keys a prompt's KV lies, and by which it is placed.
-
-Owns scope roots (cached by tenant, salt and adapter) and placement keys. The deployment secret goes no further.
-"""
+"""Under which keys a prompt's KV lies (scope roots, cached), and by which it is placed. The secret goes no further."""
 
 from __future__ import annotations
 
@@ -18,8 +15,6 @@ from serve_app.tokenization.tokenizer import EncodedPrompt
 
 PLACEMENT_BLOCKS = 16
 """A prompt without a system prompt is placed by this many first blocks: requests that share them stay together."""
-
-_SCOPES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +34,7 @@ class ScopeKeys:
         self._tenants = tenants
         self._secret = secret
         self._prompts = prompts
-        self._known = lru_cache(_SCOPES)(self._make)
+        self._known = lru_cache(4096)(self._make)
 
     def clear(self) -> None:
         """Forget what is known: salts follow the tenants, and public roots are there where public prompts are."""

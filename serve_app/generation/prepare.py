@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any, TypeVar
 
-from router.protocol.block_hash import system_prompt_key
+from router.protocol.block_hash import common_tokens, system_prompt_key
 from serve_app.api.request import CacheBreakpoint, ChatRequest, CompletionRequest, GenerateRequest, RequestFields
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import CheckpointInfo
@@ -23,8 +23,7 @@ from serve_app.generation.keys import Keys, ScopeKeys
 from serve_app.generation.rules import CheckedGrammars, refuse_without_logits, rules_of, sampling_of, stores_kv
 from serve_app.prompts.registry import Prompts
 from serve_app.tenants.tenants import Tenant, Tenants
-from serve_app.tokenization.chat_template import RenderedPrompt
-from serve_app.tokenization.segment_cache import common_tokens
+from serve_app.tokenization.chat_template import OTHER_WORDS, RenderedPrompt
 from serve_app.tokenization.tokenizer import EncodedPrompt, PromptTokenizer
 
 R = TypeVar("R", bound=RequestFields)
@@ -34,9 +33,6 @@ WHOLE_INTERVAL_S = 0.25
 
 SYSTEM_PROMPTS = 1024
 """Whose tokens are remembered; the oldest is forgotten first, and counted again."""
-
-_OTHER_WORDS: Mapping[str, Any] = {"role": "user", "content": "\ue000\ue001\ue000"}
-"""What no conversation goes on with: characters for private use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +45,7 @@ class Limits:
 
 
 class Preparer:
-    """Turns requests into generations for one model. ``adapters`` also knows the model's name.
-
-    ``workers``: threads for grammars. ``simulated``: there is no model whose logits a rule could change.
-    """
+    """Turns requests into generations for one model. ``simulated``: there are no logits for a rule to change."""
 
     def __init__(
         self,
@@ -216,10 +209,7 @@ class Preparer:
         return rendered
 
     def _check_size(self, request: GenerateRequest, chars: int, at_least_tokens: int = 0) -> None:
-        """Refuse what cannot fit, before it is rendered, tokenized or hashed. Raises ContextLengthExceeded.
-
-        ``at_least_tokens``: known without its text. A chat is taken to have one a message.
-        """
+        """Refuse what cannot fit, before it is rendered, tokenized or hashed. Raises ContextLengthExceeded."""
         longest, max_model_len = self._tokenizer.longest_token_chars, self._limits.max_model_len
         if longest is not None:
             at_least_tokens = max(at_least_tokens, -(-chars // longest))
@@ -235,8 +225,7 @@ class Preparer:
     ) -> tuple[tuple[Save, ...], int]:
         """Return what to save of a prompt, and how many of its tokens are its system prompt's: those in common.
 
-        Where its last token merges with what follows, they may be one fewer than of another prompt with the same one:
-        what is to be saved is counted anew.
+        Its last token may merge with the text that follows, so what is to be saved is counted anew.
         """
         if not isinstance(request, ChatRequest) or not system_text:
             return (), 0
@@ -253,10 +242,9 @@ class Preparer:
     async def _keep(
         self, request: GenerateRequest, keys: Keys, tenant: str, encoded: EncodedPrompt
     ) -> tuple[Save, ...]:
-        """Return what a request's cache breakpoints ask to keep of its prompt, in whole blocks, the shortest first.
+        """Return the prefixes that cache breakpoints ask to keep, in whole blocks, the shortest first.
 
-        A breakpoint's prefix is what the conversation as far as there has in common with all of it, in tokens. One that
-        fills no block, or that the chat template refuses alone, is none.
+        One that fills no block, or that the chat template refuses alone, is none.
         """
         if not isinstance(request, ChatRequest) or not request.breakpoints:
             return ()
@@ -284,4 +272,4 @@ class Preparer:
 def _as_far_as(mark: CacheBreakpoint, request: ChatRequest) -> tuple[Mapping[str, Any], ...]:
     """Return the conversation to compare with. Templates write tools and system messages as one, before others."""
     messages = mark.messages or tuple(takewhile(lambda message: message["role"] == "system", request.messages))
-    return messages if any(message["role"] != "system" for message in messages) else (*messages, _OTHER_WORDS)
+    return messages if any(message["role"] != "system" for message in messages) else (*messages, OTHER_WORDS)

@@ -39,8 +39,8 @@ class ShownMiss(Protocol):
 class RequestUsage:
     """Adds up a request's usage; a prompt counts once, however many choices it has.
 
-    ``n``: choices of each prompt. ``save``: what became of a save, ``asked_by``: the field that asked for it. ``miss``:
-    why the cache was missed, once it is known.
+    ``n``: choices of each prompt. ``save``: the outcome of a save; ``asked_by``: the field that asked. ``miss``: its
+    reason.
     """
 
     def __init__(self, n: int, generations: list[Generation]) -> None:

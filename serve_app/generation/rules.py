@@ -120,10 +120,7 @@ MAX_KNOWN = 128
 
 
 class CheckedGrammars:
-    """Grammars that an ingress has compiled, so that a bad one is a 400 before anything is scheduled.
-
-    A tenant's are its own: no other's request is faster for them.
-    """
+    """Grammars that an ingress has compiled, so that a bad one is a 400 at once. A tenant's are its own."""
 
     def __init__(self, info: CheckpointInfo, workers: FairWorkers) -> None:
         self._ends = bool(info.eos_token_ids)

@@ -1,7 +1,4 @@
-"""Loading and unloading LoRA adapters over HTTP, on every replica and every ingress (vLLM's endpoints).
-
-Replicas prove that they can serve an adapter before any ingress offers it. The caller has checked who asks.
-"""
+"""Loading and unloading LoRA adapters over HTTP, on replicas first, then on ingresses (vLLM's endpoints)."""
 
 from __future__ import annotations
 
@@ -64,10 +61,7 @@ class UnloadAdapterBody(JsonBody):
 
 @dataclass(slots=True)
 class AdapterAdmin:
-    """Changes to the adapters of a deployment. ``tell_replicas`` and ``tell_ingresses`` reach all of either.
-
-    ``config``: the settings in force, which may be set.
-    """
+    """Changes to the adapters of a deployment. ``config``: the settings in force, which may be set."""
 
     config: AppConfig
     registry: AdapterRegistry
@@ -76,10 +70,9 @@ class AdapterAdmin:
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def load(self, body: bytes) -> str:
-        """Load an adapter; returns vLLM's sentence.
+        """Load an adapter; returns vLLM's sentence. Raises InvalidRequest, PermissionDenied, and Overloaded.
 
-        Raises InvalidRequest, also when a replica cannot serve it or another request was faster (then no replica keeps
-        it), PermissionDenied, and Overloaded at an ingress that has just started.
+        Where a replica cannot serve it, or another request was faster, no replica keeps it.
         """
         self._require_allowed()
         wanted = LoadAdapterBody.parse(body)

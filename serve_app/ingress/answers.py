@@ -30,11 +30,6 @@ from serve_app.ingress.observe.answer_meter import AnswerMeter
 
 logger = logging.getLogger(__name__)
 
-PROMPT_HEADER = "x-warmpath-prompt"
-"""Of an answer: the version of the registered prompt that it begins with."""
-
-WARNING_HEADER = "x-warmpath-warning"
-
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -61,10 +56,7 @@ class Answer:
 
 
 class EventStream(Response):
-    """An answer as server-sent events, as an ASGI application; ``first``: its first piece.
-
-    Events go straight to the connection; the start and the end pass the layers around the application.
-    """
+    """An answer as server-sent events, which go straight to the connection; ``first``: its first piece."""
 
     def __init__(self, answer: Answer, first: Piece) -> None:
         headers = _headers(answer, first.save)
@@ -143,10 +135,7 @@ async def whole(answer: Answer) -> Response:
 
 
 async def streamed(answer: Answer) -> Response:
-    """Return an answer as a stream that has its first piece: errors before it still have a status of their own.
-
-    Raises a ``WarmpathError``.
-    """
+    """Return an answer as a stream with its first piece: errors before it have a status. Raises a ``WarmpathError``."""
     async with AsyncExitStack() as ending:
         await ending.enter_async_context(answer)
         async with answer.deadline.limit():
@@ -160,5 +149,5 @@ def _headers(answer: Answer, save: SaveResult | None) -> dict[str, str]:
     meter = answer.meter
     prompt = meter.generations[0].prompt_ref
     warnings = save_warning(save, meter.usage.asked_by), ignored_fields(meter.wanted.unknown)
-    headers = {PROMPT_HEADER: prompt, WARNING_HEADER: "; ".join(filter(None, warnings))}
+    headers = {"x-warmpath-prompt": prompt, "x-warmpath-warning": "; ".join(filter(None, warnings))}
     return {name: value for name, value in headers.items() if value}

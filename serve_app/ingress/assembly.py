@@ -63,10 +63,7 @@ _M_MMAP_THRESHOLD = -3
 
 
 async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentHandle) -> Services:
-    """Load the tokenizer and put the parts of an ingress together; its router connects in the background.
-
-    ``args``: the settings without what is live; those that Serve's router has.
-    """
+    """Put an ingress together; its router connects in the background. ``args``: the settings of Serve's own router."""
     return_large_buffers()
     context = serve.get_replica_context()
     app_name, name = context.app_name, context.replica_id.unique_id
@@ -156,10 +153,9 @@ def about(config: AppConfig) -> dict[str, Any]:
 
 
 def places(config: AppConfig, replicas: int) -> int:
-    """Return the generations that one of the ingresses may have under way: its part of what the replicas take.
+    """Return the generations that one ingress may have under way: its part of what the replicas take.
 
-    Half as many as run may wait in the replicas, for they know best whose prefix is there. More would only make turns
-    longer, and what an ingress does for each.
+    Half as many as run may wait in the replicas; more would only make turns longer.
     """
     by_replica = config.max_num_seqs + min(config.max_waiting_requests, (config.max_num_seqs + 1) // 2)
     return max(1, max(config.first_replicas, replicas) * by_replica // config.ingress_replicas)

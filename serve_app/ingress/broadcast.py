@@ -40,11 +40,9 @@ class Broadcast:
         return list(await handle.broadcast(method, *arguments).results_async(timeout_s=timeout_s))
 
     async def connect(self, adapters: AdapterRegistry, learn: Callable[[], Awaitable[None]]) -> None:
-        """Return once replicas and ingresses answer; ``adapters`` learns what they know, and is current then.
+        """Return once replicas and ingresses answer, with ``adapters`` current. ``learn``: asks the ingresses for more.
 
-        ``learn``: asks the ingresses for more.
-
-        A router comes to life with its handle's first call; the snapshots of the replicas' caches follow.
+        A router comes to life with its handle's first call.
         """
         while True:
             try:

@@ -1,9 +1,7 @@
-"""Around all of Ray: which headers clients may set, and where an answer's bytes go without passing every layer.
+"""Around all of Ray: the headers that clients may set, and a short way for an answer's bytes. Knows no routes.
 
-Headers that Ray Serve takes orders from are dropped before it reads them.
-
-Ray asks ``middlewares`` in every process that listens for HTTP, where RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH
-names it: an application's own middleware would come after Ray. Knows no routes.
+Ray asks ``middlewares`` in every process that listens for HTTP, by RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH: an
+application's own middleware would come after Ray, which takes orders from headers.
 """
 
 from __future__ import annotations
@@ -18,8 +16,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve_app.ray_compat import header_names
 
-MAX_REQUEST_ID_BYTES = 128
-
 
 def _plain(name: bytes) -> bytes:
     # Ray takes - and _ for the same in some of its names.
@@ -30,7 +26,7 @@ _ORDERS, _ORDERS_PREFIX, _ID = header_names()
 _RAYS = frozenset(_plain(name.encode()) for name in _ORDERS)
 _RAYS_PREFIX = _plain(_ORDERS_PREFIX.encode())
 _REQUEST_ID = _ID.encode()
-_VALID_REQUEST_ID = re.compile(rb"[!-~]{1,%d}" % MAX_REQUEST_ID_BYTES)
+_VALID_REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
 
 def client_headers(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
@@ -64,8 +60,8 @@ class Connection:
 def connection_send(scope: Scope, send: Send) -> Send:
     """Return the ``send`` of the connection itself, for the middle of a body; ``send`` where that cannot be used.
 
-    What Ray and the application wrap around it looks at the start and the end of an answer alone. Where Serve runs the
-    application in a loop of its own, as it does by default, or behind a proxy, the connection is somebody else's.
+    The layers of Ray and the application look at the start and the end of an answer alone. Behind a proxy, or where
+    Serve runs the application in a loop of its own, as by default, the connection is somebody else's.
     """
     connection = scope.get(_CONNECTION)
     if isinstance(connection, Connection) and connection.loop is asyncio.get_running_loop():

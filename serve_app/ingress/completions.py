@@ -35,10 +35,7 @@ Parse = Callable[[bytes], GenerateRequest]
 
 @dataclass(slots=True)
 class Completions:
-    """Answers whatever generates text, in the format of any API.
-
-    ``config``: the settings in force, which may be set; a request has the time that there was when it came.
-    """
+    """Answers every request for text, in any API's format. ``config``: the settings in force, which may be set."""
 
     config: AppConfig
     preparer: Preparer
@@ -50,10 +47,7 @@ class Completions:
     drain: Drain
 
     async def generate(self, request: Request, tenant: Tenant, parse: Parse, answer_format: AnswerFormat) -> Response:
-        """Return the answer, whole or as a stream that has its first piece already.
-
-        Raises a ``WarmpathError`` for whatever fails before that piece, ClientDisconnect when the client leaves.
-        """
+        """Return the answer, whole or begun. Raises a ``WarmpathError`` before its first piece, or ClientDisconnect."""
         arrived_s = time.perf_counter()
         with self.counters.front_door.arrive(tenant.name) as arrival:
             wanted = self.readers.checked(await self._wanted(request, tenant, arrival, parse))
@@ -63,7 +57,7 @@ class Completions:
             deadline = Deadline(self.drain, arrived_s + timeout_s, timeout_s)
             body_bytes, allowance = arrival.body_bytes, arrival.allowance
             trace: RequestTrace | None = getattr(request.state, "trace", None)
-            stage = trace.stage if trace is not None else _untraced
+            stage: Callable[[str], None] = trace.stage if trace is not None else lambda _: None
             stage("read")
             async with until_disconnect(request):
                 async with deadline.limit():
@@ -105,7 +99,3 @@ class Completions:
         if self.config.strict:
             require_none(wanted.unknown)
         return wanted
-
-
-def _untraced(_: str) -> None:
-    """The stages of a request that has no trace."""

@@ -1,7 +1,4 @@
-"""An ingress' way to its end: it takes no more requests, and answers under way have a time, then end with an error.
-
-Counts answers until their last byte has been sent. One asyncio loop uses it.
-"""
+"""An ingress' end: no more requests, and a time for answers under way, counted until their last byte is sent."""
 
 from __future__ import annotations
 
@@ -48,10 +45,7 @@ class Drain:
                 self._idle.set()
 
     async def run(self, timeout_s: float) -> int:
-        """Refuse requests from now on, and return when no answer is under way, or has been ended after its time.
-
-        Returns how many had to be ended.
-        """
+        """Refuse requests from now on; return when no answer is under way, and how many were ended after their time."""
         self.begun = True
         if await self._idle_within(timeout_s):
             return 0

@@ -40,10 +40,7 @@ class UnsupportedMediaType(InvalidRequest):
 
 
 class Api(NamedTuple):
-    """How an API shows errors, and what is left of a tenant's limits.
-
-    ``id_header``: of its answers, with the request's id, beside the one that Serve sends; "" for none.
-    """
+    """How an API shows errors, and a tenant's limits. ``id_header``: of its answers, for the request's id; "": none."""
 
     error: RenderError
     limits: RenderLimits
@@ -85,10 +82,7 @@ class RouteGuard:
         return self.tenants.open and not self.tenants.has_operators
 
     def viewer(self, request: Request) -> str | None:
-        """Return what of the caches the caller may see now: a tenant's part by name, None: all of it.
-
-        Raises AuthenticationFailed. What was found for the same request before does not count.
-        """
+        """Return a tenant's name for its part of the caches, None for all, as of now. Raises AuthenticationFailed."""
         return None if self.sees_all(request) else self.tenants.authenticate(credentials(request)).name
 
     def require_operator(self, request: Request) -> None:
@@ -104,10 +98,7 @@ class RouteGuard:
     async def answer(
         self, request: Request, endpoint: str, api: Api, work: Callable[[], Awaitable[Response]]
     ) -> Response:
-        """Run one route's work; whatever goes wrong leaves as an error of the API, and all answers are counted.
-
-        Every answer to a tenant says what is left of its limits.
-        """
+        """Run a route's work and count the answer, with the tenant's limits; a failure is an error of the API."""
         try:
             refuse_foreign_page(request, self.allowed_hosts)
             if request.method == "POST":
@@ -149,13 +140,10 @@ def _shown(error: Exception, request: Request) -> WarmpathError:
 def refuse_foreign_page(request: Request, allowed_hosts: Collection[str] | None) -> None:
     """Refuse a POST that a page of another site makes its reader's browser send.
 
-    Such a page reaches servers on the user's machine, which need no key where no tenants are configured. Requests of
-    other clients have no ``Origin`` and are not judged here.
-
-    ``allowed_hosts``: the names in ``Host`` that are this server's, beside addresses and localhost; None: any.
-    Raises UnsupportedMediaType for what is not declared to be JSON: a browser sends JSON to another site only after
-    asking that, and nobody here says yes. Raises PermissionDenied for a page whose own name was made to lead here
-    (DNS rebinding).
+    Such a page reaches servers on the user's machine, which may need no key. Other clients send no ``Origin``.
+    ``allowed_hosts``: names in ``Host`` that are this server's, beside addresses and localhost; None: any. Raises
+    UnsupportedMediaType for a type other than JSON (a browser asks before it sends that to another site, and gets no
+    yes), and PermissionDenied for a page with a name that was made to lead here (DNS rebinding).
     """
     origin = request.headers.get("origin")
     if request.method != "POST" or origin is None:

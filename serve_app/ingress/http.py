@@ -43,10 +43,10 @@ def credentials(request: Request) -> str | None:
 async def read_body(
     request: Request, max_bytes: int, grow: Callable[[int], None] = lambda _: None, timeout_s: float = BODY_TIMEOUT_S
 ) -> bytes:
-    """Return the body. Raises RequestTooLarge as soon as more than ``max_bytes`` are announced or seen.
+    """Return the body. ``grow`` hears of bytes before they are kept: all that are announced, or each part.
 
-    Raises RequestTimeout when it stops for ``timeout_s``, or falls behind ``MIN_BODY_BYTES_PER_S`` by as much.
-    ``grow`` is told of bytes before they are kept: of all that are announced, or of each part.
+    Raises RequestTooLarge as soon as that is known, and RequestTimeout when the body stops for ``timeout_s``, or falls
+    behind ``MIN_BODY_BYTES_PER_S`` by as much.
     """
     too_large = RequestTooLarge(f"The request body is over the limit of {max_bytes} bytes; send a shorter prompt.")
     announced = request.headers.get("content-length", "")
@@ -81,10 +81,7 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
 
 
 def error_headers(error: WarmpathError) -> dict[str, str]:
-    """Return ``Retry-After`` (whole seconds, at least 1) where the error has one.
-
-    The connection ends with a request that did not arrive: its rest could come for ever.
-    """
+    """Return ``Retry-After`` (whole seconds, from 1); a request that did not arrive ends its connection, too."""
     headers = {"connection": "close"} if isinstance(error, RequestTimeout) else {}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
@@ -93,10 +90,9 @@ def error_headers(error: WarmpathError) -> dict[str, str]:
 
 @asynccontextmanager
 async def until_disconnect(request: Request) -> AsyncIterator[None]:
-    """Cancel the block when the client goes away; ClientDisconnect leaves it then.
+    """Cancel the block when the client goes away; ClientDisconnect leaves it then. The body must have been read.
 
-    The body must have been read: afterwards the only message a server sends is the disconnect. The block runs in the
-    caller's own task, as under ``asyncio.timeout``: what it has made is never lost on the way to whoever closes it.
+    The block runs in the caller's own task, so nothing that it has made is lost on the way to a closer.
     """
     task = asyncio.current_task()
     assert task is not None

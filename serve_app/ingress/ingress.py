@@ -99,8 +99,5 @@ class Ingress:
 
 
 def do_without_torch() -> None:
-    """Have transformers see no torch in this process, unless it is there already.
-
-    An ingress takes only a tokenizer from transformers, which otherwise loads torch for it: 200 MB and seconds.
-    """
+    """Hide torch from transformers, unless it is loaded: a tokenizer alone needs no 200 MB and seconds of it."""
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # Python's own way to say "not to be found"

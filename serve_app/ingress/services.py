@@ -50,10 +50,9 @@ BODIES = 8
 
 @dataclass(slots=True)
 class Services:
-    """The parts of one ingress. ``name``: its replica's id; ``base_model``: the served model as clients see it.
+    """The parts of one ingress. ``base_model``: as clients see it. ``config``: the settings in force.
 
-    ``config``: the settings in force, which ``configure`` replaces. ``connecting``: is done once replicas and ingresses
-    answer. ``refused_settings``: why the newest are not in force.
+    ``connecting`` is done once replicas and ingresses answer. ``refused_settings``: why the newest are not in force.
     """
 
     config: AppConfig
@@ -101,10 +100,7 @@ class Services:
         self.preparer.configure(limits_of(config, self.base_model["max_model_len"]))
 
     def ready(self) -> bool:
-        """Whether a request can be answered, and be routed knowing what every replica's cache holds.
-
-        Replicas that join later do not take it back: only a router that knew none of the caches would scatter prompts.
-        """
+        """Whether a request can be answered, and routed: every cache was known once. Later replicas change nothing."""
         if not self._synced and self.connecting.done():
             self._synced = self.core.knows_every_cache
         return self._synced and bool(self.core.replica_ids)

@@ -1,8 +1,6 @@
-"""An ingress' event stream: hears of each first token, looks at replicas and prefixes once a second, tells watchers.
+"""An ingress' event stream: each first token; replicas, prefixes and other ingresses' decisions once a second.
 
-With nobody watching nothing is made and nothing runs but the table of prefixes. Who watches here sees what the other
-ingresses decide, too: they are asked once a second, and keep their latest events for ``LEASE_S`` more. All calls are
-of one event loop.
+With nobody watching nothing runs but the table of prefixes. All calls are of one event loop.
 """
 
 from __future__ import annotations
@@ -71,9 +69,8 @@ class _Seen:
 class Live:
     """What one ingress' watchers see. ``viewer`` is a tenant's name, None an operator.
 
-    ``name``: this ingress; ``about``: of the instance, for snapshots (model, engine, ...); ``read_board``: returns
-    notices by kind, and blocks; ``ingresses``: calls a method of every ingress, this one too, returns nothing where
-    there is no other; ``count_dropped`` is called with numbers of events.
+    ``about``: of the instance, for snapshots; ``read_board``: returns notices by kind, and blocks; ``ingresses``: calls
+    a method of every ingress, returns [] where there is no other; ``count_dropped`` hears numbers of events.
     """
 
     def __init__(
@@ -199,10 +196,7 @@ class Live:
                 watcher.end("stopping")
 
     def recent(self, numbers: Mapping[str, int]) -> Batch:
-        """Tell another ingress what is new here, and keep what comes for it for a while.
-
-        ``numbers``: by ingress, of the latest event that it knows.
-        """
+        """Return the news since ``numbers`` (by ingress), and keep what comes next for the ingress that asks."""
         self._leased_until_s = time.monotonic() + LEASE_S
         self._learn_rates(self._core.state())
         new = min(self._number - numbers.get(self._name, self._number), len(self._kept))

@@ -67,10 +67,7 @@ def _row(tenant: str, key: bytes, node: Node, size: int, held_tokens: Mapping[st
 
 
 def shown(sources: Iterable[Rows], viewer: str | None) -> dict[str, NodeRow]:
-    """Return the rows that a viewer sees, merged, by id: those used last, never a node without its parent.
-
-    ``sources``: rows by ingress. ``viewer``: a tenant's name, None for an operator.
-    """
+    """Return the rows that a viewer (None: an operator) sees, merged, by id: the latest, no node without its parent."""
     merged: dict[str, NodeRow] = {}
     for rows in sources:
         for (tenant, name), row in rows.items():

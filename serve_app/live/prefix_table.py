@@ -1,8 +1,6 @@
 """Which prefixes tenants' prompts began with: public prompt, system prompt, conversation; counts, never text.
 
-A node is named by the hash of its last whole block. Each tenant has its own room, the least recently used node goes
-first: what a tenant is shown does not depend on what others send. Always kept, so that whoever begins to watch sees
-what was there before: it costs a few dictionary operations a request. Not thread-safe.
+Each tenant has its own room: what it is shown does not depend on others. Always kept. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -22,9 +20,6 @@ MAX_TENANT_NODES = 1024
 MAX_TENANT_BYTES = 8 << 20
 MAX_BYTES = 32 << 20
 """Of the hashes of all tenants' nodes; each has an equal part."""
-
-NODE_BYTES = 512
-"""What a node takes beside its hashes."""
 
 FIRST_BLOCKS = 4
 """A conversation is known again by its first blocks: its later prompts begin as the earlier ones did."""
@@ -49,8 +44,8 @@ class Node:
 
     @property
     def bytes(self) -> int:
-        """What it takes, about."""
-        return len(self.chain) + NODE_BYTES
+        """What it takes, about: its hashes, and 512 bytes beside them."""
+        return len(self.chain) + 512
 
 
 class TenantPrefixes:
@@ -106,8 +101,7 @@ class PrefixTable:
     ) -> bytes:
         """Note a generation whose first token came, and return the key of its deepest node, b"" for none.
 
-        ``chain``: the prompt's block hashes; ``label``: the registered prompt that it begins with; ``pinned``: whether
-        a save of its system prompt is kept.
+        ``label``: the registered prompt that it begins with; ``pinned``: whether a save of its system prompt is kept.
         """
         tenants = max(1, self.tenants())
         room = self.rooms.setdefault(tenant, TenantPrefixes())

@@ -1,8 +1,4 @@
-"""What one viewer sees: a picture that changes, told to its watchers as a snapshot and then as differences.
-
-All that decides who may see what is here: an operator sees all, a tenant its own part. The words are those of
-docs/live.md.
-"""
+"""One viewer's picture, told as a snapshot, then as differences (docs/live.md). All rights to see are decided here."""
 
 from __future__ import annotations
 

@@ -25,11 +25,7 @@ class Event(NamedTuple):
 
 
 class Watcher:
-    """What waits to be sent to one stream.
-
-    ``dropped``: events that were given up because it is too slow; ``ended``: why nothing more comes. ``limit``: the
-    time that its stream has, where it has begun.
-    """
+    """The queue of one stream. ``dropped``: lost events. ``ended``: why no more come. ``limit``: its timeout."""
 
     def __init__(self) -> None:
         self.dropped = 0

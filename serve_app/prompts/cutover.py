@@ -1,7 +1,4 @@
-"""Which version of a prompt its name alone means. Kept in a file.
-
-Knows no texts and no requests. Of two states the higher one counts, so that all ingresses end with the same.
-"""
+"""Which version of a prompt its name alone means, kept in a file. Of two states all ingresses take the higher one."""
 
 from __future__ import annotations
 
@@ -15,8 +12,6 @@ from serve_app.errors import InvalidRequest
 from serve_app.prompts.lock import PromptError, read_bounded, write_atomically
 
 STATE = "promotions.json"
-
-_MAX_STATE_BYTES = 1 << 20
 
 
 class Cutover(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -69,7 +64,7 @@ def read_cutovers(directory: Path) -> Cutovers:
     """Return what was written last; nothing is promoted where there is no file. Raises PromptError."""
     file = directory / STATE
     try:
-        return msgspec.json.decode(read_bounded(file, _MAX_STATE_BYTES), type=Cutovers)
+        return msgspec.json.decode(read_bounded(file, 1 << 20), type=Cutovers)
     except FileNotFoundError:
         return Cutovers()
     except (OSError, ValueError) as error:

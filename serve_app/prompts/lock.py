@@ -1,7 +1,4 @@
-"""A directory of registered prompts: `NAME/VERSION.txt`, `prompts.lock` with the SHA-256 of each, and what was locked.
-
-A version never changes. A copy of its bytes, under `.locked/` by digest, is kept to say where a changed file differs.
-"""
+"""A directory of registered prompts: `NAME/VERSION.txt`, `prompts.lock` with each SHA-256, `.locked/` with copies."""
 
 from __future__ import annotations
 
@@ -20,8 +17,6 @@ from serve_app.config.prompts import MAX_PROMPT_BYTES, MAX_PROMPTS, MAX_TOTAL_BY
 LOCK = "prompts.lock"
 COPIES = ".locked"
 
-MAX_LOCK_BYTES = 1 << 20
-_SHOWN_BYTES = 16
 _WORD = re.compile(PROMPT_WORD)
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _HEADER = "# Written by `warmpath prompts add`. A version never changes; its file is checked against this.\n"
@@ -62,7 +57,7 @@ class PromptDirectory:
         if not self._path.is_dir():
             raise PromptError(f"there is no directory {self._path}")
         try:
-            entries = yaml.safe_load(read_bounded(file, MAX_LOCK_BYTES).decode())
+            entries = yaml.safe_load(read_bounded(file, 1 << 20).decode())
             locks = list(_locks_of({} if entries is None else entries))
         except FileNotFoundError:
             return []
@@ -98,10 +93,9 @@ class PromptDirectory:
         return problems
 
     def add(self, ref: str, source: Path | None, tenant: str | None) -> Prompt:
-        """Lock a version: the bytes of ``source``, else of the file that lies at its place.
+        """Lock a version: the bytes of ``source``, else of its file. ``tenant`` None: as other versions, else public.
 
-        ``tenant``: whose alone it is; None: as the name's other versions, public where it is the first. Raises
-        PromptError, also where the version is locked with other bytes: what clients have been given never changes.
+        Raises PromptError, also where other bytes are locked: what clients have been given never changes.
         """
         name, separator, version = ref.partition("@")
         if not separator or not _WORD.fullmatch(name) or not _WORD.fullmatch(version):
@@ -204,7 +198,7 @@ def _digest(raw: bytes) -> str:
 
 
 def _shown(raw: bytes, at: int) -> str:
-    return repr(raw[at : at + _SHOWN_BYTES])[1:] if at < len(raw) else "the end"
+    return repr(raw[at : at + 16])[1:] if at < len(raw) else "the end"
 
 
 def _locks_of(entries: Mapping[str, Any]) -> Iterable[Prompt]:

@@ -1,7 +1,4 @@
-"""Registered prompts: a reference -> the text a tenant gets; the tokens that public ones make public in any prompt.
-
-They come from the settings (``public_prompts``) and from a directory with a lock (``prompts_dir``).
-"""
+"""Registered prompts: a reference -> the text a tenant gets; the tokens that public ones make public in any prompt."""
 
 from __future__ import annotations
 
@@ -31,11 +28,7 @@ class PromptNotFound(NotFound):
 
 
 class Prompts:
-    """All prompts of a deployment, and the formatted texts of the public ones for one tokenizer.
-
-    ``cutovers``: what names alone mean. A chat template may write the date into a system prompt, so they are formatted
-    anew each day.
-    """
+    """All prompts of a deployment, formatted anew each day: templates may write the date. ``cutovers``: of names."""
 
     def __init__(
         self,
@@ -74,18 +67,11 @@ class Prompts:
         return self._tokens.get(ref, 0)
 
     def least_tokens(self, ref: str, block_size: int) -> int:
-        """Return how many cached tokens say that all of a prompt was cached, 0 where it fills no block.
-
-        A block less than its own text fills: its last token may merge with what follows.
-        """
+        """Return how many cached tokens show a whole prompt in the cache: a block less, as the last token may merge."""
         return max(0, self.tokens(ref) // block_size - 1) * block_size
 
     def find(self, ref: str, tenant: str = "") -> Prompt:
-        """Return the prompt that a tenant means by NAME@VERSION or NAME.
-
-        Raises InvalidRequest for what is no reference, and PromptNotFound, for one that is unknown and for one that is
-        another tenant's in the same words.
-        """
+        """Return what a tenant means by NAME@VERSION or NAME. Raises InvalidRequest, and PromptNotFound."""
         name, separator, version = ref.partition("@")
         if not name or (separator and not version):
             raise InvalidRequest(
@@ -113,10 +99,7 @@ class Prompts:
         configs: Sequence[PublicPromptConfig] | None = None,
         locked: Sequence[Prompt] | None = None,
     ) -> None:
-        """Register these prompts in the place of those from the same source; answers under way keep what they have.
-
-        Raises PromptError where two have the same reference, or one that is in use is gone; then nothing changes.
-        """
+        """Register these in place of those from the same source. Raises PromptError, and changes nothing then."""
         async with self._lock:
             now = (
                 tuple(self._configs if configs is None else configs),
@@ -129,10 +112,7 @@ class Prompts:
                 self._configs, self._locked = now
 
     def switch(self, cutovers: Cutovers) -> bool:
-        """Let names mean what a newer state says, from the next request on; False for one that is no newer.
-
-        Raises PromptError where it names a version that is not here.
-        """
+        """Go by a newer state from the next request on; False for an older one. Raises PromptError."""
         if not cutovers.newer_than(self.cutovers):
             return False
         cutovers.check({prompt.ref for prompt in self._locked})

@@ -1,7 +1,4 @@
-"""How each version of a prompt is used: how much of it is reused, and in which ways it is asked for.
-
-One ingress' view since it started, in bounded memory; knows no texts. ``merged`` puts several ingresses' together.
-"""
+"""How each version of a prompt is used at one ingress since its start, in bounded memory."""
 
 from __future__ import annotations
 
@@ -12,14 +9,9 @@ from typing import Any, NamedTuple
 
 from router.protocol.samples import Sample
 
-_USES = 16
-
 
 class Use(NamedTuple):
-    """A way to ask for a prompt, under which its KV lies apart from that of others.
-
-    ``tenant``: who did so last; ``chat``: through the chat template, else as bare text.
-    """
+    """A way to ask for a prompt, with KV of its own. ``tenant``: the latest. ``chat``: by the template, or as text."""
 
     tenant: str
     model: str
@@ -50,10 +42,7 @@ class Figures(NamedTuple):
 
 
 class PromptTraffic:
-    """What came to one ingress, by NAME@VERSION.
-
-    ``least_tokens``: how many cached tokens say that all of a version was cached.
-    """
+    """What came to one ingress, by NAME@VERSION. ``least_tokens``: cached ones that say all of a version was cached."""
 
     def __init__(self, least_tokens: Callable[[str], int] = lambda _: 1) -> None:
         self._least_tokens = least_tokens
@@ -72,7 +61,7 @@ class PromptTraffic:
         way = use._replace(tenant="", cache_salt=None) if public else use
         uses[way] = use
         uses.move_to_end(way)
-        if len(uses) > _USES:
+        if len(uses) > 16:
             uses.popitem(last=False)
 
     def report(self) -> tuple[dict[str, Figures], dict[str, list[Use]]]:

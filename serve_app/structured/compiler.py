@@ -1,8 +1,4 @@
-"""Grammars become llguidance's, compiled for one tokenizer, within limits that keep a hostile one from costing more.
-
-Owns the limits and how a grammar's error is told. Compiling may take a tenth of a second: it is for threads, and lets
-others run meanwhile.
-"""
+"""Grammars become llguidance's, compiled for one tokenizer, with limits for hostile ones. Compiling is for threads."""
 
 from __future__ import annotations
 
@@ -18,16 +14,8 @@ from serve_app.structured.grammar import Grammar
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-_SAID_CHARS = 200
-
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 """Between two parts of JSON: a model that likes it too much would write nothing else."""
-
-_NOTHING_MATCHES = ("NoExtension", "NoExtensionBias")
-
-_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
-_SCHEMAS = ("items", "additionalProperties")
-_LISTED_SCHEMAS = ("anyOf", "allOf", "oneOf", "prefixItems")
 
 _SEARCHED = 200
 """Parts of a schema that are tried to find the one that is wrong."""
@@ -42,8 +30,7 @@ class GrammarError(ValueError):
 class GrammarCompiler:
     """Compiles grammars for one tokenizer (any thread). llguidance is imported, and the tokenizer read, at the first.
 
-    ``path``: a checkpoint with a fast tokenizer. ``vocab_size``: ids of the model. ``end_token_ids``: what ends an
-    answer, one at least.
+    ``path``: a checkpoint with a fast tokenizer. ``end_token_ids``: the ends of an answer, one at least.
     """
 
     def __init__(self, path: Path, vocab_size: int, end_token_ids: Sequence[int]) -> None:
@@ -133,11 +120,11 @@ def llguidance_form(grammar: Grammar) -> str:
 
 def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the schemas that are directly in a schema, with their paths."""
-    named: list[tuple[str, Any]] = [(name, schema.get(name)) for name in _SCHEMAS]
-    for keyword in _SCHEMAS_BY_NAME:
+    named: list[tuple[str, Any]] = [(name, schema.get(name)) for name in ("items", "additionalProperties")]
+    for keyword in ("properties", "patternProperties", "$defs", "definitions"):
         inner = schema.get(keyword)
         named += [(f"{keyword}.{name}", part) for name, part in inner.items()] if isinstance(inner, dict) else []
-    for keyword in _LISTED_SCHEMAS:
+    for keyword in ("anyOf", "allOf", "oneOf", "prefixItems"):
         inner = schema.get(keyword)
         named += [(f"{keyword}[{i}]", part) for i, part in enumerate(inner)] if isinstance(inner, list) else []
     return ((path, part) for path, part in named if isinstance(part, dict))
@@ -146,8 +133,8 @@ def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 def _said(error: str) -> str:
     """Return what llguidance says in one line, cut."""
     lines = [line.strip() for line in error.splitlines() if line.strip()]
-    if not lines or lines[0] in _NOTHING_MATCHES:
+    if not lines or lines[0] in ("NoExtension", "NoExtensionBias"):
         return "nothing matches it"
     # A regular expression's error is shown in several lines, of which the last says what it is.
     reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
-    return reason[:_SAID_CHARS]
+    return reason[:200]

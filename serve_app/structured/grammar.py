@@ -1,8 +1,4 @@
-"""Grammars as requests name them: JSON schemas, regular expressions, choices, Lark or GBNF texts.
-
-Owns their bounds, and the sentence that says what is wrong with one. Whether a grammar is valid is for ``Grammars`` to
-say; making one costs no more than its text.
-"""
+"""Grammars as requests name them: their kinds, their bounds, and errors about both. Validity is found elsewhere."""
 
 from __future__ import annotations
 
@@ -20,8 +16,6 @@ MAX_GRAMMAR_DEPTH = 64
 """Levels of objects, lists and brackets: whoever reads a grammar does so recursively."""
 MAX_CHOICES = 1024
 
-GrammarKind = Literal["json", "regex", "choice", "grammar"]
-
 _encode = msgspec.json.Encoder().encode
 
 
@@ -32,7 +26,7 @@ class Grammar:
     ``field``: the request's field that it comes from, which errors name. Properties come in the schema's order.
     """
 
-    kind: GrammarKind
+    kind: Literal["json", "regex", "choice", "grammar"]
     text: str
     field: str
 

@@ -1,8 +1,4 @@
-"""One answer's place in a grammar, told from its token ids alone.
-
-Owns the compiled grammars of one replica, the last used ones. Where an answer stands is never sent: whoever goes on
-with it reads its tokens again.
-"""
+"""One answer's place in a grammar, told from its token ids alone; and the latest compiled grammars of a replica."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from router.protocol.block_hash import TokenArray
+from router.protocol.block_hash import TokenArray, common_tokens
 from serve_app.structured.compiler import GrammarCompiler, GrammarError
 
 if TYPE_CHECKING:
@@ -26,15 +22,14 @@ MAX_COMPILED = 64
 SPENT_AT_FIRST_S, SPENT_A_TOKEN_S = 0.05, 0.001
 """Of a core, what one answer's grammar may take in all, for every step waits for it; honest ones take 25 us a token."""
 
-
 _NOTHING: TokenArray = np.empty(0, dtype=np.int32)
 
 
 class AnswerMatcher:
     """Which tokens may come next in one answer; satisfies the engine's ``TokenMatcher``.
 
-    ``clock``: CPU seconds of this thread, so that a busy machine ends no answer. ``text``: the grammar, in llguidance's
-    form, for an engine whose steps run in another process.
+    ``clock``: CPU seconds of this thread, for a busy machine must end no answer. ``text``: the grammar, for an engine
+    with steps in another process.
     """
 
     def __init__(self, compiled: LLMatcher, clock: Callable[[], float] = time.thread_time, *, text: str = "") -> None:
@@ -56,7 +51,7 @@ class AnswerMatcher:
 
     def _read_on(self, answer: TokenArray) -> tuple[NDArray[np.uint8] | None, int]:
         """Return what is allowed, and for how many tokens that was work: those that were read, one at least."""
-        same = _common(self._read, answer)
+        same = common_tokens(self._read, answer)
         if same < len(self._read) and not self._matcher.rollback(len(self._read) - same):
             self._restart()
             same = 0
@@ -73,13 +68,6 @@ class AnswerMatcher:
     def _restart(self) -> None:
         self._matcher = self._compiled.deep_copy()
         self._read = _NOTHING
-
-
-def _common(read: TokenArray, answer: TokenArray) -> int:
-    """Return how many leading tokens are the same."""
-    shorter = min(len(read), len(answer))
-    different = np.flatnonzero(read[:shorter] != answer[:shorter])
-    return int(different[0]) if len(different) else shorter
 
 
 class Matchers:

@@ -14,8 +14,8 @@ from jinja2.exceptions import TemplateError
 from serve_app.errors import InvalidRequest
 
 _WORD = re.compile(r"\w+")
-_USERS_WORDS = {"role": "user", "content": "\ue000\ue001\ue000"}
-"""Characters for private use, which no template has."""
+OTHER_WORDS: Mapping[str, Any] = {"role": "user", "content": "\ue000\ue001\ue000"}
+"""Characters for private use, which no template and no conversation has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +58,10 @@ class ChatTemplate:
     ) -> RenderedPrompt:
         """Return a conversation as the model reads it; ``kwargs``: more variables of the template.
 
-        ``continue_final_message``: nothing of the template follows the last message, which the answer goes on with.
-
-        ``system_text`` is the template applied to the leading system messages alone, as far as it is a prefix of
-        the whole ("" without a system message, or if the template refuses it). With ``tools`` it is what comes before
-        the first message that is no system message, for templates write tools before, after or in the place of
-        a system prompt. Raises InvalidRequest when there is no template, or the template refuses the messages.
+        ``continue_final_message``: nothing of the template follows the last message. ``system_text``: the template
+        applied to the leading system messages alone, as far as the whole begins with it, "" for none. With ``tools`` it
+        is all text before the first other message, as templates write tools before, after or in place of a system
+        prompt. Raises InvalidRequest for no template, or for messages that it refuses.
         """
         if not self._tokenizer.chat_template:
             raise InvalidRequest(
@@ -79,11 +77,11 @@ class ChatTemplate:
         if not leading and not tools:
             return RenderedPrompt(text, "")
         try:
-            probe = self._apply([*leading, _USERS_WORDS] if tools else leading, False, kwargs, tools)
+            probe = self._apply([*leading, OTHER_WORDS] if tools else leading, False, kwargs, tools)
         except InvalidRequest:
             return RenderedPrompt(text, "")
         if tools:
-            before, marker, _ = probe.partition(_USERS_WORDS["content"])
+            before, marker, _ = probe.partition(OTHER_WORDS["content"])
             return RenderedPrompt(text, before if marker and text.startswith(before) else "")
         if not text.startswith(probe):
             equal = takewhile(lambda pair: pair[0] == pair[1], zip(text, probe, strict=False))

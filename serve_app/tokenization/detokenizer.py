@@ -1,7 +1,4 @@
-"""Tokens to text while they arrive, and where the text must stop.
-
-Detokenization never shows half a character, and the search for stop strings never a piece of one.
-"""
+"""Tokens to text while they arrive, never half a character; and where the text must stop."""
 
 from __future__ import annotations
 
@@ -83,12 +80,9 @@ class TokenTexts:
 class Detokenizer:
     """Detokenizes one answer. Everything pushed, then ``flush``, concatenates to the decoding of all its ids.
 
-    Byte-level BPE (Llama 3, Qwen, the demo model): exact and constant work a token. Other tokenizers: a window of
-    the tokens since the last text, so spaces come out as in the whole (sentencepiece drops the first one). There,
-    a run of byte tokens is shown as soon as it is valid UTF-8; only a run that later turns invalid, or looks
-    unfinished for ``MAX_HELD_TOKENS``, can differ from the decoding of the whole.
-
-    ``shown``: special tokens that are text too, where others are left out.
+    Byte-level BPE (Llama 3, Qwen, the demo model): exact and constant work a token. Others: a window of the tokens
+    since the last text, as sentencepiece drops a first space. There a run of byte tokens may differ if it turns
+    invalid, or looks unfinished for ``MAX_HELD_TOKENS``. ``shown``: special tokens that are text too.
     """
 
     def __init__(self, texts: TokenTexts, shown: Mapping[int, str] | None = None) -> None:
@@ -140,10 +134,9 @@ class Detokenizer:
 
 
 class StopChecker:
-    """Ends a text before the first stop string in it, however the text is cut into pieces.
+    """Ends a text before the stop string that is complete first (of two the longer), however the text is cut.
 
-    First means the one that is complete first; of two complete at the same character, the longer. ``include``: the text
-    ends behind it. ``found``: the stop string that ended it, "" before.
+    ``include``: the text ends behind it. ``found``: the stop string that ended it, "" before.
     """
 
     def __init__(self, stop: tuple[str, ...], *, include: bool = False) -> None:
@@ -158,10 +151,7 @@ class StopChecker:
         self.found = ""
 
     def push(self, text: str, *, early: bool = False) -> tuple[str, bool]:
-        """Return (text that is safe to show, whether a stop string was found); nothing is shown after one.
-
-        ``early``: no stop string counts that is complete within this text.
-        """
+        """Return (text to show, whether a stop string was found). ``early``: none counts that ends in this text."""
         if not self._stop or self._stopped:
             return ("" if self._stopped else text), self._stopped
         seen = self._held + text

@@ -1,7 +1,4 @@
-"""What the tokenizer remembers of conversations, segment by segment: token ids and block hashes; and what is public.
-
-Whoever makes the keys decides who shares what. Callers hold ``lock``, once around all calls of a look-up.
-"""
+"""Known segments of conversations, with token ids and block hashes; public tokens. Callers hold ``lock``."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from threading import Lock
 
 import numpy as np
 
-from router.protocol.block_hash import TokenArray
+from router.protocol.block_hash import TokenArray, common_tokens
 
 ENTRY_BYTES = 320
 """Charged for a segment besides ids and hashes: key, array, entry and bytes objects, table slot (CPython 3.11)."""
@@ -83,10 +80,7 @@ class SegmentCache:
 
 
 class PublicTokens:
-    """Which leading tokens of a prompt are public: those that a registered prompt begins with too.
-
-    Never changes; whoever remembers what followed from one keeps it apart by ``generation``, another for every index.
-    """
+    """Which leading tokens of a prompt are public. Never changes; ``generation`` keeps apart what followed from it."""
 
     def __init__(self, prompts: Iterable[TokenArray] = (), generation: int = 0) -> None:
         self._prompts = [np.array(ids, dtype=np.int32) for ids in prompts]
@@ -99,11 +93,3 @@ class PublicTokens:
             if public < min(len(prompt), len(token_ids)) and prompt[public] == token_ids[public]:
                 public = max(public, common_tokens(token_ids, prompt))
         return public
-
-
-def common_tokens(left: TokenArray, right: TokenArray) -> int:
-    """Return how many leading tokens two sequences have in common."""
-    length = min(len(left), len(right))
-    differs = left[:length] != right[:length]
-    first = int(differs.argmax()) if length else 0
-    return first if length and differs[first] else length

@@ -1,8 +1,4 @@
-"""What is known of a tokenizer: where a text can be cut so that its parts tokenize alone exactly as they do together.
-
-The rule: before an added token that the tokenizer splits off raw text first. For some tokenizers no cut is exact. And
-how much text one token can stand for: a text that is longer than all of a model's tokens needs no tokenizing.
-"""
+"""Where a text can be cut so that its parts tokenize alone as together; how much text one token can stand for."""
 
 from __future__ import annotations
 
@@ -18,19 +14,17 @@ from tokenizers.pre_tokenizers import ByteLevel
 MIN_SEGMENT_BYTES = 1024
 """A segment closes at the first added token after this many bytes: short turns share one segment."""
 
-_NFC_SHRINKS = 4
-"""Composing at most thirds a text (three Hangul letters of three bytes become one); one more for safety."""
-_SHRINKS = {"NFC": _NFC_SHRINKS, "NFD": 1, "Prepend": 1, "Replace": 1, "ByteLevel": 1}
+# NFC at most thirds a text (three Hangul letters of three bytes become one); one more for safety.
+_SHRINKS = {"NFC": 4, "NFD": 1, "Prepend": 1, "Replace": 1, "ByteLevel": 1}
 _SPLITTERS = frozenset(("ByteLevel", "Split", "Digits", "Metaspace", "Punctuation"))
 
 
 class Segmenter:
     """Cuts text before added tokens. ``exact`` is False where that would change the ids: then nothing is cut.
 
-    tokenizers splits raw text at the added tokens with ``normalized=False`` (leftmost, longest match) before
-    anything else, and normalizes, pre-tokenizes and merges each part alone. So a cut at such a token changes
-    nothing, unless a token swallows its neighbourhood (``lstrip``, ``rstrip``, ``single_word``), special tokens
-    are not split at all, or the pre-tokenizer treats the very first part otherwise (Metaspace "first").
+    Raw text is split at added tokens with ``normalized=False`` before anything else, and each part is tokenized alone.
+    Not so: tokens that swallow their neighbourhood (``lstrip``, ``rstrip``, ``single_word``), special tokens that are
+    not split, a pre-tokenizer that treats the first part otherwise (Metaspace "first").
     Source: AddedVocabulary.extract_and_normalize and Metaspace in the tokenizers crate.
     """
 
@@ -91,8 +85,7 @@ def _agrees(tokenizer: Tokenizer, contents: list[str]) -> bool:
 def longest_token_chars(tokenizer: Tokenizer) -> int | None:
     """Return the most characters that one token can stand for; None where nothing is known to bound it.
 
-    Known are byte-level BPE and BPE with byte fallback whose normalizer and pre-tokenizer drop nothing. Everywhere else
-    a token may stand for any length: an unknown word, a swallowed neighbourhood, text that is left out.
+    Known are byte-level BPE, and BPE with byte fallback, with a normalizer and a pre-tokenizer that drop nothing.
     """
     model = component_state(tokenizer.model) or {}
     splitters = list(_parts(component_state(tokenizer.pre_tokenizer)))

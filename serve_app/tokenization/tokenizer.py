@@ -1,8 +1,7 @@
 """Text to token ids and block hashes: a conversation whose history is known costs hashing, not tokenizing.
 
-Owns the checkpoint's tokenizer and SegmentCache. A segment's key is of all text up to its end, under the scope root: it
-holds no KV, but a hit is faster than a miss, and no tenant may learn by timing what another sent. Keys are
-xxh3_128 with a seed of this process, so they are neither stable nor predictable outside it.
+A segment's key is of all text up to its end, under the scope root: a hit is faster than a miss, and no tenant may learn
+by timing what another sent. Keys are xxh3_128 with a seed of this process, not predictable outside it.
 """
 
 from __future__ import annotations
@@ -66,8 +65,7 @@ class _Lookup:
 class PromptTokenizer:
     """The tokenizer of one checkpoint, safe to use from many threads and one event loop.
 
-    ``cache_bytes`` bounds what is remembered; ``block_size`` is the deployment's. ``workers``: threads for what would
-    hold up the loop, in turns of tenants. ``longest_token_chars``: see there.
+    ``cache_bytes`` bounds its memory. ``workers``: threads for long texts, in turns of tenants.
     """
 
     def __init__(
@@ -95,7 +93,6 @@ class PromptTokenizer:
         vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self.template = ChatTemplate(self._tokenizer)
-        """The checkpoint's own chat template."""
         self.longest_token_chars = longest_token_chars(backend)
         self._workers = workers or FairWorkers(Shares({}))
         self._in_flight: dict[bytes, asyncio.Future[None]] = {}
@@ -117,10 +114,9 @@ class PromptTokenizer:
     def encode(
         self, text: str, root: bytes, *, public_root: bytes = b"", add_special_tokens: bool = False
     ) -> EncodedPrompt:
-        """Tokenize ``text`` and hash its full blocks under the scope root; equal to doing both from nothing.
+        """Tokenize ``text`` and hash its full blocks under the scope root. Raises InvalidRequest on a lone surrogate.
 
-        With a ``public_root``, blocks wholly inside a public prompt hang under that one. ``add_special_tokens``: what
-        the tokenizer puts around a bare text. Raises InvalidRequest on a lone surrogate.
+        ``public_root``: of blocks wholly inside a public prompt. ``add_special_tokens``: those around a bare text.
         """
         return self._complete(self._look_up(text, root, public_root, add_special_tokens), add_special_tokens)
 
@@ -215,7 +211,9 @@ class PromptTokenizer:
         spans = list(zip([0, *ends], ends, strict=False))
         generation = b"%d" % public.generation if public_root else b""
         kind = b"with special tokens" if add_special_tokens else b""
-        so_far = xxhash.xxh3_128(_key_prefix(root, kind, generation, public_root), self._seed)
+        # With their lengths first: a text that follows can say nothing that one of the fields says.
+        fields = (len(field).to_bytes(4, "little") + field for field in (root, kind, generation, public_root))
+        so_far = xxhash.xxh3_128(b"".join(fields), self._seed)
         for start, end in spans:
             so_far.update(memoryview(raw)[start:end])
             keys.append(so_far.digest())
@@ -256,8 +254,3 @@ class PromptTokenizer:
         if len(suffix):
             chain += next_hashes_to(len(token_ids))
         return EncodedPrompt(token_ids, bytes(chain), public_blocks)
-
-
-def _key_prefix(*fields: bytes) -> bytes:
-    """Return what a key begins with: a text that follows can say nothing that one of the fields says."""
-    return b"".join(len(field).to_bytes(4, "little") + field for field in fields)

@@ -1,7 +1,4 @@
-"""Anthropic's system prompt, messages and blocks -> messages as templates read them, and its cache breakpoints.
-
-Owns the rules of ``cache_control``: how many breakpoints, in which order, on what.
-"""
+"""Anthropic's system prompt, messages and blocks -> templates' messages, and the rules of ``cache_control``."""
 
 from __future__ import annotations
 
@@ -24,14 +21,12 @@ _FIELDS = {
     "tool_result": frozenset({"type", "tool_use_id", "content", "is_error", "cache_control"}),
 }
 BLOCK_FIELDS = tuple(f"messages[].content[].{name}" for name in sorted(frozenset().union(*_FIELDS.values())))
-_UNSHOWN = frozenset({"thinking", "redacted_thinking"})
 
 
 class Conversation:
     """A conversation that is read block by block: tools, then the system prompt, then messages.
 
-    ``messages``: as templates read them. ``breakpoints``: places up to which to keep KV. ``ignored``: paths of fields
-    that nothing reads.
+    ``breakpoints``: places up to which to keep KV. ``ignored``: paths of fields that nothing reads.
     """
 
     def __init__(self) -> None:
@@ -93,7 +88,7 @@ class Conversation:
 
     def _add_block(self, role: str, block: Any, path: str, began: int) -> None:
         kind = _kind(block, path)
-        if kind in _UNSHOWN:
+        if kind in ("thinking", "redacted_thinking"):
             return  # no model here wrote it, and no template has a place for it
         allowed = {"user": ("text", "tool_result"), "assistant": ("text", "tool_use"), "system": ("text",)}[role]
         if kind not in allowed:

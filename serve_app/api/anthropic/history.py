@@ -1,7 +1,6 @@
-"""Why a prompt's prefix could not be read from the cache: what a request was compared with what an earlier one was.
+"""Why a prompt's prefix could not be read from the cache: a request compared with an earlier one of its tenant.
 
-Remembers digests under a key of this process, never texts, of each tenant's latest messages, by id. Answers before the
-first token, from the request alone; ``serve_app/cache_diagnostics/`` says after it which token differs.
+Remembers digests under a key of this process, never texts; knows the request alone, before the first token.
 """
 
 from __future__ import annotations

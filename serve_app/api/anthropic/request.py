@@ -17,8 +17,6 @@ from serve_app.api.request import ChatRequest, ToolUse
 from serve_app.errors import InvalidRequest
 from serve_app.structured.grammar import Grammar
 
-NOT_THINKING = {"type": "disabled"}
-
 Control = Annotated[Any, Field(description='{"type": "ephemeral"}, with a ttl of "5m" or "1h"')]
 
 
@@ -75,7 +73,7 @@ class CountTokensBody(JsonBody):
         "stop_sequences": 1 << 10, "metadata": 1 << 10,
     }  # fmt: skip
     refused: ClassVar[Refused] = {
-        "thinking": (NOT_THINKING,),
+        "thinking": ({"type": "disabled"},),
         "container": (),
         "mcp_servers": ([],),
         "context_management": ({},),

@@ -1,7 +1,4 @@
-"""The messages of a chat in OpenAI's shape -> messages as templates read them: text, calls and their results.
-
-Owns which fields of a message are read. A field that nothing reads is told by its path.
-"""
+"""The messages of a chat in OpenAI's shape -> messages as templates read them: text, calls and their results."""
 
 from __future__ import annotations
 

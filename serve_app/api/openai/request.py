@@ -1,7 +1,6 @@
 """OpenAI's request bodies (chat completions, completions) -> ChatRequest, CompletionRequest.
 
-Owns which fields are read, OpenAI's defaults and bounds, and which fields are refused because ignoring them would
-give another answer than the client asked for. Any other field has no effect, and is named as unknown.
+Fields are refused where ignoring them would change the answer. Others that nothing reads are named as unknown.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ INT64 = 2**63
 MAX_CHOICES = 16
 MAX_PROMPTS = 128
 """Bounds prompts, and prompts times ``n``, of one completion request."""
-COMPLETION_MAX_TOKENS = 16
-"""OpenAI's default for completions; a chat has none."""
 
 BOUNDED = {"logit_bias": 1 << 14, "stop_token_ids": 1 << 10, "response_format": 1 << 14, "structured_outputs": 1 << 14}
 
@@ -224,7 +221,7 @@ class CompletionBody(GenerationBody):
         PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
         Must(f"a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of either"),
     ]
-    max_tokens: Tokens = COMPLETION_MAX_TOKENS
+    max_tokens: Tokens = 16  # OpenAI's default; a chat has none
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS), Whole] = Field(
         None, description="tell log-probabilities: of each token, and as many of the likeliest"
     )

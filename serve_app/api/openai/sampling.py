@@ -1,7 +1,4 @@
-"""The fields of OpenAI's and vLLM's bodies that say which tokens may be chosen, and what an answer must look like.
-
-Owns their bounds. What an answer must look like is a ``Grammar`` from here on; whether it is valid is found later.
-"""
+"""The fields of OpenAI's and vLLM's bodies for the choice of tokens, and for the form of an answer."""
 
 from __future__ import annotations
 
@@ -37,7 +34,6 @@ INSTEAD = {f"guided_{kind}": f"structured_outputs.{kind}" for kind in ("json", "
 
 _FORMATS = "text, json_object or json_schema"
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
-
 
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 

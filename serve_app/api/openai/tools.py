@@ -1,7 +1,4 @@
-"""OpenAI's ``tools``, ``tool_choice`` and the calls in an assistant's message -> ToolUse, and what templates read.
-
-Owns the bounds of what a client may offer, for templates and grammars walk through all of it.
-"""
+"""OpenAI's ``tools``, ``tool_choice`` and calls -> ToolUse and templates' tools. Bounded, for all of it is read."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""`warmpath check`: what is wrong with a Serve config file, a RayService or a settings file before it is deployed.
-
-Every mistake has its line, its place and a remedy. Nothing is started, and no cluster is asked;
-checkpoints, adapters and secrets are looked into where they are on this machine, and missed where they are not.
-"""
+"""`warmpath check`: mistakes in a Serve config, a RayService or a settings file, each with line, place and remedy."""
 
 from __future__ import annotations
 
@@ -18,7 +14,6 @@ from serve_app.config.files import rooted
 from serve_app.config.live import BadSettings, Location, app_config, overlaid
 
 IMPORT_PATH = "serve_app.app:build_app"
-DEPLOYMENTS = ("Ingress", "Replica")
 
 
 class Mistake(NamedTuple):
@@ -32,8 +27,7 @@ class Mistake(NamedTuple):
 def mistakes_in(text: str, directory: Path | None = None, *, place_of_run: Place = "elsewhere") -> list[Mistake]:
     """Return what is wrong with a file's text. Raises ValueError where it is not YAML at all.
 
-    ``directory``: where the file lies, and the relative paths of a settings file start. ``place_of_run``: whether what
-    it names is to be on this machine; pods have their own.
+    ``directory``: where relative paths of a settings file start. ``place_of_run``: see ``Place``.
     """
     document = _Document(text)
     values = document.values
@@ -47,10 +41,7 @@ def mistakes_in(text: str, directory: Path | None = None, *, place_of_run: Place
 
 
 class _Document:
-    """Values of a YAML text, and the line of each.
-
-    ``before``: lines of a file in front of the text. ``as_written``: whether its lines are lines of that file.
-    """
+    """Values of a YAML text, with their lines. ``before``: lines before it. ``as_written``: its lines are a file's."""
 
     def __init__(self, text: str, before: int = 0, *, as_written: bool = True) -> None:
         try:
@@ -122,7 +113,7 @@ def _application(document: _Document, place: Location, app: Any, place_of_run: P
     places: dict[str, Location] = {}
     for number, deployment in enumerate(app.get("deployments") or ()):
         name, where = deployment["name"], (*place, "deployments", number)
-        if name in DEPLOYMENTS:
+        if name in ("Ingress", "Replica"):
             user_configs[name], places[name] = deployment.get("user_config") or {}, (*where, "user_config")
         else:
             yield document.mistake((*where, "name"), f"there is no deployment {name!r}; there are Ingress and Replica")

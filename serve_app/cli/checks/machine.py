@@ -1,7 +1,4 @@
-"""What the machine has: the port, memory, room on disks, a GPU.
-
-torch is asked in a process of its own, which takes some seconds and may fail in its own way.
-"""
+"""What the machine has: the port, memory, room on disks, a GPU."""
 
 from __future__ import annotations
 
@@ -34,10 +31,6 @@ _TORCH_WITHIN_S = 180
 _REINSTALL = "pip install --force-reinstall torch"
 _CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # looked at, not written
-_MIN_SHARED_BYTES = 512 << 20
-_MIN_FREE_BYTES = 2 * GIB
-_MIN_FREE_SHARE = 0.05
-"""Ray takes a node whose disk is fuller for a broken one."""
 _OTHER = "or choose another with --port"
 
 
@@ -118,13 +111,13 @@ def room() -> Iterator[Finding]:
     """Whether memory is free, and whether disks have room for Ray's objects, temporary files and models."""
     total = memory_bytes()
     free = min(psutil.virtual_memory().available, total)
-    advice = "two replicas of the default model need 2 GiB: stop something" if free < _MIN_FREE_BYTES else ""
+    advice = "two replicas of the default model need 2 GiB: stop something" if free < 2 * GIB else ""
     yield Finding("memory", f"{_free(free, total)} free", advice)
     if _SHARED_MEMORY.exists():
         shared = shutil.disk_usage(_SHARED_MEMORY)
         advice = "Ray's objects lie there: docker run --shm-size 2g, or free some"
         found = f"{_SHARED_MEMORY}: {_free(shared.free, shared.total)} free"
-        yield Finding("shared memory", found, advice if shared.free < _MIN_SHARED_BYTES else "")
+        yield Finding("shared memory", found, advice if shared.free < 512 << 20 else "")
     temporary = ("temporary files", Path(tempfile.gettempdir()), "TMPDIR")
     for name, directory, variable in (temporary, ("model cache", default_cache_dir(), "XDG_CACHE_HOME")):
         try:
@@ -134,7 +127,7 @@ def room() -> Iterator[Finding]:
             continue
         advice = "free some (logs of ended Rays lie in /tmp/ray): one over 95 % full is a broken node to Ray"
         found = f"{directory}: {_free(usage.free, usage.total)} free"
-        yield Finding(name, found, advice if usage.free < _MIN_FREE_SHARE * usage.total else "")
+        yield Finding(name, found, advice if usage.free < 0.05 * usage.total else "")
 
 
 def _free(free: int, total: int) -> str:
@@ -142,7 +135,7 @@ def _free(free: int, total: int) -> str:
 
 
 def torch() -> Finding:
-    """What torch computes on."""
+    """What torch computes on, asked in a process of its own: that takes some seconds, and may fail in its own way."""
     command = [sys.executable, *path_flags(), "-c", _TORCH]
     try:
         with console.status("asking torch what it computes on"):

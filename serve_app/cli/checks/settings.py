@@ -1,8 +1,4 @@
-"""What of the settings cannot be used, as far as that shows before anything is started.
-
-Asks the functions that replicas and ingresses ask when they start, so the sentences are the same wherever they come.
-Loads no weights; transformers is loaded in a process of its own, for a checkpoint that is none of the built-in ones.
-"""
+"""The settings that cannot be used, as far as that shows before a start, in the words of replicas and ingresses."""
 
 from __future__ import annotations
 
@@ -68,10 +64,7 @@ def with_model(settings: AppConfig, place: Place = "start") -> Iterator[Refusal]
 
 
 def _looks_into(path: Path, place: Place) -> bool:
-    """Return whether a file that the settings name is to be looked into, or missed.
-
-    Relative paths of a Serve config start where some process of Ray will run.
-    """
+    """Return whether to look into a file that the settings name; relative paths of a Serve config start elsewhere."""
     path = path.expanduser()
     return place == "start" or path.exists() or (place == "here" and path.is_absolute())
 

@@ -17,8 +17,6 @@ from serve_app.checkpoints.sources.model_config import model_config
 from serve_app.cli.console import fail
 from serve_app.config.quantities import Bytes
 
-_MEMORIES = (0.25, 0.5, 1, 2, 4, 8)
-"""Rows of the table, as parts of the memory that is asked about."""
 _GOOD_PART = 0.9
 """Of what an unlimited cache hits: what lies above is dear."""
 
@@ -152,7 +150,7 @@ def _advice(good_bytes: int, kv_bytes: int, replicas: int, hit_rate: float) -> s
 
 
 def _sizes(memory_bytes: int) -> list[int]:
-    return [int(memory_bytes * part) for part in _MEMORIES]
+    return [int(memory_bytes * part) for part in (0.25, 0.5, 1, 2, 4, 8)]
 
 
 def _room_sentence(weights_bytes: int, kv_bytes: int, tokens: int) -> str:

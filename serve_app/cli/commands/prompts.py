@@ -1,8 +1,4 @@
-"""`warmpath prompts`: versions of system prompts, locked to the byte.
-
-`add` and `verify` work on a directory. The others ask a running instance, with the key that the environment holds:
-others would see it on a command line.
-"""
+"""`warmpath prompts`: versions of system prompts. Keys come from the environment: a command line would show them."""
 
 from __future__ import annotations
 

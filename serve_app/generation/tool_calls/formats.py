@@ -1,7 +1,6 @@
 """How model families write tool calls: a grammar and an entry of ``FORMATS`` each. Source: vLLM's parsers and names.
 
-What turns out to be no call is text again: all of it that is not a special token. Answers that must call are a JSON
-list of calls, whatever the family.
+Answers that must call are a JSON list of calls, whatever the family.
 """
 
 from __future__ import annotations
@@ -143,10 +142,7 @@ def _mistral_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """One family's format. ``shown``: special tokens that its text needs.
-
-    ``asked_for``: whether a chat template, with the tokenizer's special tokens, asks its model to write it.
-    """
+    """One family's format. ``shown``: special tokens in its text. ``asked_for``: a chat template asks for it."""
 
     grammar: Reading
     shown: frozenset[str] = frozenset()

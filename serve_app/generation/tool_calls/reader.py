@@ -1,8 +1,4 @@
-"""Answers of one model, read with the tool calls in their text, and made whole.
-
-Which format calls have is found in the chat template, or set. Ids of calls are made where the answer is read, so an
-answer that moves to another replica keeps them.
-"""
+"""Answers of one model, read with the tool calls in their text, and made whole."""
 
 from __future__ import annotations
 
@@ -91,9 +87,8 @@ class AnswerReaders:
 class CallReader:
     """Reads the tool calls of one choice. ``calls``: how many have begun.
 
-    However the text is cut, texts and arguments concatenate to the same. White space before the first call is no
-    text: it is shown once text follows, or where no call came at all. Without ``parallel`` the choice ends with its
-    first call.
+    However the text is cut, texts and arguments concatenate to the same. White space before the first call is shown
+    once text follows, or at the end without a call. Without ``parallel`` the choice ends with its first call.
     """
 
     def __init__(self, grammar: Reading, make_id: MakeId, names: frozenset[str], *, parallel: bool = True) -> None:

@@ -1,8 +1,7 @@
 """Text that arrives in pieces, read as if all of it were there; and in it calls as JSON objects.
 
-A grammar is a generator over a ``Source``: it yields what it has read, and None where it needs more text. So nothing
-it yields depends on where the text was cut. JSON is followed by its strings and brackets alone: whether arguments are
-valid is for whoever uses them to see.
+A grammar is a generator over a ``Source``: it yields what it has read, and None where it needs more text. JSON is
+followed by its strings and brackets alone: whoever uses arguments sees whether they are valid.
 """
 
 from __future__ import annotations
@@ -105,9 +104,8 @@ class Source:
 def json_call(source: Source, make_id: MakeId, names: frozenset[str] | None = None) -> Steps[bool]:
     """Read one call; return whether one has begun: if not, nothing was shown of what was read.
 
-    It begins when its name and the opening of its arguments are known, in whatever order they come. ``names``: those
-    that a call may have, None for any. Without arguments they are ``{}``. An object with another key before both
-    is none: an answer that is JSON need not be held back.
+    It begins once its name and the opening of its arguments are known, in any order. ``names``: those that a call may
+    have, None for any. No arguments are ``{}``. An object with another key before both is none.
     """
     begun = False
     name: str | None = None

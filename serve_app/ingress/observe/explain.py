@@ -1,8 +1,4 @@
-"""POST /v1/cache/explain: where a request would go now, and why, without sending it.
-
-Owns the endpoint's own fields, ``tenant`` and ``policy``; the rest of the body is a chat, a completion or a
-response as clients send it. Whoever calls has checked that an operator asks.
-"""
+"""POST /v1/cache/explain: where an operator's request would go now, and why, without sending it."""
 
 from __future__ import annotations
 
@@ -42,10 +38,7 @@ _PARSERS: dict[str, Callable[[bytes], GenerateRequest]] = {
 
 
 async def explanation(body: bytes, core: RoutingCore, preparer: Preparer, tenants: Tenants) -> dict[str, Any]:
-    """Return the document for a request's body; each prompt is explained as if it came alone.
-
-    Raises InvalidRequest, and what the request itself would be refused with.
-    """
+    """Return the document for a body; each prompt is explained as if alone. Raises what the request itself would."""
     asked = ExplainBody.parse(body)
     policies = _policies(asked.policy, core.settings.policy)
     tenant = _tenant(asked.tenant, tenants.by_name)

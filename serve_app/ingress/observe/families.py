@@ -1,7 +1,4 @@
-"""Every metric family that /metrics shows: name, kind, labels, and what it says to whoever looks at a dashboard.
-
-What is not here is not shown: a replica cannot bring families or labels of its own.
-"""
+"""Every metric family that /metrics shows, with its help; a replica cannot bring families or labels of its own."""
 
 from __future__ import annotations
 
@@ -10,10 +7,7 @@ from typing import NamedTuple
 
 
 class Family(NamedTuple):
-    """``name``: as PromQL has it. ``labels``: all that its samples may have, but ``le``.
-
-    ``help``: what it counts or measures, and when it moves; the unit is in the name.
-    """
+    """``name``: as PromQL has it. ``labels``: all but ``le``. ``help``: the subject, and when it moves."""
 
     name: str
     kind: str

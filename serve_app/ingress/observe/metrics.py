@@ -1,8 +1,7 @@
 """Prometheus metrics of one ingress and its router, and the whole app's through the feed.
 
-Replicas' samples arrive as data (``StatsReport``). Every decision of a router is counted three ways in tokens: the best
-any replica held, what the selected one held by the directory, and what it then delivered; their differences are regret:
-the price of load, and of stale hints.
+Every decision is counted in tokens three ways: the best replica's, the selected one's by the directory, and the
+delivered ones. Their differences are regret: the price of load, and of stale hints.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64,
 
 _TELLING = ("tenant", "prompt")
 """Labels that say who is served; a prompt may be one tenant's own."""
-
-_HISTOGRAM_ENDS = ("_bucket", "_sum", "_count")
 
 _Kind = TypeVar("_Kind", Counter, Gauge, Histogram)
 
@@ -155,7 +152,8 @@ def _family_of(sample: Sample) -> Family | None:
     name, labels, _ = sample
     family = FAMILIES.get(name)
     if family is None or family.kind == "histogram":
-        family = next((FAMILIES.get(name.removesuffix(end)) for end in _HISTOGRAM_ENDS if name.endswith(end)), None)
+        ends = ("_bucket", "_sum", "_count")
+        family = next((FAMILIES.get(name.removesuffix(end)) for end in ends if name.endswith(end)), None)
         if family is None or family.kind != "histogram":
             return None
     known = (*family.labels, "le") if family.kind == "histogram" else family.labels

@@ -1,7 +1,4 @@
-"""Cut-over of prompts over HTTP: warm, promote, roll back, at every ingress. The caller has checked who asks.
-
-The directory is read anew by every ingress before anything changes, and each one keeps the state in a file beside it.
-"""
+"""Cut-over of prompts over HTTP: warm, promote, roll back, at every ingress, each with the state in a file."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ class PromptBody(JsonBody):
 
 
 class PromptAdmin:
-    """One ingress' part in what becomes of prompts. ``directory`` None: prompts come from the settings alone.
+    """One ingress' part in changes of prompts. ``directory`` None: all prompts are from the settings.
 
     ``ingresses``: calls a method of every ingress, this one too; returns nothing where there is no other.
     """

@@ -1,7 +1,4 @@
-"""A version's KV is computed where its requests will go, before they come.
-
-Those replicas are the ones that hold another version of the same prompt now; where none does, the router places it.
-"""
+"""A version's KV is computed where its requests will go, before they come: at the holders of another version."""
 
 from __future__ import annotations
 
@@ -38,7 +35,6 @@ HEARD_TIMEOUT_S = 10.0
 PIECE_TOKENS = 256
 """Of a long prompt in one call, at least a block: an eighth of what a step may have by default."""
 
-_POLL_S = 0.01
 _TRIES = 3
 _MAX_VERSIONS = 4
 _WORDS = "Hello"
@@ -70,8 +66,7 @@ class Warmer:
     async def warm(self, prompt: Prompt, uses: Sequence[Use], others: Sequence[str]) -> list[Warm]:
         """Compute a prompt's KV, replica by replica, for each way it is asked for; returns where it is then.
 
-        ``others``: versions whose holders will get this one's requests. Nothing is computed where it is held already.
-        Raises Overloaded where a replica does not hold it in the end, and what a request itself would be refused with.
+        ``others``: versions with holders that will get its requests. Raises Overloaded, and a request's own refusals.
         """
         if not self._least_tokens(prompt.ref):
             return []
@@ -188,5 +183,5 @@ async def _becomes(holds: Callable[[], bool], timeout_s: float) -> bool:
     while not holds():
         if time.monotonic() > deadline_s:
             return False
-        await asyncio.sleep(_POLL_S)
+        await asyncio.sleep(0.01)
     return True

@@ -73,10 +73,7 @@ def _add_docs(application: FastAPI, services: Services) -> None:
 
 
 class _Application(FastAPI):
-    """Counts every HTTP request as an answer under way until all of it was sent; describes bodies, too.
-
-    Of those that handlers read themselves FastAPI knows nothing.
-    """
+    """Counts HTTP requests until all of their answer is sent; describes the bodies that handlers read themselves."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self.state.services.drain.answering() if scope["type"] == "http" else nullcontext():

@@ -21,8 +21,6 @@ from serve_app.live.watcher import Event, Watcher
 
 router = APIRouter(tags=["operations"])
 
-RETRY = b"retry: 2000\n\n"
-HEARTBEAT = b":\n\n"
 HEARTBEAT_S = 5.0
 CHECK_S = 2.0
 """How often a watcher's key is looked at again."""
@@ -80,7 +78,7 @@ class EventStream(StreamingResponse):
             await asyncio.gather(departure, return_exceptions=True)
 
     async def _frames(self) -> AsyncIterator[bytes]:
-        yield RETRY
+        yield b"retry: 2000\n\n"
         watcher, number = self._watcher, 0
         sent_s = checked_s = time.monotonic()
         while watcher.ended is None:
@@ -100,7 +98,7 @@ class EventStream(StreamingResponse):
                 yield b"".join(frames)
             elif now_s - sent_s >= HEARTBEAT_S:
                 sent_s = now_s
-                yield HEARTBEAT
+                yield b":\n\n"  # a comment, which clients pass over
         if watcher.ended != "gone":
             end = encoded({"type": "end", "at_s": round(time.time(), 3), "reason": watcher.ended})
             yield _frame(number, end)

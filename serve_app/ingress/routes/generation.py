@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -18,7 +17,6 @@ from serve_app.api.openai.responses.response import ResponsesFormat
 from serve_app.errors import ModelNotFound
 from serve_app.ingress.http import json_response
 from serve_app.ingress.routes.handler import ANTHROPIC, Front, guarded, speaks_anthropic, takes
-from serve_app.ingress.services import Services
 
 router = APIRouter()
 
@@ -77,12 +75,7 @@ async def models(request: Request, services: Front) -> Response:
 @guarded("models", None)
 async def model(request: Request, services: Front, model: str) -> Response:
     """One model by name, of those that ``/v1/models`` lists for the caller."""
-    served = _served(request, services, model)
-    return json_response(anthropic_model(served) if speaks_anthropic(request) else served)
-
-
-def _served(request: Request, services: Services, model: str) -> dict[str, Any]:
     for served in services.models(request):
         if served["id"] == model:
-            return served
+            return json_response(anthropic_model(served) if speaks_anthropic(request) else served)
     raise ModelNotFound(f"The model {model[:200]!r} is not served here; GET /v1/models lists what is.", param="model")

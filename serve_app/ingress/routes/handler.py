@@ -38,9 +38,9 @@ def speaks_anthropic(request: Request) -> bool:
 
 
 def guarded(endpoint: str, api: Api | None = OPENAI, *, operator: bool = False) -> Callable[[Handler], Handler]:
-    """Let whatever goes wrong in a handler leave as an error of its API, and count its answers as ``endpoint``'s.
+    """Let failures of a handler leave as errors of its API, and count its answers as ``endpoint``'s.
 
-    ``api`` None: the one whose headers a request has. ``operator``: nobody else may call it.
+    ``api`` None: the one that a request's headers tell. ``operator``: nobody else may call it.
     """
 
     def wrap(handler: Handler) -> Handler:
@@ -60,10 +60,7 @@ def guarded(endpoint: str, api: Api | None = OPENAI, *, operator: bool = False) 
 
 
 def takes(body: type[BaseModel]) -> dict[str, Any]:
-    """Return the options of a route whose handler reads this body itself: FastAPI is to describe it, not to parse it.
-
-    FastAPI's errors would not be in the API's shape, and it would parse a body before its size is bounded.
-    """
+    """Return a route's options: FastAPI describes the body; the handler reads it, bounded, with the API's errors."""
     BODIES.append(body)
     schema = {"$ref": f"#/components/schemas/{body.__name__}"}
     content = {"application/json": {"schema": schema}}

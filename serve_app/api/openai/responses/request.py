@@ -1,7 +1,4 @@
-"""The body of ``POST /v1/responses`` -> ChatRequest, with what the answer repeats of it.
-
-Its input is text, calls of functions and their results, in turn.
-"""
+"""The body of ``POST /v1/responses``, text, calls and their results, -> ChatRequest, with the fields to repeat."""
 
 from __future__ import annotations
 
