@@ -116,6 +116,7 @@ def test_many_blocks_are_not_copied_for_each_that_follows() -> None:
         ({"temperature": 1.5}, "temperature must be a number from 0 to 1"),
         ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking is not supported"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "has the type 'image'"),
+        ({"messages": [{"role": "user", "content": [{"type": ["text"]}]}]}, "has the type"),
         ({"messages": [{"role": "user", "content": []}]}, "at least one block"),
         ({"messages": [{"role": "assistant", "content": [DEEP_CALL]}]}, "at most 64 deep"),
         ({"messages": [{"role": "boss", "content": "a"}]}, "role is one of"),
