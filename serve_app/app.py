@@ -1,7 +1,4 @@
-"""The only wiring: settings -> a Serve application of one ingress deployment and one deployment of replicas.
-
-`serve run serve_app.app:build_app model=PATH` and a Serve config file's ``args:`` both end here.
-"""
+"""The only wiring: settings -> a Serve application; `serve run serve_app.app:build_app` and config files end here."""
 
 from __future__ import annotations
 

@@ -117,10 +117,7 @@ class Directory:
             self.sweep(1 + self._dead.bit_count() // 64)
 
     def sweep(self, shards: int = 1) -> bool:
-        """Drop what nobody holds any more from the next ``shards`` shards; ``apply`` does this as it goes.
-
-        Returns whether there may be more of them.
-        """
+        """Drop what nobody holds from the next ``shards`` shards; return whether there may be more of them."""
         for _ in range(shards):
             if self._sweep_at < 0:
                 if not self._dead:

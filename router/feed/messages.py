@@ -1,7 +1,4 @@
-"""What crosses the feed: the advertised endpoint, numbered messages, snapshot requests and snapshot chunks.
-
-A snapshot request is its nonce alone, which every chunk of the answer repeats.
-"""
+"""What crosses the feed: endpoints, numbered messages, chunks of snapshots; a request for one is its nonce alone."""
 
 from __future__ import annotations
 

@@ -67,10 +67,7 @@ class RequestTimes:
 
 
 class WorkingSet:
-    """Estimates how many distinct blocks were reused ``_REUSED`` times or more in the last five minutes.
-
-    It counts those whose hash ends in so many zeros that ``_MAX_SAMPLED`` of them fit.
-    """
+    """Estimates how many blocks were reused ``_REUSED`` times in five minutes, by the hashes that end in zeros."""
 
     def __init__(self) -> None:
         self._shift = _FIRST_SHIFT

@@ -91,10 +91,7 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
-        """Decide for this very request, in its own coroutine; wait in line only while no replica can take it.
-
-        Serve's queue of routing tasks may hand the replica chosen for one request to another. Raises NoReplicaLeft.
-        """
+        """Decide for this very request, in its own coroutine: Serve's queue may swap two. Raises NoReplicaLeft."""
         if is_retry:
             self._undo(pending_request)
         route = _route_of(pending_request)

@@ -64,10 +64,7 @@ class Board:
         self._last = ""
 
     def safely(self, ctx: AutoscalingContext, ask: Callable[[AutoscalingContext], int]) -> int:
-        """Return how many replicas there should be; as many as now where that cannot be said.
-
-        A policy that raised would stop the controller's work for all applications.
-        """
+        """Return what ``ask`` does, else as many replicas as now: an error would stop the controller's work."""
         try:
             return ask(ctx)
         except Exception:

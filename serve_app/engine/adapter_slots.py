@@ -60,10 +60,7 @@ class LoadedAdapters(Generic[W]):
             return tuple(self._slots)
 
     def load(self, spec: AdapterSpec) -> None:
-        """Make an adapter available, evicting the least recently used one that nobody needs.
-
-        Raises AdapterError when it cannot be served, QueueFull while every adapter in memory has live requests.
-        """
+        """Make an adapter available in place of an idle one. Raises AdapterError, and QueueFull while none is idle."""
         with self._lock:
             if self._renew(spec.key):
                 return

@@ -60,10 +60,7 @@ class EngineMeters:
         self._hits[name] += cached_tokens
 
     def stepped(self, prefill_tokens: int, duration_s: float) -> None:
-        """Smooth the measured rates: prefill over about the last 8,192 tokens, decode over about ten steps.
-
-        Prefill steps of a few tokens say nothing of throughput and are left out once there is a figure.
-        """
+        """Smooth the rates over 8,192 prefill tokens and ten decode steps; tiny prefills say nothing of throughput."""
         if prefill_tokens == 0:
             last = self.decode_step_s
             self.decode_step_s = duration_s if last == 0.0 else last + _DECODE_WEIGHT * (duration_s - last)

@@ -50,10 +50,7 @@ class PinKeeper:
                 yield WantedPin(key, kept, save.ttl_s, explicit=bool(save.key))
 
     def without_pinning(self, wanted: WantedPin, tenant: str, numbers: Sequence[int]) -> SaveResult | None:
-        """Return what becomes of a prefix that is not to be pinned, as it is already or can never be; else None.
-
-        ``numbers``: what ``Pins`` know its blocks by.
-        """
+        """Return the result where nothing is to be pinned, else None. ``numbers``: what ``Pins`` know its blocks by."""
         pins = self._pins
         if not wanted.blocks:
             return SaveResult("too_short")

@@ -26,10 +26,7 @@ BlockRun = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The tokens before the one that is wanted, for those sequences whose rules or matcher read them.
-
-    ``prompt`` and ``answer`` [tokens], int32. The last ``guessed`` of ``answer`` are drafts, which may be wrong.
-    """
+    """``prompt`` and ``answer`` [tokens], int32, for rules and matchers; the answer's last ``guessed`` are drafts."""
 
     prompt: TokenArray
     answer: TokenArray

@@ -153,10 +153,7 @@ class Allowance:
             tenant.running += 1
 
     def reserve(self, prompt_tokens: int, output_tokens: int) -> None:
-        """Take a prompt and all that may be generated out of the tokens. Raises RateLimited, taking nothing.
-
-        Cached tokens of the prompt count as others do (OpenAI's rule).
-        """
+        """Take a prompt, cached tokens included, and all that may be generated. Raises RateLimited, taking nothing."""
         tenant = self._tenant
         if tenant is None or tenant.tokens is None:
             return

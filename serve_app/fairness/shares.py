@@ -126,10 +126,7 @@ class Turns:
         del self.credit[tenant]
 
     def next(self, able: Collection[str]) -> str:
-        """Return whose turn it is of some tenants, given in the ring's order.
-
-        Who comes to a turn gets the credit for it; who is in debt still is passed over.
-        """
+        """Return the next tenant of some in the ring's order; a turn gives credit, and debtors are passed over."""
         credit = self.credit
         # The rounds in which nobody comes out of debt, at once.
         rounds = min(-credit[tenant] // self._turn(tenant) for tenant in able)

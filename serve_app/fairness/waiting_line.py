@@ -68,10 +68,7 @@ class WaitingLine:
         return min(60.0, max(1.0, pace_s * (1 + len(line))))
 
     async def enter(self, tenant: str, units: int = 1, cost: int = 1) -> Place:
-        """Wait for a place of ``units``, or of the tenant's whole share where that is less.
-
-        Cancelling the wait gives back whatever was granted.
-        """
+        """Wait for ``units``, or for the tenant's whole share where that is less; a cancelled wait gives back."""
         shares = self._budget.shares
         shares.touch(tenant)
         waiter = _Waiter(units, cost, asyncio.get_running_loop().create_future())

@@ -258,10 +258,7 @@ async def copy_part(
     *,
     demote: bool = True,
 ) -> tuple[int, int] | NoPart:
-    """Copy up to ``count`` blocks of a prefix from ``first`` on; return how many leading ones are held, and arrived.
-
-    Raises HolderLost, or a TransferError.
-    """
+    """Copy up to ``count`` blocks; return leading ones held, and arrived. Raises HolderLost or a TransferError."""
     end = first + count
     ids = np.ascontiguousarray(prefix.token_ids[: end * block_size], dtype="<i4")
     chain = prefix.chain[: end * HASH_BYTES]

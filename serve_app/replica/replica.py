@@ -143,10 +143,7 @@ class Replica:
         return await asyncio.to_thread(self._engine.reset_prefix_cache)
 
     async def answer_peer(self, question: Question, *args: Any, target: str) -> Any:
-        """Answer another replica; see ``PeerAnswers``.
-
-        ``target``: the id of the replica that is meant. Another one answers "lost": Serve sends a dead one's calls on.
-        """
+        """Answer a peer (``PeerAnswers``), or "lost" where ``target`` is another: Serve sends a dead one's on."""
         return await getattr(self._answers, question)(*args) if target == self._replica_id else "lost"
 
     async def end_calls(self, request_ids: Sequence[str], *, target: str) -> None:

@@ -1,7 +1,4 @@
-"""What a replica tells routers besides cache events: its load when it changes, its counters, digests of its caches.
-
-And its figures for the autoscaling policy, from what its engine reports anyway.
-"""
+"""What a replica tells routers besides cache events, and its figures for the autoscaling policy."""
 
 from __future__ import annotations
 
@@ -78,10 +75,7 @@ class Reporter:
 
 
 async def tell_caches(engine: Engine, feed: FeedPublisher, interval_s: float = DIGEST_INTERVAL_S) -> None:
-    """Let the engine tell what its caches hold, as a digest, every ``interval_s`` until cancelled.
-
-    Where other blocks than those were published it tells all anew: the next time at once, then ever more rarely.
-    """
+    """Tell digests every ``interval_s``, and all anew where other blocks were published, ever more rarely."""
     mended, next_s, pause_s = 0, 0.0, interval_s
     while True:
         await asyncio.sleep(interval_s)

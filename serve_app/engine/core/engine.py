@@ -39,10 +39,7 @@ _log = logging.getLogger(__name__)
 
 
 class TorchEngine:
-    """Continuous batching with a prefix cache; satisfies ``protocol.Engine``.
-
-    The loop's condition guards live requests and the load view; scheduler and cache belong to the loop.
-    """
+    """A ``protocol.Engine``. The loop's condition guards live requests and the load view; the rest is the loop's."""
 
     def __init__(
         self,

@@ -23,10 +23,7 @@ from serve_app.fairness.shares import Budget, Shares
 
 
 class LiveRequests:
-    """Until when each live request may go on. ``waiting``: those that were not admitted yet, by the rule of ``Budget``.
-
-    Not thread-safe: the loop's condition guards it.
-    """
+    """Until when each live request may go on; ``waiting``: those not admitted yet. The loop's condition guards it."""
 
     def __init__(self, settings: EngineSettings, clock: Clock) -> None:
         self.waiting = Budget(Shares(settings.tenant_shares, clock), lambda: settings.max_waiting_requests)

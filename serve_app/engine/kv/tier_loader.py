@@ -52,10 +52,7 @@ class _Fetch:
 
 
 class TierLoader:
-    """Loads and waits of one engine; ``spiller``: the way down. Without tiers nothing is found and nothing goes down.
-
-    ``wake``: called when the disk has news.
-    """
+    """Loads and waits of one engine; ``spiller``: the way down; ``wake``: called when the disk has news."""
 
     def __init__(
         self,

@@ -79,10 +79,7 @@ class PrefixTransfer:
         copied = 0
 
         def copy() -> bool:
-            """Copy one step's worth, letting go of the pool's blocks with the last of it; return whether more is left.
-
-            All of it in one visit where it is little, for each visit waits for a step.
-            """
+            """Copy one step's worth; return whether more is left. The last visit lets go of the pool's blocks."""
             nonlocal blocks, copied
             if blocks is None:
                 blocks = self._match(tokens)

@@ -56,10 +56,7 @@ class AdapterConfig:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFile:
-    """An adapter as read: ``weights`` are the bytes of its safetensors file, ``tensors`` the names in it.
-
-    ``digest``: a SHA-256 over these bytes and the effective config.
-    """
+    """``weights``: the safetensors bytes; ``tensors``: the names in them; ``digest``: SHA-256 of bytes and config."""
 
     config: AdapterConfig
     weights: bytes

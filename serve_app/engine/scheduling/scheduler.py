@@ -49,10 +49,7 @@ class Scheduled:
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill over one prefix cache.
-
-    ``fetch``: asked before a prefill for the blocks that continue what the pool holds (``TierLoader.fetch``).
-    """
+    """Continuous batching with chunked prefill over one prefix cache. ``fetch``: see ``TierLoader.fetch``."""
 
     def __init__(
         self,
@@ -156,10 +153,7 @@ class Scheduler:
         return chosen
 
     def computed(self, item: Scheduled, accepted: int = 0) -> None:
-        """Note that a scheduled part's forward succeeded: its complete blocks become reusable.
-
-        ``accepted`` drafted tokens, appended already, have KV too; what was drafted beyond is forgotten.
-        """
+        """Note that a part's forward succeeded: its complete blocks, ``accepted`` drafts included, are reusable."""
         sequence = item.sequence
         sequence.computed += item.tokens + accepted
         sequence.publish(self._cache)
@@ -229,10 +223,7 @@ class Scheduler:
         return verdict == "admitted"
 
     def _has_slot(self, sequence: SequenceState) -> bool:
-        """Whether a sequence needs no adapter slot or may take one now.
-
-        Nobody with an adapter overtakes one that waits for a slot, or the slots might never be idle.
-        """
+        """Whether a sequence needs no adapter slot or may take one; nobody overtakes one that waits for a slot."""
         request, adapters = sequence.request, self._adapters
         if adapters is None or not request.scope.lora:
             return True

@@ -37,10 +37,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """What a request got in a step or a few. ``finish_reason``: vLLM's word for it, "" while it goes on.
-
-    ``queue_s``: arrival to first scheduling; ``preemptions``: so far.
-    """
+    """What a request got in some steps. ``finish_reason``: vLLM's word, "" while it goes on; ``queue_s``: its wait."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]

@@ -35,10 +35,7 @@ LoadAdapter = Callable[[AdapterSpec], Awaitable[str]]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Blocks ``first`` to ``last`` - 1 of the prefix that ends with a run of an offer.
-
-    ``after``: the piece that brings the block before, if one does.
-    """
+    """Blocks ``first`` to ``last`` - 1 of the prefix at the end of a run; ``after``: the piece before."""
 
     offer: HotPrefixes
     run: int

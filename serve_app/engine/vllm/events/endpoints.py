@@ -28,10 +28,7 @@ class EventEndpoints:
 
     @classmethod
     def create(cls) -> EventEndpoints:
-        """Make a directory of mode 0700 for the sockets; ``remove`` it when the engine has stopped.
-
-        Directories of owners that are dead are removed first.
-        """
+        """Make a directory of mode 0700 for the sockets, and remove those of dead owners; ``remove`` it at the end."""
         _remove_ownerless(Path(tempfile.gettempdir()))
         directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
         lock = os.open(directory / f"{_LOCK}.new", os.O_CREAT | os.O_RDWR, 0o600)
