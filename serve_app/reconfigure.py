@@ -1,7 +1,6 @@
 """The settings in force in one Serve replica, of an ingress or of an engine, and how they change while it runs.
 
-Serve kills a replica whose ``reconfigure`` raises, and starts others with the same mistake: here a bad ``user_config``
-changes nothing, and is logged, counted and put on the notice board.
+Serve kills a replica whose ``reconfigure`` raises: here a bad ``user_config`` changes nothing, and is put on the board.
 """
 
 from __future__ import annotations

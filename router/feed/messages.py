@@ -52,7 +52,6 @@ class SnapshotChunk(msgspec.Struct, frozen=True, array_like=True):
 class FeedCounters:
     """What the reading end of all feeds counts. ``gaps``: in the order of messages; ``malformed``: not believed."""
 
-    messages: int = 0
     gaps: int = 0
     snapshots: int = 0
     malformed: int = 0

@@ -1,7 +1,6 @@
 """What the latest requests were like: how long until their first token and why, and which blocks they reused.
 
-Bounded, and cheap where requests are decided: times and hashes are noted there, and looked at later. Seconds, blocks.
-Not thread-safe.
+Cheap where requests are decided: times and hashes are noted there, and looked at later. Bounded, not thread-safe.
 """
 
 from __future__ import annotations

@@ -81,7 +81,6 @@ class StatsReport(msgspec.Struct, frozen=True, tag="stats", array_like=True):
 
 Event = BlocksStored | BlocksRemoved | CacheCleared | CacheDigest | LoadReport | StatsReport
 
-
 KEY_BYTES = 8
 MAX_ADAPTERS = 1024
 """Of one replica; what it reports beyond them is not believed."""

@@ -1,7 +1,6 @@
 """What an engine counts and measures: counters, histograms, smoothed rates.
 
-Owns metric names (vLLM's suffixes under ``warmpath_``) and Prometheus' cumulative buckets. Written by the engine's
-thread alone; samples may be read from any thread.
+Names are vLLM's suffixes under ``warmpath_``. Written by the engine's thread alone; any thread may read samples.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What requests ask an engine to keep: which prefixes those are, whether there is room, and what clients hear.
 
-Owns the rules of both ways to ask, an explicit save and a cache breakpoint. Does not know how an engine holds blocks:
-it pins them, once the request has computed them. What cannot be kept is a warning, never the request's failure.
+For an explicit save and a cache breakpoint alike. A prefix that cannot be kept is a warning, never a failure.
 """
 
 from __future__ import annotations

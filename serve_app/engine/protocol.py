@@ -1,7 +1,6 @@
 """The engine's contract: what goes in, what streams out, what it reports.
 
-Owns the data types on both sides of an engine. Token ids are int32 arrays, scopes and hashes the router's. Any engine
-that satisfies ``Engine`` can run in a replica.
+Token ids are int32 arrays, scopes and hashes the router's. Any ``Engine`` can run in a replica.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """One forward's worth of work: which tokens of which sequences, over which blocks.
 
-The data types between scheduler and runner, and what a forward that failed means for each segment. The engine's two
-halves, scheduling and model, meet here alone.
+The engine's two halves, scheduling and model, meet here alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What a request passes before anything expensive is done for it: bounds by tenant on what waits, then a line.
 
-Owns an ingress' part of the replicas' places, the requests and bytes that wait for one, and what requests cost.
-One asyncio loop uses it.
+It has an ingress' part of the replicas' places. One asyncio loop uses it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What a tenant may ask for: requests a second, requests at once, tokens a minute; and how much of that is left.
 
-Owns the counts of one ingress, which has its part of each limit, and a few numbers a tenant. Numbers only: the names
-of headers are the APIs'. One asyncio loop uses it.
+Counts of one ingress, which has its part of each limit; headers are the APIs'. One asyncio loop uses it.
 """
 
 from __future__ import annotations

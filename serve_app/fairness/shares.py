@@ -1,7 +1,6 @@
 """What part of a thing is a tenant's, whether it may take more, and whose turn it is: the rules of replica and ingress.
 
-Within its share a tenant takes whatever is free. Beyond it, it borrows, and must leave an eighth to the others. Not
-thread-safe.
+Within its share a tenant takes what is free; beyond it, it must leave an eighth to the others. Not thread-safe.
 """
 
 from __future__ import annotations

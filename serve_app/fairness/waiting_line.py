@@ -34,7 +34,8 @@ class Place:
         units = self.units if units is None else min(units, self.units)
         if units:
             self.units -= units
-            self._line._returned(self.tenant, units)
+            self._line._budget.give_back(self.tenant, units)
+            self._line._grant()
 
 
 @dataclass(slots=True, eq=False)
@@ -87,10 +88,6 @@ class WaitingLine:
             self._leave(tenant, waiter)
             raise
 
-    def _returned(self, tenant: str, units: int) -> None:
-        self._budget.give_back(tenant, units)
-        self._grant()
-
     def _units(self, tenant: str, waiter: _Waiter) -> int:
         return min(waiter.units, self._budget.share(tenant))
 
@@ -120,17 +117,14 @@ class WaitingLine:
         while able := self._able():
             tenant = self._turns.next(able)
             waiter = self._lines[tenant].popleft()
-            self._note_pace(tenant)
+            now_s = self._clock()
+            waited_s = now_s - self._first_since_s[tenant]
+            before = self._pace_s.get(tenant, waited_s)
+            self._pace_s[tenant] = before + _WEIGHT * (waited_s - before)
+            self._first_since_s[tenant] = now_s
             self._start(tenant, waiter)
             self._turns.charge(tenant, waiter.cost)
             self._drop_if_empty(tenant)
-
-    def _note_pace(self, tenant: str) -> None:
-        now_s = self._clock()
-        waited_s = now_s - self._first_since_s[tenant]
-        before = self._pace_s.get(tenant, waited_s)
-        self._pace_s[tenant] = before + _WEIGHT * (waited_s - before)
-        self._first_since_s[tenant] = now_s
 
     def _able(self) -> list[str]:
         """Return the tenants whose first request fits, in the order of their turns.

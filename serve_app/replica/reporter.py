@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import zlib
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
-import msgspec
 from msgspec import structs
 
 from router.feed import FeedPublisher
@@ -85,11 +82,6 @@ async def tell_caches(engine: Engine, feed: FeedPublisher, interval_s: float = D
             logger.warning("other blocks were published than the caches hold: all that is held is told anew")
             mended, next_s, pause_s = drifts, now_s + pause_s, min(2 * pause_s, _LAST_PAUSE_S)
         await asyncio.to_thread(engine.tell_cache, anew=anew)
-
-
-def version_of(config: dict[str, Any]) -> int:
-    """Return a number that differs between replicas that were started with different settings."""
-    return zlib.crc32(msgspec.json.encode(config, order="deterministic"))
 
 
 def replica_figures(engine: Engine, version: int, config: AppConfig) -> ReplicaFigures:

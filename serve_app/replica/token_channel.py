@@ -1,7 +1,6 @@
 """Tokens on their way from replicas to an ingress: one encrypted message a step for each pair of them.
 
-An ingress has a socket, and its calls say where. A replica sends the chunks of all calls of one ingress together, in
-order, and never waits: what an ingress does not take in time is refused to it, and its calls end.
+An ingress' calls say where its socket is. A replica never waits: an ingress that is too far behind loses its calls.
 """
 
 from __future__ import annotations

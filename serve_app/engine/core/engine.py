@@ -1,7 +1,6 @@
 """The built-in engine: one loop thread around a scheduler, a prefix cache and a runner.
 
-Owns the engine's parts and what happens in a step, in which order. Requests flow in from any thread; outputs, cache
-events and load flow out.
+Requests flow in from any thread; outputs, cache events and load flow out.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The results of a step become outputs; a request that ends is removed everywhere.
-
-Owns the order in which everything lets go of a request that ends. In: a scheduled part and its result; out: tokens and
-ends in the outbox, blocks published or free.
-"""
+"""The results of a step become tokens and ends in the outbox; a request that ends is removed everywhere, in order."""
 
 from __future__ import annotations
 

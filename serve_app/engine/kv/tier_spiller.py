@@ -1,7 +1,6 @@
 """The engine's way down to the tiers: evicted blocks are spilled, saves are written, and a save's end is passed on.
 
-Owns what tiers know of a pool block, whose it is included. Called by the loop alone; from its making to ``close`` it
-hears of every eviction and of every pin's end.
+Called by the loop alone. From its making to ``close`` it hears of every eviction and of every pin's end.
 """
 
 from __future__ import annotations

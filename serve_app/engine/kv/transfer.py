@@ -1,7 +1,6 @@
 """Cached prefixes between engines: export, import, and what another one asks before: what is hot, what would fit.
 
-Owns the order of pinning, copying and publishing. Called from any thread but the loop's; what touches cache and pool
-runs on the engine's loop, a bounded number of bytes between two steps.
+Called from any thread but the loop's; cache and pool are touched on the loop, a bounded number of bytes a visit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A LoRA adapter on disk, in PEFT's format: which files, what its config means, and its digest.
 
-What of PEFT's config is not supported is refused with a sentence. Imports no torch, so that an ingress can name an
-adapter without loading it.
+Unsupported config is refused with a sentence. Imports no torch, so that an ingress can name an adapter.
 """
 
 from __future__ import annotations

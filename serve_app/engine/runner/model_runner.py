@@ -1,8 +1,4 @@
-"""Runs steps on an unmodified transformers causal language model over the paged KV pool.
-
-Owns the model's weights, its dtype and device, and the pool. Segments come in; sampled tokens, or the reason why a
-segment failed, go out.
-"""
+"""Runs steps on an unmodified transformers causal language model: segments in, sampled tokens or failures out."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Rules of sampling: what prompt, answer and grammar do to a row's logits before a token is chosen.
 
-Owns their order: bans and biases, repetition, frequency and presence penalty, then the grammar. Everything is computed
-from token ids at each step, so a row is the same after a preemption, behind drafts and on another replica.
+In order: bans and biases, repetition, frequency and presence penalty, then the grammar; all from token ids alone.
 """
 
 from __future__ import annotations

@@ -26,10 +26,8 @@ AGING_TOKENS_PER_S = 2000.0
 """A sequence with u uncached tokens can be overtaken, within its tenant, only by those that arrive within u / 2000
 seconds after it. So it starts once its tenant's turns have computed what came before it or in that time."""
 
-
 PREFILL_S = 0.1
 """What the prefill of a step should take at most, because whoever comes in the meantime waits for its end."""
-
 
 Fetched = Literal["nothing", "loaded", "wait"]
 """What a fetch did: found nothing, brought blocks into the pool, or has to be asked again later."""

@@ -1,7 +1,6 @@
 """vLLM behind the engine's contract: requests in, tokens, cache events and load out.
 
-Owns the parts and the order in which a request passes through them. vLLM itself is ``VllmFrontend``'s; requests enter
-from any thread, everything that vLLM says comes in its loop.
+Requests enter from any thread; everything that vLLM says comes in the loop of ``VllmFrontend``.
 """
 
 from __future__ import annotations

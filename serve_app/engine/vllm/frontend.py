@@ -1,7 +1,6 @@
 """vLLM's ``AsyncLLM`` in a thread with a loop of its own; its core is a child process.
 
-Owns the import of vllm and everything that is named after it. In: plain values; out: plain ``Generated`` parts, and
-figures of each step. Knows no requests of ours.
+Owns all that is named after vllm. Out: plain ``Generated`` parts, and figures of each step. Knows no requests of ours.
 """
 
 from __future__ import annotations

@@ -218,10 +218,8 @@ class HandOver:
         self, receiver: _Receiver, number: int, prefix: HashedTokens, first: int, count: int
     ) -> int | Skipped:
         """Send a part of the prefix that ends with a run; return how many blocks arrived, or why not all of them."""
-        run, wanted = (
-            self._hot.runs[number],
-            replace(prefix, token_ids=prefix.token_ids[: (first + count) * self._size]),
-        )
+        run = self._hot.runs[number]
+        wanted = replace(prefix, token_ids=prefix.token_ids[: (first + count) * self._size])
         part = await asyncio.to_thread(self._engine.export_prefix, wanted, first, count)
         if part is None:
             return "gone"

@@ -1,7 +1,6 @@
 """Where an engine's events are heard: sockets that are files in a directory which only this user can enter.
 
-Token ids of every prompt travel through them. The directory's lock is held as long as its owner lives, so that what a
-killed one left is known to be nobody's, and goes when the next one is made.
+Token ids of every prompt travel through them. The lock is held while the owner lives: a dead one's files can go.
 """
 
 from __future__ import annotations
