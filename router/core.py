@@ -1,8 +1,6 @@
-"""The heart of a router without Ray: what it knows of the replicas, and a policy, behind one lock.
+"""A router without Ray: its knowledge of the replicas, and a policy, behind one lock. Any thread may call any method.
 
-Serve, the simulator and the benchmarks ask it. Its step "match, rank, reserve" is synchronous, so that no two
-decisions see the same idle replica. In: replica sets, feed events, requests. Out: decisions, counters, state. Any
-thread may call any method.
+The step "match, rank, reserve" is synchronous, so that no two decisions see the same idle replica.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from threading import Lock
 from typing import Any
 
 from router.directory.directory import Directory
-from router.directory.drift import DriftChecks
 from router.known_replicas import KnownReplicas
 from router.observe.counters import RouterCounters
 from router.observe.demand import RecentTimes, RequestTimes, TtftOverhead, WorkingSet
@@ -32,7 +29,7 @@ from router.settings import RouterSettings
 
 
 class RoutingCore:
-    """Decides where requests go. ``directory``, ``loads``: to be read only where no other thread uses this core."""
+    """Decides where requests go. ``directory``, ``loads``, ``drift``: only for a thread that has this core alone."""
 
     def __init__(
         self,
@@ -52,7 +49,7 @@ class RoutingCore:
         self._blocked: Callable[[], Collection[str]] = tuple
         self._counted = self.counters.by_policy[self.settings.policy]
         self._known = KnownReplicas(router_id, self.settings.block_size, self.settings.max_blocks)
-        self.loads = self._known.loads
+        self.loads, self.drift = self._known.loads, self._known.drift
         self._policy = self._new_policy(self.settings.policy)
         self._overhead = TtftOverhead()
         self._times = RequestTimes()
@@ -62,11 +59,6 @@ class RoutingCore:
     def directory(self) -> Directory:
         """Which replica holds which block."""
         return self._known.directory
-
-    @property
-    def drift(self) -> DriftChecks:
-        """How often the directory was compared with what replicas hold, and differed."""
-        return self._known.drift
 
     @property
     def replica_ids(self) -> tuple[str, ...]:

@@ -12,19 +12,16 @@ from router.load.lora_residency import LoraResidency
 from router.protocol.events import BlocksStored, CacheCleared, CacheDigest, Event, LoadReport, StatsReport
 
 SILENT_S = 5.0
-"""A replica reports its load at least once a second. Whose feed told nothing for so long, and does not answer for a
-snapshot either, is silent, as where a network is cut in two: what it told is old, and of its cache only what its own
-answers show is known. What comes another way, as with a request that is sent back, is not its feed's."""
-
-_LOOK_S = 0.5
+"""A replica reports its load once a second. A feed without messages or a snapshot for so long is silent: what it told
+is old, and of the cache only what the replica's answers show is known."""
 
 
 class KnownReplicas:
     """The parts may be read; what changes the set of replicas, or ends a reservation, goes through this class.
 
     ``away``: replicas that may be back soon and get nothing; ``labels``: of each one's node, for policies; ``stats``:
-    the latest StatsReport of each that sent one; ``is_live``: who knows whether a replica's feed is complete;
-    ``resync``: who can ask it for a snapshot.
+    the latest StatsReport of each that sent one; ``is_live``: tells whether a feed is complete; ``resync``: asks for a
+    snapshot.
     """
 
     def __init__(self, router_id: str, block_size: int, max_blocks: int) -> None:
@@ -128,7 +125,7 @@ class KnownReplicas:
         """End reservations that are too old, and forget what was told by those whose feeds have fallen silent."""
         for number in self.loads.expire(now_s):
             self.pending.discard(number)
-        if self.is_live is None or now_s - self._looked_s < _LOOK_S:
+        if self.is_live is None or now_s - self._looked_s < 0.5:
             return
         self._looked_s = now_s
         for replica_id, heard_s in self._heard_s.items():

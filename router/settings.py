@@ -1,7 +1,4 @@
-"""Settings of one router, as JSON carries them in a deployment's ``request_router_kwargs``: names, defaults, checks.
-
-What no deployment can set is a constant beside the code that uses it.
-"""
+"""Settings of one router, as JSON carries them in a deployment's ``request_router_kwargs``: names, defaults, checks."""
 
 from __future__ import annotations
 

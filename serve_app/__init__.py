@@ -1,7 +1,4 @@
-"""The warmpath application: HTTP ingress, tenants, tokenizer, and the replicas with their engine and cache.
-
-Importing it before torch settles what OpenMP reads when torch loads it; what the environment has stays.
-"""
+"""The warmpath application. Importing it before torch settles what OpenMP reads when torch loads it."""
 
 import os
 

@@ -1,7 +1,4 @@
-"""The only wiring: settings -> a Serve application of one ingress deployment and one deployment of replicas.
-
-`serve run serve_app.app:build_app model=PATH` and a Serve config file's ``args:`` both end here.
-"""
+"""The only wiring: settings -> a Serve application; `serve run serve_app.app:build_app` and config files end here."""
 
 from __future__ import annotations
 
@@ -17,8 +14,6 @@ from serve_app.config.live import app_config
 from serve_app.ingress.broadcast import INGRESS_NAME
 from serve_app.ingress.ingress import Ingress
 from serve_app.replica.replica import Replica
-
-REPLICA_NAME = "Replica"
 
 REPLICA_POLICY = "serve_app.autoscaling.controller:replica_policy"
 INGRESS_POLICY = "serve_app.autoscaling.controller:ingress_policy"
@@ -42,7 +37,7 @@ def build_app(args: Mapping[str, Any] | AppConfig) -> Application:
         ingress_scale = {"autoscaling_config": _autoscaling(INGRESS_POLICY, ingresses, ingresses)}
     replica = serve.deployment(
         Replica,
-        name=REPLICA_NAME,
+        name="Replica",
         **scale,
         # Engines bound their own queues, and ingresses what waits for them, by tenant; Serve's bounds know no tenants.
         max_ongoing_requests=settings.max_num_seqs + settings.max_waiting_requests + 16,

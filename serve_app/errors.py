@@ -1,7 +1,6 @@
 """Every error a client can be shown: one tree, each class with its HTTP status and OpenAI type and code.
 
-A message says what to change; it never carries a stack trace or another tenant's data, nor a path but what an
-operator sent.
+A message says what to change; it never carries a stack trace, another tenant's data, or a path but an operator's own.
 """
 
 from __future__ import annotations

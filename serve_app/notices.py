@@ -1,7 +1,6 @@
 """A notice board of an application in Ray's GCS: what a process wants known after it is gone, or far from who asks.
 
-A replica that leaves, a controller that scales: no feed reaches from there. Notices are few and small, hold no prompt
-and no key, and outlive their writer; the oldest go. Every function blocks for a call to the GCS.
+Notices are few and small, hold no prompt and no key, and outlive their writer. Every function blocks for the GCS.
 """
 
 from __future__ import annotations

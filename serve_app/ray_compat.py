@@ -1,7 +1,6 @@
 """Every private name of Ray that warmpath needs, and nothing else; Ray 2.60.
 
-``tests/serve_app/test_ray_compat.py`` is what a new version of Ray breaks first. Ray is imported where it is needed:
-Serve reads its switches when it is imported, after the command line has set them.
+Ray is imported where it is needed: Serve reads its switches then, after the command line has set them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The settings in force in one Serve replica, of an ingress or of an engine, and how they change while it runs.
 
-Serve kills a replica whose ``reconfigure`` raises, and starts others with the same mistake: here a bad ``user_config``
-changes nothing, and is logged, counted and put on the notice board.
+Serve kills a replica whose ``reconfigure`` raises: here a bad ``user_config`` changes nothing, and is put on the board.
 """
 
 from __future__ import annotations
@@ -51,19 +50,13 @@ class LiveSettings:
 
     @classmethod
     async def start(cls, args: dict[str, Any], refused: Refused) -> LiveSettings:
-        """Return the settings of a replica that starts. Raises BadSettings.
-
-        With them notices of earlier mistakes are over, also those of replicas that are gone.
-        """
+        """Return a starting replica's settings; notices of earlier mistakes are over. Raises BadSettings."""
         made = cls(args, refused)
         await made._board(clear)
         return made
 
     async def reconfigure(self, user_config: Any, apply: Apply) -> bool:
-        """Put a ``user_config`` into force by ``apply``; False where it is refused. Never raises.
-
-        The same one again changes nothing.
-        """
+        """Put a new ``user_config`` into force by ``apply``; False where it is refused. Never raises."""
         async with self._lock:
             before = self.config
             try:

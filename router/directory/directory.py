@@ -31,6 +31,8 @@ class Directory:
         if block_size < 1 or not 1 <= max_blocks <= MAX_ENTRIES:
             raise ValueError(f"block_size and max_blocks must be at least 1, max_blocks at most {MAX_ENTRIES}")
         self.block_size = block_size
+        self.max_blocks = max_blocks
+        """The bound on ``num_blocks``; hints beyond it are refused, a little earlier to those with most blocks."""
         self._table = KeyTable(max_blocks)
         self._sets = HolderSets()
         self._replicas: dict[str, ReplicaSlots] = {}
@@ -49,11 +51,6 @@ class Directory:
     def num_blocks(self) -> int:
         """Distinct blocks remembered, those of who is gone or was cleared included until they are swept."""
         return self._table.num_entries
-
-    @property
-    def max_blocks(self) -> int:
-        """The bound on ``num_blocks``; hints beyond it are refused, a little earlier to those with most blocks."""
-        return self._table.max_entries
 
     @property
     def refused_blocks(self) -> int:
@@ -117,10 +114,7 @@ class Directory:
             self.sweep(1 + self._dead.bit_count() // 64)
 
     def sweep(self, shards: int = 1) -> bool:
-        """Drop what nobody holds any more from the next ``shards`` shards; ``apply`` does this as it goes.
-
-        Returns whether there may be more of them.
-        """
+        """Drop what nobody holds from the next ``shards`` shards; return whether there may be more of them."""
         for _ in range(shards):
             if self._sweep_at < 0:
                 if not self._dead:

@@ -1,7 +1,6 @@
 """Whether the directory agrees with what replicas say to hold: comparisons counted, and when to ask for a snapshot.
 
-A replica says from time to time, among its events, what its caches hold after them. Both sides keep that digest as they
-go, so a comparison costs the same for every cache. Time is passed in.
+Both sides keep the digest as they go, so a comparison costs the same for every cache. Time is passed in.
 """
 
 from __future__ import annotations

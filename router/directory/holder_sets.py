@@ -1,8 +1,4 @@
-"""Who holds a block: a replica's slots, and interned sets of slots.
-
-A slot is a bit position, one for each tier of a replica. Blocks of one prefix mostly share their holders, so a million
-blocks need few sets.
-"""
+"""The holders of blocks: slots, one bit for each tier of a replica, and interned sets of them, few for many blocks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What crosses the feed: the advertised endpoint, numbered messages, snapshot requests and snapshot chunks.
-
-A snapshot request is its nonce alone, which every chunk of the answer repeats.
-"""
+"""What crosses the feed: endpoints, numbered messages, chunks of snapshots; a request for one is its nonce alone."""
 
 from __future__ import annotations
 
@@ -55,7 +52,6 @@ class SnapshotChunk(msgspec.Struct, frozen=True, array_like=True):
 class FeedCounters:
     """What the reading end of all feeds counts. ``gaps``: in the order of messages; ``malformed``: not believed."""
 
-    messages: int = 0
     gaps: int = 0
     snapshots: int = 0
     malformed: int = 0

@@ -55,7 +55,6 @@ class FeedResequencer:
     def on_delta(self, data: bytes, now_s: float) -> None:
         """Take one published message."""
         self._heard_s = now_s
-        self._counters.messages += 1
         try:
             message = decode_message(data)
         except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -131,17 +130,13 @@ class FeedResequencer:
         elif self._next_seq is None or message.seq > self._next_seq:
             self._counters.gaps += self._next_seq is not None
             self._next_seq = None
-            self._hold(message, size)
-
-    def _hold(self, message: FeedMessage, size: int) -> None:
-        """Keep a message whose turn has not come. What overflows is a gap that one more snapshot closes."""
-        if message.seq in self._held:
-            return
-        self._held_bytes += size + _HELD_BYTES_A_MESSAGE
-        if self._held_bytes > MAX_HELD_BYTES:
-            self._held.clear()
-            self._held_bytes = size + _HELD_BYTES_A_MESSAGE
-        self._held[message.seq] = (message, size)
-        reports = tuple(event for event in message.events if isinstance(event, LoadReport | StatsReport))
-        if reports:  # load is useful at once, whatever the blocks wait for
-            self._deliver(reports)
+            if message.seq in self._held:
+                return
+            self._held_bytes += size + _HELD_BYTES_A_MESSAGE
+            if self._held_bytes > MAX_HELD_BYTES:  # what overflows is a gap that one more snapshot closes
+                self._held.clear()
+                self._held_bytes = size + _HELD_BYTES_A_MESSAGE
+            self._held[message.seq] = (message, size)
+            reports = tuple(event for event in message.events if isinstance(event, LoadReport | StatsReport))
+            if reports:  # load is useful at once, whatever the blocks wait for
+                self._deliver(reports)

@@ -1,7 +1,6 @@
 """The sending half of a feed without its sockets: events in, numbered messages and snapshots out, as bytes.
 
-Owns the sequence numbers and a mirror of the held hashes by tier, which makes a snapshot agree with its sequence
-number. A digest of what the caches hold goes on to routers where the mirror holds the same. One thread owns it.
+The mirror of the held hashes makes a snapshot agree with its sequence number, and checks digests. One thread owns it.
 """
 
 from __future__ import annotations

@@ -229,7 +229,6 @@ class PeerRouters:
     def __init__(self, router_id: str) -> None:
         self.router_id = router_id
         self.active = 1
-        """Routers that sent something to a replica within ``ACTIVE_S``, this one among them."""
         self._admitted: dict[str, Mapping[str, int]] = {}
         self._active_at_s: dict[str, float] = {}
         self._looked_at_s = 0.0

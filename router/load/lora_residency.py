@@ -1,7 +1,6 @@
 """Which replicas have which LoRA adapter in memory, and how long a request waits where it is not.
 
-Built from load reports; adapters are known by the 8-byte hashes of their keys. A report is a hint: a replica that lacks
-an adapter loads it, whatever is believed here.
+Adapters are known by the 8-byte hashes of their keys. A report is a hint: a replica loads what it lacks.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ import numpy as np
 
 from router.load.load_table import Floats, LoadTable
 from router.protocol.events import LoadReport, adapter_hash, unpack_adapters
-
-_MAX_LOADING_S = 600.0
 
 
 class LoraResidency:
@@ -35,7 +32,7 @@ class LoraResidency:
         for key in unpack_adapters(report.adapters):
             self._holders.setdefault(key, set()).add(replica_id)
         if isfinite(report.adapter_load_s) and report.adapter_load_s > 0.0:
-            self._loading_s[replica_id] = min(report.adapter_load_s, _MAX_LOADING_S)
+            self._loading_s[replica_id] = min(report.adapter_load_s, 600.0)
 
     def forget(self, replica_id: str) -> None:
         """Forget a replica; unknown ids are ignored."""

@@ -1,7 +1,6 @@
 """One replica's load: its latest report, within sane bounds, and what this router sent there since.
 
-A router decides much more often than a replica reports, so ``apply_report`` works out what only a report changes, and
-``recompute_queue`` the rest. Tokens, sequences, seconds a token.
+A router decides more often than a replica reports, so two methods divide the work. Tokens, sequences, seconds a token.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ MAX_RATE = 1e9
 ENOUGH_RATE_TOKENS = 8192
 """A prefill rate measured over this many tokens is believed. Of one measured over fewer, what is missing is taken at
 the rate of all replicas together: a warm-up of 1,024 tokens beside other work may find a tenth of the true rate, and
-a replica believed to be slow gets no work that would correct it.
-"""
+a replica believed to be slow gets no work that would correct it."""
 
 UNREPORTED = LoadReport(0, 0, 0, 0, 0, 0.0, taken_at_s=-inf)
 """What holds before the first report."""

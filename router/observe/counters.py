@@ -1,8 +1,4 @@
-"""What a router counts of its decisions; every number only rises.
-
-Three counts of cached tokens (best available, selected, delivered), the causes of what was not delivered, estimated
-against actual time to first token, decisions by reason and replica. The ingress renders them to Prometheus.
-"""
+"""What a router counts of its decisions; every number only rises, and the ingress renders them to Prometheus."""
 
 from __future__ import annotations
 

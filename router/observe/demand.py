@@ -1,7 +1,6 @@
 """What the latest requests were like: how long until their first token and why, and which blocks they reused.
 
-Bounded, and cheap where requests are decided: times and hashes are noted there, and looked at later. Seconds, blocks.
-Not thread-safe.
+Cheap where requests are decided: times and hashes are noted there, and looked at later. Bounded, not thread-safe.
 """
 
 from __future__ import annotations
@@ -67,10 +66,7 @@ class RequestTimes:
 
 
 class WorkingSet:
-    """Estimates how many distinct blocks were reused ``_REUSED`` times or more in the last five minutes.
-
-    It counts those whose hash ends in so many zeros that ``_MAX_SAMPLED`` of them fit.
-    """
+    """Estimates how many blocks were reused ``_REUSED`` times in five minutes, by the hashes that end in zeros."""
 
     def __init__(self) -> None:
         self._shift = _FIRST_SHIFT

@@ -11,7 +11,7 @@ from typing import Any
 from router.directory.directory import Directory
 from router.directory.drift import DriftChecks
 from router.load.load_table import LoadTable
-from router.observe.counters import RouterCounters, TokensByReason
+from router.observe.counters import RouterCounters
 from router.protocol.events import StatsReport
 
 MAX_SAMPLES = 10_000
@@ -79,7 +79,10 @@ def regret_state(counters: RouterCounters) -> dict[str, Any]:
     return {
         policy: {
             "decisions": sum(tokens.decisions for tokens in counted.by_reason.values()),
-            "by_reason": {reason: _tokens_state(tokens) for reason, tokens in counted.by_reason.items()},
+            "by_reason": {
+                reason: {**asdict(tokens), "not_selected_tokens": tokens.not_selected_tokens}
+                for reason, tokens in counted.by_reason.items()
+            },
             "ttft": {
                 "requests": counted.estimates.ratio.count,
                 **{name: round(getattr(counted.estimates, name), 6) for name in _ESTIMATES},
@@ -87,7 +90,3 @@ def regret_state(counters: RouterCounters) -> dict[str, Any]:
         }
         for policy, counted in counters.by_policy.items()
     }
-
-
-def _tokens_state(tokens: TokensByReason) -> dict[str, int]:
-    return {**asdict(tokens), "not_selected_tokens": tokens.not_selected_tokens}

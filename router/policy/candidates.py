@@ -31,7 +31,6 @@ class Candidate(NamedTuple):
     reason: Reason
 
 
-_DEFAULTS = PolicySettings()
 _NOTHING: Match = MappingProxyType({})
 
 
@@ -51,7 +50,7 @@ class RoutingView(NamedTuple):
     loads: LoadTable
     turn: int
     rng: Random
-    settings: PolicySettings = _DEFAULTS
+    settings: PolicySettings = PolicySettings()
     blocked: Collection[str] = ()
     pending: Match = _NOTHING
     closed: npt.NDArray[np.bool_] | None = None

@@ -1,7 +1,6 @@
 """A second look at a decision, by the replica that was chosen: was the load it was made from far too low?
 
-Another router's request may have come first, in no report that the deciding router has seen. Then the replica sends
-the request back with its load as it is now, and the router decides again, knowing more. Pure functions.
+Another router's request may have come first: the replica sends this one back with its load as it is. Pure functions.
 """
 
 from __future__ import annotations

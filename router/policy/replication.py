@@ -26,10 +26,7 @@ _MOST_WORK_S = 0.5
 
 _WORTH_LOOKING = 0.125
 """Part of ``HOLDER_UTILISATION`` below which nothing deeper is counted. A deeper prefix has no demand but a part of
-this, so when it gets hot, what was not counted is an eighth of the bound at most, and decays.
-"""
-
-_FIRST = np.uint64(2**64 - 1)
+this, so when it gets hot, what was not counted is an eighth of the bound at most, and decays."""
 
 
 class PrefixDemand:
@@ -54,12 +51,9 @@ class PrefixDemand:
 
     def rate_with(self, key: bytes, work_s: float, now_s: float) -> float:
         """Return what ``add`` would, and count nothing."""
-        return self.rate(key, now_s) + work_s / self._memory_s
-
-    def rate(self, key: bytes, now_s: float) -> float:
-        """Return a key's rate now; 0.0 when it is unknown."""
         rate, at_s = self._rates.get(key, (0.0, now_s))
-        return rate if at_s == now_s else rate * exp(min(at_s - now_s, 0.0) / self._memory_s)
+        kept = rate if at_s == now_s else rate * exp(min(at_s - now_s, 0.0) / self._memory_s)
+        return kept + work_s / self._memory_s
 
 
 class Replication:
@@ -147,7 +141,7 @@ def closed_to_holders(view: RoutingView, chosen_id: str) -> npt.NDArray[np.bool_
         closed[held] = False
         return closed
     weights = rendezvous(view.request.placement_key, loads)
-    weights[held] = _FIRST
+    weights[held] = np.uint64(2**64 - 1)  # before all others
     least_weight: np.uint64 = np.partition(weights, rows - most)[rows - most]
     return weights < least_weight
 

@@ -183,9 +183,5 @@ def common_tokens(left: TokenArray, right: TokenArray) -> int:
 
 
 def system_prompt_key(root: bytes, formatted_system_prompt: str) -> bytes:
-    """Return the 16-byte key of a formatted system prompt under a scope root.
-
-    It costs one hash of the text, needs no tokens, and orders replicas by rendezvous hashing while nobody
-    holds the prompt yet.
-    """
+    """Return a system prompt's 16-byte key, one hash, which orders replicas while nobody holds the prompt yet."""
     return xxhash.xxh3_128_digest(root + formatted_system_prompt.encode())

@@ -1,7 +1,4 @@
-"""What replicas tell routers: blocks stored and removed, what is held in all, load, counters, adapters in memory.
-
-Hashes travel packed (see ``block_hash``), the messages that carry events are in ``feed.messages``.
-"""
+"""What replicas tell routers. Hashes travel packed (see ``block_hash``); messages are in ``feed.messages``."""
 
 from __future__ import annotations
 
@@ -83,7 +80,6 @@ class StatsReport(msgspec.Struct, frozen=True, tag="stats", array_like=True):
 
 
 Event = BlocksStored | BlocksRemoved | CacheCleared | CacheDigest | LoadReport | StatsReport
-
 
 KEY_BYTES = 8
 MAX_ADAPTERS = 1024

@@ -35,8 +35,6 @@ AWAY_S = 10.0
 """How long a replica that left the set is kept in mind: one that takes new settings is out of it meanwhile, and its
 cache is not. One that leaves for good can hand out KV until it ends."""
 
-_ABSENT_PAUSE_S = 0.1
-
 
 def deployment_key(app_name: str, deployment_name: str) -> str:
     """Return the key under which ``core_for`` finds the core of a Serve deployment in this process."""
@@ -91,10 +89,7 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
-        """Decide for this very request, in its own coroutine; wait in line only while no replica can take it.
-
-        Serve's queue of routing tasks may hand the replica chosen for one request to another. Raises NoReplicaLeft.
-        """
+        """Decide for this very request, in its own coroutine: Serve's queue may swap two. Raises NoReplicaLeft."""
         if is_retry:
             self._undo(pending_request)
         route = _route_of(pending_request)
@@ -110,10 +105,8 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
     def _choose(self, pending_request: PendingRequest, is_retry: bool) -> RunningReplica | None:
         """Return the replica for a request, None while all are full or away.
 
-        Raises NoReplicaLeft, and CancelledError where whoever asked has left.
-
-        A call with a ``target`` reaches one that is away too, the first time. Where the target is gone it goes to any
-        replica, which sees that it is not meant.
+        A call with a ``target`` reaches one that is away too, the first time; where that is gone it goes to any
+        replica, which refuses it. Raises NoReplicaLeft, and CancelledError where the caller has left.
         """
         if not self._by_name:
             wait_s = self._core.settings.no_replica_wait_s
@@ -150,7 +143,7 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
             return
         self._replicas_updated_event.clear()
         with suppress(TimeoutError):
-            async with asyncio.timeout(_ABSENT_PAUSE_S):  # wait_for would swallow a cancellation that meets the event
+            async with asyncio.timeout(0.1):  # wait_for would swallow a cancellation that meets the event
                 await self._replicas_updated_event.wait()
 
     def _know(self, by_name: dict[str, RunningReplica]) -> None:

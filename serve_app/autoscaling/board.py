@@ -1,7 +1,6 @@
 """Where the policies of one application's deployments meet, in the controller: state, freshness, what is told of it.
 
-Serve pickles a policy's own module by value and makes the policy anew at a deploy; this module is imported by
-reference, so there is one of it in the controller, and what it holds outlives a deploy, though not the controller.
+Serve pickles a policy's own module by value; this one is imported by reference, so what it holds outlives a deploy.
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ from serve_app.autoscaling.signals import signals
 from serve_app.notices import post
 
 logger = logging.getLogger("ray.serve")
-
-_FAULT_EVERY_S = 60.0
 
 Raw = Mapping[str, Mapping[str, tuple[float, float]]]
 """By a replica's id and figure: when the newest value was taken, by the clock of its machine, and the value."""
@@ -64,16 +61,13 @@ class Board:
         self._last = ""
 
     def safely(self, ctx: AutoscalingContext, ask: Callable[[AutoscalingContext], int]) -> int:
-        """Return how many replicas there should be; as many as now where that cannot be said.
-
-        A policy that raised would stop the controller's work for all applications.
-        """
+        """Return what ``ask`` does, else as many replicas as now: an error would stop the controller's work."""
         try:
             return ask(ctx)
         except Exception:
             now_s = time.monotonic()
             if now_s >= self._next_fault_s:
-                self._next_fault_s = now_s + _FAULT_EVERY_S
+                self._next_fault_s = now_s + 60.0
                 logger.exception("autoscaling failed; the number of replicas stays")
             return int(ctx.target_num_replicas)
 

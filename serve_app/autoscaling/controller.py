@@ -1,7 +1,4 @@
-"""The policies that Ray Serve's controller calls ten times a second; ``build_app`` names them by string.
-
-Serve pickles this module by value: what has to be shared or kept is in ``serve_app.autoscaling.board``.
-"""
+"""The policies that Serve's controller calls, pickled by value: what has to be kept is in ``autoscaling.board``."""
 
 from __future__ import annotations
 

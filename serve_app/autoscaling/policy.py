@@ -1,7 +1,6 @@
 """How many replicas there should be: one pure function, run by Serve's controller and by the simulator alike.
 
-In: what was decided before, the deployment's signals, the time. Out: a target, why, and what to remember. Knows neither
-Ray nor a clock. Formula and failures: docs/autoscaling.md.
+Knows neither Ray nor a clock. Formula and failures: docs/autoscaling.md.
 """
 
 from __future__ import annotations

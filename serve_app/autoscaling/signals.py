@@ -1,7 +1,6 @@
 """From figures as they were reported to what the policy decides by: one set of numbers for the whole deployment.
 
-Owns what makes figures fit to decide by: complete, fresh, of one version. Knows neither Ray nor the rule. Ingresses'
-figures are merged: each router sees a part of the same traffic.
+Figures must be complete, fresh and of one version. Ingresses' are merged: each router sees a part of the traffic.
 """
 
 from __future__ import annotations

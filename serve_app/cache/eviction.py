@@ -1,7 +1,6 @@
 """Which of a tenant's blocks goes first, in the pool and in the tiers below it: the least recently used.
 
-Owns the queues that keep that order. ``Accounts`` chooses the tenant; the caches see that a block in use stays, and a
-parent in the pool as long as its child. Not thread-safe.
+``Accounts`` chooses the tenant; the caches keep what is in use, and a parent as long as its child. Not thread-safe.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What a block outside the pool is verified by: one digest of its scope and of all tokens up to its end.
 
-Owns the digest's bytes. The chained xxHash that names a block can be made to collide and proves nothing of the blocks
-before it; in the pool a parent's identity proves those, and a tier or another replica has only this.
+The xxHash that names a block can collide and proves nothing of the blocks before it; in the pool a parent does that.
 """
 
 from __future__ import annotations

@@ -17,8 +17,6 @@ from serve_app.engine.protocol import AdapterSpec, QueueFull, UnknownAdapter
 
 W = TypeVar("W")
 
-_RETRY_AFTER_S = 1.0
-
 
 class LoadedAdapters(Generic[W]):
     """LoRA adapters by ``AdapterSpec.key``, and what ``load`` made of them; the key "" is the base model."""
@@ -60,10 +58,7 @@ class LoadedAdapters(Generic[W]):
             return tuple(self._slots)
 
     def load(self, spec: AdapterSpec) -> None:
-        """Make an adapter available, evicting the least recently used one that nobody needs.
-
-        Raises AdapterError when it cannot be served, QueueFull while every adapter in memory has live requests.
-        """
+        """Make an adapter available in place of an idle one. Raises AdapterError, and QueueFull while none is idle."""
         with self._lock:
             if self._renew(spec.key):
                 return
@@ -76,7 +71,7 @@ class LoadedAdapters(Generic[W]):
                 idle = next((key for key in self._loaded if not self._live[key]), None)
                 if idle is None:
                     self._on_forget(weights)
-                    raise QueueFull("every adapter in memory has requests that run or wait", _RETRY_AFTER_S)
+                    raise QueueFull("every adapter in memory has requests that run or wait", retry_after_s=1.0)
                 self._forget(idle)
                 self._evictions += 1
             self._loaded[spec.key] = weights

@@ -1,7 +1,6 @@
 """What an engine counts and measures: counters, histograms, smoothed rates.
 
-Owns metric names (vLLM's suffixes under ``warmpath_``) and Prometheus' cumulative buckets. Written by the engine's
-thread alone; samples may be read from any thread.
+Names are vLLM's suffixes under ``warmpath_``. Written by the engine's thread alone; any thread may read samples.
 """
 
 from __future__ import annotations
@@ -60,10 +59,7 @@ class EngineMeters:
         self._hits[name] += cached_tokens
 
     def stepped(self, prefill_tokens: int, duration_s: float) -> None:
-        """Smooth the measured rates: prefill over about the last 8,192 tokens, decode over about ten steps.
-
-        Prefill steps of a few tokens say nothing of throughput and are left out once there is a figure.
-        """
+        """Smooth the rates over 8,192 prefill tokens and ten decode steps; tiny prefills say nothing of throughput."""
         if prefill_tokens == 0:
             last = self.decode_step_s
             self.decode_step_s = duration_s if last == 0.0 else last + _DECODE_WEIGHT * (duration_s - last)

@@ -1,7 +1,6 @@
 """What requests ask an engine to keep: which prefixes those are, whether there is room, and what clients hear.
 
-Owns the rules of both ways to ask, an explicit save and a cache breakpoint. Does not know how an engine holds blocks:
-it pins them, once the request has computed them. What cannot be kept is a warning, never the request's failure.
+For an explicit save and a cache breakpoint alike. A prefix that cannot be kept is a warning, never a failure.
 """
 
 from __future__ import annotations
@@ -50,10 +49,7 @@ class PinKeeper:
                 yield WantedPin(key, kept, save.ttl_s, explicit=bool(save.key))
 
     def without_pinning(self, wanted: WantedPin, tenant: str, numbers: Sequence[int]) -> SaveResult | None:
-        """Return what becomes of a prefix that is not to be pinned, as it is already or can never be; else None.
-
-        ``numbers``: what ``Pins`` know its blocks by.
-        """
+        """Return the result where nothing is to be pinned, else None. ``numbers``: what ``Pins`` know its blocks by."""
         pins = self._pins
         if not wanted.blocks:
             return SaveResult("too_short")

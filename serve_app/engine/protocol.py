@@ -1,7 +1,6 @@
 """The engine's contract: what goes in, what streams out, what it reports.
 
-Owns the data types on both sides of an engine. Token ids are int32 arrays, scopes and hashes the router's. Any engine
-that satisfies ``Engine`` can run in a replica.
+Token ids are int32 arrays, scopes and hashes the router's. Any ``Engine`` can run in a replica.
 """
 
 from __future__ import annotations
@@ -47,10 +46,7 @@ class Save:
 
 
 class RemoteKv:
-    """KV that is on its way to a request, which starts when that is ``done`` and not before.
-
-    ``tokens``: leading prompt tokens that will have KV if all goes well. Several requests may wait for one copy.
-    """
+    """KV on its way to requests, which start when it is ``done``; ``tokens``: leading ones that will have KV then."""
 
     __slots__ = ("_ended", "tokens")
 
@@ -190,10 +186,7 @@ class Engine(Protocol):
         """Stop the loop thread; unfinished requests get an "error" output."""
 
     def submit(self, request: EngineRequest, sink: OutputSink) -> None:
-        """Queue a request (any thread).
-
-        Raises RequestTooLong, QueueFull, UnknownAdapter, or ValueError on malformed input.
-        """
+        """Queue a request (any thread). Raises RequestTooLong, QueueFull, UnknownAdapter or ValueError."""
 
     def cancel(self, request_id: str) -> None:
         """Drop a request (any thread); its blocks are free within one step. Unknown ids are ignored."""
@@ -208,10 +201,7 @@ class Engine(Protocol):
         """Forget every cached block not in use, also below the pool if ``tiers``; False when some in use were kept."""
 
     def tell_cache(self, *, anew: bool = False) -> None:
-        """Hand a ``CacheDigest`` to the event sink, after all events of what it covers (any thread, but it waits).
-
-        ``anew``: and before it, as if nothing had been told yet, everything that is held.
-        """
+        """Hand a ``CacheDigest`` to the event sink after its events (any thread, waits); ``anew``: with all held."""
 
     def set_tenant_shares(self, shares: Mapping[str, float]) -> None:
         """Divide cache and memory among these tenants from now on, by weight; explicit saves of all others end.
@@ -252,16 +242,10 @@ class Engine(Protocol):
         """Return what would fit from elsewhere. Any thread, but it waits for the loop."""
 
     def take_over_pin(self, saved: SavedPrefix, prefix: HashedTokens) -> PinOutcome | None:
-        """Pin a prefix that another replica kept; None where not all of it is here, or its time is over.
-
-        Any thread, but it waits for the loop.
-        """
+        """Pin a prefix that another replica kept; None: it is not all here, or over. Any thread, but it waits."""
 
     def load_adapter(self, spec: AdapterSpec) -> None:
-        """Make a LoRA adapter available (any thread, not the caller's event loop: it reads files).
-
-        Raises AdapterError when it cannot be served, QueueFull while all adapters in memory are needed.
-        """
+        """Make a LoRA adapter available (any thread; reads files). Raises AdapterError, QueueFull if none is idle."""
 
     def unload_adapter(self, key: str) -> bool:
         """Refuse new requests for an adapter; those it has go on. False when it is not loaded."""

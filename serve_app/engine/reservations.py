@@ -7,8 +7,6 @@ from collections import OrderedDict
 ROUTERS_REMEMBERED = 256
 """Routers whose last reservation is kept; the one unheard of for longest is dropped first."""
 
-_UNKNOWN_RETRY_S = 1.0
-
 
 class RouterReservations:
     """The last reservation of each router that has arrived here; a router is "" where a request has none."""
@@ -32,4 +30,4 @@ class RouterReservations:
 
 def retry_after_s(queued_tokens: int, prefill_tokens_per_s: float) -> float:
     """Return when a refused request might fit: the time to compute half of what is queued."""
-    return max(0.1, queued_tokens / prefill_tokens_per_s / 2) if prefill_tokens_per_s > 0.0 else _UNKNOWN_RETRY_S
+    return max(0.1, queued_tokens / prefill_tokens_per_s / 2) if prefill_tokens_per_s > 0.0 else 1.0

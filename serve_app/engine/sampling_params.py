@@ -1,7 +1,4 @@
-"""How tokens are chosen, as a request says it: values, rules, what an answer must match, and what is told of tokens.
-
-Plain data and one protocol; part of the engine's contract, whose other types are in ``protocol``.
-"""
+"""How tokens are chosen, as a request says it; part of the engine's contract, whose other types are in ``protocol``."""
 
 from __future__ import annotations
 
@@ -63,10 +60,7 @@ class SamplingParams:
 
 
 class TokenLogprob(NamedTuple):
-    """Natural logarithms of probabilities by the model's own logits, before any rule or filter.
-
-    ``top``: (token id, its own) of the likeliest, as many as were asked for.
-    """
+    """Logarithms of the model's own probabilities, before any rule; ``top``: (token id, its own) of the likeliest."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()

@@ -1,7 +1,4 @@
-"""Sizes and switches of the built-in engine.
-
-Not part of the contract in ``protocol``: another engine has settings of its own.
-"""
+"""Sizes and switches of the built-in engine; another engine has settings of its own."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """One forward's worth of work: which tokens of which sequences, over which blocks.
 
-The data types between scheduler and runner, and what a forward that failed means for each segment. The engine's two
-halves, scheduling and model, meet here alone.
+The engine's two halves, scheduling and model, meet here alone.
 """
 
 from __future__ import annotations
@@ -26,10 +25,7 @@ BlockRun = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The tokens before the one that is wanted, for those sequences whose rules or matcher read them.
-
-    ``prompt`` and ``answer`` [tokens], int32. The last ``guessed`` of ``answer`` are drafts, which may be wrong.
-    """
+    """``prompt`` and ``answer`` [tokens], int32, for rules and matchers; the answer's last ``guessed`` are drafts."""
 
     prompt: TokenArray
     answer: TokenArray

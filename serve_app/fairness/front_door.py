@@ -1,7 +1,6 @@
 """What a request passes before anything expensive is done for it: bounds by tenant on what waits, then a line.
 
-Owns an ingress' part of the replicas' places, the requests and bytes that wait for one, and what requests cost.
-One asyncio loop uses it.
+It has an ingress' part of the replicas' places. One asyncio loop uses it.
 """
 
 from __future__ import annotations
@@ -79,10 +78,7 @@ class FrontDoor:
 
 
 class Arrival:
-    """One request on its way in; leaving the ``with`` block frees all that it holds and has not handed over.
-
-    ``allowance``: what it holds of its tenant's limits, handed over with the place.
-    """
+    """One request on its way in; leaving the ``with`` block frees what it holds and has not handed over."""
 
     def __init__(self, door: FrontDoor, tenant: str, allowance: Allowance) -> None:
         self.allowance = allowance
@@ -113,10 +109,7 @@ class Arrival:
         self._stop_waiting()
 
     def hand_over(self) -> Place:
-        """Return the place there was a turn for, which is the caller's from now on, as is the ``allowance``.
-
-        Everything else is freed.
-        """
+        """Return the place, which is the caller's from now on with the ``allowance``; all else is freed."""
         place, self._place = self._place, None
         self._handed_over = True
         assert place is not None, "a place comes with a turn"

@@ -1,7 +1,6 @@
 """What a tenant may ask for: requests a second, requests at once, tokens a minute; and how much of that is left.
 
-Owns the counts of one ingress, which has its part of each limit, and a few numbers a tenant. Numbers only: the names
-of headers are the APIs'. One asyncio loop uses it.
+Counts of one ingress, which has its part of each limit; headers are the APIs'. One asyncio loop uses it.
 """
 
 from __future__ import annotations
@@ -153,10 +152,7 @@ class Allowance:
             tenant.running += 1
 
     def reserve(self, prompt_tokens: int, output_tokens: int) -> None:
-        """Take a prompt and all that may be generated out of the tokens. Raises RateLimited, taking nothing.
-
-        Cached tokens of the prompt count as others do (OpenAI's rule).
-        """
+        """Take a prompt, cached tokens included, and all that may be generated. Raises RateLimited, taking nothing."""
         tenant = self._tenant
         if tenant is None or tenant.tokens is None:
             return

@@ -1,7 +1,6 @@
 """What part of a thing is a tenant's, whether it may take more, and whose turn it is: the rules of replica and ingress.
 
-Within its share a tenant takes whatever is free. Beyond it, it borrows, and must leave an eighth to the others. Not
-thread-safe.
+Within its share a tenant takes what is free; beyond it, it must leave an eighth to the others. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -126,10 +125,7 @@ class Turns:
         del self.credit[tenant]
 
     def next(self, able: Collection[str]) -> str:
-        """Return whose turn it is of some tenants, given in the ring's order.
-
-        Who comes to a turn gets the credit for it; who is in debt still is passed over.
-        """
+        """Return the next tenant of some in the ring's order; a turn gives credit, and debtors are passed over."""
         credit = self.credit
         # The rounds in which nobody comes out of debt, at once.
         rounds = min(-credit[tenant] // self._turn(tenant) for tenant in able)

@@ -34,7 +34,8 @@ class Place:
         units = self.units if units is None else min(units, self.units)
         if units:
             self.units -= units
-            self._line._returned(self.tenant, units)
+            self._line._budget.give_back(self.tenant, units)
+            self._line._grant()
 
 
 @dataclass(slots=True, eq=False)
@@ -68,10 +69,7 @@ class WaitingLine:
         return min(60.0, max(1.0, pace_s * (1 + len(line))))
 
     async def enter(self, tenant: str, units: int = 1, cost: int = 1) -> Place:
-        """Wait for a place of ``units``, or of the tenant's whole share where that is less.
-
-        Cancelling the wait gives back whatever was granted.
-        """
+        """Wait for ``units``, or for the tenant's whole share where that is less; a cancelled wait gives back."""
         shares = self._budget.shares
         shares.touch(tenant)
         waiter = _Waiter(units, cost, asyncio.get_running_loop().create_future())
@@ -89,10 +87,6 @@ class WaitingLine:
         except asyncio.CancelledError:
             self._leave(tenant, waiter)
             raise
-
-    def _returned(self, tenant: str, units: int) -> None:
-        self._budget.give_back(tenant, units)
-        self._grant()
 
     def _units(self, tenant: str, waiter: _Waiter) -> int:
         return min(waiter.units, self._budget.share(tenant))
@@ -123,17 +117,14 @@ class WaitingLine:
         while able := self._able():
             tenant = self._turns.next(able)
             waiter = self._lines[tenant].popleft()
-            self._note_pace(tenant)
+            now_s = self._clock()
+            waited_s = now_s - self._first_since_s[tenant]
+            before = self._pace_s.get(tenant, waited_s)
+            self._pace_s[tenant] = before + _WEIGHT * (waited_s - before)
+            self._first_since_s[tenant] = now_s
             self._start(tenant, waiter)
             self._turns.charge(tenant, waiter.cost)
             self._drop_if_empty(tenant)
-
-    def _note_pace(self, tenant: str) -> None:
-        now_s = self._clock()
-        waited_s = now_s - self._first_since_s[tenant]
-        before = self._pace_s.get(tenant, waited_s)
-        self._pace_s[tenant] = before + _WEIGHT * (waited_s - before)
-        self._first_since_s[tenant] = now_s
 
     def _able(self) -> list[str]:
         """Return the tenants whose first request fits, in the order of their turns.

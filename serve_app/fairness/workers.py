@@ -28,10 +28,7 @@ class FairWorkers:
         self._line = WaitingLine(Budget(shares, lambda: threads), QUANTUM_BYTES)
 
     async def run(self, tenant: str, cost_bytes: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return what ``work`` returns, run in a thread when it is the tenant's turn.
-
-        What was begun is finished, and keeps its thread, even if nobody waits for it any more.
-        """
+        """Return what ``work`` returns, run in a thread at the tenant's turn; it is finished even if nobody waits."""
         place = await self._line.enter(tenant, cost=cost_bytes)
         loop = asyncio.get_running_loop()
 

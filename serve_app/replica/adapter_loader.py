@@ -1,7 +1,4 @@
-"""A replica's LoRA adapters: loaded ahead where it is told to, and on demand where a request comes first.
-
-A replica that starts late needs no news: every request says where its adapter lies.
-"""
+"""A replica's LoRA adapters: loaded ahead where it is told to, and on demand, since requests say where they lie."""
 
 from __future__ import annotations
 
@@ -69,10 +66,7 @@ class ReplicaAdapters:
         return ""
 
     async def submit(self, request: EngineRequest, lora_path: str, sink: OutputSink) -> None:
-        """Submit a request, first loading its adapter from ``lora_path`` if this replica lacks it.
-
-        Raises what ``Engine.submit`` and ``Engine.load_adapter`` raise.
-        """
+        """Submit a request, first loading a missing adapter. Raises what ``submit`` and ``load_adapter`` do."""
         for attempt in range(_TRIES):
             try:
                 self._engine.submit(request, sink)

@@ -33,10 +33,7 @@ _KV_FIELDS = {"num_hidden_layers", "num_attention_heads", "num_key_value_heads",
 
 
 def make_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) -> Engine:
-    """Load or simulate the model and return its engine, not started.
-
-    Raises ValueError for settings that do not fit, and what ``build_engine`` raises.
-    """
+    """Return the engine, not started. Raises ValueError for settings that do not fit, and as ``build_engine``."""
     return MAKERS[config.engine].build(config, info, event_sink)
 
 
@@ -106,10 +103,7 @@ def _simulated_engine(config: AppConfig, info: CheckpointInfo, event_sink: Event
 
 
 def _model_config(path: Path) -> Any:
-    """Return what the model's config says of its KV.
-
-    transformers, which loads torch, is asked only where the file leaves something to its defaults.
-    """
+    """Return what the model's config says of its KV; transformers, which loads torch, is asked for defaults alone."""
     fields = json.loads((path / "config.json").read_text())
     if fields.keys() >= _KV_FIELDS:
         return SimpleNamespace(**{name: fields[name] for name in _KV_FIELDS})

@@ -9,15 +9,13 @@ from serve_app.fairness.workers import FairWorkers
 from serve_app.structured.compiler import GrammarCompiler
 from serve_app.structured.matcher import AnswerMatcher, Matchers
 
-THREADS = 2
-
 
 class ReplicaMatchers:
     """Matchers of one replica. Used from one event loop."""
 
     def __init__(self, config: AppConfig, info: CheckpointInfo) -> None:
         self._matchers = Matchers(GrammarCompiler(info.path, info.vocab_size, info.eos_token_ids))
-        self._workers = FairWorkers(Shares(config.cache_shares), THREADS)
+        self._workers = FairWorkers(Shares(config.cache_shares), threads=2)
 
     async def matcher(self, grammar: str, tenant: str) -> AnswerMatcher:
         """Return a matcher of its own for an answer. Raises GrammarError."""

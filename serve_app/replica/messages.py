@@ -1,7 +1,6 @@
 """What crosses between ingress and replica, as msgpack: a call and its end by the Serve handle, chunks by a channel.
 
-msgpack of typed structs is several times cheaper than pickling objects, and the token ids travel as raw int32 bytes.
-What the engine takes as one object, scope or sampling, crosses as one: its fields are listed where it is defined.
+msgpack of typed structs is several times cheaper than pickling objects; token ids travel as raw int32 bytes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The other replicas of a deployment, and what is asked of them: by Serve handle calls that name the replica.
-
-Calls go by reference (actor calls): what they return lies in the object store, its pages mapped, not copied.
-"""
+"""The other replicas, and what is asked of them by Serve handle calls; answers are mapped from the object store."""
 
 from __future__ import annotations
 

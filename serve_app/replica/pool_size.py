@@ -28,10 +28,7 @@ def pool_blocks(config: AppConfig, model: Path, drafter: Path | None) -> int:
 
 
 def pool_bytes(config: AppConfig, model_config: Any, drafter: Path | None) -> int:
-    """Return the bytes of the KV pool: as set, else 512 MiB, on a GPU what ``gpu_memory_utilization`` leaves.
-
-    Raises ValueError when that is nothing.
-    """
+    """Return the KV pool's bytes: as set, else 512 MiB, or a GPU's rest. Raises ValueError when that is nothing."""
     device = choose_device(config.device)
     if config.kv_cache_bytes is not None or device.type != "cuda":
         return config.kv_cache_bytes or CPU_POOL_BYTES

@@ -1,7 +1,6 @@
 """KV that another replica holds, for requests that came with its name: copy or compute, and who waits for what.
 
-Everything here runs in the replica's event loop; the engine goes on meanwhile, and a request that waits starts when its
-``RemoteKv`` is done, with whatever came.
+Everything runs in the replica's loop; a request that waits starts when its ``RemoteKv`` is done, with whatever came.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ EXPECTED_BYTES_PER_S = 150e6
 
 _EXPECTED_WEIGHT_S = 0.1
 _MEMORY_S = 60.0
-
 
 Refusal = Literal["off", "held", "short", "slow", "busy"]
 """Why a planned pull was not begun: already here, too little, slower than computing, too many under way."""
@@ -258,10 +256,7 @@ async def copy_part(
     *,
     demote: bool = True,
 ) -> tuple[int, int] | NoPart:
-    """Copy up to ``count`` blocks of a prefix from ``first`` on; return how many leading ones are held, and arrived.
-
-    Raises HolderLost, or a TransferError.
-    """
+    """Copy up to ``count`` blocks; return leading ones held, and arrived. Raises HolderLost or a TransferError."""
     end = first + count
     ids = np.ascontiguousarray(prefix.token_ids[: end * block_size], dtype="<i4")
     chain = prefix.chain[: end * HASH_BYTES]

@@ -1,7 +1,6 @@
 """The Serve deployment around one engine: calls in, token chunks out, cache events and load to the routers.
 
-Owns the engine's life inside a Ray actor and its feed publisher. The engine runs in a thread of its own; everything
-here runs in the replica's loop.
+The engine runs in a thread of its own; everything here runs in the replica's loop.
 """
 
 from __future__ import annotations
@@ -9,15 +8,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import zlib
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 import ray
-from msgspec import structs
 from ray import serve
 
 from router.feed import FeedPublisher
@@ -47,7 +47,7 @@ from serve_app.replica.lifecycle.lifecycle import Lifecycle
 from serve_app.replica.lifecycle.receipt import MoveMeters
 from serve_app.replica.peers import Peers, Question
 from serve_app.replica.pull import Puller
-from serve_app.replica.reporter import Reporter, replica_figures, tell_caches, version_of
+from serve_app.replica.reporter import Reporter, replica_figures, tell_caches
 from serve_app.replica.running_calls import STOPPING, RunningCalls
 from serve_app.replica.token_channel import TokenSender, TokenStream
 from serve_app.structured.compiler import GrammarError
@@ -69,7 +69,7 @@ class Replica:
 
         self._ending = AsyncExitStack()
         self._live = await LiveSettings.start(config, refused_while_running)
-        self._version = version_of(config)
+        self._version = zlib.crc32(msgspec.json.encode(config, order="deterministic"))
         self._loop = asyncio.get_running_loop()
         self._replica_id: str = serve.get_replica_context().replica_id.unique_id
         self._tracer = open_tracer(self._config.otlp_endpoint, "replica", self._replica_id)
@@ -143,10 +143,7 @@ class Replica:
         return await asyncio.to_thread(self._engine.reset_prefix_cache)
 
     async def answer_peer(self, question: Question, *args: Any, target: str) -> Any:
-        """Answer another replica; see ``PeerAnswers``.
-
-        ``target``: the id of the replica that is meant. Another one answers "lost": Serve sends a dead one's calls on.
-        """
+        """Answer a peer (``PeerAnswers``), or "lost" where ``target`` is another: Serve sends a dead one's on."""
         return await getattr(self._answers, question)(*args) if target == self._replica_id else "lost"
 
     async def end_calls(self, request_ids: Sequence[str], *, target: str) -> None:
@@ -231,7 +228,7 @@ class Replica:
 
     def _load(self) -> LoadReport:
         """Return the load, with what the engine does not know of it."""
-        return structs.replace(
+        return msgspec.structs.replace(
             self._engine.load(),
             pull_tokens_per_s=self._puller.tokens_per_s,
             adapters=pack_adapters(self._engine.adapters()),

@@ -1,20 +1,14 @@
-"""What a replica tells routers besides cache events: its load when it changes, its counters, digests of its caches.
-
-And its figures for the autoscaling policy, from what its engine reports anyway.
-"""
+"""What a replica tells routers besides cache events, and its figures for the autoscaling policy."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-import zlib
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
-import msgspec
 from msgspec import structs
 
 from router.feed import FeedPublisher
@@ -78,10 +72,7 @@ class Reporter:
 
 
 async def tell_caches(engine: Engine, feed: FeedPublisher, interval_s: float = DIGEST_INTERVAL_S) -> None:
-    """Let the engine tell what its caches hold, as a digest, every ``interval_s`` until cancelled.
-
-    Where other blocks than those were published it tells all anew: the next time at once, then ever more rarely.
-    """
+    """Tell digests every ``interval_s``, and all anew where other blocks were published, ever more rarely."""
     mended, next_s, pause_s = 0, 0.0, interval_s
     while True:
         await asyncio.sleep(interval_s)
@@ -91,11 +82,6 @@ async def tell_caches(engine: Engine, feed: FeedPublisher, interval_s: float = D
             logger.warning("other blocks were published than the caches hold: all that is held is told anew")
             mended, next_s, pause_s = drifts, now_s + pause_s, min(2 * pause_s, _LAST_PAUSE_S)
         await asyncio.to_thread(engine.tell_cache, anew=anew)
-
-
-def version_of(config: dict[str, Any]) -> int:
-    """Return a number that differs between replicas that were started with different settings."""
-    return zlib.crc32(msgspec.json.encode(config, order="deterministic"))
 
 
 def replica_figures(engine: Engine, version: int, config: AppConfig) -> ReplicaFigures:

@@ -32,10 +32,7 @@ _MAX_LEFT = 8192
 
 
 def actor_lives(name: str) -> bool:
-    """Return False once Ray knows that a Serve actor of that name has died; while Ray does not answer, it lives.
-
-    A caller without a name is no actor, and nobody can tell.
-    """
+    """Return False once Ray knows that a Serve actor of that name has died; "" is no actor, and always lives."""
     if not name:
         return True
     try:
@@ -100,10 +97,7 @@ class RunningCalls:
         self._end_left()
 
     async def watch(self, lives: Callable[[str], bool] = actor_lives) -> None:
-        """End for ever the generations of callers that died, and those that were left; ``lives`` may block.
-
-        What cannot be cancelled yet is cancelled the next time.
-        """
+        """End the generations of dead callers, and those that were left, again and again; ``lives`` may block."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             self._end_left()

@@ -1,7 +1,6 @@
 """Tokens on their way from replicas to an ingress: one encrypted message a step for each pair of them.
 
-An ingress has a socket, and its calls say where. A replica sends the chunks of all calls of one ingress together, in
-order, and never waits: what an ingress does not take in time is refused to it, and its calls end.
+An ingress' calls say where its socket is. A replica never waits: an ingress that is too far behind loses its calls.
 """
 
 from __future__ import annotations
@@ -84,10 +83,7 @@ class TokenSender:
 
 
 class TokenStream:
-    """Holds outputs back: between the first and the last one something leaves every ``interval_s`` at most.
-
-    ``trace`` sees each.
-    """
+    """Holds outputs back: one leaves every ``interval_s`` at most, but first and last at once; ``trace`` sees each."""
 
     __slots__ = ("_due_s", "_interval_s", "_outputs", "_trace")
 
@@ -134,10 +130,7 @@ class Arrivals:
             self.wake()
 
     def take(self) -> GenerateChunk | None:
-        """Return all that waits as one chunk, None where nothing does.
-
-        So an ingress that is behind has fewer, larger chunks to do, and catches up.
-        """
+        """Return all that waits as one chunk, None: nothing. A slow ingress so has fewer, larger ones to do."""
         if not self._chunks:
             return None
         first = last = self._chunks.popleft()

@@ -1,7 +1,6 @@
 """The index of computed KV blocks: hash -> block, and look-ups that compare what a block holds.
 
-Owns which block is whose child. Tokens and chains flow in; entries and block ids flow out. Not thread-safe, except
-``held`` and ``count_held``, which any thread may ask for a hint.
+Not thread-safe, except ``held`` and ``count_held``, which any thread may ask for a hint.
 """
 
 from __future__ import annotations

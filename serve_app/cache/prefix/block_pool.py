@@ -13,15 +13,11 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least one block, not {num_blocks}")
+        self.total_blocks = num_blocks
         self._references = [0] * num_blocks
         # A stack whose pops ascend: neighbours in a prompt tend to be neighbours in memory, and KV reads are views.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._idle: set[int] = set()
-
-    @property
-    def total_blocks(self) -> int:
-        """Blocks there are."""
-        return len(self._references)
 
     @property
     def free_blocks(self) -> int:

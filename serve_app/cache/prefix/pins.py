@@ -33,10 +33,7 @@ class Pin:
 
 
 class Pins:
-    """Pins by key, each of a whole prefix. ``weights``: of tenants' shares; a tenant without one only borrows.
-
-    With fewer than two weights there are no shares.
-    """
+    """Pins by key. ``weights``: of tenants' shares; a tenant without one only borrows. Fewer than two: no shares."""
 
     def __init__(self, budget_blocks: int, weights: Mapping[str, float] | None = None) -> None:
         if budget_blocks < 0:
@@ -120,10 +117,7 @@ class Pins:
         return "pinned"
 
     def recall(self, blocks: Sequence[int], tenant: str) -> bytes | None:
-        """Return the pin to remove so that a prefix within the tenant's share fits; None when nothing is lent.
-
-        It is the last one of whoever is furthest beyond their share; the caller removes it and asks again.
-        """
+        """Return the pin to remove next, the last of the tenant furthest over its share; None: nothing is lent."""
         held_blocks, share_blocks = self.room(tenant)
         more_blocks = len(blocks) - self.pinned_leading(blocks, tenant)
         if len(self._shares) < 2 or held_blocks + more_blocks > share_blocks:

@@ -247,10 +247,13 @@ class PrefixCache:
             assert entry is not None, "a leaf in a queue is indexed"
             removed += entry.block_hash
             evicted.append(entry)
-            self._forget(entry)
+            parent = self.index.remove(entry)
+            self.pool.free_idle(entry.block)
+            self.quota.freed(entry.block, idle=True)
+            if parent is not None and parent.children == 0 and self.pool.is_idle(parent.block):
+                self.quota.queue_leaf(parent.block, parent.released_at, parent.standing)
             if entry.reused:
                 self.evicted_reused_blocks += counted
-                parent = None if entry.parent is None else self.index.of_block(entry.parent)
                 if parent is not None:
                     parent.reused = True  # whoever reused the child reused it
         if removed:
@@ -283,11 +286,3 @@ class PrefixCache:
     def _retain(self, block: int) -> None:
         if self.pool.retain(block):
             self.quota.reused(block)
-
-    def _forget(self, entry: CachedBlock) -> None:
-        """Take one idle leaf out of the index and free its block."""
-        parent = self.index.remove(entry)
-        self.pool.free_idle(entry.block)
-        self.quota.freed(entry.block, idle=True)
-        if parent is not None and parent.children == 0 and self.pool.is_idle(parent.block):
-            self.quota.queue_leaf(parent.block, parent.released_at, parent.standing)

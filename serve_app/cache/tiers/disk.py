@@ -1,7 +1,6 @@
 """Blocks in files: their bound by tenants' shares, and the ends of saves.
 
-Owns which block has a file. One thread (the queue's) stores, loads and marks; any thread may look up. While a save
-lasts its engine says when it ends; the end in a file's name counts after a restart.
+One thread (the queue's) stores, loads and marks; any may look up. The end in a file's name counts after a restart.
 """
 
 from __future__ import annotations
@@ -149,7 +148,10 @@ class DiskTier:
     def _make_room(self, size: int, owner: str, *, saved: bool) -> bool:
         """Evict until ``size`` bytes fit; False where they are not worth what would have to go."""
         if self.index.used_bytes + size > self.capacity_bytes:
-            self._end_inherited()
+            now_s = self._wall_clock()
+            with self.index.lock:
+                ended = [name for name, _ in takewhile(lambda item: item[1] <= now_s, self._inherited.items())]
+            self.mark(ended, None)
         while True:
             with self.index.lock:
                 if self.index.used_bytes + size <= self.capacity_bytes:
@@ -160,12 +162,6 @@ class DiskTier:
                 self._forget(victim.block.block_hash)
             self.index.counts.evicted_blocks += 1
             self._files.remove(victim.block.block_hash, victim.saved_until_s)
-
-    def _end_inherited(self) -> None:
-        now_s = self._wall_clock()
-        with self.index.lock:
-            ended = [name for name, _ in takewhile(lambda item: item[1] <= now_s, self._inherited.items())]
-        self.mark(ended, None)
 
     def _forget(self, block_hash: bytes) -> bool:
         """Take a block out of the index, if it is there. The lock is held."""

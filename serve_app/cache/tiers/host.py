@@ -1,7 +1,6 @@
 """Blocks that left the pool, in host memory: one slab, by tenants' shares, least recently used first out.
 
-Owns the slab. The engine's loop owns it. Callers use and put children before their parents, so a parent always
-outlives its children of the same tenant here.
+The engine's loop owns it. Callers use and put children before their parents, which so outlive them here.
 """
 
 from __future__ import annotations

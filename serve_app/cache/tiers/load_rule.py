@@ -1,7 +1,4 @@
-"""Whether loading blocks from a lower tier beats computing them: bytes / bandwidth <= ratio * tokens / prefill rate.
-
-Owns the measured bandwidth of each tier. Not thread-safe.
-"""
+"""Whether a load beats computing: bytes / measured bandwidth <= ratio * tokens / prefill rate. Not thread-safe."""
 
 from __future__ import annotations
 

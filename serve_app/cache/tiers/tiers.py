@@ -1,7 +1,6 @@
 """The tiers below the pool as one: pool -> host memory -> disk.
 
-Owns what moves down and in which order. The engine's loop owns it; only the disk queue has a thread. A batch comes
-children before parents, so the heads of prefixes are always the last to go.
+The engine's loop owns it; only the disk queue has a thread. A batch has children first, so heads are the last to go.
 """
 
 from __future__ import annotations
@@ -132,7 +131,7 @@ class Tiers:
 
     def save(self, blocks: Sequence[TierBlock], read: ReadRows, until_s: float) -> bool:
         """Write or mark blocks (children first) on disk as saved until a Unix time; False: no disk, no room."""
-        return self._to_disk(blocks, read, until_s) if self.disk is not None else False
+        return self._to_disk(blocks, read, until_s)
 
     def end_save(self, hashes: Sequence[bytes]) -> None:
         """Let blocks on disk be evicted as others are."""

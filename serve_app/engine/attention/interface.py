@@ -1,7 +1,6 @@
 """Attention of a packed ragged step over the paged KV pool, as a transformers attention function.
 
-Where KV lies comes in the step's reads; results of several reads of a row are merged through their log-sum-exp. What
-is not computed (sliding windows, soft-capping, sinks) is refused.
+Several reads of a row are merged by their log-sum-exp. Sliding windows, soft-capping and sinks are refused.
 """
 
 from __future__ import annotations

@@ -78,10 +78,7 @@ class PagedStep:
 
 
 def plan_step(pool: KvPool, segments: Sequence[Segment], *, in_place: bool) -> PagedStep:
-    """Lay ``segments`` out as one packed row; zeroes the unused part of every block that a segment begins.
-
-    (What is stale is masked out, but a stale NaN would survive the mask.) ``in_place``: see ``plan_reads``.
-    """
+    """Lay ``segments`` out as one packed row; zeroes the rest of begun blocks: a stale NaN would survive the mask."""
     order = sorted(range(len(segments)), key=lambda i: len(segments[i].token_ids) > 1)
     parts = [segments[i] for i in order]
     device = pool.tensor.device

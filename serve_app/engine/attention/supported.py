@@ -12,10 +12,7 @@ class UnsupportedModel(ValueError):
 
 
 def refuse_unsupported(config: Any, model: Any = None) -> None:
-    """Raise UnsupportedModel, with the reason, unless every layer is plain causal softmax attention.
-
-    ``model``: the loaded torch module, whose parameters may tell more.
-    """
+    """Raise UnsupportedModel unless every layer is plain causal softmax attention. ``model``: the loaded module."""
     name = getattr(config, "model_type", "this model")
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:

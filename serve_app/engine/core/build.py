@@ -1,7 +1,4 @@
-"""How an engine comes about: a checkpoint is loaded into the runner that its settings ask for.
-
-Owns which runner fits the settings, and the thread that loads it.
-"""
+"""How an engine comes about: a checkpoint is loaded, in a thread of its own, into the runner that fits its settings."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The events of an engine's pool and of the tiers below it, in the order in which they happened.
 
-Owns their way to the sink. A digest says what all caches hold in all, among the events that told of every change:
-whoever followed them can see whether they missed, or made up, anything. Belongs to the engine's loop.
+A digest among the events tells listeners whether they missed, or made up, anything. Belongs to the engine's loop.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The built-in engine: one loop thread around a scheduler, a prefix cache and a runner.
 
-Owns the engine's parts and what happens in a step, in which order. Requests flow in from any thread; outputs, cache
-events and load flow out.
+Requests flow in from any thread; outputs, cache events and load flow out.
 """
 
 from __future__ import annotations
@@ -39,10 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 class TorchEngine:
-    """Continuous batching with a prefix cache; satisfies ``protocol.Engine``.
-
-    The loop's condition guards live requests and the load view; scheduler and cache belong to the loop.
-    """
+    """A ``protocol.Engine``. The loop's condition guards live requests and the load view; the rest is the loop's."""
 
     def __init__(
         self,

@@ -1,8 +1,4 @@
-"""The load of one engine as routers see it: work queued and measured rates.
-
-Owns the figures between two steps, so that a request counts from the moment it was submitted. Not thread-safe: the
-engine's lock guards it.
-"""
+"""The load of one engine as routers see it: work queued and measured rates. The engine's lock guards it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The engine's thread, and what other threads ask of it.
-
-Owns the thread, how it is doing, and the condition that guards what is asked for and whatever else threads share.
-Knows no requests.
-"""
+"""The engine's thread, the work that other threads ask of it, and the condition that they share. Knows no requests."""
 
 from __future__ import annotations
 

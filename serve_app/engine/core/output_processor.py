@@ -1,8 +1,4 @@
-"""The results of a step become outputs; a request that ends is removed everywhere.
-
-Owns the order in which everything lets go of a request that ends. In: a scheduled part and its result; out: tokens and
-ends in the outbox, blocks published or free.
-"""
+"""The results of a step become tokens and ends in the outbox; a request that ends is removed everywhere, in order."""
 
 from __future__ import annotations
 
@@ -23,10 +19,7 @@ from serve_app.fairness.shares import Budget, Shares
 
 
 class LiveRequests:
-    """Until when each live request may go on. ``waiting``: those that were not admitted yet, by the rule of ``Budget``.
-
-    Not thread-safe: the loop's condition guards it.
-    """
+    """Until when each live request may go on; ``waiting``: those not admitted yet. The loop's condition guards it."""
 
     def __init__(self, settings: EngineSettings, clock: Clock) -> None:
         self.waiting = Budget(Shares(settings.tenant_shares, clock), lambda: settings.max_waiting_requests)

@@ -1,8 +1,4 @@
-"""Prompts that stay in the pool: pinned once a request that asks for it has computed them.
-
-Owns the order of pinning and writing to disk, where an explicit save outlives the process. Belongs to the engine's
-loop.
-"""
+"""Prompts that stay in the pool, pinned once a request has computed them, and saves also on disk. The loop's alone."""
 
 from __future__ import annotations
 

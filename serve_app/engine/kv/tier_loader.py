@@ -1,7 +1,6 @@
 """The engine's way up from the tiers: blocks that were evicted are loaded again before a prefill.
 
-Owns which request waits for which load. Called by the loop alone, except ``samples``. A block comes up only if its
-prefix digest is the request's.
+Called by the loop alone, except ``samples``. A block comes up only if its prefix digest is the request's.
 """
 
 from __future__ import annotations
@@ -52,10 +51,7 @@ class _Fetch:
 
 
 class TierLoader:
-    """Loads and waits of one engine; ``spiller``: the way down. Without tiers nothing is found and nothing goes down.
-
-    ``wake``: called when the disk has news.
-    """
+    """Loads and waits of one engine; ``spiller``: the way down; ``wake``: called when the disk has news."""
 
     def __init__(
         self,
@@ -165,19 +161,15 @@ class TierLoader:
 
     def _expected(self, tokens: HashedTokens, matched: Sequence[int], last: int) -> Iterator[tuple[bytes, bytes]]:
         """Yield the hash of each block after the ``matched`` ones, up to ``last`` - 1, and the digest it must have."""
-        size, parent = self._cache.block_size, self._last_digest(matched)
+        size, parent = self._cache.block_size, b""
+        if matched:
+            entry = self._cache.index.of_block(matched[-1])
+            assert entry is not None
+            parent = describe(self._cache, [entry])[0].prefix_digest
         for i in range(len(matched), last):
             ids = tokens.token_ids[size * i : size * (i + 1)]
             (parent,) = extend_digests(parent, tokens.scope.at(i), ids, size)
             yield hash_at(tokens.chain, i), parent
-
-    def _last_digest(self, matched: Sequence[int]) -> bytes:
-        """Return the prefix digest of a matched prefix's last block, b"" for none."""
-        if not matched:
-            return b""
-        last = self._cache.index.of_block(matched[-1])
-        assert last is not None
-        return describe(self._cache, [last])[0].prefix_digest
 
     def _worthwhile(self, fetch: _Fetch, run: Sequence[tuple[TierBlock, str]]) -> bool:
         """Decide once a request, so that nobody waits for a load and then computes it after all."""

@@ -1,7 +1,6 @@
 """The engine's way down to the tiers: evicted blocks are spilled, saves are written, and a save's end is passed on.
 
-Owns what tiers know of a pool block, whose it is included. Called by the loop alone; from its making to ``close`` it
-hears of every eviction and of every pin's end.
+Called by the loop alone. From its making to ``close`` it hears of every eviction and of every pin's end.
 """
 
 from __future__ import annotations
@@ -53,10 +52,7 @@ class TierSpiller:
         self._tiers.spill(describe(self._cache, evicted), self._reader(evicted))
 
     def save(self, entries: Sequence[CachedBlock], ttl_s: float | None) -> bool:
-        """Write blocks of the pool, children first, to disk as saved; False where they cannot all be.
-
-        ``ttl_s``: after which they are saved no more if this process ends before it says so; None: never.
-        """
+        """Write pool blocks, children first, to disk as saved for ``ttl_s`` (None: for ever); False: not all."""
         until_s = math.inf if ttl_s is None else float(math.floor(time.time() + ttl_s))
         return self._tiers.save(describe(self._cache, entries), self._reader(entries), until_s)
 

@@ -1,7 +1,6 @@
 """Cached prefixes between engines: export, import, and what another one asks before: what is hot, what would fit.
 
-Owns the order of pinning, copying and publishing. Called from any thread but the loop's; what touches cache and pool
-runs on the engine's loop, a bounded number of bytes between two steps.
+Called from any thread but the loop's; cache and pool are touched on the loop, a bounded number of bytes a visit.
 """
 
 from __future__ import annotations
@@ -79,10 +78,7 @@ class PrefixTransfer:
         copied = 0
 
         def copy() -> bool:
-            """Copy one step's worth, letting go of the pool's blocks with the last of it; return whether more is left.
-
-            All of it in one visit where it is little, for each visit waits for a step.
-            """
+            """Copy one step's worth; return whether more is left. The last visit lets go of the pool's blocks."""
             nonlocal blocks, copied
             if blocks is None:
                 blocks = self._match(tokens)

@@ -1,7 +1,6 @@
 """LoRA on a packed step: forward hooks on linear layers add to every row the product of its own sequence's adapter.
 
-All adapters that hold slots lie side by side, so that all rows share one pair of products, in which a mask keeps every
-row to its own. A step without adapters has no hooks.
+All adapters with slots lie side by side and share one pair of products; a mask keeps every row to its own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A LoRA adapter on disk, in PEFT's format: which files, what its config means, and its digest.
 
-What of PEFT's config is not supported is refused with a sentence. Imports no torch, so that an ingress can name an
-adapter without loading it.
+Unsupported config is refused with a sentence. Imports no torch, so that an ingress can name an adapter.
 """
 
 from __future__ import annotations
@@ -56,10 +55,7 @@ class AdapterConfig:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFile:
-    """An adapter as read: ``weights`` are the bytes of its safetensors file, ``tensors`` the names in it.
-
-    ``digest``: a SHA-256 over these bytes and the effective config.
-    """
+    """``weights``: the safetensors bytes; ``tensors``: the names in them; ``digest``: SHA-256 of bytes and config."""
 
     config: AdapterConfig
     weights: bytes

@@ -1,7 +1,4 @@
-"""An adapter's tensors, checked against the model that is to use them.
-
-For each of the model's linear layers that the file names: a pair of matrices, the scale multiplied in.
-"""
+"""An adapter's tensors, checked against the model: a pair of matrices for each layer, the scale multiplied in."""
 
 from __future__ import annotations
 
@@ -32,10 +29,7 @@ AdapterWeights = Mapping[str, LoraPair]
 
 
 def adaptable_layers(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
-    """Return the layers that an adapter may target, by name: linear ones that see every row of a packed step.
-
-    The output layer is none of them (it sees only the rows whose logits are wanted), nor are routed experts.
-    """
+    """Return the layers that an adapter may target, by name: linear ones, but no output layer or routed expert."""
     output = getattr(model, "get_output_embeddings", lambda: None)()
     return {
         name: module

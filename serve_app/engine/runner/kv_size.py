@@ -1,8 +1,4 @@
-"""How many bytes KV takes: the sizing rules of the pool.
-
-A block takes 2 * layers * block_size * kv_heads * head_dim * bytes per element. Imports no torch, so that a planner can
-use it without.
-"""
+"""Sizing of the KV pool: a block has 2 * layers * block_size * kv_heads * head_dim numbers. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How many bytes of a GPU the KV pool may take: what the utilization leaves after weights and one step's work.
-
-A model is counted on torch's meta device: nothing is allocated.
-"""
+"""How many bytes of a GPU the KV pool may take: the utilization less weights (on torch's meta device) and one step."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Runs steps on an unmodified transformers causal language model over the paged KV pool.
-
-Owns the model's weights, its dtype and device, and the pool. Segments come in; sampled tokens, or the reason why a
-segment failed, go out.
-"""
+"""Runs steps on an unmodified transformers causal language model: segments in, sampled tokens or failures out."""
 
 from __future__ import annotations
 
@@ -150,10 +146,7 @@ def _choose(logits: torch.Tensor, segments: Sequence[Segment]) -> list[SegmentRe
 
 
 def load_model(path: str | Path, config: Any, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
-    """Load a local checkpoint onto ``device``.
-
-    Raises UnsupportedModel where its files lack weights that its config asks for: transformers would draw them.
-    """
+    """Load a checkpoint onto ``device``. Raises UnsupportedModel for missing weights: transformers draws them."""
     model: torch.nn.Module
     model, report = AutoModelForCausalLM.from_pretrained(
         str(path), dtype=dtype, attn_implementation=IMPLEMENTATION, local_files_only=True, output_loading_info=True

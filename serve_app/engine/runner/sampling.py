@@ -76,10 +76,7 @@ def _column(values: Sequence[float], device: torch.device) -> torch.Tensor:
 
 
 def _floors(scaled: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Return each row's smallest logit to keep [n, 1], by top-k and top-p.
-
-    A row's highest logits are looked at first, for a sort of the whole row costs many times that.
-    """
+    """Return each row's smallest logit to keep [n, 1], by top-k and top-p; a sort of whole rows costs far more."""
     vocab = scaled.shape[-1]
     top_k = torch.tensor([[p.top_k if 0 < p.top_k < vocab else vocab] for p in params], device=scaled.device)
     top_p = _column([p.top_p for p in params], scaled.device)

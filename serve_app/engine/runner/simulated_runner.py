@@ -1,7 +1,6 @@
 """A cost model in place of a model: the same steps, simulated durations, pseudo-random tokens.
 
-Its tokens are a hash of seed and position. Scheduling and caching around it are the real ones. Whatever ran on it has
-to say "simulated".
+Scheduling and caching around it are the real ones. Whatever ran on it has to say "simulated".
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Rules of sampling: what prompt, answer and grammar do to a row's logits before a token is chosen.
 
-Owns their order: bans and biases, repetition, frequency and presence penalty, then the grammar. Everything is computed
-from token ids at each step, so a row is the same after a preemption, behind drafts and on another replica.
+In order: bans and biases, repetition, frequency and presence penalty, then the grammar; all from token ids alone.
 """
 
 from __future__ import annotations
@@ -94,10 +93,7 @@ def _banned(params: SamplingParams, rules: TokenRules, answer: TokenArray) -> li
 def token_logprobs(
     logprobs: torch.Tensor, tokens: Sequence[int | None], tops: Sequence[int]
 ) -> list[tuple[TokenLogprob, ...]]:
-    """Return what is told of each row's token: a tuple of one, or none where there is no token.
-
-    ``logprobs`` [n, vocab]; ``tops``: how many of the likeliest tokens each row tells.
-    """
+    """Return what is told of each row's token; ``logprobs`` [n, vocab]; ``tops``: how many likeliest ones."""
     chosen = torch.tensor([[token or 0] for token in tokens], device=logprobs.device)
     own = logprobs.gather(1, chosen)[:, 0].tolist()
     best = torch.topk(logprobs, min(max(tops), logprobs.shape[-1]), dim=-1)

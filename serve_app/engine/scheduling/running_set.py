@@ -36,10 +36,7 @@ class PendingBlocks:
         self._parked: dict[bytes, list[SequenceState]] = {}
 
     def begin(self, sequence: SequenceState, first: int, last: int) -> None:
-        """Note that ``sequence`` is about to compute its blocks ``first`` to ``last`` - 1.
-
-        Nobody waits for one that stores nothing: its blocks will never be theirs.
-        """
+        """Note that ``sequence`` will compute blocks ``first`` to ``last`` - 1; nobody waits if it stores none."""
         sequence.resolved = first
         if not sequence.request.store_kv:
             return

@@ -26,10 +26,8 @@ AGING_TOKENS_PER_S = 2000.0
 """A sequence with u uncached tokens can be overtaken, within its tenant, only by those that arrive within u / 2000
 seconds after it. So it starts once its tenant's turns have computed what came before it or in that time."""
 
-
 PREFILL_S = 0.1
 """What the prefill of a step should take at most, because whoever comes in the meantime waits for its end."""
-
 
 Fetched = Literal["nothing", "loaded", "wait"]
 """What a fetch did: found nothing, brought blocks into the pool, or has to be asked again later."""
@@ -49,10 +47,7 @@ class Scheduled:
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill over one prefix cache.
-
-    ``fetch``: asked before a prefill for the blocks that continue what the pool holds (``TierLoader.fetch``).
-    """
+    """Continuous batching with chunked prefill over one prefix cache. ``fetch``: see ``TierLoader.fetch``."""
 
     def __init__(
         self,
@@ -156,10 +151,7 @@ class Scheduler:
         return chosen
 
     def computed(self, item: Scheduled, accepted: int = 0) -> None:
-        """Note that a scheduled part's forward succeeded: its complete blocks become reusable.
-
-        ``accepted`` drafted tokens, appended already, have KV too; what was drafted beyond is forgotten.
-        """
+        """Note that a part's forward succeeded: its complete blocks, ``accepted`` drafts included, are reusable."""
         sequence = item.sequence
         sequence.computed += item.tokens + accepted
         sequence.publish(self._cache)
@@ -229,10 +221,7 @@ class Scheduler:
         return verdict == "admitted"
 
     def _has_slot(self, sequence: SequenceState) -> bool:
-        """Whether a sequence needs no adapter slot or may take one now.
-
-        Nobody with an adapter overtakes one that waits for a slot, or the slots might never be idle.
-        """
+        """Whether a sequence needs no adapter slot or may take one; nobody overtakes one that waits for a slot."""
         request, adapters = sequence.request, self._adapters
         if adapters is None or not request.scope.lora:
             return True

@@ -1,7 +1,4 @@
-"""One request inside the engine: its tokens, how many of them have KV, and the blocks that hold it.
-
-Owns a request's mutable state and its chain of block hashes. Positions and tokens count from the prompt's start.
-"""
+"""One request inside the engine: its mutable state and block hashes. Positions count from the prompt's start."""
 
 from __future__ import annotations
 
@@ -142,10 +139,7 @@ class SequenceState:
         )
 
     def append_tokens(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
-        """Take tokens up to the one that ends generation; return how many were looked at, and why it ends.
-
-        A stop token is not appended.
-        """
+        """Append tokens up to the end, without a stop token; return how many were looked at, and why it ends."""
         sampling = self.request.sampling
         for taken, token in enumerate(tokens, 1):
             if token in sampling.stop_token_ids:
@@ -157,10 +151,7 @@ class SequenceState:
         return len(tokens), None
 
     def publish(self, cache: PrefixCache) -> None:
-        """Index every complete block computed so far; generated tokens go on with the prompt's chain.
-
-        Nothing where the request stores nothing: what is not indexed is free as soon as the sequence lets go of it.
-        """
+        """Index every complete block computed so far, generated ones too, unless the request stores nothing."""
         full = self.computed // cache.block_size
         if not cache.enabled or not self.request.store_kv or full <= self.published:
             return

@@ -1,7 +1,4 @@
-"""What an EAGLE-3 head's config.json says: its shape, which base layers it reads, and whether it fits a base model.
-
-Imports no torch, so that an ingress can refuse a misfit before anything is loaded.
-"""
+"""An EAGLE-3 head's config.json, checked against a base model. Imports no torch, for an ingress reads it too."""
 
 from __future__ import annotations
 
@@ -76,10 +73,7 @@ class EagleConfig:
 
 
 def read_eagle_config(path: Path) -> EagleConfig | None:
-    """Return the config of the EAGLE-3 head in directory ``path``; None where there is another model, or nothing.
-
-    Raises ValueError, saying what to change, where it is a head that this engine cannot run.
-    """
+    """Return the config of the EAGLE-3 head in ``path``; None: no such head. Raises ValueError for an unusable one."""
     file = path / "config.json"
     try:
         values = json.loads(file.read_text())

@@ -89,10 +89,7 @@ class EagleHead(nn.Module):
         return _rotated(self.midlayer.self_attn.q_proj(pairs).view(shape), rotation)
 
     def finish(self, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Return the states [n, hidden] after the layer; each is the state that its guess is paired with.
-
-        ``attended``: [n, heads, head_dim].
-        """
+        """Return the states [n, hidden] after the layer, one for each guess; ``attended``: [n, heads, head_dim]."""
         layer = self.midlayer
         after = residual + layer.self_attn.o_proj(attended.flatten(1))
         states: torch.Tensor = after + layer.mlp(layer.post_attention_layernorm(after))

@@ -1,8 +1,4 @@
-"""What speculation is worth: drafts, accepted tokens, and base steps.
-
-Names are vLLM's suffixes under ``warmpath_``. Written by the engine's thread alone; without a drafter nothing is
-counted and nothing is reported.
-"""
+"""The worth of speculation, under vLLM's names: drafts, accepted tokens, base steps. The engine's thread writes."""
 
 from __future__ import annotations
 

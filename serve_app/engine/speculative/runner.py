@@ -53,10 +53,7 @@ class SpeculativeRunner(ModelRunner):
         return [replace(result, drafted=positions) for result, positions in zip(results, drafted, strict=True)]
 
     def _decode_plainly(self, segment: Segment, drafts: int) -> SegmentResult:
-        """Decode a segment again without its drafts: a guess whose KV is no number must harm nobody.
-
-        (Its position is masked out for the rows before it, but zero times NaN is NaN.)
-        """
+        """Decode a segment again without drafts: a guess's NaN would get through the mask, for 0 times NaN is NaN."""
         self.pool.slots[:, :, slots_of(segment, self.pool.block_size, drafts)[-drafts:]] = 0
         return super().execute([replace(segment, drafts=0)])[0]
 

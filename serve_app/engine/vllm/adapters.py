@@ -1,7 +1,6 @@
 """LoRA adapters for vLLM: copies of their files in a private place, by what they compute.
 
-vLLM reads an adapter's files again whenever its own cache dropped it, and does not look whether they changed. So it
-gets files that nobody else writes, made from bytes whose digest was checked, for as long as the adapter is loaded.
+vLLM reads files again, unchecked, whenever its cache dropped them: it gets private copies of checked bytes.
 """
 
 from __future__ import annotations

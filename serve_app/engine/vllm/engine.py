@@ -1,7 +1,6 @@
 """vLLM behind the engine's contract: requests in, tokens, cache events and load out.
 
-Owns the parts and the order in which a request passes through them. vLLM itself is ``VllmFrontend``'s; requests enter
-from any thread, everything that vLLM says comes in its loop.
+Requests enter from any thread; everything that vLLM says comes in the loop of ``VllmFrontend``.
 """
 
 from __future__ import annotations
@@ -99,10 +98,7 @@ class VllmEngine:
         self._endpoints.remove()
 
     def submit(self, request: EngineRequest, sink: OutputSink) -> None:
-        """Queue a request (any thread).
-
-        Raises RequestTooLong, QueueFull, UnknownAdapter, EngineError once stopped, or ValueError.
-        """
+        """Queue a request. Raises RequestTooLong, QueueFull, UnknownAdapter, EngineError once stopped, ValueError."""
         size = self.settings.block_size
         sampling = replace(request.sampling, max_tokens=request.sampling.max_tokens or 1)
         check_request(
@@ -221,10 +217,7 @@ class VllmEngine:
                     self._frontend.loop.call_soon_threadsafe(live.woken.set)
 
     def load_adapter(self, spec: AdapterSpec) -> None:
-        """Make a LoRA adapter available; reads files, so not for an event loop.
-
-        Raises AdapterError when it cannot be served, QueueFull while all adapters in memory are needed.
-        """
+        """See ``protocol.Engine``. Raises AdapterError, and QueueFull while all adapters in memory are needed."""
         self._adapters.slots.load(spec)
 
     def unload_adapter(self, key: str) -> bool:

@@ -1,7 +1,6 @@
 """Where vLLM's core computes on a CPU: in its own process, when it waits for a step. Imported by vLLM alone.
 
-vLLM's choice there is a worker process, to bind its threads to cores, and a loop that takes one more core while it
-waits for that process. Here no thread is bound: replicas share a machine's cores.
+vLLM's own choice binds a worker's threads to cores, which replicas share, and takes one more core to wait for it.
 """
 
 from __future__ import annotations

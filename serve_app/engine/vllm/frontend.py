@@ -1,7 +1,6 @@
 """vLLM's ``AsyncLLM`` in a thread with a loop of its own; its core is a child process.
 
-Owns the import of vllm and everything that is named after it. In: plain values; out: plain ``Generated`` parts, and
-figures of each step. Knows no requests of ours.
+Owns all that is named after vllm. Out: plain ``Generated`` parts, and figures of each step. Knows no requests of ours.
 """
 
 from __future__ import annotations
@@ -37,10 +36,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """What a request got in a step or a few. ``finish_reason``: vLLM's word for it, "" while it goes on.
-
-    ``queue_s``: arrival to first scheduling; ``preemptions``: so far.
-    """
+    """What a request got in some steps. ``finish_reason``: vLLM's word, "" while it goes on; ``queue_s``: its wait."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]

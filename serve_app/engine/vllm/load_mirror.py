@@ -1,7 +1,6 @@
 """The requests in vLLM, and how busy it is, told from what was submitted and what each of its steps computed.
 
-vLLM serves first come, first served, so a step's prompt tokens belong to the oldest prefills: what is queued is known
-to the token without asking. Not thread-safe: the engine's lock guards it.
+vLLM serves in order, so a step's prompt tokens belong to the oldest prefills. The engine's lock guards it.
 """
 
 from __future__ import annotations

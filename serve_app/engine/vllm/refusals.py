@@ -1,7 +1,6 @@
 """What there cannot be with ``engine: vllm``: settings, a checkpoint's config or a request in, sentences out.
 
-A setting that would have no effect is refused where it is not at its default, so that nobody relies on it. What vLLM
-does only where it is asked for, as ``kv_pull``, has another default with it (``AppConfig``). Pure, and without vllm.
+A setting without effect is refused unless at its default, so that nobody relies on it. Pure, and without vllm.
 """
 
 from __future__ import annotations

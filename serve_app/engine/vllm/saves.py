@@ -1,7 +1,6 @@
 """Prefixes that stay in vLLM's pool: what requests save or keep, inside a pin budget and its tenants' shares.
 
-Owns which and until when; their blocks are held by the connector. Belongs to the loop of vLLM's frontend, but for
-``pins``' counts. A save that fails is a warning, never the request's failure.
+The connector holds their blocks. Belongs to the frontend's loop, but for ``pins``' counts. A failed save is a warning.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Sizes and switches of a vLLM engine, and how vLLM takes them: engine arguments and environment. Imports no vllm.
 
-Names are vLLM's where vLLM has them. Owns which of vLLM's defaults are not ours: what would change answers, tell others
-of prompts, or hide KV events.
+Names are vLLM's. Its defaults are not ours where they change answers, tell others of prompts or hide KV events.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """How a replica learns that it is being stopped: its own router hears of its peers, and of it no more.
 
-That is a fraction of a second after the decision, while its streams go on; Serve itself says so only after the last
-stream. Knows no engine. Runs in the replica's loop, except ``heard``.
+Serve itself says so only after the last stream. Knows no engine. Runs in the replica's loop, except ``heard``.
 """
 
 from __future__ import annotations

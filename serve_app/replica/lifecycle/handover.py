@@ -67,10 +67,7 @@ class HandOver:
         self._kept: set[bytes] = set()
 
     async def run(self, peers: Sequence[str], time_s: float) -> None:
-        """Hand over everything that nobody else holds, for ``time_s`` at most; raises nothing.
-
-        May be run again: what was cached meanwhile follows.
-        """
+        """Hand over what nobody else holds, for ``time_s`` at most; raises nothing, and may be run again."""
         receipt, started_s = self._receipt, time.monotonic()
         rest: Skipped = "peer_lost"
         try:
@@ -174,10 +171,7 @@ class HandOver:
     def _next_receiver(
         self, path: list[int], kind: Kind, *, whole: bool, without: Collection[str] = ()
     ) -> _Receiver | None:
-        """Return the peer that lacks the fewest blocks of a prefix, and then the one with most room; None: none fits.
-
-        ``whole``: only one that has room for all of it.
-        """
+        """Return the peer that lacks fewest blocks, then has most room (``whole``: for all); None: none fits."""
         heat = self._heat(path[-1], kind)
         fits: list[tuple[int, int, _Receiver]] = []
         for receiver in self._alive():
@@ -224,10 +218,8 @@ class HandOver:
         self, receiver: _Receiver, number: int, prefix: HashedTokens, first: int, count: int
     ) -> int | Skipped:
         """Send a part of the prefix that ends with a run; return how many blocks arrived, or why not all of them."""
-        run, wanted = (
-            self._hot.runs[number],
-            replace(prefix, token_ids=prefix.token_ids[: (first + count) * self._size]),
-        )
+        run = self._hot.runs[number]
+        wanted = replace(prefix, token_ids=prefix.token_ids[: (first + count) * self._size])
         part = await asyncio.to_thread(self._engine.export_prefix, wanted, first, count)
         if part is None:
             return "gone"

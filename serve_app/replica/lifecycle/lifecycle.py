@@ -1,7 +1,4 @@
-"""One replica's joining and leaving: the pre-warm in its start; hand-over and end of streams when it is stopped.
-
-Owns when each begins and ends, and the receipts. Runs in the replica's loop.
-"""
+"""One replica's joining and leaving, in its loop: pre-warm at its start; hand-over and end of streams at its stop."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """A new replica copies the hottest prefixes from its peers before it takes requests.
 
-Owns which blocks are copied from whom, inside a byte and a time budget. Whatever fails costs a warm start, never the
-start.
+A byte and a time budget bound it. Whatever fails costs a warm start, never the start.
 """
 
 from __future__ import annotations
@@ -28,17 +27,13 @@ PULLS_AT_ONCE = 4
 ANSWER_PART = 4
 """A peer has this part of the time budget for each answer: one that hangs does not take all of it."""
 
-
 LoadAdapter = Callable[[AdapterSpec], Awaitable[str]]
 """Loads an adapter; returns why it could not be, or ""."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Blocks ``first`` to ``last`` - 1 of the prefix that ends with a run of an offer.
-
-    ``after``: the piece that brings the block before, if one does.
-    """
+    """Blocks ``first`` to ``last`` - 1 of the prefix at the end of a run; ``after``: the piece before."""
 
     offer: HotPrefixes
     run: int

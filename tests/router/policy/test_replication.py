@@ -72,7 +72,7 @@ def test_demand_is_a_decayed_sum(events: list[tuple[float, float, bytes]]) -> No
         expected = sum(work * exp((at - now_s) / 3.0) / 3.0 for at, work, k in seen if k == key)
         assert demand.add(key, work_s, now_s) == pytest.approx(expected)
     for key in (b"a", b"b", b"never"):
-        assert demand.rate(key, now_s + 1.0) <= demand.rate(key, now_s)
+        assert demand.rate_with(key, 0.0, now_s + 1.0) <= demand.rate_with(key, 0.0, now_s)
 
 
 def test_demand_is_bounded() -> None:
@@ -81,7 +81,7 @@ def test_demand_is_bounded() -> None:
     for key in (b"a", b"b", b"c", b"a", b"d"):
         demand.add(key, 1.0, 0.0)
     assert len(demand) == 3
-    assert (demand.rate(b"b", 0.0), demand.rate(b"a", 0.0) > 0) == (0.0, True)
+    assert (demand.rate_with(b"b", 0.0, 0.0), demand.rate_with(b"a", 0.0, 0.0) > 0) == (0.0, True)
 
 
 def test_a_prefix_in_demand_gets_holders_before_anything_queues() -> None:

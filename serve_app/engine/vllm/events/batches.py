@@ -1,7 +1,6 @@
 """vLLM's KV events as they come over its socket: bytes in, typed events out. Imports no vllm: a batch is msgpack.
 
-A batch is an array ``[ts, events, data_parallel_rank]``, an event a map with its name under ``type``. Fields that are
-not known are ignored. Source: vLLM's ``vllm/distributed/kv_events.py``.
+A batch is [ts, events, data_parallel_rank]; unknown fields are ignored. Source: vLLM's ``distributed/kv_events.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Where an engine's events are heard: sockets that are files in a directory which only this user can enter.
 
-Token ids of every prompt travel through them. The directory's lock is held as long as its owner lives, so that what a
-killed one left is known to be nobody's, and goes when the next one is made.
+Token ids of every prompt travel through them. The lock is held while the owner lives: a dead one's files can go.
 """
 
 from __future__ import annotations
@@ -28,10 +27,7 @@ class EventEndpoints:
 
     @classmethod
     def create(cls) -> EventEndpoints:
-        """Make a directory of mode 0700 for the sockets; ``remove`` it when the engine has stopped.
-
-        Directories of owners that are dead are removed first.
-        """
+        """Make a directory of mode 0700 for the sockets, and remove those of dead owners; ``remove`` it at the end."""
         _remove_ownerless(Path(tempfile.gettempdir()))
         directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
         lock = os.open(directory / f"{_LOCK}.new", os.O_CREAT | os.O_RDWR, 0o600)

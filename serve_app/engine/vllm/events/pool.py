@@ -165,10 +165,7 @@ class VllmPool:
             under = ours
 
     def _parent(self, event: BlockStored) -> bytes | None:
-        """Return what the event's first block hangs under, by our hashes; None where it is not known.
-
-        Nor is it for images or embeddings: tokens do not say all that they are.
-        """
+        """Return the parent of the event's first block by our hashes; None where unknown, as for images."""
         first, *others = [_beside_adapter(event, keys) for keys in event.extra_keys or [None]]
         if any(others):
             return None
@@ -201,10 +198,7 @@ def _joined(changes: _Changes) -> list[Event]:
 
 
 def refuse_unsupported(event: BlockStored | BlockRemoved, block_size: int) -> None:
-    """Raise UnsupportedEvents unless each block of ``block_size`` tokens serves whoever begins with the same tokens.
-
-    Raises MalformedBatch where the event contradicts itself.
-    """
+    """Raise UnsupportedEvents where equal tokens may not share a block, MalformedBatch for a contradiction."""
     if event.group_idx or event.medium not in (None, "GPU"):  # which the pool of a CPU is called, too
         raise UnsupportedEvents(
             f"blocks lie in {event.medium!r}, group {event.group_idx} of the model's KV: a directory follows one group "

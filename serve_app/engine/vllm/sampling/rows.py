@@ -69,10 +69,7 @@ def choice_of(request: EngineRequest, failure_file: str) -> TokenChoice:
 
 
 def vllm_sampling(sampling: SamplingParams, choice: TokenChoice) -> dict[str, Any]:
-    """Return the fields of vLLM's own ``SamplingParams``: greedy, as a processor leaves one token.
-
-    vLLM computes a prompt only to sample from it: without ``max_tokens`` one token is made, which nobody gets.
-    """
+    """Return vLLM's own sampling fields: greedy, and one token at least, which nobody gets without ``max_tokens``."""
     return {
         "max_tokens": max(sampling.max_tokens, 1),
         "temperature": 0.0,
@@ -85,10 +82,7 @@ def vllm_sampling(sampling: SamplingParams, choice: TokenChoice) -> dict[str, An
 
 
 class Row:
-    """One request in the batch. ``output``: vLLM's own list of the tokens it generated, which grows.
-
-    ``prompt`` is as vLLM got it: its last ``resumed_tokens`` are the answer's first.
-    """
+    """``prompt``'s last ``resumed_tokens`` are the answer's; ``output``: vLLM's own list of generated tokens."""
 
     def __init__(self, choice: TokenChoice, prompt: Sequence[int], output: Sequence[int], matchers: Matchers) -> None:
         self.choice = choice
@@ -127,10 +121,7 @@ class Row:
 
 
 def sample_rows(rows_by_index: Mapping[int, Row], logits: torch.Tensor) -> None:
-    """Leave one token in each of these rows of ``logits`` [n, vocab], float32, in place: that one is chosen then.
-
-    A row that fails gets a token that ends it, or any: the reason lies in its file before anybody sees the token.
-    """
+    """Leave one token in each row of ``logits`` [n, vocab], float32, in place; a failed row's reason is in its file."""
     if not rows_by_index:
         return
     indices = sorted(rows_by_index)

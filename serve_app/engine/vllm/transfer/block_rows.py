@@ -1,7 +1,4 @@
-"""Blocks of an engine's layers as rows of bytes, and back. Knows torch and no vllm.
-
-A row is one block: each layer's part after the other, in the order in which the engine names its layers.
-"""
+"""Blocks of an engine's layers, in its order, as rows of bytes, and back. Knows torch and no vllm."""
 
 from __future__ import annotations
 

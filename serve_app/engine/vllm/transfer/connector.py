@@ -1,7 +1,6 @@
 """vLLM's hook for KV from elsewhere: copies whole blocks between its pool and files, and keeps some, as ``Job``s say.
 
-One half lives with vLLM's scheduler and knows which blocks a request has; the other with its worker, and copies before
-or after a step's forward. vLLM itself puts what was loaded into its prefix cache, under its own hashes.
+One half lives with vLLM's scheduler and knows a request's blocks; the other with its worker, and copies around a step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What a request of one token asks of the connector beside its prompt, and how such requests are run. Imports no vllm.
-
-vLLM places them as any other request; copies go before whatever else waits.
-"""
+"""What a request of one token asks of the connector, and how vLLM runs it. Copies go first. Imports no vllm."""
 
 from __future__ import annotations
 
@@ -65,10 +62,7 @@ class JobRunner:
         self.wait(None, [0], bytes(HASH_BYTES), "")
 
     async def run(self, job: Job | None, token_ids: Sequence[int], root: bytes, lora: str) -> int:
-        """Run a job in the frontend's loop, None: a step alone; return how many of its tokens were not computed.
-
-        Raises EngineError, or LookupError for an adapter that is not loaded.
-        """
+        """Run a job (None: a step alone); return how many tokens were cached. Raises EngineError or LookupError."""
         self._slots.pin(lora)
         try:
             weights = self._slots.weights(lora) if lora else None

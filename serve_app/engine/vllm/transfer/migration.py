@@ -1,7 +1,6 @@
 """What other replicas ask when a cache moves: what vLLM's pool holds and what is hot there, to hand KV out, to take it.
 
-What leaves is described, and what comes is verified before vLLM sees it. Made of vLLM's events, of the saves, and of
-the requests so far, which say whose a root is. Any thread but the loop's. Imports no vllm.
+Parts that leave are described; those that come are verified before vLLM sees them. Any thread but the loop's.
 """
 
 from __future__ import annotations
