@@ -56,7 +56,8 @@ def app_config(values: Any) -> AppConfig:
 def overlaid(args: AppConfig, user_config: Any) -> AppConfig:
     """Return ``args`` with the values of ``user_config`` in their place. Raises BadSettings.
 
-    A list replaces that of ``args`` whole, ``autoscaling`` value by value. Tenants of ``args`` need others.
+    A list replaces that of ``args`` whole, ``autoscaling`` value by value. An empty list of tenants is refused where
+    ``args`` has any: everybody could come in.
     """
     if not user_config:
         return args
