@@ -44,10 +44,7 @@ DURATIONS = {
 
 
 def main() -> None:
-    """Run the benchmark that the first argument names; the rest are its own flags.
-
-    What keeps it from running, such as a file, trace or model that is not there, is a sentence and exit status 1.
-    """
+    """Run the benchmark that the first argument names, with the rest as its flags."""
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name not in MODULES:
         wrong = name and name not in ("-h", "--help")
@@ -67,7 +64,7 @@ def main() -> None:
 
 
 def _purpose(module: str) -> str:
-    """Return the first line of a module's docstring, without importing what the module needs."""
+    # Importing a benchmark takes seconds.
     path = Path(__file__).parent.joinpath(*module.split(".")).with_suffix(".py")
     return (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[0]
 

@@ -1,8 +1,7 @@
-"""A cluster of several nodes on this machine, to see what failures do, and for tests (docs/failures.md).
+"""A cluster of several nodes on this machine, on loopback, for trials of failures and for tests (docs/failures.md).
 
-Everything it starts it stops. Ray runs in a process of its own, because Serve reads its switches when it is imported,
-and Ray keeps one cluster a process. That process takes commands from a pipe, answers each, and ends with the pipe.
-Ports are free ones, addresses loopback's, and Ray's note of "the latest cluster" of a machine stays as it was.
+Ray runs in a process of its own, because Serve reads its switches on import and Ray keeps one cluster a process. That
+process answers commands from a pipe and ends with the pipe.
 """
 
 from __future__ import annotations
@@ -34,14 +33,13 @@ _SERVE_ACTORS = {"ServeController": "controller", "HAProxyManager": "proxy", "Pr
 
 
 class ClusterError(RuntimeError):
-    """The cluster did not do what it was told; the message has Serve's own words."""
+    """The cluster failed a command; the message has Serve's own words."""
 
 
 class LocalCluster:
-    """A head and ``nodes`` - 1 other nodes with Serve, from ``__enter__`` to ``__exit__``.
+    """Nodes with Serve until ``__exit__``; node 0 is the head, with HAProxy. ``url``: of HTTP, ``address``: of Ray.
 
-    ``url``: of HTTP, ``address``: of Ray, ``env``: of all that is started. Node 0 is the head; it has HAProxy. Raises
-    ClusterError when it does not come up.
+    Raises ClusterError when it does not come up.
     """
 
     def __init__(self, nodes: int = 3, *, env: Mapping[str, str] | None = None) -> None:
@@ -69,10 +67,9 @@ class LocalCluster:
         self.stop()
 
     def deploy(self, application: Mapping[str, Any], wait_s: float = START_TIMEOUT_S) -> None:
-        """Deploy one application of a Serve config file (``args``, ``deployments``; ``name`` and the like are set).
+        """Deploy one application of a Serve config file, and wait until it answers ``/health``; not with ``wait_s`` 0.
 
-        Waits until it runs and answers ``/health``; ``wait_s`` 0 returns at once. Raises ClusterError when it is
-        refused, fails or takes longer.
+        Raises ClusterError when it is refused, fails or takes longer.
         """
         self._ask("deploy", dict(application))
         deadline_s = time.monotonic() + wait_s
@@ -92,10 +89,10 @@ class LocalCluster:
         return status
 
     def processes(self, kind: str | None = None) -> list[dict[str, Any]]:
-        """Return ``kind``, ``name``, ``pid`` and ``node`` (its number) of what runs, all or of one kind.
+        """Return ``kind``, ``name``, ``pid`` and ``node`` (a number) of all processes, or of one kind.
 
-        Kinds: "raylet"; Serve's "controller", "proxy" (what starts HAProxy) and "fallback" (answers while no ingress
-        does); "haproxy"; "Ingress" and "Replica", whose names are their ids.
+        Kinds: "raylet"; Serve's "controller", "proxy" (starts HAProxy) and "fallback" (answers without an ingress);
+        "haproxy"; "Ingress" and "Replica", named by their ids.
         """
         return [process for process in self._ask("processes") if kind in (None, process["kind"])]
 
@@ -106,15 +103,15 @@ class LocalCluster:
         return pid
 
     def kill_node(self, number: int) -> None:
-        """Kill a node and all that runs on it with SIGKILL; not the head, which is node 0."""
+        """Kill all processes of a node with SIGKILL; not of node 0, the head."""
         self._ask("kill_node", number)
 
     def stop(self) -> None:
-        """Let requests and replicas finish, then end every process; once is enough."""
+        """Let requests and replicas finish, then end every process."""
         self._ending.close()
 
     def _ask(self, command: str, *arguments: Any) -> Any:
-        with suppress(OSError):  # it has ended; that is seen where it is heard
+        with suppress(OSError):  # it has ended: the answer tells
             self._pipe.send((command, arguments))
         return self._answer()
 
@@ -141,9 +138,9 @@ class LocalCluster:
 def application(
     settings: Mapping[str, Any], deployments: Mapping[str, Mapping[str, Any]] | None = None
 ) -> dict[str, Any]:
-    """Return an application for ``deploy``: ``settings`` as ``args``, and Serve's options of deployments by name.
+    """Return an application for ``deploy``, with Serve's options of deployments by name.
 
-    Ingresses are kept on the head: nodes of one machine share its ports, and HAProxy could not tell two of them apart.
+    Ingresses are kept on the head: nodes of one machine share its ports, and HAProxy could not tell them apart.
     """
     options = dict(deployments or {})
     on_the_head = {"num_cpus": settings.get("replica_num_cpus", 0.1), "resources": {"node0": 1}}
@@ -152,14 +149,13 @@ def application(
 
 
 class _Raylets:
-    """What ``LocalCluster`` asks for, in the process of Ray. Imports Ray, so make it last."""
+    """The commands of ``LocalCluster`` in the process of Ray."""
 
     def __init__(self, nodes: int, port: int, run_dir: str) -> None:
         import ray
         from ray import serve
         from ray.cluster_utils import Cluster
 
-        # The cluster is for who has its address: others on this machine go on finding the one that they find now.
         keep_cluster_unlisted()
         self._run_dir = run_dir
         self._port = port
@@ -185,16 +181,13 @@ class _Raylets:
         self._cluster.remove_node(self._nodes.pop(number), allow_graceful=False)
 
     def deploy(self, application: dict[str, Any]) -> None:
-        """Do what ``serve deploy`` does with a config file of this one application; returns before it has started.
-
-        Raises what Serve raises for a wrong config.
-        """
+        """Do as ``serve deploy`` with a config file of this application, and return before it has started."""
         ours = {"name": APP_NAME, "route_prefix": "/", "import_path": "serve_app.app:build_app", **application}
         http = {"host": HOST, "port": self._port}
         deploy_config({"proxy_location": "HeadOnly", "http_options": http, "applications": [ours]})
 
     def status(self) -> dict[str, Any]:
-        """Return Serve's words for the application: ``status``, ``message``, and ``deployments`` by name."""
+        """Return the application's ``status``, ``message``, and ``deployments`` by name."""
         from ray import serve
 
         nothing = {"status": "NOT_STARTED", "message": "", "deployments": {}}
@@ -202,7 +195,7 @@ class _Raylets:
         return status
 
     def processes(self) -> list[dict[str, Any]]:
-        """Return what runs now, as ``LocalCluster.processes`` does."""
+        """Return the rows of ``LocalCluster.processes``."""
         running = [
             ("raylet", f"node{number}", node.all_processes["raylet"][0].process.pid, number)
             for number, node in self._nodes.items()
@@ -232,12 +225,11 @@ class _Raylets:
 
 
 def _run(pipe: Connection, log: str, env: dict[str, str], nodes: int, port: int) -> None:
-    """Run a cluster until the pipe ends; what this process and its children print goes to ``log``.
+    """Run a cluster until the pipe ends, with all prints in ``log``.
 
-    Sends the address of Ray's head, then for each command, a name and arguments, its result; with each an error's
-    message, "" where there is none.
+    Sends the address of Ray's head, then each command's result; with either an error's message or "".
     """
-    os.setsid()  # a Ctrl-C at the terminal is for who has started this: it ends the pipe
+    os.setsid()  # a Ctrl-C at the terminal is for the parent, which ends the pipe
     with Path(log).open("ab") as file:
         for output in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), output.fileno())

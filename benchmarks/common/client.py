@@ -1,7 +1,4 @@
-"""A streaming client that times what it sees: first token, tokens after it, and what `usage` reports.
-
-Speaks OpenAI's completions and chat completions over httpx; knows nothing of warmpath.
-"""
+"""A client of OpenAI's streamed completions that times tokens and reads ``usage``."""
 
 from __future__ import annotations
 
@@ -16,10 +13,7 @@ import httpx
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One streamed answer. Times in seconds from sending the request.
-
-    ``cached_told``: whether the server said how many tokens were cached.
-    """
+    """One streamed answer; times from sending the request. ``cached_told``: the server told its cached tokens."""
 
     ttft_s: float
     total_s: float
@@ -55,7 +49,7 @@ def chat_body(model: str, max_tokens: int, user: str, system: str | None = None)
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[str]:
-    """Yield a stream's lines. httpx's own also break at characters that stand in JSON as they are, such as U+2028."""
+    # httpx's own lines also break at characters that stand in JSON as they are, such as U+2028.
     rest = b""
     async for part in response.aiter_bytes():
         *lines, rest = (rest + part).split(b"\n")
@@ -68,10 +62,7 @@ async def _lines(response: httpx.Response) -> AsyncIterator[str]:
 async def stream_events(
     client: httpx.AsyncClient, url: str, body: dict[str, Any], headers: dict[str, str] | None = None
 ) -> AsyncIterator[dict[str, Any]]:
-    """Send a streamed request as it is; yield its events.
-
-    Raises RequestFailed when it is refused, and StreamCut at an event of an error and at an end without ``[DONE]``.
-    """
+    """Yield the events of a request. Raises RequestFailed when refused, StreamCut at an error and an early end."""
     async with client.stream("POST", url, json=body, headers=headers) as response:
         if response.status_code != 200:
             raise RequestFailed(response.status_code, (await response.aread()).decode())
@@ -90,17 +81,14 @@ async def stream_events(
 
 
 async def stream_chat(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> Answer:
-    """Send one streamed chat completion. Raises RequestFailed on any error, before or within the stream."""
+    """Send one streamed chat completion. Raises RequestFailed on any error."""
     return await stream_answer(client, f"{url}/v1/chat/completions", body)
 
 
 async def stream_answer(
     client: httpx.AsyncClient, url: str, body: dict[str, Any], headers: dict[str, str] | None = None
 ) -> Answer:
-    """Send one streamed request to a completions endpoint of either kind.
-
-    Where a server tells no usage, chunks of text count as tokens of the answer. Raises RequestFailed on any error.
-    """
+    """Send one streamed completion; without usage its chunks count as tokens. Raises RequestFailed on any error."""
     payload = {**body, "stream": True, "stream_options": {"include_usage": True}}
     started_s = time.perf_counter()
     first_s: float | None = None

@@ -1,7 +1,4 @@
-"""Open-loop load: requests leave at their time, whether or not earlier ones were answered, and are timed one by one.
-
-Owns the schedule and what became of every request. Knows the HTTP client; knows nothing of traces or servers.
-"""
+"""Open-loop load: requests leave at their time, whether or not earlier ones were answered."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ UNKNOWN = "unknown"
 
 @dataclass(frozen=True, slots=True)
 class Shot:
-    """One request: when it leaves, in seconds from the start, and on whose behalf."""
+    """One request of a tenant, sent ``at_s`` seconds after the start."""
 
     at_s: float
     path: str
@@ -33,10 +30,7 @@ class Shot:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of a shot: an answer, or the status (0: no answer at all) and reason of its failure.
-
-    ``late_s``: how much later than planned it left. The client's own delay counts in its TTFT, as a user's would.
-    """
+    """The answer to a shot that left ``late_s`` after its time, or the status (0: none) and reason of its failure."""
 
     shot: Shot
     late_s: float
@@ -46,13 +40,13 @@ class Result:
 
     @property
     def ttft_s(self) -> float:
-        """Seconds from the planned departure to the first token; only of an answered one."""
+        """Seconds from the planned departure to the first token."""
         assert self.answer is not None
         return self.late_s + self.answer.ttft_s
 
 
 async def fire(url: str, shots: Sequence[Shot], timeout_s: float, progress: Callable[[], None]) -> list[Result]:
-    """Send every shot at its time; return all results once the last is answered, in the order of the shots."""
+    """Send every shot at its time; return the results in the order of the shots."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
     async with httpx.AsyncClient(timeout=timeout_s, limits=limits) as client:
         started_s = time.perf_counter()
@@ -80,7 +74,7 @@ async def fire(url: str, shots: Sequence[Shot], timeout_s: float, progress: Call
 
 
 def hit_rate(answers: Sequence[Answer]) -> float | str:
-    """Return cached over all prompt tokens of answers whose server tells them, "unknown" where none does."""
+    """Return cached over all prompt tokens; "unknown" where no server tells them."""
     counted = [answer for answer in answers if answer.cached_told and answer.prompt_tokens]
     if not counted:
         return UNKNOWN
@@ -88,10 +82,7 @@ def hit_rate(answers: Sequence[Answer]) -> float | str:
 
 
 def summary(results: Sequence[Result], ttft_slo_s: float) -> dict[str, Any]:
-    """Return the figures of some results; times in seconds.
-
-    ``goodput_rps``: answers with their first token within ``ttft_slo_s``, a second of the whole run.
-    """
+    """Return figures in seconds. ``goodput_rps``: answers a second with a first token within ``ttft_slo_s``."""
     answered = [result for result in results if result.answer is not None]
     refused = sum(result.status in REFUSED for result in results)
     figures: dict[str, Any] = {

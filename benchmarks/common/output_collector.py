@@ -1,4 +1,4 @@
-"""What an engine's outputs say, by request, for whoever waits for it in another thread."""
+"""An engine's outputs by request, for a thread that waits for them."""
 
 from __future__ import annotations
 
@@ -35,10 +35,7 @@ class OutputCollector:
             self._changed.notify_all()
 
     def answer_all(self, engine: Engine, requests: Iterable[EngineRequest]) -> float:
-        """Submit all requests at once and wait until they have ended; return how many seconds that took.
-
-        Raises RuntimeError when one failed.
-        """
+        """Submit requests together and return the seconds until all end. Raises RuntimeError when one failed."""
         requests = list(requests)
         started_s = time.perf_counter()
         for request in requests:
@@ -47,7 +44,7 @@ class OutputCollector:
         return time.perf_counter() - started_s
 
     def wait(self, wanted: Set[str]) -> None:
-        """Wait until these requests have ended. Raises RuntimeError when any one failed."""
+        """Wait until these requests have ended. Raises RuntimeError when one failed."""
         with self._changed:
             self._changed.wait_for(lambda: wanted <= self._ended)
             if self._failed:

@@ -1,7 +1,4 @@
-"""Prompts for benchmarks: texts of an exact number of tokens, reproducible from a seed.
-
-Knows the tokenizer of the model under test; knows nothing of servers.
-"""
+"""Texts of an exact number of tokens, reproducible from a seed."""
 
 from __future__ import annotations
 
@@ -20,15 +17,15 @@ table number value string method returns object class function error list item f
 
 @cache
 def tokenizer_of(model_path: Path) -> PromptTokenizer:
-    """The tokenizer of a checkpoint, loaded once."""
+    """Return a checkpoint's tokenizer, loaded once."""
     return PromptTokenizer(model_path, cache_bytes=64 * 1024 * 1024, block_size=16)
 
 
 @cache
 def text_of(tokens: int, model_path: Path, seed: int) -> str:
-    """Return prose of exactly ``tokens`` tokens under the checkpoint's tokenizer, different for each seed."""
+    """Return prose of exactly ``tokens`` tokens, different for each seed."""
     tokenizer = tokenizer_of(model_path)
-    generator = random.Random(seed)  # a workload, not a secret
+    generator = random.Random(seed)
     words = [f"Instruction {seed}:"]
     root = b"\0" * 16
 

@@ -1,7 +1,4 @@
-"""LoRA adapters of random weights for any checkpoint, in PEFT's format.
-
-Reads the names and shapes of a checkpoint's linear layers; knows nothing of engines.
-"""
+"""LoRA adapters of random weights for any checkpoint, in PEFT's format."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def make_adapters(model: Path, directory: Path, count: int, rank: int = 16) -> list[AdapterSpec]:
-    """Write ``count`` adapters of every linear layer of the decoder into ``directory`` and describe them."""
+    """Write ``count`` adapters of all linear layers of the decoder into ``directory``."""
     shapes = _linear_shapes(model)
     made = []
     for number in range(count):

@@ -1,7 +1,4 @@
-"""Percentiles, versions, progress, and the one way every benchmark ends: JSON, then a sentence in plain English.
-
-Knows nothing of what is measured. A figure that is a ratio is quoted; an absolute time belongs to its machine.
-"""
+"""Flags, percentiles and progress of all benchmarks, and their report: JSON, then a sentence in plain English."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ T = TypeVar("T")
 
 
 class BenchmarkError(ValueError):
-    """What keeps a benchmark from being run; str() is all that whoever runs it needs to know."""
+    """A benchmark cannot run; the message is shown without a traceback."""
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -44,7 +41,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that matter, with the processor's name."""
+    """Return the processor's name and the versions of Python and of ``PACKAGES``."""
     here = {"python": platform.python_version(), "machine": platform.machine(), "processor": _processor()}
     return here | {name: version(name) for name in PACKAGES if any(distributions(name=name))}
 
@@ -56,10 +53,7 @@ def _processor() -> str:
 
 
 def write(path: Path | None, settings: Mapping[str, Any], results: Any, summary: str) -> None:
-    """Write ``{"settings", "versions", "results", "summary"}`` to ``path`` (made with its folders) and standard output.
-
-    ``summary``: what was found, in a sentence or two of plain English; it comes last on standard error too.
-    """
+    """Write the report as JSON to ``path`` and standard output, and ``summary``, a sentence, to standard error."""
     document = {"settings": dict(settings), "versions": versions(), "results": results, "summary": summary}
     text = json.dumps(document, indent=2, default=str)
     if path is not None:
@@ -70,12 +64,12 @@ def write(path: Path | None, settings: Mapping[str, Any], results: Any, summary:
 
 
 def progress(items: Iterable[T], description: str, total: float | None = None) -> Iterable[T]:
-    """Yield ``items`` with a progress bar on standard error: standard output is for the JSON."""
+    """Yield ``items`` with a progress bar on standard error."""
     return track(items, description, total, console=Console(stderr=True))
 
 
 def parser_of(description: str | None, model: str = "") -> argparse.ArgumentParser:
-    """Return a benchmark's parser with the flags that most have: ``--json``, and ``--model`` where it has a default."""
+    """Return a parser with ``--json``, and with ``--model`` where that has a default."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path)
     if model:
@@ -84,16 +78,13 @@ def parser_of(description: str | None, model: str = "") -> argparse.ArgumentPars
 
 
 def metric_sum(metrics: str, name: str, label: str = "") -> float:
-    """Return the sum of a metric's samples in Prometheus' text, of those only whose labels hold ``label``."""
+    """Return the sum of a metric's samples with ``label`` in Prometheus' text."""
     lines = (line for line in metrics.splitlines() if line.startswith((f"{name}{{", f"{name} ")) and label in line)
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
 
 def names_of(known: Collection[str]) -> Callable[[str], list[str]]:
-    """Return an argparse ``type`` for names from ``known``, separated by commas; "" is none of them.
-
-    It raises ArgumentTypeError for any other name, so that a wrong one is told before anything runs.
-    """
+    """Return an argparse ``type`` for names from ``known``, separated by commas."""
 
     def parse(text: str) -> list[str]:
         names = [name.strip() for name in text.split(",") if name.strip()]
@@ -106,7 +97,7 @@ def names_of(known: Collection[str]) -> Callable[[str], list[str]]:
 
 
 def add_engine_flag(parser: argparse.ArgumentParser, engines: Sequence[str], default: str) -> None:
-    """Add ``--engine`` with these choices; one that is not installed is an error that says what to do."""
+    """Add ``--engine`` with these choices, of which one that is not installed is refused."""
 
     def installed(engine: str) -> str:
         missing = next((traits.missing() for name, traits in ENGINES.items() if name == engine), "")

@@ -1,7 +1,4 @@
-"""A server in processes of its own, for the time of a benchmark: a warmpath instance, or a peer.
-
-Owns its start, health and end; ends it by process id, whatever happens.
-"""
+"""A server in processes of its own, for the time of a benchmark: a warmpath instance, or a peer."""
 
 from __future__ import annotations
 
@@ -27,10 +24,7 @@ STOP_TIMEOUT_S = 180.0
 
 @contextmanager
 def instance(*arguments: str, env: dict[str, str] | None = None) -> Iterator[str]:
-    """Run ``warmpath serve`` with ``arguments`` on a free loopback port; yields its base URL.
-
-    Raises BenchmarkError with the end of its output when it does not come up.
-    """
+    """Run ``warmpath serve`` on a free loopback port and yield its base URL. Raises as ``server_process``."""
     with held_port() as port, _leaving_on_sigterm():
         command = [sys.executable, "-m", "serve_app.cli.entry"]
         print("starting warmpath serve", file=sys.stderr, flush=True)
@@ -41,12 +35,9 @@ def instance(*arguments: str, env: dict[str, str] | None = None) -> Iterator[str
 
 @contextmanager
 def server_process(command: Sequence[str], ready_url: str, env: dict[str, str] | None = None) -> Iterator[None]:
-    """Run a server until the end of the block; enters once it answers. ``env``: further variables.
-
-    Raises BenchmarkError with the end of its output when it does not come up.
-    """
+    """Run a server for the block. Raises BenchmarkError with the end of its output when it does not come up."""
     with tempfile.NamedTemporaryFile("w+", prefix="warmpath-benchmark-", suffix=".log") as log:
-        process = subprocess.Popen(  # our own command
+        process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True,
             env={**os.environ, **(env or {})},
         )  # fmt: skip
@@ -59,7 +50,7 @@ def server_process(command: Sequence[str], ready_url: str, env: dict[str, str] |
 
 @contextmanager
 def _leaving_on_sigterm() -> Iterator[None]:
-    """A benchmark that is told to end stops its instance first: by default it would die at once and leave it."""
+    # By default SIGTERM would end the benchmark at once and leave its instance running.
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,8 +1,4 @@
-"""Requests to replay: a published trace by its block ids, or a synthetic one from a seed.
-
-Owns TraceRequest, the reader of a trace's JSON lines, the synthetic generator, and the flags that choose among them.
-Out: requests in order of arrival; two prompts share a prefix exactly as far as their ids are equal.
-"""
+"""Requests to replay, in order of arrival: a published trace by its block ids, or a synthetic one from a seed."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ from benchmarks.common.report import BenchmarkError
 from router.protocol.block_hash import TokenArray
 
 DEFAULT_TRACE = Path(__file__).parents[1] / "traces" / "mooncake_conversation.jsonl.gz"
-"""The first 6,000 requests of the published trace; ``benchmarks/traces/README.md`` names its source and licence."""
+"""The first 6,000 requests of Mooncake's trace (``benchmarks/traces/README.md``)."""
 SYNTHETIC = "synthetic"
 TRACE_BLOCK_TOKENS = 512
 """Tokens that one id of the published trace stands for."""
@@ -30,10 +26,7 @@ TRACE_BLOCK_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request. ``hash_ids``: an id for each block of the prompt, the last one of a partial block.
-
-    ``tenant``: on whose behalf; "" where a trace does not say.
-    """
+    """One request. ``hash_ids``: an id for each block of the prompt, of which the last may be partial."""
 
     arrival_s: float
     prompt_tokens: int
@@ -43,15 +36,12 @@ class TraceRequest:
 
 
 def token_ids_of(hash_ids: Sequence[int], prompt_tokens: int, block_size: int = TRACE_BLOCK_TOKENS) -> TokenArray:
-    """Return stand-in token ids: every block is its id repeated, so equal ids are equal blocks and no others are."""
+    """Return stand-in token ids: each block repeats its id."""
     return np.repeat(np.asarray(hash_ids, dtype="<i4"), block_size)[:prompt_tokens]
 
 
 def read_trace(path: Path, requests: int | None = None) -> list[TraceRequest]:
-    """Read the first ``requests`` of a trace, gzipped or plain. Raises BenchmarkError naming a malformed line.
-
-    FileNotFoundError where there is no such file.
-    """
+    """Read the first ``requests`` of a trace, gzipped or plain. Raises BenchmarkError at a malformed line, OSError."""
     found: list[TraceRequest] = []
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
         for number, line in enumerate(lines, 1):
@@ -96,10 +86,7 @@ def chosen_trace(options: argparse.Namespace) -> list[TraceRequest]:
 def synthetic_trace(
     requests: int, seed: int = 0, *, requests_per_s: float = 3.2, system_prompts: int = 50, skew: float = 1.1
 ) -> list[TraceRequest]:
-    """Make conversations over system prompts that are popular by Zipf's law, arriving at random.
-
-    Half of the requests continue a recent conversation: its blocks so far, the answer's and the new question's.
-    """
+    """Make random conversations over system prompts of Zipf's popularity; half of all requests continue one."""
     rng = Random(seed)
     next_id = 0
 

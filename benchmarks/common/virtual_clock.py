@@ -1,7 +1,4 @@
-"""Virtual time: a clock that moves when it is slept on, or from one scheduled callback to the next.
-
-Seconds from the start. Callbacks run in the order of their moments, then of their scheduling.
-"""
+"""Virtual time, in seconds from the start: it moves by sleeping, or from one callback to the next."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from collections.abc import Callable
 
 
 class VirtualClock:
-    """Time stands still while a callback runs. ``self`` is the clock of a simulation, ``sleep`` its sleep."""
+    """A simulation's clock and ``sleep``; callbacks run in the order of their moments, then of scheduling."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

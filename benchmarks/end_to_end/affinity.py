@@ -1,9 +1,7 @@
 """Do requests find the replica that holds their prefix? Many system prompts, several replicas, concurrent clients.
 
-The prompts together are `--working-set` of all replicas' pools together: one replica alone cannot hold them. Each is
-asked `--rounds` times in random order. Every policy runs without pulls of KV, which shows what routing finds, and with
-them, which shows what it costs to be sent elsewhere (a copy between processes of one machine is cheaper than between
-machines). With `--engine vllm` other routers (`--peers`) stand in front of as many `vllm serve`, without pulls.
+The prompts fill `--working-set` of all pools together, and each is asked `--rounds` times in random order. Every policy
+runs without pulls of KV and with them. With `--engine vllm` other routers (`--peers`) run before as many `vllm serve`.
 """
 
 from __future__ import annotations
@@ -26,8 +24,7 @@ from benchmarks.common.prompts import text_of
 from benchmarks.common.report import add_engine_flag, metric_sum, names_of, parser_of, progress, spread, write
 from benchmarks.common.server import instance
 from benchmarks.peers.ray_prefix_router import ray_prefix_router
-from benchmarks.peers.sglang_router import sglang_router
-from benchmarks.peers.vllm_serve import vllm_servers
+from benchmarks.peers.vllm_serve import sglang_router, vllm_servers
 from router.settings import POLICY_NAMES
 from serve_app.checkpoints.kv_planner import kv_room
 from serve_app.checkpoints.sources.resolve import resolve_model
@@ -52,12 +49,11 @@ def main() -> None:
     parser.add_argument("--pulls", type=names_of(MODES), default=",".join(MODES), help="kv_pull: off, on, or both")
     parser.add_argument("--peers", type=names_of(PEERS), default=[], help=f"{' or '.join(PEERS)}; with --engine vllm")
     parser.add_argument("--sglang-python", default=os.environ.get("SGLANG_PYTHON", ""))
-    parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     if arguments.peers and arguments.engine != "vllm":
         parser.error("--peers stand in front of `vllm serve`: they need --engine vllm")
     if "sglang_router" in arguments.peers and not arguments.sglang_python:
-        parser.error("--sglang-python is missing: see benchmarks/peers/sglang_router.py")
+        parser.error("--sglang-python is missing: see benchmarks/peers/vllm_serve.py")
     results = {}
     runs = [(f"{policy}, pulls {pulls}", policy, pulls) for policy in arguments.policies for pulls in arguments.pulls]
     for name, router, pulls in [*runs, *((peer, peer, "off") for peer in arguments.peers)]:
@@ -68,7 +64,7 @@ def main() -> None:
 
 
 def summary(results: dict[str, dict[str, Any]]) -> str:
-    """Return every router's figures in a sentence."""
+    """Return the routers' figures in a sentence."""
     rows = "; ".join(
         f"{name}: {row['served_from_cache']:.1%}, {row['pulled_bytes'] / 1e6:.0f} MB, "
         f"{row['repeat_ttft_ms']['p50']:.0f} and {row['repeat_ttft_ms']['p90']:.0f} ms"
@@ -82,21 +78,16 @@ def block_size(engine: str) -> int:
     return VLLM_CPU_BLOCK_SIZE if engine == "vllm" else 16
 
 
-def pool_blocks(arguments: argparse.Namespace) -> int:
-    """Return the blocks of one replica's pool, of which the prompts fill ``working_set`` of all of them."""
-    blocks: int = arguments.prompts * math.ceil(arguments.prompt_tokens / block_size(arguments.engine))
-    share: float = arguments.working_set * arguments.replicas
-    return math.ceil(blocks / share)
-
-
 @contextmanager
 def server(router: str, pulls: str, arguments: argparse.Namespace) -> Iterator[str]:
-    """Run replicas behind the policy or the peer of that name; yields the URL that clients use."""
+    """Run replicas behind a policy or peer and yield its URL."""
+    size = block_size(arguments.engine)
+    blocks = arguments.prompts * math.ceil(arguments.prompt_tokens / size)
     config: dict[str, Any] = {
         "engine": arguments.engine,
         "dtype": DTYPE,
-        "block_size": block_size(arguments.engine),
-        "num_blocks": pool_blocks(arguments),
+        "block_size": size,
+        "num_blocks": math.ceil(blocks / (arguments.working_set * arguments.replicas)),
     }
     if arguments.engine == "vllm":  # alike here and in plain servers
         config |= {"num_threads": 1, "enforce_eager": True}
@@ -113,13 +104,13 @@ def server(router: str, pulls: str, arguments: argparse.Namespace) -> Iterator[s
 
 
 async def measure(url: str, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Send every prompt in random order; return what the repeats had of the cache, their TTFTs, and the bytes pulled.
+    """Send every prompt in random order; return cache use, TTFTs in ms and bytes pulled.
 
     A repeat is served from the cache when its reused tokens cover the system prompt's full blocks but one.
     """
     model_path = resolve_model(arguments.model)
     order = [prompt for prompt in range(arguments.prompts) for _ in range(arguments.rounds)]
-    random.Random(arguments.seed).shuffle(order)  # a workload, not a secret
+    random.Random(1).shuffle(order)
     seen: set[int] = set()
     first: list[Answer] = []
     repeats: list[Answer] = []

@@ -1,7 +1,6 @@
 """What a streamed token and a request cost outside the model: CPU time of each kind of process, from the kernel.
 
-The engine is simulated, so that processes compute nothing else. With ``--vllm-python`` the same is asked of
-`vllm serve` in that environment, on CPUs. `python -m benchmarks front_door --json FILE`
+The engine is simulated. With ``--vllm-python`` the same is asked of `vllm serve` in that environment, on CPUs.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from benchmarks.peers.vllm_serve import vllm_servers
 from serve_app.checkpoints.sources.resolve import resolve_model
 
 MARK = "WARMPATH_BENCHMARK"
-"""An environment variable that every process of the measured instance inherits."""
+"""An environment variable of all processes of the measured instance."""
 
 KINDS = (
     ("ingress", r"ServeReplica:.*:Ingress"),
@@ -36,30 +35,26 @@ KINDS = (
     ("engine core", r"EngineCore"),
     ("api server", r"api_server"),
 )
-"""What a process is, by its command line; the rest is "other": Ray's own and the command that started it."""
+"""Kinds of processes by their command lines; all else is "other"."""
 
 SYSTEM_TOKENS, QUESTION_TOKENS, LONG_TOKENS = 200, 50, 4500
 
 
 def cpu_s(mark: str) -> Counter[str]:
-    """Return user and system time so far of the processes with a mark in their environment, in seconds, by kind."""
+    """Return the seconds of user and system time of the processes with a mark, by kind."""
     used: Counter[str] = Counter()
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             if process.environ().get(MARK) == mark:
-                times = process.cpu_times()
-                used[_kind(process)] += times.user + times.system
+                command, times = " ".join(process.cmdline()), process.cpu_times()
+                kind = next((kind for kind, pattern in KINDS if re.search(pattern, command)), "other")
+                used[kind] += times.user + times.system
     return used
-
-
-def _kind(process: psutil.Process) -> str:
-    command = " ".join(process.cmdline())
-    return next((kind for kind, pattern in KINDS if re.search(pattern, command)), "other")
 
 
 @contextmanager
 def measured(system: str, arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """Run a system for the time of the block; yields its URL and the mark of its processes."""
+    """Run a system for the block; yields its URL and its processes' mark."""
     mark = uuid.uuid4().hex
     if system == "warmpath":
         flags = ["--model", arguments.model, "--engine", "simulated", "--replicas", str(arguments.replicas)]
@@ -80,7 +75,7 @@ async def measure(url: str, mark: str, arguments: argparse.Namespace, run: int) 
     async with httpx.AsyncClient(timeout=300, limits=limits) as client:
 
         async def cost(texts: Sequence[str], max_tokens: int, system: str | None, together: int) -> dict[str, Any]:
-            """Ask for an answer to each text, ``together`` at a time; return CPU time a token, or a request of one."""
+            """Return the CPU time of a token, or of a request of one token, of ``together`` requests at a time."""
             free = asyncio.Semaphore(together)
 
             async def ask(text: str) -> Answer:

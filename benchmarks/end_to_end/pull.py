@@ -1,8 +1,7 @@
 """KV pulls between two replicas over Ray's object store: how fast, and what they save, over HTTP.
 
-Requests take turns between two replicas, so each prompt is computed by one and pulled by the other (or computed
-again, on an instance without pulls). Each prompt is sent four times: cold, then at the other replica, then warm at
-both. `python -m benchmarks pull --json FILE`
+Two replicas take requests in turn. Each prompt is sent four times: cold, then at the other replica, which pulls it or
+computes it again, then warm at both.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from benchmarks.common.server import instance
 from serve_app.checkpoints.sources.resolve import resolve_model
 
 FEED_S = 0.5
-"""Between requests: what a replica stored has reached the router by then."""
+"""Between requests, for a replica's news to reach the router."""
 
 
 def main() -> None:
@@ -56,7 +55,7 @@ def main() -> None:
 async def measure(
     url: str, model_path: Path, arguments: argparse.Namespace
 ) -> tuple[dict[str, Any], dict[tuple[int, int], list[str]]]:
-    """Send every prompt four times; return medians by length, the pull counters, and all texts."""
+    """Return figures by length, the pull counters, and all texts."""
     found: dict[str, Any] = {}
     texts: dict[tuple[int, int], list[str]] = {}
     async with httpx.AsyncClient(timeout=300) as client:
@@ -67,7 +66,7 @@ async def measure(
             await asyncio.sleep(FEED_S)
             return answer
 
-        for _ in range(4):  # connections, tokenizers and the replicas' way to each other are paid for by these
+        for _ in range(4):  # a warm-up of connections and tokenizers
             await ask(2000, 10_000)
         for tokens in arguments.prefix_tokens:
             answers = []

@@ -1,8 +1,7 @@
 """End to end over HTTP: how much sooner the first token comes when the system prompt's KV is already there.
 
-Each of several long system prompts is sent once cold and then several times warm, with a new question each time;
-medians are taken over all cold and all warm requests. A second instance in float32 checks that cached and uncached
-greedy answers are the same. `python -m benchmarks ttft --json FILE`
+Each of several long system prompts is sent cold once and then warm several times, with a new question each time. A
+second instance in float32 compares cached and uncached greedy answers.
 """
 
 from __future__ import annotations
@@ -31,17 +30,13 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=5, help="system prompts; each is cold once")
     parser.add_argument("--warm", type=int, default=6, help="warm requests a system prompt, at least 5")
     parser.add_argument("--max-tokens", type=int, default=16)
-    parser.add_argument("--url", help="measure this running instance instead of starting one")
     arguments = parser.parse_args()
     if arguments.warm < 5:
         parser.error("--warm must be at least 5: fewer say nothing about a warm TTFT")
     model_path = resolve_model(arguments.model)
     flags = ["--model", arguments.model, "--engine", arguments.engine, "--replicas", str(arguments.replicas)]
-    if arguments.url:
-        timing = asyncio.run(measure(arguments.url, model_path, arguments))
-    else:
-        with instance(*flags) as url:
-            timing = asyncio.run(measure(url, model_path, arguments))
+    with instance(*flags) as url:
+        timing = asyncio.run(measure(url, model_path, arguments))
     with instance(*flags, "--set", "dtype=float32") as url:
         equal = asyncio.run(outputs_equal(url, model_path, arguments))
     said = (
@@ -53,18 +48,18 @@ def main() -> None:
 
 
 def body_of(model_path: Path, arguments: argparse.Namespace, prompt: int, question: int) -> dict[str, Any]:
-    """One chat request: system prompt number ``prompt`` and question number ``question``."""
+    """Return a chat request of one system prompt and question, by their numbers."""
     system = text_of(arguments.prefix_tokens, model_path, prompt)
     user = text_of(arguments.question_tokens, model_path, 10_000 + question)
     return chat_body(arguments.model, arguments.max_tokens, user, system)
 
 
 async def measure(url: str, model_path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Send every prompt cold, then warm; return the medians."""
+    """Return times in ms of every prompt cold, then warm."""
     cold: list[Answer] = []
     warm: list[Answer] = []
     async with httpx.AsyncClient(timeout=300) as client:
-        # The connection and the tokenizer's first use are paid by a request that counts for nothing.
+        # A warm-up of the connection and the tokenizer.
         await stream_chat(client, url, {**body_of(model_path, arguments, 99, 0), "max_tokens": 1})
         for prompt in progress(range(arguments.prompts), "ttft"):
             cold.append(await stream_chat(client, url, body_of(model_path, arguments, prompt, 100 * prompt)))
@@ -90,7 +85,7 @@ async def measure(url: str, model_path: Path, arguments: argparse.Namespace) -> 
 
 
 async def outputs_equal(url: str, model_path: Path, arguments: argparse.Namespace) -> bool:
-    """Say whether cold and warm greedy answers are equal, each prompt asked under its own salt first."""
+    """Return whether cold and warm greedy answers are equal."""
     async with httpx.AsyncClient(timeout=300) as client:
         for prompt in progress(range(3), "outputs"):
             body = body_of(model_path, arguments, prompt, prompt)

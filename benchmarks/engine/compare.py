@@ -1,8 +1,6 @@
 """The engine alone against its peers: time to first token cold and warm, decode, and a batch of long prompts.
 
-Every system runs in a process of its own, one after the other, with the same prompts (`benchmarks.peers.workload`).
-All keep their KV in blocks of `--block-size` tokens.
-`python -m benchmarks engine --json FILE [--vllm-python /path/to/env/bin/python]`
+Every system runs in a process of its own, one after the other, with the same prompts and size of KV blocks.
 """
 
 from __future__ import annotations
@@ -20,18 +18,14 @@ from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.config.engine import VLLM_CPU_BLOCK_SIZE, vllm_missing
 
-MODULES = {
-    "warmpath": "benchmarks.peers.warmpath_engine",
-    "vllm_cpu": "benchmarks.peers.vllm_cpu",
-}
+MODULES = {"warmpath": "benchmarks.peers.warmpath_engine", "vllm_cpu": "benchmarks.peers.vllm_cpu"}
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 1800
 
 
 def main() -> None:
     """Parse flags, run each system, write the JSON."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--model", default="small")
+    parser = parser_of(__doc__, "small")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
@@ -39,9 +33,7 @@ def main() -> None:
     parser.add_argument("--prefix-tokens", type=int, default=8000)
     parser.add_argument("--question-tokens", type=int, default=32)
     parser.add_argument("--batch-new-tokens", type=int, default=64)
-    parser.add_argument(
-        "--block-size", type=int, default=VLLM_CPU_BLOCK_SIZE, help=f"vLLM's least on a CPU: {VLLM_CPU_BLOCK_SIZE}"
-    )
+    parser.add_argument("--block-size", type=int, default=VLLM_CPU_BLOCK_SIZE, help="vLLM's least on a CPU: 32")
     parser.add_argument("--systems", type=names_of(MODULES), default=",".join(MODULES))
     here = "" if vllm_missing() else sys.executable
     parser.add_argument("--vllm-python", default=os.environ.get("VLLM_PYTHON", here))
@@ -60,7 +52,7 @@ def main() -> None:
 
 
 def summary(results: dict[str, dict[str, Any]]) -> str:
-    """Return what was measured, in a sentence for each system, and the ratios."""
+    """Return a sentence for each system, and the ratios."""
     sentences = [
         f"{name}: first token after {row['warm_ttft_ms']:.0f} ms cached and {row['cold_ttft_ms']:.0f} ms cold, "
         f"{row['decode_tok_s']:.0f} tokens a second in a batch of {DECODE_ROWS}."
@@ -77,7 +69,7 @@ def summary(results: dict[str, dict[str, Any]]) -> str:
 
 
 def run(name: str, workload: dict[str, Any], vllm_python: str) -> dict[str, Any]:
-    """Measure one system; one that cannot run is named with the reason."""
+    """Measure one system; a failure becomes a row with the reason."""
     python = vllm_python if name == "vllm_cpu" else sys.executable
     if not python:
         return {"not_measured": "no --vllm-python given; see benchmarks/peers/vllm_cpu.py"}
@@ -97,23 +89,22 @@ def run(name: str, workload: dict[str, Any], vllm_python: str) -> dict[str, Any]
 
 
 def figures(seconds: dict[str, list[float]], workload: dict[str, Any]) -> dict[str, Any]:
-    """Turn seconds into the contract's figures: medians, with their spread."""
+    """Return medians, and their spread in seconds."""
     prompt = workload["prefix_tokens"] + workload["question_tokens"]
     cold, warm = spread(seconds["cold_s"]), spread(seconds["warm_s"])
     decode, batch = spread(seconds["decode_s"]), spread(seconds["batch_s"])
-    decode_tok_s = DECODE_ROWS * DECODE_NEW_TOKENS / decode["p50"]
     return {
         "cold_ttft_ms": 1000 * cold["p50"],
         "warm_ttft_ms": 1000 * warm["p50"],
         "prefill_tok_s": prompt / cold["p50"],
-        "decode_tok_s": decode_tok_s,
+        "decode_tok_s": DECODE_ROWS * DECODE_NEW_TOKENS / decode["p50"],
         "throughput_32x1024_tok_s": 32 * workload["batch_new_tokens"] / batch["p50"],
         "spread_s": {"cold": cold, "warm": warm, "decode": decode, "batch": batch},
     }
 
 
 def ratios(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return ours / theirs for every figure and every peer that was measured."""
+    """Return ours / theirs for every peer that was measured."""
     names = ("cold_ttft_ms", "warm_ttft_ms", "prefill_tok_s", "decode_tok_s", "throughput_32x1024_tok_s")
     ours = results.get("warmpath", {})
     return {

@@ -1,8 +1,7 @@
-"""Are cached tokens what the router says? A router in front of one engine; every answer is compared with its word.
+"""Are cached tokens as the router says? A router in front of one engine; every answer is compared with its word.
 
 Conversations of two tenants, some with a LoRA adapter, grow and begin anew in a pool that is too small for them. They
 come one at a time and in bursts, of which some are aborted; now and then the cache is reset.
-`python -m benchmarks predictions --engine vllm --json FILE`
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def main() -> None:
 
 
 def measure(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Ask; return how many answers had just the cached tokens that were predicted, and why others had not."""
+    """Ask; return the share of answers with the predicted cached tokens, and reasons of the others."""
     info = load_checkpoint_info(model)
     config = AppConfig(
         model=str(model),
@@ -95,7 +94,7 @@ def measure(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 class Routed:
-    """The router, and which blocks were announced to be gone when. Events come from the engine's threads."""
+    """The router, and the events by which blocks were removed. Events come from the engine's threads."""
 
     def __init__(self) -> None:
         self.core = RoutingCore("predictions", RouterSettings(block_size=BLOCK))
@@ -126,14 +125,14 @@ class Routed:
             return self._number
 
     def gone_since(self, number: int, block_hash: bytes) -> bool:
-        """Whether a block was removed, or all of them, after the events of that number."""
+        """Return whether a block, or all, were removed after the events of that number."""
         with self._lock:
             return max(self._removed.get(block_hash, 0), self._cleared) > number
 
 
 @dataclass(slots=True)
 class Talk:
-    """A conversation: the tokens that its next request begins with."""
+    """A conversation: the first tokens of its next request."""
 
     scope: PrefixScope
     ids: TokenArray
@@ -141,7 +140,7 @@ class Talk:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request under way. ``number``: of the router's last events when ``predicted`` tokens were said to be cached."""
+    """A request under way. ``number``: of the router's last events before its prediction."""
 
     talk: Talk
     request: EngineRequest
@@ -151,7 +150,7 @@ class Asked:
 
 
 class Talks:
-    """Conversations that begin with one of their scope's two system prompts, and begin anew when they are long."""
+    """Conversations with one of their scope's two system prompts, which begin anew when they are long."""
 
     def __init__(self, scopes: Sequence[PrefixScope], vocab_size: int, count: int, rng: random.Random) -> None:
         self._vocab = vocab_size
@@ -161,7 +160,7 @@ class Talks:
         self._requests = 0
 
     def draw(self, count: int) -> list[tuple[Talk, EngineRequest]]:
-        """Return the next requests of so many conversations."""
+        """Return the next requests of ``count`` conversations."""
         return [(talk, self._request(talk)) for talk in self._random.sample(self._talks, count)]
 
     def chance(self, probability: float) -> bool:

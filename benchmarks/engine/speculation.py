@@ -1,9 +1,7 @@
 """Speculative decoding: base steps per token, acceptance, and tokens per second with and without a drafter.
 
-Three pairs of model and drafter (``benchmarks.engine.draft_pairs``), on one engine without HTTP: the model drafting for
-itself, a drafter that mostly agrees, and one that never does. With ``--head eagle`` an EAGLE-3 head instead that is
-made to agree, or the head in a directory. Outputs are compared in float32.
-`python -m benchmarks speculation --json FILE [--head eagle|DIRECTORY]`
+Three pairs on one engine without HTTP: the model drafting for itself, a drafter that mostly agrees, and one that never
+does. With ``--head`` an EAGLE-3 head instead. Outputs are compared in float32.
 """
 
 from __future__ import annotations
@@ -17,8 +15,7 @@ import numpy as np
 
 from benchmarks.common.output_collector import OutputCollector, running
 from benchmarks.common.report import parser_of, progress, write
-from benchmarks.engine.draft_pairs import build_pairs
-from benchmarks.engine.eagle_pair import eagle_pair
+from benchmarks.engine.draft_pairs import build_pairs, eagle_pair
 from router.protocol.block_hash import PrefixScope
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.checkpoints.sources.resolve import resolve_model
@@ -41,7 +38,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one engine made of a workload."""
+    """An engine's outputs and rates."""
 
     tokens: dict[str, list[int]]
     tokens_per_s: float
@@ -88,7 +85,7 @@ def main() -> None:
 
 
 def compare(model: Path, drafter: Path, workload: Workload, ahead: int, *, threads: int = 0) -> dict[str, Any]:
-    """Run a workload without and with a drafter, timed in the machine's own dtype, compared in float32."""
+    """Time a workload without and with a drafter in the machine's own dtype, and compare outputs in float32."""
     off = run(model, None, workload, threads=threads)
     on = run(model, drafter, workload, ahead, threads=threads)
     exact = [run(model, which, workload, ahead, dtype="float32", threads=threads).tokens for which in (None, drafter)]

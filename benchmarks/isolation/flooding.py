@@ -1,8 +1,6 @@
 """Tenants that share a replica while one of them floods it: what the others keep of their hit rate. Simulated.
 
-The tenants share one replica on a virtual clock. "unprotected" runs the same requests under one tenant's name:
-plain LRU, first come first served.
-`python -m benchmarks flooding --json FILE`
+"unprotected" runs the same requests under one tenant's name: plain LRU, first come first served.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ VOCAB = 32000
 
 @dataclass(frozen=True, slots=True)
 class FloodWorkload:
-    """Quiet tenants return to a few system prompts each; the flooder never sends the same token twice."""
+    """Quiet tenants return to a few system prompts each; the flooder's prompts are all new."""
 
     quiet_tenants: int = 9
     system_prompts: int = 3
@@ -50,7 +48,7 @@ class FloodWorkload:
     seed: int = 0
 
     def arrivals(self, *, flood: bool) -> list[tuple[float, str, TokenArray, int]]:
-        """Return (time, tenant, prompt, answer tokens) in order; the quiet ones are the same with and without."""
+        """Return (time, tenant, prompt, answer tokens) in order."""
         rows: list[tuple[float, str, TokenArray, int]] = []
         for number in range(self.quiet_tenants):
             rng = Random(f"{self.seed} {number}")
@@ -74,7 +72,7 @@ class FloodWorkload:
 
 @dataclass(slots=True)
 class Counts:
-    """What happened to one side's requests."""
+    """Figures of one side's requests."""
 
     requests: int = 0
     rejected: int = 0
@@ -95,7 +93,7 @@ class Counts:
 
 
 class Sides:
-    """Counts the quiet tenants' requests and the flooder's, of which at most ``flood_waiting`` wait at once."""
+    """Counts the quiet tenants' requests and the flooder's; of these at most ``flood_waiting`` wait."""
 
     def __init__(self, clock: VirtualClock, flood_waiting: int) -> None:
         self.quiet, self.flooder = Counts(), Counts()
@@ -104,7 +102,7 @@ class Sides:
         self._waiting = 0
 
     def arrives(self, request: EngineRequest) -> bool:
-        """Say whether a request is taken: what the flooder sends is refused while enough of it waits."""
+        """Return whether a request is taken."""
         if self._of(request) is self.flooder:
             if self._waiting >= self._flood_waiting:
                 self.flooder.rejected += 1
@@ -113,7 +111,7 @@ class Sides:
         return True
 
     def starts(self, sequence: SequenceState) -> None:
-        """Count who starts, after how long, and with how much of the prompt cached."""
+        """Count a started request, its time in the queue and its cached tokens."""
         counts = self._of(sequence.request)
         self._waiting -= counts is self.flooder
         counts.requests += 1
@@ -130,10 +128,7 @@ class Sides:
 
 
 def drive(workload: FloodWorkload, *, flood: bool, protected: bool = True) -> Sides:
-    """Run requests to their ends in virtual time; not ``protected``: all go under one tenant's name.
-
-    The scheduler and the prefix cache are the real ones, over a cost model, so that a run repeats exactly.
-    """
+    """Run requests in virtual time over the real scheduler and prefix cache; not ``protected``: as one tenant."""
     arrivals = workload.arrivals(flood=flood)
     shares = {tenant: 1.0 for _, tenant, _, _ in arrivals} if protected else {}
     settings = EngineSettings(num_blocks=workload.num_blocks, max_num_seqs=workload.max_num_seqs)
@@ -173,7 +168,7 @@ def drive(workload: FloodWorkload, *, flood: bool, protected: bool = True) -> Si
 
 
 def measure_flooding(workload: FloodWorkload) -> dict[str, Any]:
-    """Return the quiet tenants' figures without a flood, with it, and with it but unprotected, and their ratios."""
+    """Return the quiet tenants' figures without a flood, with it, and unprotected, and their ratios."""
     cases = progress(((False, True), (True, True), (True, False)), "flooding")
     calm, flooded, bare = [drive(workload, flood=flood, protected=protected) for flood, protected in cases]
     alone, quiet, unprotected = (sides.quiet.to_json() for sides in (calm, flooded, bare))

@@ -1,7 +1,6 @@
-"""Ray's PrefixCacheAffinityRouter in front of plain servers: a Serve application of its own, Ray's class untouched.
+"""Ray's PrefixCacheAffinityRouter in front of plain servers: a Serve application with a replica for each server.
 
-Each of its replicas passes requests on to one server, so that the class chooses between them as it would between
-replicas of Ray's own LLM deployment. `python -m benchmarks.peers.ray_prefix_router --port P --worker-urls URL ...`
+`python -m benchmarks.peers.ray_prefix_router --port P --worker-urls URL ...`
 """
 
 # No `from __future__ import annotations`: FastAPI resolves the route's annotations inside `application`.
@@ -30,26 +29,26 @@ from benchmarks.common.server import server_process
 from serve_app.cli.local_ray import held_port
 
 ROUTER = "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router.PrefixCacheAffinityRouter"
-"""Behind ``ray.serve.llm.request_router``, which asks for all that Ray's LLM deployments need."""
+"""Not from ``ray.serve.llm.request_router``, which needs all packages of Ray's LLM deployments."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatCall:
-    """One request. ``messages``: what Ray's class looks for among a call's arguments; ``body``: what is passed on."""
+    """One request. Ray's class reads ``messages``; a server gets ``body``."""
 
     messages: list[dict[str, Any]]
     body: bytes
 
 
 class Proxy:
-    """A replica that stands for one server, whichever nobody else has claimed."""
+    """A replica that passes requests on to one server, claimed by a file in ``folder``."""
 
     def __init__(self, urls: Sequence[str], folder: str) -> None:
         self._url = next(url for number, url in enumerate(urls) if _claimed(Path(folder) / str(number)))
         self._client = httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=None))
 
     async def chat(self, call: ChatCall) -> AsyncIterator[bytes]:
-        """Yield the bytes of the server's stream. Raises httpx.HTTPStatusError for what it refuses."""
+        """Yield the bytes of the server's stream. Raises httpx.HTTPStatusError when it refuses."""
         url, headers = f"{self._url}/v1/chat/completions", {"content-type": "application/json"}
         async with self._client.stream("POST", url, content=call.body, headers=headers) as response:
             response.raise_for_status()
@@ -58,7 +57,6 @@ class Proxy:
 
 
 def _claimed(mark: Path) -> bool:
-    """Say whether this process is the first to ask for it."""
     try:
         mark.touch(exist_ok=False)
     except FileExistsError:
@@ -73,7 +71,7 @@ def application(urls: Sequence[str], folder: str) -> serve.Application:
     @serve.deployment(ray_actor_options={"num_cpus": 0}, max_ongoing_requests=1000)
     @serve.ingress(app)
     class Front:
-        """Reads a request and streams what its proxy yields."""
+        """Streams a proxy's answer to a request."""
 
         def __init__(self, proxies: DeploymentHandle) -> None:
             self._chat = proxies.options(method_name="chat", stream=True)
@@ -87,7 +85,7 @@ def application(urls: Sequence[str], folder: str) -> serve.Application:
 
         @app.get("/health")
         async def health(self) -> dict[str, str]:
-            """Say that this process serves."""
+            """Answer while this process serves."""
             return {}
 
     proxies = serve.deployment(
@@ -101,7 +99,7 @@ def application(urls: Sequence[str], folder: str) -> serve.Application:
 
 @contextmanager
 def ray_prefix_router(workers: Sequence[str]) -> Iterator[str]:
-    """Run it over servers at these URLs; yields its own. Raises BenchmarkError when it does not come up."""
+    """Run it over servers and yield its URL. Raises BenchmarkError when it does not come up."""
     with held_port() as port:
         command = [sys.executable, "-m", "benchmarks.peers.ray_prefix_router", "--port", str(port)]
         url = f"http://127.0.0.1:{port}"

@@ -1,7 +1,6 @@
-"""The prefix tree of Ray's PrefixCacheAffinityRouter, in process.
+"""The prefix tree of Ray's PrefixCacheAffinityRouter alone: a match, and the insertion for the chosen replica.
 
-Its router calls this tree in an actor of its own, twice a request; measured here is the tree alone: the match, and the
-insertion of the prompt for the chosen replica. A token is taken as four characters, a block as 64.
+Its router calls it in an actor, twice a request. A token is taken as four characters, a block as 64.
 """
 
 from __future__ import annotations

@@ -1,9 +1,13 @@
-"""Plain `vllm serve`: vLLM's own OpenAI servers, in vLLM's environment. What other routers are put in front of."""
+"""Plain `vllm serve`, in vLLM's environment, and SGLang's router in front of it.
+
+The router needs an environment of its own: `pip install sglang-router==0.3.2`; give its Python to
+`python -m benchmarks affinity --engine vllm --peers sglang_router --sglang-python /path/to/env/bin/python`.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -16,10 +20,9 @@ from serve_app.cli.local_ray import held_port
 def vllm_servers(
     replicas: int, config: dict[str, Any], python: str = sys.executable, env: dict[str, str] | None = None
 ) -> Iterator[list[str]]:
-    """Run ``replicas`` servers with these settings of a deployment; yields their URLs.
+    """Run servers with a deployment's settings in the environment of ``python``; yields their URLs.
 
-    ``python``: of the environment that has vLLM; ``env``: further variables of theirs. Raises BenchmarkError when one
-    does not come up.
+    Raises BenchmarkError when one does not come up.
     """
     with ExitStack() as stack:
         yield [stack.enter_context(_server(config, python, env or {})) for _ in range(replicas)]
@@ -33,10 +36,22 @@ def _server(config: dict[str, Any], python: str, env: dict[str, str]) -> Iterato
         command += ["--port", str(port), "--model", str(resolve_model(config["model"]))]
         command += ["--served-model-name", config["model"], "--dtype", config["dtype"]]
         command += ["--block-size", str(config["block_size"]), "--num-gpu-blocks-override", str(config["num_blocks"])]
-        # Plain vLLM keeps this part of a CPU's memory for itself, and does not start where it is not there.
+        # Plain vLLM does not start where this part of the memory is not free.
         command += ["--gpu-memory-utilization", "0.05", "--enforce-eager"]
         command += ["--enable-prompt-tokens-details", "--generation-config", "vllm"]
         environment = {**env, **threads, "OMP_NUM_THREADS": str(config["num_threads"])}
         url = f"http://127.0.0.1:{port}"
         with server_process(command, f"{url}/health", environment):
+            yield url
+
+
+@contextmanager
+def sglang_router(python: str, workers: Sequence[str]) -> Iterator[str]:
+    """Run SGLang's router over servers and yield its URL. Raises BenchmarkError when it does not come up."""
+    with held_port() as port, held_port() as metrics_port:
+        command = [python, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]
+        command += ["--policy", "cache_aware", "--worker-urls", *workers]
+        url = f"http://127.0.0.1:{port}"
+        with server_process(command, f"{url}/v1/models"):
             yield url

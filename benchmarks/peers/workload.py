@@ -1,7 +1,6 @@
-"""One engine workload and how it is timed: the same prompts, the same order, the same clock for every system.
+"""One engine workload and its times, for every system: JSON on standard input and output.
 
-Standard library only, because it also runs under a peer's own Python. In: a JSON workload on standard input; out: a
-JSON object of lists of seconds on standard output.
+Standard library only, because it also runs under a peer's own Python.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ Prompt = list[int]
 
 
 class System(Protocol):
-    """What a peer must be able to do."""
+    """A measured engine."""
 
     def generate(self, prompts: list[Prompt], max_tokens: int) -> None:
-        """Answer all prompts at once, greedily, ``max_tokens`` each whatever they are; return when all are done."""
+        """Answer all prompts at once, greedily, with ``max_tokens`` each."""
 
 
 S = TypeVar("S", bound=System)
@@ -31,16 +30,13 @@ DECODE_ROWS, DECODE_PROMPT_TOKENS, DECODE_NEW_TOKENS = 16, 32, 64
 
 
 def prompts_of(count: int, tokens: int, vocab_size: int, seed: int) -> list[Prompt]:
-    """Return prompts of random ids, the same for the same seed; the first few hundred ids (specials) are left out."""
+    """Return prompts of random ids, without the first few hundred: they are special."""
     generator = random.Random(seed)
     return [[generator.randrange(300, vocab_size) for _ in range(tokens)] for _ in range(count)]
 
 
 def measure(workload: dict[str, Any], system: System, progress: Callable[[str], None]) -> dict[str, list[float]]:
-    """Time every figure ``runs`` times, in seconds.
-
-    Every prompt is new but the prefix that is meant to be warm.
-    """
+    """Return each figure's seconds in ``runs`` runs. Every prompt is new but the warm prefix."""
     vocab, runs = workload["vocab_size"], workload["runs"]
     prefix, question = workload["prefix_tokens"], workload["question_tokens"]
     seed = iter(range(1, 1_000_000))
@@ -50,7 +46,7 @@ def measure(workload: dict[str, Any], system: System, progress: Callable[[str], 
         system.generate(prompts, max_tokens)
         return time.perf_counter() - started_s
 
-    # Not counted: kernels are compiled and allocators filled for every shape that follows.
+    # A warm-up: kernels are compiled and allocators filled for every shape that follows.
     timed(prompts_of(1, prefix + question, vocab, next(seed)), 1)
     timed(prompts_of(16, 32, vocab, next(seed)), 8)
     results: dict[str, list[float]] = {"cold_s": [], "warm_s": [], "decode_s": [], "batch_s": []}
@@ -65,22 +61,15 @@ def measure(workload: dict[str, Any], system: System, progress: Callable[[str], 
     return results
 
 
-def serve(
-    make: Callable[[dict[str, Any]], S],
-    version: Callable[[], str],
-) -> None:
-    """Be a peer's process: read the workload, measure, print the result.
-
-    What a peer prints itself goes to standard error, so that the result is all there is on standard output.
-    """
+def serve(make: Callable[[dict[str, Any]], S], version: Callable[[], str]) -> None:
+    """Be a peer's process: read the workload, measure, print the result."""
     workload = json.load(sys.stdin)
+    # A peer's own prints go to standard error: standard output has the result alone.
     result = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
     def progress(text: str) -> None:
         print(f"{workload['system']}: {text}", file=sys.stderr, flush=True)
 
-    system = make(workload)
-    figures = measure(workload, system, progress)
-    answer = {"version": version(), "seconds": figures}
-    print(json.dumps(answer), file=result, flush=True)
+    seconds = measure(workload, make(workload), progress)
+    print(json.dumps({"version": version(), "seconds": seconds}), file=result, flush=True)

@@ -1,9 +1,6 @@
 """Routing decisions: latency of a 10k-token prompt, memory a block, events a second.
 
-One row is one process of its own, so that its resident memory is its own. Peers are files in ``benchmarks/peers`` that
-measure the same workload; one that cannot be imported or run is named in the results with the reason. Absolute times
-belong to this machine.
-`python -m benchmarks routing --json FILE`
+Each row is measured in a process of its own, because of its resident memory. A failed peer is named with the reason.
 """
 
 from __future__ import annotations
@@ -18,8 +15,6 @@ from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
-
-import msgspec
 
 from benchmarks.common.report import parser_of, progress, write
 from benchmarks.routing.workload import (
@@ -38,10 +33,7 @@ from router.protocol.events import BlocksStored, LoadReport
 from router.protocol.request import RoutedRequest
 
 SIZES = ((8, 10_000), (64, 1_000_000), (512, 1_000_000))
-MODULES = {
-    "warmpath": "benchmarks.routing.decision_latency",
-    "ray_prefix_tree": "benchmarks.peers.ray_prefix_tree",
-}
+MODULES = {"warmpath": "benchmarks.routing.decision_latency", "ray_prefix_tree": "benchmarks.peers.ray_prefix_tree"}
 ROOT = Path(__file__).parents[2]
 OPEN_RESERVATIONS = 32
 PREFILL_TOKENS_PER_S = 5000.0
@@ -49,9 +41,9 @@ TIMEOUT_S = 900
 
 
 def measure_routing(workload: RoutingWorkload) -> dict[str, float]:
-    """Measure this project's RoutingCore: events in, whole decisions (match, score, reserve) out."""
+    """Measure RoutingCore's events and whole decisions: match, score, reserve."""
     before = resident_bytes()
-    # Requests come as fast as the replicas could compute them: at the speed of this loop every prefix would be hot.
+    # Requests come as fast as the replicas compute them: at the speed of this loop every prefix would be hot.
     now_s = 0.0
     core = RoutingCore("benchmark", rng=Random(workload.seed), clock=lambda: now_s)
     core.update_replicas(workload.names())
@@ -67,7 +59,7 @@ def measure_routing(workload: RoutingWorkload) -> dict[str, float]:
     for name, report in reports(workload):
         core.apply(name, (report,))
     open_decisions, taken_s, cached = [], [], 0
-    # Made one by one, as an ingress hashes a prompt and then asks: the chain is in the CPU's caches.
+    # Made one by one, because an ingress hashes a prompt and then asks: the chain is in the CPU's caches.
     for number, (chain, key) in enumerate(workload.queries()):
         request = RoutedRequest(f"request-{number}", chain, PROMPT_TOKENS, key)
         now_s += PROMPT_TOKENS / (PREFILL_TOKENS_PER_S * workload.replicas)
@@ -89,8 +81,7 @@ def reports(workload: RoutingWorkload) -> Iterator[tuple[str, LoadReport]]:
         waiting = rng.randrange(4)
         queued = sum(rng.randrange(8000) for _ in range(waiting))
         running = rng.randrange(32)
-        report = LoadReport(queued, running, waiting, 64, 256, PREFILL_TOKENS_PER_S)
-        yield name, msgspec.structs.replace(report, pull_tokens_per_s=50_000.0)
+        yield name, LoadReport(queued, running, waiting, 64, 256, PREFILL_TOKENS_PER_S, pull_tokens_per_s=50_000.0)
 
 
 def measure_apart(system: str, workload: RoutingWorkload) -> dict[str, Any]:
@@ -107,7 +98,7 @@ def measure_apart(system: str, workload: RoutingWorkload) -> dict[str, Any]:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
-    """Return what was measured at the middle size, in a sentence."""
+    """Return the figures of the middle size in a sentence."""
     replicas, blocks = SIZES[1]
     figures = [
         f"{row['system']} {row['decision_us_p50']:.0f} / {row['decision_us_p99']:.0f} us"

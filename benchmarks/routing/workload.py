@@ -1,7 +1,4 @@
-"""What `benchmarks routing` asks of every system: prompts with their holders, and queries that share a prefix with one.
-
-Hashes are 16 random bytes a block.
-"""
+"""The workload of `benchmarks routing`; hashes are 16 random bytes a block."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ BLOCKS_A_MESSAGE = 128
 
 @dataclass(frozen=True, slots=True)
 class RoutingWorkload:
-    """Prompts of 625 blocks, each held by three replicas; queries share a prefix of any depth with one of them."""
+    """Prompts of 625 blocks, each held by three replicas; queries share a prefix of any depth with one."""
 
     replicas: int
     blocks: int
@@ -35,7 +32,7 @@ class RoutingWorkload:
         return [f"replica-{number:04d}" for number in range(self.replicas)]
 
     def prompts(self) -> Iterator[tuple[bytes, list[str]]]:
-        """Yield (packed chain, holders), made anew each time so that they weigh on nobody's memory."""
+        """Yield (packed chain, holders), made anew each time to use no memory."""
         rng = Random(self.seed)
         names = self.names()
         for _ in range(self.blocks // PROMPT_BLOCKS):
@@ -57,7 +54,7 @@ def messages_of(chain: bytes) -> list[bytes]:
 
 
 def figures(workload: RoutingWorkload, taken_s: list[float], spent_s: float, grown_bytes: int) -> dict[str, float]:
-    """Return what every system is compared by: seconds each decision took and all events took, memory grown by them."""
+    """Return the figures of seconds of each decision and of all events, and of their memory."""
     percents = quantiles(taken_s, n=100, method="inclusive")
     blocks = workload.blocks // PROMPT_BLOCKS * PROMPT_BLOCKS
     return {
@@ -75,5 +72,5 @@ def resident_bytes() -> int:
 
 
 def serve(measure: Callable[[RoutingWorkload], dict[str, float]]) -> None:
-    """Run one system's measurement in this process: the workload as JSON in the first argument, figures to stdout."""
+    """Measure the workload of the first argument, as JSON, and print figures as JSON."""
     print(json.dumps(measure(RoutingWorkload(**json.loads(sys.argv[1])))))

@@ -1,8 +1,4 @@
-"""A whole run: requests arrive, routers decide, replicas compute, feeds carry what changed.
-
-Owns the wiring and the outcome. Knows no scoring rule. In: prepared requests, settings, a contender; out: every
-request's time to first token and what was reused.
-"""
+"""A whole simulated run: requests arrive, routers decide, replicas compute, feeds carry the news."""
 
 from __future__ import annotations
 
@@ -13,8 +9,7 @@ from random import Random
 
 from benchmarks.common.report import percentile
 from benchmarks.common.virtual_clock import VirtualClock
-from benchmarks.simulation.front_door import RAY_PREFIX, FrontDoor
-from benchmarks.simulation.ray_prefix import RayPrefixTree
+from benchmarks.simulation.front_door import RAY_PREFIX, FrontDoor, RayPrefixTree
 from benchmarks.simulation.replica import Job, SimulatedReplica
 from benchmarks.simulation.settings import ClusterSettings, Contender, SimulatedRequest
 from router.protocol.events import Event, LoadReport
@@ -23,7 +18,7 @@ from router.protocol.request import Decision
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of each request, by its number."""
+    """Times by a request's number, and tokens of all requests."""
 
     ttft_s: dict[int, float] = field(default_factory=dict)
     prompt_tokens: int = 0
@@ -32,7 +27,7 @@ class Outcome:
     rerouted: int = 0
 
     def summary(self) -> dict[str, float]:
-        """Return the figures of the benchmark's contract. ``hit_rate`` counts pulled tokens as cached ones."""
+        """Return rates and times. ``hit_rate`` counts pulled tokens as cached ones."""
         times = list(self.ttft_s.values())
         return {
             "hit_rate": self.cached_tokens / self.prompt_tokens,
@@ -77,7 +72,7 @@ class Cluster:
         self._rng = Random(settings.seed)
 
     def run(self, requests: Sequence[SimulatedRequest]) -> Outcome:
-        """Let every request arrive, and wait until all is done."""
+        """Answer all requests."""
         doors = list(self.doors.values())
         for request in requests:
             door = self._rng.choice(doors)
@@ -110,10 +105,7 @@ class Cluster:
 
 
 def unlimited(requests: Sequence[SimulatedRequest], settings: ClusterSettings) -> Outcome:
-    """Return the outcome of one unlimited cache that all replicas share and no queue: the bound on every policy.
-
-    A prompt's blocks are reusable by whatever arrives after it.
-    """
+    """Return the bound on every policy: one unlimited cache of all replicas, and no queue."""
     outcome, size = Outcome(), settings.block_size
     seen: set[bytes] = set()
     for request in requests:

@@ -1,17 +1,12 @@
-"""Who decides: a RoutingCore, alone or narrowed down by Ray's prefix tree.
-
-Owns the making of the real router's settings for a contender, and the way of a request that is sent back. Knows nothing
-of replicas' insides.
-"""
+"""A simulated router: a RoutingCore, alone or narrowed down by Ray's prefix tree."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from random import Random
 
 from benchmarks.common.virtual_clock import VirtualClock
-from benchmarks.simulation.ray_prefix import RayPrefixTree
 from benchmarks.simulation.settings import ClusterSettings, Contender, SimulatedRequest
 from router.core import RoutingCore
 from router.protocol.events import Event, LoadReport
@@ -19,13 +14,50 @@ from router.protocol.request import Decision, RoutedRequest
 from router.settings import PolicySettings, RouterSettings
 
 RAY_PREFIX = "ray_prefix"
+MATCH_RATE_THRESHOLD = 0.1
 
 Submit = Callable[[SimulatedRequest, Decision], LoadReport | None]
-"""Gives a request to the chosen replica; returns the load because of which that one sends it back."""
+"""Gives a request to the chosen replica; returns a load when that one sends it back."""
+
+
+class RayPrefixTree:
+    """Ray's PrefixCacheAffinityRouter over block ids: a tree of sent prefixes for all routers, never evicted.
+
+    Source: ray 2.60, ray/llm/_internal/serve/routing_policies/prefix_aware/{prefix_aware_router,prefix_tree}.py.
+    """
+
+    def __init__(self, replica_ids: Iterable[str]) -> None:
+        self._tokens = dict.fromkeys(replica_ids, 0)
+        self._holders: dict[bytes, set[str]] = {}
+
+    def candidates(self, prefixes: Collection[bytes], prompt_tokens: int, block_size: int) -> Collection[str]:
+        """Return the replicas that were sent the deepest known prefix; below the match rate, those with least tokens.
+
+        ``prefixes``: a hash for each leading block.
+        """
+        matched: Collection[str] = ()
+        depth = 0
+        for prefix in prefixes:
+            holders = self._holders.get(prefix)
+            if not holders:
+                break
+            matched, depth = holders, depth + 1
+        if min(depth * block_size, prompt_tokens) < MATCH_RATE_THRESHOLD * prompt_tokens or not matched:
+            smallest = min(self._tokens.values())
+            return [name for name, tokens in self._tokens.items() if tokens == smallest]
+        return matched
+
+    def insert(self, replica_id: str, prefixes: Iterable[bytes], block_size: int) -> None:
+        """Note that a replica was sent a prompt."""
+        for prefix in prefixes:
+            holders = self._holders.setdefault(prefix, set())
+            if replica_id not in holders:
+                holders.add(replica_id)
+                self._tokens[replica_id] += block_size
 
 
 class FrontDoor:
-    """One router. ``tree``: given for Ray's prefix rule, and shared by all routers."""
+    """One router. ``tree``: of Ray's prefix rule, shared by all routers."""
 
     def __init__(
         self,
@@ -53,7 +85,7 @@ class FrontDoor:
         self.core.apply(replica_id, events)
 
     def send(self, request: SimulatedRequest, submit: Submit, rerouted: int = 0) -> None:
-        """Send a request to a replica that takes it. ``rerouted``: how often one has sent it back."""
+        """Send a request to a replica. ``rerouted``: how often one has sent it back."""
         decision = self._decide(request, rerouted)
         load = submit(request, decision)
         if load is not None:
@@ -78,7 +110,7 @@ class FrontDoor:
         return decision
 
     def _refused_by_tree(self, request: SimulatedRequest) -> list[str]:
-        """Return all replicas but the one with the shortest queue among those that the tree proposes."""
+        """Return all replicas but the one of the tree's with the shortest queue."""
         assert self._tree is not None
         loads = self.core.loads
         proposed = sorted(self._tree.candidates(request.prefixes(), request.trace.prompt_tokens, self._block_size))

@@ -1,8 +1,4 @@
-"""One simulated replica: the real prefix cache index, a line of jobs, and a cost model instead of a forward.
-
-Owns the order of jobs, blocks held while they run, and pulls from peers. Knows nothing of routers beyond the names in
-its load reports. In: jobs; out: first tokens, and cache events with a load report whenever something changed.
-"""
+"""One simulated replica: the real prefix cache index, a line of jobs, and a cost model instead of a forward."""
 
 from __future__ import annotations
 
@@ -27,10 +23,7 @@ MIN_PULL_TOKENS = PolicySettings().min_pull_tokens
 
 @dataclass(slots=True)
 class Job:
-    """A request at its replica. ``uncached_tokens`` is a hint until the prefill starts; ``pulling``: not ready yet.
-
-    ``joined``: jobs that wait for this one's pull.
-    """
+    """A request at its replica. ``uncached_tokens``: a hint until the prefill starts; ``joined``: to its pull."""
 
     request: SimulatedRequest
     decision: Decision
@@ -47,7 +40,7 @@ class Job:
 
 
 class SimulatedReplica:
-    """A replica of a cluster whose members are ``peers``, itself among them."""
+    """A replica of a cluster of ``peers``."""
 
     def __init__(
         self,
@@ -78,10 +71,7 @@ class SimulatedReplica:
         self._last_reservation: dict[str, int] = {}
 
     def submit(self, request: SimulatedRequest, decision: Decision) -> LoadReport | None:
-        """Take a request, or return the load because of which the router should decide again.
-
-        Raises ValueError when it could never fit the pool.
-        """
+        """Take a request, or return a load by which the router decides again. Raises ValueError for a long one."""
         if self._blocks_of(request) > self._settings.blocks:
             raise ValueError(f"request {request.number} needs more blocks than a replica has")
         if decision.queued_tokens is not None:
@@ -99,13 +89,8 @@ class SimulatedReplica:
         self._report()
         return None
 
-    @property
-    def queued_tokens(self) -> int:
-        """Uncached tokens of the jobs that have not begun."""
-        return sum(job.uncached_tokens for job in self.waiting)
-
     def report(self) -> LoadReport:
-        """Return the load now. The prompt being computed counts as waiting, with what is left of it."""
+        """Return the load now. The rest of the prompt being computed counts as waiting."""
         committed = 0
         if self.current is not None:
             job = self.current
@@ -113,7 +98,7 @@ class SimulatedReplica:
             committed = round(left * job.uncached_tokens)
         waiting = len(self.waiting) + (self.current is not None)
         return LoadReport(
-            queued_prefill_tokens=self.queued_tokens + committed,
+            queued_prefill_tokens=sum(job.uncached_tokens for job in self.waiting) + committed,
             running_sequences=self.decoding,
             waiting_sequences=waiting,
             max_running_sequences=0,
@@ -126,7 +111,7 @@ class SimulatedReplica:
         )
 
     def _report(self) -> None:
-        """Tell cache events at once, and the load with whatever else changes in the next moment."""
+        """Tell cache events at once, and the load with other changes of the next moment."""
         events = self.cache.take_events()
         if events:
             self._publish(self.replica_id, tuple(events))
@@ -150,7 +135,7 @@ class SimulatedReplica:
         return -(-(request.trace.prompt_tokens + request.trace.output_tokens) // self._settings.block_size)
 
     def _hint(self, job: Job) -> None:
-        """Guess what is cached of a job's prompt, at two look-ups when nothing changed."""
+        """Guess the cached tokens of a job's prompt, at two look-ups when nothing changed."""
         cache, chain = self.cache, job.request.block_hashes
         limit = cache.reusable_blocks(job.request.trace.prompt_tokens)
         held = job.held_blocks
@@ -175,7 +160,7 @@ class SimulatedReplica:
         matched = cache.match(SCOPE, job.token_ids, job.request.block_hashes)
         needed = self._blocks_of(job.request) - len(matched)
         if needed > cache.available_blocks - sum(1 for block in matched if cache.pool.is_idle(block)):
-            return  # until a running sequence ends; nobody overtakes, or the job might wait for ever
+            return  # nobody overtakes, or the job might wait for ever
         cache.acquire(matched)
         blocks = [*matched, *cache.allocate(needed)]
         job.cached_tokens = len(matched) * size
@@ -208,7 +193,7 @@ class SimulatedReplica:
         self._report()
 
     def _join_pull(self, job: Job) -> bool:
-        """Let a job wait for another one's copy, if that brings enough of its prompt."""
+        """Let a job wait for another one's copy of enough of its prompt."""
         size = self._settings.block_size
         for other in self.waiting:
             if other.pulling and other is not job and other.decision.pull_from:
@@ -224,7 +209,7 @@ class SimulatedReplica:
         return False
 
     def _begin_pull(self, job: Job) -> None:
-        """Copy what the decision named, one pull after another over this replica's link."""
+        """Copy the decision's prefix, one pull after another over this replica's link."""
         job.pulling = True
         job.uncached_tokens = job.request.trace.prompt_tokens - max(
             job.decision.pull_tokens, job.held_blocks * self._settings.block_size
@@ -234,10 +219,9 @@ class SimulatedReplica:
         self._link_free_s = max(self._clock.now_s, self._link_free_s) + missing / self._settings.pull_tokens_per_s
 
     def export(self, token_ids: TokenArray, chain: bytes, first: int, last: int) -> int:
-        """Hand over blocks ``first`` to ``last`` - 1 to a pull, as ``PrefixTransfer`` does; return where they end.
+        """Hand over blocks ``first`` to ``last`` - 1 to a pull, as ``PrefixTransfer`` does; return their end.
 
-        Into shared memory, so that nothing is held for the time of the copy. What only this prefix uses here is
-        evicted first from then on: the conversation has moved.
+        Blocks of this prefix alone are evicted first from then on: the conversation has moved.
         """
         held = self.cache.match(SCOPE, token_ids, chain)[:last]
         self.cache.acquire(held)
@@ -247,7 +231,7 @@ class SimulatedReplica:
         return len(held)
 
     def _copy(self, job: Job) -> None:
-        """Copy what the holder still has, as far as there is room for it here, and hold that room meanwhile."""
+        """Copy as much as the holder still has and this pool has room for, and hold the room meanwhile."""
         cache, size, chain = self.cache, self._settings.block_size, job.request.block_hashes
         matched = cache.match(SCOPE, job.token_ids, chain)
         holder = self._peers.get(job.decision.pull_from)

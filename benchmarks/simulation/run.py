@@ -1,8 +1,7 @@
 """Time to first token and hit rate of routing policies on a simulated cluster that replays a trace.
 
-The routers and the replicas' cache index are the real code; the clock is virtual and a forward is a cost model (see
-``simulation.settings``). Baselines run on replicas that serve first come, first served, as their systems do by
-default; then every policy runs with our replica order and with pulls, so that each part's share is seen.
+The routers and the replicas' cache index are the real code; a forward is a cost model. Baselines run on replicas that
+serve first come, first served; then every policy runs with and without our replica order and pulls.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ UNLIMITED = "unlimited_cache"
 
 
 def contenders(policies: list[str], *, pull: bool, parts: bool) -> dict[str, Contender]:
-    """Return who runs, by the name of its row: each policy as its system runs it, then with parts added or removed.
+    """Return contenders by the names of their rows: each policy as its system runs it, then with other parts.
 
     ``pull``: whether the default policy pulls. ``parts``: whether rows such as ``lmetric/shortest_first+pull`` follow.
     """
@@ -45,7 +44,7 @@ def contenders(policies: list[str], *, pull: bool, parts: bool) -> dict[str, Con
 def simulate(
     trace: list[TraceRequest], settings: ClusterSettings, runs: dict[str, Contender]
 ) -> dict[str, dict[str, float]]:
-    """Run every contender, each from cold caches; return its figures by the name of its row."""
+    """Run every contender from cold caches; return figures by the names of the rows."""
     requests = prepare(trace, settings.block_size)
     results = {}
     for name, contender in runs.items():
@@ -64,7 +63,7 @@ def _line(name: str, row: dict[str, float]) -> str:
 
 
 def summary(results: dict[str, dict[str, float]]) -> str:
-    """Return what was found: our mean TTFT over the baselines', and each part's share where parts were run."""
+    """Return our mean TTFT over the baselines', and the parts' shares where parts were run."""
     means = {name: row["ttft_mean_s"] for name, row in results.items()}
     ours = means.get(DEFAULT_POLICY)
     if ours is None:

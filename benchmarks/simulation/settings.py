@@ -17,11 +17,9 @@ class ClusterSettings:
     """The cost model and its sizes.
 
     A replica computes one prompt at a time, at ``prefill_tokens_per_s``, slowed by ``decode_weight`` for each
-    sequence that decodes when it starts; an output token takes ``decode_token_s``. Replicas tell cache events at once,
-    their load as soon as prefills start and end, as the product does, and while one runs every ``report_interval_s``;
-    both reach routers ``feed_delay_s`` later. A request that a replica sends back (see ``router.policy.recheck``)
-    reaches the next one ``resend_s`` later.
-    ``max_holders``: the default policy's bound on the replicas that hold one prefix.
+    sequence that decodes at its start; an output token takes ``decode_token_s``. Cache events and loads reach routers
+    after ``feed_delay_s``; while a prefill runs, loads are told every ``report_interval_s``. A request that a replica
+    sends back (``router.policy.recheck``) reaches the next one after ``resend_s``.
     """
 
     replicas: int = 16
@@ -52,8 +50,8 @@ class ClusterSettings:
 class Contender:
     """A policy on replicas of one kind.
 
-    ``shortest_first``: replicas run the least uncached work first, aged; else first come, first served.
-    ``pull``: the chosen replica copies a prefix that another one holds where that is faster than computing it.
+    ``shortest_first``: the least uncached work first, aged; else first come, first served. ``pull``: the chosen replica
+    copies a prefix from another one where that is faster.
     """
 
     policy: str
@@ -63,10 +61,7 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRequest:
-    """A request of a trace.
-
-    ``block_hashes``: of its full blocks, packed; ``placement_key`` names its conversation's opening.
-    """
+    """A request of a trace. ``block_hashes``: of its full blocks, packed; ``placement_key``: of its opening."""
 
     number: int
     trace: TraceRequest
@@ -74,19 +69,16 @@ class SimulatedRequest:
     placement_key: bytes
 
     def prefixes(self) -> list[bytes]:
-        """Return the hashes of the prompt's full blocks, each of which stands for all up to it."""
+        """Return the hashes of the prompt's full blocks."""
         return list(split_chain(self.block_hashes))
 
 
 def prepare(trace: list[TraceRequest], block_size: int = TRACE_BLOCK_TOKENS) -> list[SimulatedRequest]:
-    """Hash a trace's prompts once for all contenders, with the hash that routers and replicas use.
-
-    The first block of the published trace is common to all prompts (a chat template), so that the first two
-    together stand for the system prompt's key.
-    """
+    """Hash a trace's prompts once for all contenders."""
     prepared = []
     for number, request in enumerate(trace):
         chain = hash_blocks(_ROOT, token_ids_of(request.hash_ids, request.prompt_tokens, block_size), block_size)
+        # The published trace's first block is common to all prompts (a chat template): the key is of two.
         key = hash_blocks(_ROOT, token_ids_of(request.hash_ids[:2], 2, 1), 2) or chain[:16] or _ROOT
         prepared.append(SimulatedRequest(number, request, chain, key))
     return prepared

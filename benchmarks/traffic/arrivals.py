@@ -1,8 +1,4 @@
-"""When single clients of a production service send their requests through a day.
-
-Owns the reader of the published windows and the gaps drawn from them. Rates may be scaled; their shape and the gaps'
-family and variation stay. Knows nothing of prompts. Out: times in seconds, one client each, in order.
-"""
+"""Times of requests of single clients of a production service through a day, from published windows."""
 
 from __future__ import annotations
 
@@ -18,14 +14,14 @@ from random import Random
 ARRIVALS = Path(__file__).parents[1] / "traces" / "tenant_arrivals.json.gz"
 """``benchmarks/traces/README.md`` names its source and licence."""
 MAX_CV = 4.0
-"""Single windows of the published clients reach 24: at a few requests a minute that is one burst and an empty hour."""
+"""Single published windows reach 24: at a few requests a minute that is one burst and an empty hour."""
 
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """One client's day, a value a window of ``window_s``: requests/s, the gaps' coefficient of variation and family.
+    """One client's day, a value a window of ``window_s``. ``cv``: the gaps' coefficient of variation.
 
-    A family is "Gamma", "Weibull", or "" in a window where nothing came.
+    ``family``: of the gaps: "Gamma", "Weibull", or "" in a window without requests.
     """
 
     name: str
@@ -41,14 +37,14 @@ class Client:
     def arrivals(self, rng: Random, scale: float, start_s: float, seconds: float) -> Iterator[float]:
         """Yield times from ``start_s`` of its day on, less ``start_s``, at ``scale`` times its rate.
 
-        A gap is drawn with mean 1 and stretched by the rate that it lies under, also over the edges of windows.
+        A gap is drawn with mean 1 and stretched by the rates of its windows.
         """
         now_s, left = 0.0, None
         for rate, cv, family, span_s in self._windows(start_s, seconds):
             end_s = now_s + span_s
             if rate * scale > 0.0:
                 draw = _Gaps(family, min(cv, MAX_CV))
-                # The first one is under way when the clock starts.
+                # The first gap is under way at the start.
                 left = draw(rng) * rng.random() if left is None else left
                 while now_s + left / (rate * scale) < end_s:
                     now_s += left / (rate * scale)

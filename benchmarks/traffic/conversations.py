@@ -1,7 +1,4 @@
-"""Shapes of conversations, as the published trace has them: how much each turn keeps and adds, and when it comes.
-
-In: the trace's requests; out: conversations without their ids, to be replayed under others.
-"""
+"""Shapes of the published trace's conversations: how much each turn keeps and adds, and when it comes."""
 
 from __future__ import annotations
 
@@ -13,9 +10,9 @@ from benchmarks.common.trace import TRACE_BLOCK_TOKENS, TraceRequest
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request of a conversation, less its system prompt. Blocks of 512 tokens, the last one may be partial.
+    """One request of a conversation, less its system prompt, in blocks of 512 tokens.
 
-    ``gap_s``: since the turn before; ``kept_blocks``: how many of that turn's blocks this one begins with.
+    ``gap_s``: since the turn before; ``kept_blocks``: of that turn, at the beginning of this one.
     """
 
     gap_s: float
@@ -34,11 +31,9 @@ class _Conversation:
 
 
 def conversations_of(trace: Sequence[TraceRequest], max_blocks: int) -> list[tuple[Turn, ...]]:
-    """Return the trace's conversations in the order of their first turns.
+    """Return the trace's conversations in the order of their first turns, cut before a prompt over ``max_blocks``.
 
-    The trace's first block is common to all prompts (a chat template): it stands for a system prompt, and is left out.
-    A request belongs to the conversation that had its blocks last. A conversation ends before a prompt of more than
-    ``max_blocks``.
+    The first block, common to all prompts, is left out. A request belongs to the conversation that had its blocks last.
     """
     found: list[_Conversation] = []
     of_block: dict[int, _Conversation] = {}

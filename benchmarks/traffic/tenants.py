@@ -1,8 +1,6 @@
-"""The traffic of many tenants through a day: who asks when, under which system prompt.
+"""The traffic of many tenants through a day, as block ids that no two tenants have in common.
 
-Times come from the published clients (``arrivals``), conversations from the published trace (``conversations``);
-system prompts are popular by Zipf's law. A seed decides all.
-Out: requests in order of arrival, as block ids. Equal ids may be shared; no two tenants have one in common.
+Times come from the published clients, conversations from the published trace; system prompts are popular by Zipf's law.
 """
 
 from __future__ import annotations
@@ -23,10 +21,10 @@ from benchmarks.traffic.conversations import Turn, conversations_of
 
 @dataclass(frozen=True, slots=True)
 class TrafficSettings:
-    """What the traffic is like. ``requests_per_s``: the mean of all tenants over ``seconds`` from ``start_s`` on.
+    """``requests_per_s``: the mean of all tenants over ``seconds`` from ``start_s`` of the day on.
 
-    ``tenants``: how many of the published clients. Each has ``system_prompts`` of 1 to ``system_blocks`` blocks.
-    ``skew``: Zipf's exponent. ``max_blocks``: of a conversation's prompt, beside the system prompt.
+    Each tenant has ``system_prompts`` of 1 to ``system_blocks`` blocks. ``skew``: Zipf's exponent. ``max_blocks``: of a
+    conversation's prompt, beside the system prompt.
     """
 
     requests_per_s: float
@@ -49,7 +47,7 @@ class TrafficSettings:
 def tenant_traffic(settings: TrafficSettings, trace: Path = DEFAULT_TRACE) -> Iterator[TraceRequest]:
     """Yield the requests in order of arrival; times in seconds from ``start_s``.
 
-    Raises ValueError when there are fewer clients, or the trace has no conversation that is short enough.
+    Raises ValueError when there are fewer clients, or no short conversations.
     """
     clients = read_clients()[: settings.tenants]
     if len(clients) < settings.tenants:
@@ -79,7 +77,7 @@ class _Ids:
 
 @dataclass(slots=True)
 class _Open:
-    """A conversation that goes on. ``own_ids``: of its latest prompt, less the system prompt."""
+    """An open conversation. ``own_ids``: of its latest prompt, less the system prompt."""
 
     turns: Sequence[Turn]
     asked: int
@@ -98,12 +96,12 @@ class _Tenant:
         self._settings = settings
         self._conversations = conversations
         self._rng = Random(f"{settings.seed} {client.name}")
-        self._popular_prompts = _zipf(settings.system_prompts, settings.skew)
+        self._popular_prompts = list(accumulate((r + 1) ** -settings.skew for r in range(settings.system_prompts)))
         sizes = [self._rng.randint(1, settings.system_blocks) for _ in range(settings.system_prompts)]
         self._prompts = [ids.fresh(blocks) for blocks in sizes]
 
     def requests(self, scale: float) -> Iterator[TraceRequest]:
-        """Yield its requests: the conversation whose turn has been due for the longest goes on, else one begins."""
+        """Yield its requests: the conversation that has been due the longest goes on, else one begins."""
         settings = self._settings
         waiting: list[tuple[float, int, _Open]] = []
         asked = 0
@@ -119,7 +117,8 @@ class _Tenant:
                 heapq.heappush(waiting, (due_s, asked, conversation))
 
     def _begin(self) -> _Open:
-        prompt = self._drawn(self._popular_prompts)
+        popular = self._popular_prompts
+        prompt = bisect_left(popular, self._rng.random() * popular[-1])
         return _Open(self._rng.choice(self._conversations), 0, self._prompts[prompt], ())
 
     def _ask(self, conversation: _Open, now_s: float) -> TraceRequest:
@@ -133,11 +132,3 @@ class _Tenant:
             conversation.system_ids + conversation.own_ids,
             self._client.name,
         )
-
-    def _drawn(self, cumulative: Sequence[float]) -> int:
-        return bisect_left(cumulative, self._rng.random() * cumulative[-1])
-
-
-def _zipf(ranks: int, skew: float) -> list[float]:
-    """Return cumulative weights of so many ranks."""
-    return list(accumulate((rank + 1) ** -skew for rank in range(ranks)))

@@ -1,6 +1,5 @@
 """OpenAI's batch file: a request a line in, a response a line out.
 
-Owns what is around a body; the bodies of requests and answers are the API's own.
 Source: OpenAI's Batch API guide, and its reference of the request input and output objects.
 """
 
@@ -35,12 +34,12 @@ class BatchRequest(JsonBody):
     body: Annotated[dict[str, Any], Must("the object that is sent to url")]
 
     def parse_body(self, model: str, seed: int) -> GenerateRequest:
-        """Return what the body asks for; ``model`` and ``seed``: where it names none. Raises InvalidRequest."""
+        """Return the body's request; ``model`` and ``seed`` are defaults. Raises InvalidRequest."""
         given = {name: value for name, value in self.body.items() if value is not None}
         return APIS[self.url][0](msgspec.json.encode({"model": model, "seed": seed, **given}))
 
     def response(self, answer: ErrorAnswer, answer_id: str) -> dict[str, Any]:
-        """Return its line of the output. ``answer``: of status 200 where it is no error."""
+        """Return the line of the output."""
         return {
             "id": f"batch_req_{answer_id}",
             "custom_id": self.custom_id,
@@ -50,7 +49,7 @@ class BatchRequest(JsonBody):
 
 
 def read_batch_file(path: Path) -> list[BatchRequest]:
-    """Read a file; empty lines are none. Raises InvalidRequest, naming the line, and OSError."""
+    """Read a file. Raises InvalidRequest, naming the line, and OSError."""
     requests: list[BatchRequest] = []
     lines: dict[str, int] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):

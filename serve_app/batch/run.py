@@ -1,7 +1,4 @@
-"""Runs a batch file: as many requests at once as the engine runs, each prepared and answered as the server does it.
-
-The engine runs in this process, without a replica or a router.
-"""
+"""Runs a batch file on an engine in this process, with the server's preparation and answers."""
 
 from __future__ import annotations
 
@@ -46,10 +43,9 @@ async def run_batch(
     requests: Sequence[BatchRequest],
     on_response: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Answer every request. One that fails is an error of its own, and the others go on.
+    """Answer every request, also after failed ones; ``on_response`` gets each line of the output when it is ready.
 
-    ``on_response``: called with each line of the output, in the order in which they are ready. Raises ValueError for
-    settings, adapters or a model that cannot be run.
+    Raises ValueError for settings, adapters or a model that cannot be run.
     """
     tokenizer = await asyncio.to_thread(
         PromptTokenizer, info.path, cache_bytes=config.tokenizer_cache_bytes, block_size=config.block_size
@@ -68,7 +64,7 @@ async def run_batch(
 
 
 class _Batch:
-    """One run: of each answer what a route does, and as the source of its tokens what a replica does."""
+    """One run: a route for its answers, and a replica for their tokens."""
 
     def __init__(
         self,
@@ -102,7 +98,7 @@ class _Batch:
         )
 
     async def answer(self, index: int, request: BatchRequest) -> dict[str, Any]:
-        """Return a request's line of the output: its answer, or why there is none."""
+        """Return a request's line of the output: its answer or its error."""
         answer_id = uuid.uuid4().hex
         try:
             answer = ErrorAnswer(200, await self._answer_body(index, request, answer_id))
@@ -131,7 +127,7 @@ class _Batch:
         return APIS[request.url][1].whole(head, [choice.choice() for choice in choices], usage.total())
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Tokens, None]:
-        """Yield a sequence's tokens as they come; the last item has a finish reason. Raises a ``WarmpathError``."""
+        """Yield a sequence's tokens as they come; the last have a finish reason. Raises a ``WarmpathError``."""
         loop = asyncio.get_running_loop()
         stream, ready = TokenStream(generation.interval_s), asyncio.Queue[EngineOutput]()
 

@@ -1,7 +1,4 @@
-"""Watches an ingress' requests: what hits is remembered, what misses is explained, in threads, beside the answer.
-
-Each miss is counted by tenant and reason.
-"""
+"""Remembers an ingress' prompts, and explains misses in threads beside the answers."""
 
 from __future__ import annotations
 
@@ -17,21 +14,21 @@ from serve_app.generation.generation import Generation
 logger = logging.getLogger(__name__)
 
 MAX_AT_ONCE = 4
-"""Misses of a tenant that are being explained; further ones are counted as ``not_compared``."""
+"""Misses of a tenant under explanation; further ones are counted as ``not_compared``."""
 MAX_FAMILIES = 32
 FAMILY_PROMPTS = 4
-"""Prompts of one system prompt: one that is used much drives out no others."""
+"""Prompts of one system prompt, so that a popular one drives out no others."""
 MAX_TENANT_BYTES = 4 << 20
 MAX_BYTES = 64 << 20
 """Of all tenants."""
 PROMPT_BYTES = 512
-"""What a prompt takes beside its tokens."""
+"""A prompt's memory beside its tokens."""
 
 
 class PromptMemory:
-    """The prompts of all tenants, by family. ``tenants``: how many there are; each has an equal part of ``MAX_BYTES``.
+    """The prompts of all tenants, by family. ``tenants``: their number.
 
-    A tenant's room does not depend on what others send, so that what it is told does not either.
+    Each tenant has an equal part of ``MAX_BYTES``, so that its explanations tell nothing of others.
     """
 
     def __init__(self, tenants: Callable[[], int]) -> None:
@@ -39,7 +36,7 @@ class PromptMemory:
         self._rooms: OrderedDict[str, OrderedDict[bytes, deque[SeenPrompt]]] = OrderedDict()
 
     def prompts(self, tenant: str) -> list[SeenPrompt]:
-        """Return what is remembered of a tenant, the family used least recently first."""
+        """Return a tenant's prompts, the family used least recently first."""
         return [prompt for family in self._rooms.get(tenant, {}).values() for prompt in family]
 
     def add(self, tenant: str, family: bytes, prompt: SeenPrompt) -> None:
@@ -60,10 +57,7 @@ class PromptMemory:
 
 
 class MissDetector:
-    """Explains the misses of one ingress. ``tenants``: how many there are.
-
-    ``count``: called with the tenant, reason and lost tokens of each miss.
-    """
+    """Explains the misses of one ingress; ``count`` gets the tenant, reason and lost tokens of each."""
 
     def __init__(
         self,
@@ -82,9 +76,9 @@ class MissDetector:
     def observe(
         self, generation: Generation, cached_tokens: int, arrived_s: float, now_s: float
     ) -> asyncio.Task[Miss] | None:
-        """Remember a prompt whose first token came; return the explanation to come, None where it was no miss.
+        """Remember a prompt at its first token; return a miss's coming explanation, else None.
 
-        A request that leaves nothing in the cache is not remembered, and not explained.
+        A request that leaves nothing in the cache is neither remembered nor explained.
         """
         if not generation.store_kv:
             return None
@@ -109,7 +103,7 @@ class MissDetector:
             miss = await self._workers.run(
                 tenant, prompt.ids.nbytes, explain, prompt, cached_tokens, earlier, self._decode
             )
-        except Exception:  # an answer must not fail because nobody can say why it was slow
+        except Exception:  # an answer must not fail with its explanation
             logger.exception("a miss could not be explained")
             miss = Miss("not_compared", 0)
         finally:

@@ -1,4 +1,4 @@
-"""Where two texts differ first, and of which class the difference is. Pure."""
+"""The class of the first difference of two texts."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from typing import Literal
 
 Kind = Literal["time", "id"]
-"""Of a value that changes from one request to the next: a date, time or timestamp; a UUID, or a number alone."""
+"""Of a value that changes between requests: a date, time or timestamp; a UUID, or a number alone."""
 Difference = Kind | Literal["whitespace", "reordered", "text"]
 
 VALUE_CHARS = 80
 """No value is longer."""
 MAX_CHARS = 16 << 10
-"""Of what is read behind a difference to find its class."""
+"""Read behind a difference to find its class."""
 SPACE_CHARS = 24
 
 _WEEKDAY = r"(?:(?:mon|tue|wed|thu|fri|sat|sun)[a-z]*\.?,?\s+)?"

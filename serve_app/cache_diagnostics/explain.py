@@ -1,4 +1,4 @@
-"""From a prompt that was not read from the cache, and its tenant's earlier ones, to the reason. Pure."""
+"""From a prompt that missed the cache, and its tenant's earlier ones, to the reason."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from serve_app.prompts.lock import first_difference
 Reason = Difference | Literal["adapter", "salt", "evicted", "never_seen", "not_compared"]
 
 MAX_PROMPT_TOKENS = 32_768
-"""Remembered of one prompt; what comes behind them is not compared."""
+"""Remembered of one prompt, and compared."""
 MIN_MISSED_TOKENS = 64
 """Fewer computed tokens are no miss: a question takes as many."""
 MISSED_PART = 8
-"""A miss computes at least one of so many tokens of its prompt: a turn added to a long conversation is none."""
+"""A miss computes at least one of so many tokens of its prompt: a new turn of a long conversation is none."""
 MIN_LOST_TOKENS = 32
-"""Fewer tokens that were there before are not worth a word."""
+"""Fewer tokens computed again are not told."""
 MAX_COMPARED = 4
-"""Earlier prompts that are looked through to their end: those with the longest beginning in common."""
+"""Earlier prompts compared to their ends: those with the longest beginning in common."""
 GRAM = 8
-"""Tokens that are taken for the same place in two prompts where they are equal."""
+"""So many equal tokens are the same place of two prompts."""
 BEFORE_TOKENS, BEHIND_TOKENS = 64, 1024
-"""What is read of both texts around their first difference."""
+"""Read of both texts around their first difference."""
 
 _MULTIPLIERS = np.random.default_rng(1).integers(1 << 63, size=3, dtype=np.uint64) | np.uint64(1)
 """For grams of 2, 4 and 8 tokens."""
@@ -65,7 +65,7 @@ class SeenPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a prompt differs first. ``line``: from 1. ``found``: what stands there, at most 64 characters."""
+    """Where a prompt differs first. ``line``: from 1. ``found``: the text there, at most 64 characters."""
 
     part: Literal["system", "messages"]
     token: int
@@ -83,18 +83,18 @@ class Miss:
     first_difference: Place | None = None
 
     def shown(self) -> dict[str, Any]:
-        """Return it as answers tell it; never what another prompt had."""
+        """Return it for answers, without another prompt's text."""
         return {**asdict(self), "remedy": REMEDIES[self.reason]}
 
 
 def is_miss(prompt_tokens: int, cached_tokens: int) -> bool:
-    """Return whether so much was computed that it is worth to ask why."""
+    """Return whether enough was computed for a miss."""
     missed = prompt_tokens - cached_tokens
     return missed >= MIN_MISSED_TOKENS and missed * MISSED_PART >= prompt_tokens
 
 
 def explain(prompt: SeenPrompt, cached_tokens: int, earlier: Sequence[SeenPrompt], decode: Decode) -> Miss:
-    """Return why a prompt of which ``cached_tokens`` were read was not read further.
+    """Return why a prompt was not read beyond ``cached_tokens``.
 
     ``earlier``: its tenant's prompts that were answered before it came. O(tokens remembered), in numpy.
     """

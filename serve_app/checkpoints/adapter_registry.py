@@ -1,7 +1,4 @@
-"""Which LoRA adapters a deployment has, for whom, and which one a request means.
-
-Copies of the registry agree by merging: per name the latest stamp wins, so the order of news does not matter.
-"""
+"""The LoRA adapters of a deployment and their tenants; copies agree by merging: per name the latest stamp wins."""
 
 from __future__ import annotations
 
@@ -19,9 +16,9 @@ SHOWN_NAMES = 20
 
 @dataclass(frozen=True, slots=True)
 class AdapterEntry:
-    """One adapter's state. ``tenants``: who may use it, empty for everyone; ``spec`` None: it was unloaded.
+    """One adapter's state. ``tenants``: its users, empty for everyone; ``spec`` None: it was unloaded.
 
-    ``stamp`` orders the entries of one name: nanoseconds since 1970, 0 for those from the settings.
+    ``stamp``: nanoseconds since 1970, 0 for an entry of the settings.
     """
 
     name: str
@@ -31,10 +28,10 @@ class AdapterEntry:
 
 
 class AdapterRegistry:
-    """The adapters by name. Nobody learns of one that is not for them.
+    """The adapters by name, told only to their tenants.
 
-    ``current``: whether it knows what other copies know. Until then no adapter is chosen from it: one that was
-    unloaded, or kept for some, since the settings were written would be open to all again.
+    ``current``: it has merged the other copies. Before that no adapter is chosen: one that was unloaded or restricted
+    after the settings were written would be open to all again.
     """
 
     def __init__(self, model_name: str, *, now_ns: Callable[[], int] = time.time_ns, current: bool = True) -> None:
@@ -44,23 +41,23 @@ class AdapterRegistry:
         self._entries: dict[str, AdapterEntry] = {}
 
     def entries(self) -> tuple[AdapterEntry, ...]:
-        """Return everything known, unloaded names too, for another copy to merge."""
+        """Return all entries, unloaded ones too, for another copy to merge."""
         return tuple(self._entries.values())
 
     def merge(self, entries: Iterable[AdapterEntry]) -> None:
-        """Take in what another copy knows; of two entries of one name the later stays, in all copies the same one."""
+        """Take in another copy's entries; the later one of a name stays, the same in all copies."""
         for entry in entries:
             known = self._entries.get(entry.name)
             if known is None or _order(entry) > _order(known):
                 self._entries[entry.name] = entry
 
     def next_entry(self, name: str, spec: AdapterSpec | None, tenants: tuple[str, ...] = ()) -> AdapterEntry:
-        """Return an entry that supersedes what is known of ``name`` here; it is not merged yet."""
+        """Return an entry that supersedes the known one; it is not merged yet."""
         known = self._entries.get(name)
         return AdapterEntry(name, spec, tenants, max(self._now_ns(), known.stamp + 1 if known is not None else 1))
 
     def require_current(self) -> None:
-        """Raise Overloaded while this copy does not know yet what others know."""
+        """Raise Overloaded while this copy has not merged others."""
         if not self.current:
             raise Overloaded(
                 "This ingress has just started and does not know the adapters yet; send the request again.",
@@ -73,10 +70,7 @@ class AdapterRegistry:
         return entry if entry is not None and entry.spec is not None else None
 
     def visible(self, tenant: str | None, models: Collection[str] | None = None) -> tuple[AdapterSpec, ...]:
-        """Return the adapters a tenant may use; all of them for None, an operator.
-
-        ``models``: the only names that exist for the tenant, here and in ``choose``; None: all.
-        """
+        """Return a tenant's adapters; all for None, an operator. ``models``: the tenant's only names; None: all."""
         return tuple(
             entry.spec
             for entry in self._entries.values()
@@ -90,11 +84,10 @@ class AdapterRegistry:
     def choose(
         self, model: str, lora_name: str | None, tenant: str, models: Collection[str] | None = None
     ) -> AdapterSpec | None:
-        """Return the adapter that a request means; None for the base model.
+        """Return a request's adapter; None for the base model.
 
-        Raises ModelNotFound when ``model`` is neither the base model nor an adapter of this tenant's, and
-        InvalidRequest when ``lora_name`` is none, or contradicts ``model``. Both name what there is. Raises Overloaded
-        for anything but the base model while this copy is not ``current``.
+        Raises ModelNotFound for an unknown ``model``, InvalidRequest for a ``lora_name`` that is unknown or contradicts
+        ``model``, and Overloaded for all but the base model while this copy is not ``current``.
         """
         base = self.base_visible(models)
         is_base = base and model == self._model_name
@@ -128,9 +121,9 @@ def _is_for(entry: AdapterEntry, tenant: str, models: Collection[str] | None) ->
 
 
 def _order(entry: AdapterEntry) -> tuple[int, bool, str, str, tuple[str, ...]]:
-    """Return what orders the entries of one name: also two that were made in the same nanosecond, in every copy.
+    """Return an order of one name's entries that all copies share, also of entries of the same nanosecond.
 
-    Those of the settings do not change each other: after an update of the settings each copy keeps its own.
+    Those of the settings are equal: after an update of the settings each copy keeps its own.
     """
     if not entry.stamp:
         return 0, False, "", "", ()
@@ -139,10 +132,7 @@ def _order(entry: AdapterEntry) -> tuple[int, bool, str, str, tuple[str, ...]]:
 
 
 def configured_adapters(paths: Mapping[str, Path], max_rank: int | None = None) -> list[AdapterEntry]:
-    """Return the entries of the adapters in the settings. Raises AdapterError, which says for which one.
-
-    ``max_rank``: adapters of a higher rank are refused.
-    """
+    """Return the entries of the settings' adapters. Raises AdapterError, also for one above ``max_rank``."""
     entries = []
     for name, path in paths.items():
         try:

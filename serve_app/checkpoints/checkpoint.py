@@ -1,7 +1,4 @@
-"""Local checkpoints: a directory -> what the front door must know of the model before loading it.
-
-Reads a few hundred kilobytes at most, never whole weights; ``sources/`` says how the directory comes to be.
-"""
+"""The facts of a checkpoint directory, read without whole weights."""
 
 from __future__ import annotations
 
@@ -15,19 +12,19 @@ from typing import Any
 import msgspec
 
 SAMPLE_BYTES = 256
-"""How much of each tensor goes into the fingerprint, taken from its middle."""
+"""Of each tensor's middle, for the fingerprint."""
 
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 
 
 class CheckpointError(ValueError):
-    """The path holds no checkpoint that can be served; the message says what to do."""
+    """A checkpoint cannot be served; the message says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """What a checkpoint says of itself. ``fingerprint``: 32 hex digits, see ``load_checkpoint_info``."""
+    """A checkpoint's facts. ``fingerprint``: 32 hex digits, see ``load_checkpoint_info``."""
 
     path: Path
     fingerprint: str
@@ -52,11 +49,9 @@ class _TensorHeader(msgspec.Struct):
 def load_checkpoint_info(path: Path) -> CheckpointInfo:
     """Read the facts of the checkpoint in directory ``path``.
 
-    The fingerprint is a SHA-256, cut to 128 bits, over config.json, the weights index if there is one, and per
-    safetensors file its size, its header (names, dtypes, shapes) and ``SAMPLE_BYTES`` from the middle of each
-    tensor. It does not depend on the path, file times or the machine. Fine-tunes of one base differ in it though
-    their configs and headers are equal; a change of a few numbers outside every sample goes unseen.
-    Raises CheckpointError with a remedy when a file is missing or broken.
+    The fingerprint is a SHA-256, cut to 128 bits, over config.json, the weights' index, and of each safetensors file
+    the name, size, header and ``SAMPLE_BYTES`` from the middle of each tensor. A change of a few numbers outside every
+    sample goes unseen. Raises CheckpointError with a remedy when a file is missing or broken.
     """
     if not path.is_dir():
         raise CheckpointError(f"no directory {path}; give the path of a checkpoint directory that exists")
@@ -125,10 +120,7 @@ def _added_token_id(tokenizer_file: Path, content: str) -> int | None:
 
 
 def weights_fingerprint(path: Path) -> str:
-    """Return the fingerprint of ``load_checkpoint_info``; also of weights that are no model of their own.
-
-    Raises CheckpointError where there are no whole safetensors files.
-    """
+    """Return the fingerprint of ``load_checkpoint_info``. Raises CheckpointError without whole safetensors files."""
     weights = sorted(path.glob("*.safetensors"))
     if not weights:
         raise CheckpointError(f"{path} holds no *.safetensors weights; convert the checkpoint to safetensors")

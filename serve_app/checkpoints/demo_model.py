@@ -1,8 +1,7 @@
-"""Built-in demo checkpoints: a recipe -> a directory that looks like any Hugging Face checkpoint.
+"""Built-in demo checkpoints in Hugging Face's form, built in seconds without torch and without a network.
 
-Owns the recipes (Qwen3-style decoders with random weights from a fixed seed, a byte-level BPE tokenizer trained on text
-that Python ships, a ChatML template with tools) and their place on disk. Needs no torch and no network, so that
-building takes seconds.
+Qwen3-style decoders with random weights from a fixed seed, a byte-level BPE tokenizer trained on text that Python
+ships, and a ChatML template with tools.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from serve_app.checkpoints.model_cache import default_cache_dir, ensure_made
 
 RECIPE_VERSION = 2
-"""Raised whenever the same recipe would give other bytes, so that an old cached build is not taken for it."""
+"""Raised whenever the same recipe gives other bytes, so that an old build is not used."""
 
 IM_START, IM_END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
@@ -49,7 +48,7 @@ CHAT_TEMPLATE = """{%- if tools -%}
 _SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""How words are cut before merging. Source: the pattern of the Qwen2 and Qwen3 tokenizers."""
+"""Source: the Qwen2 and Qwen3 tokenizers."""
 
 _CORPUS_MODULES = (
     "pydoc_data.topics", "argparse", "ast", "asyncio.base_events", "asyncio.tasks", "collections", "configparser",
@@ -62,7 +61,7 @@ _CORPUS_MODULES = (
 
 @dataclass(frozen=True, slots=True)
 class DemoRecipe:
-    """Everything that decides the bytes of a demo checkpoint, besides the text the tokenizer is trained on."""
+    """All that decides a demo checkpoint's bytes, besides the tokenizer's text."""
 
     name: str
     hidden_size: int
@@ -88,10 +87,7 @@ RECIPES = {
 
 
 def ensure_demo_model(name: str, cache_dir: Path | None = None) -> Path:
-    """Return the directory of the built-in model ``name``, building it first if it is not there.
-
-    ``cache_dir``: default the user's model cache. Raises ValueError on an unknown name.
-    """
+    """Return the directory of a built-in model, built first if it is missing. Raises ValueError on an unknown name."""
     if name not in RECIPES:
         raise ValueError(f"no built-in model is called {name!r}; there are: {', '.join(RECIPES)}")
     recipe = RECIPES[name]
@@ -104,7 +100,7 @@ def ensure_demo_model(name: str, cache_dir: Path | None = None) -> Path:
 
 
 def shipped_text() -> Iterator[str]:
-    """Yield the sources of stdlib modules in a fixed order; a module this Python lacks is left out."""
+    """Yield the sources of stdlib modules that this Python has, in a fixed order."""
     for module in _CORPUS_MODULES:
         spec = importlib.util.find_spec(module)
         loader = None if spec is None else spec.loader
@@ -189,10 +185,9 @@ def _model_config(recipe: DemoRecipe, ids: dict[str, int]) -> dict[str, Any]:
 def _weights(recipe: DemoRecipe, ids: dict[str, int]) -> dict[str, npt.NDArray[np.float32]]:
     """Return every tensor by its Hugging Face name, float32.
 
-    Small embeddings under large blocks keep the tied head from answering with the token it just read, and sharp
-    attention (query and key norms above 1) keeps the context from averaging out: with an ordinary random
-    initialisation greedy output is one token for ever. <|im_end|> is made a little likelier than other tokens,
-    so that an answer without ``max_tokens`` ends; the two other special tokens are made unlikely.
+    With an ordinary random initialisation greedy output is one token for ever. Small embeddings keep the tied head from
+    repeating the last token, and query and key norms above 1 keep the context from averaging out. <|im_end|> is made
+    likelier, so that an answer without ``max_tokens`` ends, and the other special tokens unlikely.
     """
     rng = np.random.Generator(np.random.PCG64(recipe.seed))
 

@@ -1,7 +1,6 @@
-"""The settings' side of speculation: which checkpoint drafts for the model, and whether the two fit.
+"""The drafter of the settings, a model or an EAGLE-3 head, and the fingerprint of the pair.
 
-Owns the fingerprint of a pair, which enters every cache key: blocks hold the KV of both models, so an engine with
-another drafter, or none, must take none of them. A drafter is a model of its own or an EAGLE-3 head.
+The fingerprint enters every cache key: blocks hold the KV of both models, and are of no use to another pair.
 """
 
 from __future__ import annotations
@@ -13,12 +12,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from serve_app.checkpoints.checkpoint import (
-    CheckpointError,
-    CheckpointInfo,
-    load_checkpoint_info,
-    weights_fingerprint,
-)
+from serve_app.checkpoints.checkpoint import CheckpointError, CheckpointInfo, load_checkpoint_info, weights_fingerprint
 from serve_app.checkpoints.limits import max_model_len
 from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.config.app import AppConfig
@@ -26,23 +20,19 @@ from serve_app.engine.speculative.eagle_config import read_eagle_config
 
 
 def drafter_path(config: AppConfig) -> Path | None:
-    """Return the directory of the drafter's checkpoint (built when missing), None without one.
-
-    Raises CheckpointError when there is no such checkpoint.
-    """
+    """Return the directory of the drafter's checkpoint, None without one. Raises CheckpointError."""
     return None if config.speculative_model is None else resolve_model(config.speculative_model)
 
 
 def load_served_model(config: AppConfig) -> CheckpointInfo:
-    """Return the facts of the settings' model and its drafter, built when missing. Raises CheckpointError."""
+    """Return the facts of the settings' model and its drafter. Raises CheckpointError."""
     return with_drafter(load_checkpoint_info(resolve_model(config.model, config.revision)), config)
 
 
 def with_drafter(info: CheckpointInfo, config: AppConfig) -> CheckpointInfo:
     """Return the facts of the model with the fingerprint of the pair; unchanged without a drafter.
 
-    Raises CheckpointError when the drafter cannot draft for the model: another vocabulary, too few positions, a head
-    of another model.
+    Raises CheckpointError for another vocabulary, too few positions, or a head of another model.
     """
     path = drafter_path(config)
     if path is None:
@@ -56,7 +46,7 @@ def with_drafter(info: CheckpointInfo, config: AppConfig) -> CheckpointInfo:
 
 
 def _fitting_head(model: Path, path: Path) -> bool:
-    """Return whether ``path`` holds an EAGLE-3 head. Raises CheckpointError where it was made for another model."""
+    """Return whether ``path`` holds an EAGLE-3 head. Raises CheckpointError for one of another model."""
     try:
         head = read_eagle_config(path)
         if head is not None:
@@ -90,9 +80,7 @@ def _check_model(info: CheckpointInfo, path: Path, config: AppConfig) -> None:
 def _first_difference(model: Path, draft: Path) -> str:
     """Return one token that has another id in the two tokenizers, in words; "" when all have the same."""
     files = [path / "tokenizer.json" for path in (model, draft)]
-    if not all(file.is_file() for file in files):
-        return ""
-    if files[0].read_bytes() == files[1].read_bytes():
+    if not all(file.is_file() for file in files) or files[0].read_bytes() == files[1].read_bytes():
         return ""
     ours, theirs = (Tokenizer.from_file(str(file)).get_vocab() for file in files)
     for token in sorted(ours.keys() | theirs.keys()):

@@ -1,6 +1,6 @@
-"""How many prefixes a cache holds: arithmetic over a model's config, its memory and the working set.
+"""Arithmetic of a cache's prefixes from a model's config, memory and working set.
 
-Knows no files and no words. Weights are counted as a Llama-style decoder's, with experts where the config has them.
+Weights are counted as a Llama-style decoder's, with experts where the config has them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from serve_app.engine.runner.kv_size import dtype_bytes, kv_bytes_per_block, kv_
 
 @dataclass(frozen=True, slots=True)
 class KvRoom:
-    """What one replica's memory holds. ``tokens``: in whole blocks, beside the weights."""
+    """One replica's memory. ``tokens``: of KV, in whole blocks."""
 
     bytes_per_token: int
     weights_bytes: int
@@ -25,9 +25,9 @@ class KvRoom:
 
 @dataclass(frozen=True, slots=True)
 class KvPlan:
-    """What fits. ``hit_rate``: expected of requests over equally popular prefixes, each at its home replica.
+    """A plan. ``hit_rate``: expected over equally popular prefixes, each at its home replica.
 
-    ``replicas_needed``: that hold the whole working set, 0 where one replica holds not one prefix.
+    ``replicas_needed``: for the whole working set, 0 where a replica holds not one prefix.
     """
 
     bytes_per_token: int
@@ -71,9 +71,9 @@ def plan_kv(
     replicas: int = 1,
     block_size: int = 16,
 ) -> KvPlan:
-    """Plan ``prefixes`` of ``prefix_tokens`` over replicas of ``memory_bytes`` each, which hold weights and KV.
+    """Plan ``prefixes`` of ``prefix_tokens`` over replicas of ``memory_bytes`` each. ``fields``: of config.json.
 
-    ``fields``: of config.json. Raises KeyError for a config that lacks a size, ValueError for an unknown ``dtype``.
+    Raises KeyError for a config that lacks a size, ValueError for an unknown ``dtype``.
     """
     room = kv_room(fields, dtype, memory_bytes, block_size)
     held = room.tokens // (-(-prefix_tokens // block_size) * block_size)

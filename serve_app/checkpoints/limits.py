@@ -1,4 +1,4 @@
-"""How long a request may be: the deployment's setting against the model's own bound."""
+"""Limits of a deployment from its settings and its model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def pin_budget_blocks(config: AppConfig, num_blocks: int) -> int:
 
 
 def max_model_len(config: AppConfig, info: CheckpointInfo) -> int:
-    """Return the tokens that prompt plus output may have. Raises ValueError when more is asked than the model has."""
+    """Return the tokens of prompt plus output. Raises ValueError for more than the model has."""
     if config.max_model_len is None:
         return info.max_model_len
     if config.max_model_len > info.max_model_len:

@@ -1,7 +1,4 @@
-"""The directory of models that warmpath makes itself: built from a recipe, fetched or converted, once.
-
-Owns its place on disk, and that a directory under its final name is whole, whatever ended the process that made it.
-"""
+"""The directory of models that warmpath builds, fetches or converts; one under its final name is whole."""
 
 from __future__ import annotations
 
@@ -17,15 +14,14 @@ from serve_app.checkpoints.checkpoint import CheckpointError
 
 
 def default_cache_dir() -> Path:
-    """Return the directory that holds made models for this user: ``$XDG_CACHE_HOME/warmpath/models``, or ~/.cache."""
+    """Return ``$XDG_CACHE_HOME/warmpath/models``, or that in ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "warmpath" / "models"
 
 
 def ensure_made(target: Path, make: Callable[[Path], None]) -> Path:
-    """Return ``target``, made first if it is not there: ``make`` fills a temporary directory, which is renamed.
+    """Return ``target``; where it is missing, ``make`` fills a temporary directory, which is renamed.
 
-    Of processes that want one at the same time one makes it and the others wait. What a killed one left goes.
-    Raises what ``make`` does, and CheckpointError where the directory cannot be written.
+    One process makes it and others wait. Raises as ``make``, and CheckpointError where the directory is not writable.
     """
     try:
         if not target.is_dir():

@@ -1,7 +1,6 @@
-"""What a cache of any size would hit of a recorded trace: LRU stack distances of its blocks.
+"""Hit rates of a recorded trace by cache size, from LRU stack distances of its blocks.
 
-In: Mooncake's JSON lines. Out: a curve, exact for one LRU cache of whole blocks that gives up the ends of prompts
-first. Knows no models and no bytes.
+Exact for one LRU cache of whole blocks that evicts the ends of prompts first.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from typing import Any
 import numpy as np
 
 TRACE_BLOCK_TOKENS = 512
-"""Tokens that one id of a Mooncake trace stands for."""
+"""Tokens of one id of a Mooncake trace."""
 
 
 @dataclass(frozen=True, slots=True)
 class TracePrompt:
-    """``hash_ids``: an id for each block of the prompt; equal ids mean equal prefixes. The last one may be partial."""
+    """``hash_ids``: an id for each block, of which the last may be partial; equal ids mean equal prefixes."""
 
     tokens: int
     hash_ids: tuple[int, ...]
@@ -30,7 +29,7 @@ class TracePrompt:
 
 @dataclass(frozen=True, slots=True)
 class ReuseCurve:
-    """What hits, by size. ``distances``: of blocks seen before, ascending; ``hit_tokens``: up to each of them."""
+    """Hits by size. ``distances``: of blocks seen before, ascending; ``hit_tokens``: up to each of them."""
 
     requests: int
     prompt_tokens: int
@@ -40,12 +39,12 @@ class ReuseCurve:
     hit_tokens: np.ndarray[Any, np.dtype[np.int64]]
 
     def hit_rate(self, blocks: int | None = None) -> float:
-        """Return the part of prompt tokens that a cache of so many blocks hits; None: an unlimited one."""
+        """Return the part of prompt tokens that a cache of ``blocks`` hits; None: an unlimited one."""
         hits = self._hits(blocks)
         return int(self.hit_tokens[hits - 1]) / self.prompt_tokens if hits else 0.0
 
     def evictions(self, blocks: int) -> int:
-        """Return how many blocks a cache of that size gives up over the whole trace."""
+        """Return the evicted blocks of the whole trace."""
         return self.blocks - self._hits(blocks) - min(blocks, self.distinct_blocks)
 
     def blocks_for(self, hit_rate: float) -> int:
@@ -86,7 +85,7 @@ def reuse_curve(prompts: Iterable[TracePrompt]) -> ReuseCurve:
     """Return the curve of prompts in order of arrival.
 
     A block's distance is its place from the top of the LRU stack when its prompt arrives. A prompt's first block is
-    stacked last, so no block lies above one that leads to it, and what hits is a prefix in a cache of any size.
+    stacked last, so that hits are a prefix in a cache of any size.
     Source: Mattson et al., Evaluation Techniques for Storage Hierarchies, 1970.
     """
     served = list(prompts)

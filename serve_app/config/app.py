@@ -1,7 +1,4 @@
-"""Settings of a deployment: one flat pydantic model, used by the CLI, `serve run`, and a Serve config's ``args:``.
-
-Settings that vLLM also has carry vLLM's names. Secrets are not here: ``serve_app.tenants.secret`` loads them.
-"""
+"""All settings of a deployment but secrets: one flat pydantic model, with vLLM's names for settings of vLLM."""
 
 from __future__ import annotations
 
@@ -24,26 +21,23 @@ _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+", re.ASCII)
 
 
 def is_hub_id(model: str) -> bool:
-    """Say whether ``model`` is NAMESPACE/NAME of a hub, and no directory or GGUF file of that path is here."""
+    """Return whether ``model`` is NAMESPACE/NAME of a hub, and no directory or GGUF file."""
     return _HUB_ID.fullmatch(model) is not None and not model.endswith(".gguf") and not Path(model).is_dir()
 
 
 class AutoscalingConfig(BaseModel):
-    """The fields of `autoscaling`. Their values reach the policy in the controller with the ingresses' figures."""
+    """The fields of `autoscaling`."""
 
     model_config = ConfigDict(extra="forbid")
 
     min_replicas: int = Field(1, ge=1, le=MAX_REPLICAS, description="never fewer; as many start")
     max_replicas: int = Field(ge=1, le=MAX_REPLICAS, description="never more")
     target_ttft_s: Seconds = Field(
-        2.0,
-        gt=0,
-        le=600,
-        description="p90 of the time to first token to keep, or 1.1 times that of the requests' own prefill",
+        2.0, gt=0, le=600, description="p90 of the time to first token to keep, or 1.1 times that of their own prefill"
     )
     upscale_delay_s: Seconds = Field(10.0, ge=0, le=3600, description="more are needed for so long before they start")
     downscale_delay_s: Seconds = Field(
-        600.0, ge=10, le=86_400, description="fewer were enough for so long before any is stopped"
+        600.0, ge=10, le=86_400, description="fewer suffice for so long before any stops"
     )
 
     @model_validator(mode="after")
@@ -54,62 +48,53 @@ class AutoscalingConfig(BaseModel):
 
 
 class RoutingSection(BaseModel):
-    """How a request finds its replica, and how long it waits for one."""
+    """The choice of a replica, and requests that wait for one."""
 
     policy: PolicyName = Field(DEFAULT_POLICY, description="how a replica is chosen (docs/routing.md)")
-    no_replica_wait_s: Seconds = Field(
-        5.0, ge=0, le=600, description="requests wait this long after the last replica has gone, then get 503"
-    )
+    no_replica_wait_s: Seconds = Field(5.0, ge=0, le=600, description="requests without any replica wait, then get 503")
     directory_max_blocks: int = Field(2_000_000, ge=1000, le=100_000_000, description="block hashes a router remembers")
     max_queued_requests: int = Field(
-        512, ge=1, description="requests that wait in an ingress; a tenant with more than its share of them gets 429"
+        512, ge=1, description="requests that wait in an ingress; a tenant over its share of them gets 429"
     )
-    load_report_interval_s: Seconds = Field(
-        0.05, gt=0, le=10, description="seconds between a replica's load reports to the routers"
-    )
+    load_report_interval_s: Seconds = Field(0.05, gt=0, le=10, description="time between a replica's load reports")
 
 
 class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, CacheSection, EngineSection):
-    """Everything ``build_app`` takes. Unknown names are refused, so that a typo is an error and not a default."""
+    """All settings. Unknown names are refused: a typo must not become a default."""
 
     model_config = ConfigDict(extra="forbid")
 
     model: str = Field(
         "smollm2",
         description="'smollm2' (fetched once), 'demo' or 'small' (random weights), the directory of a checkpoint, "
-        "a GGUF file, or a hub id; where it is left out and 'smollm2' cannot be had, `warmpath serve` takes 'demo'",
+        "a GGUF file, or a hub id; without any, and where 'smollm2' cannot be had, `warmpath serve` takes 'demo'",
     )
     revision: str | None = Field(None, description="branch, tag or commit of a hub id; default: its main branch")
     served_model_name: str | None = Field(None, description="name in /v1/models; default: the model's own name")
-    replicas: int = Field(2, ge=1, le=MAX_REPLICAS, description="engine replicas, where `autoscaling` is not given")
-    autoscaling: AutoscalingConfig | None = Field(
-        None, description="the number of replicas follows the load; default: it is `replicas`"
-    )
+    replicas: int = Field(2, ge=1, le=MAX_REPLICAS, description="engine replicas, without `autoscaling`")
+    autoscaling: AutoscalingConfig | None = Field(None, description="replicas by load; default: always `replicas`")
     ingress_replicas: int = Field(1, ge=1, le=64, description="HTTP ingress replicas; each is a router of its own")
-    default_max_tokens: int = Field(1024, ge=1, description="max_tokens of a chat that names none")
+    default_max_tokens: int = Field(1024, ge=1, description="max_tokens of a chat without it")
     max_body_bytes: Bytes = Field(8 * MIB, ge=1024, description="larger bodies are refused with 413")
-    request_timeout_s: Seconds = Field(600.0, gt=0, description="a request that takes longer is ended with an error")
+    request_timeout_s: Seconds = Field(600.0, gt=0, description="a longer request ends with an error")
     strict: bool = Field(
         False, description="refuse a request with an unknown field; else x-warmpath-warning names it, and it is ignored"
     )
     tool_parser: str = Field(
         "auto",
-        description="how the model writes tool calls, by vLLM's name for it, as hermes; auto: as its chat template and "
-        "special tokens say",
+        description="the form of tool calls, by vLLM's name, as hermes; auto: by chat template and special tokens",
     )
     allowed_hosts: list[str] | None = Field(
         None,
-        description="names of this server, in lower case, whose web pages may post to it, beside addresses and "
+        description="names of this server, in lower case; their web pages may post to it, as those of addresses and "
         "localhost; default: any, but none for `warmpath serve` on loopback without tenants",
     )
     enable_docs: bool | None = Field(
-        None,
-        description="serve /openapi.json, and /docs, a page whose script comes from a CDN; default: where nobody needs "
-        "a key, as no tenants are configured",
+        None, description="serve /openapi.json, and /docs with a script from a CDN; default: without tenants"
     )
     otlp_endpoint: str | None = Field(
         None,
-        description="URL of an OpenTelemetry collector (OTLP over HTTP) that gets a trace of each request, as "
+        description="URL of an OpenTelemetry collector (OTLP over HTTP) for traces of requests, as "
         "http://127.0.0.1:4318; /v1/traces is appended; default: no traces",
     )
     tokenizer_cache_bytes: Bytes = Field(256 * MIB, ge=MIB, description="token ids and hashes an ingress remembers")
@@ -129,7 +114,7 @@ class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, C
 
     @model_validator(mode="after")
     def _defaults_of_the_engine(self) -> Self:
-        """Let settings that were not given be the engine's own; given ones that it cannot have are refused later."""
+        """Set the engine's own defaults; given values that do not fit it are refused later."""
         own = self.engine_traits.defaults | ({} if self.replica_num_gpus else self.engine_traits.cpu_defaults)
         for name in own.keys() - set(self.model_fields_set):
             setattr(self, name, own[name])
@@ -137,24 +122,24 @@ class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, C
 
     @property
     def engine_traits(self) -> EngineTraits:
-        """What is to be known of the engine before it is there."""
+        """The engine's traits."""
         return ENGINES[self.engine]
 
     @property
     def model_name(self) -> str:
-        """The name clients use: the configured one, else the built-in name, the hub id or the path's last part."""
+        """Clients' name: the configured one, else the built-in name, the hub id or the path's last part."""
         if self.served_model_name or is_hub_id(self.model):
             return self.served_model_name or self.model
         return Path(self.model).name.removesuffix(".gguf")
 
     @property
     def first_replicas(self) -> int:
-        """How many replicas start with the application."""
+        """The number of replicas at the start."""
         return self.replicas if self.autoscaling is None else self.autoscaling.min_replicas
 
     @property
     def most_replicas(self) -> int:
-        """How many replicas there may be."""
+        """The highest number of replicas."""
         return self.replicas if self.autoscaling is None else self.autoscaling.max_replicas
 
     @property

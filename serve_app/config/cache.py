@@ -11,11 +11,11 @@ from serve_app.config.quantities import Bytes, InBytes, InSeconds, Seconds
 
 MIB = 1024 * 1024
 CPU_POOL_BYTES = 512 * MIB
-"""A replica's KV pool where nothing is set and no GPU says what there is."""
+"""A replica's KV pool without a GPU, by default."""
 
 
 class CacheSection(BaseModel):
-    """What a replica keeps of computed KV, where, and for how long."""
+    """The KV cache of a replica."""
 
     block_size: int = Field(16, ge=1, le=1024, description="tokens in a KV block; vLLM on a CPU: 32")
     num_blocks: int | None = Field(None, ge=2, description="blocks in a replica's pool; default: from kv_cache_bytes")
@@ -23,31 +23,25 @@ class CacheSection(BaseModel):
         None, description="bytes of a replica's KV pool; default: 512 MiB, on a GPU by gpu_memory_utilization"
     )
     gpu_memory_utilization: float = Field(
-        0.9, gt=0, le=1, description="part of a GPU that a replica may take: weights, a step's work, the rest KV"
+        0.9, gt=0, le=1, description="part of a GPU for a replica: weights, a step's work, the rest KV"
     )
-    enable_prefix_caching: bool = Field(True, description="reuse the KV of a prefix that was computed before")
-    explain_misses: bool = Field(
-        True, description="find why prompts miss the cache; keeps tenants' last prompts in an ingress' memory"
-    )
+    enable_prefix_caching: bool = Field(True, description="reuse the KV of computed prefixes")
+    explain_misses: bool = Field(True, description="explain cache misses; an ingress keeps tenants' last prompts")
     host_cache_bytes: Bytes = Field(0, ge=0, description="host memory of a replica for blocks evicted from its pool")
     disk_cache_bytes: Bytes = Field(0, ge=0, description="disk of a replica for blocks evicted from the tier above")
-    disk_cache_dir: Path | None = Field(None, description="directory of the disk tier; replicas take a slot in it each")
-    disk_queue_bytes: Bytes = Field(256 * MIB, ge=MIB, description="memory for blocks that wait to be written to disk")
-    tier_load_ratio: float = Field(
-        1.0, ge=0, description="load from a tier when that takes at most this part of computing the tokens"
-    )
+    disk_cache_dir: Path | None = Field(None, description="directory of the disk tier, with a slot for each replica")
+    disk_queue_bytes: Bytes = Field(256 * MIB, ge=MIB, description="memory for blocks on their way to disk")
+    tier_load_ratio: float = Field(1.0, ge=0, description="longest load from a tier, as part of the time to compute it")
     kv_pull: bool = Field(True, description="copy a prefix from another replica where that is faster than computing it")
-    max_pulls: int = Field(4, ge=1, le=64, description="prefixes that a replica copies from others at once")
+    max_pulls: int = Field(4, ge=1, le=64, description="prefixes that a replica copies at once")
     max_pull_bytes: Bytes = Field(256 * MIB, ge=MIB, description="KV copied for one request at most")
     min_pull_tokens: int = Field(512, ge=1, description="a shorter missing prefix is computed")
-    max_holders: int = Field(
-        16, ge=1, description="replicas that hold one prefix at most; more hold it as its demand grows"
-    )
+    max_holders: int = Field(16, ge=1, description="most replicas with one prefix; their number follows its demand")
     pin_budget: float = Field(
         0.25, ge=0, description="KV that explicit saves may keep: a part of the pool below 1, else blocks"
     )
     save_ttl_s: Annotated[float, Field(gt=0), InSeconds] | None = Field(
-        None, description="seconds after its last use that a saved prompt stays; default: until a reset"
+        None, description="life of a saved prompt after its last use; default: until a reset"
     )
 
     @model_validator(mode="after")
@@ -60,22 +54,21 @@ class CacheSection(BaseModel):
 
 
 class LifecycleSection(BaseModel):
-    """What becomes of cached KV when the number of replicas changes."""
+    """Cached KV when the number of replicas changes."""
 
     prewarm: bool = Field(True, description="a new replica copies its peers' hottest prefixes before it takes requests")
-    prewarm_max_bytes: Bytes = Field(4096 * MIB, ge=0, description="KV that a new replica copies at most")
-    prewarm_timeout_s: Seconds = Field(10.0, ge=0, le=600, description="seconds that this may add to a replica's start")
+    prewarm_max_bytes: Bytes = Field(4096 * MIB, ge=0, description="most KV that a new replica copies")
+    prewarm_timeout_s: Seconds = Field(10.0, ge=0, le=600, description="most time that this adds to a replica's start")
     handover: bool = Field(True, description="a leaving replica gives peers what only it holds, saves first")
     graceful_shutdown_timeout_s: Seconds = Field(
         20.0,
         ge=0,
         le=3600,
-        description="seconds from the decision to stop a replica to its end, for its streams and its hand-over; "
-        "streams that outlast it go on elsewhere",
+        description="time of a stopping replica for its streams and its hand-over; longer streams go on elsewhere",
     )
     shutdown_timeout_s: Seconds = Field(
         30.0,
         ge=0,
         le=3600,
-        description="seconds that answers under way have when `warmpath serve` is stopped; then they end with an error",
+        description="time of answers under way when `warmpath serve` stops; then they end with an error",
     )

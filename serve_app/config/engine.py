@@ -1,7 +1,4 @@
-"""The engines that there are, and their settings: device, steps, drafts, LoRA adapters.
-
-An engine is an entry of ``ENGINES``, one in `replica/engine_factory.py`, and a room of its own.
-"""
+"""The engines and their settings; each has an entry in ``ENGINES`` and one in `replica/engine_factory.py`."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from serve_app.config.quantities import Seconds
 EngineName = Literal["torch", "vllm", "simulated"]
 
 VLLM_CPU_BLOCK_SIZE = 32
-"""What `block_size` is by default where vLLM has no GPU: there it computes in multiples of this."""
+"""The default of `block_size` for vLLM without a GPU: there it computes in multiples of this."""
 
 VLLM_MISSING = (
     "engine=vllm needs vLLM 0.32 in the environment of the replicas: on a GPU run `pip install '.[vllm]'` in a clone; "
@@ -27,17 +24,16 @@ VLLM_MISSING = (
 
 
 def vllm_missing() -> bool:
-    """Whether vLLM is not installed here."""
+    """Return whether vLLM is not installed here."""
     return importlib.util.find_spec("vllm") is None
 
 
 @dataclass(frozen=True, slots=True)
 class EngineTraits:
-    """What other settings and the command line ask of an engine.
+    """Traits of an engine. ``simulated``: no model runs. ``built_in``: it loads models by transformers, and drafts.
 
-    ``simulated``: no model runs. ``built_in``: it loads models by transformers, and drafts. ``missing``: why it cannot
-    be used in this environment, "" where it can. ``defaults``, and ``cpu_defaults`` without GPUs: values of settings
-    that nobody gave, where they are not everybody's.
+    ``missing``: why it cannot be used in this environment, or "". ``defaults``, ``cpu_defaults`` without GPUs: its own
+    defaults of settings.
     """
 
     simulated: bool = False
@@ -59,7 +55,7 @@ ENGINES: dict[EngineName, EngineTraits] = {
 
 
 class EngineSection(BaseModel):
-    """How a replica computes: device, kernels, step sizes, drafts."""
+    """The engine of a replica."""
 
     engine: EngineName = Field(
         "torch",
@@ -74,8 +70,7 @@ class EngineSection(BaseModel):
         256, ge=1, description="requests waiting in a replica; it refuses more, and their ingress asks again"
     )
     speculative_model: str | None = Field(
-        None,
-        description="drafts tokens for the model: a checkpoint or built-in model of its vocabulary, an EAGLE-3 head",
+        None, description="drafter: a checkpoint or built-in model of the model's vocabulary, or an EAGLE-3 head"
     )
     num_speculative_tokens: int = Field(4, ge=1, le=32, description="tokens drafted ahead of each verification")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
@@ -84,10 +79,8 @@ class EngineSection(BaseModel):
     device: str = Field("auto", description="'cpu', 'cuda', or 'auto': a GPU where the replica sees one")
     enforce_eager: bool = Field(False, description="with engine vllm: no CUDA graphs and no compilation")
     num_threads: int = Field(0, ge=0, description="torch threads of a replica; 0: the machine's cores / replicas")
-    simulated_prefill_tokens_per_s: float = Field(
-        5000.0, gt=0, description="tokens that a simulated engine prefills a second"
-    )
-    simulated_decode_step_s: Seconds = Field(0.02, gt=0, description="seconds of a simulated engine's decode step")
+    simulated_prefill_tokens_per_s: float = Field(5000.0, gt=0, description="prefill rate of a simulated engine")
+    simulated_decode_step_s: Seconds = Field(0.02, gt=0, description="time of a simulated engine's decode step")
 
     @model_validator(mode="after")
     def _engine_fits(self) -> Self:
@@ -99,7 +92,7 @@ class EngineSection(BaseModel):
 
 
 class LoraSection(BaseModel):
-    """Which LoRA adapters there are, and how many a replica holds."""
+    """LoRA adapters."""
 
     lora_adapters: dict[str, Path] = Field(default_factory=dict, description="adapters to preload: name -> path")
     max_loras: int = Field(4, ge=1, le=256, description="LoRA adapters in one batch of a replica")
@@ -112,7 +105,7 @@ class LoraSection(BaseModel):
     def _adapters_fit(self) -> Self:
         if self.max_cpu_loras < self.max_loras:
             raise ValueError("max_cpu_loras must be at least max_loras")
-        # Ray's workers need not run in the directory that a relative path means.
+        # Ray's workers may run in another directory.
         self.lora_adapters = {name: path.expanduser().absolute() for name, path in self.lora_adapters.items()}
         self.lora_root = self.lora_root.expanduser().absolute() if self.lora_root is not None else None
         return self

@@ -1,4 +1,4 @@
-"""Settings from a file, ``NAME=VALUE`` and flags. Paths in a file start where it lies, others where we run."""
+"""Settings from a file, ``NAME=VALUE`` and flags. Paths in a file start in its directory, others in ours."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from serve_app.config.live import BadSettings, app_config
 
 PATHS = frozenset(name for name, field in AppConfig.model_fields.items() if field.annotation == Path | None)
 MODELS = frozenset({"model", "speculative_model"})
-"""A path, or the name of a model: a path where something lies there, or where it is written as one."""
+"""Names of models, or paths where such a file exists or it is written as a path."""
 
 
 def load_settings(config: Path | None, assignments: list[str], **flags: Any) -> AppConfig:
@@ -43,7 +43,7 @@ def load_settings(config: Path | None, assignments: list[str], **flags: Any) -> 
 
 
 def rooted(settings: Mapping[Any, Any], directory: Path) -> dict[Any, Any]:
-    """Return settings whose relative paths start in ``directory``; whatever is not as it should be stays as it is."""
+    """Return settings with relative paths that start in ``directory``; wrong values stay as they are."""
     base = directory.absolute()
 
     def path(value: Any) -> Any:

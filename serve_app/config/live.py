@@ -1,8 +1,4 @@
-"""Which settings change while an instance runs: those that a Serve config file may give as ``user_config``.
-
-Everything under ``args:`` restarts every replica when it changes. What stands in ``user_config``, of the ingresses and
-of the replicas alike, is laid over it, and restarts nothing.
-"""
+"""Settings that change without a restart, as ``user_config`` of a Serve config file, which is laid over ``args:``."""
 
 from __future__ import annotations
 
@@ -40,7 +36,7 @@ Location = tuple[int | str, ...]
 
 
 class BadSettings(ValueError):
-    """Settings that cannot be used. ``found``: where in them, and a sentence that says what to change."""
+    """Settings cannot be used. ``found``: places in them, each with a sentence that says what to change."""
 
     def __init__(self, found: list[tuple[Location, str]]) -> None:
         self.found = found
@@ -48,7 +44,7 @@ class BadSettings(ValueError):
 
 
 def app_config(values: Any) -> AppConfig:
-    """Read settings as ``args:`` or a settings file holds them. Raises BadSettings."""
+    """Read settings of ``args:`` or a settings file. Raises BadSettings."""
     if not isinstance(values, Mapping):
         raise BadSettings([((), "settings are pairs of NAME: VALUE")])
     try:
@@ -58,10 +54,10 @@ def app_config(values: Any) -> AppConfig:
 
 
 def overlaid(args: AppConfig, user_config: Any) -> AppConfig:
-    """Return the settings in force: ``args`` with those of ``user_config`` in their place. Raises BadSettings.
+    """Return ``args`` with the values of ``user_config`` in their place. Raises BadSettings.
 
-    A list, as of tenants, replaces the one of ``args`` whole; of ``autoscaling`` each value does so by itself. Tenants
-    of ``args`` cannot be taken away: without any, everybody could come in.
+    A list replaces that of ``args`` whole, ``autoscaling`` value by value. An empty list of tenants is refused where
+    ``args`` has any: everybody could come in.
     """
     if not user_config:
         return args
@@ -87,6 +83,6 @@ def overlaid(args: AppConfig, user_config: Any) -> AppConfig:
 
 
 def changed_salts(before: AppConfig, after: AppConfig) -> list[str]:
-    """Return the tenants that are in another trust group than before: what they have cached is out of their reach."""
+    """Return the tenants of another trust group than before, which lose their cached KV."""
     groups = {tenant.name: tenant.trust_group for tenant in before.tenants}
     return [t.name for t in after.tenants if groups.get(t.name, t.trust_group) != t.trust_group]

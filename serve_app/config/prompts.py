@@ -1,4 +1,4 @@
-"""Public prompts as the settings file holds them: checked, bounded."""
+"""Public prompts of the settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROMPT_WORD = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
 
 
 class PublicPromptConfig(BaseModel):
-    """One public prompt as the settings name it; files belong in ``prompts_dir``."""
+    """One public prompt of the settings; files belong in ``prompts_dir``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -24,7 +24,7 @@ class PublicPromptConfig(BaseModel):
 
     @property
     def ref(self) -> str:
-        """What a request calls it."""
+        """A request's name of it."""
         return f"{self.name}@{self.version}"
 
     @field_validator("text")
@@ -40,7 +40,7 @@ class PublicPromptConfig(BaseModel):
 
 
 def check_prompts(configs: Sequence[PublicPromptConfig]) -> None:
-    """Raise ValueError where a reference is given twice, or the registry is over its bounds."""
+    """Raise ValueError for a reference given twice, and for prompts over the bounds."""
     refs = [config.ref for config in configs]
     if len(set(refs)) < len(refs):
         raise ValueError(f"public prompt {next(ref for ref in refs if refs.count(ref) > 1)} is given twice")

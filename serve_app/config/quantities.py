@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them (``64MiB``, ``5m``); as settings they are numbers of bytes and seconds."""
+"""Sizes and durations as people write them: ``64MiB``, ``5m``."""
 
 from __future__ import annotations
 

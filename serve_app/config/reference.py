@@ -93,10 +93,10 @@ EXAMPLES = {
     text: You are a helpful clerk.""",
     "operator_key_sha256": f"[{'c' * 64}]  # from `warmpath keys`",
 }
-"""What to write in place of defaults that say little of their form."""
+"""Values for defaults that tell little of their form."""
 
 LEFT_OUT = frozenset({"model"})
-"""Settings that mean more where they are written: a model that is named must be had, the default may be replaced."""
+"""Settings that mean more where they are given: a given model must be had, the default may be replaced."""
 
 _YAML_HEAD = """\
 # All settings of warmpath with their defaults; made by `warmpath settings --yaml`. Keep the lines you change.
@@ -123,7 +123,7 @@ def settings_yaml() -> str:
 
 
 def settings_text(words: Sequence[str] = ()) -> str:
-    """Return the list for a terminal: of all settings, or of those with all ``words`` in name or meaning."""
+    """Return the settings with all ``words`` in name or meaning, for a terminal."""
     parts = []
     for title, rows in _tables():
         entry = title if title in ENTRIES else ""

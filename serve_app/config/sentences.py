@@ -1,7 +1,4 @@
-"""What is wrong with a value of the settings, in plain words: pydantic's errors -> sentences that say what to change.
-
-A sentence never repeats a value: what was given may be a key.
-"""
+"""pydantic's errors -> sentences that say what to change; none repeats a value, which may be a key."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ _KEYS = frozenset({"key", "keys", "api_key", "api_keys", "operator_key", "operat
 
 
 def unknown_setting(name: str, known: Collection[str]) -> str:
-    """Return what to say of a name that is none of the ``known``."""
+    """Return a sentence on a name that is none of the ``known``."""
     if name in _KEYS:
         return "keys are not written here, only their SHA-256, as `key_sha256`; make both with `warmpath keys`"
     near = get_close_matches(name.replace("-", "_").lower(), known, n=1)
@@ -48,7 +45,7 @@ def unknown_setting(name: str, known: Collection[str]) -> str:
 
 
 def sentence(error: ErrorDetails, settings: type[BaseModel]) -> str:
-    """Return what to change about one of pydantic's errors in ``settings``."""
+    """Return a sentence on one of pydantic's errors in ``settings``."""
     where, kind = error["loc"], error["type"]
     if kind == "extra_forbidden":
         return unknown_setting(str(where[-1]), _model_of(where, settings).model_fields)

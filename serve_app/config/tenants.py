@@ -1,4 +1,4 @@
-"""Settings of who may ask, what tenants share, and where their usage is kept."""
+"""Settings of tenants, keys, common prompts, and usage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Sha256Hex = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
 class ApiKeyConfig(BaseModel):
-    """One API key, known by its digest. An expired or revoked one is refused, with a sentence to whoever holds it."""
+    """One API key, known by its digest. The holder of an expired or revoked one is told so."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -27,11 +27,11 @@ def _with_names(value: Any) -> Any:
 
 
 TenantKey = Annotated[ApiKeyConfig, BeforeValidator(_with_names, json_schema_input_type=Sha256Hex | ApiKeyConfig)]
-"""A key in the settings: its digest alone, or with what limits it."""
+"""A key in the settings: its digest alone, or with limits."""
 
 
 class TenantConfig(BaseModel):
-    """One customer as the settings file names it."""
+    """One customer of the settings."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -40,17 +40,15 @@ class TenantConfig(BaseModel):
         min_length=1,
         description="SHA-256 of each of the tenant's API keys, or `{sha256: ..., expires: ..., revoked: ...}`",
     )
-    models: list[str] | None = Field(
-        None, description="the models and LoRA adapters that it may use, and sees, by name; default: all"
-    )
+    models: list[str] | None = Field(None, description="models and LoRA adapters it may use, by name; default: all")
     requests_per_second: float | None = Field(
         None, gt=0, le=1_000_000, description="requests that it may begin; as many, at least one, may come at once"
     )
-    concurrent_requests: int | None = Field(None, ge=1, description="requests of it that may be under way at once")
+    concurrent_requests: int | None = Field(None, ge=1, description="its requests under way at once")
     tokens_per_minute: int | None = Field(
         None, ge=1, description="tokens of prompts, cached or not, and of answers; max_tokens is reserved at the start"
     )
-    store_kv: bool = Field(True, description="false: its requests read the cache and leave nothing in it")
+    store_kv: bool = Field(True, description="false: its requests only read the cache")
     cache_share: float = Field(1.0, gt=0, le=1000, description="weight of the tenant's share of each KV pool")
     trust_group: str | None = Field(
         None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", description="tenants of one group share all their KV"
@@ -62,23 +60,17 @@ class TenantsSection(BaseModel):
 
     tenants: list[TenantConfig] = Field(default_factory=list, description="none: one open `default` tenant")
     public_prompts: list[PublicPromptConfig] = Field(
-        default_factory=list, description="system prompts whose KV all tenants share"
+        default_factory=list, description="system prompts with KV that all tenants share"
     )
-    prompts_dir: Path | None = Field(
-        None, description="prompts by version with their prompts.lock, as `warmpath prompts add` makes it"
-    )
+    prompts_dir: Path | None = Field(None, description="prompts by version with prompts.lock (`warmpath prompts add`)")
     operator_key_sha256: list[Sha256Hex] = Field(
         default_factory=list, description="SHA-256 of each key for /metrics, /v1/cache, adapters and resets"
     )
     metrics_public: bool = Field(
         False, description="serve /metrics without an operator key although tenants exist; without one it names none"
     )
-    secret_file: Path | None = Field(
-        None, description="deployment secret; default: $WARMPATH_SECRET, then a state file"
-    )
-    usage_file: Path | None = Field(
-        None, description="SQLite file that keeps usage by day over restarts; default: it is kept in memory"
-    )
+    secret_file: Path | None = Field(None, description="deployment secret; default: $WARMPATH_SECRET, or a state file")
+    usage_file: Path | None = Field(None, description="SQLite file of usage by day; default: kept in memory")
 
     @property
     def cache_shares(self) -> dict[str, float]:

@@ -19,9 +19,8 @@ class SecretError(ValueError):
 def load_secret(env: str = "WARMPATH_SECRET", secret_file: Path | None = None, state_dir: Path | None = None) -> bytes:
     """Return the deployment secret as 32 bytes: from the environment, else the file, else a file made once.
 
-    The made file is ``secret`` in ``state_dir`` (default ``$XDG_STATE_HOME/warmpath``, or
-    ``~/.local/state/warmpath``), mode 0600; of two processes that make it at once both get the same. Raises
-    SecretError when the secret is shorter than ``MIN_SECRET_CHARS`` or others may read its file.
+    The made file is ``secret`` in ``state_dir`` (default ``$XDG_STATE_HOME/warmpath``, or ``~/.local/state/warmpath``),
+    with mode 0600. Raises SecretError for a short secret, and for a file that others may read.
     """
     given = os.environ.get(env)
     if given is not None:
@@ -39,7 +38,7 @@ def load_secret(env: str = "WARMPATH_SECRET", secret_file: Path | None = None, s
 
 
 def _create_secret(path: Path) -> None:
-    """Write a random secret to ``path`` unless somebody else is first; the file appears whole or not at all."""
+    """Write a random secret to ``path`` unless another process is first; the file is whole or absent."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor, name = tempfile.mkstemp(prefix=".secret-", dir=path.parent)  # mkstemp makes it 0600
     try:

@@ -1,7 +1,4 @@
-"""Who is asking, and what keeps their cache apart: API keys -> tenant, deployment secret + tenant -> salt.
-
-Keys are known only as SHA-256; without the secret nobody can guess a salt (32 bytes).
-"""
+"""API keys, known as SHA-256 -> tenant; deployment secret and tenant -> a salt that nobody else can guess."""
 
 from __future__ import annotations
 
@@ -21,10 +18,9 @@ DEFAULT_TENANT = "default"
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """An authenticated customer. Tenants of one ``trust_group`` share their KV; None: with nobody.
+    """An authenticated customer. Tenants of one ``trust_group`` share their KV.
 
-    ``models``: names of models and adapters that it may use, None: all. ``store_kv``: whether its requests may leave
-    anything in the cache.
+    ``models``: names of its models and adapters, None: all. ``store_kv``: its requests may write to the cache.
     """
 
     name: str
@@ -59,7 +55,7 @@ class Tenants:
         self.configure(configs, operator_key_sha256)
 
     def configure(self, configs: Sequence[TenantConfig], operator_key_sha256: Sequence[str]) -> None:
-        """Know these tenants and operators from now on; who has been authenticated stays so."""
+        """Replace tenants and operators; authenticated requests stay so."""
         self._keys = [
             _Key(bytes.fromhex(key.sha256), tenant, key.expires.timestamp() if key.expires else None, key.revoked)
             for config, tenant in zip(configs, map(_tenant, configs), strict=True)
@@ -69,7 +65,7 @@ class Tenants:
 
     @property
     def open(self) -> bool:
-        """True when no tenant is configured: everybody is the tenant ``default``, and all share one cache."""
+        """Whether no tenant is configured: everybody is the tenant ``default``."""
         return not self._keys
 
     @property
@@ -78,11 +74,10 @@ class Tenants:
         return bool(self._operator_keys)
 
     def authenticate(self, authorization: str | None) -> Tenant:
-        """Return the tenant whose key the Authorization header bears.
+        """Return the tenant of the Authorization header's key, compared with all keys in constant time.
 
-        Compares with every configured key, in constant time each, so that timing tells nothing of any of them.
         Raises AuthenticationFailed without a key, or with one that is unknown, revoked or expired, unless the
-        deployment is ``open``; only who holds a key learns what became of it.
+        deployment is ``open``.
         """
         if self.open:
             return Tenant(DEFAULT_TENANT)
@@ -108,20 +103,20 @@ class Tenants:
 
     @property
     def by_name(self) -> dict[str, Tenant]:
-        """The tenants there are, ``default`` alone where none is configured."""
+        """The tenants, ``default`` alone where none is configured."""
         return {key.tenant.name: key.tenant for key in self._keys} or {DEFAULT_TENANT: Tenant(DEFAULT_TENANT)}
 
     def is_operator(self, authorization: str | None) -> bool:
-        """Tell whether the header bears an operator key; False when none is configured."""
+        """Return whether the header bears an operator key."""
         digest = _bearer_digest(authorization)
         matches = [hmac.compare_digest(known, digest) for known in self._operator_keys]
         return any(matches)
 
     def salt(self, tenant: Tenant, cache_salt: str | None) -> bytes:
-        """Return the 32-byte salt of a tenant's (or trust group's) scope, or of the part a ``cache_salt`` names.
+        """Return the 32-byte salt of a tenant's or trust group's scope, which a ``cache_salt`` divides further.
 
-        HMAC-SHA256 keyed with the secret over length-prefixed fields: a client's salt divides its own tenant's or
-        group's scope further and can never reach another's, and no salt is not the empty salt.
+        HMAC-SHA256 keyed with the secret over length-prefixed fields: no client's salt reaches another scope, and no
+        salt differs from the empty one.
         """
         message = _length_prefixed(tenant.name.encode())
         if tenant.trust_group is not None:
@@ -140,7 +135,7 @@ def _tenant(config: TenantConfig) -> Tenant:
 
 
 def make_api_key() -> tuple[str, str]:
-    """Return a new API key and its SHA-256 in hex; only the second belongs into a settings file."""
+    """Return a new API key and its SHA-256 in hex, for a settings file."""
     key = "wp-" + secrets.token_urlsafe(32)
     return key, sha256(key.encode()).hexdigest()
 

@@ -1,1 +1,1 @@
-"""Traces of requests in OpenTelemetry's form: which part of a request's time went where, over all processes."""
+"""Traces of requests through all processes, in OpenTelemetry's form."""

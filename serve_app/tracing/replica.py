@@ -1,7 +1,4 @@
-"""One call's spans in its replica: queue, prefill, decode, and the pulls that it waits for.
-
-The engine knows nothing of it: its outputs say enough, and are read where they reach the replica's loop.
-"""
+"""One call's spans in its replica, from the engine's outputs: queue, prefill, decode, and pulls."""
 
 from __future__ import annotations
 
@@ -20,13 +17,13 @@ class PullTrace:
         self._span = span
 
     def end(self, outcome: str, tokens: int) -> None:
-        """It is over, and brought so many tokens."""
+        """End it after so many tokens."""
         self._span.set_attributes({"warmpath.outcome": outcome, "warmpath.pulled_tokens": tokens})
         self._span.end()
 
 
 class ReplicaTrace:
-    """One call in a replica, from its arrival to its last output. Belongs to the replica's loop."""
+    """One call in a replica, from its arrival to its last output, in the replica's loop."""
 
     def __init__(self, tracer: Tracer, traceparent: str, replica_id: str, prompt_tokens: int) -> None:
         attributes: Attributes = {"warmpath.replica": replica_id, "warmpath.prompt_tokens": prompt_tokens}
@@ -40,18 +37,18 @@ class ReplicaTrace:
         self._finish_reason = ""
 
     def pull(self, holder: str, tokens: int, *, joined: bool) -> PullTrace:
-        """A pull begins that this call waits for. ``joined``: another call's."""
+        """Begin a pull that this call waits for. ``joined``: another call's."""
         attributes: Attributes = {
             "warmpath.holder": holder, "warmpath.wanted_tokens": tokens, "warmpath.joined": joined,
         }  # fmt: skip
         return PullTrace(self._tracer.begin("pull", self._span, attributes=attributes))
 
     def submitted(self) -> None:
-        """The engine has it; what came before may be the load of an adapter."""
+        """Note that the engine has the call."""
         self._submitted_ns = time.time_ns()
 
     def saw(self, output: EngineOutput) -> None:
-        """Take what an output says of the time before it."""
+        """Take an output."""
         self._last_ns = time.time_ns()
         self._output_tokens += len(output.token_ids)
         if output.cached_tokens is not None:
@@ -59,8 +56,8 @@ class ReplicaTrace:
         self._finish_reason = output.finish_reason or self._finish_reason
 
     def end(self) -> None:
-        """The call is over; what of it has not happened has no span."""
-        # Its caller may have had the last output, and ended its own span, before this is called.
+        """End the call, with spans of the stages that have happened."""
+        # The caller may have ended its own span at the last output, before this is called.
         ended_ns = self._last_ns if self._finish_reason else time.time_ns()
         self._span.set_attribute("warmpath.finish_reason", self._finish_reason or "cancelled")
         if self._first is None:

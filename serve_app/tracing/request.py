@@ -1,7 +1,6 @@
-"""One request's spans in its ingress: its stages, and each call to a replica with the decision that it went by.
+"""One request's spans in its ingress: its stages, and calls to replicas with the decisions.
 
-Attributes hold counts, names and reasons: no text of prompts or answers, no key, no salt. A tenant is named as metrics
-name it to operators.
+Attributes hold counts, names and reasons: no text of prompts or answers, no key, no salt.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class RequestTrace:
         self._tracer.record(name, self._span, began_ns, self._at_ns)
 
     def used(self, model: str, usage: Usage) -> None:
-        """Tell what was asked, and what it took; nothing where pieces that nobody took end after the request."""
+        """Tell the model and the usage."""
         if self._span.is_recording():
             self._span.set_attributes(
                 {
@@ -44,13 +43,13 @@ class RequestTrace:
             )
 
     def failed(self, code: str) -> None:
-        """Tell what broke the answer off."""
+        """Tell the error that broke the answer off."""
         if self._span.is_recording():
             self._span.set_attribute("error.type", code)
             self._span.set_status(Status(StatusCode.ERROR))
 
     def end(self, tenant: str | None, status: int | None, *, whole: bool) -> None:
-        """The answer was sent, or nobody takes more of it. ``tenant``: None if no key was valid."""
+        """End the request. ``tenant``: None if no key was valid."""
         self._span.set_attribute("warmpath.tenant", tenant or "none")
         if status is not None:
             self._span.set_attribute("http.response.status_code", status)
@@ -64,10 +63,7 @@ class RequestTrace:
 
 
 class CallTrace:
-    """One call to a replica: each choice has one, and one that was sent again several.
-
-    ``call_id``: as replicas log it; its last part counts how often it was sent.
-    """
+    """One call to a replica, one or more for each choice. ``call_id``: of logs; its last part counts calls."""
 
     def __init__(self, tracer: Tracer, traceparent: str, call_id: str) -> None:
         self._tracer = tracer
@@ -79,17 +75,14 @@ class CallTrace:
         self.traceparent = traceparent_of(self._span)
 
     def saw(self, cached_tokens: int | None, outcome: str | None) -> None:
-        """Tokens came, or what ended the call: ``cached_tokens`` with the first ones, ``outcome`` with the last."""
+        """Take ``cached_tokens`` with the first tokens, ``outcome`` with the last."""
         if cached_tokens is not None:
             self._delivered = {"warmpath.delivered_cached_tokens": cached_tokens}
             self._span.add_event("first_token")
         self._outcome = outcome or self._outcome
 
     def end(self, decision: Decision | None) -> None:
-        """The call is over, by an outcome or by the exception that is being handled.
-
-        ``decision``: None if there was none, as no replica could take it.
-        """
+        """End the call, by an outcome or the handled exception. ``decision``: None if no replica could take it."""
         now_ns, raised = time.time_ns(), sys.exc_info()[1]
         if raised is not None and not isinstance(raised, GeneratorExit):
             self._outcome = self._outcome or type(raised.__cause__ or raised).__name__

@@ -1,7 +1,6 @@
-"""Usage by day in a SQLite file, or in memory: one row for each tenant, model and registered prompt.
+"""Usage by day in a SQLite file, which several ingresses may share, or in memory.
 
-Owns the file, which several ingresses may share. ``Ledger`` counts in the event loop; ``read`` and ``flush`` wait for
-the disk, and belong in a thread.
+``Ledger`` counts in the event loop; ``read`` and ``flush`` wait for the disk, and belong in a thread.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from uuid import uuid4
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 5.0
-"""Between two writes: what a crash can lose."""
+"""Between two writes: a crash loses so much."""
 KEPT_DAYS = 400
 
 
 class UsageKey(NamedTuple):
-    """``day``: YYYY-MM-DD in UTC; ``prompt``: NAME@VERSION that a request referred to, "" for none."""
+    """``day``: YYYY-MM-DD in UTC; ``prompt``: a request's NAME@VERSION, "" for none."""
 
     day: str
     tenant: str
@@ -35,9 +34,9 @@ class UsageKey(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Requests that had a first token, those of them that read from the cache, and their tokens.
+    """Requests with a first token, those of them that read from the cache, and their tokens.
 
-    A prompt counts once, however many choices it has. ``written_tokens``: computed in whole blocks that stay cached.
+    A prompt of many choices counts once. ``written_tokens``: computed in whole blocks that stay cached.
     """
 
     requests: int = 0
@@ -48,7 +47,7 @@ class Counts(NamedTuple):
     output_tokens: int = 0
 
     def plus(self, other: Counts) -> Counts:
-        """Return what both have counted."""
+        """Return the sum of both."""
         return Counts(*map(operator.add, self, other))
 
     @property
@@ -77,10 +76,7 @@ class LedgerError(ValueError):
 
 
 class Ledger:
-    """``file`` None: in memory. ``block_size``: tokens of a block, of which only whole ones are cached; 0: none are.
-
-    Raises LedgerError.
-    """
+    """``file`` None: in memory. ``block_size``: tokens of a cached block; 0: none are cached. Raises LedgerError."""
 
     def __init__(
         self, file: Path | None, block_size: int, *, now: Callable[[], datetime] = lambda: datetime.now(UTC)
@@ -106,10 +102,7 @@ class Ledger:
     def prompt(
         self, tenant: str, model: str, prompt: str, prompt_tokens: int, cached_tokens: int, *, stored: bool
     ) -> int:
-        """Count a prompt whose first token came; return its tokens that were written to the cache.
-
-        ``stored``: whether its blocks stay there.
-        """
+        """Count a prompt at its first token; return its tokens written to the cache, 0 unless ``stored``."""
         whole = prompt_tokens // self._block_size * self._block_size if self._block_size and stored else 0
         written_tokens = max(0, whole - cached_tokens)
         counts = Counts(0, int(cached_tokens > 0), prompt_tokens, cached_tokens, written_tokens)
@@ -117,11 +110,11 @@ class Ledger:
         return written_tokens
 
     def answer(self, tenant: str, model: str, prompt: str, output_tokens: int) -> None:
-        """Count the end of a request of which at least one token came."""
+        """Count the end of a request that had a token."""
         self._add(UsageKey(self._day(), tenant, model, prompt), Counts(requests=1, output_tokens=output_tokens))
 
     def flush(self) -> None:
-        """Write what was counted; where that fails it is kept, and tried again with what comes later."""
+        """Write new counts; failed ones are kept and tried again."""
         with self._lock:
             with self._counting:
                 new, self._new = self._new, {}
@@ -136,7 +129,7 @@ class Ledger:
                     self._add(key, counts)
 
     def read(self, first_day: str, last_day: str, tenant: str | None) -> list[tuple[UsageKey, Counts]]:
-        """Return what was used from one day to another, by everybody or one tenant, in the order of the keys."""
+        """Return the usage from one day to another, of all tenants or one, in the order of the keys."""
         self.flush()
         query = (
             "SELECT * FROM usage WHERE day BETWEEN ? AND ? AND (? IS NULL OR tenant = ?) "
@@ -146,7 +139,7 @@ class Ledger:
             return [(UsageKey(*row[:4]), Counts(*row[4:])) for row in rows]
 
     def close(self) -> None:
-        """Write what was counted, and let the file go."""
+        """Write new counts and close the file."""
         self.flush()
         self._database.close()
 

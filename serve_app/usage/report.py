@@ -1,4 +1,4 @@
-"""Usage as clients see it: a document of rows and their sum, or CSV."""
+"""Usage for clients: a document of rows and their sum, or CSV."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ Rows = list[tuple[UsageKey, Counts]]
 
 
 def days(start: str | None, end: str | None, today: date) -> tuple[str, str]:
-    """Return the first and the last day that are asked for; by default the last ``DEFAULT_DAYS``.
-
-    Raises InvalidRequest.
-    """
+    """Return the first and the last day; by default of the last ``DEFAULT_DAYS``. Raises InvalidRequest."""
     last = _day(end, "end_date") if end is not None else today
     first = _day(start, "start_date") if start is not None else last - timedelta(days=DEFAULT_DAYS - 1)
     if not timedelta() <= last - first <= timedelta(days=KEPT_DAYS):
@@ -30,7 +27,7 @@ def days(start: str | None, end: str | None, today: date) -> tuple[str, str]:
 
 
 def merged(readings: Iterable[tuple[str, Rows]]) -> Rows:
-    """Return the rows of several ledgers as one. Readings of one file, of the same id, are of the same counters."""
+    """Return the rows of several ledgers as one. Readings of one file id are of the same counters."""
     files: dict[str, dict[UsageKey, Counts]] = {}
     for file_id, rows in readings:
         known = files.setdefault(file_id, {})

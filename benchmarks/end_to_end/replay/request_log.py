@@ -1,8 +1,7 @@
-"""Logs of requests as OpenAI's clients write them: JSON lines of bodies, each with the time it was sent.
+"""Logs of requests as OpenAI's clients write them: JSON lines of bodies with their times.
 
-A line is a batch line, `{"custom_id", "method", "url", "body"}`, or a bare body of a chat or a completion. Beside
-either stands `timestamp`: seconds from any start, milliseconds since 1970 (numbers from 1e11 on), or ISO 8601; and
-`tenant`, where it is known. Out: requests in order of their times. Knows nothing of servers.
+A line is a batch line, `{"custom_id", "method", "url", "body"}`, or a bare body. Beside either stand `timestamp`
+(seconds from any start, milliseconds since 1970 from 1e11 on, or ISO 8601) and, where it is known, `tenant`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _MILLISECONDS_FROM = 1e11
 
 @dataclass(frozen=True, slots=True)
 class LoggedRequest:
-    """One request of a log. ``path``: the endpoint's; ``at_s``: seconds from the log's own start."""
+    """One request of a log. ``at_s``: seconds from the log's own start."""
 
     at_s: float
     path: str
@@ -30,14 +29,14 @@ class LoggedRequest:
 
 
 def is_log(path: Path) -> bool:
-    """Say whether a file's first line is a request; a trace's has ids of blocks. Raises ValueError for no line."""
+    """Return whether a file is a log and not a trace. Raises ValueError for an empty one."""
     for _, row in _rows(path):
         return "hash_ids" not in row
     raise ValueError(f"{path} holds no requests")
 
 
 def read_log(path: Path) -> list[LoggedRequest]:
-    """Read a log, gzipped or plain. Raises ValueError naming the line that is malformed."""
+    """Read a log, gzipped or plain, by time. Raises ValueError at a malformed line."""
     found = []
     for number, row in _rows(path):
         try:

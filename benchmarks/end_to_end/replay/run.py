@@ -1,9 +1,7 @@
 """Open-loop replay of a trace, a log or generated traffic through real HTTP: TTFT, TPOT, hit rate, goodput, by tenant.
 
-`--url` replays against whatever speaks OpenAI's API there. Without it warmpath runs here under Ray Serve,
-with simulated engines, once with each policy.
-A trace is shrunk by one factor in tokens and in time, so that a second here is that many seconds there and tokens a
-second stay what they are. `python -m benchmarks replay [--trace FILE|tenants] [--url URL --model NAME] --json FILE`
+`--url` replays against any server of OpenAI's API; without it warmpath runs here with each policy in turn. A trace is
+shrunk by one factor in tokens and in time, so that tokens a second stay the same.
 """
 
 from __future__ import annotations
@@ -56,7 +54,7 @@ def replay(url: str, shots: Sequence[Shot], name: str, options: argparse.Namespa
 
 
 def row_of(results: Sequence[Result], slo_s: float) -> dict[str, Any]:
-    """Return the figures of one system, and of each tenant where there are several."""
+    """Return the figures of one system and of its tenants."""
     row = summary(results, slo_s)
     tenants = sorted({result.shot.tenant for result in results})
     if len(tenants) > 1:
@@ -67,7 +65,7 @@ def row_of(results: Sequence[Result], slo_s: float) -> dict[str, Any]:
 
 
 def with_tenants(shots: Sequence[Shot]) -> tuple[list[Shot], list[str]]:
-    """Return the shots with keys of their own where they have tenants, and the flags of an instance that knows them."""
+    """Return the shots with their tenants' keys, and the flags of an instance with these tenants."""
     made = {tenant: make_api_key() for tenant in sorted({shot.tenant for shot in shots})}
     if list(made) == ["default"]:
         return list(shots), []
@@ -76,15 +74,14 @@ def with_tenants(shots: Sequence[Shot]) -> tuple[list[Shot], list[str]]:
 
 
 def run_here(shots: Sequence[Shot], options: argparse.Namespace) -> dict[str, list[Result]]:
-    """Replay through an instance that is started here, with each policy in turn."""
+    """Replay through an instance of this machine, with each policy in turn."""
     block_tokens = VLLM_CPU_BLOCK_SIZE if options.engine == "vllm" else KV_BLOCK_TOKENS
     engine = {"block_size": block_tokens, "num_blocks": options.blocks * options.tokens_per_id // block_tokens}
     if options.engine == "simulated":
         engine["simulated_prefill_tokens_per_s"] = options.prefill_rate
     flags = [f"--set={key}={value}" for key, value in engine.items()] + [f"--set={pair}" for pair in options.set]
     flags += ["--model", options.model, "--engine", options.engine, "--replicas", str(options.replicas)]
-    # All clients have one address here.
-    flags += ["--max-connections-per-address", "4096"]
+    flags += ["--max-connections-per-address", "4096"]  # all clients have one address here
     shots, tenant_flags = with_tenants(shots)
     outcomes: dict[str, list[Result]] = {}
     for policy in options.policies:

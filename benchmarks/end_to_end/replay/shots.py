@@ -1,7 +1,4 @@
-"""What is sent when, and on whose behalf: the requests that the flags choose, with bodies, times and keys.
-
-Three sources: a trace of block ids, a log of requests, and generated traffic of many tenants. Knows no server.
-"""
+"""The requests of a replay: of a trace of block ids, a log of requests, or generated traffic of many tenants."""
 
 from __future__ import annotations
 
@@ -13,13 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from benchmarks.common.open_loop import Shot
-from benchmarks.common.trace import (
-    SYNTHETIC,
-    TRACE_BLOCK_TOKENS,
-    TraceRequest,
-    add_trace_flags,
-    chosen_trace,
-)
+from benchmarks.common.trace import SYNTHETIC, TRACE_BLOCK_TOKENS, TraceRequest, add_trace_flags, chosen_trace
 from benchmarks.end_to_end.replay.request_log import COMPLETIONS, is_log, read_log
 from benchmarks.end_to_end.replay.text import TraceText
 from benchmarks.traffic.tenants import TrafficSettings, tenant_traffic
@@ -58,10 +49,7 @@ def add_source_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def read_keys(options: argparse.Namespace) -> dict[str, str]:
-    """Return keys by tenant, from the flags and the file; "" has the environment's ``OPENAI_API_KEY``, for all others.
-
-    Raises ValueError for a variable that is not set.
-    """
+    """Return keys by tenant; that of "" is for all others. Raises ValueError for a variable that is not set."""
     keys = {"": os.environ[KEY_VARIABLE]} if KEY_VARIABLE in os.environ else {}
     keys |= dict(pair.split("=", 1) for pair in options.api_key)
     if options.api_keys is not None:
@@ -75,15 +63,22 @@ def read_keys(options: argparse.Namespace) -> dict[str, str]:
 
 
 def shots_of(options: argparse.Namespace, keys: dict[str, str]) -> list[Shot]:
-    """Return what to send when.
+    """Return the shots that the flags choose. Raises ValueError where there are none.
 
-    ``keys``: by tenant; "" has that of all others. Requests that name no tenant are dealt to those with keys, a
-    conversation always to the same one. Raises ValueError where there are no such requests.
+    Requests without a tenant are dealt to those with keys, all of a conversation to the same one.
     """
     if options.trace not in (SYNTHETIC, TENANTS) and is_log(Path(options.trace)):
         return _log_shots(options, keys)
     if options.trace == TENANTS:
-        trace = list(islice(tenant_traffic(traffic_settings(options)), options.skip, None))[: options.requests]
+        settings = TrafficSettings(
+            options.requests_per_s,
+            options.seconds,
+            options.start_hour * 3600.0,
+            options.tenants,
+            options.system_prompts,
+            seed=options.seed,
+        )
+        trace = list(islice(tenant_traffic(settings), options.skip, None))[: options.requests]
         if not trace:
             raise ValueError("nobody asks in that part of the day: a longer one, or more requests a second")
     else:
@@ -93,22 +88,10 @@ def shots_of(options: argparse.Namespace, keys: dict[str, str]) -> list[Shot]:
     return trace_shots(trace, TraceText(tokenizer, options.tokens_per_id), options, keys)
 
 
-def traffic_settings(options: argparse.Namespace) -> TrafficSettings:
-    """Return the generated traffic's settings."""
-    return TrafficSettings(
-        options.requests_per_s,
-        options.seconds,
-        options.start_hour * 3600.0,
-        options.tenants,
-        options.system_prompts,
-        seed=options.seed,
-    )
-
-
 def trace_shots(
     trace: Sequence[TraceRequest], text: TraceText, options: argparse.Namespace, keys: dict[str, str]
 ) -> list[Shot]:
-    """Return the shots of block ids, as text; ``options``: of speed and model."""
+    """Return the shots of a trace as text."""
     shrink = TRACE_BLOCK_TOKENS / text.tokens_per_id
     named = [tenant for tenant in keys if tenant] or ["default"]
     firsts = {request.hash_ids[:1] for request in trace}

@@ -1,8 +1,4 @@
-"""A trace's block ids as text: prompts whose tokens share prefixes exactly as the ids do.
-
-Every id stands for the same run of words wherever it appears, and every word is one token of its own however it is
-put together with others. Knows the served model's tokenizer; knows nothing of servers.
-"""
+"""A trace's block ids as text, with the ids' common prefixes: an id is a run of words, and a word one token."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ _WORDS_NEEDED = 200
 
 
 class TraceText:
-    """Turns ids into text of ``tokens_per_id`` tokens each, a shrunk trace where that is less than its 512."""
+    """Turns ids into text of ``tokens_per_id`` tokens each, at most the trace's 512."""
 
     def __init__(self, model_path: Path, tokens_per_id: int = TRACE_BLOCK_TOKENS) -> None:
         """Raises ValueError when the tokenizer knows too few whole words, or an id would have under two tokens."""
@@ -29,7 +25,7 @@ class TraceText:
         self.piece = lru_cache(maxsize=1 << 16)(self._piece)
 
     def prompt_tokens(self, request: TraceRequest) -> int:
-        """Return the shrunk length: as many ids as the request has, the last one in part."""
+        """Return the shrunk length."""
         full = (len(request.hash_ids) - 1) * self.tokens_per_id
         return max(full + 1, request.prompt_tokens * self.tokens_per_id // TRACE_BLOCK_TOKENS)
 
@@ -45,7 +41,7 @@ class TraceText:
         return "".join(word for piece in pieces for word in piece)
 
     def _piece(self, hash_id: int) -> tuple[str, ...]:
-        # The id itself comes first, in digits of the vocabulary, so that no two ids are the same words.
+        # The id in digits of the vocabulary comes first, so that no two ids are the same words.
         digits: list[str] = []
         rest = hash_id
         while rest or not digits:
@@ -57,10 +53,7 @@ class TraceText:
 
 @lru_cache(maxsize=4)
 def whole_words(model_path: Path) -> tuple[str, ...]:
-    """Return words, each with its space, that are one token alone and beside each other.
-
-    Raises ValueError when there are too few.
-    """
+    """Return words, with a space, of one token each in any order. Raises ValueError when there are too few."""
     tokenizer = AutoTokenizer.from_pretrained(str(model_path), local_files_only=True)
     vocabulary = sorted(tokenizer.get_vocab().values())
     words = []

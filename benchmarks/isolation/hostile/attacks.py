@@ -1,7 +1,6 @@
-"""What an attacking tenant does, in a process of its own. Knows HTTP and the clock; knows nothing of what is watched.
+"""Attacks of a tenant, in a nice process: otherwise it would take the processor from the instance and the clock.
 
-Attackers are nice: on one machine they would otherwise take the processor from whom they attack, and from the clock.
-An attack prepares what it sends, says that it is ready, and goes on until it is told to stop.
+An attack prepares its requests, says that it is ready, and goes on until it is told to stop.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _PATIENCE_S = (0.03, 0.1, 0.3, 1.0, 4.0)
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SOURCE = "127.0.0.2"
-"""The address that attacks come from, another than the watched tenants'."""
+"""The attacker's address, another than the watched tenants'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class Target:
 
 
 Statuses = Counter[str]
-"""How many requests ended with which status; 0: the connection was lost."""
+"""Requests by status; 0: the connection was lost."""
 
 
 async def retry_storm(target: Target, ready: Callable[[], None], statuses: Statuses) -> None:
@@ -67,7 +66,7 @@ async def big_bodies(target: Target, ready: Callable[[], None], statuses: Status
 
 async def leavers(target: Target, ready: Callable[[], None], statuses: Statuses) -> None:
     """Bursts of 100 ask for long answers, streamed or whole, one or many; each leaves at a random moment."""
-    rng = random.Random(0)  # a workload, not a secret
+    rng = random.Random(0)
     requests = [_long_request(target, rng, str(number)) for number in range(1000)]
     ready()
 
@@ -95,7 +94,7 @@ ATTACKS: dict[str, Callable[[Target, Callable[[], None], Statuses], Awaitable[No
 
 @asynccontextmanager
 async def attack(name: str, target: Target) -> AsyncIterator[Statuses]:
-    """Attack while the block runs; the statuses are there when it has ended. Raises RuntimeError when it breaks."""
+    """Attack during the block, which fills the statuses. Raises RuntimeError when the attack breaks."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     stop = context.Event()
@@ -174,7 +173,7 @@ def _long_text(number: int) -> bytes:
 
 
 def _long_request(target: Target, rng: random.Random, text: str) -> bytes:
-    """Return a request that would run for minutes; some ask for many choices or prompts."""
+    """Return a request of minutes; some ask for many choices or prompts."""
     common: dict[str, Any] = {"model": "demo", "max_tokens": 4000, "ignore_eos": True, "stream": rng.random() < 0.7}
     kind = rng.random()
     if kind < 0.85:

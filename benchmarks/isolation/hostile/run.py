@@ -1,7 +1,7 @@
 """One tenant attacks a real instance: what the others notice. Alone and under attack are measured in one run.
 
-`storm`: a tenant with small chats beside another's retry storm. `neighbours`: nine tenants that take half of what the
-replicas compute, beside one that attacks in three ways in turn; their questions come at the same moments in every part.
+`storm`: a tenant with small chats beside another's retry storm. `neighbours`: nine tenants at half of the replicas'
+load, beside one that attacks in three ways in turn; their questions come at the same moments in every part.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import asyncio
 import random
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +22,11 @@ from urllib.parse import urlsplit
 import httpx
 import yaml
 
-from benchmarks.common.open_loop import Result, Shot
+from benchmarks.common.open_loop import Result, Shot, fire, hit_rate
 from benchmarks.common.prompts import WORDS
-from benchmarks.common.report import metric_sum, names_of, parser_of, write
+from benchmarks.common.report import metric_sum, names_of, parser_of, percentile, write
 from benchmarks.common.server import instance
-from benchmarks.isolation.hostile.attacks import ATTACKS, Target, attack
-from benchmarks.isolation.hostile.watch import Ask, beside, questions, watched
+from benchmarks.isolation.hostile.attacks import ATTACKS, CHAT, Target, attack
 from serve_app.tenants.tenants import make_api_key
 
 SCENARIOS = ("storm", "neighbours")
@@ -40,7 +40,11 @@ LOAD = 0.5
 """What the nine take of the replicas' prefill."""
 TOKENS_A_WORD = 1.35
 """With the demo model's tokenizer."""
+TIMEOUT_S = 30.0
 _RULES = "Answer questions about contracts with care, and always name clause, date and party. " * 4
+
+Ask = Callable[[int], dict[str, Any]]
+"""From a request's number to the body of its chat completion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +56,13 @@ class Stage:
     operator_key: str
 
     def target(self) -> Target:
-        """Return where and as whom the attacker attacks."""
+        """Return the attacker's target."""
         parts = urlsplit(self.url)
         assert parts.hostname is not None and parts.port is not None
         return Target(parts.hostname, parts.port, self.keys[ATTACKER])
 
     async def question_words(self) -> int:
-        """Return how long the nine's questions have to be, by the rates that the replicas measure just now."""
+        """Return the length of the nine's questions, by the replicas' measured rates."""
         headers = {"authorization": f"Bearer {self.operator_key}"}
         async with httpx.AsyncClient(headers=headers) as client:
             metrics = (await client.get(f"{self.url}/metrics")).raise_for_status().text
@@ -91,7 +95,7 @@ async def storm(made: Stage, seconds: float) -> dict[str, Any]:
     zeta = POLITE[0]
 
     async def during(part_s: float, first: int) -> list[Result]:
-        return await watched(made.url, questions(zeta, made.keys[zeta], _small_chat, 0.2, part_s, first))
+        return await _answered(made, questions(zeta, made.keys[zeta], _small_chat, 0.2, part_s, first))
 
     await during(WARM_UP_S, 1_000_000)
     alone = _all_served(await during(seconds / 2, 0))
@@ -120,7 +124,51 @@ async def _all_nine(made: Stage, words: int, seconds: float, first: int) -> list
     shots: list[Shot] = []
     for name in POLITE:
         shots += questions(name, made.keys[name], _long_chats(name, words), EVERY_S, seconds, first)
-    return await watched(made.url, shots)
+    return await _answered(made, shots)
+
+
+async def _answered(made: Stage, shots: Sequence[Shot]) -> list[Result]:
+    return await fire(made.url, shots, TIMEOUT_S, lambda: None)
+
+
+def questions(tenant: str, api_key: str, ask: Ask, every_s: float, seconds: float, first: int = 0) -> list[Shot]:
+    """Return a tenant's requests, numbered from ``first`` on, after exponential gaps of ``every_s`` on average."""
+    gaps = random.Random(tenant)
+    shots: list[Shot] = []
+    due_s = 0.0
+    while due_s < seconds:
+        shots.append(Shot(due_s, CHAT, ask(first + len(shots)), tenant, api_key))
+        due_s += gaps.expovariate(1 / every_s)
+    return shots
+
+
+def figures(results: Sequence[Result]) -> dict[str, Any]:
+    """Return statuses, the share of answers, their TTFT and hit rate; None where nothing was served."""
+    answers = [result.answer for result in results if result.answer is not None]
+    ttft_s = [result.ttft_s for result in results if result.answer is not None]
+    return {
+        "requests": len(results),
+        "statuses": dict(Counter(str(result.status) for result in results)),
+        "served": len(answers) / len(results) if results else None,
+        "ttft_p50_s": percentile(ttft_s, 50) if answers else None,
+        "ttft_p99_s": percentile(ttft_s, 99) if answers else None,
+        "hit_rate": hit_rate(answers) if answers else None,
+    }
+
+
+def beside(alone: Sequence[Result], under: Sequence[Result]) -> dict[str, Any]:
+    """Return the figures without and with an attack, and their ratios."""
+    without, attacked = figures(alone), figures(under)
+
+    def ratio(name: str) -> float | None:
+        return attacked[name] / without[name] if attacked[name] is not None and without[name] else None
+
+    return {
+        "alone": without,
+        "under": attacked,
+        "ttft_p99_ratio": ratio("ttft_p99_s"),
+        "hit_rate_ratio": ratio("hit_rate"),
+    }
 
 
 def _small_chat(number: int) -> dict[str, Any]:
@@ -128,7 +176,7 @@ def _small_chat(number: int) -> dict[str, Any]:
 
 
 def _long_chats(tenant: str, words: int) -> Ask:
-    """Return what a tenant asks: a question that nobody asked before, after its system prompts in turn."""
+    """Return a tenant's new questions, after its system prompts in turn."""
     systems = [
         " ".join(random.Random(f"{tenant} {number}").choices(WORDS, k=SYSTEM_WORDS)) for number in range(SYSTEM_PROMPTS)
     ]
@@ -146,14 +194,14 @@ def _chat(system: str, user: str, max_tokens: int) -> dict[str, Any]:
 
 
 def _all_served(alone: list[Result]) -> list[Result]:
-    """Return what was seen without an attack. Raises RuntimeError when requests failed: what follows proves nothing."""
+    """Return the results without an attack. Raises RuntimeError when requests failed."""
     if not alone or any(result.answer is None for result in alone):
         raise RuntimeError("without any attack requests were not served")
     return alone
 
 
 def summary(results: dict[str, dict[str, Any]]) -> str:
-    """Return what the watched noticed, in a sentence for each scenario."""
+    """Return a sentence for each scenario."""
     sentences = []
     for name, row in results.items():
         alone, under = row["alone"], row["under"]

@@ -1,7 +1,7 @@
 """A GGUF file -> a checkpoint in the model cache, dequantised once by transformers to bfloat16.
 
-The conversion runs in a process of its own: it needs torch and, for a moment, all weights in memory. That process is
-`python -m serve_app.checkpoints.sources.gguf_file FILE DIRECTORY`.
+The conversion, `python -m serve_app.checkpoints.sources.gguf_file FILE DIRECTORY`, needs torch and all weights in
+memory, and runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from serve_app.checkpoints.checkpoint import CheckpointError
 from serve_app.checkpoints.model_cache import default_cache_dir, ensure_made
 
 CONVERSION = 1
-"""Raised whenever the same file would give another checkpoint, so that an old one is not taken for it."""
+"""Raised whenever the same file gives another checkpoint, so that an old one is not used."""
 
 
 def ensure_converted(gguf: Path, cache_dir: Path | None = None) -> Path:
-    """Return the directory of a GGUF file's checkpoint, converted first if that is not there.
+    """Return the directory of a GGUF file's checkpoint, converted first where the file is new or has changed.
 
-    A file that was changed, by size or time, is converted again. Raises CheckpointError where it cannot be.
+    Raises CheckpointError.
     """
     status = gguf.stat()
     version = sha256(f"{gguf}:{status.st_size}:{status.st_mtime_ns}".encode()).hexdigest()[:16]
@@ -59,7 +59,7 @@ def _convert_here(gguf: Path, directory: Path) -> None:
 
 
 def _whole_weights(gguf: Path) -> dict[str, Any]:
-    """Return what asks transformers for plain weights: older versions dequantise always, and know no GgufConfig."""
+    # Older versions of transformers dequantise always, and know no GgufConfig.
     try:
         from transformers import GgufConfig
     except ImportError:
@@ -68,9 +68,9 @@ def _whole_weights(gguf: Path) -> dict[str, Any]:
 
 
 def _split_digits(tokenizer: Any, gguf: Path) -> None:
-    """Cut numbers into digits where the file's tokenizer was trained so, which transformers does not know.
+    """Cut numbers into digits for the pre-tokenizer "smollm", unknown to transformers.
 
-    Source: llama.cpp's expressions for the pre-tokenizer "smollm", and the tokenizer.json of SmolLM2.
+    Source: llama.cpp's expressions, and the tokenizer.json of SmolLM2.
     """
     from gguf import GGUFReader
     from tokenizers import pre_tokenizers

@@ -1,7 +1,4 @@
-"""A hub id -> its snapshot in huggingface_hub's own cache, as its users know it.
-
-HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE mean what they mean everywhere; files that are there are not fetched.
-"""
+"""A hub id -> its snapshot in huggingface_hub's own cache, with its variables: HF_HOME, HF_TOKEN, HF_HUB_OFFLINE."""
 
 from __future__ import annotations
 
@@ -16,12 +13,8 @@ UNWANTED = ["*/*", "consolidated*"]
 
 
 def ensure_snapshot(model_id: str, revision: str | None) -> Path:
-    """Return the directory of a model's files, fetched where they are not in the cache.
-
-    ``revision``: a branch, tag or commit. Raises CheckpointError with what to do about it.
-    """
-    # Seconds to import, which only a hub id needs.
-    from huggingface_hub import snapshot_download
+    """Return the directory of a model's files, fetched where they are not in the cache. Raises CheckpointError."""
+    from huggingface_hub import snapshot_download  # takes seconds
 
     def fetch() -> str:
         return snapshot_download(model_id, revision=revision, allow_patterns=WANTED, ignore_patterns=UNWANTED)
@@ -30,7 +23,7 @@ def ensure_snapshot(model_id: str, revision: str | None) -> Path:
 
 
 def ensure_config(model_id: str, revision: str | None) -> Path:
-    """Return a model's config.json, fetched without the weights. Raises CheckpointError with what to do about it."""
+    """Return a model's config.json, fetched without the weights. Raises CheckpointError."""
     from huggingface_hub import hf_hub_download
 
     return _fetched(model_id, revision, lambda: hf_hub_download(model_id, "config.json", revision=revision))
@@ -50,7 +43,7 @@ def _fetched(model_id: str, revision: str | None, fetch: Callable[[], str]) -> P
     }
     try:
         return Path(fetch()).resolve()
-    except Exception as error:  # of the hub's HTTP library too, and which one that is differs by version
+    except Exception as error:  # also of the hub's HTTP library, another one in each version
         sentence = next((text for kind, text in sentences.items() if isinstance(error, kind)), None)
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(sentence or f"{named} cannot be fetched from the hub: {reason}") from error

@@ -1,7 +1,4 @@
-"""What a model's config says, without a hub's weights and without converting a GGUF file.
-
-In: a model as `warmpath serve` takes it, or a config.json. Out: fields under the names that transformers has for them.
-"""
+"""The fields of a model's config by transformers' names, without a hub's weights or a GGUF file's conversion."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ _GGUF_FIELDS = {
     "num_experts": "expert_count",
     "moe_intermediate_size": "expert_feed_forward_length",
 }
-"""transformers' names and llama.cpp's, which stand behind the architecture's."""
+"""transformers' names, and llama.cpp's without the architecture."""
 
 
 def model_config(model: str) -> dict[str, Any]:

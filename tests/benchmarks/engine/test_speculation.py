@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks.engine.draft_pairs import LOWER_LAYERS, build_pairs
-from benchmarks.engine.eagle_pair import eagle_pair
+from benchmarks.engine.draft_pairs import LOWER_LAYERS, build_pairs, eagle_pair
 from benchmarks.engine.speculation import Workload, compare, run
 
 

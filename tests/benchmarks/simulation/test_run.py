@@ -12,7 +12,7 @@ import pytest
 from benchmarks.common.trace import TRACE_BLOCK_TOKENS, TraceRequest, synthetic_trace
 from benchmarks.simulation import run as simulate
 from benchmarks.simulation.cluster import Cluster, Outcome, unlimited
-from benchmarks.simulation.ray_prefix import RayPrefixTree
+from benchmarks.simulation.front_door import RayPrefixTree
 from benchmarks.simulation.replica import SimulatedReplica
 from benchmarks.simulation.settings import ClusterSettings, Contender, prepare
 
