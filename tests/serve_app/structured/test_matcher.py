@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
-from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.errors import InvalidRequest
 from serve_app.structured.compiler import GrammarCompiler, GrammarError, llguidance_form
 from serve_app.structured.grammar import Grammar
@@ -28,17 +26,6 @@ SCHEMA = {
     "required": ["name", "kind"],
     "additionalProperties": False,
 }
-
-
-@pytest.fixture(scope="module")
-def compiler(demo_model_path: Path) -> GrammarCompiler:
-    info = load_checkpoint_info(demo_model_path)
-    return GrammarCompiler(info.path, info.vocab_size, info.eos_token_ids)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(demo_model_path: Path) -> PromptTokenizer:
-    return PromptTokenizer(demo_model_path)
 
 
 def ids_of(tokenizer: PromptTokenizer, text: str) -> np.ndarray:

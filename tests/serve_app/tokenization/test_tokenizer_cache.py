@@ -22,6 +22,12 @@ from tests.serve_app.tokenization.variants import conversation
 ROOT, OTHER_ROOT = b"r" * 16, b"o" * 16
 
 
+@pytest.fixture
+def cold(demo_model_path: Path) -> PromptTokenizer:
+    """One that remembers nothing yet."""
+    return PromptTokenizer(demo_model_path)
+
+
 def test_only_what_is_new_is_tokenized_and_nothing_is_shared_across_roots(cold: PromptTokenizer) -> None:
     """Of a grown conversation one segment is new; to another scope the whole is as unknown as any other text."""
     history = conversation(20, 1500)
