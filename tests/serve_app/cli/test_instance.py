@@ -1,13 +1,23 @@
-"""A start of Ray that was too slow is tried again; of a start that failed, the sentence that says why is told."""
+"""A start of Ray that was too slow is tried again; of a start that failed, the sentence that says why is told.
+
+Processes of an instance are found by descent, ended whole, and named where they hold a port.
+"""
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 
+import psutil
 import pytest
 
+from serve_app.cli import processes
 from serve_app.cli.instance import failure, innermost
+from serve_app.cli.processes import OWNER, Holder, descendants, end_descendants, port_holder
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="orphans are adopted on Linux alone")
 
 _START = """
 import io, subprocess, sys
@@ -91,3 +101,64 @@ def test_the_first_failure_of_a_constructor_is_enough() -> None:
     assert why == "Replica does not start: the adapter 'a': layer 1 has rank 8, over max_lora_rank 4"
     assert failure("DEPLOY_FAILED", {"Replica": "the actor died"}, "failed") == "the actor died"
     assert failure("DEPLOY_FAILED", {"Replica": ""}, "failed") == "failed"
+
+
+_FAMILY = """
+import os, subprocess, sys, time
+from serve_app.cli.processes import adopt_orphans, descendants, end_descendants
+adopt_orphans()
+# A child, its child in a session of its own, and one whose parent is gone.
+subprocess.Popen(["sh", "-c", "setsid sleep 600 & sleep 600"])
+subprocess.run(["sh", "-c", "setsid sleep 600 </dev/null >/dev/null 2>&1 &"])
+while len(descendants(os.getpid())) < 4:
+    time.sleep(0.01)
+end_descendants(os.getpid())
+print(len(descendants(os.getpid())))
+"""
+
+
+@on_linux
+def test_everything_that_descends_ends() -> None:
+    """Also what has a session of its own, and what its parent left behind."""
+    done = subprocess.run([sys.executable, "-c", _FAMILY], capture_output=True, text=True)
+    assert done.stdout.strip() == "0", done.stderr
+
+
+@on_linux
+def test_a_stranger_is_no_descendant() -> None:
+    """The parent of this process is none, nor is this process itself."""
+    assert not {os.getpid(), os.getppid()} & descendants(os.getpid())
+
+
+@on_linux
+@pytest.mark.parametrize("alive", [True, False])
+def test_the_supervisor_to_stop_is_named_while_it_lives(alive: bool) -> None:
+    """A process that an instance left behind has its mark, and no supervisor above it; others have none."""
+    listening = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True)"
+    supervisor = os.getpid() if alive else 2**22 + 1
+    child = subprocess.Popen(
+        [sys.executable, "-c", f"{listening}; time.sleep(600)"],
+        env={**os.environ, OWNER: str(supervisor)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert child.stdout is not None
+        holder = port_holder(int(child.stdout.readline()))
+        assert holder is not None
+        assert (holder.pid, holder.ours) == (child.pid, True)
+        assert holder.supervisor == (os.getpid() if alive else None)
+    finally:
+        child.kill()
+        child.wait()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert port_holder(port) == Holder(os.getpid(), psutil.Process().name(), ours=False, supervisor=None)
+    assert port_holder(port) is None
+
+
+@on_linux
+def test_an_end_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be killed is not waited for without end."""
+    monkeypatch.setattr(processes, "descendants", lambda _: {2**22 + 1})
+    end_descendants(os.getpid(), within_s=0.1)

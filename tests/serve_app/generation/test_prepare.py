@@ -214,15 +214,18 @@ def test_a_prompt_cache_key_places_and_neither_joins_nor_parts(shop: Preparer) -
     assert ask(shop, ACME, ("user", "Else."), prompt_cache_key="k").placement_key == keyed[0].placement_key
 
 
-@pytest.mark.parametrize("kind", ["messages", "text", "prompt", "ids", "reference"])
+@pytest.mark.parametrize("kind", ["messages", "text", "prompt", "ids", "reference", "tools"])
 def test_what_cannot_fit_is_refused_before_it_is_read(
     kind: str, tokenizer: PromptTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is rendered, tokenized or hashed of what is longer than all of a model's tokens together."""
+    """Nothing is rendered, tokenized or hashed of what is longer than all of a model's tokens together.
+
+    What a template makes of anything but contents is measured when it is there.
+    """
     prompts = Prompts([PublicPromptConfig(name="big", version="1", text="word " * 200_000)])
     preparer = preparer_of(tokenizer, prompts)
     asyncio.run(prompts.keep_current(tokenizer))
-    for name in ("render_async", "_look_up", "encode_ids"):
+    for name in ("render_async", "_look_up", "encode_ids")[kind == "tools" :]:
         monkeypatch.setattr(tokenizer, name, lambda *_, **__: pytest.fail("it was read"))
     text = "x" * 1_000_000
     request: dict[str, ChatRequest | CompletionRequest] = {
@@ -231,20 +234,14 @@ def test_what_cannot_fit_is_refused_before_it_is_read(
         "prompt": CompletionRequest(model="demo", prompts=(text,)),
         "ids": CompletionRequest(model="demo", prompts=((1,) * 4096,)),
         "reference": CompletionRequest(model="demo", prompts=("a",) * 128, prompt_ref="big@1"),
+        "tools": ChatRequest(
+            model="demo",
+            messages=({"role": "user", "content": "Hi"},),
+            tool_use=ToolUse(tools=({"type": "function", "function": {"name": "look", "description": text}},)),
+        ),
     }
     with pytest.raises(ContextLengthExceeded, match="at least"):
         asyncio.run(preparer.prepare(request[kind], Tenant("default"), "id"))
-
-
-def test_tools_and_calls_that_cannot_fit_are_not_tokenized(
-    preparer: Preparer, tokenizer: PromptTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a template makes of anything but contents is measured when it is there."""
-    monkeypatch.setattr(tokenizer, "_look_up", lambda *_: pytest.fail("it was tokenized"))
-    tool = {"type": "function", "function": {"name": "look", "description": "x" * 1_000_000}}
-    request = ChatRequest(model="demo", messages=({"role": "user", "content": "Hi"},), tool_use=ToolUse(tools=(tool,)))
-    with pytest.raises(ContextLengthExceeded, match="at least"):
-        asyncio.run(preparer.prepare(request, Tenant("default"), "id"))
 
 
 def test_the_first_prompt_that_is_too_long_is_the_last_that_is_read(
