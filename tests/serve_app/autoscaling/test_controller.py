@@ -152,21 +152,11 @@ def test_reports_that_stand_still_hold_the_number() -> None:
     assert replica(Context(3, raw(ids(3), busy, 1e9), ids(3)))[0] == 3
 
 
-class Broken:
-    """Figures that cannot even be looked at."""
-
-    def items(self) -> Any:
-        raise RuntimeError("broken")
-
-    def __bool__(self) -> bool:
-        return True
-
-
 def test_a_policy_that_faults_changes_nothing_and_raises_nothing() -> None:
     """Serve's application manager stands still for all applications while a policy raises. (docs/autoscaling.md)"""
     for policy in policies():
         Clock.now_s += CONTROL_PERIOD_S
-        assert policy(Context(5, Broken(), ids(5)))[0] == 5
+        assert policy(Context(5, object(), ids(5)))[0] == 5
         assert policy(Context(5, None, ids(5)))[0] == 5
 
 

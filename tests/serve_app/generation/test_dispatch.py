@@ -33,14 +33,13 @@ from tests.serve_app.generation.fake_replicas import (
     SCOPE,
     Chunks,
     FakeHandle,
+    always,
     answer,
     generation,
     ids,
     lost_once,
-    raising,
     root_of,
     run,
-    saying,
     whole,
 )
 
@@ -146,7 +145,7 @@ def test_what_is_whole_before_the_loss_is_not_asked_again(received: int, shown: 
     assert (len(handle.calls), handle.after_first_token) == (1, [])
 
 
-@pytest.mark.parametrize("chunks", [raising(ActorDiedError()), saying(LEAVING)], ids=["die", "leave"])
+@pytest.mark.parametrize("chunks", [always(ActorDiedError()), always(LEAVING)], ids=["die", "leave"])
 def test_when_all_replicas_are_lost_the_client_is_told_to_come_back(chunks: Chunks) -> None:
     """A bounded number of attempts, each avoiding the lost ones, then 503 with Retry-After."""
     handle = FakeHandle(chunks)
@@ -180,10 +179,10 @@ def test_a_stream_outlives_any_number_of_replicas_that_leave_in_order() -> None:
 @pytest.mark.parametrize(
     ("chunks", "error"),
     [
-        (saying(wire.GenerateChunk(error="too_long", message="too long")), ContextLengthExceeded),
-        (saying(wire.GenerateChunk(error="failed", message="bad")), GenerationFailed),
-        (saying(wire.GenerateChunk(error="timeout", message="took too long")), GenerationFailed),
-        (raising(RayTaskError("generate", "Traceback: secret", ValueError("x"))), GenerationFailed),
+        (always(wire.GenerateChunk(error="too_long", message="too long")), ContextLengthExceeded),
+        (always(wire.GenerateChunk(error="failed", message="bad")), GenerationFailed),
+        (always(wire.GenerateChunk(error="timeout", message="took too long")), GenerationFailed),
+        (always(RayTaskError("generate", "Traceback: secret", ValueError("x"))), GenerationFailed),
     ],
     ids=["too long", "failed", "timeout", "exception"],
 )

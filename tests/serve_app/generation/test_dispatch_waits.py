@@ -27,14 +27,13 @@ from tests.serve_app.generation.fake_replicas import (
     Chunks,
     FakeHandle,
     FakeResult,
+    always,
     answer,
     called,
     generation,
     ids,
     lost_once,
-    raising,
     run,
-    saying,
     whole,
 )
 
@@ -57,13 +56,13 @@ def test_a_stream_that_has_begun_waits_for_a_replica(error: Exception, monkeypat
     assert handle.after_first_token == [True]
 
 
-BEGUN = lost_once(2, raising(NoReplicaLeft("none")), ActorDiedError())
-NONE = raising(NoReplicaLeft("there has been no replica for 5 s"))
+BEGUN = lost_once(2, always(NoReplicaLeft("none")), ActorDiedError())
+NONE = always(NoReplicaLeft("there has been no replica for 5 s"))
 
 
 @pytest.mark.parametrize(
     ("chunks", "error", "retry_after_s"),
-    [(saying(FULL), RateLimited, 3.0), (BEGUN, Overloaded, 5.0), (NONE, Overloaded, 5.0)],
+    [(always(FULL), RateLimited, 3.0), (BEGUN, Overloaded, 5.0), (NONE, Overloaded, 5.0)],
     ids=["full", "begun", "none"],
 )
 def test_a_wait_ends_at_the_deadline_with_when_to_come_back(
@@ -119,7 +118,7 @@ def test_a_full_line_is_asked_again(by_serve: bool, monkeypatch: pytest.MonkeyPa
     docs/scheduling.md
     """
     monkeypatch.setattr("serve_app.generation.dispatch.FIRST_PAUSE_S", 0.001)
-    full = raising(BackPressureError(num_queued_requests=1, max_queued_requests=1)) if by_serve else saying(FULL)
+    full = always(BackPressureError(num_queued_requests=1, max_queued_requests=1)) if by_serve else always(FULL)
 
     def full_at_first(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
         return (full if len(handle.calls) <= MAX_ATTEMPTS + 2 else answer)(call, route, replica)

@@ -149,17 +149,13 @@ def test_tenants_share_the_blocks_inside_a_public_prompt(shop: Preparer) -> None
     assert len(one.block_hashes) // 16 > public + 2
     assert one.block_hashes == extend_chain(one.root, public, one.token_ids, 16)
     assert one.placement_key == other.placement_key, "a public prompt that nobody holds is computed once"
+    longer = [ask(shop, tenant, ("system", RULES + "Our secret is 42. " * 9)) for tenant in (ACME, ZETA)]
+    assert shared_blocks(*longer) == longer[0].scope.public_blocks >= 2, "those that lie wholly inside"
+    assert longer[0].placement_key != longer[1].placement_key
     foreign = [ask(shop, tenant, ("system", "My own. " + RULES), ("user", LONG)) for tenant in (ACME, ZETA)]
     assert [generation.scope.public_blocks for generation in foreign] == [0, 0]
     assert shared_blocks(*foreign) == 0
     assert foreign[0].placement_key != foreign[1].placement_key
-
-
-def test_what_follows_a_public_prompt_in_one_system_message_is_private(shop: Preparer) -> None:
-    """The blocks that lie wholly inside are shared; the placement is the tenant's own."""
-    one, other = (ask(shop, tenant, ("system", RULES + "Our secret is 42. " * 9)) for tenant in (ACME, ZETA))
-    assert shared_blocks(one, other) == one.scope.public_blocks >= 2
-    assert one.placement_key != other.placement_key
 
 
 def test_trust_groups_share_everything_and_salts_divide_them(shop: Preparer) -> None:
@@ -308,19 +304,19 @@ def test_a_simulated_engine_refuses_what_needs_logits(tokenizer: PromptTokenizer
     assert prepare(simulated, ("user", "Hi"), min_tokens=2, stop_token_ids=(5,)).sampling.rules is not None
 
 
-def test_an_echo_is_the_prompt_as_text(preparer: Preparer, tokenizer: PromptTokenizer) -> None:
+def test_an_echo_is_the_prompt_as_text_and_the_last_message_can_be_gone_on_with(
+    preparer: Preparer, tokenizer: PromptTokenizer
+) -> None:
+    """Nothing of the template comes behind that."""
     ids = tuple(tokenizer.encode("Beta", b"r" * 16).token_ids.tolist())
     wanted = CompletionRequest(model="demo", prompts=("Alpha", ids), n=2, max_tokens=4, echo=True)
     found = asyncio.run(preparer.prepare(wanted, Tenant("default"), "id"))
     assert [one.echo for one in found] == ["Alpha", "Alpha", "Beta", "Beta"]
-
-
-def test_the_last_message_can_be_gone_on_with(preparer: Preparer, tokenizer: PromptTokenizer) -> None:
-    """Nothing of the template comes behind it."""
-    found = prepare(
+    went_on = prepare(
         preparer, ("user", "Hi"), ("assistant", "The answer"), add_generation_prompt=False, continue_final_message=True
     )
-    assert tokenizer._backend.decode(found.token_ids.tolist(), skip_special_tokens=False).endswith("\nThe answer")
+    text = tokenizer._backend.decode(went_on.token_ids.tolist(), skip_special_tokens=False)
+    assert text.endswith("\nThe answer")
 
 
 def test_choices_have_seeds_of_their_own(preparer: Preparer) -> None:

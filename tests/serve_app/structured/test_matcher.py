@@ -70,6 +70,9 @@ def test_an_answer_is_allowed_token_by_token(compiler: GrammarCompiler, tokenize
         assert int(ids[count]) in found if count < len(ids) else found >= ends
         assert count == len(ids) or not found & ends
     assert matcher.allowed(ids_of(tokenizer, "[1")) is None
+    brace, space = map(int, ids_of(tokenizer, "{ "))
+    for spaces in (1, 31, 32):
+        assert (space in (allowed_ids(matcher, tokens_of(brace, *[space] * spaces)) or ())) == (spaces < 32), "it ends"
 
 
 @settings(max_examples=60, deadline=None)
@@ -111,15 +114,6 @@ def test_the_mask_depends_on_the_answer_alone(compiler: GrammarCompiler, cuts: l
 def test_a_grammar_that_cannot_be_followed_says_why(grammar: Grammar, said: str, compiler: GrammarCompiler) -> None:
     with pytest.raises(GrammarError, match=said):
         compiler.compile(llguidance_form(grammar))
-
-
-def test_whitespace_ends(compiler: GrammarCompiler, tokenizer: PromptTokenizer) -> None:
-    """A model that likes it too much gets on with its JSON."""
-    matcher = Matchers(compiler).matcher(llguidance_form(Grammar.json_schema(SCHEMA, "f")))
-    (space,), (brace,) = (tokenizer.encode(text, b"r" * 16).token_ids.tolist() for text in (" ", "{"))
-    for count in (1, 31, 32):
-        found = allowed_ids(matcher, np.array([brace, *[space] * count], dtype=np.int32))
-        assert (space in (found or ())) == (count < 32)
 
 
 def test_the_wrong_part_of_a_schema_is_found(compiler: GrammarCompiler) -> None:

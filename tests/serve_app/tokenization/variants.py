@@ -22,7 +22,7 @@ def variant_of(source: Path, target: Path, change: Any) -> Path:
     return target
 
 
-def sentencepiece_like(directory: Path, source: Path) -> PromptTokenizer:
+def sentencepiece_like(directory: Path, source: Path, **more: Any) -> PromptTokenizer:
     """Build a Llama-2-like tokenizer: spaces as U+2581, bytes for what it lacks, the first space dropped."""
     shutil.copytree(source, directory, ignore=shutil.ignore_patterns("*.safetensors"))
     bytes_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -41,7 +41,7 @@ def sentencepiece_like(directory: Path, source: Path) -> PromptTokenizer:
         token["special"] = not token["content"].startswith("<0x")
     state["added_tokens"] = [token for token in state["added_tokens"] if token["special"]]
     (directory / "tokenizer.json").write_text(json.dumps(state))
-    return PromptTokenizer(directory)
+    return PromptTokenizer(directory, **more)
 
 
 def conversation(turns: int, chars: int) -> str:

@@ -59,12 +59,8 @@ def test_null_is_absent() -> None:
     assert chat(messages=[{"role": "user", "content": "Hi", "name": None, "tool_calls": None}]) == chat()
     assert chat(metadata={"a": 1}, store=None, response_format={"type": "text"}, structured_outputs={}) == chat()
     assert chat(logit_bias={}, stop_token_ids=[], bad_words=[], logprobs=False, top_logprobs=0) == chat()
-
-
-def test_who_asks_changes_nothing() -> None:
-    """Whatever stands there is taken."""
-    for someone in (3, ["u"], {"id": "u"}, None, "", "u"):
-        assert chat(user=someone, safety_identifier=someone) == chat()
+    for someone in (3, ["u"], {"id": "u"}, "", "u"):
+        assert chat(user=someone, safety_identifier=someone) == chat(), "who asks changes nothing"
 
 
 @pytest.mark.parametrize("pad", ["", " " * 70_000], ids=["small", "large"])
@@ -172,17 +168,6 @@ def test_a_sentence_says_what_a_field_must_be() -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt",
-    ["", [], 5, [""], [[]], ["a", 1], [1, "a"], [True], [-1], [2**31], [[1], [None]], ["a"] * 129],
-)  # fmt: skip
-def test_a_wrong_prompt_is_a_400(prompt: Any) -> None:
-    """Every form is checked to the last element."""
-    with pytest.raises(InvalidRequest) as caught:
-        complete(prompt=prompt)
-    assert caught.value.param == "prompt"
-
-
-@pytest.mark.parametrize(
     ("fields", "neutral"),
     [
         ({"prompt_logprobs": 1}, {"prompt_logprobs": None}), ({"use_beam_search": True}, {"use_beam_search": False}),
@@ -200,17 +185,26 @@ def test_what_would_change_the_answer_is_refused_by_name(fields: dict[str, Any],
     assert chat(**neutral) == chat()
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"suffix": "x"}, "suffix is not supported"), ({"best_of": 2}, "best_of is not supported"),
-        ({"prompt": ["a"] * 9, "n": 16}, "at most 14 for 9 prompts"),
-    ],
-)  # fmt: skip
-def test_what_completions_cannot_do_is_a_400(fields: dict[str, Any], said: str) -> None:
-    """``best_of`` equal to ``n`` asks for nothing; one request cannot ask for thousands of answers."""
-    with pytest.raises(InvalidRequest, match=said):
-        complete(**fields)
+WRONG_COMPLETIONS: dict[str, list[Any]] = {
+    "prompt": ["", [], 5, [""], [[]], ["a", 1], [1, "a"], [True], [-1], [2**31], [[1], [None]], ["a"] * 129],
+    "logprobs": [21, True], "echo": [1], "suffix": ["x"], "best_of": [2],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", WRONG_COMPLETIONS)
+def test_what_completions_cannot_do_is_a_400(field: str) -> None:
+    """``best_of`` equal to ``n`` asks for nothing; one request cannot ask for thousands of answers.
+
+    A prompt's tokens have no logprobs, so echo does not go with them.
+    """
+    for value in WRONG_COMPLETIONS[field]:
+        with pytest.raises(InvalidRequest) as caught:
+            complete(**{field: value})
+        assert caught.value.param == field
+    with pytest.raises(InvalidRequest, match="at most 14 for 9 prompts"):
+        complete(prompt=["a"] * 9, n=16)
+    with pytest.raises(InvalidRequest, match="echo"):
+        complete(echo=True, logprobs=0)
     assert complete(echo=False, suffix="", best_of=16, n=16, prompt=["a"] * 8).n == 16
 
 

@@ -175,8 +175,6 @@ def test_a_ray_service_deploys_what_the_serve_config_of_its_kind_does() -> None:
     ("lines", "words"),
     [
         ("model: /no/such/model", "1: model: '/no/such/model' is neither a built-in model"),
-        ("lora_adapters: {style: /no/adapter}", "1: lora_adapters: the adapter 'style' of the settings: "),
-        ("secret_file: /no/secret", "1: secret_file: there is no secret file /no/secret"),
         ("replicas: 4\nengine: vllm", "2: engine: engine=vllm needs vLLM"),
         ("autoscaling: {max_replicas: 3}\nreplicas: 4", "2: replicas: replicas has no effect beside autoscaling"),
     ],
