@@ -157,11 +157,13 @@ def test_a_query_asks_for_families_and_labels_that_there_are(title: str, promql:
     assert promql.count("(") == promql.count(")")
 
 
-def test_legends_name_labels_that_the_query_keeps() -> None:
-    """Else every line of a graph is called the same."""
+def test_legends_name_labels_that_the_query_keeps_and_rates_use_grafanas_window() -> None:
+    """Else every line of a graph is called the same, or is empty or coarse at other scrape intervals."""
+    assert any("[" in series.promql for series in SERIES)
     for series in SERIES:
         kept = {label.strip() for by in re.findall(r"by \(([^)]*)\)", series.promql) for label in by.split(",")}
         assert set(re.findall(r"\{\{(\w+)\}\}", series.legend)) == kept - {"le"}, series.title
+        assert set(re.findall(r"\[([^\]]+)\]", series.promql)) <= {WINDOW}
 
 
 def test_panels_say_what_they_show_and_lie_on_grafanas_grid() -> None:
@@ -172,10 +174,3 @@ def test_panels_say_what_they_show_and_lie_on_grafanas_grid() -> None:
     assert max(panel["gridPos"]["x"] + panel["gridPos"]["w"] for panel in PANELS) == 24
     for panel in PANELS:
         assert panel["title"] and panel["description"] and panel["fieldConfig"]["defaults"]["unit"], panel["id"]
-
-
-def test_rates_use_grafanas_window() -> None:
-    """A fixed one is empty or coarse at other scrape intervals."""
-    assert any("[" in series.promql for series in SERIES)
-    for series in SERIES:
-        assert set(re.findall(r"\[([^\]]+)\]", series.promql)) <= {WINDOW}

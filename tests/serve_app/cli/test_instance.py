@@ -124,7 +124,6 @@ def test_everything_that_descends_ends() -> None:
     assert done.stdout.strip() == "0", done.stderr
 
 
-@on_linux
 def test_a_stranger_is_no_descendant() -> None:
     """The parent of this process is none, nor is this process itself."""
     assert not {os.getpid(), os.getppid()} & descendants(os.getpid())
@@ -157,7 +156,6 @@ def test_the_supervisor_to_stop_is_named_while_it_lives(alive: bool) -> None:
     assert port_holder(port) is None
 
 
-@on_linux
 def test_an_end_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """What cannot be killed is not waited for without end."""
     monkeypatch.setattr(processes, "descendants", lambda _: {2**22 + 1})

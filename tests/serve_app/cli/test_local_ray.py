@@ -13,18 +13,12 @@ from serve_app.cli import local_ray as launch
 from serve_app.cli.local_ray import held_port, held_window, keep_token_private, local_environment
 
 
-@pytest.fixture
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy of the environment that is thrown away."""
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-
-
-@pytest.mark.usefixtures("environment")
-def test_haproxys_ports_are_held(tmp_path: Path) -> None:
+def test_haproxys_ports_are_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the choice of its ports and its start, seconds later, no connection may be given one of them.
 
     Each is of the instance's own window, and what listens there has another.
     """
+    monkeypatch.setattr(os, "environ", dict(os.environ))
     with local_environment(tmp_path):
         names = ("HAPROXY_STATS", "HAPROXY_METRICS", "FALLBACK_PROXY_HTTP")
         stats, metrics, fallback = (int(os.environ[f"RAY_SERVE_{name}_PORT"]) for name in names)

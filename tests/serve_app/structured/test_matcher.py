@@ -100,13 +100,10 @@ def test_the_mask_depends_on_the_answer_alone(compiler: GrammarCompiler, cuts: l
     ("grammar", "said"),
     [
         (Grammar.json_schema({"type": "objekt"}, "f"), "Invalid type: objekt"),
-        (Grammar.json_schema({"$ref": "#/nope"}, "f"), "does not exist"),
         (Grammar.json_schema({"$ref": "file:///etc/passwd"}, "f"), "not present"),
         (Grammar.json_schema({"$ref": "#"}, "f"), "nothing matches it"),
-        (Grammar.json_schema({"type": "integer", "minimum": 5, "maximum": 3}, "f"), "Unsatisfiable"),
         (Grammar.regex("(", "f"), "unclosed group"),
         (Grammar.regex(r"(a)\1", "f"), "backreferences are not supported"),
-        (Grammar.context_free("start: b", "f"), "unknown name"),
         (Grammar.context_free("start: start", "f"), "nothing matches it"),
         (Grammar.context_free("start: " + "(" * 60 + '"a"' + ")" * 60, "f"), "too deeply nested"),
     ],

@@ -167,22 +167,21 @@ def test_a_sentence_says_what_a_field_must_be() -> None:
         assert caught.value.message == said
 
 
-@pytest.mark.parametrize(
-    ("fields", "neutral"),
-    [
-        ({"prompt_logprobs": 1}, {"prompt_logprobs": None}), ({"use_beam_search": True}, {"use_beam_search": False}),
-        ({"length_penalty": 2}, {"length_penalty": 1}), ({"functions": [{}]}, {"functions": []}),
-        ({"modalities": ["text", "audio"]}, {"modalities": ["text"]}), ({"audio": {}}, {"audio": None}),
-        ({"guided_json": {}}, {"guided_json": None}),
-    ],
-)  # fmt: skip
-def test_what_would_change_the_answer_is_refused_by_name(fields: dict[str, Any], neutral: dict[str, Any]) -> None:
+REFUSED: dict[str, tuple[Any, Any]] = {
+    "prompt_logprobs": (1, None), "use_beam_search": (True, False), "length_penalty": (2, 1), "functions": ([{}], []),
+    "modalities": (["text", "audio"], ["text"]), "audio": ({}, None), "guided_json": ({}, None),
+}  # fmt: skip
+"""By field: a value that would change the answer, and one that asks for nothing."""
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_what_would_change_the_answer_is_refused_by_name(field: str) -> None:
     """Ignoring it would be a wrong answer; a value that asks for nothing is fine."""
-    (name,) = fields
-    with pytest.raises(InvalidRequest, match=f"{name} is not supported by this version") as caught:
-        chat(**fields)
-    assert caught.value.param == name
-    assert chat(**neutral) == chat()
+    value, neutral = REFUSED[field]
+    with pytest.raises(InvalidRequest, match=f"{field} is not supported by this version") as caught:
+        chat(**{field: value})
+    assert caught.value.param == field
+    assert chat(**{field: neutral}) == chat()
 
 
 WRONG_COMPLETIONS: dict[str, list[Any]] = {

@@ -91,26 +91,15 @@ def test_unknown_fields_of_tools_are_named() -> None:
 
 def test_calls_in_messages_have_objects_for_arguments() -> None:
     """A call and its result, as clients send them back; the assistant need not have said anything."""
-    call = {"id": "call_1", "type": "function", "function": {"name": "search", "arguments": '{"q": [1]}'}}
-    bare = {"type": "function", "function": {"name": "search", "arguments": ""}}
-    request = chat(
-        messages=[
-            {"role": "assistant", "content": None, "tool_calls": [call, bare]},
-            {"role": "tool", "tool_call_id": "call_1", "content": "found"},
-        ]
-    )
-    found = {"name": "search", "arguments": {"q": [1]}}
-    assert request.messages == (
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [
-                {"id": "call_1", "type": "function", "function": found},
-                {"type": "function", "function": {"name": "search", "arguments": {}}},
-            ],
-        },
-        {"role": "tool", "content": "found", "tool_call_id": "call_1"},
-    )
+
+    def calls(with_arguments: Any, without: Any) -> list[Any]:
+        named = [{"name": "search", "arguments": with_arguments}, {"name": "search", "arguments": without}]
+        return [{"id": "1", "type": "function", "function": named[0]}, {"type": "function", "function": named[1]}]
+
+    assistant = {"role": "assistant", "content": None, "tool_calls": calls('{"q": [1]}', "")}
+    result = {"role": "tool", "tool_call_id": "1", "content": "found"}
+    read = {"role": "assistant", "content": "", "tool_calls": calls({"q": [1]}, {})}
+    assert chat(messages=[assistant, result]).messages == (read, result)
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ def test_what_is_no_call_is_text(grammar: Reading, text: str, found: Read) -> No
 
 
 def test_arguments_come_while_they_are_written() -> None:
-    """The name goes first; what is known of the arguments is not held back."""
+    """The name goes first; what is known of the arguments is not held back, and a call that breaks off ends."""
     reader = CallReader(hermes, lambda: "call_1", NAMES)
     assert reader.push('Look: <tool_call>{"name": "search", "arguments": ') == ["Look: "]
     assert reader.push('{"q": "a') == [CallBegun("call_1", "search"), CallArguments('{"q": "a')]
@@ -194,13 +194,9 @@ def test_arguments_come_while_they_are_written() -> None:
     (ended,) = reader.push("}")
     assert ended == CallEnded('<tool_call>{"name": "search", "arguments": {"q": "a b"}}')
     assert reader.push("\n</tool_call>") + reader.flush() == []
-
-
-def test_a_call_that_breaks_off_ends() -> None:
-    """A stream has begun it; what has been written of its arguments is told."""
-    reader = CallReader(hermes, lambda: "1", NAMES)
-    reader.push('<tool_call>{"name": "search", "arguments": {"q": [1')
-    assert reader.flush() == [CallEnded('<tool_call>{"name": "search", "arguments": {"q": [1')]
+    reader = CallReader(hermes, lambda: "call_2", NAMES)
+    reader.push(broken_off := '<tool_call>{"name": "search", "arguments": {"q": [1')
+    assert reader.flush() == [CallEnded(broken_off)]
 
 
 NESTED: dict[str, Any] = {
