@@ -77,7 +77,7 @@ def test_ray_still_has_what_is_used(place: object, words: str) -> None:
     assert any(words in inspect.getsource(part) for part in sources if part.__module__.startswith("ray"))  # type: ignore
 
 
-def test_serves_router_still_has_what_ours_reads_and_replaces() -> None:
+def test_serves_router_and_rays_store_still_have_what_ours_reads_and_replaces() -> None:
     source = "".join(inspect.getsource(part) for part in RequestRouter.__mro__ if part.__module__.startswith("ray"))
     for name in ("_deployment_id", "_replicas", "_replica_queue_len_cache"):
         assert re.search(rf"self\.{name}\b.* = ", source), name
@@ -85,8 +85,5 @@ def test_serves_router_still_has_what_ours_reads_and_replaces() -> None:
         assert isinstance(getattr(RequestRouter, name), property), name
     for name in ("_choose_replica_for_request", "_backoff", "update_replicas", "on_replica_actor_died"):
         assert callable(getattr(RequestRouter, name)), name
-
-
-def test_the_store_takes_bytes() -> None:
     for name, words in (("put", "overwrite"), ("get", "namespace"), ("del", "namespace"), ("list", "namespace")):
         assert words in inspect.signature(getattr(internal_kv, f"_internal_kv_{name}")).parameters
