@@ -1,4 +1,4 @@
-"""Models and engines for the engine's tests."""
+"""Models and engines for the engine's tests; the demo model's tokenizer, and what compiles grammars for it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from router.protocol.events import Event
+from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.engine.core.build import build_engine
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.settings import EngineSettings
+from serve_app.structured.compiler import GrammarCompiler
+from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.serve_app.engine.tiny import save_tiny
 
 MakeEngine = Callable[..., TorchEngine]
@@ -26,6 +29,17 @@ def threads(request: pytest.FixtureRequest) -> None:
     """Workers of the suite share the cores, so each has one thread; kernels are tested with as many as there are."""
     kernels = {"attention", "cpu"} & set(request.path.parts)
     torch.set_num_threads((os.cpu_count() or 1) if kernels else 1)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(demo_model_path: Path) -> PromptTokenizer:
+    return PromptTokenizer(demo_model_path)
+
+
+@pytest.fixture(scope="session")
+def compiler(demo_model_path: Path) -> GrammarCompiler:
+    info = load_checkpoint_info(demo_model_path)
+    return GrammarCompiler(info.path, info.vocab_size, info.eos_token_ids)
 
 
 @pytest.fixture(params=["cpu", "cuda"])

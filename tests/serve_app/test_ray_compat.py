@@ -45,15 +45,11 @@ def test_no_other_file_has_private_names_of_ray() -> None:
     assert PRIVATE.search((ROOT / "serve_app/ray_compat.py").read_text())
 
 
-def test_headers_are_names() -> None:
-    orders, prefix, request_id = ray_compat.header_names()
-    assert len(orders) == 4
-    assert all(re.fullmatch(r"[\w-]+", name) for name in (*orders, prefix, request_id))
-    assert request_id == "x-request-id"
-
-
-def test_outside_of_a_request_there_is_no_id() -> None:
+def test_headers_are_names_and_outside_of_a_request_there_is_no_id() -> None:
     assert ray_compat.serve_request_id() == ""
+    orders, prefix, request_id = ray_compat.header_names()
+    assert len(orders) == 4 and request_id == "x-request-id"
+    assert all(re.fullmatch(r"[\w-]+", name) for name in (*orders, prefix))
     token = context._serve_request_context.set(context._RequestContext(request_id="r1"))
     try:
         assert ray_compat.serve_request_id() == "r1"
@@ -83,7 +79,7 @@ def test_ray_still_has_what_is_used(place: object, words: str) -> None:
     assert any(words in inspect.getsource(part) for part in sources if part.__module__.startswith("ray"))  # type: ignore
 
 
-def test_serves_router_still_has_what_ours_reads_and_replaces() -> None:
+def test_serves_router_and_rays_store_still_have_what_ours_reads_and_replaces() -> None:
     source = "".join(inspect.getsource(part) for part in RequestRouter.__mro__ if part.__module__.startswith("ray"))
     for name in ("_deployment_id", "_replicas", "_replica_queue_len_cache"):
         assert re.search(rf"self\.{name}\b.* = ", source), name

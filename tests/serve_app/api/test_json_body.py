@@ -22,16 +22,8 @@ LARGE = 70_000
 @pytest.mark.parametrize(
     ("body", "parse", "field"),
     [
-        (
-            b'{"messages": [' + b",".join([b'{"role": "user", "content": "x"}'] * 100_000) + b"]}",
-            parse_chat,
-            "messages",
-        ),
-        (
-            b'{"messages": [{"role": "user", "content": [' + b",".join([b'{"type":"text"}'] * 140_000) + b"]}]}",
-            parse_chat,
-            "messages",
-        ),
+        (b'{"messages": [' + b",".join([b'{"role": "user"}'] * 140_000) + b"]}", parse_chat, "messages"),
+        (b'{"messages": [{"content": [' + b",".join([b"{}"] * 140_000) + b"]}]}", parse_chat, "messages"),
         (b'{"prompt": [' + b",".join([b"1"] * 1_100_000) + b"]}", parse_completion, "prompt"),
     ],
 )
@@ -82,12 +74,6 @@ def test_what_stands_in_strings_does_not_count(value: Any, ascii_only: bool) -> 
     assert _count_values(json.dumps(value, ensure_ascii=ascii_only).encode()) == commas_and_brackets(value) + 1
 
 
-def test_lists_in_lists_count_though_no_comma_is_between_them() -> None:
-    chains = b",".join([b"[" * 900 + b"]" * 900] * 200)
-    with pytest.raises(InvalidRequest, match="messages holds over"):
-        ChatBody.parse(b'{"model":"m","messages":[' + chains + b"]}")
-
-
 @settings(max_examples=200)
 @given(fields=st.dictionaries(st.sampled_from([*ChatBody.model_fields, "echo", "logprobs", "x"]), VALUES, max_size=6))
 @pytest.mark.parametrize("body", [ChatBody, CompletionBody])
@@ -105,15 +91,6 @@ def test_size_changes_no_answer(body: Any, fields: dict[str, Any]) -> None:
     assert outcome(raw) == outcome(raw[:-1] + b" " * LARGE + raw[-1:])
 
 
-@pytest.mark.parametrize(
-    "raw", [b"[" + b" " * LARGE + b"]", b'{"a": ' + b" " * LARGE, b'"' + b"x" * LARGE + b'"', b"{" * LARGE]
-)
-def test_large_nonsense_is_refused_with_the_same_sentences(raw: bytes) -> None:
-    """Lists, strings, unfinished and endlessly nested bodies."""
-    with pytest.raises(InvalidRequest, match="JSON"):
-        parse_chat(raw)
-
-
 KNOWN = ("cache_salt", "max_tokens", "temperature")
 
 
@@ -127,19 +104,14 @@ def test_whatever_a_client_writes_a_header_can_hold_it(names: list[str]) -> None
 
 
 def test_a_misspelt_name_is_told_with_the_one_that_is_meant() -> None:
-    assert unknown_fields(["cache_slat", "sparkle"], KNOWN) == (
-        UnknownField("cache_slat", "cache_salt"),
-        UnknownField("sparkle"),
-    )
+    """As ignored, or as refused in OpenAI's words."""
     found = unknown_fields(["cache_slat", "sparkle"], KNOWN)
+    assert found == (UnknownField("cache_slat", "cache_salt"), UnknownField("sparkle"))
     assert ignored_fields(found) == "unknown fields ignored: cache_slat (did you mean cache_salt?), sparkle"
-
-
-def test_the_first_is_refused_in_openais_words() -> None:
     require_none(())
+    with pytest.raises(InvalidRequest, match="did you mean 'cache_salt'"):
+        require_none(found)
     with pytest.raises(InvalidRequest) as caught:
-        require_none(unknown_fields(["sparkle", "cache_slat"], KNOWN))
+        require_none(found[1:])
     assert (caught.value.status, caught.value.param, caught.value.code) == (400, "sparkle", "unknown_parameter")
     assert caught.value.message == "Unknown parameter: 'sparkle'; leave it out."
-    with pytest.raises(InvalidRequest, match="did you mean 'cache_salt'"):
-        require_none(unknown_fields(["cache_slat"], KNOWN))

@@ -1,19 +1,75 @@
-"""The policies as Ray Serve's controller calls them, inside Serve's own wrapper; no cluster runs."""
+"""The policies as Ray Serve's controller calls them, inside Serve's own wrapper; no cluster runs.
+
+Figures become signals only where they are complete, fresh and of one version; ingresses' are merged.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from ray.serve._private.common import DeploymentID, ReplicaID, TimeStampedValue
 from ray.serve.autoscaling_policy import _apply_autoscaling_config
 from ray.serve.config import AutoscalingPolicy
 
+from router.protocol.autoscaling import IngressFigures, ReplicaFigures
 from serve_app.app import INGRESS_POLICY, REPLICA_POLICY, _autoscaling
 from serve_app.autoscaling import board
 from serve_app.autoscaling.policy import CONTROL_PERIOD_S
-from tests.serve_app.autoscaling.test_signals import INGRESS, REPLICA
+from serve_app.autoscaling.signals import OLD_AFTER_S, signals
+
+REPLICA = ReplicaFigures(
+    version=1, arrived_tokens=1e6, queued_tokens=8000, prefill_tokens_per_s=4000, running=10, waiting=2, slots=16,
+    pool_tokens=4e5, used_tokens=1e5, pinned_tokens=1000, pin_budget_tokens=1e5,
+    hands_over=1,
+)  # fmt: skip
+INGRESS = IngressFigures(
+    requests=100, p90_ttft_s=2.0, p90_own_s=1.0, mean_own_s=0.5, waiting_requests=4, working_set_tokens=1e5,
+    min_replicas=1, max_replicas=8, target_ttft_s=2.0, upscale_delay_s=10, downscale_delay_s=600,
+)  # fmt: skip
+
+
+def test_sums_means_and_what_waits_at_the_door() -> None:
+    """Two replicas and two ingresses, one with three times the traffic."""
+    busy = replace(INGRESS, requests=300, p90_ttft_s=4.0, waiting_requests=0, working_set_tokens=5e4)
+    seen = signals(2, ["a", "b"], {"a": (0.5, REPLICA), "b": (1.0, REPLICA)}, [(0.1, INGRESS), (0.2, busy)])
+    assert seen.fault == ""
+    token_s = 1.1 / 4000  # ten that decode slow it by a tenth
+    assert seen.token_s == pytest.approx(token_s)
+    assert seen.backlog_s == pytest.approx(16_000 * token_s + 4 * 0.5)
+    assert (seen.decoding, seen.slots, seen.used_tokens, seen.pool_tokens) == (24, 16, 2e5, 4e5)
+    assert (seen.requests, seen.p90_ttft_s, seen.working_set_tokens) == (400, pytest.approx(3.5), 1e5)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "ingresses", "words"),
+    [
+        ({}, [(0.0, INGRESS)], "2 of 2 replicas"),
+        ({"a": (0.0, REPLICA)}, [(0.0, INGRESS)], "1 of 2 replicas"),
+        ({"a": (0.0, REPLICA), "b": (OLD_AFTER_S + 1, REPLICA)}, [(0.0, INGRESS)], "1 of 2 replicas"),
+        ({"a": (0.0, REPLICA), "b": (0.0, REPLICA)}, [], "no ingress"),
+        ({"a": (0.0, REPLICA), "b": (0.0, REPLICA)}, [(OLD_AFTER_S + 1, INGRESS)], "no ingress"),
+        ({"a": (0.0, REPLICA), "b": (0.0, replace(REPLICA, version=2))}, [(0.0, INGRESS)], "two versions"),
+    ],
+)
+def test_what_is_missing_old_or_mixed_is_a_fault(replicas: Any, ingresses: Any, words: str) -> None:
+    assert words in signals(2, ["a", "b"], replicas, ingresses).fault
+    assert signals(2, [], replicas, ingresses).fault == "no replica runs"
+
+
+@given(st.dictionaries(st.sampled_from([*REPLICA.to_floats(), "other"]), st.floats() | st.just(1.0)))
+def test_nonsense_is_refused_and_figures_survive_the_way(floats: dict[str, float]) -> None:
+    """Whatever a report holds, it is figures or a ValueError; what was written is read."""
+    assert ReplicaFigures.of(REPLICA.to_floats()) == REPLICA
+    try:
+        figures = ReplicaFigures.of({**REPLICA.to_floats(), **floats})
+    except ValueError:
+        return
+    assert all(0.0 <= value < float("inf") for value in figures.to_floats().values())
+
 
 DEPLOYMENT = DeploymentID(name="Replica", app_name="app")
 
@@ -96,21 +152,11 @@ def test_reports_that_stand_still_hold_the_number() -> None:
     assert replica(Context(3, raw(ids(3), busy, 1e9), ids(3)))[0] == 3
 
 
-class Broken:
-    """Figures that cannot even be looked at."""
-
-    def items(self) -> Any:
-        raise RuntimeError("broken")
-
-    def __bool__(self) -> bool:
-        return True
-
-
 def test_a_policy_that_faults_changes_nothing_and_raises_nothing() -> None:
     """Serve's application manager stands still for all applications while a policy raises. (docs/autoscaling.md)"""
     for policy in policies():
         Clock.now_s += CONTROL_PERIOD_S
-        assert policy(Context(5, Broken(), ids(5)))[0] == 5
+        assert policy(Context(5, object(), ids(5)))[0] == 5
         assert policy(Context(5, None, ids(5)))[0] == 5
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,17 @@ class Runner:
         self.model = model
         self.folder = folder
 
-    def run(self, text: str, *more: str) -> tuple[Result, dict[str, dict[str, Any]]]:
+    def run(self, *lines: str, flags: str = "") -> tuple[Result, dict[str, dict[str, Any]]]:
         """Return what the command said, and the responses by custom_id; none where there is no file."""
         given, out = self.folder / "in.jsonl", self.folder / "out.jsonl"
-        given.write_text(text)
+        given.write_text("\n".join(lines))
         out.unlink(missing_ok=True)
         files = ["--input-file", str(given), "--output-file", str(out)]
         settings = ["--model", str(self.model), "--set", "block_size=4", "--set", "dtype=float32"]
-        result = CliRunner().invoke(app, ["infer", *files, *settings, *more])
-        lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-        assert all(line.keys() == {"id", "custom_id", "response", "error"} for line in lines)
-        return result, {line["custom_id"]: line["response"] for line in lines}
+        result = CliRunner().invoke(app, ["infer", *files, *settings, *shlex.split(flags)])
+        found = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+        assert all(line.keys() == {"id", "custom_id", "response", "error"} for line in found)
+        return result, {line["custom_id"]: line["response"] for line in found}
 
 
 @pytest.fixture
@@ -66,16 +67,14 @@ def said(result: Result) -> str:
 
 def test_requests_are_answered_as_the_server_would_and_again_the_same(runner: Runner) -> None:
     """Chats and completions in one file, with a save, a grammar, choices and logprobs; the cache changes no answer."""
-    text = "\n".join(
-        [
-            chat("saves", "How do I read a CSV file?", save_system_prompt_kv_cache=True),
-            "",
-            chat("choices", "How do I write JSON?", n=2, logprobs=True),
-            chat("grammar", "Yes or no?", structured_outputs={"choice": ["yes", "no"]}, seed=None),
-            line("completion", COMPLETION, prompt=["one two three", [1, 2, 3]], max_tokens=4),
-        ]
+    lines = (
+        chat("saves", "How do I read a CSV file?", save_system_prompt_kv_cache=True),
+        "",
+        chat("choices", "How do I write JSON?", n=2, logprobs=True),
+        chat("grammar", "Yes or no?", structured_outputs={"choice": ["yes", "no"]}, seed=None),
+        line("completion", COMPLETION, prompt=["one two three", [1, 2, 3]], max_tokens=4),
     )
-    result, responses = runner.run(text)
+    result, responses = runner.run(*lines)
     assert result.exit_code == 0, result.output
     assert "4 of 4 requests answered" in said(result)
     assert {response["status_code"] for response in responses.values()} == {200}
@@ -89,7 +88,7 @@ def test_requests_are_answered_as_the_server_would_and_again_the_same(runner: Ru
     assert responses["grammar"]["body"]["choices"][0]["message"]["content"] in ("yes", "no")
     assert [choice["index"] for choice in three] == [0, 1]
 
-    plain, uncached = runner.run(text, "--set", "enable_prefix_caching=false")
+    plain, uncached = runner.run(*lines, flags="--set enable_prefix_caching=false")
     assert plain.exit_code == 0
     assert "saves: save_system_prompt_kv_cache: not saved, because prefix caching is switched off" in said(plain)
     assert set(map(cached, uncached.values())) == {0}
@@ -100,39 +99,32 @@ def test_requests_are_answered_as_the_server_would_and_again_the_same(runner: Ru
 def test_one_that_fails_is_named_and_the_others_are_answered(runner: Runner) -> None:
     """Each has its status and the API's error; the run leaves with 1."""
     image = {"role": "user", "content": [{"type": "image", "image": "cat.png"}]}
-    text = "\n".join(
-        [
-            line("image", messages=[image]),
-            chat("adapter", "a", lora_name="none"),
-            chat("long", "a", max_tokens=10**6),
-            line("no prompt", COMPLETION),
-            chat("good", "a", verbose=1),
-        ]
+    result, responses = runner.run(
+        line("image", messages=[image]),
+        chat("adapter", "a", lora_name="none"),
+        chat("long", "a", max_tokens=10**6),
+        line("no prompt", COMPLETION),
+        chat("good", "a", verbose=1),
+        flags="--set max_num_seqs=1",
     )
-    result, responses = runner.run(text, "--set", "max_num_seqs=1")
     assert result.exit_code == 1
     assert "1 of 5 requests answered" in said(result)
     assert "good: unknown fields ignored: verbose" in said(result)
     assert "failed: no prompt: prompt is missing" in said(result)
     errors = {name: response["body"].get("error", {}).get("param") for name, response in responses.items()}
-    assert errors == {
-        "image": "messages[0].content",
-        "adapter": "lora_name",
-        "long": "max_tokens",
-        "no prompt": "prompt",
-        "good": None,
-    }
+    params = ["messages[0].content", "lora_name", "max_tokens", "prompt", None]
+    assert errors == dict(zip(("image", "adapter", "long", "no prompt", "good"), params, strict=True))
     assert [name for name, response in responses.items() if response["status_code"] == 200] == ["good"]
 
 
 def test_adapters_are_the_settings_and_share_no_kv(runner: Runner, tmp_path: Path) -> None:
     """The base model's saved prompt is not the adapter's."""
     path = save_adapter(runner.model, tmp_path / "peft", seed=1)
-    text = "\n".join(
+    lines = (
         chat(name, "Hello", temperature=0, save_system_prompt_kv_cache=True, lora_name=lora)
         for name, lora in (("base", None), ("adapter", "french"), ("base again", None), ("adapter again", "french"))
     )
-    result, responses = runner.run(text, "--set", "max_num_seqs=1", "--set", f"lora_adapters={{french: {path}}}")
+    result, responses = runner.run(*lines, flags=f"--set max_num_seqs=1 --set lora_adapters={{french:\\ {path}}}")
     assert result.exit_code == 0, result.output
     assert cached(responses["base"]) == cached(responses["adapter"]) == 0
     assert cached(responses["base again"]) == cached(responses["adapter again"]) > 0
@@ -149,7 +141,7 @@ def test_adapters_are_the_settings_and_share_no_kv(runner: Runner, tmp_path: Pat
         (line("", CHAT), "line 1: custom_id must be a string that is not empty"),
         (line("a", "/v1/embeddings"), "line 1: url must be one of /v1/chat/completions, /v1/completions"),
         (line("a").replace("POST", "GET"), 'line 1: method must be "POST"'),
-        ("\n".join([chat("a", "x"), chat("b", "x"), chat("a", "y")]), "lines 1 and 3 have the same custom_id"),
+        (f"{chat('a', 'x')}\n{chat('b', 'x')}\n{chat('a', 'y')}", "lines 1 and 3 have the same custom_id"),
     ],
 )
 def test_a_file_that_cannot_be_run_is_refused_whole(runner: Runner, text: str, sentence: str) -> None:

@@ -94,13 +94,9 @@ def test_flags_of_other_servers_are_answered_with_our_way(arguments: list[str], 
 )
 def test_an_address_is_a_url_that_clients_take(launched: list[Launch], host: str, url: str) -> None:
     """The start asks it for /health, and it is printed."""
-    assert CliRunner().invoke(app, ["serve", "--host", host, "--port", "80", "--no-haproxy"]).exit_code == 0
+    assert CliRunner().invoke(app, ["serve", "demo", "--host", host, "--port", "80", "--no-haproxy"]).exit_code == 0
     assert launched[0].url == url
-
-
-def test_a_model_may_be_named_without_its_flag(launched: list[Launch]) -> None:
-    assert CliRunner().invoke(app, ["serve", "demo"]).exit_code == 0
-    assert launched[0].settings["model"] == "demo"
+    assert launched[0].settings["model"] == "demo", "a model may be named without its flag"
 
 
 def test_printed_requests_do_not_sample() -> None:

@@ -95,13 +95,12 @@ _BUSY = 'serve(); channel.readline(); say("asked"); time.sleep(600)'
 @pytest.mark.parametrize(
     ("instance", "signals", "end", "status"),
     [
-        (_GIVEN_UP, {"[1/4]": SIGINT}, "stopping: the start is given up\nstopped\n", 128 + SIGINT),
         (_GIVEN_UP, {"[1/4]": SIGTERM}, "stopping: the start is given up\nstopped\n", 128 + SIGTERM),
         ('serve(); say(channel.readline() == b"stop\\n")', {"hello": SIGINT}, "ends them now\nTrue\nstopped\n", 0),
         (_ORPHANS, {"hello": SIGTERM}, "answers under way have 600 s; Ctrl-C again ends them now\nstopped\n", 0),
         (_BUSY, {"hello": SIGTERM, "asked": SIGINT}, "stopping at once\nstopped\n", 128 + SIGINT),
     ],
-    ids=["start", "start, SIGTERM", "serving", "orphans", "stopping"],
+    ids=["start", "serving", "orphans", "stopping"],
 )
 def test_a_signal_ends_it_at_any_moment(
     started: Callable[..., Started], instance: str, signals: dict[str, Signals], end: str, status: int

@@ -183,20 +183,12 @@ def lost_once(received: int, then: Chunks = answer, error: Exception | None = No
     return chunks
 
 
-def raising(error: Exception) -> Chunks:
-    """Replicas whose every call raises."""
+def always(what: wire.GenerateChunk | Exception) -> Chunks:
+    """Replicas whose every call raises, or is answered with one chunk."""
 
     async def chunks(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
-        raise error
-        yield
-
-    return chunks
-
-
-def saying(chunk: wire.GenerateChunk) -> Chunks:
-    """Replicas that answer every call with one chunk."""
-
-    async def chunks(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
-        yield chunk
+        if isinstance(what, Exception):
+            raise what
+        yield what
 
     return chunks

@@ -96,18 +96,13 @@ def test_as_many_choices_run_as_there_are_places(choices: int) -> None:
 
 
 @pytest.mark.parametrize("choices", [1, 23])
-def test_leaving_ends_what_was_begun_and_begins_no_more(choices: int) -> None:
-    """A consumer that stops after the first piece leaves nothing running, and no unit taken."""
+def test_leaving_and_a_failing_choice_end_what_was_begun(choices: int) -> None:
+    """Nothing runs on, no unit is taken and no more begins; an answer is whole or none."""
     source = Source()
     pieces, used = asyncio.run(run(choices, source, stop_after=1))
     assert len(pieces) == 1
     assert (used[-1], source.running) == (0, 0)
     assert source.ended <= PLACES // 2
-
-
-@pytest.mark.parametrize("choices", [1, 23])
-def test_one_failing_choice_ends_all(choices: int) -> None:
-    """An answer is whole or none; the others are closed and every unit is given back."""
     source = Source(failing=f"r.{choices - 1}")
     pieces, used = asyncio.run(run(choices, source))
     assert not any(piece.finish_reason for piece in pieces if piece.index == choices - 1)

@@ -31,15 +31,15 @@ from tests.serve_app.generation.fake_replicas import (
     BLOCK,
     ROOT,
     SCOPE,
+    Chunks,
     FakeHandle,
+    always,
     answer,
     generation,
     ids,
     lost_once,
-    raising,
     root_of,
     run,
-    saying,
     whole,
 )
 
@@ -145,9 +145,10 @@ def test_what_is_whole_before_the_loss_is_not_asked_again(received: int, shown: 
     assert (len(handle.calls), handle.after_first_token) == (1, [])
 
 
-def test_when_all_replicas_die_the_client_is_told_to_come_back() -> None:
+@pytest.mark.parametrize("chunks", [always(ActorDiedError()), always(LEAVING)], ids=["die", "leave"])
+def test_when_all_replicas_are_lost_the_client_is_told_to_come_back(chunks: Chunks) -> None:
     """A bounded number of attempts, each avoiding the lost ones, then 503 with Retry-After."""
-    handle = FakeHandle(raising(ActorDiedError()))
+    handle = FakeHandle(chunks)
     with pytest.raises(Overloaded) as caught:
         run(handle)
     assert caught.value.retry_after_s
@@ -175,32 +176,20 @@ def test_a_stream_outlives_any_number_of_replicas_that_leave_in_order() -> None:
     assert not any(route.dead for _, route in handle.calls), "one that leaves can hand out KV until it ends"
 
 
-def test_replicas_that_leave_without_a_token_are_lost_ones() -> None:
-    """Otherwise a deployment that is going away would be asked for ever."""
-    with pytest.raises(Overloaded):
-        run(FakeHandle(saying(LEAVING)))
-
-
 @pytest.mark.parametrize(
-    ("chunk", "error"),
+    ("chunks", "error"),
     [
-        (wire.GenerateChunk(error="too_long", message="too long"), ContextLengthExceeded),
-        (wire.GenerateChunk(error="failed", message="bad"), GenerationFailed),
-        (wire.GenerateChunk(error="timeout", message="took too long"), GenerationFailed),
+        (always(wire.GenerateChunk(error="too_long", message="too long")), ContextLengthExceeded),
+        (always(wire.GenerateChunk(error="failed", message="bad")), GenerationFailed),
+        (always(wire.GenerateChunk(error="timeout", message="took too long")), GenerationFailed),
+        (always(RayTaskError("generate", "Traceback: secret", ValueError("x"))), GenerationFailed),
     ],
+    ids=["too long", "failed", "timeout", "exception"],
 )
-def test_refusals_become_client_errors(chunk: wire.GenerateChunk, error: type[Exception]) -> None:
-    """What the replica refuses is not retried, and nothing stays reserved."""
-    handle = FakeHandle(saying(chunk))
-    with pytest.raises(error):
+def test_refusals_and_faults_become_client_errors(chunks: Chunks, error: type[Exception]) -> None:
+    """Neither is tried again, and a fault inside the replica's code shows nothing of the inside."""
+    handle = FakeHandle(chunks)
+    with pytest.raises(error) as caught:
         run(handle)
-    assert len(handle.calls) == 1
-
-
-def test_an_exception_in_the_replica_is_a_plain_500() -> None:
-    """A fault inside the replica's code is not retried and shows nothing of the inside."""
-    handle = FakeHandle(raising(RayTaskError("generate", "Traceback: secret", ValueError("x"))))
-    with pytest.raises(GenerationFailed) as caught:
-        run(handle)
-    assert "secret" not in caught.value.message
+    assert "secret" not in str(caught.value)
     assert len(handle.calls) == 1

@@ -1,4 +1,4 @@
-"""What waits for a replica, a place or late tokens, for how long, and what its client is told then.
+"""What waits for a replica, a place or late tokens, what its client is told then, and who leaves before the end.
 
 Chunks come by one way and a call's end by another: which is first changes nothing, and what is lost is asked for.
 """
@@ -19,18 +19,21 @@ from ray.serve.handle import DeploymentResponse
 
 from router.protocol.request import NoReplicaLeft, RoutedRequest
 from serve_app.errors import Overloaded, RateLimited
+from serve_app.generation.call import Aborts
 from serve_app.generation.dispatch import MAX_ATTEMPTS
+from serve_app.ray_compat import cancel_call
 from serve_app.replica import messages as wire
 from tests.serve_app.generation.fake_replicas import (
     Chunks,
     FakeHandle,
     FakeResult,
+    always,
     answer,
+    called,
+    generation,
     ids,
     lost_once,
-    raising,
     run,
-    saying,
     whole,
 )
 
@@ -53,13 +56,24 @@ def test_a_stream_that_has_begun_waits_for_a_replica(error: Exception, monkeypat
     assert handle.after_first_token == [True]
 
 
-def test_a_stream_waits_for_a_replica_until_its_deadline() -> None:
-    """Then the client hears that there is none."""
-    handle = FakeHandle(lost_once(2, raising(NoReplicaLeft("none")), ActorDiedError()))
-    with pytest.raises(Overloaded) as caught:
+BEGUN = lost_once(2, always(NoReplicaLeft("none")), ActorDiedError())
+NONE = always(NoReplicaLeft("there has been no replica for 5 s"))
+
+
+@pytest.mark.parametrize(
+    ("chunks", "error", "retry_after_s"),
+    [(always(FULL), RateLimited, 3.0), (BEGUN, Overloaded, 5.0), (NONE, Overloaded, 5.0)],
+    ids=["full", "begun", "none"],
+)
+def test_a_wait_ends_at_the_deadline_with_when_to_come_back(
+    chunks: Chunks, error: type[Overloaded | RateLimited], retry_after_s: float
+) -> None:
+    """Of a line that stays full, and of a stream that finds no replica; what has not begun does not wait for one."""
+    handle = FakeHandle(chunks)
+    with pytest.raises(error) as caught:
         run(handle, deadline_s=time.perf_counter() + 0.2)
-    assert caught.value.retry_after_s
-    assert len(handle.calls) > 2
+    assert caught.value.retry_after_s == retry_after_s
+    assert (len(handle.calls) > 2) == (chunks is not NONE)
 
 
 def test_a_call_carries_the_seconds_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +118,7 @@ def test_a_full_line_is_asked_again(by_serve: bool, monkeypatch: pytest.MonkeyPa
     docs/scheduling.md
     """
     monkeypatch.setattr("serve_app.generation.dispatch.FIRST_PAUSE_S", 0.001)
-    full = raising(BackPressureError(num_queued_requests=1, max_queued_requests=1)) if by_serve else saying(FULL)
+    full = always(BackPressureError(num_queued_requests=1, max_queued_requests=1)) if by_serve else always(FULL)
 
     def full_at_first(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
         return (full if len(handle.calls) <= MAX_ATTEMPTS + 2 else answer)(call, route, replica)
@@ -114,21 +128,6 @@ def test_a_full_line_is_asked_again(by_serve: bool, monkeypatch: pytest.MonkeyPa
     assert handle.after_first_token == []
     assert len({route.request_id for _, route in handle.calls}) == MAX_ATTEMPTS + 3
     assert not any(route.avoid for _, route in handle.calls)
-
-
-def test_a_line_that_stays_full_is_429_at_the_deadline() -> None:
-    """The client hears of it before its time is over."""
-    with pytest.raises(RateLimited) as caught:
-        run(FakeHandle(saying(FULL)), deadline_s=time.perf_counter() + 0.2)
-    assert caught.value.retry_after_s == 3.0
-
-
-def test_no_replica_at_all_is_503_with_retry_after() -> None:
-    """The router's word that there is none becomes an error that says when to come back."""
-    with pytest.raises(Overloaded) as caught:
-        run(FakeHandle(raising(NoReplicaLeft("there has been no replica for 5 s"))))
-    assert caught.value.status == 503
-    assert caught.value.retry_after_s == 5.0
 
 
 class LateResult(FakeResult):
@@ -150,12 +149,6 @@ def late(monkeypatch: pytest.MonkeyPatch, chunks: Chunks, lose: int = 0) -> Fake
     return FakeHandle(chunks)
 
 
-def test_an_end_that_is_heard_first_cuts_nothing_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    handle = late(monkeypatch, answer)
-    assert ids(run(handle)) == whole()
-    assert handle.after_first_token == []
-
-
 def test_an_answer_without_tokens_has_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that only warms the cache: what was cached is in its one chunk, and not in its end."""
 
@@ -166,10 +159,105 @@ def test_an_answer_without_tokens_has_its_figures(monkeypatch: pytest.MonkeyPatc
     assert (tokens.token_ids, tokens.cached_tokens, tokens.finish_reason) == ((), 8, "length")
 
 
-@pytest.mark.parametrize("lose", [1, 2, 3])
+@pytest.mark.parametrize("lose", [0, 1, 2, 3])
 def test_lost_chunks_are_asked_for_again(monkeypatch: pytest.MonkeyPatch, lose: int) -> None:
-    """A channel that was cut: another replica goes on from what came."""
+    """An end that is heard first cuts nothing off; after a channel that was cut another replica goes on."""
     monkeypatch.setattr("serve_app.generation.call.LATE_S", 0.1)
     handle = late(monkeypatch, answer, lose)
     assert ids(run(handle)) == whole()
-    assert handle.after_first_token == [lose < 3]
+    assert handle.after_first_token == [lose < 3] * bool(lose)
+
+
+def test_leaving_between_the_assignment_and_its_news_cancels_the_call() -> None:
+    """The replica has the call already, but nobody here has heard of it: Ray's own cancel would leave it running.
+
+    It also fails when Ray calls the future of an assignment, or what it holds, otherwise.
+    """
+    handle = FakeHandle(answer, ["a"])
+
+    async def leave() -> None:
+        waiting = asyncio.ensure_future(anext(handle.dispatcher.generate(generation())))
+        # Waiters of the event come before those of the task that sets it.
+        await handle.assigned.wait()
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+    asyncio.run(leave())
+    assert handle.results[0].cancelled
+    assert handle.core.state()["open_reservations"] == 0
+
+
+def test_leaving_before_the_assignment_cancels_that() -> None:
+    """Nothing was sent yet, and nothing will be; a call whose assignment failed has nothing to cancel."""
+
+    async def leave() -> None:
+        never = called(asyncio.sleep(3600))
+        failed = called(asyncio.sleep(0, result=None))
+        await asyncio.sleep(0)
+        failed._replica_result_future.cancel()
+        for stream in (never, failed):
+            cancel_call(stream)
+        await asyncio.sleep(0)
+        assert never._replica_result_future.cancelled()
+
+    asyncio.run(leave())
+
+
+class Replicas:
+    """A handle; ``b`` is dead. ``heard``: who was told of which calls."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, list[str]]] = []
+
+    def options(self, method_name: str) -> Replicas:
+        assert method_name == "end_calls"
+        return self
+
+    async def remote(self, request_ids: list[str], *, target: str) -> None:
+        self.heard.append((target, request_ids))
+        if target == "b":
+            raise ActorDiedError
+
+
+async def until_nothing_is_under_way() -> None:
+    await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()}, return_exceptions=True)
+
+
+@pytest.fixture
+def replicas(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr("serve_app.generation.call.TELL_AFTER_S", 0.01)
+    return Replicas()
+
+
+def test_each_replica_is_told_of_its_own_once_and_a_dead_one_harms_nobody(replicas: Any) -> None:
+    async def run() -> None:
+        aborts = Aborts(replicas)
+        for replica_id, request_id in (("a", "1"), ("b", "2"), ("a", "3")):
+            aborts.note(replica_id, request_id)
+        await until_nothing_is_under_way()
+        aborts.note("a", "4")
+        await until_nothing_is_under_way()
+
+    asyncio.run(run())
+    assert replicas.heard == [("a", ["1", "3"]), ("b", ["2"]), ("a", ["4"])]
+
+
+def test_who_leaves_before_the_end_is_told_of_and_whose_answer_ended_is_not(replicas: Any) -> None:
+    """By the ingress, whatever becomes of Ray's cancel: these replicas do not heed it."""
+    handle = FakeHandle(answer, ["a"])
+    handle.dispatcher._left = Aborts(replicas).note
+
+    async def run() -> None:
+        async for _ in handle.dispatcher.generate(generation()):
+            pass
+        await until_nothing_is_under_way()
+        assert not replicas.heard
+        stream = handle.dispatcher.generate(generation())
+        await anext(stream)
+        await stream.aclose()
+        await until_nothing_is_under_way()
+
+    asyncio.run(run())
+    assert replicas.heard == [("a", [handle.calls[-1][1].request_id])]
+    assert [result.cancelled for result in handle.results] == [False, True]
+    assert handle.core.state()["open_reservations"] == 0

@@ -100,10 +100,11 @@ def test_a_system_prompt_whose_last_token_merges_is_saved_without_it(
 ) -> None:
     """Raw text that ends inside a word: the request's ids go another way from there, and only what is common counts."""
     root = bytes(16)
+    in_whole = tokenizer.encode(RULES, root).token_ids.tolist()
     cut = next(
         end
         for end in range(len(RULES) - 1, 40, -1)
-        if not _is_prefix(tokenizer.encode(RULES[:end], root).token_ids, tokenizer.encode(RULES, root).token_ids)
+        if (ids := tokenizer.encode(RULES[:end], root).token_ids.tolist()) != in_whole[: len(ids)]
     )
     whole = prepare(preparer, ("system", RULES[:cut]), ("user", "\n"), apply_chat_template=False)
     generation = prepare(preparer, ("system", RULES[:cut]), ("user", RULES[cut:]), apply_chat_template=False)
@@ -112,10 +113,6 @@ def test_a_system_prompt_whose_last_token_merges_is_saved_without_it(
     assert 0 < save.tokens < len(alone) == whole.saves[0].tokens, "counted anew for each prompt"
     assert np.array_equal(alone[: save.tokens], generation.token_ids[: save.tokens])
     assert alone[save.tokens] != generation.token_ids[save.tokens]
-
-
-def _is_prefix(part: np.ndarray, whole: np.ndarray) -> bool:
-    return np.array_equal(part, whole[: len(part)])
 
 
 @pytest.fixture(scope="module")
@@ -147,17 +144,13 @@ def test_tenants_share_the_blocks_inside_a_public_prompt(shop: Preparer) -> None
     assert len(one.block_hashes) // 16 > public + 2
     assert one.block_hashes == extend_chain(one.root, public, one.token_ids, 16)
     assert one.placement_key == other.placement_key, "a public prompt that nobody holds is computed once"
+    longer = [ask(shop, tenant, ("system", RULES + "Our secret is 42. " * 9)) for tenant in (ACME, ZETA)]
+    assert shared_blocks(*longer) == longer[0].scope.public_blocks >= 2, "those that lie wholly inside"
+    assert longer[0].placement_key != longer[1].placement_key
     foreign = [ask(shop, tenant, ("system", "My own. " + RULES), ("user", LONG)) for tenant in (ACME, ZETA)]
     assert [generation.scope.public_blocks for generation in foreign] == [0, 0]
     assert shared_blocks(*foreign) == 0
     assert foreign[0].placement_key != foreign[1].placement_key
-
-
-def test_what_follows_a_public_prompt_in_one_system_message_is_private(shop: Preparer) -> None:
-    """The blocks that lie wholly inside are shared; the placement is the tenant's own."""
-    one, other = (ask(shop, tenant, ("system", RULES + "Our secret is 42. " * 9)) for tenant in (ACME, ZETA))
-    assert shared_blocks(one, other) == one.scope.public_blocks >= 2
-    assert one.placement_key != other.placement_key
 
 
 def test_trust_groups_share_everything_and_salts_divide_them(shop: Preparer) -> None:
@@ -212,15 +205,18 @@ def test_a_prompt_cache_key_places_and_neither_joins_nor_parts(shop: Preparer) -
     assert ask(shop, ACME, ("user", "Else."), prompt_cache_key="k").placement_key == keyed[0].placement_key
 
 
-@pytest.mark.parametrize("kind", ["messages", "text", "prompt", "ids", "reference"])
+@pytest.mark.parametrize("kind", ["messages", "text", "prompt", "ids", "reference", "tools"])
 def test_what_cannot_fit_is_refused_before_it_is_read(
     kind: str, tokenizer: PromptTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is rendered, tokenized or hashed of what is longer than all of a model's tokens together."""
+    """Nothing is rendered, tokenized or hashed of what is longer than all of a model's tokens together.
+
+    What a template makes of anything but contents is measured when it is there.
+    """
     prompts = Prompts([PublicPromptConfig(name="big", version="1", text="word " * 200_000)])
     preparer = preparer_of(tokenizer, prompts)
     asyncio.run(prompts.keep_current(tokenizer))
-    for name in ("render_async", "_look_up", "encode_ids"):
+    for name in ("render_async", "_look_up", "encode_ids")[kind == "tools" :]:
         monkeypatch.setattr(tokenizer, name, lambda *_, **__: pytest.fail("it was read"))
     text = "x" * 1_000_000
     request: dict[str, ChatRequest | CompletionRequest] = {
@@ -229,20 +225,14 @@ def test_what_cannot_fit_is_refused_before_it_is_read(
         "prompt": CompletionRequest(model="demo", prompts=(text,)),
         "ids": CompletionRequest(model="demo", prompts=((1,) * 4096,)),
         "reference": CompletionRequest(model="demo", prompts=("a",) * 128, prompt_ref="big@1"),
+        "tools": ChatRequest(
+            model="demo",
+            messages=({"role": "user", "content": "Hi"},),
+            tool_use=ToolUse(tools=({"type": "function", "function": {"name": "look", "description": text}},)),
+        ),
     }
     with pytest.raises(ContextLengthExceeded, match="at least"):
         asyncio.run(preparer.prepare(request[kind], Tenant("default"), "id"))
-
-
-def test_tools_and_calls_that_cannot_fit_are_not_tokenized(
-    preparer: Preparer, tokenizer: PromptTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a template makes of anything but contents is measured when it is there."""
-    monkeypatch.setattr(tokenizer, "_look_up", lambda *_: pytest.fail("it was tokenized"))
-    tool = {"type": "function", "function": {"name": "look", "description": "x" * 1_000_000}}
-    request = ChatRequest(model="demo", messages=({"role": "user", "content": "Hi"},), tool_use=ToolUse(tools=(tool,)))
-    with pytest.raises(ContextLengthExceeded, match="at least"):
-        asyncio.run(preparer.prepare(request, Tenant("default"), "id"))
 
 
 def test_the_first_prompt_that_is_too_long_is_the_last_that_is_read(
@@ -309,19 +299,19 @@ def test_a_simulated_engine_refuses_what_needs_logits(tokenizer: PromptTokenizer
     assert prepare(simulated, ("user", "Hi"), min_tokens=2, stop_token_ids=(5,)).sampling.rules is not None
 
 
-def test_an_echo_is_the_prompt_as_text(preparer: Preparer, tokenizer: PromptTokenizer) -> None:
+def test_an_echo_is_the_prompt_as_text_and_the_last_message_can_be_gone_on_with(
+    preparer: Preparer, tokenizer: PromptTokenizer
+) -> None:
+    """Nothing of the template comes behind that."""
     ids = tuple(tokenizer.encode("Beta", b"r" * 16).token_ids.tolist())
     wanted = CompletionRequest(model="demo", prompts=("Alpha", ids), n=2, max_tokens=4, echo=True)
     found = asyncio.run(preparer.prepare(wanted, Tenant("default"), "id"))
     assert [one.echo for one in found] == ["Alpha", "Alpha", "Beta", "Beta"]
-
-
-def test_the_last_message_can_be_gone_on_with(preparer: Preparer, tokenizer: PromptTokenizer) -> None:
-    """Nothing of the template comes behind it."""
-    found = prepare(
+    went_on = prepare(
         preparer, ("user", "Hi"), ("assistant", "The answer"), add_generation_prompt=False, continue_final_message=True
     )
-    assert tokenizer._backend.decode(found.token_ids.tolist(), skip_special_tokens=False).endswith("\nThe answer")
+    text = tokenizer._backend.decode(went_on.token_ids.tolist(), skip_special_tokens=False)
+    assert text.endswith("\nThe answer")
 
 
 def test_choices_have_seeds_of_their_own(preparer: Preparer) -> None:

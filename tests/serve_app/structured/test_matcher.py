@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
-from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.errors import InvalidRequest
 from serve_app.structured.compiler import GrammarCompiler, GrammarError, llguidance_form
 from serve_app.structured.grammar import Grammar
@@ -28,17 +26,6 @@ SCHEMA = {
     "required": ["name", "kind"],
     "additionalProperties": False,
 }
-
-
-@pytest.fixture(scope="module")
-def compiler(demo_model_path: Path) -> GrammarCompiler:
-    info = load_checkpoint_info(demo_model_path)
-    return GrammarCompiler(info.path, info.vocab_size, info.eos_token_ids)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(demo_model_path: Path) -> PromptTokenizer:
-    return PromptTokenizer(demo_model_path)
 
 
 def ids_of(tokenizer: PromptTokenizer, text: str) -> np.ndarray:
@@ -83,6 +70,9 @@ def test_an_answer_is_allowed_token_by_token(compiler: GrammarCompiler, tokenize
         assert int(ids[count]) in found if count < len(ids) else found >= ends
         assert count == len(ids) or not found & ends
     assert matcher.allowed(ids_of(tokenizer, "[1")) is None
+    brace, space = map(int, ids_of(tokenizer, "{ "))
+    for spaces in (1, 31, 32):
+        assert (space in (allowed_ids(matcher, tokens_of(brace, *[space] * spaces)) or ())) == (spaces < 32), "it ends"
 
 
 @settings(max_examples=60, deadline=None)
@@ -110,13 +100,10 @@ def test_the_mask_depends_on_the_answer_alone(compiler: GrammarCompiler, cuts: l
     ("grammar", "said"),
     [
         (Grammar.json_schema({"type": "objekt"}, "f"), "Invalid type: objekt"),
-        (Grammar.json_schema({"$ref": "#/nope"}, "f"), "does not exist"),
         (Grammar.json_schema({"$ref": "file:///etc/passwd"}, "f"), "not present"),
         (Grammar.json_schema({"$ref": "#"}, "f"), "nothing matches it"),
-        (Grammar.json_schema({"type": "integer", "minimum": 5, "maximum": 3}, "f"), "Unsatisfiable"),
         (Grammar.regex("(", "f"), "unclosed group"),
         (Grammar.regex(r"(a)\1", "f"), "backreferences are not supported"),
-        (Grammar.context_free("start: b", "f"), "unknown name"),
         (Grammar.context_free("start: start", "f"), "nothing matches it"),
         (Grammar.context_free("start: " + "(" * 60 + '"a"' + ")" * 60, "f"), "too deeply nested"),
     ],
@@ -124,15 +111,6 @@ def test_the_mask_depends_on_the_answer_alone(compiler: GrammarCompiler, cuts: l
 def test_a_grammar_that_cannot_be_followed_says_why(grammar: Grammar, said: str, compiler: GrammarCompiler) -> None:
     with pytest.raises(GrammarError, match=said):
         compiler.compile(llguidance_form(grammar))
-
-
-def test_whitespace_ends(compiler: GrammarCompiler, tokenizer: PromptTokenizer) -> None:
-    """A model that likes it too much gets on with its JSON."""
-    matcher = Matchers(compiler).matcher(llguidance_form(Grammar.json_schema(SCHEMA, "f")))
-    (space,), (brace,) = (tokenizer.encode(text, b"r" * 16).token_ids.tolist() for text in (" ", "{"))
-    for count in (1, 31, 32):
-        found = allowed_ids(matcher, np.array([brace, *[space] * count], dtype=np.int32))
-        assert (space in (found or ())) == (count < 32)
 
 
 def test_the_wrong_part_of_a_schema_is_found(compiler: GrammarCompiler) -> None:

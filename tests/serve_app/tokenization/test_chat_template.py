@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ def test_chat_is_rendered_by_the_checkpoints_template(tokenizer: PromptTokenizer
 )
 def test_system_text_is_always_a_prefix(demo_model_path: Path, tmp_path: Path, template: str, system_text: str) -> None:
     """Templates that render system messages otherwise when alone give what is equal in both."""
-    path = variant_of(demo_model_path, tmp_path / "model", None)
+    path = variant_of(demo_model_path, tmp_path / "model")
     (path / "chat_template.jinja").write_text(template)
     rendered = PromptTokenizer(path).template.render(
         [{"role": "system", "content": "sys"}, {"role": "user", "content": "u"}]
@@ -47,7 +46,7 @@ def test_system_text_is_always_a_prefix(demo_model_path: Path, tmp_path: Path, t
 
 def test_a_variable_that_the_template_does_not_have_is_known(demo_model_path: Path, tmp_path: Path) -> None:
     """As whole words: ``enable`` is not ``enable_thinking``."""
-    path = variant_of(demo_model_path, tmp_path / "model", None)
+    path = variant_of(demo_model_path, tmp_path / "model")
     (path / "chat_template.jinja").write_text("{% if enable_thinking %}think {% endif %}{{ messages[0].content }}")
     asked = ["enable_thinking", "enable", "enable_thinkin", ""]
     assert list(PromptTokenizer(path).template.unread(asked)) == ["enable", "enable_thinkin", ""]
@@ -55,7 +54,7 @@ def test_a_variable_that_the_template_does_not_have_is_known(demo_model_path: Pa
 
 def test_template_faults_are_the_clients_errors(demo_model_path: Path, tmp_path: Path) -> None:
     """What the template says is passed on; other failures in it become one sentence; none gets out raw."""
-    path = variant_of(demo_model_path, tmp_path / "model", None)
+    path = variant_of(demo_model_path, tmp_path / "model")
     user = [{"role": "user", "content": "x"}]
     for template, sentence in (
         ("{{ raise_exception('roles must alternate') }}", "refuses these messages: roles must alternate"),
@@ -91,19 +90,13 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "Rain?"}
 
 every_family = pytest.mark.parametrize("name", FAMILIES)
-Load = Callable[[str], PromptTokenizer]
+Families = dict[str, PromptTokenizer]
 
 
 @pytest.fixture(scope="module")
-def load(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Load:
-    made: dict[str, PromptTokenizer] = {}
-
-    def tokenizer(name: str) -> PromptTokenizer:
-        if name not in made:
-            made[name] = PromptTokenizer(family(name, demo_model_path, tmp_path_factory.mktemp("families") / name))
-        return made[name]
-
-    return tokenizer
+def families(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Families:
+    parent = tmp_path_factory.mktemp("families")
+    return {name: PromptTokenizer(family(name, demo_model_path, parent / name)) for name in FAMILIES}
 
 
 @pytest.mark.parametrize(
@@ -123,49 +116,36 @@ def test_formats_are_told_apart(template: str, tokens: set[str], parser: str | N
 
 @every_family
 @pytest.mark.parametrize("leading", [[], [SYSTEM]], ids=["no system prompt", "system prompt"])
-def test_the_system_text_holds_the_tools_and_tells_their_format(name: str, leading: list[Any], load: Load) -> None:
+def test_the_system_text_holds_the_tools_and_tells_their_format(
+    name: str, leading: list[Any], families: Families
+) -> None:
     """It is a prefix of every conversation with those system messages and tools. (docs/caching.md)"""
-    tokenizer = load(name)
+    tokenizer = families[name]
     assert tokenizer.template.reads_tools
     assert find_format(tokenizer.template.source, tokenizer.special_tokens) == FAMILIES[name]
     rendered = tokenizer.template.render([*leading, USER], [WEATHER])
     assert "get_weather" in rendered.system_text
     assert rendered.text.startswith(rendered.system_text)
-    again = load(name).template.render([*leading, {"role": "user", "content": "\ue000 or else?"}], [WEATHER])
+    again = families[name].template.render([*leading, {"role": "user", "content": "\ue000 or else?"}], [WEATHER])
     assert again.system_text == rendered.system_text
-    other = load(name).template.render([*leading, USER], [WEATHER, SEARCH])
+    other = families[name].template.render([*leading, USER], [WEATHER, SEARCH])
     assert other.system_text != rendered.system_text
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama3"])
-def test_a_longer_conversation_keeps_its_system_text(name: str, load: Load) -> None:
+def test_a_longer_conversation_keeps_its_system_text(name: str, families: Families) -> None:
     """Also one that calls; where a template writes tools before the last question, there is none."""
-    first = load(name).template.render([SYSTEM, USER], [WEATHER])
+    first = families[name].template.render([SYSTEM, USER], [WEATHER])
     more = [{"role": "assistant", "content": "No."}, USER]
-    assert load(name).template.render([SYSTEM, USER, *more], [WEATHER]).system_text == first.system_text
-    assert load("mistral").template.render([SYSTEM, USER, *more], [WEATHER]).system_text == ""
-
-
-@every_family
-def test_calls_and_results_are_rendered(name: str, load: Load) -> None:
-    """Arguments are an object for templates, so they come out as JSON, not as a string of JSON."""
-    function = {"name": "get_weather", "arguments": {"city": "Oslo"}}
-    call = {"id": "a1b2c3d4e", "type": "function", "function": function}
-    messages = [
-        USER,
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "sunny", "tool_call_id": "a1b2c3d4e"},
-    ]
-    text = load(name).template.render(messages, [WEATHER]).text
-    assert '{"city": "Oslo"}' in text
-    assert "sunny" in text
+    assert families[name].template.render([SYSTEM, USER, *more], [WEATHER]).system_text == first.system_text
+    assert families["mistral"].template.render([SYSTEM, USER, *more], [WEATHER]).system_text == ""
 
 
 @pytest.mark.parametrize("byte_level", [True, False])
 def test_special_tokens_are_shown_where_asked(byte_level: bool, demo_model_path: Path, tmp_path: Path) -> None:
     """And where they stood; all others stay out of the text."""
     if byte_level:
-        tokenizer = PromptTokenizer(variant_of(demo_model_path, tmp_path / "model", None))
+        tokenizer = PromptTokenizer(variant_of(demo_model_path, tmp_path / "model"))
     else:
         tokenizer = sentencepiece_like(tmp_path / "model", demo_model_path)
     text = "<|im_end|>the fox<|im_start|> jumps<|im_end|>"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,18 +50,20 @@ def _greedy_end(tokenizer: Tokenizer) -> None:
 
 
 VARIANTS = {"plain": None, "bos": _bos_around, "first": _space_first, "greedy": _greedy_end}
+SMALL: dict[str, Any] = {"cache_bytes": 60_000, "block_size": 4}
 
 
 @pytest.fixture(scope="module")
 def variants(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, PromptTokenizer]:
     parent = tmp_path_factory.mktemp("tokenizers")
-    return {
-        name: PromptTokenizer(variant_of(demo_model_path, parent / name, change), cache_bytes=60_000, block_size=4)
+    made = {
+        name: PromptTokenizer(variant_of(demo_model_path, parent / name, change), **SMALL)
         for name, change in VARIANTS.items()
     }
+    return {**made, "sentencepiece": sentencepiece_like(parent / "sentencepiece", demo_model_path, **SMALL)}
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", [*VARIANTS, "sentencepiece"])
 @settings(max_examples=80)
 @given(
     public=st.lists(TEXTS, max_size=3), texts=st.lists(TEXTS, min_size=1, max_size=4), special=st.booleans(),
@@ -93,7 +96,7 @@ def test_encoding_equals_tokenizing_and_hashing_from_nothing(
 def test_only_tokenizers_with_exact_cuts_are_cut(variants: dict[str, PromptTokenizer]) -> None:
     """A space for the first part, or a token that swallows spaces, makes whole texts the unit."""
     exact = {name for name, cached in variants.items() if cached._segmenter.exact}
-    assert exact == {"plain", "bos"}
+    assert exact == {"plain", "bos", "sentencepiece"}
 
 
 def test_a_text_is_never_taken_for_one_encoded_differently(demo_model_path: Path, tmp_path: Path) -> None:
@@ -113,13 +116,3 @@ def test_ids_outside_the_vocabulary_are_refused(tokenizer: PromptTokenizer) -> N
     for wrong in (-1, tokenizer.vocab_size, 10**30):
         with pytest.raises(InvalidRequest, match="Token ids must be from 0 to 4095"):
             tokenizer.encode_ids([1, wrong], ROOT)
-
-
-def test_a_sentencepiece_like_tokenizer_is_cut_exactly_too(demo_model_path: Path, tmp_path: Path) -> None:
-    """Its normalizer puts a space before every part, so cuts are exact."""
-    cached = sentencepiece_like(tmp_path / "model", demo_model_path)
-    assert cached._segmenter.exact
-    text = ("<|im_start|>the fox" + " jumps" * 200 + "<|im_end|> é") * 5
-    for _ in range(2):
-        assert cached.encode(text, ROOT).token_ids.tolist() == cached._tokenizer(text)["input_ids"]
-    assert cached.stats().hits > 2

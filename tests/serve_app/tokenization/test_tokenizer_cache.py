@@ -22,7 +22,15 @@ from tests.serve_app.tokenization.variants import conversation
 ROOT, OTHER_ROOT = b"r" * 16, b"o" * 16
 
 
-def test_only_what_is_new_is_tokenized_and_nothing_is_shared_across_roots(cold: PromptTokenizer) -> None:
+@pytest.fixture
+def cold(demo_model_path: Path) -> PromptTokenizer:
+    """One that remembers nothing yet."""
+    return PromptTokenizer(demo_model_path)
+
+
+def test_only_what_is_new_is_tokenized_and_nothing_is_shared_across_roots(
+    cold: PromptTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a grown conversation one segment is new; to another scope the whole is as unknown as any other text."""
     history = conversation(20, 1500)
     segments = cold.stats().entries + len(cold._segmenter.cut(history.encode()))
@@ -38,6 +46,10 @@ def test_only_what_is_new_is_tokenized_and_nothing_is_shared_across_roots(cold: 
         kept = ids.tolist()
         ids[:] = 0
         assert cold.encode(text, root).token_ids.tolist() == kept, "a result belongs to its caller"
+    known = cold.encode(history, ROOT)
+    monkeypatch.setattr(cold, "_backend", None)
+    monkeypatch.setattr("serve_app.tokenization.tokenizer.next_hashes", None)
+    assert cold.encode(history, ROOT).block_hashes == known.block_hashes, "of what is known nothing is hashed"
 
 
 @pytest.mark.parametrize(("texts", "turns", "chars"), [(3000, 1, 3), (150, 2, 4000)])
@@ -52,21 +64,6 @@ def test_what_is_charged_is_what_is_taken(demo_model_path: Path, texts: int, tur
     taken, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert 0.8 < cached.stats().bytes / taken < 1.2
-
-
-def test_of_a_known_conversation_nothing_is_tokenized_or_hashed(
-    demo_model_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What 100,000 tokens cost the second time is looking them up."""
-    cached = PromptTokenizer(demo_model_path, cache_bytes=64 << 20)
-    text = conversation(100, 1700)
-    first = cached.encode(text, ROOT)
-    assert len(first.token_ids) > 100_000
-    monkeypatch.setattr(cached, "_backend", None)
-    monkeypatch.setattr("serve_app.tokenization.tokenizer.next_hashes", None)
-    again = cached.encode(text, ROOT)
-    assert again.block_hashes == first.block_hashes
-    assert np.array_equal(again.token_ids, first.token_ids)
 
 
 def test_threads_agree(demo_model_path: Path) -> None:
@@ -167,12 +164,6 @@ def test_it_charges_the_sum_and_evicts_in_order_of_use(
         assert stats.bytes == charged() <= capacity
         assert (stats.entries, stats.hits, stats.misses) == (len(model), hits, misses)
         assert list(cache._segments) == [key for key, _ in model], "the first to go first"
-
-
-def test_a_negative_bound_is_refused() -> None:
-    """It would evict for ever."""
-    with pytest.raises(ValueError, match="negative"):
-        SegmentCache(-1)
 
 
 IDS = st.lists(st.one_of(st.integers(0, 2), st.sampled_from([255, 256, 70000])), max_size=9)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from serve_app.tokenization.tokenizer import PromptTokenizer
 
 
-def variant_of(source: Path, target: Path, change: Any) -> Path:
-    """Copy a checkpoint without its weights; ``change`` is called with its tokenizer, where it is not None."""
+def variant_of(source: Path, target: Path, change: Callable[[Tokenizer], None] | None = None) -> Path:
+    """Copy a checkpoint, with links to its weights; ``change`` is called with its tokenizer, where it is not None."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors"))
+    for weights in source.glob("*.safetensors"):
+        (target / weights.name).symlink_to(weights)
     if change is not None:
         tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
         change(tokenizer)
@@ -22,9 +25,9 @@ def variant_of(source: Path, target: Path, change: Any) -> Path:
     return target
 
 
-def sentencepiece_like(directory: Path, source: Path) -> PromptTokenizer:
+def sentencepiece_like(directory: Path, source: Path, **more: Any) -> PromptTokenizer:
     """Build a Llama-2-like tokenizer: spaces as U+2581, bytes for what it lacks, the first space dropped."""
-    shutil.copytree(source, directory, ignore=shutil.ignore_patterns("*.safetensors"))
+    variant_of(source, directory)
     bytes_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
     made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
@@ -41,7 +44,7 @@ def sentencepiece_like(directory: Path, source: Path) -> PromptTokenizer:
         token["special"] = not token["content"].startswith("<0x")
     state["added_tokens"] = [token for token in state["added_tokens"] if token["special"]]
     (directory / "tokenizer.json").write_text(json.dumps(state))
-    return PromptTokenizer(directory)
+    return PromptTokenizer(directory, **more)
 
 
 def conversation(turns: int, chars: int) -> str:

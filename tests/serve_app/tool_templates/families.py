@@ -9,6 +9,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from tests.serve_app.tokenization.variants import variant_of
+
 TEMPLATES = Path(__file__).parent
 FAMILIES = {"hermes": "hermes", "llama3": "llama3_json", "mistral": "mistral"}
 """Template -> the parser that it asks for."""
@@ -34,27 +36,21 @@ _TOKENS = {
 }
 
 
-def _copy(source: Path, target: Path) -> None:
-    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors"))
-    for weights in source.glob("*.safetensors"):
-        (target / weights.name).symlink_to(weights)
-
-
 def family(name: str, source: Path, target: Path) -> Path:
     """Copy a checkpoint, with a family's template and tokens."""
-    _copy(source, target)
-    shutil.copy(TEMPLATES / f"{name}.jinja", target / "chat_template.jinja")
-    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
-    for token in _TOKENS[name]:
-        (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([token])
-    tokenizer.save(str(target / "tokenizer.json"))
+
+    def add_tokens(tokenizer: Tokenizer) -> None:
+        for token in _TOKENS[name]:
+            (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([token])
+
+    shutil.copy(TEMPLATES / f"{name}.jinja", variant_of(source, target, add_tokens) / "chat_template.jinja")
     return target
 
 
 def without_tools(source: Path, target: Path) -> Path:
     """Copy a checkpoint, with a template that writes contents alone."""
-    _copy(source, target)
-    (target / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}\n{% endfor %}")
+    template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+    (variant_of(source, target) / "chat_template.jinja").write_text(template)
     return target
 
 

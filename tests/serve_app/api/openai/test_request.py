@@ -59,12 +59,8 @@ def test_null_is_absent() -> None:
     assert chat(messages=[{"role": "user", "content": "Hi", "name": None, "tool_calls": None}]) == chat()
     assert chat(metadata={"a": 1}, store=None, response_format={"type": "text"}, structured_outputs={}) == chat()
     assert chat(logit_bias={}, stop_token_ids=[], bad_words=[], logprobs=False, top_logprobs=0) == chat()
-
-
-def test_who_asks_changes_nothing() -> None:
-    """Whatever stands there is taken."""
-    for someone in (3, ["u"], {"id": "u"}, None, "", "u"):
-        assert chat(user=someone, safety_identifier=someone) == chat()
+    for someone in (3, ["u"], {"id": "u"}, "", "u"):
+        assert chat(user=someone, safety_identifier=someone) == chat(), "who asks changes nothing"
 
 
 @pytest.mark.parametrize("pad", ["", " " * 70_000], ids=["small", "large"])
@@ -111,50 +107,46 @@ def test_messages_keep_what_a_template_may_use() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("prompt", "prompts"),
-    [
-        ("a", ("a",)),
-        (["a", "b"], ("a", "b")),
-        ([1, 2], ((1, 2),)),
-        ([[1, 2], [3]], ((1, 2), (3,))),
-    ],
-)
-def test_prompts_come_in_four_forms(prompt: Any, prompts: tuple[Any, ...]) -> None:
+def test_prompts_come_in_four_forms() -> None:
     """Text or ids, one or many."""
-    assert complete(prompt=prompt).prompts == prompts
+    forms = ("a", ["a", "b"], [1, 2], [[1, 2], [3]])
+    assert [complete(prompt=form).prompts for form in forms] == [("a",), ("a", "b"), ((1, 2),), ((1, 2), (3,))]
+
+
+WRONG: dict[str, list[Any]] = {
+    "model": [None, ""], "messages": [[], "Hi"], "temperature": [-0.1, 2.1, True, 10**400], "top_p": [0],
+    "top_k": [-2, 1.5], "n": [0, 17], "max_tokens": [0, 10**30], "max_completion_tokens": [-1],
+    "seed": [2**63, 1e300], "stop": [["a", ""], ["a"] * 17, 5, "x" * 1025], "stream": ["yes"],
+    "stream_options": [{"include_usage": True}], "cache_salt": ["", "x" * 1025], "prompt_ref": [3],
+    "chat_template_kwargs": [[], {"add_generation_prompt": False}], "presence_penalty": [2.1],
+    "frequency_penalty": ["1"], "repetition_penalty": [0, 1e300], "min_p": [1.1], "min_tokens": [-1],
+    "logit_bias": [{"x": 1}, {"-1": 1}, {"1": 101}, {"1": True}, {str(i): 1 for i in range(1025)}, {"\u00b2": 1},
+                   {"9" * 5000: 1}],
+    "stop_token_ids": [[-1], [True], [1] * 129, 5], "bad_words": ["no", [" "], ["x" * 257], ["x"] * 129],
+    "include_stop_str_in_output": [1], "logprobs": [3], "top_logprobs": [3], "response_format": ["json"],
+}  # fmt: skip
+"""By field: what is out of bounds, of another type, too many or too large."""
+
+
+@pytest.mark.parametrize("field", WRONG)
+def test_a_wrong_value_is_a_400_that_names_its_field(field: str) -> None:
+    """The sentence begins with the field, too."""
+    for value in WRONG[field]:
+        assert_names_its_field({field: value}, field)
 
 
 @pytest.mark.parametrize(
-    ("fields", "param"),
+    ("message", "param"),
     [
-        ({"model": None}, "model"), ({"model": ""}, "model"), ({"messages": []}, "messages"),
-        ({"messages": "Hi"}, "messages"), ({"messages": [3]}, "messages[0]"),
-        ({"messages": [{"content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-        ({"messages": [{"role": "tool", "content": None}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content"),
-        ({"temperature": -0.1}, "temperature"), ({"temperature": 2.1}, "temperature"),
-        ({"temperature": True}, "temperature"), ({"temperature": 10**400}, "temperature"),
-        ({"top_p": 0}, "top_p"), ({"top_k": -2}, "top_k"), ({"top_k": 1.5}, "top_k"), ({"n": 0}, "n"), ({"n": 17}, "n"),
-        ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 10**30}, "max_tokens"), ({"seed": 2**63}, "seed"),
-        ({"max_completion_tokens": -1}, "max_completion_tokens"), ({"seed": 1e300}, "seed"),
-        ({"stop": ["a", ""]}, "stop"), ({"stop": ["a"] * 17}, "stop"), ({"stop": 5}, "stop"),
-        ({"stop": "x" * 1025}, "stop"), ({"stream": "yes"}, "stream"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
-        ({"cache_salt": ""}, "cache_salt"), ({"cache_salt": "x" * 1025}, "cache_salt"),
-        ({"prompt_ref": 3}, "prompt_ref"),
-        ({"chat_template_kwargs": []}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs"),
+        (3, "messages[0]"), ({"content": "x"}, "messages[0].role"),
+        ({"role": ["user"], "content": "x"}, "messages[0].role"), ({"role": "user"}, "messages[0].content"),
+        ({"role": "tool", "content": None}, "messages[0].content"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content"),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content"),
     ],
 )  # fmt: skip
-def test_a_wrong_value_is_a_400_that_names_its_field(fields: dict[str, Any], param: str) -> None:
-    """The sentence begins with the field, too."""
-    assert_names_its_field(fields, param)
+def test_a_wrong_message_is_a_400_that_names_its_part(message: Any, param: str) -> None:
+    assert_names_its_field({"messages": [message]}, param)
 
 
 def test_a_sentence_says_what_a_field_must_be() -> None:
@@ -175,46 +167,43 @@ def test_a_sentence_says_what_a_field_must_be() -> None:
         assert caught.value.message == said
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    ["", [], 5, [""], [[]], ["a", 1], [1, "a"], [True], [-1], [2**31], [[1], [None]], ["a"] * 129],
-)  # fmt: skip
-def test_a_wrong_prompt_is_a_400(prompt: Any) -> None:
-    """Every form is checked to the last element."""
-    with pytest.raises(InvalidRequest) as caught:
-        complete(prompt=prompt)
-    assert caught.value.param == "prompt"
+REFUSED: dict[str, tuple[Any, Any]] = {
+    "prompt_logprobs": (1, None), "use_beam_search": (True, False), "length_penalty": (2, 1), "functions": ([{}], []),
+    "modalities": (["text", "audio"], ["text"]), "audio": ({}, None), "guided_json": ({}, None),
+}  # fmt: skip
+"""By field: a value that would change the answer, and one that asks for nothing."""
 
 
-@pytest.mark.parametrize(
-    ("fields", "neutral"),
-    [
-        ({"prompt_logprobs": 1}, {"prompt_logprobs": None}), ({"use_beam_search": True}, {"use_beam_search": False}),
-        ({"length_penalty": 2}, {"length_penalty": 1}), ({"functions": [{}]}, {"functions": []}),
-        ({"modalities": ["text", "audio"]}, {"modalities": ["text"]}), ({"audio": {}}, {"audio": None}),
-        ({"guided_json": {}}, {"guided_json": None}),
-    ],
-)  # fmt: skip
-def test_what_would_change_the_answer_is_refused_by_name(fields: dict[str, Any], neutral: dict[str, Any]) -> None:
+@pytest.mark.parametrize("field", REFUSED)
+def test_what_would_change_the_answer_is_refused_by_name(field: str) -> None:
     """Ignoring it would be a wrong answer; a value that asks for nothing is fine."""
-    (name,) = fields
-    with pytest.raises(InvalidRequest, match=f"{name} is not supported by this version") as caught:
-        chat(**fields)
-    assert caught.value.param == name
-    assert chat(**neutral) == chat()
+    value, neutral = REFUSED[field]
+    with pytest.raises(InvalidRequest, match=f"{field} is not supported by this version") as caught:
+        chat(**{field: value})
+    assert caught.value.param == field
+    assert chat(**{field: neutral}) == chat()
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"suffix": "x"}, "suffix is not supported"), ({"best_of": 2}, "best_of is not supported"),
-        ({"prompt": ["a"] * 9, "n": 16}, "at most 14 for 9 prompts"),
-    ],
-)  # fmt: skip
-def test_what_completions_cannot_do_is_a_400(fields: dict[str, Any], said: str) -> None:
-    """``best_of`` equal to ``n`` asks for nothing; one request cannot ask for thousands of answers."""
-    with pytest.raises(InvalidRequest, match=said):
-        complete(**fields)
+WRONG_COMPLETIONS: dict[str, list[Any]] = {
+    "prompt": ["", [], 5, [""], [[]], ["a", 1], [1, "a"], [True], [-1], [2**31], [[1], [None]], ["a"] * 129],
+    "logprobs": [21, True], "echo": [1], "suffix": ["x"], "best_of": [2],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", WRONG_COMPLETIONS)
+def test_what_completions_cannot_do_is_a_400(field: str) -> None:
+    """``best_of`` equal to ``n`` asks for nothing; one request cannot ask for thousands of answers.
+
+    A prompt's tokens have no logprobs, so echo does not go with them.
+    """
+    for value in WRONG_COMPLETIONS[field]:
+        with pytest.raises(InvalidRequest) as caught:
+            complete(**{field: value})
+        assert caught.value.param == field
+    with pytest.raises(InvalidRequest, match="at most 14 for 9 prompts"):
+        complete(prompt=["a"] * 9, n=16)
+    with pytest.raises(InvalidRequest, match="echo"):
+        complete(echo=True, logprobs=0)
     assert complete(echo=False, suffix="", best_of=16, n=16, prompt=["a"] * 8).n == 16
 
 
@@ -222,7 +211,8 @@ def test_what_completions_cannot_do_is_a_400(fields: dict[str, Any], said: str) 
 @pytest.mark.parametrize(
     "raw",
     [b"", b"[]", b'{"model":"\xff"}', b'{"model":"\\ud800"}', b'{"temperature":NaN}', b'{"temperature":1e999}',
-     b'{"n":' + b"9" * 10_000 + b"}", b'{"a":' * 100_000, b"[" * 1_000_000, b'{"model":"x"}{}', b"\xef\xbb\xbf{}"],
+     b'{"n":' + b"9" * 10_000 + b"}", b'{"a":' * 100_000, b"[" * 1_000_000, b'{"model":"x"}{}', b"\xef\xbb\xbf{}",
+     b'{"a": ' + b" " * 70_000, b'"' + b"x" * 70_000 + b'"', b"{" * 70_000],
     ids=lambda raw: repr(raw[:24]),
 )  # fmt: skip
 def test_a_broken_body_is_a_400(kind: str, raw: bytes) -> None:

@@ -34,30 +34,16 @@ def test_what_an_answer_must_match_is_one_grammar() -> None:
         chat(guided_regex="a+")
 
 
-DEEP: Any = {"type": "string"}
-for _ in range(70):
-    DEEP = {"items": DEEP}
+DEEP = json.loads('{"items": ' * 70 + "{}" + "}" * 70)
 
 
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"presence_penalty": 2.1}, "presence_penalty"), ({"frequency_penalty": "1"}, "frequency_penalty"),
-        ({"repetition_penalty": 0}, "repetition_penalty"), ({"repetition_penalty": 1e300}, "repetition_penalty"),
-        ({"min_p": 1.1}, "min_p"), ({"min_tokens": -1}, "min_tokens"), ({"min_tokens": 1.5}, "min_tokens"),
-        ({"logit_bias": {"x": 1}}, "logit_bias"), ({"logit_bias": {"-1": 1}}, "logit_bias"),
-        ({"logit_bias": {"1": 101}}, "logit_bias"), ({"logit_bias": {"1": True}}, "logit_bias"),
-        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
-        ({"logit_bias": {"\u00b2": 1}}, "logit_bias"), ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
-        ({"stop_token_ids": [-1]}, "stop_token_ids"), ({"stop_token_ids": [True]}, "stop_token_ids"),
-        ({"stop_token_ids": [1] * 129}, "stop_token_ids"), ({"stop_token_ids": 5}, "stop_token_ids"),
-        ({"bad_words": "no"}, "bad_words"), ({"bad_words": [" "]}, "bad_words"),
-        ({"bad_words": ["x" * 257]}, "bad_words"),
-        ({"bad_words": ["x"] * 129}, "bad_words"), ({"include_stop_str_in_output": 1}, "include_stop_str_in_output"),
-        ({"logprobs": 3}, "logprobs"), ({"top_logprobs": 3}, "top_logprobs"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
-        ({"response_format": "json"}, "response_format"), ({"response_format": {"type": 3}}, "response_format.type"),
+        ({"response_format": {"type": 3}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": DEEP}}},
          "response_format.json_schema.schema"),
@@ -72,13 +58,5 @@ for _ in range(70):
     ],
 )  # fmt: skip
 def test_a_wrong_field_of_sampling_is_a_400_that_names_it(fields: dict[str, Any], param: str) -> None:
-    """Out of bounds, of another type, too many, too large, too deep, or two that do not go together."""
+    """A part of one is wrong, or two do not go together."""
     assert_names_its_field(fields, param)
-
-
-@pytest.mark.parametrize("fields", [{"logprobs": 21}, {"logprobs": True}, {"echo": True, "logprobs": 0}, {"echo": 1}])
-def test_a_wrong_field_of_completions_is_a_400(fields: dict[str, Any]) -> None:
-    """A prompt's tokens have no logprobs, so echo does not go with them."""
-    with pytest.raises(InvalidRequest) as caught:
-        complete(**fields)
-    assert caught.value.param == next(iter(fields))

@@ -40,21 +40,12 @@ def test_tools_arrive_as_templates_read_them() -> None:
     ],
 )
 def test_a_choice_says_whether_and_what_may_be_called(fields: dict[str, Any], expected: dict[str, Any]) -> None:
-    """With every choice the tools are in the prompt, so that its KV is the same."""
+    """With every choice the tools are in the prompt, so that its KV is the same; without tools it asks for nothing."""
     assert chat(tools=[SEARCH], **fields).tool_use == ToolUse(tools=(SEARCH,), **expected)
+    assert "must_call" in expected or chat(**fields) == chat()
 
 
-def test_a_choice_without_tools_asks_for_nothing() -> None:
-    """Frameworks send it with every request."""
-    for fields in ({"tool_choice": "auto"}, {"tool_choice": "none"}, {"parallel_tool_calls": True}):
-        assert chat(**fields) == chat()
-
-
-def deep(levels: int) -> dict[str, Any]:
-    value: dict[str, Any] = {}
-    for _ in range(levels):
-        value = {"items": value}
-    return value
+DEEP_SCHEMA = json.loads('{"items": ' * MAX_TOOL_DEPTH + "{}" + "}" * MAX_TOOL_DEPTH)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +58,7 @@ def deep(levels: int) -> dict[str, Any]:
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "1 to 64"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
          "tools[0].function.parameters", "JSON Schema"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": deep(MAX_TOOL_DEPTH)}}]},
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": DEEP_SCHEMA}}]},
          "tools", "nested at most"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"enum": [1] * 20_000}}}]},
          "tools", "at most 16384 values"),
@@ -100,26 +91,15 @@ def test_unknown_fields_of_tools_are_named() -> None:
 
 def test_calls_in_messages_have_objects_for_arguments() -> None:
     """A call and its result, as clients send them back; the assistant need not have said anything."""
-    call = {"id": "call_1", "type": "function", "function": {"name": "search", "arguments": '{"q": [1]}'}}
-    bare = {"type": "function", "function": {"name": "search", "arguments": ""}}
-    request = chat(
-        messages=[
-            {"role": "assistant", "content": None, "tool_calls": [call, bare]},
-            {"role": "tool", "tool_call_id": "call_1", "content": "found"},
-        ]
-    )
-    found = {"name": "search", "arguments": {"q": [1]}}
-    assert request.messages == (
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [
-                {"id": "call_1", "type": "function", "function": found},
-                {"type": "function", "function": {"name": "search", "arguments": {}}},
-            ],
-        },
-        {"role": "tool", "content": "found", "tool_call_id": "call_1"},
-    )
+
+    def calls(with_arguments: Any, without: Any) -> list[Any]:
+        named = [{"name": "search", "arguments": with_arguments}, {"name": "search", "arguments": without}]
+        return [{"id": "1", "type": "function", "function": named[0]}, {"type": "function", "function": named[1]}]
+
+    assistant = {"role": "assistant", "content": None, "tool_calls": calls('{"q": [1]}', "")}
+    result = {"role": "tool", "tool_call_id": "1", "content": "found"}
+    read = {"role": "assistant", "content": "", "tool_calls": calls({"q": [1]}, {})}
+    assert chat(messages=[assistant, result]).messages == (read, result)
 
 
 @pytest.mark.parametrize(
@@ -150,9 +130,8 @@ DEEP = '{"a": ' + "[" * 100 + "]" * 100 + "}"
 def test_arguments_of_calls_are_bounded_as_messages_are(arguments: str) -> None:
     """JSON inside a string is read, rendered and walked through like any other."""
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": arguments}}
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
     with pytest.raises(InvalidRequest, match="arguments"):
-        chat(messages=messages)
+        chat(messages=[{"role": "assistant", "content": None, "tool_calls": [call]}])
     item = {"type": "function_call", "call_id": "1", "name": "look", "arguments": arguments}
     with pytest.raises(InvalidRequest, match="arguments"):
         messages_of([item], set())

@@ -116,20 +116,13 @@ def test_an_adapter_of_too_high_a_rank(demo_model_path: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("fields", "engine", "words"),
     [
-        (
-            {"model_type": "gpt2", "n_positions": 1024},
-            "torch",
-            "names the model_type 'gpt2' and the architecture 'Qwen3ForCausalLM'",
-        ),
-        (
-            {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 64}
-            | {"use_sliding_window": True},
-            "torch",
-            "qwen3: layers of type sliding_attention",
-        ),
+        ({"model_type": "gpt2", "n_positions": 1024}, "torch",
+         "names the model_type 'gpt2' and the architecture 'Qwen3ForCausalLM'"),
+        ({"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 64, "use_sliding_window": True},
+         "torch", "qwen3: layers of type sliding_attention"),
         ({"layer_types": ["sliding_attention"], "sliding_window": 64}, "vllm", "more than 64 tokens back"),
     ],
-)
+)  # fmt: skip
 def test_an_architecture_that_is_not_served(
     demo_model_path: Path, tmp_path: Path, fields: dict[str, Any], engine: str, words: str
 ) -> None:

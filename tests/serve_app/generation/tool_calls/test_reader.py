@@ -1,4 +1,4 @@
-"""Tool calls are read the same however the text is cut, and as a naive reader of the whole text reads them.
+"""Tool calls are read the same however the text is cut, and as they were written.
 
 An answer that must call can be nothing else, and its arguments follow the tools' schemas.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 from typing import Any
 
 import pytest
@@ -91,70 +90,42 @@ json_values: st.SearchStrategy[Any] = st.recursive(
     max_leaves=6,
 )
 arguments = st.dictionaries(st.text(max_size=4) | st.sampled_from(MARKERS), json_values, max_size=3)
-layouts = st.sampled_from([None, 2])
 prose = st.text(st.characters(exclude_characters="<[{|", exclude_categories=["Cs"]), max_size=12)
-
-
-def written(name: str, value: Any, layout: int | None, key: str) -> str:
-    return json.dumps({"name": name, key: value}, indent=layout)
-
-
-calls = st.lists(st.tuples(st.sampled_from(sorted(NAMES)), arguments, layouts), min_size=1, max_size=3)
+calls = st.lists(
+    st.tuples(st.sampled_from(sorted(NAMES)), st.builds(json.dumps, arguments, indent=st.sampled_from([None, 2]))),
+    min_size=1,
+    max_size=3,
+)
 
 
 @st.composite
 def answers(draw: st.DrawFn, grammar: Reading) -> tuple[str, Read]:
-    """An answer in a family's format, and what it says as the naive reader finds it in the whole text."""
-    before, made = draw(prose), draw(calls)
-    said: list[tuple[str, Any]] = [(name, value) for name, value, _ in made]
+    """An answer in a family's format, and what it says: its calls with their arguments as they are written."""
+    before, made, space = draw(prose), draw(calls), draw(st.sampled_from(["", "\n"]))
+
+    def written(key: str) -> list[str]:
+        return [f'{{{space}"name": "{name}",{space}"{key}": {value}{space}}}' for name, value in made]
+
     if grammar is hermes:
         key = draw(st.sampled_from(["arguments", "parameters"]))
-        space = draw(st.sampled_from(["", "\n"]))
-        tags = [f"<tool_call>{space}{written(*call, key)}{space}</tool_call>" for call in made]
-        text = before + space.join(tags)
+        text = before + space.join(f"<tool_call>{space}{call}{space}</tool_call>" for call in written(key))
     elif grammar is llama3_json:
         before = before if draw(st.booleans()) else ""
-        text = (before and before + "<|python_tag|>") + "; ".join(written(*call, "parameters") for call in made)
+        text = (before and before + "<|python_tag|>") + "; ".join(written("parameters"))
     elif grammar is json_list:
         before = ""
-        text = "[" + ", ".join(written(*call, "parameters") for call in made) + "]"
+        text = "[" + ", ".join(written("parameters")) + "]"
     elif draw(st.booleans()):
-        text = before + "[TOOL_CALLS] [" + ", ".join(written(*call, "arguments") for call in made) + "]"
+        text = before + "[TOOL_CALLS] [" + ", ".join(written("arguments")) + "]"
     else:
         marks = draw(st.sampled_from(["[ARGS]", "[CALL_ID]abc123XYZ[ARGS]", ""]))
-        text = before + "".join(f"[TOOL_CALLS]{name}{marks}{json.dumps(value)}" for name, value in said)
-    expected = naive(text, grammar)
-    assert [(item[0], json.loads(item[1])) for item in expected if isinstance(item, tuple)] == said
-    return text, ([before] if before.strip() else []) + [item for item in expected if isinstance(item, tuple)]
-
-
-def naive(text: str, grammar: Reading) -> Read:
-    """Read a whole answer that is well made: look for its marks, decode the JSON at each."""
-    decoder, found = json.JSONDecoder(), Read()
-    named = re.compile(r"\[TOOL_CALLS\](\w+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?(?=\{)")
-    if grammar is mistral and (mark := named.search(text)):
-        while mark:
-            _, end = decoder.raw_decode(text, mark.end())
-            found.append((mark[1], text[mark.end() : end]))
-            mark = named.match(text, end)
-        return found
-    opening = {hermes: "<tool_call>", llama3_json: "<|python_tag|>", mistral: "[TOOL_CALLS]", json_list: "["}[grammar]
-    if opening in text and not (grammar is llama3_json and text.lstrip().startswith("{")):
-        at = text.index(opening) + len(opening)
-    else:
-        at = 0
-    while (at := text.find("{", at)) >= 0:
-        call, end = decoder.raw_decode(text, at)
-        inner = text.index("{", text.index("arg" if "arguments" in call else "parameters", at))
-        _, inner_end = decoder.raw_decode(text, inner)
-        found.append((call["name"], text[inner:inner_end]))
-        at = end
-    return found
+        text = before + "".join(f"[TOOL_CALLS]{name}{marks}{value}" for name, value in made)
+    return text, [*([before] if before.strip() else []), *made]
 
 
 @every_grammar
 @given(data=st.data())
-def test_calls_are_what_a_naive_reader_of_the_whole_text_finds(grammar: Reading, data: st.DataObject) -> None:
+def test_calls_are_read_as_they_are_written(grammar: Reading, data: st.DataObject) -> None:
     """Text before them, their names, and their arguments as they were written; cut anywhere."""
     text, expected = data.draw(answers(grammar))
     _, pieces = data.draw(cuts(st.just(text)))
@@ -181,31 +152,40 @@ def test_text_without_a_call_is_text_at_once(grammar: Reading, text: str) -> Non
         assert "".join(map(str, reader.push(text))) == text
 
 
+CALL = '{"name": "search", "arguments": {}}'
+
+
 @pytest.mark.parametrize(
-    ("grammar", "text", "shown"),
+    ("grammar", "text", "found"),
     [
-        (hermes, "<tool_call>hello</tool_call>", "<tool_call>hello</tool_call>"),
-        (hermes, '<tool_call>{"nome": "search"}</tool_call>', '<tool_call>{"nome": "search"}</tool_call>'),
-        (hermes, '<tool_call>{"name": "search", "arguments": 3}', '<tool_call>{"name": "search", "arguments": 3}'),
-        (hermes, 'a <tool_call>{"name": "sea', 'a <tool_call>{"name": "sea'),
-        (hermes, "a < b <tool", "a < b <tool"),
-        (llama3_json, '{"answer": 42}', '{"answer": 42}'),
-        (llama3_json, '{"name": "Ann", "parameters": {}}', '{"name": "Ann", "parameters": {}}'),
-        (llama3_json, "<|python_tag|>print(1)", "print(1)"),
-        (mistral, "[TOOL_CALLS] none", " none"),
-        (mistral, "[TOOL_CALLS][none]", "[none]"),
-        (json_list, "[none] of it", "[none] of it"),
-        (mistral, "[TOOL_CALLS]search[ARGS]oops", "searchoops"),
-        (mistral, "[1, 2]", "[1, 2]"),
+        (hermes, "<tool_call>hello</tool_call>", ["<tool_call>hello</tool_call>"]),
+        (hermes, '<tool_call>{"nome": "search"}</tool_call>', ['<tool_call>{"nome": "search"}</tool_call>']),
+        (hermes, '<tool_call>{"name": "search", "arguments": 3}', ['<tool_call>{"name": "search", "arguments": 3}']),
+        (hermes, 'a <tool_call>{"name": "sea', ['a <tool_call>{"name": "sea']),
+        (hermes, "a < b <tool", ["a < b <tool"]),
+        (llama3_json, '{"name": "Ann", "parameters": {}}', ['{"name": "Ann", "parameters": {}}']),
+        (llama3_json, "<|python_tag|>print(1)", ["print(1)"]),
+        (mistral, "[TOOL_CALLS][none]", ["[none]"]),
+        (mistral, "[TOOL_CALLS]search[ARGS]oops", ["searchoops"]),
+        (mistral, "[1, 2]", ["[1, 2]"]),
+        (json_list, "[none] of it", ["[none] of it"]),
+        (hermes, f"<tool_call>{CALL}\n so", [("search", "{}"), "so"]),
+        (mistral, f"[TOOL_CALLS][{CALL}] so [TOOL_CALLS]search[ARGS]{{}}", [("search", "{}"), "so ", ("search", "{}")]),
+        (json_list, f"[{CALL}]\nso", [("search", "{}"), "so"]),
+        (hermes, '<tool_call>{"name": "search"}</tool_call> done', [("search", "{}"), "done"]),
+        (hermes, '<tool_call>{"arguments": {"q": 1}, "name": "f"}</tool_call>', [("f", '{"q": 1}')]),
     ],
 )
-def test_what_is_no_call_is_text(grammar: Reading, text: str, shown: str) -> None:
-    """All of it but special tokens, which no text shows."""
-    assert read(grammar, [text]) == [shown]
+def test_what_is_no_call_is_text(grammar: Reading, text: str, found: Read) -> None:
+    """All of it but special tokens, which no text shows, whatever comes in the place of a closing tag.
+
+    A call without arguments has none; those before the name, as early Hermes models write them, wait for it.
+    """
+    assert read(grammar, [text]) == found
 
 
 def test_arguments_come_while_they_are_written() -> None:
-    """The name goes first; what is known of the arguments is not held back."""
+    """The name goes first; what is known of the arguments is not held back, and a call that breaks off ends."""
     reader = CallReader(hermes, lambda: "call_1", NAMES)
     assert reader.push('Look: <tool_call>{"name": "search", "arguments": ') == ["Look: "]
     assert reader.push('{"q": "a') == [CallBegun("call_1", "search"), CallArguments('{"q": "a')]
@@ -214,33 +194,9 @@ def test_arguments_come_while_they_are_written() -> None:
     (ended,) = reader.push("}")
     assert ended == CallEnded('<tool_call>{"name": "search", "arguments": {"q": "a b"}}')
     assert reader.push("\n</tool_call>") + reader.flush() == []
-
-
-def test_arguments_before_the_name_wait_for_it() -> None:
-    """As early Hermes models write them."""
-    assert read(hermes, ['<tool_call>{"arguments": {"q": 1}, "name": "f"}</tool_call>']) == [("f", '{"q": 1}')]
-
-
-def test_a_call_without_arguments_has_none() -> None:
-    """Clients decode an object."""
-    assert read(hermes, ['<tool_call>{"name": "search"}</tool_call> done']) == [("search", "{}"), "done"]
-
-
-def test_text_after_a_call_is_text() -> None:
-    """Whatever comes in the place of a closing tag."""
-    call = '{"name": "search", "arguments": {}}'
-    assert read(hermes, [f"<tool_call>{call}\n so"]) == [("search", "{}"), "so"]
-    assert read(mistral, [f"[TOOL_CALLS][{call}] so [TOOL_CALLS]search[ARGS]{{}}"]) == [
-        ("search", "{}"), "so ", ("search", "{}"),
-    ]  # fmt: skip
-    assert read(json_list, [f"[{call}]\nso"]) == [("search", "{}"), "so"]
-
-
-def test_a_call_that_breaks_off_ends() -> None:
-    """A stream has begun it; what has been written of its arguments is told."""
-    reader = CallReader(hermes, lambda: "1", NAMES)
-    reader.push('<tool_call>{"name": "search", "arguments": {"q": [1')
-    assert reader.flush() == [CallEnded('<tool_call>{"name": "search", "arguments": {"q": [1')]
+    reader = CallReader(hermes, lambda: "call_2", NAMES)
+    reader.push(broken_off := '<tool_call>{"name": "search", "arguments": {"q": [1')
+    assert reader.flush() == [CallEnded(broken_off)]
 
 
 NESTED: dict[str, Any] = {

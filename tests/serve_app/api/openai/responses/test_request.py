@@ -77,7 +77,7 @@ def test_tools_are_a_chats() -> None:
 
 
 def test_what_clients_send_by_default_passes() -> None:
-    """Hints change nothing, and are no unknown fields; an answer says what is true of storing."""
+    """Hints change nothing, and are no unknown fields, of chats as well; an answer says what is true of storing."""
     request = parse(
         store=True, metadata={"a": "b"}, include=["reasoning.encrypted_content"], truncation="disabled", user="u",
         service_tier="auto", background=False, reasoning=None, text={"format": {"type": "text"}, "verbosity": "low"},
@@ -90,10 +90,6 @@ def test_what_clients_send_by_default_passes() -> None:
     assert request.repeated["store"] is False
     assert request.repeated["metadata"] == {"a": "b"}
     assert request.messages == parse().messages
-
-
-def test_cache_hints_of_chats_pass_too() -> None:
-    """As OpenAI's clients send them."""
     part = {"type": "text", "text": "Hi", "prompt_cache_breakpoint": {"mode": "explicit"}}
     fields = {"prompt_cache_retention": "in_memory", "prompt_cache_options": {"ttl": "30m"}, "store": True}
     body = {"model": "demo", "messages": [{"role": "user", "content": [part]}], **fields}
@@ -115,10 +111,7 @@ def test_unknown_fields_are_named() -> None:
         ({"input": [{"type": "item_reference", "id": "m"}]}, "input[0]", "nothing is stored"),
         ({"input": [{"type": "computer_call"}]}, "input[0]", "one of message"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role", "one of"),
-        ({"input": [{"role": ["user"], "content": "x"}]}, "input[0].role", "one of"),
         ({"input": [{"role": "user"}]}, "input[0].content", "string"),
-        ({"input": [{"type": [None]}]}, "input[0]", "one of message"),
-        ({"input": [{"role": "user", "content": [{"type": [None], "text": ""}]}]}, "input[0].content", "text only"),
         ({"include": [3]}, "include", "list of strings"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content", "text only"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}]},
@@ -133,8 +126,6 @@ def test_unknown_fields_are_named() -> None:
         ({"include": [LOGPROBS], "tools": [SEARCH]}, "include", "does not go with tools"),
         ({"top_logprobs": 2}, "top_logprobs", "needs include"),
         ({"top_logprobs": 21, "include": [LOGPROBS]}, "top_logprobs", "from 0 to 20"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "other tools"),
-        ({"tools": [SEARCH], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "not among tools"),
         ({"max_output_tokens": 0}, "max_output_tokens", "whole number"),
         ({"instructions": 3}, "instructions", "string"),
     ],
