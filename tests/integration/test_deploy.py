@@ -24,12 +24,12 @@ from serve_app.cli.instance import innermost
 from serve_app.cli.local_ray import held_port
 from serve_app.config.live import BadSettings, app_config
 from serve_app.tenants.tenants import make_api_key
-from tests.harness.plain_http import NO_CERTIFICATES
 from tests.integration.conftest import (
     HTTP,
     PATIENCE_S,
     START,
     cache_state,
+    clients,
     eventually,
     explained,
     metric,
@@ -232,7 +232,7 @@ def test_a_user_config_changes_the_app_and_restarts_nothing(cluster: Cluster) ->
 
         async def stream() -> str:
             text = ""
-            async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S, verify=NO_CERTIFICATES) as client:
+            async with clients(cluster.url) as client:
                 body = {**CHAT, "stream": True}
                 async for event in stream_events(client, "/v1/chat/completions", body, bearer("acme")):
                     text += event["choices"][0]["delta"].get("content") or ""

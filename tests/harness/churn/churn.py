@@ -8,23 +8,34 @@ are reset. At a check all is let to end, and every block and table is looked at 
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.common.random_adapters import make_adapters
-from router.protocol.block_hash import PrefixScope, hash_blocks
+from router.protocol.block_hash import PrefixScope, hash_blocks, split_chain
+from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, Event
 from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.engine.core.build import build_engine
-from serve_app.engine.protocol import EngineRequest, QueueFull, RequestTooLong, SamplingParams, Save, UnknownAdapter
+from serve_app.engine.protocol import (
+    EngineOutput,
+    EngineRequest,
+    QueueFull,
+    RequestTooLong,
+    SamplingParams,
+    Save,
+    UnknownAdapter,
+)
 from serve_app.engine.settings import EngineSettings
 from tests.harness.churn.audit import Imbalance, audit, settled, tables, tier_hashes
-from tests.harness.churn.ledger import CANARY, Ledger
 from tests.harness.churn.traffic import SECRET, Traffic
 
 TENANTS, PREFIXES, ADAPTERS = 12, 3, 6
@@ -32,6 +43,56 @@ CONCURRENCY = 12
 CLOCK_SPEED = 20.0
 """The engine's clock runs as much faster, so that TTLs and shares end."""
 NUM_BLOCKS, HOST_BLOCKS, DISK_BLOCKS = 128, 32, 64
+CANARY = "canary"
+"""The id of the request that is asked again at every check."""
+
+
+class Ledger:
+    """The sink of all outputs and events: who is alive, how requests ended, and which blocks were announced."""
+
+    def __init__(self) -> None:
+        self.live: set[str] = set()
+        self.ended: Counter[str] = Counter()
+        self.announced: dict[str, set[bytes]] = {}
+        self.canary: list[int] = []
+        self._changed = threading.Condition()
+
+    def outputs(self, outputs: Sequence[EngineOutput]) -> None:
+        """Take one step's outputs (the engine's thread)."""
+        with self._changed:
+            for output in outputs:
+                if output.request_id == CANARY:
+                    self.canary.extend(output.token_ids)
+                if output.finish_reason is not None:
+                    self.live.discard(output.request_id)
+                    self.ended[output.finish_reason] += 1
+            self._changed.notify_all()
+
+    def events(self, events: Sequence[Event]) -> None:
+        """Take cache events (the engine's thread)."""
+        for event in events:
+            if isinstance(event, BlocksStored):
+                self.announced.setdefault(event.tier, set()).update(split_chain(event.hashes))
+            elif isinstance(event, BlocksRemoved):
+                self.announced[event.tier].difference_update(split_chain(event.hashes))
+            elif isinstance(event, CacheCleared):
+                self.announced.clear()
+
+    def wait(self, most_live: int) -> None:
+        """Wait until at most so many requests are alive. Raises TimeoutError after two minutes."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self.live) <= most_live, 120):
+                raise TimeoutError(f"{len(self.live)} requests did not end, {sorted(self.live)[:3]} among them")
+
+    def born(self, name: str) -> None:
+        """Count a request as alive."""
+        with self._changed:
+            self.live.add(name)
+
+    def stillborn(self, name: str) -> None:
+        """Forget a request that was refused."""
+        with self._changed:
+            self.live.discard(name)
 
 
 class Churn:
@@ -95,7 +156,6 @@ class Churn:
 
     def _ask(self) -> None:
         self._submit(self._traffic.request(self._traffic.tenant()))
-        self.done["asked"] += 1
 
     def _save(self) -> None:
         ttl_s = self._random.choice([None, 30.0, 300.0, 3600.0])
@@ -109,23 +169,19 @@ class Churn:
         tenant, prefix = self._traffic.tenant(), self._traffic.tokens(self._random.randrange(100, 600))
         for _ in range(6):
             self._submit(self._traffic.request(tenant, prefix=prefix))
-        self.done["bursts"] += 1
 
     def _cancel(self) -> None:
         live = sorted(self.ledger.live.copy())
         if live:
             self.engine.cancel(self._random.choice(live))
-            self.done["cancelled"] += 1
 
     def _load_adapter(self) -> None:
-        try:
+        with suppress(QueueFull):
             self.engine.load_adapter(self._random.choice(self._specs))
             self.done["adapters loaded"] += 1
-        except QueueFull:
-            self.done["adapters refused"] += 1
 
     def _unload_adapter(self) -> None:
-        self.done["adapters unloaded"] += self.engine.unload_adapter(self._random.choice(self._specs).key)
+        self.engine.unload_adapter(self._random.choice(self._specs).key)
 
     def _move(self) -> None:
         tenant, family = self._traffic.tenant(), self._random.randrange(PREFIXES)
@@ -136,8 +192,7 @@ class Churn:
         chain = self.engine.export_prefix(HashedTokens(scope, ids, hashes), demote=self._random.random() < 0.5)
         if chain is not None:
             self.engine.reset_prefix_cache(tiers=False)
-            self.done["blocks imported"] += self.engine.import_part(chain, HashedTokens(scope, ids, hashes, tenant), 0)
-            self.done["moved"] += 1
+            self.engine.import_part(chain, HashedTokens(scope, ids, hashes, tenant), 0)
 
     def _refused(self) -> None:
         request = self._traffic.request(self._traffic.tenant(), prefix=self._traffic.tokens(3000))
@@ -147,7 +202,6 @@ class Churn:
 
     def _reset(self) -> None:
         self.engine.reset_prefix_cache(tiers=self._random.random() < 0.5)
-        self.done["resets"] += 1
 
     def _submit(self, request: EngineRequest, save: Save | None = None) -> None:
         self.ledger.born(request.request_id)

@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.harness.crashes.breaks import break_calls
-from tests.harness.crashes.calls import MOST_BREAKS, CallCrashes
+from tests.harness.crashes.calls import MOST_BREAKS, CallCrashes, break_calls
 from tests.harness.crashes.engines import ADAPTERS, PROMPT, call_crashes
 from tests.harness.crashes.questions import Broken, Questions, Reply
 
