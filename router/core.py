@@ -32,10 +32,7 @@ from router.settings import RouterSettings
 
 
 class RoutingCore:
-    """Decides where requests go. ``router_id`` names this router in the replicas' load reports.
-
-    ``directory``, ``loads``: read them only where no other thread uses this core.
-    """
+    """Decides where requests go. ``directory``, ``loads``: to be read only where no other thread uses this core."""
 
     def __init__(
         self,
@@ -89,11 +86,7 @@ class RoutingCore:
         blocked: Callable[[], Collection[str]] = tuple,
         resync: Callable[[str], None] | None = None,
     ) -> None:
-        """Say who knows whether a replica's feed is complete (its figures arrive before that, its blocks do not).
-
-        ``blocked``: who knows which replicas can take no request for a reason that is in no report. ``resync``: who
-        can ask a replica for a snapshot; without it the directory is not compared with what replicas hold.
-        """
+        """Say who knows whether a feed is complete, who is full beyond the reports, and who asks for snapshots."""
         self._known.is_live, self._known.resync = is_live, resync
         self._blocked = blocked
 
@@ -113,11 +106,7 @@ class RoutingCore:
         away: Collection[str] = (),
         labels: Mapping[str, Mapping[str, str]] | None = None,
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Make the replica set equal to ``replica_ids`` and return who was added and who was removed.
-
-        ``away``: replicas that may be back soon. What is known of them is kept, and is kept up to date by their
-        feeds; no request goes there. Those that were not known before are ignored. ``labels``: of their nodes.
-        """
+        """Make the set equal to these, keep what is known of who is ``away``; return who was added and removed."""
         with self._lock:
             added, removed = self._known.update(replica_ids, away)
             self._known.labels = labels or {}

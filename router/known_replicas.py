@@ -1,7 +1,4 @@
-"""What one router knows of its replicas: blocks, load, adapters, counters; who is away, whose feed is silent.
-
-In: replica sets, feed events, reservations that end. Decides nothing. Not thread-safe; time is passed in.
-"""
+"""What one router knows of its replicas. Decides nothing. Not thread-safe; time is passed in."""
 
 from __future__ import annotations
 

@@ -33,10 +33,7 @@ class PolicySettings:
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
-    """Settings of one router. ``block_size``: tokens; ``max_blocks``: remembered by the directory.
-
-    ``no_replica_wait_s``: requests wait this long after the last replica has gone, and then fail.
-    """
+    """Settings of one router. ``max_blocks``: in the directory; ``no_replica_wait_s``: how long without any replica."""
 
     policy: str = DEFAULT_POLICY
     block_size: int = 16

@@ -12,8 +12,7 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
-from serve_app.config.app import AppConfig
-from serve_app.config.autoscaling import MAX_REPLICAS
+from serve_app.config.app import MAX_REPLICAS, AppConfig
 from serve_app.config.live import app_config
 from serve_app.ingress.broadcast import INGRESS_NAME
 from serve_app.ingress.ingress import Ingress

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from benchmarks.common.trace import TRACE_BLOCK_TOKENS, TraceRequest, token_ids_of
 from router.protocol.block_hash import PrefixScope, hash_blocks, split_chain
-from serve_app.config.routing import RoutingSection
+from serve_app.config.app import RoutingSection
 
 SCOPE = PrefixScope("simulated")
 _ROOT = SCOPE.root(b"simulation")

@@ -71,10 +71,7 @@ class Directory:
         return dict(replica.blocks_of_tier) if replica else {}
 
     def drift(self, replica_id: str, digest: CacheDigest) -> DriftKind | None:
-        """Return how what is known of a replica differs from what it says to hold after the same events.
-
-        None too where blocks were refused and there is still no room for what is missing.
-        """
+        """Return how what is known differs from a digest; None too while what was refused finds no room."""
         replica = self._replicas.get(replica_id)
         if replica is None:
             return None
@@ -133,7 +130,7 @@ class Directory:
             step = self._step(partial(and_, ~self._dead), asked)
             self._sets.count(self._table.rebuild(self._sweep_at, step), asked)
             self._sweep_at += 1
-            if self._sweep_at == self._table.num_shards:
+            if self._sweep_at == len(self._table.words):
                 self._free_slots.extend(bits(self._sweep_dead))
                 self._dead &= ~self._sweep_dead
                 self._sweep_at, self._sweep_dead = -1, 0

@@ -27,10 +27,7 @@ class DriftChecks:
         self._next_s: dict[str, tuple[float, float]] = {}
 
     def compare(self, directory: Directory, replica_id: str, digest: CacheDigest, now_s: float) -> bool:
-        """Compare what is known of a replica with its digest; return whether to ask it for a snapshot now.
-
-        The first time at once; while digests go on to differ, which a snapshot did not mend, ever more rarely.
-        """
+        """Compare; return whether to ask for a snapshot now: at once, then ever more rarely while digests differ."""
         self.checks += 1
         kind = directory.drift(replica_id, digest)
         next_s, pause_s = self._next_s.get(replica_id, (now_s, FIRST_PAUSE_S))

@@ -47,15 +47,10 @@ class KeyTable:
         self._used = [0] * shards
 
     @property
-    def num_shards(self) -> int:
-        """How many shards ``rebuild`` has to visit to have seen every entry."""
-        return self.shard_mask + 1
-
-    @property
     def size_bytes(self) -> int:
         """Bytes of the arrays and their headers."""
         slots = sum(mask + 1 for mask in self.masks)
-        return 8 * slots + 200 * self.num_shards
+        return 8 * slots + 200 * len(self.words)
 
     def get(self, key: int) -> int:
         """Return the value of ``key``, 0 when it is absent."""

@@ -32,10 +32,7 @@ UNHEALTHY_AFTER_S = 15.0
 
 
 class FeedPublisher:
-    """Publishes one replica's events from a daemon thread of its own; ``put`` from any thread, in order.
-
-    An event that cannot be published is lost, and counted in ``mirror_drifts``; the ones after it are published.
-    """
+    """Publishes one replica's events, those that it can, from its own thread; ``put`` from any thread, in order."""
 
     def __init__(
         self,

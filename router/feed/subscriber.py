@@ -72,10 +72,7 @@ class FeedSubscriber:
             feed.resequencer.resync()
 
     def connect(self, replica_id: str, endpoint: FeedEndpoint) -> None:
-        """Follow a replica; the same endpoint again changes nothing, another one replaces it.
-
-        Raises ``zmq.ZMQError`` or ``ValueError`` when the endpoint's addresses or key are unusable.
-        """
+        """Follow a replica at its (new) endpoint. Raises ``zmq.ZMQError`` or ``ValueError`` where that is unusable."""
         known = self._feeds.get(replica_id)
         if known is not None:
             if known.endpoint == endpoint:

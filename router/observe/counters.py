@@ -20,9 +20,8 @@ TTFT_RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 
 class TokensByReason:
     """Prompt and cached tokens of the decisions of one reason; ``delivered`` is what replicas really reused.
 
-    Of what was selected and not delivered, ``evicted`` was gone by then as far as the directory knows, and ``unused``
-    was not: the hint was false, or loading it from a lower tier would have taken longer than computing.
-    ``unpredicted``: delivered beyond what was selected, as by a prefill that was under way.
+    Of what was selected and not delivered, ``evicted`` was gone by then and ``unused`` was not: a false hint, or slower
+    to load than to compute. ``unpredicted``: beyond what was selected, as by a prefill that was under way.
     """
 
     decisions: int = 0

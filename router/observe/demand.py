@@ -69,8 +69,7 @@ class RequestTimes:
 class WorkingSet:
     """Estimates how many distinct blocks were reused ``_REUSED`` times or more in the last five minutes.
 
-    A block counts once, however many replicas hold it. Of the blocks those are counted whose hash ends in so many
-    zeros that ``_MAX_SAMPLED`` of them fit.
+    It counts those whose hash ends in so many zeros that ``_MAX_SAMPLED`` of them fit.
     """
 
     def __init__(self) -> None:

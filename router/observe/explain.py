@@ -1,7 +1,4 @@
-"""What every policy would decide about one request, and from which facts: a document for operators.
-
-Pure functions over views; nothing is reserved or counted. Token counts are hints, as in any decision.
-"""
+"""What every policy would decide about one request, and from which facts: a document for operators. Pure functions."""
 
 from __future__ import annotations
 

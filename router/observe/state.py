@@ -1,7 +1,4 @@
-"""What a router knows and has counted, as JSON-able documents: directory, replicas, regret.
-
-Pure functions; the caller holds the lock that guards what it passes in.
-"""
+"""What a router knows and has counted, as JSON-able documents; the caller holds the lock of what it passes in."""
 
 from __future__ import annotations
 

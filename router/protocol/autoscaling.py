@@ -1,7 +1,4 @@
-"""What replicas and ingresses tell the autoscaling policy: plain numbers by name, as Ray Serve carries them.
-
-Counters only rise, so that a report that is lost costs nothing; the policy takes differences.
-"""
+"""What replicas and ingresses tell the autoscaling policy, by name. Counters only rise, so a loss costs nothing."""
 
 from __future__ import annotations
 

@@ -105,10 +105,7 @@ def extend_chain(
     known: bytes = b"",
     hasher: ChainHasher = hash_blocks,
 ) -> bytes:
-    """Return the packed hashes of all full blocks of a prompt, of which ``known`` are known.
-
-    ``root``: the private scope's root; where ``public_blocks`` is not 0 the public scope's goes before it (32 bytes).
-    """
+    """Return a prompt's chain, of which ``known`` is known. ``root``: the private one, after a public one if any."""
     done = len(known) // HASH_BYTES
     return known + next_hashes(root, public_blocks, token_ids, block_size, done, known[-HASH_BYTES:], hasher)
 
@@ -122,10 +119,7 @@ def next_hashes(
     last: bytes,
     hasher: ChainHasher = hash_blocks,
 ) -> bytes:
-    """Return the packed hashes of a prompt's full blocks from block ``done`` on; ``last``: the hash of the one before.
-
-    ``root`` as in ``extend_chain``; ``last`` is not looked at where ``done`` is 0.
-    """
+    """Return a prompt's hashes from block ``done`` on; ``last``: the one before. ``root`` as in ``extend_chain``."""
     more, full = b"", len(token_ids) // block_size
     while done < full:
         end = min(public_blocks, full) if done < public_blocks else full

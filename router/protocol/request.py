@@ -1,7 +1,4 @@
-"""What a router needs to know of one request, and what it decided: RoutedRequest in, Decision out.
-
-They are the only types of this package that cross the Serve handle.
-"""
+"""What a router needs to know of one request, and what it decided: what crosses the Serve handle."""
 
 from __future__ import annotations
 
@@ -50,14 +47,11 @@ class RoutedRequest(msgspec.Struct, frozen=True, gc=False):
 class Decision(msgspec.Struct, frozen=True, gc=False):
     """Where a request was sent and why. Token counts are predictions made from the directory.
 
-    ``best_cached_tokens``: the most any routable replica held; ``selected_cached_tokens``: what the chosen one held;
-    ``work_s``: the estimated work in the replica until the first token, and ``estimated_ttft_s`` that with what a first
-    token takes beside it; ``reservation``: this router's number for it, which ``LoadReport.admitted`` tells back.
-    ``pull_from``: the replica whose KV of the first ``pull_tokens`` prompt tokens the chosen one should copy before it
-    computes the rest, "" where computing is faster; the estimate counts on it, and a pull that fails costs time only.
-    ``queued_tokens``: the work that the router believed queued at the replica, which sends the request back where that
-    is far too low (see ``policy.recheck``); None: it takes the request whatever is queued.
-    ``decided_s``: on the monotonic clock of the router's process.
+    ``best_cached_tokens``: of whoever has most; ``work_s``: in the replica until the first token; ``estimated_ttft_s``:
+    that with what is beside it; ``reservation``: what ``LoadReport.admitted`` tells back. ``pull_from``: who hands over
+    the KV of the first ``pull_tokens``, "" where computing is faster; a pull that fails costs time only.
+    ``queued_tokens``: believed queued at the replica, which sends the request back where that is far too low; None: it
+    takes it. ``decided_s``: on the router's monotonic clock.
     """
 
     replica_id: str

@@ -1,7 +1,4 @@
-"""Figures that travel: a sample is (name, labels, number); a histogram yields them as Prometheus wants.
-
-Example: ``("warmpath_kv_cache_blocks", (("state", "free"),), 12.0)``.
-"""
+"""Figures that travel: a sample is (name, labels, number); a histogram yields them as Prometheus wants."""
 
 from __future__ import annotations
 

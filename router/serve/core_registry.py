@@ -55,9 +55,7 @@ _shared_lock = Lock()
 def core_for(deployment_key: str, settings: RouterSettings | None = None) -> RoutingCore:
     """Return this process's core for a deployment, made on first use; ``router_id`` is unique to the process.
 
-    The ingress reaches through it the core that its process's Serve router uses. ``settings``: those that the
-    deployment has. They are put into force when they are new here, so that whoever comes second with the same ones
-    leaves alone what ``RoutingCore.configure`` has changed since.
+    ``settings``: the deployment's, put into force when they are new here; else ``configure`` has the last word.
     """
     return _of(deployment_key, settings).core
 

@@ -1,7 +1,4 @@
-"""Requests that no replica can take yet: tenants take turns, each first come, first served; one at a time asks again.
-
-One asyncio loop uses it.
-"""
+"""Requests that no replica can take yet: tenants take turns, one request at a time asks again. One loop uses it."""
 
 from __future__ import annotations
 

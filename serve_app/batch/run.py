@@ -150,10 +150,9 @@ class _Batch:
                 sampling=generation.sampling,
                 block_hashes=generation.block_hashes,
                 tenant=tenant,
-                save=generation.save,
+                saves=generation.saves,
                 store_kv=generation.store_kv,
                 matcher=await self._matchers.matcher(grammar, tenant) if grammar else None,
-                keep=generation.keep,
             )
             await self._adapters.submit(request, generation.lora_path, deliver)
             while not ended:

@@ -204,10 +204,7 @@ def make_header(
 def verify_part(
     part: KvChain, kv_format: KvFormat, scope: PrefixScope, token_ids: TokenArray, hashes: bytes, first: int
 ) -> None:
-    """Raise a TransferError unless ``part`` holds the blocks from ``first`` on of the chain that is wanted.
-
-    ``token_ids`` and ``hashes`` (packed) are the asker's own, from the prompt's start; they may go on after the part.
-    """
+    """Raise a TransferError unless ``part`` holds the wanted chain's blocks from ``first`` on; the chain may go on."""
     header, size = part.header, kv_format.block_size
     check_format(header, kv_format)
     check_scope(header, scope, first)

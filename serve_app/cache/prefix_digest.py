@@ -45,10 +45,7 @@ def extend_digests(parent: bytes, scope: PrefixScope, token_ids: TokenArray, blo
 
 @dataclass(frozen=True, slots=True)
 class TierBlock:
-    """A block's name, the digest that it is verified by, and what a file's header says of it besides.
-
-    ``scope``: the scope's digest. ``owner``: the key of the account that it is on (see ``TierIndex``); "": unknown.
-    """
+    """A block's name, its digest, its scope's; ``owner``: the key of its account (see ``TierIndex``), "": unknown."""
 
     block_hash: bytes
     prefix_digest: bytes

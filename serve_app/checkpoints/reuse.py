@@ -1,4 +1,4 @@
-"""What a cache of any size would hit of a recorded trace: LRU stack distances of its blocks, in O(n log n).
+"""What a cache of any size would hit of a recorded trace: LRU stack distances of its blocks.
 
 In: Mooncake's JSON lines. Out: a curve, exact for one LRU cache of whole blocks that gives up the ends of prompts
 first. Knows no models and no bytes.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,21 +90,27 @@ def reuse_curve(prompts: Iterable[TracePrompt]) -> ReuseCurve:
     Source: Mattson et al., Evaluation Techniques for Storage Hierarchies, 1970.
     """
     served = list(prompts)
-    accesses = sum(len(prompt.hash_ids) for prompt in served)
-    stack = _Stack(accesses)
+    used: dict[int, int] = {}
+    uses: list[int] = []  # the moment of each block's last use, ascending: the stack, its top last
     reused: list[tuple[int, int]] = []
+    moment = 0
     for prompt in served:
-        for distance, tokens in zip(stack.places(prompt.hash_ids), _block_tokens(prompt.tokens), strict=True):
-            if distance:
-                reused.append((distance, tokens))
-        stack.push(prompt.hash_ids)
+        for block, tokens in zip(prompt.hash_ids, _block_tokens(prompt.tokens), strict=True):
+            if block in used:
+                reused.append((len(uses) - bisect_left(uses, used[block]), tokens))
+        for block in reversed(prompt.hash_ids):
+            if block in used:
+                del uses[bisect_left(uses, used[block])]
+            moment += 1
+            used[block] = moment
+            uses.append(moment)
     reused.sort()
     distances, tokens_of = np.array(reused, dtype=np.int64).reshape(-1, 2).T
     return ReuseCurve(
         requests=len(served),
         prompt_tokens=sum(prompt.tokens for prompt in served),
-        blocks=accesses,
-        distinct_blocks=stack.distinct,
+        blocks=moment,
+        distinct_blocks=len(used),
         distances=distances,
         hit_tokens=np.cumsum(tokens_of),
     )
@@ -112,41 +119,3 @@ def reuse_curve(prompts: Iterable[TracePrompt]) -> ReuseCurve:
 def _block_tokens(tokens: int) -> Iterator[int]:
     for start in range(0, tokens, TRACE_BLOCK_TOKENS):
         yield min(TRACE_BLOCK_TOKENS, tokens - start)
-
-
-class _Stack:
-    """Blocks by last use: a Fenwick tree counts those used since any moment."""
-
-    def __init__(self, accesses: int) -> None:
-        self._counts = [0] * (accesses + 1)
-        self._used: dict[int, int] = {}
-        self._now = 0
-
-    @property
-    def distinct(self) -> int:
-        return len(self._used)
-
-    def places(self, ids: Iterable[int]) -> list[int]:
-        """Return each block's place, 1 for the top, 0 where it never was here."""
-        return [len(self._used) - self._until(self._used[i]) + 1 if i in self._used else 0 for i in ids]
-
-    def push(self, ids: tuple[int, ...]) -> None:
-        """Use a prompt's blocks, its end first."""
-        for block_id in reversed(ids):
-            if block_id in self._used:
-                self._add(self._used[block_id], -1)
-            self._now += 1
-            self._used[block_id] = self._now
-            self._add(self._now, 1)
-
-    def _until(self, moment: int) -> int:
-        total = 0
-        while moment:
-            total += self._counts[moment]
-            moment &= moment - 1
-        return total
-
-    def _add(self, moment: int, change: int) -> None:
-        while moment < len(self._counts):
-            self._counts[moment] += change
-            moment += moment & -moment

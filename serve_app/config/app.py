@@ -9,14 +9,15 @@ import re
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from serve_app.config.autoscaling import MAX_REPLICAS, AutoscalingConfig
+from router.settings import DEFAULT_POLICY, PolicyName
 from serve_app.config.cache import MIB, CacheSection, LifecycleSection
 from serve_app.config.engine import ENGINES, EngineSection, EngineTraits, LoraSection
 from serve_app.config.quantities import Bytes, Seconds
-from serve_app.config.routing import RoutingSection
 from serve_app.config.tenants import TenantsSection
+
+MAX_REPLICAS = 512
 
 _HTTP = re.compile(r"https?://[^\s/]+(/\S*)?")
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+", re.ASCII)
@@ -25,6 +26,47 @@ _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+", re.ASCII)
 def is_hub_id(model: str) -> bool:
     """Say whether ``model`` is NAMESPACE/NAME of a hub, and no directory or GGUF file of that path is here."""
     return _HUB_ID.fullmatch(model) is not None and not model.endswith(".gguf") and not Path(model).is_dir()
+
+
+class AutoscalingConfig(BaseModel):
+    """The fields of `autoscaling`. Their values reach the policy in the controller with the ingresses' figures."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    min_replicas: int = Field(1, ge=1, le=MAX_REPLICAS, description="never fewer; as many start")
+    max_replicas: int = Field(ge=1, le=MAX_REPLICAS, description="never more")
+    target_ttft_s: Seconds = Field(
+        2.0,
+        gt=0,
+        le=600,
+        description="p90 of the time to first token to keep, or 1.1 times that of the requests' own prefill",
+    )
+    upscale_delay_s: Seconds = Field(10.0, ge=0, le=3600, description="more are needed for so long before they start")
+    downscale_delay_s: Seconds = Field(
+        600.0, ge=10, le=86_400, description="fewer were enough for so long before any is stopped"
+    )
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.max_replicas < self.min_replicas:
+            raise ValueError("max_replicas is less than min_replicas")
+        return self
+
+
+class RoutingSection(BaseModel):
+    """How a request finds its replica, and how long it waits for one."""
+
+    policy: PolicyName = Field(DEFAULT_POLICY, description="how a replica is chosen (docs/routing.md)")
+    no_replica_wait_s: Seconds = Field(
+        5.0, ge=0, le=600, description="requests wait this long after the last replica has gone, then get 503"
+    )
+    directory_max_blocks: int = Field(2_000_000, ge=1000, le=100_000_000, description="block hashes a router remembers")
+    max_queued_requests: int = Field(
+        512, ge=1, description="requests that wait in an ingress; a tenant with more than its share of them gets 429"
+    )
+    load_report_interval_s: Seconds = Field(
+        0.05, gt=0, le=10, description="seconds between a replica's load reports to the routers"
+    )
 
 
 class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, CacheSection, EngineSection):

@@ -55,9 +55,6 @@ def rooted(settings: Mapping[Any, Any], directory: Path) -> dict[Any, Any]:
         written_as_path = value.startswith(("./", "../", "~")) or value in (".", "..")
         return path(value) if written_as_path or ("/" in value and (base / value).exists()) else value
 
-    def prompt(value: Any) -> Any:
-        return {**value, "file": path(value["file"])} if isinstance(value, Mapping) and "file" in value else value
-
     rooted_settings: dict[Any, Any] = dict(settings)
     for name, value in settings.items():
         if name in PATHS:
@@ -66,6 +63,4 @@ def rooted(settings: Mapping[Any, Any], directory: Path) -> dict[Any, Any]:
             rooted_settings[name] = model(value)
         elif name == "lora_adapters" and isinstance(value, Mapping):
             rooted_settings[name] = {adapter: path(where) for adapter, where in value.items()}
-        elif name == "public_prompts" and isinstance(value, list):
-            rooted_settings[name] = [prompt(entry) for entry in value]
     return rooted_settings

@@ -73,12 +73,6 @@ def overlaid(args: AppConfig, user_config: Any) -> AppConfig:
         for name in user_config
         if name not in LIVE
     ]
-    prompts = user_config.get("public_prompts")
-    for number, prompt in enumerate(prompts if isinstance(prompts, list) else ()):
-        if isinstance(prompt, Mapping) and "file" in prompt and "sha256" not in prompt:
-            # Each process reads the file for itself, and they do so one after another.
-            what = "a file that a user_config names needs its sha256 (run: sha256sum FILE), or give the text instead"
-            refused.append((("public_prompts", number), what))
     if "autoscaling" in user_config and (args.autoscaling is None) != (user_config["autoscaling"] is None):
         what = "is switched on or off with a restart only; put it under args:, its values may change here"
         refused.append((("autoscaling",), what))

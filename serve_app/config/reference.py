@@ -13,14 +13,12 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from serve_app.config.app import AppConfig
-from serve_app.config.autoscaling import AutoscalingConfig
+from serve_app.config.app import AppConfig, AutoscalingConfig, RoutingSection
 from serve_app.config.cache import CacheSection, LifecycleSection
 from serve_app.config.engine import EngineSection, LoraSection
 from serve_app.config.live import LIVE
 from serve_app.config.prompts import PublicPromptConfig
 from serve_app.config.quantities import is_duration, shown_value
-from serve_app.config.routing import RoutingSection
 from serve_app.config.tenants import ApiKeyConfig, TenantConfig, TenantsSection
 
 _INTRODUCTION = f"""\
@@ -92,7 +90,7 @@ EXAMPLES = {
     "public_prompts": """
   - name: clerk
     version: "3"
-    text: You are a helpful clerk.  # or file: prompts/clerk.txt""",
+    text: You are a helpful clerk.""",
     "operator_key_sha256": f"[{'c' * 64}]  # from `warmpath keys`",
 }
 """What to write in place of defaults that say little of their form."""

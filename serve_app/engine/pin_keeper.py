@@ -42,15 +42,12 @@ class PinKeeper:
 
     def wanted(self, request: EngineRequest, chain: bytes, blocks: int) -> Iterator[WantedPin]:
         """Yield what a request asks to keep of its first ``blocks`` blocks, which have KV and the hashes ``chain``."""
-        if request.save is not None:
-            save = request.save
-            yield WantedPin(save.key, min(save.tokens // self._block_size, blocks), save.ttl_s, explicit=True)
-        for kept in request.keep:
-            kept_blocks = min(kept.tokens // self._block_size, blocks)
-            if kept_blocks:
+        for save in request.saves:
+            kept = min(save.tokens // self._block_size, blocks)
+            if save.key or kept:
                 # Equal prefixes are one pin; nobody's request renews another tenant's.
-                key = hash_at(chain, kept_blocks - 1) + request.tenant.encode()
-                yield WantedPin(key, kept_blocks, kept.ttl_s, explicit=False)
+                key = save.key or hash_at(chain, kept - 1) + request.tenant.encode()
+                yield WantedPin(key, kept, save.ttl_s, explicit=bool(save.key))
 
     def without_pinning(self, wanted: WantedPin, tenant: str, numbers: Sequence[int]) -> SaveResult | None:
         """Return what becomes of a prefix that is not to be pinned, as it is already or can never be; else None.

@@ -37,20 +37,13 @@ SaveOutcome = Literal["saved", "present", "over_budget", "too_large", "too_short
 class Save:
     """Keep the full blocks of a request's first ``tokens`` tokens once the request has computed them.
 
-    ``key`` names the save, within the scope of the request. ``ttl_s`` counts from the last read; None: no end.
+    ``key`` names the save, within the scope of the request. It is b"" for a cache breakpoint: equal prefixes of a
+    tenant are one then, and none is written to disk. ``ttl_s`` counts from the last read; None: no end.
     """
 
     key: bytes
     tokens: int
     ttl_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class KeptPrefix:
-    """As ``Save``, for a cache breakpoint: equal prefixes of a tenant are one, and none is written to disk."""
-
-    tokens: int
-    ttl_s: float
 
 
 class RemoteKv:
@@ -88,6 +81,7 @@ class EngineRequest:
     ``router_id`` and ``reservation`` come back in the load report.
     ``remote_kv``: what it has to wait for, though it counts as waiting, and queues, from its submission.
     ``timeout_s``: how long it may take from its submission on; what is not finished by then ends with "timeout".
+    ``saves``: what is to be kept, in the order in which it gets room.
     ``store_kv`` False: it takes hits, and no block that it computes is ever anybody else's or outlives it.
     """
 
@@ -100,13 +94,12 @@ class EngineRequest:
     tenant: str = "default"
     router_id: str = ""
     reservation: int = 0
-    save: Save | None = None
+    saves: tuple[Save, ...] = ()
     remote_kv: RemoteKv | None = None
     timeout_s: float = math.inf
     store_kv: bool = True
     resumed_tokens: int = 0
     matcher: TokenMatcher | None = None
-    keep: tuple[KeptPrefix, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,26 +71,22 @@ class LimitsLeft:
     tokens: Left | None
 
 
+@dataclass(slots=True, eq=False)
 class _Tenant:
     """One tenant's counts in one ingress. ``mean_s``: how long its requests take."""
 
-    def __init__(self, config: TenantConfig) -> None:
-        self.config = config
-        self.requests: Bucket | None = None
-        self.tokens: Bucket | None = None
-        self.running = 0
-        self.mean_s = 1.0
+    config: TenantConfig
+    requests: Bucket | None = None
+    tokens: Bucket | None = None
+    running: int = 0
+    mean_s: float = 1.0
 
 
 class TenantLimits:
     """The limits of all tenants, of which this ingress, one of ``ingresses``, has its part."""
 
     def __init__(
-        self,
-        tenants: Sequence[TenantConfig] = (),
-        ingresses: int = 1,
-        *,
-        clock: Callable[[], float] = time.monotonic,
+        self, tenants: Sequence[TenantConfig] = (), ingresses: int = 1, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._ingresses = ingresses
         self._clock = clock

@@ -165,11 +165,10 @@ class Dispatcher:
             root=generation.root,
             sampling=generation.sampling,
             tenant=generation.tenant,
-            save=generation.save,
+            saves=generation.saves,
             timeout_s=generation.deadline_s - started_s,
             store_kv=generation.store_kv,
             resumed_tokens=generation.resumed_tokens,
-            keep=generation.keep,
         )
         message = wire.GenerateCall(
             request=request,

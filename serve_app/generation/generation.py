@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from router.protocol.block_hash import PrefixScope, TokenArray
-from serve_app.engine.protocol import FinishReason, KeptPrefix, SamplingParams, Save, SaveResult, TokenLogprob
+from serve_app.engine.protocol import FinishReason, SamplingParams, Save, SaveResult, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +18,9 @@ class Generation:
     ``deadline_s``: the moment of ``time.perf_counter`` after which nobody waits for it any more. ``interval_s``: at
     least so much lies between its tokens' ways here, except the first ones' and the last ones'. ``store_kv``: whether
     its KV may stay in the cache. ``grammar``: in llguidance's form, "" for none. The last ``resumed_tokens`` of the
-    prompt are the answer's first ones. ``echo``: the prompt, where it stands before the answer. ``keep``: prefixes
-    to keep, the shortest first. ``prompt_ref``: the version of a registered prompt that it begins with, "" for none.
+    prompt are the answer's first ones. ``echo``: the prompt, where it stands before the answer. ``saves``: an explicit
+    one, then those of cache breakpoints, the shortest first. ``prompt_ref``: the version of a registered prompt that
+    it begins with, "" for none.
     ``system_chars``: of the formatted system prompt, 0 for none; ``system_tokens``: those of the prompt that are its.
     ``traceparent``: W3C's, of the request's span; "": it is not traced.
     """
@@ -32,7 +33,7 @@ class Generation:
     placement_key: bytes
     tenant: str
     sampling: SamplingParams
-    save: Save | None = None
+    saves: tuple[Save, ...] = ()
     lora_path: str = ""
     deadline_s: float = math.inf
     interval_s: float = 0.0
@@ -40,7 +41,6 @@ class Generation:
     grammar: str = ""
     resumed_tokens: int = 0
     echo: str = ""
-    keep: tuple[KeptPrefix, ...] = ()
     prompt_ref: str = ""
     system_chars: int = 0
     system_tokens: int = 0

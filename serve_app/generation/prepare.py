@@ -14,7 +14,7 @@ from router.protocol.block_hash import system_prompt_key
 from serve_app.api.request import CacheBreakpoint, ChatRequest, CompletionRequest, GenerateRequest, RequestFields
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import CheckpointInfo
-from serve_app.engine.protocol import AdapterSpec, KeptPrefix, Save
+from serve_app.engine.protocol import AdapterSpec, Save
 from serve_app.errors import ContextLengthExceeded, InvalidRequest
 from serve_app.fairness.shares import Shares
 from serve_app.fairness.workers import FairWorkers
@@ -104,8 +104,9 @@ class Preparer:
             sampling = sampling_of(
                 request, len(encoded.token_ids), rules, limits.max_model_len, limits.default_max_tokens, end_token_ids
             )
-            keep = await self._keep(request, keys, tenant.name, encoded) if store_kv else ()
-            save, system_tokens = await self._system_prompt(request, keys.root, tenant.name, encoded, system_text)
+            saves, system_tokens = await self._system_prompt(request, keys.root, tenant.name, encoded, system_text)
+            if store_kv:
+                saves += await self._keep(request, keys, tenant.name, encoded)
             placement_key = self._keys.placement(keys, request.prompt_cache_key, encoded, system_text)
             public_blocks = encoded.public_blocks
             echo = self._echo(request, len(generations) // request.n)
@@ -121,7 +122,7 @@ class Preparer:
                         tenant=tenant.name,
                         # Choices of one request must differ; the first is what a single one would have been.
                         sampling=replace(sampling, seed=seed + choice),
-                        save=save,
+                        saves=saves,
                         lora_path=adapter.path if adapter is not None else "",
                         deadline_s=deadline_s,
                         # A stop string is looked for here: until it is found the replica goes on.
@@ -129,7 +130,6 @@ class Preparer:
                         store_kv=store_kv,
                         grammar=grammar,
                         echo=echo,
-                        keep=keep,
                         prompt_ref=request.prompt_ref or "",
                         system_chars=len(system_text),
                         system_tokens=system_tokens,
@@ -232,14 +232,14 @@ class Preparer:
 
     async def _system_prompt(
         self, request: GenerateRequest, root: bytes, tenant: str, encoded: EncodedPrompt, system_text: str
-    ) -> tuple[Save | None, int]:
+    ) -> tuple[tuple[Save, ...], int]:
         """Return what to save of a prompt, and how many of its tokens are its system prompt's: those in common.
 
         Where its last token merges with what follows, they may be one fewer than of another prompt with the same one:
         what is to be saved is counted anew.
         """
         if not isinstance(request, ChatRequest) or not system_text:
-            return None, 0
+            return (), 0
         special, saves = not request.apply_chat_template, request.save_system_prompt_kv_cache
         key = system_prompt_key(root, system_text)
         tokens = self._system_tokens.get((key, special))
@@ -248,11 +248,11 @@ class Preparer:
             tokens = self._system_tokens[key, special] = common_tokens(alone.token_ids, encoded.token_ids)
             if len(self._system_tokens) > SYSTEM_PROMPTS:
                 del self._system_tokens[next(iter(self._system_tokens))]
-        return Save(key, tokens, self._limits.save_ttl_s) if saves else None, tokens
+        return (Save(key, tokens, self._limits.save_ttl_s),) if saves else (), tokens
 
     async def _keep(
         self, request: GenerateRequest, keys: Keys, tenant: str, encoded: EncodedPrompt
-    ) -> tuple[KeptPrefix, ...]:
+    ) -> tuple[Save, ...]:
         """Return what a request's cache breakpoints ask to keep of its prompt, in whole blocks, the shortest first.
 
         A breakpoint's prefix is what the conversation as far as there has in common with all of it, in tokens. One that
@@ -272,7 +272,7 @@ class Preparer:
             tokens = common_tokens(alone.token_ids, encoded.token_ids) // size * size
             if tokens:
                 found[tokens] = max(mark.ttl_s, found.get(tokens, 0.0))
-        return tuple(KeptPrefix(tokens, ttl_s) for tokens, ttl_s in sorted(found.items()))
+        return tuple(Save(b"", tokens, ttl_s) for tokens, ttl_s in sorted(found.items()))
 
     async def count(self, request: ChatRequest, tenant: Tenant) -> int:
         """Return how many tokens a request's prompt has. Raises what ``prepare`` would for the prompt."""

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from serve_app.api.format import Usage
-from serve_app.engine.protocol import KeptPrefix, SaveResult
+from serve_app.engine.protocol import Save, SaveResult
 from serve_app.generation.answer import Piece
 from serve_app.generation.generation import Generation
 
@@ -48,7 +48,7 @@ class RequestUsage:
         self._prompt_tokens = sum(len(generation.token_ids) for generation in generations[::n])
         self._completion_tokens = 0
         self._cached_tokens = 0
-        self._keep = generations[0].keep
+        self._keep = [save for save in generations[0].saves if not save.key]
         self._kept = (0, 0)
         self.save: SaveResult | None = None
         self.miss: Awaitable[ShownMiss] | None = None
@@ -76,9 +76,9 @@ class RequestUsage:
         return Usage(self._prompt_tokens, self._completion_tokens, self._cached_tokens, *self._kept, self._cache_miss)
 
 
-def kept_tokens(keep: Sequence[KeptPrefix], cached_tokens: int) -> tuple[int, int]:
+def kept_tokens(keep: Sequence[Save], cached_tokens: int) -> tuple[int, int]:
     """Return how many tokens that were not cached are kept now: for minutes, and for an hour."""
-    hour = max((kept.tokens for kept in keep if kept.ttl_s >= 3600), default=0)
+    hour = max((kept.tokens for kept in keep if kept.ttl_s is not None and kept.ttl_s >= 3600), default=0)
     most = max((kept.tokens for kept in keep), default=0)
     return max(0, most - max(hour, cached_tokens)), max(0, hour - cached_tokens)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import time
 from functools import partial
@@ -37,7 +38,6 @@ from serve_app.ingress.completions import Completions
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.ledgers import Ledgers
-from serve_app.ingress.memory import return_large_buffers
 from serve_app.ingress.observe.answer_meter import Counters
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.prompts.admin import PromptAdmin
@@ -56,6 +56,10 @@ from serve_app.tracing.tracer import open_tracer
 from serve_app.usage.ledger import Ledger
 
 logger = logging.getLogger(__name__)
+
+LARGE_BYTES = 1 << 20
+_M_MMAP_THRESHOLD = -3
+"""Source: glibc's malloc.h. Setting it also keeps malloc from raising it to the largest buffer that was ever freed."""
 
 
 async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentHandle) -> Services:
@@ -168,3 +172,9 @@ def _load_tokenizer(path: Path, config: AppConfig, workers: FairWorkers) -> tupl
     prompts = Prompts.of(config.public_prompts, config.prompts_dir)
     prompts.install(tokenizer)
     return tokenizer, prompts
+
+
+def return_large_buffers() -> bool:
+    """Have malloc map buffers over ``LARGE_BYTES`` on their own, in this process; False where malloc is not glibc's."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and bool(mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES))

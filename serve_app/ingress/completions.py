@@ -23,9 +23,9 @@ from serve_app.ingress.answers import Answer, streamed, whole
 from serve_app.ingress.drain import Deadline, Drain
 from serve_app.ingress.http import read_body, until_disconnect
 from serve_app.ingress.observe.answer_meter import AnswerMeter, Counters
-from serve_app.ingress.observe.tracing import trace_of
 from serve_app.tenants.tenants import Tenant
 from serve_app.tokenization.tokenizer import PromptTokenizer
+from serve_app.tracing.request import RequestTrace
 
 INLINE_BODY_BYTES = 64 << 10
 """Longer bodies are parsed off the loop."""
@@ -61,7 +61,8 @@ class Completions:
             answer_id = uuid.uuid4().hex
             timeout_s = self.config.request_timeout_s
             deadline = Deadline(self.drain, arrived_s + timeout_s, timeout_s)
-            body_bytes, allowance, trace = arrival.body_bytes, arrival.allowance, trace_of(request)
+            body_bytes, allowance = arrival.body_bytes, arrival.allowance
+            trace: RequestTrace | None = getattr(request.state, "trace", None)
             stage = trace.stage if trace is not None else _untraced
             stage("read")
             async with until_disconnect(request):

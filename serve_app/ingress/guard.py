@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from ray.exceptions import RayError
 from starlette.requests import ClientDisconnect, Request
@@ -13,15 +15,28 @@ from starlette.responses import Response
 
 from router.protocol.request import NoReplicaLeft
 from serve_app.api.format import RenderError, RenderLimits
-from serve_app.errors import AuthenticationFailed, GenerationFailed, Overloaded, PermissionDenied, WarmpathError
+from serve_app.errors import (
+    AuthenticationFailed,
+    GenerationFailed,
+    InvalidRequest,
+    Overloaded,
+    PermissionDenied,
+    WarmpathError,
+)
 from serve_app.fairness.rate_limits import TenantLimits
-from serve_app.ingress.browsers import refuse_foreign_page
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.http import credentials, error_headers, json_response, request_id_of
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.tenants.tenants import DEFAULT_TENANT, Tenant, Tenants
 
 logger = logging.getLogger(__name__)
+
+
+class UnsupportedMediaType(InvalidRequest):
+    """The body is declared to be something else than JSON."""
+
+    status = 415
+    code = "unsupported_media_type"
 
 
 class Api(NamedTuple):
@@ -129,3 +144,42 @@ def _shown(error: Exception, request: Request) -> WarmpathError:
         return Overloaded("The replicas cannot be reached now.", retry_after_s=5.0)
     logger.error("request %s failed", request_id, exc_info=error)
     return GenerationFailed("A fault on the server; it was logged under this request id.")
+
+
+def refuse_foreign_page(request: Request, allowed_hosts: Collection[str] | None) -> None:
+    """Refuse a POST that a page of another site makes its reader's browser send.
+
+    Such a page reaches servers on the user's machine, which need no key where no tenants are configured. Requests of
+    other clients have no ``Origin`` and are not judged here.
+
+    ``allowed_hosts``: the names in ``Host`` that are this server's, beside addresses and localhost; None: any.
+    Raises UnsupportedMediaType for what is not declared to be JSON: a browser sends JSON to another site only after
+    asking that, and nobody here says yes. Raises PermissionDenied for a page whose own name was made to lead here
+    (DNS rebinding).
+    """
+    origin = request.headers.get("origin")
+    if request.method != "POST" or origin is None:
+        return
+    host = request.headers.get("host", "")
+    if allowed_hosts is not None and not _is_ours(host, allowed_hosts):
+        raise PermissionDenied(
+            f"Pages of {host[:200]!r} may not post here; if that is a name of this server, start it with it in the "
+            "setting allowed_hosts."
+        )
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if origin.partition("://")[2] != host and media_type != "application/json":
+        raise UnsupportedMediaType("Send the header Content-Type: application/json.")
+
+
+def _is_ours(host: str, allowed_hosts: Collection[str]) -> bool:
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return False
+    if name == "localhost" or name.endswith(".localhost") or name in allowed_hosts:
+        return True
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -161,7 +161,7 @@ class Live:
         await self._look(LOOK_S)
         self._refuse_many(viewer)
         view = self._views.setdefault(viewer, View(viewer, self._seen.facts))
-        watcher = Watcher(time.monotonic)
+        watcher = Watcher()
         view.watchers.add(watcher)
         watcher.offer(encoded(view.snapshot(_now_s())))
         if self._closed:

@@ -21,6 +21,8 @@ from serve_app.live.replicas import TENANTS_FIELDS, Row, changed
 from serve_app.live.watcher import Event, Watcher
 
 RECENT_DECISIONS = 50
+DECISIONS_A_LOOK = 20
+"""Sent to watchers between two looks at the facts, which are a second apart; those beyond are counted."""
 HIDDEN_FROM_TENANTS = frozenset({"estimated_ttft_s", "cold_ttft_s", "queued_tokens"})
 """Of a decision: they tell how busy others keep a replica."""
 
@@ -160,6 +162,7 @@ class View:
         self._about = facts.about
         self._picture = picture_of(facts, viewer)
         self._decisions: deque[Row] = deque(maxlen=RECENT_DECISIONS)
+        self._new_decisions = 0
 
     def snapshot(self, at_s: float) -> Row:
         """Return all of it."""
@@ -181,13 +184,12 @@ class View:
     def update(self, facts: Facts, at_s: float) -> None:
         """Take new facts, and tell the watchers what has changed."""
         before, self._picture, self._about = self._picture, picture_of(facts, self.viewer), facts.about
-        events = [encoded(body) for body in difference(before, self._picture, at_s)]
-        for watcher in self.watchers:
-            for event in events:
-                watcher.offer(event)
-            if watcher.skipped:
-                watcher.offer(encoded({"type": "skipped", "at_s": at_s, "decisions": watcher.skipped}))
-                watcher.skipped = 0
+        events = difference(before, self._picture, at_s)
+        if self._new_decisions > DECISIONS_A_LOOK:
+            skipped = self._new_decisions - DECISIONS_A_LOOK
+            events.append({"type": "skipped", "at_s": at_s, "decisions": skipped})
+        self._new_decisions = 0
+        self._send(events)
 
     def tell(self, occurrences: Iterable[Occurrence]) -> None:
         """Tell the watchers what happened, as far as they may know."""
@@ -195,11 +197,17 @@ class View:
             body = visible(occurrence, self.viewer)
             if body is None:
                 continue
-            event, decision = encoded(body), occurrence.type == "decision"
-            if decision:
+            if occurrence.type == "decision":
                 self._decisions.append(body)
+                self._new_decisions += 1
+                if self._new_decisions > DECISIONS_A_LOOK:
+                    continue
+            self._send([body])
+
+    def _send(self, bodies: Iterable[Row]) -> None:
+        for event in map(encoded, bodies):
             for watcher in self.watchers:
-                (watcher.offer_decision if decision else watcher.offer)(event)
+                watcher.offer(event)
 
 
 def encoded(body: Mapping[str, Any]) -> Event:

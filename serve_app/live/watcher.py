@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
 from typing import Literal, NamedTuple
-
-from serve_app.fairness.rate_limits import Bucket
 
 End = Literal["key", "stopping", "gone"]
 
 QUEUE_EVENTS = 512
 QUEUE_BYTES = 1 << 20
-DECISIONS_PER_S = 20.0
 GATHER_S = 0.1
 """Events are sent together where they come this closely: a write for each would cost more than all else."""
 
@@ -31,19 +27,16 @@ class Event(NamedTuple):
 class Watcher:
     """What waits to be sent to one stream.
 
-    ``dropped``: events that were given up because it is too slow; ``skipped``: decisions beyond its rate; ``ended``:
-    why nothing more comes. ``limit``: the time that its stream has, where it has begun.
+    ``dropped``: events that were given up because it is too slow; ``ended``: why nothing more comes. ``limit``: the
+    time that its stream has, where it has begun.
     """
 
-    def __init__(self, clock_s: Callable[[], float]) -> None:
+    def __init__(self) -> None:
         self.dropped = 0
-        self.skipped = 0
         self.ended: End | None = None
         self.limit: asyncio.Timeout | None = None
         self._queue: deque[Event] = deque()
         self._bytes = 0
-        self._clock_s = clock_s
-        self._decisions = Bucket(DECISIONS_PER_S, DECISIONS_PER_S, clock_s())
         self._ready = asyncio.Event()
 
     def offer(self, event: Event) -> None:
@@ -54,15 +47,6 @@ class Watcher:
             self._bytes -= len(self._queue.popleft().payload)
             self.dropped += 1
         self._ready.set()
-
-    def offer_decision(self, event: Event) -> None:
-        """Add a decision, or count it among the skipped where it is beyond the rate."""
-        now_s = self._clock_s()
-        if self._decisions.level(now_s) < 1.0:
-            self.skipped += 1
-        else:
-            self._decisions.take(1.0, now_s)
-            self.offer(event)
 
     def end(self, reason: End) -> None:
         """End the stream, at once where its reader takes nothing."""

@@ -172,7 +172,7 @@ class Prompts:
 
 
 def _merged(configs: Iterable[PublicPromptConfig], locked: Iterable[Prompt]) -> dict[str, Prompt]:
-    prompts = {config.ref: Prompt(config.name, config.version, config.text or "") for config in configs}
+    prompts = {config.ref: Prompt(config.name, config.version, config.text) for config in configs}
     for prompt in locked:
         if prompt.ref in prompts:
             raise PromptError(f"{prompt.ref} is in public_prompts and in prompts_dir; take one out")

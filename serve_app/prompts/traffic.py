@@ -8,15 +8,11 @@ from __future__ import annotations
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from router.protocol.samples import Sample
 
 _USES = 16
-_VERSIONS = 1024
-
-K = TypeVar("K")
-V = TypeVar("V")
 
 
 class Use(NamedTuple):
@@ -61,33 +57,27 @@ class PromptTraffic:
 
     def __init__(self, least_tokens: Callable[[str], int] = lambda _: 1) -> None:
         self._least_tokens = least_tokens
-        self._figures: OrderedDict[str, Figures] = OrderedDict()
-        self._uses: OrderedDict[str, OrderedDict[Use, Use]] = OrderedDict()
+        self._figures: dict[str, Figures] = {}
+        self._uses: dict[str, OrderedDict[Use, Use]] = {}
 
     def add(self, ref: str, prompt_tokens: int, cached_tokens: int) -> None:
         """Count one answered request."""
         warm = cached_tokens >= max(1, self._least_tokens(ref))
-        figures = Figures(1, prompt_tokens, cached_tokens, int(warm))
-        _put(self._figures, ref, self._figures.get(ref, Figures()).plus(figures), _VERSIONS)
+        counted = Figures(1, prompt_tokens, cached_tokens, int(warm))
+        self._figures[ref] = self._figures.get(ref, Figures()).plus(counted)
 
     def add_use(self, ref: str, use: Use, *, public: bool) -> None:
         """Remember how a prompt is asked for; of a public one KV is the same for all tenants and salts."""
-        name = ref.partition("@")[0]
-        uses = self._uses.get(name) or OrderedDict()
-        _put(uses, use._replace(tenant="", cache_salt=None) if public else use, use, _USES)
-        _put(self._uses, name, uses, _VERSIONS)
+        uses = self._uses.setdefault(ref.partition("@")[0], OrderedDict())
+        way = use._replace(tenant="", cache_salt=None) if public else use
+        uses[way] = use
+        uses.move_to_end(way)
+        if len(uses) > _USES:
+            uses.popitem(last=False)
 
     def report(self) -> tuple[dict[str, Figures], dict[str, list[Use]]]:
         """Return the figures by version, and the ways each name is asked for, the latest last."""
         return dict(self._figures), {name: list(uses.values()) for name, uses in self._uses.items()}
-
-
-def _put(table: OrderedDict[K, V], key: K, value: V, most: int) -> None:
-    """Put a value at a table's end; the first one goes where there are too many."""
-    table[key] = value
-    table.move_to_end(key)
-    if len(table) > most:
-        table.popitem(last=False)
 
 
 def version_samples(report: Mapping[str, Figures]) -> Iterable[Sample]:

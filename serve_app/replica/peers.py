@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import ray
 from ray import serve
@@ -90,29 +90,24 @@ class Peers:
 
     async def fetch(self, holder: str, wanted: WantedPart) -> PulledPart:
         """Ask for a part of a prefix's KV."""
-        part: PulledPart = await self._ask("export_kv", holder, wanted)
-        return part
+        return cast(PulledPart, await self._ask("export_kv", holder, wanted))
 
     async def offer(self, peer: str, most_blocks: int) -> HotOffer:
         """Ask what is hottest there."""
-        offer: HotOffer = await self._ask("offer_hot", peer, most_blocks)
-        return offer
+        return cast(HotOffer, await self._ask("offer_hot", peer, most_blocks))
 
     async def survey(self, peer: str, runs: Sequence[bytes]) -> Survey:
         """Ask what a peer knows of runs of blocks, and what room it has."""
-        found: Survey = await self._ask("survey_cache", peer, runs)
-        return found
+        return cast(Survey, await self._ask("survey_cache", peer, runs))
 
     async def take(self, peer: str, prefix: HashedTokens, first: int, part: KvChain, kind: Kind) -> int:
         """Give a peer blocks; returns how many leading ones of the prefix it holds then, -1 where it refused them."""
         reference = await asyncio.to_thread(ray.put, part)
-        held: int = await self._ask("take_kv", peer, prefix, first, [reference], kind)
-        return held
+        return cast(int, await self._ask("take_kv", peer, prefix, first, [reference], kind))
 
     async def keep(self, peer: str, saved: SavedPrefix, prefix: HashedTokens) -> bool:
         """Have a peer keep a save; returns whether it does."""
-        kept: bool = await self._ask("keep_save", peer, saved, prefix)
-        return kept
+        return cast(bool, await self._ask("keep_save", peer, saved, prefix))
 
     async def _ask(self, question: Question, peer: str, *args: Any) -> Any:
         try:

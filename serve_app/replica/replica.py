@@ -92,7 +92,6 @@ class Replica:
         self._moves = MoveMeters()
         self._lifecycle = Lifecycle(self._config, self._engine, self._adapters, peers, self._running, self._moves)
         self._answers = PeerAnswers(self._engine, self._adapters.loaded, self._moves, self._puller.meters)
-        self._ending.callback(self._answers.close)
         self._reporter = Reporter(self._load, self._stats, self._feed, self._config.load_report_interval_s)
         await self._adapters.preload()
         self._engine.start()
@@ -202,7 +201,10 @@ class Replica:
         ended = False
         try:
             try:
-                await self._adapters.submit(request, call.lora_path, self._on_outputs)
+                if request.scope.lora:
+                    await self._adapters.submit(request, call.lora_path, self._on_outputs)
+                else:
+                    self._engine.submit(request, self._on_outputs)
                 self._reporter.prefills_changed()
                 if trace is not None:
                     trace.submitted()

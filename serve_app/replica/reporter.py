@@ -61,7 +61,8 @@ class Reporter:
             now_s = time.monotonic()
             events: list[Event] = []
             load = self._load()
-            if _differs(load, last_load) or now_s - last_load_s >= HEARTBEAT_S:
+            same = last_load is not None and structs.replace(load, taken_at_s=last_load.taken_at_s) == last_load
+            if not same or now_s - last_load_s >= HEARTBEAT_S:
                 events.append(load)
                 last_load, last_load_s = load, now_s
             if now_s - last_stats_s >= STATS_INTERVAL_S:
@@ -90,10 +91,6 @@ async def tell_caches(engine: Engine, feed: FeedPublisher, interval_s: float = D
             logger.warning("other blocks were published than the caches hold: all that is held is told anew")
             mended, next_s, pause_s = drifts, now_s + pause_s, min(2 * pause_s, _LAST_PAUSE_S)
         await asyncio.to_thread(engine.tell_cache, anew=anew)
-
-
-def _differs(load: LoadReport, last: LoadReport | None) -> bool:
-    return last is None or structs.replace(load, taken_at_s=last.taken_at_s) != last
 
 
 def version_of(config: dict[str, Any]) -> int:

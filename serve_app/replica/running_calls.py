@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from ray.exceptions import RayError
 
@@ -46,20 +47,18 @@ def actor_lives(name: str) -> bool:
     return True
 
 
+@dataclass(slots=True, eq=False)
 class RunningCall:
     """One generation. ``sent``: its chunks so far. ``end``: the last one, once no more tokens come.
 
     ``reply_to``: None where nobody reads it. ``caller``: the Serve actor that asks, "" where it is none.
     """
 
-    __slots__ = ("caller", "end", "reply_to", "sent", "stream")
-
-    def __init__(self, reply_to: wire.ReplyTo | None, stream: TokenStream, caller: str) -> None:
-        self.caller = caller
-        self.reply_to = reply_to
-        self.stream = stream
-        self.sent = 0
-        self.end: asyncio.Future[wire.GenerateChunk] = asyncio.get_running_loop().create_future()
+    reply_to: wire.ReplyTo | None
+    stream: TokenStream
+    caller: str
+    end: asyncio.Future[wire.GenerateChunk]
+    sent: int = 0
 
     def finish(self, chunk: wire.GenerateChunk) -> None:
         """Say how it ended; what ended before stays as it is."""
@@ -83,7 +82,8 @@ class RunningCalls:
 
     def begin(self, call_id: str, reply_to: wire.ReplyTo | None, stream: TokenStream, caller: str = "") -> RunningCall:
         """Take outputs of a generation that is about to be submitted."""
-        call = self._calls[call_id] = RunningCall(reply_to, stream, caller)
+        call = RunningCall(reply_to, stream, caller, asyncio.get_running_loop().create_future())
+        self._calls[call_id] = call
         return call
 
     def forget(self, call_id: str) -> None:

@@ -13,13 +13,14 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 
 import msgspec
 import zmq
 import zmq.asyncio
 from msgspec import structs
 
-from serve_app.engine.protocol import EngineOutput, TokenLogprob
+from serve_app.engine.protocol import EngineOutput
 from serve_app.replica.messages import GenerateChunk, ReplyTo
 from serve_app.tracing.replica import ReplicaTrace
 
@@ -108,22 +109,11 @@ class TokenStream:
             self._due_s = now_s + self._interval_s
         if not self._outputs:
             return output
-        outputs, self._outputs = [*self._outputs, output], []
-        return merged(outputs)
-
-
-def merged(outputs: Sequence[EngineOutput]) -> EngineOutput:
-    """Return outputs of one request, oldest first, as one: all tokens, the first one's figures, the last one's end."""
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
-    for output in outputs:
-        token_ids += output.token_ids
-        logprobs += output.logprobs
-    first = next((output for output in outputs if output.cached_tokens is not None), None)
-    last = replace(outputs[-1], token_ids=token_ids, logprobs=logprobs)
-    if first is None:
-        return last
-    return replace(last, cached_tokens=first.cached_tokens, queue_s=first.queue_s, save=first.save)
+        outputs = [*self._outputs, output]  # none of them is the request's first
+        self._outputs.clear()
+        token_ids = tuple(chain.from_iterable(each.token_ids for each in outputs))
+        logprobs = tuple(chain.from_iterable(each.logprobs for each in outputs))
+        return replace(output, token_ids=token_ids, logprobs=logprobs)
 
 
 class Arrivals:

@@ -53,10 +53,7 @@ def test_who_gets_a_request() -> None:
 
 
 def test_simultaneous_requests_spread_and_users_of_one_cold_prompt_follow_the_first() -> None:
-    """Without any report in between; a herd stays together until its own suffixes outweigh the prefix.
-
-    docs/routing.md
-    """
+    """Without any report; a herd stays together until its suffixes outweigh the prefix. (docs/routing.md)"""
     core = core_of("abcdefgh")
     apart = [decided(core, ask(n, Random(n + 1).randbytes(160), key=Random(n).randbytes(16))) for n in range(8)]
     assert len({decision.replica_id for decision in apart}) == 8

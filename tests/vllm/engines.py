@@ -16,12 +16,11 @@ import numpy as np
 from router.protocol.block_hash import PrefixScope, extend_chain
 from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.checkpoints.checkpoint import CheckpointInfo, load_checkpoint_info
-from serve_app.engine.core.build import build_engine
+from serve_app.config.app import AppConfig
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import EngineOutput, EngineRequest
-from serve_app.engine.settings import EngineSettings
 from serve_app.engine.vllm.engine import VllmEngine
-from serve_app.engine.vllm.settings import VllmSettings
+from serve_app.replica.engine_factory import make_engine
 from tests.serve_app.engine.tiny import SCOPE, request, root_of, run_all
 from tests.serve_app.engine.vllm.pool_model import Routers
 
@@ -43,33 +42,14 @@ class Both:
 @contextmanager
 def both_engines(demo_model_path: Path) -> Iterator[Both]:
     """The demo model in float32 on either engine; vLLM's pool holds three thousand tokens."""
-    info = load_checkpoint_info(demo_model_path)
-    heard = Routers()
-    settings = EngineSettings(block_size=BLOCK, num_blocks=BLOCKS, dtype="float32", max_model_len=2048)
-    torch = build_engine(demo_model_path, settings, lambda _: None)
-    vllm = VllmEngine(
-        VllmSettings(
-            model=str(demo_model_path),
-            end_token_ids=info.eos_token_ids,
-            block_size=BLOCK,
-            block_bytes=torch.kv_block_bytes,
-            num_blocks=BLOCKS,
-            max_model_len=2048,
-            max_num_seqs=8,
-            max_num_batched_tokens=256,
-            max_waiting_requests=32,
-            dtype="float32",
-            enforce_eager=True,
-            num_threads=os.cpu_count() or 1,
-            lora=True,
-            max_cpu_loras=4,
-            max_lora_rank=8,
-            model_fingerprint=info.fingerprint,
-            transfer=True,
-            pin_budget=24,
-        ),
-        heard,
-    )
+    info, heard = load_checkpoint_info(demo_model_path), Routers()
+    sizes = {"block_size": BLOCK, "num_blocks": BLOCKS, "max_model_len": 2048, "dtype": "float32", "device": "cpu"}
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "max_waiting_requests": 32, "enforce_eager": True}
+    loras = {"allow_runtime_lora": True, "max_cpu_loras": 4, "max_lora_rank": 8}
+    moves = {"kv_pull": True, "pin_budget": 24, "num_threads": os.cpu_count()}
+    torch = make_engine(AppConfig(engine="torch", **sizes), info, lambda _: None)
+    vllm = make_engine(AppConfig(engine="vllm", **sizes, **limits, **loras, **moves), info, heard)
+    assert isinstance(torch, TorchEngine) and isinstance(vllm, VllmEngine)
     vllm.start()
     torch.start()
     yield Both(vllm, torch, heard, info)

@@ -18,7 +18,6 @@ from serve_app.engine.protocol import (
     AdapterError,
     EngineError,
     EngineRequest,
-    KeptPrefix,
     RemoteKv,
     RequestTooLong,
     Save,
@@ -321,11 +320,11 @@ def test_saves_stay_until_a_reset_or_their_end(both: Both) -> None:
 
     reset(both)
     saved, kept, plain = (request(name, both.prompt(330, seed=700 + i)) for i, name in enumerate("skp"))
-    save = replace(saved, save=Save(b"s" * 16, 320))
+    save = replace(saved, saves=(Save(b"s" * 16, 320),))
     assert outcome_of(save) == "saved"
-    assert outcome_of(replace(kept, keep=(KeptPrefix(320, 3600.0),))) == "saved"
+    assert outcome_of(replace(kept, saves=(Save(b"", 320, 3600.0),))) == "saved"
     assert outcome_of(save) == "present"
-    assert outcome_of(replace(plain, save=Save(b"p" * 16, 320))) == "over_budget"
+    assert outcome_of(replace(plain, saves=(Save(b"p" * 16, 320),))) == "over_budget"
     flood(both, 710)
     assert [run_all(both.vllm, [item]).cached[item.request_id] for item in (plain, saved, kept)] == [0, 320, 320]
     samples = {name: value for name, _, value in both.vllm.stats().samples}

@@ -22,10 +22,7 @@ HEAT_MEMORY_S = 600.0
 
 @dataclass(slots=True)
 class CachedBlock:
-    """One indexed block: what it holds, under which parent block (None: the scope's root), and when it was let go of.
-
-    ``tenant``: on whose account it is. ``released_at``: the tick at which it was idle last, ``standing`` since then.
-    """
+    """One indexed block, under its parent (None: the root). ``released_at``: the tick of its last idling."""
 
     block_hash: bytes
     block: int

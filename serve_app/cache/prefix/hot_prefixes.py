@@ -39,10 +39,7 @@ class HashedTokens:
 
 @dataclass(frozen=True, slots=True)
 class PrefixRun:
-    """Blocks in a row without a branch, of one owner and kind. ``parent``: the run before it in the same list.
-
-    ``hashes``: packed; ``token_ids``: int32-LE bytes; ``scope``: the blocks' own; ``heat``: the last block's.
-    """
+    """Blocks in a row without a branch, of one owner and kind; ``parent``: the run before; ``heat``: at its end."""
 
     parent: int | None
     hashes: bytes
@@ -130,10 +127,7 @@ def heats(entries: Sequence[CachedBlock], now_s: float) -> dict[int, float]:
 
 
 def list_hot(entries: Sequence[CachedBlock], pins: Sequence[Pin], now_s: float) -> HotPrefixes:
-    """Return what an index holds, in order. ``entries``: all of it, parents first. O(blocks log runs).
-
-    A run also ends where heat has halved: what many use of a long prefix goes before what few do.
-    """
+    """Return what an index (parents first) holds, in order; a run also ends where heat halves. O(blocks log runs)."""
     pinned = {block for pin in pins for block in pin.blocks}
     tails = {pin.blocks[-1] for pin in pins}
     heat = heats(entries, now_s)

@@ -204,11 +204,9 @@ class PrefixCache:
         tenant: str = "default",
         unread_s: float = 0.0,
     ) -> PinOutcome:
-        """Keep a prefix of indexed blocks under ``key`` for ``ttl_s`` after its last read; None: until unpinned.
+        """Keep indexed blocks under ``key`` for ``ttl_s`` after the last read, ``unread_s`` ago; None: until unpinned.
 
-        ``unread_s``: how long ago that was. What others pinned beyond their shares makes room for what is within
-        ``tenant``'s. Nothing changes when it does not fit the budget, or when the key is taken, except that its time
-        runs anew.
+        What others pinned beyond their shares makes room for what is within ``tenant``'s. A taken key is renewed.
         """
         if not blocks or any(block not in self.index for block in blocks):
             raise ValueError("a pin needs at least one block, and only indexed ones")

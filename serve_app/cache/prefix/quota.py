@@ -46,10 +46,7 @@ class Account(Generic[K]):
 
 
 class Accounts(Generic[K]):
-    """Accounts by tenant. ``weights``: by tenant, 1.0 where none is given. Calls are O(tenants with an account).
-
-    ``active_s``: seconds without a request after which a tenant has no share, and gives first, until the next.
-    """
+    """Accounts by tenant, of weight 1.0 by default; who is unseen for ``active_s`` has no share. O(accounts) a call."""
 
     def __init__(self, weights: Mapping[str, float], clock: Callable[[], float], active_s: float) -> None:
         self._weights = _checked(weights)

@@ -27,10 +27,7 @@ ACTIVE_S = 86400.0
 
 
 class DiskTier:
-    """At most ``capacity_bytes`` of files, headers included.
-
-    ``shares``: weights by tenant. ``save_ttl_s``: how long a save of an earlier life stays one at most.
-    """
+    """At most ``capacity_bytes`` of files. ``save_ttl_s``: how long a save of an earlier life stays one at most."""
 
     def __init__(
         self,

@@ -39,10 +39,7 @@ class DiskLoad:
 
 
 class DiskQueue:
-    """Work for one disk tier. ``wake`` is called from its thread when a load is done or the tier has events.
-
-    ``block_bytes``: what a block counts against ``max_bytes``. Without ``start`` nothing happens until ``run``.
-    """
+    """Work for one disk tier. ``wake``: called from its thread at news; without ``start`` only ``run`` does any."""
 
     def __init__(self, tier: DiskTier, max_bytes: int, block_bytes: int, wake: Wake) -> None:
         self.tier = tier

@@ -25,10 +25,7 @@ class HostEntry(Entry):
 
 
 class HostTier(TierIndex[HostEntry]):
-    """At most ``capacity_bytes`` of blocks of ``size_bytes`` each; a slab row holds ``row_bytes`` of it.
-
-    (A simulated engine's blocks have a size and no bytes.)
-    """
+    """At most ``capacity_bytes`` of blocks of ``size_bytes``; a slab row has ``row_bytes``, 0 if simulated."""
 
     def __init__(
         self,

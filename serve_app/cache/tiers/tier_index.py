@@ -48,7 +48,7 @@ class Entry:
 
 @dataclass(slots=True)
 class TierCounts:
-    """Blocks over a tier's life; the names are those of their metrics."""
+    """Blocks over a tier's life."""
 
     hits: int = 0
     stores: int = 0

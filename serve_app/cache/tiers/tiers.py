@@ -30,10 +30,7 @@ ReadRows = Callable[[Sequence[int], Sequence[Row]], None]
 
 @dataclass(frozen=True, slots=True)
 class TierSettings:
-    """Bounds of the tiers; 0 bytes is off. ``load_ratio``: see ``LoadRule``.
-
-    ``save_ttl_s``: how long a save that an earlier life left on disk stays one at most; None: for ever.
-    """
+    """Bounds of the tiers; 0 bytes: off. ``save_ttl_s``: of a save from an earlier life, at most; None: for ever."""
 
     host_bytes: int = 0
     disk_bytes: int = 0
@@ -44,10 +41,7 @@ class TierSettings:
 
 
 class Tiers:
-    """Host memory and disk under one pool. ``size_bytes``: what a block counts. ``shares``: weights by tenant.
-
-    ``indexes``: what each tier holds, by its name, the fastest first.
-    """
+    """Host memory and disk under one pool. ``size_bytes``: of a block. ``indexes``: of each tier, the fastest first."""
 
     def __init__(
         self,
@@ -192,13 +186,13 @@ class Tiers:
     def samples(self, labels: Labels) -> Iterable[Sample]:
         """Yield blocks, bytes and counters by tier."""
         for tier, index in self.indexes.items():
-            by_tier = (*labels, ("tier", tier))
+            by_tier, counts = (*labels, ("tier", tier)), index.counts
             yield "warmpath_kv_tier_blocks", by_tier, float(len(index))
             yield "warmpath_kv_tier_bytes", by_tier, float(index.used_bytes)
-            yield "warmpath_kv_tier_hits_total", by_tier, float(index.counts.hits)
-            yield "warmpath_kv_tier_stores_total", by_tier, float(index.counts.stores)
-            yield "warmpath_kv_tier_drops_total", by_tier, float(index.counts.drops)
-            yield "warmpath_kv_tier_evicted_blocks_total", by_tier, float(index.counts.evicted_blocks)
+            yield "warmpath_kv_tier_hits_total", by_tier, float(counts.hits)
+            yield "warmpath_kv_tier_stores_total", by_tier, float(counts.stores)
+            yield "warmpath_kv_tier_drops_total", by_tier, float(counts.drops)
+            yield "warmpath_kv_tier_evicted_blocks_total", by_tier, float(counts.evicted_blocks)
         if self.disk is not None:
             by_tier = (*labels, ("tier", "disk"))
             yield "warmpath_kv_tier_refused_files_total", by_tier, float(self.disk.tier.refused_files)

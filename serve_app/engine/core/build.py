@@ -16,11 +16,7 @@ from serve_app.engine.step import Runner
 
 
 def build_engine(
-    model_path: str | Path,
-    settings: EngineSettings,
-    event_sink: EventSink,
-    *,
-    clock: Clock = time.monotonic,
+    model_path: str | Path, settings: EngineSettings, event_sink: EventSink, *, clock: Clock = time.monotonic
 ) -> TorchEngine:
     """Load a local checkpoint and return its engine, not started.
 

@@ -16,7 +16,10 @@ import numpy as np
 
 from router.protocol.block_hash import ChainHasher, hash_blocks
 from router.protocol.events import LoadReport, StatsReport
+from serve_app.cache.kv_chain import KvChain
 from serve_app.cache.prefix.block_index import count_leading
+from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, SavedPrefix
+from serve_app.cache.prefix.pins import PinOutcome
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.core.cache_events import CacheEvents
 from serve_app.engine.core.load_reporter import LoadReporter
@@ -26,7 +29,7 @@ from serve_app.engine.kv.prompt_pins import PromptPins
 from serve_app.engine.kv.tier_loader import TierLoader
 from serve_app.engine.kv.transfer import PrefixTransfer
 from serve_app.engine.metrics import EngineMeters, gauge_samples
-from serve_app.engine.protocol import Clock, EngineError, EngineRequest, EventSink, OutputSink
+from serve_app.engine.protocol import AdapterSpec, CacheRoom, Clock, EngineError, EngineRequest, EventSink, OutputSink
 from serve_app.engine.scheduling.scheduler import Scheduler
 from serve_app.engine.scheduling.sequence import SequenceState, check_request
 from serve_app.engine.settings import STALL_AFTER_S, EngineSettings
@@ -80,13 +83,14 @@ class TorchEngine:
         self._events = CacheEvents(self._cache, self._tier_loader.tiers, event_sink)
         self._load_reporter = LoadReporter(self.settings, self._meters, self._scheduler)
         self._labels = (*settings.labels, ("engine", runner.kind))
-        # What ``protocol.Engine`` asks of one part alone.
-        self.start, self.stop, self.wake = self._loop.start, self._loop.stop, self._loop.wake
-        self.healthy = self._loop.healthy
-        self.load_adapter, self.unload_adapter = runner.adapters.load, runner.adapters.unload
-        self.export_prefix, self.import_part = self._transfer.export_prefix, self._transfer.import_part
-        self.hot_prefixes, self.cache_room = self._transfer.hot_prefixes, self._transfer.cache_room
-        self.take_over_pin = self._transfer.take_over_pin
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._loop.start()
+
+    def stop(self) -> None:
+        """End the thread; unfinished requests end with an error."""
+        self._loop.stop()
 
     def submit(self, request: EngineRequest, sink: OutputSink) -> None:
         """See ``protocol.Engine``. Raises EngineError, too, once stopped."""
@@ -142,6 +146,44 @@ class TorchEngine:
         """See ``protocol.Engine``."""
         self._loop.call(lambda: self._events.send_digest(anew=anew))
 
+    def export_prefix(
+        self, prefix: HashedTokens, first: int = 0, most_blocks: int | None = None, *, demote: bool = False
+    ) -> KvChain | None:
+        """See ``protocol.Engine``."""
+        return self._transfer.export_prefix(prefix, first, most_blocks, demote=demote)
+
+    def import_part(self, part: KvChain, prefix: HashedTokens, first: int) -> int:
+        """See ``protocol.Engine``. Raises a TransferError, taking nothing."""
+        return self._transfer.import_part(part, prefix, first)
+
+    def hot_prefixes(self) -> HotPrefixes:
+        """See ``protocol.Engine``."""
+        return self._transfer.hot_prefixes()
+
+    def cache_room(self) -> CacheRoom:
+        """See ``protocol.Engine``."""
+        return self._transfer.cache_room()
+
+    def take_over_pin(self, saved: SavedPrefix, prefix: HashedTokens) -> PinOutcome | None:
+        """See ``protocol.Engine``."""
+        return self._transfer.take_over_pin(saved, prefix)
+
+    def wake(self) -> None:
+        """Look again at requests whose ``remote_kv`` is done by now (any thread)."""
+        self._loop.wake()
+
+    def load_adapter(self, spec: AdapterSpec) -> None:
+        """See ``protocol.Engine``."""
+        self._runner.adapters.load(spec)
+
+    def unload_adapter(self, key: str) -> bool:
+        """Refuse new requests for an adapter; those it has go on. False when it is not loaded."""
+        return self._runner.adapters.unload(key)
+
+    def healthy(self) -> bool:
+        """Return whether the loop is alive and its current step has not run for too long."""
+        return self._loop.healthy()
+
     @property
     def kv_block_bytes(self) -> int:
         """Bytes of one block's KV."""
@@ -149,8 +191,8 @@ class TorchEngine:
 
     def known_blocks(self, block_hashes: bytes, most: int) -> int:
         """Return how many of a chain's first ``most`` blocks are cached or being computed (any thread; a hint)."""
-        index, scheduler = self._cache.index, self._scheduler
-        return count_leading(block_hashes, most, lambda block: index.held(block) or scheduler.computes(block))
+        index, pending = self._cache.index, self._scheduler.pending
+        return count_leading(block_hashes, most, lambda block: index.held(block) or pending.has(block))
 
     def adapters(self) -> tuple[str, ...]:
         """Keys of the loaded adapters."""

@@ -74,7 +74,7 @@ class LoadReporter:
         first: set[bytes] = set()
         for sequence in sorted(scheduler.ready(), key=scheduler.rank):
             wanted = scheduler.missing_block(sequence)
-            if wanted and (wanted in first or scheduler.computes(wanted)):
+            if wanted and (wanted in first or scheduler.pending.has(wanted)):
                 continue  # it is going to wait for whoever computes that block
             first.add(wanted)
             self._work[sequence.request.request_id].rank = scheduler.rank(sequence)

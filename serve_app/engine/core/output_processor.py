@@ -43,8 +43,9 @@ class LiveRequests:
 
     def add(self, sequence: SequenceState) -> None:
         """Take in a request that was checked."""
-        self._deadlines_s[sequence.request.request_id] = sequence.deadline_s
-        self.next_deadline_s = min(self.next_deadline_s, sequence.deadline_s)
+        deadline_s = sequence.arrival_s + sequence.request.timeout_s
+        self._deadlines_s[sequence.request.request_id] = deadline_s
+        self.next_deadline_s = min(self.next_deadline_s, deadline_s)
         self.waiting.take(sequence.request.tenant, 1)
 
     def take_overdue(self, now_s: float) -> list[str]:
@@ -150,4 +151,5 @@ class OutputProcessor:
         sequence.first_token_s = now
         self.meters.prefill_time.observe(now - sequence.scheduled_s)
         queue_s = sequence.scheduled_s - sequence.arrival_s
-        return replace(output, cached_tokens=sequence.cached_tokens, queue_s=queue_s, save=self.pins.keep(sequence))
+        save = self.pins.keep(sequence) if sequence.request.saves else None
+        return replace(output, cached_tokens=sequence.cached_tokens, queue_s=queue_s, save=save)

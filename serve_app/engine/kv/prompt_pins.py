@@ -36,7 +36,7 @@ class PromptPins:
         """Pin what a request asks to keep, as far as it fits, now that all of its prompt has KV; say what became."""
         request = sequence.request
         results: list[SaveResult] = []
-        if not self._cache.enabled and (request.save is not None or request.keep):
+        if request.saves and not self._cache.enabled:
             results.append(SaveResult("off"))
         else:
             for wanted in self._keeper.wanted(request, sequence.chain, sequence.published):

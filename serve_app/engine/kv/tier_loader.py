@@ -22,7 +22,7 @@ from serve_app.cache.tiers.tiers import Tiers, TierSettings
 from serve_app.engine.kv.tier_spiller import TierSpiller, describe
 from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.protocol import Clock
-from serve_app.engine.scheduling.scheduler import FetchOutcome
+from serve_app.engine.scheduling.scheduler import Fetched
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
 from serve_app.engine.step import Runner
@@ -44,11 +44,10 @@ Rows = Callable[[], Sequence[Row]]
 
 @dataclass(slots=True)
 class _Fetch:
-    """What one request has asked of the tiers."""
+    """What one request has asked of the tiers. ``load``: what it waits for."""
 
     load: DiskLoad | None = None
     worthwhile: bool | None = None
-    turned_away: bool = False
     loads: int = 0
 
 
@@ -84,12 +83,7 @@ class TierLoader:
     @property
     def loading(self) -> int:
         """Waiting requests that cannot start until a load is done."""
-        under_way = any(self._under_way())
-        return sum(
-            1
-            for fetch in self._fetches.values()
-            if (fetch.load is not None and not fetch.load.done) or (under_way and fetch.turned_away)
-        )
+        return sum(1 for fetch in self._fetches.values() if fetch.load is not None and not fetch.load.done)
 
     def begin_step(self) -> None:
         """Allow another step's worth of copying, and let who has asked since the last one have a share."""
@@ -100,33 +94,33 @@ class TierLoader:
         """Drop what was kept for a request that ended."""
         self._fetches.pop(request_id, None)
 
-    def fetch(self, sequence: SequenceState, matched: Sequence[int]) -> FetchOutcome:
+    def fetch(self, sequence: SequenceState, matched: Sequence[int]) -> Fetched:
         """Bring up the blocks that continue ``matched``; the pool must have room for the sequence."""
         fetch = self._fetches.get(sequence.request.request_id)
         load = fetch.load if fetch is not None else None
         if load is not None and not load.done:
-            return FetchOutcome.WAIT
+            return "wait"
         hits = len(matched)
         missing = hash_at(sequence.chain, hits)
         if load is None and self.tiers.find(missing) is None:
-            return FetchOutcome.NOTHING
+            return "nothing"
         if fetch is None:
             fetch = self._fetches[sequence.request.request_id] = _Fetch()
-        fetch.load, fetch.turned_away = None, False
+        fetch.load = None
         if load is not None and not load.observed:
             self._observe(load)
         staged = load.blocks if load is not None else {}
         run = self._run(sequence, matched, staged)
         if not run or fetch.loads >= MOST_LOADS or not self._worthwhile(fetch, run):
-            return FetchOutcome.NOTHING
+            return "nothing"
         if run[0][1] == "disk":
             return self._await_disk(fetch, run)
         # What was read from disk and does not fit this step stays with the request.
         fetch.load = load
         if self._room_blocks <= 0:
-            return FetchOutcome.WAIT
+            return "wait"
         fetch.loads += 1
-        return FetchOutcome.LOADED if self._install(sequence, matched, run, staged) else FetchOutcome.NOTHING
+        return "loaded" if self._install(sequence, matched, run, staged) else "nothing"
 
     def host_rows(self, tokens: HashedTokens, matched: Sequence[int], first: int, last: int) -> list[Row]:
         """Return the rows of blocks ``first`` to ``last`` - 1 that host memory has, up to the first it lacks.
@@ -153,10 +147,6 @@ class TierLoader:
         for tier, histogram in self._times.items():
             samples.extend(histogram.samples("warmpath_kv_tier_load_seconds", (*labels, ("tier", tier))))
         return samples
-
-    def _under_way(self) -> list[DiskLoad]:
-        loads = {id(f.load): f.load for f in self._fetches.values() if f.load is not None and not f.load.done}
-        return list(loads.values())
 
     def _run(
         self, sequence: SequenceState, matched: Sequence[int], staged: Mapping[bytes, tuple[TierBlock, Row]]
@@ -200,20 +190,21 @@ class TierLoader:
             fetch.worthwhile = self._rule.worthwhile(sizes, tokens, self._meters.prefill_tokens_per_s)
         return fetch.worthwhile
 
-    def _await_disk(self, fetch: _Fetch, run: Sequence[tuple[TierBlock, str]]) -> FetchOutcome:
+    def _await_disk(self, fetch: _Fetch, run: Sequence[tuple[TierBlock, str]]) -> Fetched:
         hashes = [block.block_hash for block, tier in run if tier == "disk"]
-        under_way = self._under_way()
+        waited_for = [f.load for f in self._fetches.values() if f.load is not None and not f.load.done]
+        under_way = list(dict.fromkeys(waited_for))
         joined = next((load for load in under_way if hashes[0] in load.wanted), None)
         if joined is None:
             taken = sum(len(load.hashes) for load in under_way)
             room = LOADING_BYTES // self.tiers.size_bytes - taken
             if room <= 0 and under_way:
-                fetch.turned_away = True
-                return FetchOutcome.WAIT
+                fetch.load = under_way[0]  # asked again once there may be room
+                return "wait"
             joined = self.tiers.load(hashes[: max(1, room)])
         fetch.load = joined
         fetch.loads += 1
-        return FetchOutcome.WAIT
+        return "wait"
 
     def _install(
         self,

@@ -47,7 +47,7 @@ class PendingBlocks:
             self._computing.setdefault(hash_at(sequence.chain, i), sequence)
 
     def has(self, block_hash: bytes) -> bool:
-        """Return whether somebody computes that block (any thread)."""
+        """Return whether a running sequence is computing that block of its prompt (any thread may ask for a hint)."""
         return block_hash in self._computing
 
     def park(self, sequence: SequenceState, block_hash: bytes) -> bool:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, ValuesView
 from dataclasses import dataclass
-from enum import Enum
 from itertools import count
+from typing import Literal
 
 from router.protocol.block_hash import HASH_BYTES, hash_at
 from serve_app.cache.prefix.prefix_cache import PrefixCache
@@ -31,15 +31,10 @@ PREFILL_S = 0.1
 """What the prefill of a step should take at most, because whoever comes in the meantime waits for its end."""
 
 
-class FetchOutcome(Enum):
-    """What a fetch did: found nothing, brought blocks into the pool, or has to be asked again later."""
+Fetched = Literal["nothing", "loaded", "wait"]
+"""What a fetch did: found nothing, brought blocks into the pool, or has to be asked again later."""
 
-    NOTHING = 0
-    LOADED = 1
-    WAIT = 2
-
-
-Fetch = Callable[[SequenceState, list[int]], FetchOutcome]
+Fetch = Callable[[SequenceState, list[int]], Fetched]
 """Brings up the blocks that continue the matched ones of a sequence, where a tier has them."""
 
 
@@ -71,8 +66,8 @@ class Scheduler:
         self._adapters = adapters
         self._fetch = fetch
         self._waiting: dict[str, SequenceState] = {}
-        self._pending = PendingBlocks()
-        self._running = RunningSet(settings, cache, self._pending, adapters)
+        self.pending = PendingBlocks()
+        self._running = RunningSet(settings, cache, self.pending, adapters)
         self.fair_queue = FairQueue(settings.max_num_batched_tokens)
         self._claim: SequenceState | None = None
         self._slot_claim: str | None = None
@@ -103,7 +98,7 @@ class Scheduler:
 
     def ready(self) -> list[SequenceState]:
         """Return the waiting sequences that wait for their turn and for nothing else."""
-        parked = self._pending.parked()
+        parked = self.pending.parked()
         return [
             sequence
             for sequence in self._waiting.values()
@@ -115,10 +110,6 @@ class Scheduler:
         sequence.number = next(self._numbers)
         self._waiting[sequence.request.request_id] = sequence
         self._cache.quota.touch(sequence.request.tenant)
-
-    def computes(self, block_hash: bytes) -> bool:
-        """Return whether a running sequence is computing that block of its prompt (any thread may ask for a hint)."""
-        return self._pending.has(block_hash)
 
     def missing_block(self, sequence: SequenceState) -> bytes:
         """Return the hash of the first block a waiting sequence lacks, by its hint; b"" if only its last tokens."""
@@ -184,7 +175,7 @@ class Scheduler:
         for sequence in sorted([*prefilling, *candidates], key=self.rank):
             lines.setdefault(sequence.request.tenant, deque()).append(sequence)
         decodes = Counter(item.sequence.request.tenant for item in chosen)
-        self.fair_queue.begin(lines, decodes, self._pending.awaited_tenants())
+        self.fair_queue.begin(lines, decodes, self.pending.awaited_tenants())
         self._stopped.clear()
         if self._claim not in candidates:
             self._claim = None
@@ -274,7 +265,7 @@ class Scheduler:
         matched = cache.match(sequence.request.scope, sequence.tokens, sequence.chain)
         limit = cache.reusable_blocks(sequence.prefill_tokens)
         hits = len(matched)
-        if hits < limit and self._pending.park(sequence, hash_at(sequence.chain, hits)):
+        if hits < limit and self.pending.park(sequence, hash_at(sequence.chain, hits)):
             return "parked"
         needed = blocks_to_reserve(sequence, cache.block_size) - hits
         idle_hits = sum(1 for block in matched if cache.pool.is_idle(block))
@@ -284,9 +275,9 @@ class Scheduler:
             return verdict
         if hits < limit and self._fetch is not None:
             fetched = self._fetch(sequence, matched)
-            if fetched is FetchOutcome.WAIT:
+            if fetched == "wait":
                 return "parked"
-            if fetched is FetchOutcome.LOADED:
+            if fetched == "loaded":
                 return self._admit(sequence)
         del self._waiting[sequence.request.request_id]
         self._running.start(sequence, matched, needed)

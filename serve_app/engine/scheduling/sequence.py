@@ -15,13 +15,7 @@ import numpy as np
 from router.protocol.block_hash import HASH_BYTES, TokenArray
 from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.cache.prefix.prefix_cache import PrefixCache
-from serve_app.engine.protocol import (
-    EngineRequest,
-    FinishReason,
-    OutputSink,
-    RequestTooLong,
-    SamplingParams,
-)
+from serve_app.engine.protocol import EngineRequest, FinishReason, OutputSink, RequestTooLong, SamplingParams
 from serve_app.engine.step import BlockRun, History, Segment, block_runs, ceil_div
 
 
@@ -81,11 +75,6 @@ class SequenceState:
         self._tokens = np.empty(len(prompt) + self.request.sampling.max_tokens, dtype=np.int32)
         self._tokens[: len(prompt)] = prompt
         self.length = self.prefill_tokens = len(prompt)
-
-    @property
-    def deadline_s(self) -> float:
-        """When it is too old to go on, by the clock of its arrival."""
-        return self.arrival_s + self.request.timeout_s
 
     @property
     def prompt_tokens(self) -> int:
@@ -250,7 +239,7 @@ def check_request(
         raise ValueError("token_ids must be a one-dimensional integer array with at least one id")
     if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
         raise ValueError(f"token ids must be 0 to {vocab_size - 1}")
-    if request.save is not None and not request.store_kv:
+    if request.saves and not request.store_kv:
         raise ValueError("a request that stores no KV cannot save any")
     if sampling.max_tokens < 0:
         raise ValueError("max_tokens must not be negative")

@@ -73,7 +73,7 @@ class VllmSaves:
     async def keep(self, request: EngineRequest) -> SaveResult | None:
         """Keep the prefixes that a request asks for, as far as they fit, now that all of its prompt has KV."""
         results: list[SaveResult] = []
-        if not self.pins.budget_blocks and (request.save is not None or request.keep):
+        if request.saves and not self.pins.budget_blocks:
             results.append(SaveResult("off"))
         else:
             for wanted in self._keeper.wanted(request, request.block_hashes, len(request.token_ids) // self._size):

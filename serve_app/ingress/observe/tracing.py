@@ -48,9 +48,3 @@ class TraceRequests:
         finally:
             tenant = getattr(request.state, "tenant", None)
             trace.end(tenant.name if tenant is not None else None, status, whole=whole)
-
-
-def trace_of(request: Request) -> RequestTrace | None:
-    """Return the trace of a request, None where it has none."""
-    trace: RequestTrace | None = getattr(request.state, "trace", None)
-    return trace

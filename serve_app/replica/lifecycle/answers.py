@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -40,24 +39,24 @@ class PeerAnswers:
         self._moves = moves
         self._pulls = pulls
         self._takes = asyncio.Semaphore(TAKES_AT_ONCE)
-        # Threads of their own: they wait for the engine's loop, and must not keep other work of the replica waiting.
-        self._threads = ThreadPoolExecutor(EXPORTS_AT_ONCE, thread_name_prefix="kv-export")
-        self._exports = 0
-
-    def close(self) -> None:
-        """Hand out nothing more; what has begun ends with the engine's loop."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        # Their threads wait for the engine's loop, and must not keep other work of the replica waiting.
+        self._exports = asyncio.Semaphore(EXPORTS_AT_ONCE)
+        self._exporting = 0
 
     async def export_kv(self, wanted: WantedPart) -> PulledPart:
         """Return the part of the prefix that is in the pool."""
-        if self._exports >= EXPORTS_AT_ONCE + EXPORTS_WAITING:
+        if self._exporting >= EXPORTS_AT_ONCE + EXPORTS_WAITING:
             self._pulls.exports["busy"] += 1
             return "busy"
-        self._exports += 1
+        self._exporting += 1
         try:
-            chain = await asyncio.get_running_loop().run_in_executor(self._threads, self._export, wanted)
+            async with self._exports:
+                token_ids = np.frombuffer(wanted.token_ids, dtype="<i4")
+                prefix = HashedTokens(wanted.scope, token_ids, wanted.block_hashes)
+                part = wanted.first, wanted.most_blocks
+                chain = await asyncio.to_thread(self._engine.export_prefix, prefix, *part, demote=wanted.demote)
         finally:
-            self._exports -= 1
+            self._exporting -= 1
         self._pulls.exports["gone" if chain is None else "sent"] += 1
         if chain is None:
             return "gone"
@@ -103,8 +102,3 @@ class PeerAnswers:
         outcome = await asyncio.to_thread(self._engine.take_over_pin, saved, prefix) or "gone"
         self._moves.taken_saves[outcome] += 1
         return outcome in ("pinned", "present")
-
-    def _export(self, wanted: WantedPart) -> KvChain | None:
-        token_ids = np.frombuffer(wanted.token_ids, dtype="<i4")
-        prefix = HashedTokens(wanted.scope, token_ids, wanted.block_hashes)
-        return self._engine.export_prefix(prefix, wanted.first, wanted.most_blocks, demote=wanted.demote)

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from router.protocol.block_hash import HASH_BYTES, split_chain
@@ -172,7 +172,7 @@ class HandOver:
         return [receiver for receiver in self._receivers if receiver.fails is None]
 
     def _next_receiver(
-        self, path: list[int], kind: Kind, *, whole: bool, without: set[str] | frozenset[str] = frozenset()
+        self, path: list[int], kind: Kind, *, whole: bool, without: Collection[str] = ()
     ) -> _Receiver | None:
         """Return the peer that lacks the fewest blocks of a prefix, and then the one with most room; None: none fits.
 

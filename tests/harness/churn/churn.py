@@ -203,10 +203,10 @@ class Churn:
     def _reset(self) -> None:
         self.engine.reset_prefix_cache(tiers=self._random.random() < 0.5)
 
-    def _submit(self, request: EngineRequest, save: Save | None = None) -> None:
+    def _submit(self, request: EngineRequest, *saves: Save) -> None:
         self.ledger.born(request.request_id)
         try:
-            self.engine.submit(replace(request, save=save), self.ledger.outputs)
+            self.engine.submit(replace(request, saves=saves), self.ledger.outputs)
         except (QueueFull, RequestTooLong, UnknownAdapter) as refusal:
             self.ledger.stillborn(request.request_id)
             self.done[f"refused: {type(refusal).__name__}"] += 1

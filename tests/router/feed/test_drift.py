@@ -94,10 +94,7 @@ def lie(events: tuple[Event, ...], before: list[Event], kind: str, rng: Random) 
     seed=st.integers(0, 2**32),
 )
 def test_every_lie_is_found_by_the_next_digest_and_mended(batches: list[list[Any]], lies: list[str], seed: int) -> None:
-    """What arrives altered in numbered, complete messages is drift exactly where the directory is wrong by it.
-
-    docs/routing.md
-    """
+    """In complete messages in order, and only where the directory is wrong by it. (docs/routing.md)"""
     line = Replica(seed)
     line.settle()
     before: list[Event] = []

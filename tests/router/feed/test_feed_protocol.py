@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from router.feed.resequencer import FIRST_BACKOFF_S, LAST_BACKOFF_S, TIMEOUT_S
+from router.feed.resequencer import FIRST_BACKOFF_S, LAST_BACKOFF_S, SILENCE_S, TIMEOUT_S
 from router.feed.sequencer import FeedSequencer
 from router.protocol.events import BlocksStored
 from tests.router.feed.feed_line import LOAD, NUMBERS, Replica
@@ -30,8 +30,26 @@ def test_a_repeated_message_changes_nothing_and_a_gap_asks_for_a_snapshot() -> N
     assert counters.gaps == gaps + 1
     assert not line.resequencer.live
     assert not line.known()["pool"]
-    line.settle()
+    nonce = line.resequencer.poll(line.now_s + LAST_BACKOFF_S)
+    assert nonce is not None
+    snapshot = list(line.sequencer.snapshot(nonce))
+    line.hears(line.does([("store", "pool", [4])]))  # overtakes it
+    for chunk in snapshot:
+        line.resequencer.on_chunk(chunk, line.now_s)
+    assert line.resequencer.live
     assert line.known() == line.held
+
+
+def test_a_silent_feed_that_lost_nothing_gets_no_snapshot_anew() -> None:
+    """Whether it did is asked, and the first piece of the answer tells."""
+    line = Replica()
+    line.settle()
+    counted = line.core.counters.feed.snapshots
+    nonce = line.resequencer.poll(line.now_s + 4 * SILENCE_S)
+    assert nonce is not None
+    for chunk in line.sequencer.snapshot(nonce):
+        line.resequencer.on_chunk(chunk, line.now_s)
+    assert (line.resequencer.live, line.core.counters.feed.snapshots) == (True, counted)
 
 
 def test_unanswered_requests_back_off() -> None:

@@ -80,10 +80,7 @@ async def test_endpoints_that_do_not_answer_delay_nobody() -> None:
 
 @in_loop
 async def test_wrong_key_gets_nothing() -> None:
-    """Without the publisher's own key a listener hears nothing: the feed is encrypted and authenticated.
-
-    docs/security.md
-    """
+    """The feed is encrypted and authenticated by the publisher's own key. (docs/security.md)"""
     async with following("a") as (core, subscriber, feeds):
         endpoint, wrong = feeds["a"].endpoint, zmq.curve_keypair()[0].decode()
         subscriber.connect("a", FeedEndpoint(endpoint.pub_address, endpoint.snapshot_address, wrong))

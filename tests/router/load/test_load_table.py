@@ -50,10 +50,7 @@ class ReplicaQueue:
     )
 )
 def test_queue_ahead_counts_everything_once(steps: list[tuple[str, int]]) -> None:
-    """Right after a report, queue ahead = what the replica has queued + what is on its way, however they interleave.
-
-    docs/routing.md
-    """
+    """After a report, queue ahead = what the replica has queued + what is on its way. (docs/routing.md)"""
     loads, truth = table(), ReplicaQueue()
     for action, tokens in steps:
         if action == "send":
@@ -182,10 +179,7 @@ def test_a_rate_that_no_replica_has_measured_is_the_usual_one() -> None:
 
 @given(order=st.permutations(range(6)), queued=st.lists(st.integers(0, 1000), min_size=6, max_size=6))
 def test_of_two_reports_the_later_one_counts(order: list[int], queued: list[int]) -> None:
-    """A report that comes after a later one changes nothing, neither the queue nor what of it is this router's.
-
-    docs/routing.md
-    """
+    """Neither the queue nor what of it is this router's changes by the earlier one. (docs/routing.md)"""
     loads = table()
     for _ in queued:
         loads.reserve("a", 7, 0.0)

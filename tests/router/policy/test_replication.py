@@ -84,13 +84,6 @@ def test_demand_is_bounded() -> None:
     assert (demand.rate(b"b", 0.0), demand.rate(b"a", 0.0) > 0) == (0.0, True)
 
 
-def test_demand_of_a_steady_load_tends_to_it_however_long_a_router_lives() -> None:
-    demand = PrefixDemand(memory_s=5.0)
-    for second in range(100):
-        rate = demand.add(b"steady", 0.25, 1e9 + second)
-    assert rate == pytest.approx(0.25, rel=0.11)
-
-
 def test_a_prefix_in_demand_gets_holders_before_anything_queues() -> None:
     """At three replicas' worth of work it has four at least, and no queue was ever reported. (docs/routing.md)
 

@@ -71,10 +71,7 @@ def test_any_difference_of_scope_shares_nothing(
 def test_exactly_the_blocks_wholly_inside_a_public_prompt_are_shared(
     one: PrefixScope, other: PrefixScope, prompt: list[int], mine: list[int], theirs: list[int], size: int
 ) -> None:
-    """Two tenants of one model and adapter, each with something private after a part of the public prompt.
-
-    docs/caching.md
-    """
+    """Two tenants, each with something private after a part of the public prompt. (docs/caching.md)"""
     other = replace(other, model=one.model, lora=one.lora)
     ids = (prompt + mine, prompt + theirs)
     public = [common(prompt, one_ids) for one_ids in ids]

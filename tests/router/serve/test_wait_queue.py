@@ -86,10 +86,7 @@ def test_nobody_spins() -> None:
 
 
 def test_a_newcomer_does_not_overtake_and_a_rejected_one_goes_first() -> None:
-    """Room that frees while others wait is theirs; a request that a replica sent back keeps its turn.
-
-    docs/routing.md
-    """
+    """Room that frees while others wait is theirs; who was sent back keeps its turn. (docs/routing.md)"""
 
     async def main() -> None:
         gate = asyncio.Event()

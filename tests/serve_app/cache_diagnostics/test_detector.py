@@ -156,6 +156,16 @@ def test_a_tenant_is_told_what_its_own_requests_say_and_nothing_else(asked: list
     assert told("ab") == told("a")
 
 
+def test_what_was_read_is_not_lost_and_a_few_equal_tokens_are_no_reason() -> None:
+    """An eviction costs what was not read; fewer than 32 equal tokens behind a difference are told as never seen."""
+    start, other = "Be brief. ", "0123456789abcdefghijklmnopqrstuvwxyz" * 4
+    _, evicted = Bench().run((generation(REST), 0), (generation(REST), 16))
+    assert evicted is not None and evicted.lost_tokens == len(REST) - 16
+    for equal, reason in ((31, "never_seen"), (33, "text")):
+        _, miss = Bench().run((generation(start + REST), 0), (generation(start + other + REST[-equal:]), 0))
+        assert miss is not None and miss.reason == reason
+
+
 def prompt(tokens: int, lora: str = "") -> SeenPrompt:
     return SeenPrompt(np.zeros(tokens, dtype=np.int32), PrefixScope("m", lora, b""), 0, 0.0)
 
@@ -193,3 +203,11 @@ def test_a_long_prompt_is_kept_in_part_and_a_tenant_that_is_gone_not_at_all() ->
     for tenant in "abc":
         memory.add(tenant, b"f", prompt(10))
     assert [len(memory.prompts(tenant)) for tenant in "abc"] == [0, 1, 1]
+
+
+def test_a_system_prompt_has_a_few_places_and_the_one_used_least_recently_goes_first() -> None:
+    memory = PromptMemory(lambda: 1)
+    for family in (*range(MAX_FAMILIES), *[0] * 2 * FAMILY_PROMPTS, MAX_FAMILIES):
+        memory.add("a", b"%d" % family, prompt(10, str(family)))
+    kept = Counter(known.cache[0] for known in memory.prompts("a"))
+    assert kept == {**dict.fromkeys(map(str, range(2, MAX_FAMILIES + 1)), 1), "0": FAMILY_PROMPTS}

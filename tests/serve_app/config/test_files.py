@@ -19,9 +19,8 @@ def test_every_path_of_the_settings_is_known_as_one() -> None:
 def test_paths_start_where_the_file_lies_and_later_sources_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """File, then assignments, then flags; what is given beside the file starts where the command runs."""
     home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
-    for directory in (home / "prompts", elsewhere, home / "checkpoints" / "mine", home / "demo"):
+    for directory in (elsewhere, home / "checkpoints" / "mine", home / "demo"):
         directory.mkdir(parents=True)
-    (home / "prompts" / "clerk.txt").write_text("Be brief.")
     (home / "settings.yaml").write_text("""
 model: checkpoints/mine
 replicas: 3
@@ -30,7 +29,6 @@ speculative_model: ./draft
 lora_adapters: {pirate: adapters/pirate, poet: /adapters/poet}
 disk_cache_dir: kv
 secret_file: secret
-public_prompts: [{name: clerk, version: "3", file: prompts/clerk.txt}]
 """)
     monkeypatch.chdir(elsewhere)
     settings = load_settings(
@@ -42,7 +40,6 @@ public_prompts: [{name: clerk, version: "3", file: prompts/clerk.txt}]
     assert settings.lora_adapters["pirate"].resolve() == home / "adapters" / "pirate"
     assert settings.lora_adapters["poet"] == Path("/adapters/poet")
     assert settings.disk_cache_dir is not None and settings.disk_cache_dir.resolve() == home / "kv"
-    assert settings.public_prompts[0].text == "Be brief."
     for name in ("demo", "smollm2", "org/name"):
         assert rooted({"model": name}, home) == {"model": name}, "a name of a model is no path"
 

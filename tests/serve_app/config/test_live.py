@@ -51,7 +51,6 @@ def test_what_a_user_config_names_wins_and_all_else_is_of_args(args: dict[str, A
         ({"tenants": [{"name": "a", "key_sha256": [KEY]}] * 2}, "two tenants have the same name; give each its own"),
         ({"operator_key_sha256": [KEY, KEY]}, "the same API key is given twice"),
         ({"tenants": [{"name": "a", "key_sha256": [KEY], "share": 1}]}, "tenants.0.share: there is no such setting"),
-        ({"public_prompts": [{"name": "p", "version": "1", "file": "/p"}]}, "public_prompts.0: a file that a user_"),
         ({"autoscaling": {"max_replicas": 3}}, "autoscaling: is switched on or off with a restart only"),
         (["policy"], "a user_config is pairs of NAME: VALUE"),
     ],

@@ -1,14 +1,16 @@
-"""docs/settings.md is what the settings say of themselves."""
+"""docs/settings.md is what the settings say of themselves; reading them needs nothing that is slow to import."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import yaml
 
 from serve_app.config.app import AppConfig
 from serve_app.config.files import load_settings
-from serve_app.config.reference import EXAMPLES, LEFT_OUT, settings_page, settings_text, settings_yaml
+from serve_app.config.reference import EXAMPLES, LEFT_OUT, SECTIONS, settings_page, settings_text, settings_yaml
 
 FILE = Path(__file__).parents[3] / "docs" / "settings.yaml"
 PAGE = Path(__file__).parents[3] / "docs" / "settings.md"
@@ -50,3 +52,20 @@ def test_the_list_for_a_terminal_is_searched_by_words() -> None:
     assert "  max_pulls: integer, 1 to 64; default 4\n      prefixes" in settings_text(["PULL", "once"])
     assert settings_text().count("\n  ") // 2 >= len(AppConfig.model_fields)
     assert settings_text(["no-such-word"]).startswith("no setting has")
+
+
+def test_no_setting_is_in_two_sections() -> None:
+    """Else one of the two definitions would win by the order of base classes."""
+    names = [name for section in SECTIONS.values() for name in section.model_fields]
+    assert len(names) == len(set(names))
+    assert not set(names) & set(AppConfig.__annotations__)
+
+
+def test_importing_the_settings_loads_no_model_library_and_no_other_room() -> None:
+    """A command line that is mistyped answers at once, and every room may import the settings."""
+    script = "import sys, serve_app; old = {*sys.modules}; import serve_app.config.app; print(*{*sys.modules} - old)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert not loaded & {"torch", "transformers", "ray", "numpy"}
+    ours = {name for name in loaded if name.partition(".")[0] in ("router", "serve_app")}
+    assert {name for name in ours if not name.startswith("serve_app.config")} <= {"router", "router.settings"}

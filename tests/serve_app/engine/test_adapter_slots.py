@@ -43,25 +43,6 @@ def test_the_least_recently_used_adapter_goes_first_and_never_one_with_live_requ
         held.pin("b@0")
 
 
-def test_a_slot_of_a_running_sequence_is_not_taken() -> None:
-    held, _ = slots()
-    for name in "abc":
-        held.load(spec(name))
-        held.pin(f"{name}@0")
-    held.acquire("a@0")
-    held.acquire("b@0")
-    held.acquire("b@0")
-    assert not held.room("c@0")
-    assert held.room("a@0")
-    assert held.room("")
-    held.release("b@0")
-    assert not held.room("c@0"), "one of the two still runs"
-    held.release("b@0")
-    assert held.room("c@0")
-    held.acquire("c@0")
-    assert held.in_slots == ("a@0", "c@0")
-
-
 def test_an_unloaded_adapter_serves_its_live_requests_and_no_new_ones() -> None:
     """Loaded again while they run, it is simply back."""
     held, loads = slots()

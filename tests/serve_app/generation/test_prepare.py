@@ -53,10 +53,10 @@ def test_the_formatted_system_prompt_is_saved(preparer: Preparer, tokenizer: Pro
     """Its tokens under the chat template are a prefix of the request's; the key is of its text, in the scope."""
     generation = prepare(preparer, ("system", RULES), ("user", "Hi"))
     text = tokenizer.template.render([{"role": "system", "content": RULES}], add_generation_prompt=False).text
-    assert generation.save is not None
-    assert generation.save.tokens == len(tokenizer.encode(text, generation.root).token_ids) > 16
-    assert generation.save.key == system_prompt_key(generation.root, text)
-    assert generation.save.ttl_s == 300.0
+    (save,) = generation.saves
+    assert save.tokens == len(tokenizer.encode(text, generation.root).token_ids) > 16
+    assert save.key == system_prompt_key(generation.root, text)
+    assert save.ttl_s == 300.0
 
 
 def test_a_conversation_keeps_its_place_and_the_chain_of_its_history(preparer: Preparer) -> None:
@@ -66,20 +66,19 @@ def test_a_conversation_keeps_its_place_and_the_chain_of_its_history(preparer: P
     for turn in range(4):
         talk += [("assistant", f"Answer {turn}. " * 4), ("user", f"Question {turn}? " * 5)]
         now = prepare(preparer, *talk)
-        assert (now.placement_key, now.save) == (before.placement_key, before.save)
+        assert (now.placement_key, now.saves) == (before.placement_key, before.saves)
         assert shared_blocks(before, now) >= len(before.block_hashes) // 16 - 1
         before = now
     salted = prepare(preparer, *talk, cache_salt="x")
-    assert salted.save is not None
-    assert salted.save.key != before.save.key
+    assert salted.saves[0].key != before.saves[0].key
 
 
 def test_nothing_is_saved_without_the_flag_or_a_system_prompt(preparer: Preparer) -> None:
     """Both are no-ops, not errors."""
-    assert prepare(preparer, ("user", "Hi")).save is None
-    assert prepare(preparer, ("user", "Hi"), apply_chat_template=False).save is None
-    assert prepare(preparer, ("system", ""), ("user", "Hi"), apply_chat_template=False).save is None
-    assert prepare(preparer, ("system", RULES), ("user", "Hi"), save_system_prompt_kv_cache=False).save is None
+    assert prepare(preparer, ("user", "Hi")).saves == ()
+    assert prepare(preparer, ("user", "Hi"), apply_chat_template=False).saves == ()
+    assert prepare(preparer, ("system", ""), ("user", "Hi"), apply_chat_template=False).saves == ()
+    assert prepare(preparer, ("system", RULES), ("user", "Hi"), save_system_prompt_kv_cache=False).saves == ()
 
 
 def test_whether_kv_is_stored_is_the_tenants_default_and_the_requests_to_refuse(preparer: Preparer) -> None:
@@ -109,11 +108,10 @@ def test_a_system_prompt_whose_last_token_merges_is_saved_without_it(
     whole = prepare(preparer, ("system", RULES[:cut]), ("user", "\n"), apply_chat_template=False)
     generation = prepare(preparer, ("system", RULES[:cut]), ("user", RULES[cut:]), apply_chat_template=False)
     alone = tokenizer.encode(RULES[:cut], generation.root, add_special_tokens=True).token_ids
-    assert generation.save is not None
-    assert whole.save is not None
-    assert 0 < generation.save.tokens < len(alone) == whole.save.tokens, "counted anew for each prompt"
-    assert np.array_equal(alone[: generation.save.tokens], generation.token_ids[: generation.save.tokens])
-    assert alone[generation.save.tokens] != generation.token_ids[generation.save.tokens]
+    (save,) = generation.saves
+    assert 0 < save.tokens < len(alone) == whole.saves[0].tokens, "counted anew for each prompt"
+    assert np.array_equal(alone[: save.tokens], generation.token_ids[: save.tokens])
+    assert alone[save.tokens] != generation.token_ids[save.tokens]
 
 
 def _is_prefix(part: np.ndarray, whole: np.ndarray) -> bool:

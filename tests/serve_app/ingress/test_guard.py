@@ -12,9 +12,8 @@ from starlette.responses import Response
 from serve_app.config.tenants import TenantConfig
 from serve_app.errors import InvalidRequest, PermissionDenied, WarmpathError
 from serve_app.fairness.rate_limits import TenantLimits
-from serve_app.ingress.browsers import UnsupportedMediaType, refuse_foreign_page
 from serve_app.ingress.drain import Drain
-from serve_app.ingress.guard import RouteGuard
+from serve_app.ingress.guard import RouteGuard, UnsupportedMediaType, refuse_foreign_page
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.routes.handler import OPENAI
 from serve_app.tenants.tenants import Tenants, make_api_key

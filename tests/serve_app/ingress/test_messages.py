@@ -85,7 +85,7 @@ def test_the_marks_of_anthropics_example(anthropic_client: Anthropic, script: Sc
         system=[{"type": "text", "text": "You are an AI assistant."}, rules],
         messages=[{"role": "user", "content": [{"type": "text", "text": RULES, "cache_control": MARK}]}],
     ).usage
-    hour, minutes = script.asked[-1].keep
+    hour, minutes = script.asked[-1].saves
     assert (hour.ttl_s, minutes.ttl_s) == (3600.0, 300.0)
     ids = script.asked[-1].token_ids.tolist()
     assert script.tokenizer.decode(ids[: hour.tokens + 16]).count("before any advice") == 4
@@ -93,7 +93,7 @@ def test_the_marks_of_anthropics_example(anthropic_client: Anthropic, script: Sc
     assert usage.cache_creation.ephemeral_1h_input_tokens == hour.tokens - 16
     assert usage.cache_creation.ephemeral_5m_input_tokens == minutes.tokens - hour.tokens
     assert usage.input_tokens == len(ids) - minutes.tokens
-    assert not script.asked[-1].save
+    assert not any(save.key for save in script.asked[-1].saves)
 
 
 def test_marks_on_tools_and_automatic_ones(anthropic_client: Anthropic, script: Script) -> None:
@@ -102,7 +102,7 @@ def test_marks_on_tools_and_automatic_ones(anthropic_client: Anthropic, script: 
 
     def kept(**fields: Any) -> Any:
         ask(anthropic_client, **fields)
-        return script.asked[-1].keep
+        return script.asked[-1].saves
 
     marked = {"system": RULES, "tools": [{**TOOL, "cache_control": MARK}]}
     (of_tools,) = kept(**marked)

@@ -20,7 +20,7 @@ from tests.serve_app.ingress.scripted import partial_services
 
 BUFFERS = """
 import sys
-from serve_app.ingress.memory import return_large_buffers
+from serve_app.ingress.assembly import return_large_buffers
 assert return_large_buffers()
 def resident():
     return int(next(line for line in open("/proc/self/status") if line.startswith("VmRSS")).split()[1]) // 1024
@@ -35,7 +35,7 @@ print(resident() - before)
 TOKENS = """
 import sys
 from pathlib import Path
-from serve_app.ingress.memory import do_without_torch
+from serve_app.ingress.ingress import do_without_torch
 if sys.argv[2] == "without": do_without_torch()
 import serve_app.ingress.assembly, serve_app.ingress.routes.application
 from serve_app.tokenization.tokenizer import PromptTokenizer

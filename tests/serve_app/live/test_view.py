@@ -76,7 +76,7 @@ def applied(shown: dict[str, Any], events: list[dict[str, Any]]) -> dict[str, An
 @given(st.lists(MOMENTS.map(facts_of), min_size=2, max_size=5), st.sampled_from([None, "a"]))
 def test_a_snapshot_and_what_follows_is_the_later_snapshot(course: list[Facts], viewer: str | None) -> None:
     """Whoever keeps up with the events sees what one sees who comes later."""
-    view, watcher = View(viewer, course[0]), Watcher(lambda: 0.0)
+    view, watcher = View(viewer, course[0]), Watcher()
     first = msgspec.json.decode(msgspec.json.encode(view.snapshot(0.0)))
     view.watchers.add(watcher)
     for each in course[1:]:
@@ -114,8 +114,8 @@ def test_what_happens_reaches_its_tenant_and_operators(whose: str | None, kind: 
 
 
 def test_a_flood_of_one_tenant_costs_another_no_decision() -> None:
-    """The rate is each watcher's own, over what it may see."""
-    view, watcher = View("b", Facts()), Watcher(lambda: 0.0)
+    """The bound is each view's own, over what it may see."""
+    view, watcher = View("b", Facts()), Watcher()
     view.watchers.add(watcher)
     view.tell([Occurrence("decision", 1.0, "a", {"request": str(number)}) for number in range(1000)])
     view.tell([Occurrence("decision", 1.0, "b", {"request": "mine"})])
@@ -125,3 +125,6 @@ def test_a_flood_of_one_tenant_costs_another_no_decision() -> None:
     view.update(Facts(), 2.0)
     assert msgspec.json.decode(watcher._queue[-1].payload) == {"type": "skipped", "at_s": 2.0, "decisions": 81}
     assert len(view.snapshot(2.0)["decisions"]) == 50
+    view.tell([Occurrence("decision", 2.5, "b", {"request": "next"})])
+    view.update(Facts(), 3.0)
+    assert msgspec.json.decode(watcher._queue[-1].payload)["request"] == "next", "each look begins to count anew"

@@ -13,12 +13,10 @@ from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import AdapterError, AdapterSpec, EngineRequest, UnknownAdapter
 from serve_app.replica.adapter_loader import ReplicaAdapters
 from tests.serve_app.engine.adapters import save_plain, simulated_engine
-from tests.serve_app.engine.tiny import Collector, prompt
+from tests.serve_app.engine.tiny import Collector, prompt, request
 
 
 def _request(request_id: str, adapter: AdapterSpec) -> EngineRequest:
-    from tests.serve_app.engine.tiny import request
-
     return request(request_id, prompt(40), 1, scope=PrefixScope("m", adapter.key))
 
 

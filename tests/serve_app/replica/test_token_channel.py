@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 import zmq
@@ -13,23 +13,21 @@ from msgspec import structs
 from serve_app.replica import token_channel
 from serve_app.replica.messages import GenerateChunk, ReplyTo
 from serve_app.replica.token_channel import Arrivals, TokenReceiver, TokenSender
+from tests.serve_app.replica.loops import in_loop
 
 WITHIN_S = 60.0
 
 
-def run(play: Callable[[TokenReceiver, TokenSender], Coroutine[Any, Any, None]]) -> None:
-    """Play with both ends in one process, on loopback."""
-
-    async def both() -> None:
-        receiver, sender = TokenReceiver("127.0.0.1"), TokenSender()
-        try:
-            async with asyncio.timeout(WITHIN_S):
-                await play(receiver, sender)
-        finally:
-            await asyncio.to_thread(sender.close)
-            await receiver.close()
-
-    asyncio.run(both())
+@asynccontextmanager
+async def both_ends() -> AsyncIterator[tuple[TokenReceiver, TokenSender]]:
+    """Both ends in one process, on loopback."""
+    receiver, sender = TokenReceiver("127.0.0.1"), TokenSender()
+    try:
+        async with asyncio.timeout(WITHIN_S):
+            yield receiver, sender
+    finally:
+        await asyncio.to_thread(sender.close)
+        await receiver.close()
 
 
 async def tokens_of(arrivals: Arrivals, count: int) -> list[int]:
@@ -45,10 +43,10 @@ async def next_of(arrivals: Arrivals) -> GenerateChunk:
     return chunk
 
 
-def test_each_call_gets_its_own_chunks_in_order() -> None:
+@in_loop
+async def test_each_call_gets_its_own_chunks_in_order() -> None:
     """Several steps of two calls; what comes for a call that is over is nobody's."""
-
-    async def play(receiver: TokenReceiver, sender: TokenSender) -> None:
+    async with both_ends() as (receiver, sender):
         inbox = receiver.inbox
         with inbox.arrivals("a") as first, inbox.arrivals("b") as second:
             for step in range(100):
@@ -58,13 +56,11 @@ def test_each_call_gets_its_own_chunks_in_order() -> None:
                 wanted = [token for step in range(100) for token in (step, ord(name))]
                 assert await tokens_of(arrivals, 200) == wanted
 
-    run(play)
 
-
-def test_who_was_not_told_the_key_is_not_heard() -> None:
+@in_loop
+async def test_who_was_not_told_the_key_is_not_heard() -> None:
     """Without encryption or with another ingress' key nothing arrives; with the right one it does."""
-
-    async def play(receiver: TokenReceiver, sender: TokenSender) -> None:
+    async with both_ends() as (receiver, sender):
         reply_to = receiver.inbox.reply_to
         other_key, _ = zmq.curve_keypair()
         plain = zmq.Context()
@@ -83,8 +79,6 @@ def test_who_was_not_told_the_key_is_not_heard() -> None:
         finally:
             plain.destroy(linger=0)
 
-    run(play)
-
 
 def test_what_waits_is_taken_together_up_to_a_gap() -> None:
     """The first one's figures and the last one's end; what comes behind a lost chunk is not taken."""
@@ -97,16 +91,14 @@ def test_what_waits_is_taken_together_up_to_a_gap() -> None:
     assert (arrivals.take(), arrivals.received) == (None, 3)
 
 
-def test_noise_harms_nobody() -> None:
+@in_loop
+async def test_noise_harms_nobody() -> None:
     """Bytes that are no message are passed over; the next message is read."""
-
-    async def play(receiver: TokenReceiver, sender: TokenSender) -> None:
+    async with both_ends() as (receiver, sender):
         with receiver.inbox.arrivals("a") as arrivals:
             sender._socket(receiver.inbox.reply_to).send(b"\xc1noise")
             sender.send(receiver.inbox.reply_to, [("a", GenerateChunk((7,)))])
             assert (await next_of(arrivals)).token_ids == (7,)
-
-    run(play)
 
 
 def test_an_ingress_that_takes_nothing_costs_a_bounded_part(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from serve_app.api.anthropic.history import MAX_MESSAGES, Asked, MessageHistory,
 from serve_app.api.anthropic.response import MessagesFormat, anthropic_error
 from serve_app.api.format import AnswerHead, Choice, FinishReason, Usage
 from serve_app.api.tool_calls import CallArguments, CallBegun, CallEnded, ToolCall
-from serve_app.engine.protocol import KeptPrefix
+from serve_app.engine.protocol import Save
 from serve_app.errors import AuthenticationFailed, GenerationFailed, Overloaded, RequestTooLarge
 from serve_app.generation.request_usage import kept_tokens
 
@@ -105,7 +105,7 @@ def test_every_token_of_a_prompt_is_counted_once(
     marks: list[tuple[int, float]], cached_blocks: int, more_tokens: int
 ) -> None:
     """Read, written for minutes, written for an hour, or neither; what is kept longest counts as such. (docs/api.md)"""
-    keep = [KeptPrefix(blocks * 16, ttl_s) for blocks, ttl_s in marks]
+    keep = [Save(b"", blocks * 16, ttl_s) for blocks, ttl_s in marks]
     cached = cached_blocks * 16
     prompt = max([cached, *(kept.tokens for kept in keep)]) + more_tokens
     kept_5m, kept_1h = kept_tokens(keep, cached)

@@ -44,6 +44,8 @@ def test_a_tenant_that_nobody_named_has_no_share() -> None:
         assert cache.pin(key, fill(cache, ids), tenant="other") == "pinned"
     assert cache.pin(b"a", fill(cache, tokens(2, 2)), tenant="a") == "pinned"
     assert list(cache.pins) == [b"first", b"a"]
+    assert cache.pin(b"more", fill(cache, tokens(4)), tenant="a") == "over_budget", "it has its share"
+    assert list(cache.pins) == [b"first", b"a"]
     for weights in ({}, {"a": 2.0}):
         pins = Pins(4, weights)
         assert pins.add(b"a", [1, 2, 3], None, 0.0, "a") == "pinned"

@@ -52,10 +52,7 @@ class Running:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Admit, publish part by part, pin, let time pass, release, reset: then look whether every law still holds.
-
-    docs/caching.md
-    """
+    """Requests come, grow, are pinned and end, time passes: every law holds. (docs/caching.md)"""
 
     running = Bundle("running")
 

@@ -74,10 +74,7 @@ def test_a_save_that_begins_again_ends_when_its_engine_says_so(tmp_path: Path) -
 
 @pytest.mark.parametrize("until_s", [math.inf, 10_000.0])
 def test_the_setting_bounds_what_an_earlier_life_saved(until_s: float, tmp_path: Path) -> None:
-    """It ends that long after the restart that first found it, whatever its file said; later ones do not renew it.
-
-    docs/caching.md
-    """
+    """It ends so long after the first restart that found it, whatever its file said. (docs/caching.md)"""
     Disk(tmp_path).store("a", 1, saved_until_s=until_s)
     assert Disk(tmp_path, now_s=1000.0, save_ttl_s=300.0).held(saved=True) == [1]
     assert Disk(tmp_path, now_s=1200.0, save_ttl_s=300.0).held(saved=True) == [1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import tempfile
 from collections import Counter
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from serve_app.cache.prefix.quota import ACTIVE_S
 from serve_app.cache.prefix_digest import TierBlock
@@ -20,7 +19,7 @@ from serve_app.cache.tiers import disk as disk_tier
 from serve_app.cache.tiers.tier_index import account_key
 from serve_app.cache.tiers.tiers import Tiers, TierSettings
 from tests.serve_app.cache.tiers.test_disk import FILE
-from tests.serve_app.cache.tiers.tier_blocks import BYTES, FORMAT, Source, content, held, path
+from tests.serve_app.cache.tiers.tier_blocks import BYTES, FORMAT, Source, TierMachine, content, held, path
 
 SHARES = {"a": 1.0, "b": 2.0, "c": 1.0}
 OWNERS = {account_key(tenant): tenant for tenant in SHARES}
@@ -91,11 +90,8 @@ class NaiveTier:
             block.saved, block.place = saved, self.tick()
 
 
-class ShareMachine(RuleBasedStateMachine):
-    """Blocks of three tenants come one by one; saves begin and end; tenants ask, and stay away; lives end.
-
-    docs/caching.md
-    """
+class ShareMachine(TierMachine):
+    """Blocks come, saves begin and end, tenants ask and stay away, lives end. (docs/caching.md)"""
 
     @initialize(disk=st.booleans(), blocks=st.integers(1, 9))
     def begin(self, disk: bool, blocks: int) -> None:
@@ -103,18 +99,11 @@ class ShareMachine(RuleBasedStateMachine):
         self.directory = Path(tempfile.mkdtemp(prefix="shares-"))
         self.disk, self.blocks = disk, blocks
         self.naive = NaiveTier(blocks, disk_tier.ACTIVE_S if disk else ACTIVE_S)
-        self.open()
+        self.live()
 
-    def open(self) -> None:
+    def live(self) -> None:
         bounds = (0, self.blocks * FILE) if self.disk else (self.blocks * BYTES, 0)
-        self.tiers = Tiers(
-            TierSettings(*bounds, self.directory),
-            FORMAT, BYTES, lambda: None, shares=self.naive.shares, clock=lambda: self.now_s, start=False,
-        )  # fmt: skip
-
-    def work(self) -> None:
-        while self.tiers.disk is not None and self.tiers.disk.run():
-            pass
+        self.open(TierSettings(*bounds, self.directory), shares=self.naive.shares, clock=lambda: self.now_s)
 
     def hashes(self) -> set[bytes]:
         (index,) = self.tiers.indexes.values()
@@ -199,7 +188,7 @@ class ShareMachine(RuleBasedStateMachine):
     def restart(self) -> None:
         """Owners, saves and the order of use are on the disk; who has files there was seen when they were used: now."""
         self.tiers.close(0.0)
-        self.open()
+        self.live()
         for block in self.naive.held.values():
             block.place = block.used
         self.naive.seen_s = {block.owner: self.now_s for block in self.naive.held.values()}
@@ -230,11 +219,6 @@ class ShareMachine(RuleBasedStateMachine):
             tenant: blocks * size for tenant, blocks in counted.items()
         }
         assert index.used_bytes == len(self.naive.held) * size <= self.blocks * size
-
-    def teardown(self) -> None:
-        if hasattr(self, "tiers"):
-            self.tiers.close(0.0)
-            shutil.rmtree(self.directory)
 
 
 TestShareLaws = ShareMachine.TestCase

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -17,12 +16,12 @@ from router.protocol.events import BlocksStored
 from serve_app.cache.prefix_digest import TierBlock
 from serve_app.cache.tiers.tiers import Tiers, TierSettings
 from tests.serve_app.cache.tiers.test_disk import FILE
-from tests.serve_app.cache.tiers.tier_blocks import BYTES, FORMAT, Source, content, held, path
+from tests.serve_app.cache.tiers.tier_blocks import BYTES, FORMAT, Source, TierMachine, content, held, path
 
 PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=4)
 
 
-class TierMachine(RuleBasedStateMachine):
+class Spills(TierMachine):
     """A pool that holds a tree of prefixes: evictions spill leaves, and the heads are the last to go."""
 
     @initialize(host=st.sampled_from([0, 1, 3, 6]), disk=st.sampled_from([0, 2, 7, 40]))
@@ -32,15 +31,11 @@ class TierMachine(RuleBasedStateMachine):
         self.settings = TierSettings(host * BYTES, disk * FILE, self.directory if disk else None)
         self.known: dict[bytes, TierBlock] = {}
         self.saved: set[bytes] = set()
-        self.open()
+        self.live()
 
-    def open(self) -> None:
-        self.tiers = Tiers(self.settings, FORMAT, BYTES, lambda: None, start=False)
+    def live(self) -> None:
+        self.open(self.settings)
         self.announced: dict[str, set[bytes]] = {"host": set(), "disk": set()}
-
-    def work(self) -> None:
-        while self.tiers.disk is not None and self.tiers.disk.run():
-            pass
 
     def held_in(self, tier: str, *, saved: bool | None = None) -> set[bytes]:
         return held(self.tiers.indexes[tier], saved=saved) if tier in self.tiers.indexes else set()
@@ -105,7 +100,7 @@ class TierMachine(RuleBasedStateMachine):
         self.work()
         expected = self.held_in("disk") | self.held_in("host")
         self.tiers.close(1e9)
-        self.open()
+        self.live()
         if self.tiers.disk is not None and len(expected) <= self.disk_blocks:
             assert self.held_in("disk") == expected
 
@@ -147,13 +142,8 @@ class TierMachine(RuleBasedStateMachine):
             assert told["warmpath_kv_tier_bytes", "disk"] == real <= self.disk_blocks * FILE
             assert told["warmpath_kv_tier_blocks", "disk"] == len(self.announced["disk"])
 
-    def teardown(self) -> None:
-        if hasattr(self, "tiers"):
-            self.tiers.close(0.0)
-            shutil.rmtree(self.directory)
 
-
-TestTierLaws = TierMachine.TestCase
+TestTierLaws = Spills.TestCase
 TestTierLaws.settings = settings(max_examples=60, stateful_step_count=25)
 
 

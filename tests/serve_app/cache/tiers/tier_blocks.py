@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from hypothesis.stateful import RuleBasedStateMachine
 
 from router.protocol.block_hash import PrefixScope, hash_blocks
 from serve_app.cache.kv_chain import KvFormat, KvPart, Row
 from serve_app.cache.prefix_digest import TierBlock, extend_digests, scope_digest
 from serve_app.cache.tiers.tier_index import Entry, TierIndex, account_key
+from serve_app.cache.tiers.tiers import Tiers, TierSettings
 
 SIZE = 2
 FORMAT = KvFormat("m", SIZE, (KvPart("float32", (1, 2, SIZE, 1, 2)),))
@@ -53,3 +57,24 @@ def held(index: TierIndex[Any], *, saved: bool | None = None) -> set[bytes]:
     """The hashes of a tier's blocks, or of those that are saved, or not."""
     entries: list[Entry] = list(index)
     return {e.block.block_hash for e in entries if saved is None or saved == (e.saved_until_s is not None)}
+
+
+class TierMachine(RuleBasedStateMachine):
+    """What machines over tiers share: a directory, its tiers, the disk's work."""
+
+    directory: Path
+    tiers: Tiers
+
+    def open(self, settings: TierSettings, **named: Any) -> None:
+        """Open the tiers, again after a life."""
+        self.tiers = Tiers(settings, FORMAT, BYTES, lambda: None, start=False, **named)
+
+    def work(self) -> None:
+        """Let the disk's queue do all that waits."""
+        while self.tiers.disk is not None and self.tiers.disk.run():
+            pass
+
+    def teardown(self) -> None:
+        if hasattr(self, "tiers"):
+            self.tiers.close(0.0)
+            shutil.rmtree(self.directory)

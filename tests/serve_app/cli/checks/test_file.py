@@ -136,11 +136,7 @@ def test_the_command_says_where_and_leaves_with_a_status(tmp_path: Path) -> None
 
 
 def test_paths_of_a_settings_file_start_where_it_lies(tmp_path: Path) -> None:
-    (tmp_path / "clerk.txt").write_text("Be brief.")
     file = tmp_path / "settings.yaml"
-    prompt = "public_prompts: [{{name: clerk, version: '1', file: {}}}]\n"
-    assert run(file, prompt.format("clerk.txt"))[0] == 0
-    assert run(file, prompt.format("nothing.txt"))[0] == 1
     assert "prompts_dir: there is no directory" in run(file, "prompts_dir: prompts\n")[1]
     (tmp_path / "prompts").mkdir()
     assert run(file, "prompts_dir: prompts\n")[0] == 0

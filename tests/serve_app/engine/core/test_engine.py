@@ -101,7 +101,7 @@ def test_refusals_name_the_reason_before_anything_is_queued(make_simulated: Make
         (replace(good, scope=replace(SCOPE, public_blocks=1)), ValueError, "root"),
         (replace(good, scope=replace(SCOPE, public_blocks=1), root=bytes(32)), ValueError, "public_blocks"),
         (replace(good, block_hashes=b"z" * 16), ValueError, "block_hash"),
-        (replace(good, save=Save(b"key", 32), store_kv=False), ValueError, "cannot save"),
+        (replace(good, saves=(Save(b"key", 32),), store_kv=False), ValueError, "cannot save"),
     ]
     for item, kind, words in bad:
         with pytest.raises(kind, match=words):

@@ -13,14 +13,13 @@ from router.protocol.events import BlocksStored, Event
 from serve_app.cache.kv_chain import TransferError, WrongScope
 from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.cache.prefix.quota import PUBLIC
-from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.engine.protocol import EngineRequest
 from tests.serve_app.conftest import MakeEngine, Reference
+from tests.serve_app.engine.kv.test_tier_loader import SMALL, tiers
 from tests.serve_app.engine.tiny import prompt, request, run_all, sample
 
 PUBLIC_IDS = prompt(72, 99)
 """Four whole blocks and half of a fifth."""
-BLOCK = 2 * 2 * 16 * 2 * 16 * 4
 
 
 def scope_of(tenant: str, public_blocks: int = 4) -> PrefixScope:
@@ -66,14 +65,15 @@ def test_an_answer_to_a_public_prompt_is_private(make_engine: MakeEngine) -> Non
 @pytest.mark.parametrize("kind", ["host", "disk"])
 def test_public_blocks_come_back_from_below_for_anybody(kind: str, tmp_path: Path, make_engine: MakeEngine) -> None:
     """Evicted after one tenant computed them, loaded for another, which still gets nothing private."""
-    room = {"host": (400 * BLOCK, 0), "disk": (0, 400 * BLOCK)}[kind]
-    settings = TierSettings(*room, tmp_path, load_ratio=1e9)
-    engine = make_engine(num_blocks=24, max_num_seqs=4, max_num_batched_tokens=64, tiers=settings)
+    engine = make_engine(tiers=tiers(kind, tmp_path), **SMALL)
     run_all(engine, [chat("a", "a", 40, 1)])
     run_all(engine, [request("whole pool", prompt(24 * 16 - 8), 1, scope=scope_of("c", 0), tenant="c")])
     got = run_all(engine, [chat("b", "b", 40, 1)])
     assert got.cached["b"] == 64
     assert sample(engine, "warmpath_kv_tier_hits_total", tier=kind) == 4
+    assert run_all(engine, [chat("again", "a", 40, 1)]).cached["again"] == 96, (
+        "what follows them comes back for its own"
+    )
 
 
 def test_an_export_is_for_those_who_may_hit_it(make_engine: MakeEngine) -> None:

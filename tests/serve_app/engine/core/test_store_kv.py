@@ -10,10 +10,9 @@ import pytest
 
 from router.protocol.events import BlocksStored, Event
 from serve_app.cache.prefix.hot_prefixes import HashedTokens
-from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.engine.protocol import EngineRequest
 from tests.serve_app.conftest import MakeEngine
-from tests.serve_app.engine.core.test_public_prompts import BLOCK
+from tests.serve_app.engine.kv.test_tier_loader import SMALL, tiers
 from tests.serve_app.engine.tiny import SCOPE, SECRET, prompt, request, run_all, sample
 
 SHARED = prompt(160)
@@ -62,8 +61,7 @@ def test_two_at_once_never_share_what_the_one_computes(first: str, make_engine: 
 @pytest.mark.parametrize("kind", ["host", "disk"])
 def test_nothing_of_it_goes_below_the_pool(kind: str, tmp_path: Path, make_engine: MakeEngine) -> None:
     """Not when the pool is full, and not at the end, when what it holds goes to disk."""
-    room = {"host": (400 * BLOCK, 0), "disk": (0, 400 * BLOCK)}[kind]
-    engine = make_engine(num_blocks=24, max_num_seqs=4, tiers=TierSettings(*room, tmp_path, load_ratio=1e9))
+    engine = make_engine(tiers=tiers(kind, tmp_path), **SMALL)
     run_all(engine, [passing(f"p{own}", own, 8) for own in range(4)])
     engine.stop()
     assert len(engine._cache.index) == sample(engine, "warmpath_kv_tier_stores_total", tier=kind) == 0

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,9 +13,8 @@ import pytest
 from router.protocol.block_hash import PrefixScope
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.pin_keeper import MAX_BREAKPOINTS
-from serve_app.engine.protocol import EngineOutput, EngineRequest, KeptPrefix, RequestTooLong, Save
+from serve_app.engine.protocol import EngineOutput, EngineRequest, RequestTooLong, Save
 from tests.serve_app.conftest import MakeEngine, Reference
-from tests.serve_app.engine.kv.test_tier_loader import settle, tiers
 from tests.serve_app.engine.simulated import GatedRunner, MakeSimulated
 from tests.serve_app.engine.tiny import Collector, prompt, request, run_all, sample
 
@@ -52,12 +49,12 @@ def saving(
     name: str, question: int, *, tokens: int = 100, key: bytes = b"key", ttl_s: float | None = None, **more: object
 ) -> EngineRequest:
     """One that saves its first ``tokens`` tokens."""
-    return replace(asking(name, question, **more), save=Save(key, tokens, ttl_s))
+    return replace(asking(name, question, **more), saves=(Save(key, tokens, ttl_s),))
 
 
 def keeping(name: str, question: int, *tokens: int, **more: object) -> EngineRequest:
     """One with cache breakpoints after so many ``tokens``."""
-    return replace(asking(name, question, **more), keep=tuple(KeptPrefix(count, 300.0) for count in tokens))
+    return replace(asking(name, question, **more), saves=tuple(Save(b"", count, 300.0) for count in tokens))
 
 
 def run(engine: TorchEngine, *requests: EngineRequest) -> Outcomes:
@@ -165,31 +162,6 @@ def test_a_tenants_breakpoints_are_bounded_and_its_saves_are_not(make_simulated:
     assert run(engine, saving("save", 2, key=b"other")).saves["save"] == "saved"
 
 
-def test_one_tenant_cannot_keep_the_whole_budget(make_simulated: MakeSimulated) -> None:
-    """It pins twice its share while nobody else saves; another's save within theirs takes the second one back.
-
-    docs/caching.md
-    """
-    shares = {"greedy": 1.0, "other": 1.0}
-    engine = make_simulated(GatedRunner(), num_blocks=128, pin_budget_blocks=12, tenant_shares=shares)
-    rooms: list[tuple[int, int, int]] = []
-
-    def saved(tenant: str, salt: str) -> str | None:
-        scope = PrefixScope("tiny", salt=salt.encode())
-        outcomes = run(engine, saving(salt, 1, key=salt.encode(), scope=scope, tenant=tenant))
-        rooms.append(outcomes.rooms[salt])
-        return outcomes.saves[salt]
-
-    assert [saved("greedy", salt) for salt in ("1", "2", "3")] == ["saved", "saved", "over_budget"]
-    assert rooms[-1] == (96, 192, 96), "its own, and its share; nothing of other tenants'"
-    assert saved("other", "4") == "saved"
-    assert [saved("greedy", "3"), saved("other", "5")] == ["over_budget", "over_budget"]
-    assert rooms[-2:] == [(96, 96, 96), (96, 96, 96)]
-    for tenant in shares:
-        assert sample(engine, "warmpath_tenant_pinned_blocks", tenant=tenant) == 6
-    assert sample(engine, "warmpath_pins_recalled_total") == 1
-
-
 def test_other_tenants_take_effect_in_a_running_engine(make_simulated: MakeSimulated) -> None:
     """Who is gone keeps no save, and who is new has a share of the budget, of the pool and of the line.
 
@@ -253,25 +225,3 @@ def test_a_request_has_to_fit_beside_the_pin_budget(make_simulated: MakeSimulate
         engine.submit(request("long", prompt(220), 5), Collector())
     run(engine, saving("saver", 1))
     assert run(engine, request("fits", prompt(219), 5)).finish["fits"] == "length"
-
-
-def test_a_save_without_an_end_outlives_the_engine_on_its_disk(
-    tmp_path: Path, make_engine: MakeEngine, reference: Reference
-) -> None:
-    """It is filed as saved at once, not when the engine stops; one with a TTL until then. The next one finds both."""
-    settings = {"tiers": tiers("disk", tmp_path), "num_blocks": 64, "pin_budget_blocks": 16}
-    first = make_engine(**settings)
-    run(first, saving("forever", 1))
-    settle(first)
-    other = PrefixScope("tiny", salt=b"other")
-    run(first, saving("a while", 1, key=b"while", ttl_s=300.0, scope=other))
-    settle(first)
-    assert first._tier_loader.tiers.disk is not None
-    ends = [filed.saved_until_s for filed in first._tier_loader.tiers.disk.tier.index]
-    assert ends.count(math.inf) == 6
-    assert sum(1 for end_s in ends if end_s is not None and end_s <= time.time() + 300.0) == 6
-    first.stop()
-    second = make_engine(**settings)
-    later = run(second, asking("later", 6), asking("other", 6, scope=other))
-    assert later.cached == {"later": 96, "other": 96}
-    assert later.tokens["later"] == reference("qwen3", np.append(SYSTEM, prompt(20, 6)), 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
 from tests.serve_app.engine.kv.test_prompt_pins import asking, run, saving
 from tests.serve_app.engine.kv.test_tier_loader import settle
 from tests.serve_app.engine.simulated import MakeSimulated
-from tests.serve_app.engine.tiny import prompt, request, run_all
+from tests.serve_app.engine.tiny import prompt, request, run_all, sample
 
 BLOCK = 1024
 FILE = 400
@@ -103,6 +104,8 @@ def test_blocks_on_disk_are_saved_as_long_as_their_save_is(ending: str, engine_o
         engine.reset_prefix_cache(tiers=False)
     elif ending == "recall":
         assert save(engine, "small") == "saved"
+        assert [save(engine, tenant, number=3) for tenant in ("flood", "small")] == ["over_budget", "over_budget"]
+        assert sample(engine, "warmpath_pins_recalled_total") == 1
     else:
         now_s[0] = 301.0
         run(engine, asking("later", 9))
@@ -119,7 +122,9 @@ def test_saves_go_to_disk_with_what_is_left_of_their_time(engine_over: MakeSimul
     engine = engine_over(0, 80)
     assert saved_on_disk(engine) == 12
     names = [file.name.split(".") for file in tmp_path.glob("slot-*/*.saved")]
-    assert sorted(len(name) for name in names) == [2] * 6 + [3] * 6
+    ends_s = [int(name[1]) for name in names if len(name) == 3]
+    assert (len(names), len(ends_s)) == (12, 6)
+    assert all(200 < end_s - time.time() <= 300 for end_s in ends_s)
     scope = PrefixScope("tiny", salt=b"small 1")
     assert run(engine, asking("again", 2, scope=scope, tenant="small")).cached["again"] == 96
 

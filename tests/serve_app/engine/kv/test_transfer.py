@@ -12,9 +12,8 @@ from router.protocol.events import BlocksStored, Event
 from serve_app.cache.kv_chain import FormatMismatch, KvChain, WrongChain, WrongScope
 from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.engine.core.engine import TorchEngine
-from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
-from serve_app.engine.settings import EngineSettings
 from tests.serve_app.conftest import MakeEngine, Reference
+from tests.serve_app.engine.simulated import MakeSimulated
 from tests.serve_app.engine.tiny import SCOPE, SECRET, Collector, prompt, request, run_all, sample
 
 ROOT = SCOPE.root(SECRET)
@@ -139,18 +138,9 @@ def test_export_and_import_while_generating(
             assert collector.tokens[name] == reference("qwen3", ids, 40)
 
 
-def test_a_stopped_engine_exports_too_and_simulated_kv_has_no_bytes() -> None:
-    def simulated() -> TorchEngine:
-        engine = TorchEngine(
-            SimulatedRunner(CostModel(1e9, 0.0, 0.0), model_fingerprint="m"),
-            EngineSettings(num_blocks=64, max_num_seqs=8, max_num_batched_tokens=64),
-            lambda _: None,
-        )
-        engine.start()
-        return engine
-
+def test_a_stopped_engine_exports_too_and_simulated_kv_has_no_bytes(make_simulated: MakeSimulated) -> None:
     ids = prompt(160)
-    first, second = simulated(), simulated()
+    first, second = make_simulated(), make_simulated()
     run_all(first, [request("a", ids, 1)])
     first.stop()
     chain = export(first, ids)
@@ -159,4 +149,3 @@ def test_a_stopped_engine_exports_too_and_simulated_kv_has_no_bytes() -> None:
     assert len(list(split_chain(chain.header.hashes))) == 10
     assert import_whole(second, chain, ids) == 10
     assert run_all(second, [request("b", np.append(ids, 1), 1)]).cached["b"] == 160
-    second.stop()

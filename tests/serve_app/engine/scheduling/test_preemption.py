@@ -115,7 +115,7 @@ class Stepped:
                 item = request(f"r{number}", ids, wish.max_tokens, scope=scope, tenant=wish.tenant, seed=number)
                 item = replace(item, store_kv=wish.stores)
                 if wish.saved and wish.stores:
-                    item = replace(item, save=Save(b"key %d" % number, wish.saved))
+                    item = replace(item, saves=(Save(b"key %d" % number, wish.saved),))
                 item = replace(item, timeout_s=wish.timeout_s)
                 self.engine.submit(item, self.collector)
                 self.ids[f"r{number}"] = ids.tolist()
@@ -148,11 +148,7 @@ def cached_prefixes(cache: PrefixCache) -> list[list[int]]:
     shares=st.sampled_from([{}, {"a": 1.0, "b": 1.0}, {"a": 1.0, "b": 3.0}]),
 )
 def test_a_full_pool_changes_no_answer_and_keeps_nobody_from_its_end(
-    workload: list[Wish],
-    num_blocks: int,
-    max_num_seqs: int,
-    caching: bool,
-    shares: dict[str, float],
+    workload: list[Wish], num_blocks: int, max_num_seqs: int, caching: bool, shares: dict[str, float]
 ) -> None:
     """Any workload on a tiny pool ends with the tokens of undisturbed runs; blocks are conserved at every step.
 

@@ -64,3 +64,13 @@ def test_blocks_that_a_request_would_hit_are_not_counted_as_room_for_it() -> Non
     assert bench.step() == [("a", 1)]
     bench.scheduler.remove(first)
     assert bench.step() == [("hit", 2)]
+
+
+def test_nobody_waits_for_what_will_not_be_stored() -> None:
+    """Who stores computes the same prompt beside it."""
+    bench = Bench()
+    bench.add("passing", np.append(prompt(160), 1), store_kv=False)
+    assert bench.step() == [("passing", 64)]
+    bench.add("storing", np.append(prompt(160), 1))
+    assert bench.step() == [("passing", 64)]
+    assert bench.step() == [("passing", 33), ("storing", 31)]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -15,13 +14,14 @@ from hypothesis import strategies as st
 from router.protocol.block_hash import PrefixScope, extend_chain, split_chain
 from serve_app.cache.prefix.hot_prefixes import HashedTokens, SavedPrefix
 from serve_app.engine.metrics import EngineMeters
-from serve_app.engine.protocol import EngineError, EngineRequest, KeptPrefix, Save, SaveResult
+from serve_app.engine.protocol import EngineError, EngineRequest, Save, SaveResult
 from serve_app.engine.vllm.events.pool import VllmPool
 from serve_app.engine.vllm.saves import VllmSaves, block_number
 from serve_app.engine.vllm.settings import VllmSettings
 from serve_app.engine.vllm.transfer.job import Job
 from tests.serve_app.engine.tiny import prompt, request, root_of
 from tests.serve_app.engine.vllm.pool_model import hold
+from tests.serve_app.replica.loops import in_loop
 
 SIZE, BUDGET = 4, 10
 SCOPE = PrefixScope("m")
@@ -77,15 +77,7 @@ def asked(tokens: int, seed: int = 0, tenant: str = "default", **fields: Any) ->
 
 
 def saving(key: int, blocks: int, ttl_s: float | None = None, tenant: str = "default") -> EngineRequest:
-    return asked(blocks * SIZE + 2, key, tenant, save=Save(bytes([key]), blocks * SIZE, ttl_s))
-
-
-def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    @wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
-
-    return run
+    return asked(blocks * SIZE + 2, key, tenant, saves=(Save(bytes([key]), blocks * SIZE, ttl_s),))
 
 
 OfTenant = (st.integers(0, 4), st.integers(0, 6), st.sampled_from("ab"))
@@ -113,7 +105,7 @@ async def test_vllm_keeps_what_is_pinned_and_no_more(steps: list[Any], fails: se
             begun.append(asyncio.ensure_future(saves.keep(saving(key, blocks, ttl_s, tenant))))
         elif kind == "keep":
             key, blocks, tenant, ttl_s = values
-            wanted = asked(blocks * SIZE + 1, key, tenant, keep=(KeptPrefix(blocks * SIZE, ttl_s),))
+            wanted = asked(blocks * SIZE + 1, key, tenant, saves=(Save(b"", blocks * SIZE, ttl_s),))
             begun.append(asyncio.ensure_future(saves.keep(wanted)))
         elif kind == "later":
             made.now_s += 4
@@ -150,10 +142,10 @@ async def test_what_a_client_is_told() -> None:
     made.vllm.fails = {len(made.vllm.jobs)}
     assert await keep(saving(3, 4)) == SaveResult("failed")
     assert await keep(saving(3, 4)) == SaveResult("saved")
-    kept = asked(18, 1, keep=(KeptPrefix(3, 9.0), KeptPrefix(8, 9.0), KeptPrefix(16, 9.0)))
+    kept = asked(18, 1, saves=(Save(b"", 3, 9.0), Save(b"", 8, 9.0), Save(b"", 16, 9.0)))
     assert await keep(kept) == SaveResult("saved"), "their blocks are kept already"
     assert await keep(kept) == SaveResult("present")
-    assert await keep(replace(kept, keep=kept.keep[:1])) is None
+    assert await keep(replace(kept, saves=kept.saves[:1])) is None
     assert (made.meters.saves["saved"], made.meters.saves["failed"]) == (3, 1)
     off = Made(budget=0).saves
     assert (await off.keep(saving(1, 1)), await off.keep(kept)) == (SaveResult("off"), SaveResult("off"))
@@ -165,7 +157,7 @@ async def test_tenants_that_share_a_prefix_each_keep_it() -> None:
     """Neither ends with the other's pin: nobody's request renews another tenant's, nor is told that it is there."""
     made = Made()
     for tenant in ("a", "b"):
-        kept = await made.saves.keep(asked(9, 1, tenant, keep=(KeptPrefix(8, 9.0),)))
+        kept = await made.saves.keep(asked(9, 1, tenant, saves=(Save(b"", 8, 9.0),)))
         assert kept == SaveResult("saved")
     assert made.saves.pins.holdings() == {"a": 2, "b": 2}
 

@@ -80,19 +80,26 @@ def test_a_setting_without_effect_is_refused_by_its_name(name: str) -> None:
     assert refused_settings(reread, on_cpu=True) == refused_settings(config, on_cpu=True), "in every process alike"
 
 
-def test_defaults_are_taken_but_for_the_block_size_of_a_cpu() -> None:
-    assert refused_settings(AppConfig(engine="vllm"), on_cpu=True) == []
-    gpu = AppConfig(engine="vllm", replica_num_gpus=1)
-    assert refused_settings(AppConfig.model_validate(gpu.to_json()), on_cpu=False) == []
-    (sentence,) = refused_settings(gpu, on_cpu=True)
+MOVES = {"kv_pull": True, "prewarm": True, "handover": True, "pin_budget": 0.5, "save_ttl_s": 60}
+TENANTS = [{**TENANT, "requests_per_second": 2, "trust_group": "g"}]
+
+
+@pytest.mark.parametrize(
+    ("settings", "on_cpu"),
+    [
+        ({}, True),
+        ({"replica_num_gpus": 1}, False),
+        ({"block_size": 64, "tenants": TENANTS, "lora_adapters": {"x": "x"}, **MOVES}, True),
+    ],
+)
+def test_what_vllm_can_do_is_not_refused(settings: dict[str, Any], on_cpu: bool) -> None:
+    config = AppConfig.model_validate({"engine": "vllm", **settings})
+    assert refused_settings(AppConfig.model_validate(config.to_json()), on_cpu=on_cpu) == []
+
+
+def test_blocks_of_a_cpu_are_multiples_of_32() -> None:
+    (sentence,) = refused_settings(AppConfig(engine="vllm", replica_num_gpus=1), on_cpu=True)
     assert sentence == "block_size: with engine=vllm on a CPU it is a multiple of 32; set block_size: 32"
-
-
-def test_what_vllm_can_do_is_not_refused() -> None:
-    moves = {"kv_pull": True, "prewarm": True, "handover": True, "pin_budget": 0.5, "save_ttl_s": 60}
-    tenants = [{**TENANT, "requests_per_second": 2, "trust_group": "g"}]
-    config = {"engine": "vllm", "block_size": 64, "tenants": tenants, "lora_adapters": {"x": "x"}, **moves}
-    assert refused_settings(AppConfig.model_validate(config), on_cpu=True) == []
 
 
 @pytest.mark.parametrize(

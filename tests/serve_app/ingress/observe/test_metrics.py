@@ -68,7 +68,7 @@ def test_all_that_replicas_tell_is_shown(make_engine: MakeEngine, tmp_path: Path
     """Engine, pool, tiers, adapters, speculation, pulls and moves: no sample is left out for its name or labels."""
     engine = make_engine(tiers=TierSettings(1 << 20, 1 << 20, tmp_path), num_blocks=24, pin_budget_blocks=8)
     run_all(engine, [request(f"r{i}", prompt(150, i), 3, tenant="acme") for i in range(4)])
-    run_all(engine, [replace(request("saver", prompt(60, 9), 1), save=Save(b"s" * 16, 48, None))])
+    run_all(engine, [replace(request("saver", prompt(60, 9), 1), saves=(Save(b"s" * 16, 48, None),))])
     samples: list[Sample] = [*_of(engine), *_beside()]
     labelled = [(name, (*labels, ("replica", "a")), value) for name, labels, value in samples]
     families = list(text_string_to_metric_families(render(labelled).decode()))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from hypothesis import strategies as st
 
 from router.protocol.block_hash import PrefixScope, extend_chain, split_chain
 from serve_app.cache.kv_chain import KvChain
@@ -24,6 +25,14 @@ SECRET = b"k"
 PIECE_BLOCKS = 3
 BLOCK_BYTES = PIECE_BYTES // PIECE_BLOCKS
 SCOPE = PrefixScope("m", salt=b"s")
+
+Prompts = st.lists(
+    st.lists(st.integers(0, 1), min_size=1, max_size=10).map(
+        lambda blocks: [token for token in blocks for _ in "size"]
+    ),
+    max_size=8,
+)
+"""Prompts of whole blocks, of which many begin alike."""
 
 
 def make_engine(num_blocks: int = 64, *, model: str = "m", pins: int = 0, **settings: object) -> TorchEngine:

@@ -9,7 +9,7 @@ import pytest
 
 from router.serve.core_registry import RunningReplicas
 from serve_app.replica.lifecycle.departure import MISSING_S, NOTICED_S, Departure
-from tests.serve_app.replica.lifecycle.virtual_time import run_at_once
+from tests.serve_app.replica.loops import run_at_once
 
 WAIT_S = 4 * MISSING_S
 

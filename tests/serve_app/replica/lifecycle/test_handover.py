@@ -25,13 +25,12 @@ from tests.serve_app.replica.lifecycle.peers import (
     SCOPE,
     SIZE,
     Local,
+    Prompts,
     fill,
     hashes,
     make_engine,
 )
-from tests.serve_app.replica.lifecycle.virtual_time import run_at_once
-
-Prompts = st.lists(st.lists(st.integers(0, 1), min_size=SIZE, max_size=40), max_size=6)
+from tests.serve_app.replica.loops import in_loop, run_at_once
 
 
 def run(local: Local, engine: TorchEngine, *more: list[list[int]]) -> Receipt:
@@ -202,7 +201,8 @@ def test_what_a_target_evicted_since_it_was_asked_is_sent_too() -> None:
     assert receipt.blocks.total() == 15
 
 
-def test_a_second_round_without_time_leaves_the_receipt_as_it_was() -> None:
+@in_loop
+async def test_a_second_round_without_time_leaves_the_receipt_as_it_was() -> None:
     """Whether it ends before this replica's list or before a peer's answer."""
     leaving, receipt = filled([[0] * 40]), Receipt()
 
@@ -216,21 +216,18 @@ def test_a_second_round_without_time_leaves_the_receipt_as_it_was() -> None:
 
     local = Hangs({"peer": make_engine(6)})
     handover = HandOver(leaving, local, SIZE, lambda: False, receipt)
-
-    async def rounds() -> None:
-        await handover.run(["peer"], 60.0)
-        assert receipt.skipped == {"no_room": 4}
-        await handover.run(["peer"], -1.0)
-        assert receipt.skipped == {"no_room": 4}
-        local.hangs = True
-        await handover.run(["peer"], 0.2)
-
-    asyncio.run(rounds())
+    await handover.run(["peer"], 60.0)
+    assert receipt.skipped == {"no_room": 4}
+    await handover.run(["peer"], -1.0)
+    assert receipt.skipped == {"no_room": 4}
+    local.hangs = True
+    await handover.run(["peer"], 0.2)
     assert receipt.skipped.total() == 4
     assert receipt.blocks.total() == 6
 
 
-def test_a_target_fetches_a_part_when_it_is_its_turn() -> None:
+@in_loop
+async def test_a_target_fetches_a_part_when_it_is_its_turn() -> None:
     """Until then it is a reference, whose bytes are elsewhere."""
     leaving = filled([[0] * 40])
     prefix = leaving.hot_prefixes().prefix(0)
@@ -245,15 +242,12 @@ def test_a_target_fetches_a_part_when_it_is_its_turn() -> None:
         await go_on.wait()
         return part
 
-    async def script() -> None:
-        takes = [asyncio.create_task(local.answers["peer"].take_kv(prefix, 0, [fetch()], "prefix")) for _ in range(5)]
-        for _ in takes:
-            go_on = await begun.get()
-            assert begun.qsize() < TAKES_AT_ONCE
-            go_on.set()
-        assert await asyncio.gather(*takes) == [10] * 5
-
-    asyncio.run(script())
+    takes = [asyncio.create_task(local.answers["peer"].take_kv(prefix, 0, [fetch()], "prefix")) for _ in range(5)]
+    for _ in takes:
+        go_on = await begun.get()
+        assert begun.qsize() < TAKES_AT_ONCE
+        go_on.set()
+    assert await asyncio.gather(*takes) == [10] * 5
 
 
 def test_the_time_bounds_it_and_what_was_left_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:

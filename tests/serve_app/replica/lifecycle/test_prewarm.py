@@ -27,13 +27,12 @@ from tests.serve_app.replica.lifecycle.peers import (
     SCOPE,
     SIZE,
     Local,
+    Prompts,
     fill,
     hashes,
     make_engine,
 )
-from tests.serve_app.replica.lifecycle.virtual_time import run_at_once
-
-Prompts = st.lists(st.lists(st.integers(0, 1), min_size=SIZE, max_size=40), max_size=8)
+from tests.serve_app.replica.loops import run_at_once
 
 
 async def no_adapter(spec: AdapterSpec) -> str:

@@ -20,7 +20,7 @@ def test_moved_kv_is_computed_kv(make_engine: MakeEngine, reference: Reference) 
     """Handed over while a stream runs, then copied by one that joins; the save is one there too."""
     first, second, third = (make_engine(pin_budget_blocks=64) for _ in range(3))
     ids, saved = prompt(200), prompt(100, 3)
-    run_all(first, [request("a", ids, 1), replace(request("b", saved, 1), save=Save(b"key", 96))])
+    run_all(first, [request("a", ids, 1), replace(request("b", saved, 1), saves=(Save(b"key", 96),))])
     stream = Collector()
     first.submit(request("stream", prompt(40, 4), 300), stream)
     stream.wait_tokens("stream", 3)
@@ -37,7 +37,7 @@ def test_moved_kv_is_computed_kv(make_engine: MakeEngine, reference: Reference) 
         assert got.cached == {name: 192, f"{name} saved": 96}
         assert got.tokens[name] == reference("qwen3", ids, 8)
         assert got.tokens[f"{name} saved"] == reference("qwen3", saved, 8)
-    again = run_all(second, [replace(request("again", saved, 1), save=Save(b"key", 96))])
+    again = run_all(second, [replace(request("again", saved, 1), saves=(Save(b"key", 96),))])
     assert again.cached["again"] == 96
     stream.wait(["stream"])
     assert stream.tokens["stream"] == reference("qwen3", prompt(40, 4), 300)

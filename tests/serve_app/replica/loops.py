@@ -1,10 +1,11 @@
-"""An event loop in which waiting takes no time: limits can be tested on a machine of any speed."""
+"""Loops for tests: one as usual, and one in which waiting takes no time, so that limits can be tested anywhere."""
 
 from __future__ import annotations
 
 import asyncio
 import selectors
 from collections.abc import Callable, Coroutine
+from functools import wraps
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -44,3 +45,13 @@ def run_at_once(script: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end, as ``asyncio.run`` does."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(script)
+
+
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Make a test of a coroutine: it runs in a loop of its own."""
+
+    @wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(test(*args, **kwargs))
+
+    return run
