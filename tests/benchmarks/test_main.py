@@ -62,7 +62,6 @@ def test_a_benchmark_ends_with_what_was_found_in_plain_english(
     ("arguments", "why"),
     [
         (["simulate", "--trace", "nonesuch.jsonl"], "nonesuch.jsonl: no such file"),
-        (["simulate", "--requests", "7000"], "holds 6000 requests, 7000 are asked for"),
         (["ttft", "--model", "no/such/model.gguf"], "'no/such/model.gguf' is neither a built-in model"),
     ],
 )

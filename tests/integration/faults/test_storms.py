@@ -54,12 +54,8 @@ def wait_until_nothing_is_in_use(url: str) -> None:
 
 def body_of(rng: Random, number: int) -> tuple[str, dict[str, object]]:
     """A request that would take ten minutes: streamed or whole, one answer, several, or several prompts."""
-    common: dict[str, object] = {
-        "model": "demo",
-        "max_tokens": MAX_TOKENS,
-        "ignore_eos": True,
-        "stream": rng.random() < 0.7,
-    }
+    stream = rng.random() < 0.7
+    common: dict[str, object] = {"model": "demo", "max_tokens": MAX_TOKENS, "ignore_eos": True, "stream": stream}
     text = f"{number} " + "word " * rng.choice([5, 50, 500])
     kind = rng.random()
     if kind < 0.7:
