@@ -7,6 +7,7 @@ on how fast anything is.
 from __future__ import annotations
 
 import os
+import ssl
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -21,18 +22,24 @@ import pytest
 from filelock import FileLock
 
 from benchmarks.common.report import metric_sum
-from tests.harness.plain_http import NO_CERTIFICATES
 
 Started = TypeVar("Started")
 PATIENCE_S = 120.0
 """Longer than anything takes on a machine that does much else; nothing waits so long unless it is going to fail."""
 _RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
+NO_CERTIFICATES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""Else httpx loads certificates for every client that it makes, also of plain HTTP."""
 HTTP = httpx.Client(
     timeout=PATIENCE_S, verify=NO_CERTIFICATES, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
 )
 """A connection of its own for each request, which any ingress may get."""
 START = FileLock(Path(tempfile.gettempdir()) / f"warmpath-tests-{_RUN}.lock")
 """Held by whichever of a run's workers is starting an instance."""
+
+
+def clients(url: str = "", **options: Any) -> httpx.AsyncClient:
+    """Clients of an instance, who wait as long as a test does."""
+    return httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, verify=NO_CERTIFICATES, **options)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

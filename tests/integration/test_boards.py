@@ -47,34 +47,27 @@ MAY_BE_EMPTY = {
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Two simulated replicas with a small pool and a tier, to which requests go in turn, and a third one under load."""
-    settings = tmp_path_factory.mktemp("boards") / "settings.yaml"
-    settings.write_text(
-        yaml.safe_dump(
-            {
-                "model": "demo",
-                "engine": "simulated",
-                "simulated_prefill_tokens_per_s": 4000,
-                "policy": "round_robin",
-                "min_pull_tokens": 64,
-                "num_blocks": 400,
-                "max_num_seqs": 2,
-                "host_cache_bytes": 1 << 24,
-                "autoscaling": {
-                    "min_replicas": 2,
-                    "max_replicas": 3,
-                    "target_ttft_s": 0.2,
-                    "upscale_delay_s": 1,
-                },
-                "tenants": [
-                    {"name": "acme", "key_sha256": [ACME[1]]},
-                    {"name": "limited", "key_sha256": [LIMITED[1]], "requests_per_second": 0.2},
-                ],
-                "public_prompts": [{"name": "clerk", "version": "1", "text": CLERK}],
-                "operator_key_sha256": [OPERATOR[1]],
-            }
-        )
-    )
-    with alone(instance("--config", str(settings))) as base:
+    tenants = [
+        {"name": "acme", "key_sha256": [ACME[1]]},
+        {"name": "limited", "key_sha256": [LIMITED[1]], "requests_per_second": 0.2},
+    ]
+    settings = {
+        "model": "demo",
+        "engine": "simulated",
+        "simulated_prefill_tokens_per_s": 4000,
+        "policy": "round_robin",
+        "min_pull_tokens": 64,
+        "num_blocks": 400,
+        "max_num_seqs": 2,
+        "host_cache_bytes": 1 << 24,
+        "autoscaling": {"min_replicas": 2, "max_replicas": 3, "target_ttft_s": 0.2, "upscale_delay_s": 1},
+        "tenants": tenants,
+        "public_prompts": [{"name": "clerk", "version": "1", "text": CLERK}],
+        "operator_key_sha256": [OPERATOR[1]],
+    }
+    file = tmp_path_factory.mktemp("boards") / "settings.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    with alone(instance("--config", str(file))) as base:
         yield base
 
 

@@ -180,14 +180,8 @@ def test_a_stop_lets_streams_finish_and_the_next_life_has_the_disk_tier(tmp_path
 def body(max_tokens: int, text: str = "Hello") -> dict[str, Any]:
     """A streamed chat."""
     messages = [{"role": "user", "content": text}]
-    return {
-        "model": "demo",
-        "stream": True,
-        "max_tokens": max_tokens,
-        "ignore_eos": True,
-        "seed": 1,
-        "messages": messages,
-    }
+    fields = {"model": "demo", "stream": True, "ignore_eos": True, "seed": 1}
+    return {**fields, "max_tokens": max_tokens, "messages": messages}
 
 
 def events(ending: ExitStack, url: str, max_tokens: int) -> Iterator[str]:

@@ -28,27 +28,16 @@ def answer_of(*events: dict[str, Any] | str) -> Answer:
     return asyncio.run(ask())
 
 
-def test_usage_with_cached_tokens() -> None:
-    answer = answer_of(
-        *TEXT, {"choices": [], "usage": {**USAGE, "prompt_tokens_details": {"cached_tokens": 4}}}, "[DONE]"
-    )
-    assert (answer.text, answer.prompt_tokens, answer.cached_tokens, answer.completion_tokens) == ("ab", 10, 4, 5)
-    assert hit_rate([answer]) == 0.4
-
-
 @pytest.mark.parametrize("details", [{}, {"prompt_tokens_details": None}, {"prompt_tokens_details": {}}])
-def test_cached_tokens_may_not_be_told(details: dict[str, Any]) -> None:
-    """They count in no hit rate, and do not spoil that of answers with them."""
+def test_usage_may_be_told_in_part_or_not_at_all(details: dict[str, Any]) -> None:
+    """Answers without cached tokens count in no hit rate, and do not spoil that of answers with them."""
     silent = answer_of(*TEXT, {"choices": [], "usage": {**USAGE, **details}}, "[DONE]")
     assert not silent.cached_told and silent.completion_tokens == 5
     assert hit_rate([silent]) == UNKNOWN
-    told = answer_of(
-        *TEXT, {"choices": [], "usage": {**USAGE, "prompt_tokens_details": {"cached_tokens": 5}}}, "[DONE]"
-    )
-    assert hit_rate([silent, told]) == 0.5
-
-
-def test_usage_may_not_be_told() -> None:
+    cached = {"prompt_tokens_details": {"cached_tokens": 4}}
+    told = answer_of(*TEXT, {"choices": [], "usage": {**USAGE, **cached}}, "[DONE]")
+    assert (told.text, told.prompt_tokens, told.cached_tokens, told.completion_tokens) == ("ab", 10, 4, 5)
+    assert hit_rate([silent, told]) == 0.4
     assert answer_of(*TEXT, "[DONE]").completion_tokens == 2
 
 

@@ -47,26 +47,13 @@ def chosen(*flags: str) -> list[TraceRequest]:
 
 
 def test_the_default_trace_comes_with_the_project() -> None:
-    """The published lines, unchanged: 6,000 requests in order, an id for each 512 tokens, ids numbered as they appear.
-
-    The archive carries no time, so that packing the same lines again gives the same file.
-    """
-    packed = DEFAULT_TRACE.read_bytes()
-    assert packed[4:8] == bytes(4)
-    lines = gzip.decompress(packed)
+    """The published lines, unchanged; source and licence are named beside them."""
+    lines = gzip.decompress(DEFAULT_TRACE.read_bytes())
     assert hashlib.sha256(lines).hexdigest() == "68ce4e4b4bed6c423efce345f1e575af03d80327f05611395eedaa1065a46427"
-    assert all(json.loads(line).keys() == ROW.keys() for line in lines.splitlines())
     trace = read_trace(DEFAULT_TRACE)
-    assert len(trace) == 6000
-    assert (trace[0].arrival_s, trace[-1].arrival_s) == (0.0, 1872.0)
+    assert (len(trace), trace[0].arrival_s, trace[-1].arrival_s) == (6000, 0.0, 1872.0)
     note = DEFAULT_TRACE.with_name("README.md").read_text()
     assert DEFAULT_TRACE.name in note and "Apache-2.0" in note and "github.com/kvcache-ai/Mooncake" in note
-    newest = -1
-    for request in trace:
-        assert request.hash_ids[0] == 0 and request.output_tokens >= 1
-        for hash_id in request.hash_ids:
-            assert hash_id <= newest + 1
-            newest = max(newest, hash_id)
 
 
 def test_flags_choose_the_requests() -> None:

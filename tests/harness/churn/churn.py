@@ -8,37 +8,98 @@ are reset. At a check all is let to end, and every block and table is looked at 
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.common.random_adapters import make_adapters
-from router.protocol.block_hash import PrefixScope, hash_blocks
+from router.protocol.block_hash import PrefixScope, TokenArray, hash_blocks, split_chain
+from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, Event
 from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.engine.core.build import build_engine
-from serve_app.engine.protocol import EngineRequest, QueueFull, RequestTooLong, SamplingParams, Save, UnknownAdapter
+from serve_app.engine.protocol import (
+    EngineOutput,
+    EngineRequest,
+    QueueFull,
+    RequestTooLong,
+    SamplingParams,
+    Save,
+    UnknownAdapter,
+)
 from serve_app.engine.settings import EngineSettings
 from tests.harness.churn.audit import Imbalance, audit, settled, tables, tier_hashes
-from tests.harness.churn.ledger import CANARY, Ledger
-from tests.harness.churn.traffic import SECRET, Traffic
 
 TENANTS, PREFIXES, ADAPTERS = 12, 3, 6
 CONCURRENCY = 12
 CLOCK_SPEED = 20.0
 """The engine's clock runs as much faster, so that TTLs and shares end."""
 NUM_BLOCKS, HOST_BLOCKS, DISK_BLOCKS = 128, 32, 64
+SECRET = b"churn"
+CANARY = "canary"
+"""The id of the request that is asked again at every check."""
+
+
+class Ledger:
+    """The sink of all outputs and events: who is alive, how requests ended, and which blocks were announced."""
+
+    def __init__(self) -> None:
+        self.live: set[str] = set()
+        self.ended: Counter[str] = Counter()
+        self.announced: dict[str, set[bytes]] = {}
+        self.canary: list[int] = []
+        self._changed = threading.Condition()
+
+    def outputs(self, outputs: Sequence[EngineOutput]) -> None:
+        """Take one step's outputs (the engine's thread)."""
+        with self._changed:
+            for output in outputs:
+                if output.request_id == CANARY:
+                    self.canary.extend(output.token_ids)
+                if output.finish_reason is not None:
+                    self.live.discard(output.request_id)
+                    self.ended[output.finish_reason] += 1
+            self._changed.notify_all()
+
+    def events(self, events: Sequence[Event]) -> None:
+        """Take cache events (the engine's thread)."""
+        for event in events:
+            if isinstance(event, BlocksStored):
+                self.announced.setdefault(event.tier, set()).update(split_chain(event.hashes))
+            elif isinstance(event, BlocksRemoved):
+                self.announced[event.tier].difference_update(split_chain(event.hashes))
+            elif isinstance(event, CacheCleared):
+                self.announced.clear()
+
+    def wait(self, most_live: int) -> None:
+        """Wait until at most so many requests are alive. Raises TimeoutError after two minutes."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self.live) <= most_live, 120):
+                raise TimeoutError(f"{len(self.live)} requests did not end, {sorted(self.live)[:3]} among them")
+
+    def born(self, name: str) -> None:
+        """Count a request as alive."""
+        with self._changed:
+            self.live.add(name)
+
+    def stillborn(self, name: str) -> None:
+        """Forget a request that was refused."""
+        with self._changed:
+            self.live.discard(name)
 
 
 class Churn:
     """One engine, what is done to it, and what was seen of it."""
 
     def __init__(self, model: Path, directory: Path) -> None:
-        info = load_checkpoint_info(model)
+        info = self._info = load_checkpoint_info(model)
         self._random = random.Random(0)
         self._specs = make_adapters(model, directory / "adapters", ADAPTERS, rank=4)
         shares = {f"tenant-{number}": 1.0 + number % 3 for number in range(TENANTS)}
@@ -63,7 +124,8 @@ class Churn:
         self.engine = build_engine(
             model, self._engine_settings, self.ledger.events, clock=lambda: time.monotonic() * CLOCK_SPEED
         )
-        self._traffic = Traffic(info, self._random, TENANTS, PREFIXES, self.engine.adapters)
+        self._families: dict[tuple[str, int], TokenArray] = {}
+        self._numbers = 0
         self.engine.start()
         self.done: Counter[str] = Counter()
         self._canary: list[int] | None = None
@@ -94,60 +156,53 @@ class Churn:
         self.engine.stop()
 
     def _ask(self) -> None:
-        self._submit(self._traffic.request(self._traffic.tenant()))
-        self.done["asked"] += 1
+        self._submit(self._request(self._tenant()))
 
     def _save(self) -> None:
         ttl_s = self._random.choice([None, 30.0, 300.0, 3600.0])
-        tenant, family = self._traffic.tenant(), self._random.randrange(PREFIXES)
-        request = self._traffic.request(tenant, family=family)
-        tokens = len(self._traffic.prefix(tenant, family))
+        tenant, family = self._tenant(), self._random.randrange(PREFIXES)
+        request = self._request(tenant, family=family)
+        tokens = len(self._prefix(tenant, family))
         self._submit(request, Save(f"{tenant} {family}".encode() + request.root, tokens, ttl_s))
         self.done["saved"] += 1
 
     def _burst(self) -> None:
-        tenant, prefix = self._traffic.tenant(), self._traffic.tokens(self._random.randrange(100, 600))
+        tenant, prefix = self._tenant(), self._tokens(self._random.randrange(100, 600))
         for _ in range(6):
-            self._submit(self._traffic.request(tenant, prefix=prefix))
-        self.done["bursts"] += 1
+            self._submit(self._request(tenant, prefix=prefix))
 
     def _cancel(self) -> None:
         live = sorted(self.ledger.live.copy())
         if live:
             self.engine.cancel(self._random.choice(live))
-            self.done["cancelled"] += 1
 
     def _load_adapter(self) -> None:
-        try:
+        with suppress(QueueFull):
             self.engine.load_adapter(self._random.choice(self._specs))
             self.done["adapters loaded"] += 1
-        except QueueFull:
-            self.done["adapters refused"] += 1
 
     def _unload_adapter(self) -> None:
-        self.done["adapters unloaded"] += self.engine.unload_adapter(self._random.choice(self._specs).key)
+        self.engine.unload_adapter(self._random.choice(self._specs).key)
 
     def _move(self) -> None:
-        tenant, family = self._traffic.tenant(), self._random.randrange(PREFIXES)
-        scope = self._traffic.scope(tenant)
+        tenant, family = self._tenant(), self._random.randrange(PREFIXES)
+        scope = self._scope(tenant)
         root = scope.root(SECRET)
-        ids = self._traffic.prefix(tenant, family)
+        ids = self._prefix(tenant, family)
         hashes = hash_blocks(root, ids, self._engine_settings.block_size)
         chain = self.engine.export_prefix(HashedTokens(scope, ids, hashes), demote=self._random.random() < 0.5)
         if chain is not None:
             self.engine.reset_prefix_cache(tiers=False)
-            self.done["blocks imported"] += self.engine.import_part(chain, HashedTokens(scope, ids, hashes, tenant), 0)
-            self.done["moved"] += 1
+            self.engine.import_part(chain, HashedTokens(scope, ids, hashes, tenant), 0)
 
     def _refused(self) -> None:
-        request = self._traffic.request(self._traffic.tenant(), prefix=self._traffic.tokens(3000))
+        request = self._request(self._tenant(), prefix=self._tokens(3000))
         self._submit(request)
         unknown = replace(request.scope, lora="never@heard")
-        self._submit(self._traffic.request(request.tenant, scope=unknown))
+        self._submit(self._request(request.tenant, scope=unknown))
 
     def _reset(self) -> None:
         self.engine.reset_prefix_cache(tiers=self._random.random() < 0.5)
-        self.done["resets"] += 1
 
     def _submit(self, request: EngineRequest, *saves: Save) -> None:
         self.ledger.born(request.request_id)
@@ -156,6 +211,57 @@ class Churn:
         except (QueueFull, RequestTooLong, UnknownAdapter) as refusal:
             self.ledger.stillborn(request.request_id)
             self.done[f"refused: {type(refusal).__name__}"] += 1
+
+    def _tenant(self) -> str:
+        """Return a configured tenant, or one of a window of others that moves on for ever."""
+        if self._random.random() < 0.7:
+            return f"tenant-{self._random.randrange(TENANTS)}"
+        return f"visitor-{self._numbers // 200 + self._random.randrange(4)}"
+
+    def _scope(self, tenant: str) -> PrefixScope:
+        """Return one of a tenant's scopes: with its own salt mostly, now and then with an adapter that is loaded."""
+        salt = tenant if self._random.random() < 0.8 else f"{tenant} {self._random.randrange(3)}"
+        loaded = self.engine.adapters()
+        lora = self._random.choice(loaded) if loaded and self._random.random() < 0.4 else ""
+        return PrefixScope(self._info.fingerprint, lora, salt.encode())
+
+    def _prefix(self, tenant: str, family: int) -> TokenArray:
+        """Return one of a tenant's prefixes; now and then it is a new one from then on."""
+        found = self._families.get((tenant, family))
+        if found is None or self._random.random() < 0.03:
+            found = self._families[tenant, family] = self._tokens(self._random.randrange(40, 400))
+            if len(self._families) > 100:
+                del self._families[next(iter(self._families))]
+        return found
+
+    def _tokens(self, count: int) -> TokenArray:
+        """Return so many tokens that nobody had before."""
+        generator = np.random.default_rng(self._random.randrange(1 << 60))
+        return generator.integers(300, self._info.vocab_size, count, dtype=np.int32)
+
+    def _request(
+        self,
+        tenant: str,
+        *,
+        prefix: TokenArray | None = None,
+        family: int | None = None,
+        scope: PrefixScope | None = None,
+    ) -> EngineRequest:
+        """Return a request of a tenant's prefix and a question of its own; what is not given is drawn."""
+        if prefix is None:
+            prefix = self._prefix(tenant, self._random.randrange(PREFIXES) if family is None else family)
+        scope = scope or self._scope(tenant)
+        self._numbers += 1
+        return EngineRequest(
+            f"request-{self._numbers}",
+            np.append(prefix, self._tokens(self._random.randrange(1, 60))),
+            scope,
+            scope.root(SECRET),
+            SamplingParams(self._random.choice([1, 1, 4, 8, 16, 120]), temperature=0.0),
+            tenant=tenant,
+            router_id=f"router-{self._numbers % 3}",
+            reservation=self._numbers,
+        )
 
     def _look(self) -> bool:
         """Audit on the engine's loop; False while something is still on its way."""

@@ -14,7 +14,6 @@ from benchmarks.engine.draft_pairs import build_pairs
 from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.checkpoints.adapter_registry import AdapterEntry, AdapterRegistry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info, weights_fingerprint
-from serve_app.config.prompts import PublicPromptConfig
 from serve_app.engine.core.build import load_runner
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
@@ -27,10 +26,7 @@ from serve_app.structured.matcher import Matchers
 from serve_app.tenants.tenants import Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.harness.crashes.calls import CallCrashes
-
-ADAPTERS = ("adapter-0", "adapter-1")
-PROMPT = PublicPromptConfig(name="clerk", version="1", text="You are a careful clerk. Name clause and date. " * 12)
-
+from tests.harness.crashes.questions import ADAPTERS, PROMPT
 
 _SECRET = b"crashes harness, not a secret..."
 _MAX_MODEL_LEN = 2048

@@ -7,10 +7,14 @@ is cut into events, how the events of several choices follow each other, and how
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from serve_app.config.prompts import PublicPromptConfig
+
+ADAPTERS = ("adapter-0", "adapter-1")
+PROMPT = PublicPromptConfig(name="clerk", version="1", text="You are a careful clerk. Name clause and date. " * 12)
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 MOST_TOKENS = 32
@@ -52,22 +56,10 @@ class Question:
 
 
 class Questions:
-    """Draws questions for one deployment. ``adapters`` and ``prompt_refs``: names that it serves.
+    """Draws questions. ``has_logits``: there is a model, whose choice of tokens rules and grammars can change."""
 
-    ``has_logits``: there is a model, whose choice of tokens rules and grammars can change.
-    """
-
-    def __init__(
-        self,
-        rng: random.Random,
-        *,
-        adapters: Sequence[str],
-        prompt_refs: Sequence[str],
-        has_logits: bool,
-    ) -> None:
+    def __init__(self, rng: random.Random, *, has_logits: bool = False) -> None:
         self._random = rng
-        self._adapters = adapters
-        self._prompt_refs = prompt_refs
         self._has_logits = has_logits
 
     def draw(self) -> Question:
@@ -90,9 +82,9 @@ class Questions:
         if body["stream"] and rng.random() < 0.5:
             body["stream_options"] = {"include_usage": True}
         if rng.random() < 0.3:
-            body["lora_name"] = rng.choice(self._adapters)
+            body["lora_name"] = rng.choice(ADAPTERS)
         if rng.random() < 0.3 and (path == CHAT or isinstance(body["prompt"], str)):
-            body["prompt_ref"] = rng.choice(self._prompt_refs)
+            body["prompt_ref"] = PROMPT.ref
         if path == CHAT and rng.random() < 0.2:
             body["save_system_prompt_kv_cache"] = True
         if rng.random() < 0.2:

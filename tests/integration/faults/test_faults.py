@@ -11,8 +11,7 @@ import httpx
 import pytest
 
 from benchmarks.common.client import stream_events
-from tests.harness.plain_http import NO_CERTIFICATES
-from tests.integration.conftest import HTTP, PATIENCE_S, eventually, replicas_of, wait_for_replicas
+from tests.integration.conftest import HTTP, clients, eventually, replicas_of, wait_for_replicas
 
 pytestmark = pytest.mark.integration
 
@@ -23,12 +22,6 @@ UNDISTURBED = "undisturbed"
 def body(content: str, **extra: object) -> dict[str, object]:
     messages = [{"role": "user", "content": content}]
     return {"model": "demo", "messages": messages, "max_tokens": 40, "temperature": 1.0, "seed": 5, **extra}
-
-
-def clients(url: str) -> httpx.AsyncClient:
-    return httpx.AsyncClient(
-        base_url=url, timeout=PATIENCE_S, verify=NO_CERTIFICATES, limits=httpx.Limits(max_connections=200)
-    )
 
 
 def working(url: str) -> list[str]:
@@ -116,26 +109,6 @@ def test_killed_in_the_middle_of_streams(url: str) -> None:
 
     asyncio.run(run())
     wait_for_replicas(url, 2, victims)
-
-
-def test_a_full_queue_answers_429(url: str) -> None:
-    """Beyond what replicas and ingress may hold, a request is refused at once with Retry-After; the rest succeed."""
-    answers: list[httpx.Response] = []
-
-    async def run() -> None:
-        async with clients(url) as client:
-            requests = [client.post(CHAT, json=body(f"{i} " + "word " * 250, max_tokens=2)) for i in range(200)]
-            answers.extend(await asyncio.gather(*requests))
-
-    while {answer.status_code for answer in answers} <= {200}:  # on a busy machine they may not come all at once
-        asyncio.run(run())
-    statuses = [answer.status_code for answer in answers]
-    assert set(statuses) == {200, 429}, statuses
-    assert statuses.count(200) >= 16
-    for answer in answers:
-        if answer.status_code == 429:
-            assert int(answer.headers["retry-after"]) >= 1
-            assert answer.json()["error"]["code"] == "rate_limit_exceeded"
 
 
 def test_without_any_replica_clients_are_told_to_come_back(url: str, model: Path) -> None:

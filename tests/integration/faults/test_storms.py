@@ -15,8 +15,7 @@ from random import Random
 import httpx
 import pytest
 
-from tests.harness.plain_http import NO_CERTIFICATES
-from tests.integration.conftest import PATIENCE_S, cache_state, eventually, metric, replicas_of, workers_of
+from tests.integration.conftest import cache_state, clients, eventually, metric, replicas_of, workers_of
 
 pytestmark = pytest.mark.integration
 
@@ -55,12 +54,8 @@ def wait_until_nothing_is_in_use(url: str) -> None:
 
 def body_of(rng: Random, number: int) -> tuple[str, dict[str, object]]:
     """A request that would take ten minutes: streamed or whole, one answer, several, or several prompts."""
-    common: dict[str, object] = {
-        "model": "demo",
-        "max_tokens": MAX_TOKENS,
-        "ignore_eos": True,
-        "stream": rng.random() < 0.7,
-    }
+    stream = rng.random() < 0.7
+    common: dict[str, object] = {"model": "demo", "max_tokens": MAX_TOKENS, "ignore_eos": True, "stream": stream}
     text = f"{number} " + "word " * rng.choice([5, 50, 500])
     kind = rng.random()
     if kind < 0.7:
@@ -99,9 +94,7 @@ def test_after_a_storm_nothing_runs_on(storm_url: str) -> None:
 
     async def storm() -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        async with httpx.AsyncClient(
-            base_url=storm_url, timeout=PATIENCE_S, verify=NO_CERTIFICATES, limits=limits
-        ) as client:
+        async with clients(storm_url, limits=limits) as client:
             for first in range(0, CLIENTS, BURST):
                 await asyncio.gather(*(visit(client, number) for number in range(first, first + BURST)))
 
@@ -115,7 +108,7 @@ def test_what_a_dead_ingress_asked_for_ends_with_it(storm_url: str) -> None:
     """SIGKILL of the ingress in the middle of streams: the sequences end, and a new ingress finds idle replicas."""
 
     async def run() -> None:
-        async with httpx.AsyncClient(base_url=storm_url, timeout=PATIENCE_S, verify=NO_CERTIFICATES) as client:
+        async with clients(storm_url) as client:
 
             async def listen(number: int) -> None:
                 messages = [{"role": "user", "content": f"{number}"}]

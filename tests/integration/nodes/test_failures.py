@@ -20,8 +20,7 @@ from benchmarks.common.client import RequestFailed, stream_events
 from benchmarks.common.prompts import text_of
 from cluster.local import LocalCluster, application
 from serve_app.checkpoints.sources.resolve import resolve_model
-from tests.harness.plain_http import NO_CERTIFICATES
-from tests.integration.conftest import HTTP, PATIENCE_S, alone, eventually, replicas_of
+from tests.integration.conftest import HTTP, alone, clients, eventually, replicas_of
 
 pytestmark = pytest.mark.integration
 
@@ -146,7 +145,7 @@ class Clients:
         # A connection for each request: those that share one would break together.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         seen = list(got) or [Answer() for _ in self._bodies]
-        async with httpx.AsyncClient(timeout=PATIENCE_S, limits=limits, verify=NO_CERTIFICATES) as client:
+        async with clients(limits=limits) as client:
             await asyncio.gather(
                 *(self._ask(client, body, salt, answer) for body, answer in zip(self._bodies, seen, strict=True))
             )

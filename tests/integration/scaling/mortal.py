@@ -1,7 +1,7 @@
 """The application with replicas that die at a call of a peer that joins or leaves.
 
-A file in the directory that ``FAULTS`` names, called as a method is, arms it; it says how many calls are answered
-before. Whoever takes the file away is dead at once.
+A file in the directory that the variable ``FAULTS`` names, called as a method is, arms it; it says how many calls are
+answered before. Whoever takes the file away is dead at once.
 """
 
 # No `from __future__ import annotations` here: Serve looks for a pydantic class in build_app's own annotation.
@@ -18,7 +18,8 @@ from serve_app import app
 from serve_app.config.app import AppConfig
 from serve_app.replica.peers import Question
 from serve_app.replica.replica import Replica
-from tests.integration.scaling import FAULTS
+
+FAULTS = "WARMPATH_TEST_FAULTS"
 
 
 class Mortal(Replica):

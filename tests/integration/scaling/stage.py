@@ -11,14 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from typing import Any
 
-import httpx
-
 from benchmarks.common.client import stream_answer
 from benchmarks.common.prompts import text_of
 from cluster.local import LocalCluster, application
 from serve_app.checkpoints.sources.resolve import resolve_model
-from tests.harness.plain_http import NO_CERTIFICATES
-from tests.integration.conftest import HTTP, PATIENCE_S, cache_state, eventually, replicas_of
+from tests.integration.conftest import HTTP, PATIENCE_S, cache_state, clients, eventually, replicas_of
 
 CHAT = "/v1/chat/completions"
 SYSTEM_TOKENS = 400
@@ -80,7 +77,7 @@ def long_streams(url: str, seed: int, max_tokens: int, disturb: Callable[[], Non
     requests = [body(text, max_tokens=max_tokens, temperature=1.0) for text in texts(6, seed)]
 
     async def run() -> list[str]:
-        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, verify=NO_CERTIFICATES) as client:
+        async with clients(url) as client:
             streams = [asyncio.create_task(stream_answer(client, CHAT, request)) for request in requests]
             if disturb is not None:
                 await asyncio.to_thread(eventually, lambda: all(running(url).values()))

@@ -5,6 +5,8 @@ Some die in the middle of it: the mortal ones, which a rolling update brings.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from cluster.local import LocalCluster, application
 from tests.integration.conftest import (
     HTTP,
     PATIENCE_S,
+    alone,
     eventually,
     explained,
     metric,
@@ -20,6 +23,7 @@ from tests.integration.conftest import (
     wait_for_replicas,
     wait_until_cached,
 )
+from tests.integration.scaling.mortal import FAULTS
 from tests.integration.scaling.stage import (
     HELD_TOKENS,
     SETTINGS,
@@ -41,6 +45,20 @@ DRAIN_S, NO_DRAIN_S = 8, 3
 """The first has time for a hand-over, and not for a long stream; the second for neither."""
 LONG_TOKENS, STREAM_TOKENS = 400, 250
 """8 and 5 seconds."""
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where mortal replicas look for what they die of."""
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.fixture(scope="module")
+def cluster(faults: Path) -> Iterator[LocalCluster]:
+    root = str(Path(__file__).parents[3])  # its processes import what is in this folder
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    with alone(LocalCluster(1, env={FAULTS: str(faults), "PYTHONPATH": path})) as made:
+        yield made
 
 
 @pytest.fixture

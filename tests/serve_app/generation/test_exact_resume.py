@@ -14,9 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.harness.crashes.breaks import break_calls
-from tests.harness.crashes.calls import MOST_BREAKS, CallCrashes
-from tests.harness.crashes.engines import ADAPTERS, PROMPT, call_crashes
+from tests.harness.crashes.calls import MOST_BREAKS, CallCrashes, break_calls
+from tests.harness.crashes.engines import call_crashes
 from tests.harness.crashes.questions import Broken, Questions, Reply
 
 BREAKS = st.lists(st.lists(st.integers(0, 33), max_size=MOST_BREAKS), min_size=1, max_size=6)
@@ -30,10 +29,6 @@ def simulated(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -
         yield crashes
 
 
-def questions(rng: random.Random, *, has_logits: bool = False) -> Questions:
-    return Questions(rng, adapters=ADAPTERS, prompt_refs=[PROMPT.ref], has_logits=has_logits)
-
-
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**32), stops=st.booleans(), breaks=BREAKS)
 def test_an_answer_whose_calls_break_is_the_undisturbed_one(
@@ -42,7 +37,7 @@ def test_an_answer_whose_calls_break_is_the_undisturbed_one(
     """Text, finish reasons, their order and usage, for every option at once; simulated tokens. (docs/resume.md)"""
 
     async def ask() -> tuple[Reply | Broken, Reply | Broken]:
-        drawn = questions(random.Random(seed))
+        drawn = Questions(random.Random(seed))
         question = drawn.draw()
         wanted, generations = await simulated.prepare(question)
         expected = await simulated.answer(wanted, generations)
@@ -65,7 +60,7 @@ def test_the_real_engines_answers_survive_breaks(demo_model_path: Path, tmp_path
     """
     rng = random.Random(11)
     with call_crashes("torch", demo_model_path, tmp_path, rng, drafts=drafts) as crashes:
-        compared = asyncio.run(break_calls(crashes, questions(rng, has_logits=True), rng, 20))
+        compared = asyncio.run(break_calls(crashes, Questions(rng, has_logits=True), rng, 20))
     assert len(compared) >= 16
     assert [answers for answers in compared if len(set(answers)) > 1] == []
 
@@ -74,6 +69,6 @@ def test_an_altered_answer_is_found(simulated: CallCrashes, monkeypatch: pytest.
     """The comparison can fail: where what was received is not sent along, answers differ."""
     monkeypatch.setattr("serve_app.generation.dispatch._resumed", lambda generation, *_: generation)
     rng = random.Random(3)
-    compared = asyncio.run(break_calls(simulated, questions(rng), rng, 20))
+    compared = asyncio.run(break_calls(simulated, Questions(rng), rng, 20))
     assert all(isinstance(alone, Reply) and alone == under_load for alone, under_load, _ in compared)
     assert any(alone != with_breaks for alone, _, with_breaks in compared)

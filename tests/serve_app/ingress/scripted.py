@@ -119,7 +119,7 @@ class Loopback:
         self._loop = asyncio.get_running_loop()
         listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        self._server = uvicorn.Server(uvicorn.Config(make(), log_level="error"))
+        self._server = uvicorn.Server(uvicorn.Config(make(), log_level="error", timeout_graceful_shutdown=1))
         self._ready.set()
         await self._server.serve([listener])
 

@@ -137,18 +137,16 @@ def test_an_adapter_that_one_replica_cannot_serve_is_offered_nowhere(tmp_path: P
     ("body", "reason"),
     [
         ({"lora_name": None}, "Both 'lora_name' and 'lora_path'"),
-        ({"lora_path": None}, "Both 'lora_name' and 'lora_path'"),
         ({"lora_name": 3}, "lora_name must be"),
         ({"lora_name": "demo"}, "base model's name"),
         ({"lora_name": "a@1"}, "no adapter name"),
         ({"lora_path": "/nowhere"}, "cannot be loaded from /nowhere: there is no adapter_model.safet"),
         ({"tenats": ["acme"]}, "Unknown parameter: 'tenats'; did you mean 'tenants'"),
         ({"lora_path": "x\0y"}, "no path|no adapter_model"),
-        ({"tenants": ["nobody"]}, "no tenant 'nobody'"),
         ({"tenants": []}, "at least one"),
         *(
             ({"lora_path": path}, "The adapter cannot be loaded")  # no system call takes it
-            for path in ("x" * 256, "x" * 256 + "/a", "x" * 256 + ".safetensors", "x/" * 2048)
+            for path in ("x" * 256, "x/" * 2048)
         ),
     ],
 )

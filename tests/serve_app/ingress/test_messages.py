@@ -46,11 +46,8 @@ def test_text_in_text_out(anthropic_client: Anthropic, script: Script) -> None:
     assert message.content[0].to_dict() == {"type": "text", "text": "It rains. "}
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "END")
     usage, ids = message.usage, script.asked[-1].token_ids
-    assert (usage.cache_read_input_tokens, usage.cache_creation_input_tokens, usage.input_tokens) == (
-        16,
-        0,
-        len(ids) - 16,
-    )
+    assert (usage.cache_read_input_tokens, usage.cache_creation_input_tokens) == (16, 0)
+    assert usage.input_tokens == len(ids) - 16
     assert "Be brief." in script.prompt()
     asked, fields = len(script.asked), {"model": "demo", "system": "Be brief.", "messages": HI}
     assert anthropic_client.messages.count_tokens(**fields).input_tokens == len(ids)  # type: ignore[arg-type]
@@ -138,16 +135,14 @@ def test_diagnostics_name_what_changed_of_a_tenants_own_messages(demo_model_path
 def test_diagnostics_say_where_a_prompt_differs(anthropic_client: Anthropic, script: Script) -> None:
     """Whole, and at a stream's end: the class of the first difference from the tenant's own prompts."""
     script.text = "Yes."
-    rules = "Answer in whole sentences, and name the paragraph of the terms that you rest on. " * 12
     asked: dict[str, Any] = {"extra_body": {"diagnostics": {"previous_message_id": None}}}
-    ask(anthropic_client, system=f"Turn 1 of many. {rules}", **asked)
-    for turn, stream in (("2", False), ("3", True)):
-        answer = ask(anthropic_client, system=f"Turn {turn} of many. {rules}", stream=stream, **asked)
-        shown = list(answer)[-2] if stream else answer
-        reason = shown.model_dump()["diagnostics"]["cache_miss_reason"]
-        assert (reason["type"], reason["details"]["reason"]) == ("unavailable", "id")
-        first = reason["details"]["first_difference"]
-        assert (first["part"], first["found"]) == ("system", turn)
+    for turn, stream in (("1", False), ("2", False), ("3", True)):
+        answer = ask(anthropic_client, system=f"Turn {turn} of many. {RULES}", stream=stream, **asked)
+        shown = (list(answer)[-2] if stream else answer).model_dump()["diagnostics"]
+        if turn != "1":
+            details = shown["cache_miss_reason"]["details"]
+            assert (shown["cache_miss_reason"]["type"], details["reason"]) == ("unavailable", "id")
+            assert (details["first_difference"]["part"], details["first_difference"]["found"]) == ("system", turn)
 
 
 def test_errors_are_the_clients_own(anthropic_client: Anthropic, script: Script) -> None:

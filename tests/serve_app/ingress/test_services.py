@@ -6,6 +6,7 @@ import asyncio
 import platform
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from unittest.mock import AsyncMock, MagicMock
 
@@ -16,7 +17,7 @@ from serve_app.config.app import AppConfig
 from serve_app.errors import InvalidRequest
 from serve_app.ingress.adapter_admin import AdapterAdmin
 from serve_app.ingress.assembly import places
-from tests.serve_app.ingress.scripted import partial_services
+from serve_app.ingress.services import Services
 
 BUFFERS = """
 import sys
@@ -67,22 +68,12 @@ def test_adapters_are_for_the_tenants_of_now() -> None:
         tenants = [{"name": name, "key_sha256": ["a" * 64]}]
         return AppConfig.model_validate({"allow_runtime_lora": True, "tenants": tenants})
 
-    async def refusal(name: str) -> str:
-        with pytest.raises(InvalidRequest) as refused:
-            await admin.load(b'{"lora_name": "a", "lora_path": "/nowhere", "tenants": ["%b"]}' % name.encode())
-        return refused.value.message
-
-    async def run() -> None:
-        assert "no adapter_model.safetensors" in await refusal("acme")
-        await services.configure(config("zeta"))
-        assert "no adapter_model.safetensors" in await refusal("zeta")
-        assert "no tenant 'acme'" in await refusal("acme")
-
     admin = AdapterAdmin(config("acme"), AdapterRegistry("demo"), AsyncMock(), AsyncMock())
-    names = ("core", "tenants", "shares", "limits", "front_door", "guard", "completions", "preparer")
-    parts = {name: MagicMock() for name in names}
-    services = partial_services(**parts, prompts=AsyncMock(), base_model={"max_model_len": 4096}, adapter_admin=admin)
-    asyncio.run(run())
+    parts = {field.name: MagicMock() for field in fields(Services)} | {"prompts": AsyncMock(), "adapter_admin": admin}
+    asyncio.run(Services(**{**parts, "base_model": {"max_model_len": 4096}}).configure(config("zeta")))
+    for name, reason in (("zeta", "no adapter_model.safetensors"), ("acme", "no tenant 'acme'")):
+        with pytest.raises(InvalidRequest, match=reason):
+            asyncio.run(admin.load(b'{"lora_name": "a", "lora_path": "/nowhere", "tenants": ["%b"]}' % name.encode()))
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc is not glibc's")

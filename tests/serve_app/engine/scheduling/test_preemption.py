@@ -18,9 +18,9 @@ from serve_app.engine.protocol import AdapterSpec, Save
 from serve_app.engine.scheduling.running_set import RESERVED_TOKENS, choose_victim
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
-from tests.harness.sequence_laws import assert_laws
 from tests.serve_app.conftest import MakeEngine
 from tests.serve_app.engine.checked_kv import BLOCK, CheckedRunner, undisturbed
+from tests.serve_app.engine.scheduling.bench import assert_laws
 from tests.serve_app.engine.tiny import Collector, prompt, request, run_all, sample, save_draft
 
 MOST_STEPS = 20_000

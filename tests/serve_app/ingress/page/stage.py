@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from serve_app.ingress.routes.page import page_response
+from tests.serve_app.ingress.scripted import Loopback
 
 Event = dict[str, Any]
 
@@ -156,17 +155,8 @@ def staged() -> Iterator[tuple[str, Stage]]:
         Route("/v1/chat/completions", stage.chat, methods=["POST"]),
         Route("/v1/cache/events", stage.events),
     ]
-    settings = uvicorn.Config(
-        Starlette(routes=routes), host="127.0.0.1", port=0, log_level="error", timeout_graceful_shutdown=1
-    )
-    server = uvicorn.Server(settings)
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        assert thread.is_alive()
-        time.sleep(0.01)
+    running = Loopback(lambda: Starlette(routes=routes))
     try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", stage
+        yield running.url, stage
     finally:
-        server.should_exit = True
-        thread.join(60)
+        running.stop()

@@ -214,25 +214,17 @@ def test_text_can_be_dragged_into_a_field(page: Any, stage: Stage) -> None:
 
 
 def test_a_lost_connection_is_told_and_taken_up_again(page: Any, stage: Stage) -> None:
-    """What comes then begins with a snapshot of its own."""
-    now_s = begin(page, stage)
-    stage.snapshots = {"": [snapshot(now_s, replicas=[replica("r9")])]}
-    stage.hang_up()
-    page.locator("[data-id=r9]").wait_for()
-    page.locator("[data-id=r1]").wait_for(state="detached")
-    assert page.locator("#connection-text").inner_text() == "live"
-
-
-def test_a_server_with_too_many_streams_is_quoted_and_asked_again(page: Any, stage: Stage) -> None:
-    """It is not said to be gone; the map shows what was known last."""
+    """A busy server is not said to be gone, and the map shows what was known last; then comes a new snapshot."""
     now_s = begin(page, stage)
     stage.busy = "There are 8 event streams already; close one first."
-    stage.snapshots = {"": [snapshot(now_s)]}
+    stage.snapshots = {"": [snapshot(now_s, replicas=[replica("r9")])]}
     stage.hang_up()
     page.get_by_text("not connected; trying again").wait_for()
     assert page.locator(".replica").count() == 2
     stage.busy = ""
-    page.get_by_text("live", exact=True).wait_for()
+    page.locator("[data-id=r9]").wait_for()
+    page.locator("[data-id=r1]").wait_for(state="detached")
+    assert page.locator("#connection-text").inner_text() == "live"
 
 
 def test_a_page_that_comes_too_late_is_told_why(page: Any, stage: Stage) -> None:

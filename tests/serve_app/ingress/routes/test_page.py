@@ -1,10 +1,9 @@
-"""The page's files: which there are, how they are sent, and that they are part of the package."""
+"""The page's files: which there are, and how they are sent."""
 
 from __future__ import annotations
 
 import re
-import tomllib
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 import pytest
 from starlette.exceptions import HTTPException
@@ -13,7 +12,6 @@ from serve_app.config.app import AppConfig
 from serve_app.ingress.routes.page import page_files, page_response
 from tests.serve_app.ingress.routes.test_application import ACME, get
 
-ROOT = Path(__file__).parents[4]
 _IMPORT = re.compile(r'^import [^"]* from "([^"]+)";|^import "([^"]+)";', re.M)
 _LINK = re.compile(r'(?:src|href)="page/([^"]+)"')
 
@@ -65,16 +63,6 @@ def test_no_other_file_is_served(path: str) -> None:
     with pytest.raises(HTTPException):
         page_response(path)
     assert get(f"/page/{path}", AppConfig()).status_code == 404
-
-
-def test_the_files_are_in_the_package() -> None:
-    """Of an installation that is not this folder, too."""
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    patterns = settings["tool"]["setuptools"]["package-data"]["serve_app"]
-    packed = {path for pattern in patterns for path in (ROOT / "serve_app").glob(pattern) if path.is_file()}
-    folder = ROOT / "serve_app/ingress/page"
-    assert {path for path in folder.rglob("*") if path.is_file()} <= packed
-    assert {str(path.relative_to(folder)) for path in packed if folder in path.parents} == set(page_files())
 
 
 def luminance(colour: str) -> float:

@@ -1,10 +1,13 @@
-"""The speculation benchmark's pairs are what it says of them, and its figures come from real runs."""
+"""Benchmarks of the engine alone: figures come from real runs, pairs for speculation are what is said of them."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
+from benchmarks.engine.compare import ROOT
 from benchmarks.engine.draft_pairs import LOWER_LAYERS, build_pairs, eagle_pair
 from benchmarks.engine.speculation import Workload, compare, run
 
@@ -33,3 +36,15 @@ def test_a_head_made_to_agree_reaches_the_bar(demo_model_path: Path, tmp_path: P
     plain, drafted = (run(base, drafter, workload, 4, dtype="float32", threads=1) for drafter in (None, head))
     assert drafted.tokens == plain.tokens
     assert drafted.base_steps_per_token <= 0.35
+
+
+def test_the_benchmark_runs_and_writes_figures(tmp_path: Path) -> None:
+    """The command as a user gives it, on the demo model and our engine alone."""
+    out = tmp_path / "engine.json"
+    flags = "--systems warmpath --model demo --device cpu --dtype float32 --runs 1 --threads 1"
+    sizes = "--prefix-tokens 64 --question-tokens 8 --batch-new-tokens 1"
+    command = [sys.executable, "-m", "benchmarks", "engine", *flags.split(), *sizes.split(), "--json", str(out)]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=240)
+    results = json.loads(out.read_text())["results"]
+    assert results["systems"]["warmpath"]["decode_tok_s"] > 0
+    assert results["ratios"] == {}
