@@ -28,6 +28,12 @@ def threads(request: pytest.FixtureRequest) -> None:
     torch.set_num_threads((os.cpu_count() or 1) if kernels else 1)
 
 
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """Asynchronous tests run on asyncio."""
+    return "asyncio"
+
+
 @pytest.fixture(params=["cpu", "cuda"])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Each kind of device that a test is about; skipped where there is none."""

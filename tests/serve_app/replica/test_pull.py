@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import numpy as np
@@ -26,8 +25,9 @@ from tests.serve_app.conftest import MakeEngine, Reference
 from tests.serve_app.engine.tiny import SCOPE, SECRET, Collector, prompt, request, run_all, sample
 from tests.serve_app.tracing.spans import Recorded
 
+pytestmark = pytest.mark.anyio
+
 CONFIG = AppConfig(min_pull_tokens=32)
-Run = Callable[[Puller], Awaitable[None]]
 
 
 def keyed(item: EngineRequest) -> EngineRequest:
@@ -44,6 +44,7 @@ class Holder:
         self.gate = asyncio.Event()
         self.gate.set()
         self.failure: Exception | None = None
+        self.corrupts = False
 
     async def fetch(self, holder: str, wanted: WantedPart) -> PulledPart:
         assert holder == "holder"
@@ -51,7 +52,20 @@ class Holder:
         await self.gate.wait()
         if self.failure is not None:
             raise self.failure
-        return await self.answers.export_kv(wanted)
+        part = await self.answers.export_kv(wanted)
+        if self.corrupts and isinstance(part, KvChain):
+            part = KvChain(part.header, part.payload.copy())
+            part.payload[2, 7] ^= 1
+        return part
+
+
+def pair(make_engine: MakeEngine, ids: np.ndarray | None, **settings: int) -> tuple[Holder, TorchEngine, Puller]:
+    """A holder of a prompt, if one is given, and an engine that may pull from it. ``settings`` are the second one's."""
+    first, second = make_engine(), make_engine(**settings)
+    if ids is not None:
+        run_all(first, [request("a", ids, 1)])
+    holder = Holder(first)
+    return holder, second, Puller(second, holder.fetch, CONFIG)
 
 
 async def generate(engine: TorchEngine, puller: Puller, item: EngineRequest) -> Collector:
@@ -63,50 +77,35 @@ async def generate(engine: TorchEngine, puller: Puller, item: EngineRequest) -> 
     return collector
 
 
-def test_a_pulled_prefix_gives_the_tokens_of_a_computed_one(make_engine: MakeEngine, reference: Reference) -> None:
+@pytest.mark.parametrize(("piece_blocks", "held_blocks"), [(100, 0), (5, 0), (3, 4)])
+async def test_a_pulled_prefix_gives_the_tokens_of_a_computed_one(
+    piece_blocks: int, held_blocks: int, make_engine: MakeEngine, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Piece by piece, also onto a part that is held; the request waits for it and then reuses it."""
     ids = prompt(200)
-
-    async def run(piece_blocks: int, held_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        first, second = make_engine(), make_engine()
-        monkeypatch.setattr(pull_module, "PIECE_BYTES", piece_blocks * second.kv_block_bytes)
-        run_all(first, [request("a", ids, 1)])
-        if held_tokens:
-            run_all(second, [request("b", ids[:held_tokens], 1)])
-        holder = Holder(first)
-        puller = Puller(second, holder.fetch, CONFIG)
-        got = await generate(second, puller, keyed(request("c", ids, 12)))
-        assert got.tokens["c"] == reference("qwen3", ids, 12)
-        assert got.cached["c"] == 192
-        held = held_tokens // 16
-        assert [wanted.first for wanted in holder.asked] == list(range(held, 12, piece_blocks))
-        assert puller.meters.ended == {"whole": 1}
-        assert puller.meters.tokens == 192 - held * 16
-        assert sample(second, "warmpath_kv_cache_blocks", state="used") == 0
-
-    for piece_blocks, held_tokens in ((100, 0), (5, 0), (3, 64), (1, 100)):
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            asyncio.run(run(piece_blocks, held_tokens, monkeypatch))
+    holder, second, puller = pair(make_engine, ids)
+    monkeypatch.setattr(pull_module, "PIECE_BYTES", piece_blocks * second.kv_block_bytes)
+    run_all(second, [request("b", ids[: held_blocks * 16 + 1], 1)])
+    got = await generate(second, puller, keyed(request("c", ids, 12)))
+    assert got.tokens["c"] == reference("qwen3", ids, 12)
+    assert got.cached["c"] == 192
+    assert [wanted.first for wanted in holder.asked] == list(range(held_blocks, 12, piece_blocks))
+    assert puller.meters.ended == {"whole": 1}
+    assert puller.meters.tokens == 192 - held_blocks * 16
+    assert sample(second, "warmpath_kv_cache_blocks", state="used") == 0
 
 
-def test_all_who_wait_for_a_pull_have_it_in_their_traces(make_engine: MakeEngine) -> None:
+async def test_all_who_wait_for_a_pull_have_it_in_their_traces(make_engine: MakeEngine) -> None:
     """The one that began it and the one that joined: from whom, how it ended, and what it brought."""
     ids, recorded = prompt(160), Recorded()
-
-    async def run() -> None:
-        first, second = make_engine(), make_engine()
-        run_all(first, [request("a", ids, 1)])
-        holder = Holder(first)
-        puller = Puller(second, holder.fetch, CONFIG)
-        root = recorded.tracer.begin("call", {})
-        for name in ("begins", "joins"):
-            item = keyed(request(name, ids, 1))
-            trace = ReplicaTrace(recorded.tracer, traceparent_of(root), name, len(ids))
-            assert puller.begin(item, "holder", len(ids), trace) is not None
-            assert puller.begin(item, "holder", len(ids)) is not None  # others are not traced
-        await asyncio.gather(*puller._under_way)
-
-    asyncio.run(run())
+    _, _, puller = pair(make_engine, ids)
+    root = recorded.tracer.begin("call", {})
+    for name in ("begins", "joins"):
+        item = keyed(request(name, ids, 1))
+        trace = ReplicaTrace(recorded.tracer, traceparent_of(root), name, len(ids))
+        assert puller.begin(item, "holder", len(ids), trace) is not None
+        assert puller.begin(item, "holder", len(ids)) is not None  # others are not traced
+    await asyncio.gather(*puller._under_way)
     pulls = [span.attributes for span in recorded.spans()]
     assert [span.name for span in recorded.spans()] == ["pull", "pull"]
     assert [pull.pop("warmpath.joined") for pull in pulls] == [False, True]
@@ -114,45 +113,42 @@ def test_all_who_wait_for_a_pull_have_it_in_their_traces(make_engine: MakeEngine
     assert pulls == [{**told, "warmpath.outcome": "whole"}] * 2
 
 
-def test_a_hundred_requests_wait_for_one_copy_and_others_do_not(make_engine: MakeEngine, reference: Reference) -> None:
+async def test_a_hundred_requests_wait_for_one_copy_and_others_do_not(
+    make_engine: MakeEngine, reference: Reference
+) -> None:
     """While the copy is on its way a request of another prompt runs to its end; nobody computes what is coming.
 
     docs/pull.md
     """
     ids, other = prompt(160), prompt(40, 9)
-
-    async def run() -> None:
-        first, second = make_engine(), make_engine(max_num_batched_tokens=512)
-        run_all(first, [request("a", ids, 1)])
-        holder = Holder(first)
-        holder.gate.clear()
-        puller = Puller(second, holder.fetch, CONFIG)
-        items = [keyed(request(f"c{n}", np.append(ids, np.int32(n)), 3)) for n in range(100)]
-        collector = Collector()
-        for n, item in enumerate(items):
-            # Some name the holder, some come from a router that knows of none.
-            remote_kv = puller.begin(item, "holder" if n % 2 == 0 else "", len(ids))
-            assert remote_kv is not None
-            assert not remote_kv.done
-            second.submit(replace(item, remote_kv=remote_kv), collector)
-        assert second.load().queued_prefill_tokens == 100
-        free = run_all(second, [request("free", other, 5)])
-        assert free.tokens["free"] == reference("qwen3", other, 5)
-        assert not collector.finish
-        holder.gate.set()
-        await asyncio.to_thread(collector.wait, [item.request_id for item in items])
-        assert len(holder.asked) == 1
-        assert (puller.meters.begun, puller.meters.joined) == (1, 99)
-        assert set(collector.cached.values()) == {160}
-        assert sample(second, "warmpath_prompt_tokens_computed_total") == 100 + len(other)
-        for n in (0, 57):
-            assert collector.tokens[f"c{n}"] == reference("qwen3", np.append(ids, np.int32(n)), 3)
-
-    asyncio.run(run())
+    holder, second, puller = pair(make_engine, ids, max_num_batched_tokens=512)
+    holder.gate.clear()
+    items = [keyed(request(f"c{n}", np.append(ids, np.int32(n)), 3)) for n in range(100)]
+    collector = Collector()
+    for n, item in enumerate(items):
+        # Some name the holder, some come from a router that knows of none.
+        remote_kv = puller.begin(item, "holder" if n % 2 == 0 else "", len(ids))
+        assert remote_kv is not None
+        assert not remote_kv.done
+        second.submit(replace(item, remote_kv=remote_kv), collector)
+    assert second.load().queued_prefill_tokens == 100
+    free = run_all(second, [request("free", other, 5)])
+    assert free.tokens["free"] == reference("qwen3", other, 5)
+    assert not collector.finish
+    holder.gate.set()
+    await asyncio.to_thread(collector.wait, [item.request_id for item in items])
+    assert len(holder.asked) == 1
+    assert (puller.meters.begun, puller.meters.joined) == (1, 99)
+    assert set(collector.cached.values()) == {160}
+    assert sample(second, "warmpath_prompt_tokens_computed_total") == 100 + len(other)
+    for n in (0, 57):
+        assert collector.tokens[f"c{n}"] == reference("qwen3", np.append(ids, np.int32(n)), 3)
 
 
 @pytest.mark.parametrize("piece_blocks", [100, 3])
-def test_a_holder_evicts_first_what_a_pull_took_over(piece_blocks: int, make_engine: MakeEngine) -> None:
+async def test_a_holder_evicts_first_what_a_pull_took_over(
+    piece_blocks: int, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What the pulled prefix shares with another conversation stays, and so does that one, though it is older.
 
     An export that goes to no pull demotes nothing.
@@ -161,72 +157,46 @@ def test_a_holder_evicts_first_what_a_pull_took_over(piece_blocks: int, make_eng
     """
     system, moved, new = prompt(64), prompt(64, 1), prompt(97, 2)
     shared, moves = np.concatenate([system, prompt(33, 3)]), np.concatenate([system, moved, prompt(1, 4)])
-
-    async def run(monkeypatch: pytest.MonkeyPatch) -> None:
-        first, second = make_engine(num_blocks=14), make_engine()
-        run_all(first, [request("shared", shared, 1)])
-        run_all(first, [request("moves", moves, 1)])
-        chains = [hash_blocks(SCOPE.root(SECRET), ids, 16) for ids in (shared, moves)]
-        assert first.export_prefix(HashedTokens(SCOPE, moves, chains[1])) is not None
-        assert [first.known_blocks(chain, 8) for chain in chains] == [6, 8]
-        monkeypatch.setattr(pull_module, "PIECE_BYTES", piece_blocks * second.kv_block_bytes)
-        puller = Puller(second, Holder(first).fetch, CONFIG)
-        got = await generate(second, puller, keyed(request("moves", moves, 1)))
-        assert got.cached["moves"] == 128
-        # Ten blocks are cached and four free: three of the seven wanted ones have to be evicted.
-        run_all(first, [request("new", new, 1)])
-        chains.append(hash_blocks(SCOPE.root(SECRET), new, 16))
-        assert [first.known_blocks(chain, 8) for chain in chains] == [6, 5, 6]
-        assert sample(first, "warmpath_kv_cache_blocks", state="used") == 0
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        asyncio.run(run(monkeypatch))
+    first, second = make_engine(num_blocks=14), make_engine()
+    run_all(first, [request("shared", shared, 1)])
+    run_all(first, [request("moves", moves, 1)])
+    chains = [hash_blocks(SCOPE.root(SECRET), ids, 16) for ids in (shared, moves)]
+    assert first.export_prefix(HashedTokens(SCOPE, moves, chains[1])) is not None
+    assert [first.known_blocks(chain, 8) for chain in chains] == [6, 8]
+    monkeypatch.setattr(pull_module, "PIECE_BYTES", piece_blocks * second.kv_block_bytes)
+    puller = Puller(second, Holder(first).fetch, CONFIG)
+    got = await generate(second, puller, keyed(request("moves", moves, 1)))
+    assert got.cached["moves"] == 128
+    # Ten blocks are cached and four free: three of the seven wanted ones have to be evicted.
+    run_all(first, [request("new", new, 1)])
+    chains.append(hash_blocks(SCOPE.root(SECRET), new, 16))
+    assert [first.known_blocks(chain, 8) for chain in chains] == [6, 5, 6]
+    assert sample(first, "warmpath_kv_cache_blocks", state="used") == 0
 
 
 @pytest.mark.parametrize("trouble", ["late", "holder_lost", "gone", "holder_busy", "invalid", "failed"])
-def test_whatever_goes_wrong_costs_time_only(
+async def test_whatever_goes_wrong_costs_time_only(
     trouble: str, make_engine: MakeEngine, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The request is computed, its tokens are right, and the reason is counted. (docs/pull.md)"""
     ids = prompt(150)
     monkeypatch.setattr(pull_module, "UNKNOWN_DEADLINE_S", 0.2)
-
-    async def run() -> None:
-        first, second = make_engine(), make_engine()
-        if trouble != "gone":
-            run_all(first, [request("a", ids, 1)])
-        holder = Holder(first)
-        fetch = holder.fetch
-        if trouble == "late":
-            holder.gate.clear()
-        elif trouble == "holder_lost":
-            holder.failure = HolderLost("killed")
-        elif trouble == "failed":
-            holder.failure = RuntimeError("boom")
-        elif trouble == "holder_busy":
-            monkeypatch.setattr("serve_app.replica.lifecycle.answers.EXPORTS_AT_ONCE", -100)
-        elif trouble == "invalid":
-
-            async def corrupted(name: str, wanted: WantedPart) -> PulledPart:
-                part = await holder.fetch(name, wanted)
-                assert isinstance(part, KvChain)
-                payload = part.payload.copy()
-                payload[2, 7] ^= 1
-                return KvChain(part.header, payload)
-
-            fetch = corrupted
-        puller = Puller(second, fetch, CONFIG)
-        got = await generate(second, puller, keyed(request("c", ids, 6)))
-        assert got.tokens["c"] == reference("qwen3", ids, 6)
-        assert got.cached["c"] == 0
-        assert puller.meters.ended == {trouble: 1}
-        assert puller.meters.tokens == 0
-        assert not puller._under_way
-
-    asyncio.run(run())
+    holder, second, puller = pair(make_engine, ids if trouble != "gone" else None)
+    holder.failure = {"holder_lost": HolderLost("killed"), "failed": RuntimeError("boom")}.get(trouble)
+    holder.corrupts = trouble == "invalid"
+    if trouble == "late":
+        holder.gate.clear()
+    elif trouble == "holder_busy":
+        monkeypatch.setattr("serve_app.replica.lifecycle.answers.EXPORTS_AT_ONCE", -100)
+    got = await generate(second, puller, keyed(request("c", ids, 6)))
+    assert got.tokens["c"] == reference("qwen3", ids, 6)
+    assert got.cached["c"] == 0
+    assert puller.meters.ended == {trouble: 1}
+    assert puller.meters.tokens == 0
+    assert not puller._under_way
 
 
-def test_a_holder_hands_out_exactly_the_asked_scope(make_engine: MakeEngine) -> None:
+async def test_a_holder_hands_out_exactly_the_asked_scope(make_engine: MakeEngine) -> None:
     """The same tokens under another salt, or another root, are not there; nor is what comes after a block's end.
 
     docs/pull.md
@@ -237,80 +207,68 @@ def test_a_holder_hands_out_exactly_the_asked_scope(make_engine: MakeEngine) -> 
     run_all(engine, [request("a", ids, 1, scope=mine)])
     answers = PeerAnswers(engine, tuple, MoveMeters(), PullMeters())
 
-    def ask(scope: PrefixScope, root: bytes, first: int = 0, most: int = 99) -> PulledPart:
-        return asyncio.run(answers.export_kv(WantedPart(scope, hash_blocks(root, ids, 16), ids.tobytes(), first, most)))
+    async def ask(scope: PrefixScope, root: bytes, first: int = 0, most: int = 99) -> PulledPart:
+        return await answers.export_kv(WantedPart(scope, hash_blocks(root, ids, 16), ids.tobytes(), first, most))
 
-    assert ask(theirs, theirs.root(SECRET)) == "gone"
-    assert ask(theirs, mine.root(SECRET)) == "gone"
-    assert ask(mine, theirs.root(SECRET)) == "gone"
-    assert ask(mine, mine.root(SECRET), first=6) == "gone"
-    part = ask(mine, mine.root(SECRET), first=2, most=3)
+    for scope, of, first in ((theirs, theirs, 0), (theirs, mine, 0), (mine, theirs, 0), (mine, mine, 6)):
+        assert await ask(scope, of.root(SECRET), first) == "gone"
+    part = await ask(mine, mine.root(SECRET), first=2, most=3)
     assert isinstance(part, KvChain)
     assert part.header.blocks == 3
     assert part.header.hashes == hash_blocks(mine.root(SECRET), ids, 16)[2 * 16 : 5 * 16]
     assert sample(engine, "warmpath_kv_cache_blocks", state="used") == 0
 
 
-def test_a_replica_decides_again(make_engine: MakeEngine) -> None:
+async def test_a_replica_decides_again(make_engine: MakeEngine) -> None:
     """Switched off, held meanwhile, too short, slower than computing, or too many under way: nothing is asked for.
 
     docs/pull.md
     """
     ids = prompt(160)
+    engine = make_engine()
+    run_all(engine, [request("held", ids, 1)])
+    assert engine.load().prefill_tokens_per_s > 0
+    holder = Holder(engine)
+    holder.gate.clear()
 
-    async def run() -> None:
-        engine = make_engine()
-        run_all(engine, [request("held", ids, 1)])
-        assert engine.load().prefill_tokens_per_s > 0
-        holder = Holder(engine)
-        holder.gate.clear()
+    def refusal(item: EngineRequest, **settings: object) -> str:
+        puller = Puller(engine, holder.fetch, CONFIG.model_copy(update=settings))
+        if settings.get("max_pulls"):
+            assert puller.begin(keyed(request("x", prompt(160, 8))), "holder", 160) is not None
+        assert puller.begin(item, "holder", 160) is None
+        return next(iter(puller.meters.refused))
 
-        def refusal(item: EngineRequest, **settings: object) -> str:
-            puller = Puller(engine, holder.fetch, CONFIG.model_copy(update=settings))
-            if settings.get("max_pulls"):
-                assert puller.begin(keyed(request("x", prompt(160, 8))), "holder", 160) is not None
-            assert puller.begin(item, "holder", 160) is None
-            return next(iter(puller.meters.refused))
-
-        new = keyed(request("new", prompt(160, 3)))
-        assert refusal(new, kv_pull=False) == "off"
-        assert refusal(keyed(request("again", ids))) == "held"
-        assert refusal(keyed(request("longer", np.append(ids, prompt(20, 4))))) == "held"
-        assert refusal(new, min_pull_tokens=161) == "short"
-        assert refusal(new, max_pulls=1) == "busy"
-        puller = Puller(engine, holder.fetch, CONFIG)
-        for _ in range(20):
-            puller._rate.observe(1, 1.0, puller._clock())
-        assert puller.begin(new, "holder", 160) is None
-        assert puller.meters.refused == {"slow": 1}
-        assert puller.begin(new, "", 0) is None
-        assert not holder.asked
-
-    asyncio.run(run())
+    new = keyed(request("new", prompt(160, 3)))
+    assert refusal(new, kv_pull=False) == "off"
+    assert refusal(keyed(request("again", ids))) == "held"
+    assert refusal(keyed(request("longer", np.append(ids, prompt(20, 4))))) == "held"
+    assert refusal(new, min_pull_tokens=161) == "short"
+    assert refusal(new, max_pulls=1) == "busy"
+    puller = Puller(engine, holder.fetch, CONFIG)
+    for _ in range(20):
+        puller._rate.observe(1, 1.0, puller._clock())
+    assert puller.begin(new, "holder", 160) is None
+    assert puller.meters.refused == {"slow": 1}
+    assert puller.begin(new, "", 0) is None
+    assert not holder.asked
 
 
-def test_a_waiting_request_can_be_cancelled_and_stopping_ends_pulls(make_engine: MakeEngine) -> None:
+async def test_a_waiting_request_can_be_cancelled_and_stopping_ends_pulls(make_engine: MakeEngine) -> None:
     """Neither leaves anything behind; who waits when its replica stops pulling goes on without."""
     ids = prompt(100)
-
-    async def run() -> None:
-        engine = make_engine()
-        holder = Holder(engine)
-        holder.gate.clear()
-        puller = Puller(engine, holder.fetch, CONFIG)
-        collector = Collector()
-        for name in ("left", "stays"):
-            item = keyed(request(name, ids, 2))
-            engine.submit(replace(item, remote_kv=puller.begin(item, "holder", 96)), collector)
-        engine.cancel("left")
-        await asyncio.to_thread(collector.wait, ["left"])
-        assert collector.finish == {"left": "cancelled"}
-        await puller.stop()
-        await asyncio.to_thread(collector.wait, ["stays"])
-        assert collector.finish["stays"] == "length"
-        assert engine.load().queued_prefill_tokens == 0
-
-    asyncio.run(run())
+    holder, engine, puller = pair(make_engine, None)
+    holder.gate.clear()
+    collector = Collector()
+    for name in ("left", "stays"):
+        item = keyed(request(name, ids, 2))
+        engine.submit(replace(item, remote_kv=puller.begin(item, "holder", 96)), collector)
+    engine.cancel("left")
+    await asyncio.to_thread(collector.wait, ["left"])
+    assert collector.finish == {"left": "cancelled"}
+    await puller.stop()
+    await asyncio.to_thread(collector.wait, ["stays"])
+    assert collector.finish["stays"] == "length"
+    assert engine.load().queued_prefill_tokens == 0
 
 
 def test_the_rate_is_learned_and_forgotten() -> None:

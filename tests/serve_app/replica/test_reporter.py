@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -12,6 +11,8 @@ from msgspec import structs
 
 from router.protocol.events import LoadReport, StatsReport
 from serve_app.replica.reporter import Reporter
+
+pytestmark = pytest.mark.anyio
 
 IDLE = LoadReport(0, 0, 0, 8, 16, 100.0)
 
@@ -38,37 +39,29 @@ class Bench:
 
 
 @pytest.mark.parametrize("news", [True, False])
-def test_a_prefill_that_changes_is_told_at_once(news: bool) -> None:
+async def test_a_prefill_that_changes_is_told_at_once(news: bool) -> None:
     """With an interval of an hour a report comes because a prefill came or ended, and only then."""
-
-    async def run(reporter: Callable[[], Bench]) -> list[int]:
-        bench = reporter()
-        task = asyncio.create_task(bench.reporter.run())
-        assert await bench.next() == IDLE
-        for tokens in (500, 900):
-            bench.load = structs.replace(IDLE, queued_prefill_tokens=tokens)
-            if news:
-                bench.reporter.prefills_changed()
-                bench.reporter.prefills_changed()
-                await bench.next()
-            await asyncio.sleep(0.01)
-        task.cancel()
-        return [load.queued_prefill_tokens for load in bench.loads]
-
-    assert asyncio.run(run(lambda: Bench(3600.0))) == ([0, 500, 900] if news else [0])
+    bench = Bench(3600.0)
+    task = asyncio.create_task(bench.reporter.run())
+    assert await bench.next() == IDLE
+    for tokens in (500, 900):
+        bench.load = structs.replace(IDLE, queued_prefill_tokens=tokens)
+        if news:
+            bench.reporter.prefills_changed()
+            bench.reporter.prefills_changed()
+            await bench.next()
+        await asyncio.sleep(0.01)
+    task.cancel()
+    assert [load.queued_prefill_tokens for load in bench.loads] == ([0, 500, 900] if news else [0])
 
 
-def test_a_load_that_changes_otherwise_is_told_within_the_interval() -> None:
+async def test_a_load_that_changes_otherwise_is_told_within_the_interval() -> None:
     """Decodes begin and end without a prefill's news; nothing is told twice."""
-
-    async def run() -> None:
-        bench = Bench(0.01)
-        task = asyncio.create_task(bench.reporter.run())
-        await bench.next()
-        bench.load = structs.replace(IDLE, running_sequences=3)
-        assert (await bench.next()).running_sequences == 3
-        await asyncio.sleep(0.05)
-        task.cancel()
-        assert len([load for load in bench.loads if load.running_sequences == 3]) == 1
-
-    asyncio.run(run())
+    bench = Bench(0.01)
+    task = asyncio.create_task(bench.reporter.run())
+    await bench.next()
+    bench.load = structs.replace(IDLE, running_sequences=3)
+    assert (await bench.next()).running_sequences == 3
+    await asyncio.sleep(0.05)
+    task.cancel()
+    assert len([load for load in bench.loads if load.running_sequences == 3]) == 1

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 from unittest.mock import MagicMock
 
 import pytest
@@ -19,6 +18,8 @@ from serve_app.replica import running_calls
 from serve_app.replica.messages import GenerateChunk, ReplyTo
 from serve_app.replica.running_calls import STOPPING, RunningCalls, actor_lives
 from serve_app.replica.token_channel import Addressed, TokenStream
+
+pytestmark = pytest.mark.anyio
 
 INGRESSES = (ReplyTo("one"), ReplyTo("two"))
 
@@ -36,98 +37,75 @@ class Sender:
         return not self.full
 
 
-def play(script: Callable[[RunningCalls, Sender, list[str]], Any]) -> None:
-    async def run() -> None:
-        sender, cancelled = Sender(), list[str]()
-        script(RunningCalls("me", sender, cancelled.append), sender, cancelled)  # type: ignore[arg-type]
-
-    asyncio.run(run())
+def begun() -> tuple[RunningCalls, Sender, list[str]]:
+    """What runs in a replica called "me", its sender, and the calls that it has its engine cancel."""
+    sender, cancelled = Sender(), list[str]()
+    return RunningCalls("me", sender, cancelled.append), sender, cancelled  # type: ignore[arg-type]
 
 
 @settings(max_examples=60)
 @given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6, unique=True), max_size=20), st.data())
-def test_every_token_is_sent_once_in_order(steps: list[list[int]], data: st.DataObject) -> None:
+async def test_every_token_is_sent_once_in_order(steps: list[list[int]], data: st.DataObject) -> None:
     """Whatever steps have which calls: one message an ingress and step, and numbered chunks."""
-
-    def script(calls: RunningCalls, sender: Sender, _: list[str]) -> None:
-        interval_s = data.draw(st.sampled_from([0.0, 1000.0]))
-        running = {
-            str(n): calls.begin(str(n), INGRESSES[n % 2], TokenStream(interval_s if n % 3 == 0 else 0.0))
-            for n in range(6)
-        }
-        wanted: dict[str, list[int]] = {name: [] for name in running}
-        for number, step in enumerate(steps):
-            before = len(sender.messages)
-            for n in step:
-                wanted[str(n)].append(number)
-            calls.deliver([EngineOutput(str(n), (number,)) for n in step])
-            assert len({to for to, _ in sender.messages[before:]}) == len(sender.messages) - before <= 2
-        calls.deliver([EngineOutput(name, (), finish_reason="length") for name in running])
-        sent: dict[str, list[int]] = {name: [] for name in running}
-        chunks_of = Counter[str]()
-        for to, chunks in sender.messages:
-            for name, chunk in chunks:
-                assert to == INGRESSES[int(name) % 2] and chunk.seq == chunks_of[name]
-                chunks_of[name] += 1
-                sent[name] += chunk.token_ids
-        assert sent == wanted
-        for name, call in running.items():
-            assert call.end.result() == GenerateChunk(seq=chunks_of[name], replica_id="me", finish_reason="length")
-
-    play(script)
+    calls, sender, _ = begun()
+    interval_s = data.draw(st.sampled_from([0.0, 1000.0]))
+    running = {
+        str(n): calls.begin(str(n), INGRESSES[n % 2], TokenStream(interval_s if n % 3 == 0 else 0.0)) for n in range(6)
+    }
+    wanted: dict[str, list[int]] = {name: [] for name in running}
+    for number, step in enumerate(steps):
+        before = len(sender.messages)
+        for n in step:
+            wanted[str(n)].append(number)
+        calls.deliver([EngineOutput(str(n), (number,)) for n in step])
+        assert len({to for to, _ in sender.messages[before:]}) == len(sender.messages) - before <= 2
+    calls.deliver([EngineOutput(name, (), finish_reason="length") for name in running])
+    sent: dict[str, list[int]] = {name: [] for name in running}
+    chunks_of = Counter[str]()
+    for to, chunks in sender.messages:
+        for name, chunk in chunks:
+            assert to == INGRESSES[int(name) % 2] and chunk.seq == chunks_of[name]
+            chunks_of[name] += 1
+            sent[name] += chunk.token_ids
+    assert sent == wanted
+    for name, call in running.items():
+        assert call.end.result() == GenerateChunk(seq=chunks_of[name], replica_id="me", finish_reason="length")
 
 
-def test_what_is_not_taken_ends_and_can_be_asked_for_elsewhere() -> None:
+async def test_what_is_not_taken_ends_and_can_be_asked_for_elsewhere() -> None:
     """An ingress that is too far behind: its calls are cancelled, and say how many chunks were sent. Others go on."""
-
-    def script(calls: RunningCalls, sender: Sender, cancelled: list[str]) -> None:
-        running = {name: calls.begin(name, INGRESSES[0], TokenStream()) for name in ("a", "b")}
-        calls.deliver([EngineOutput("a", (1, 2)), EngineOutput("b", (3,))])
-        sender.full = True
-        calls.deliver([EngineOutput("a", (4,)), EngineOutput("b", (5,), finish_reason="stop")])
-        lost = running["a"].end.result()
-        assert (lost.error, lost.seq, cancelled) == ("unavailable", 1, ["a"])
-        ended = running["b"].end.result()
-        # It had ended: its ingress misses one chunk of the two, and asks for the rest.
-        assert (ended.error, ended.finish_reason, ended.seq) == ("", "stop", 2)
-
-    play(script)
+    calls, sender, cancelled = begun()
+    running = {name: calls.begin(name, INGRESSES[0], TokenStream()) for name in ("a", "b")}
+    calls.deliver([EngineOutput("a", (1, 2)), EngineOutput("b", (3,))])
+    sender.full = True
+    calls.deliver([EngineOutput("a", (4,)), EngineOutput("b", (5,), finish_reason="stop")])
+    lost = running["a"].end.result()
+    assert (lost.error, lost.seq, cancelled) == ("unavailable", 1, ["a"])
+    ended = running["b"].end.result()
+    # It had ended: its ingress misses one chunk of the two, and asks for the rest.
+    assert (ended.error, ended.finish_reason, ended.seq) == ("", "stop", 2)
 
 
-def test_failures_are_ends_and_no_message() -> None:
+async def test_failures_are_ends_and_no_message() -> None:
     """An engine's error and a time that is over; a replica that leaves breaks off what runs."""
-
-    def script(calls: RunningCalls, sender: Sender, cancelled: list[str]) -> None:
-        running = {name: calls.begin(name, INGRESSES[0], TokenStream()) for name in ("a", "b", "c")}
-        failed = [
-            EngineOutput("a", finish_reason="error", error="broken"),
-            EngineOutput("b", finish_reason="timeout", error="too long"),
-            EngineOutput("unknown", (1,)),
-        ]
-        calls.deliver(failed)
-        assert not sender.messages
-        calls.break_off()
-        ends = {name: call.end.result() for name, call in running.items()}
-        assert {name: (end.error, end.message) for name, end in ends.items()} == {
-            "a": ("failed", "broken"), "b": ("timeout", "too long"), "c": ("unavailable", STOPPING),
-        }  # fmt: skip
-        assert not calls and "c" in cancelled
-
-    play(script)
+    calls, sender, cancelled = begun()
+    running = {name: calls.begin(name, INGRESSES[0], TokenStream()) for name in ("a", "b", "c")}
+    failed = [
+        EngineOutput("a", finish_reason="error", error="broken"),
+        EngineOutput("b", finish_reason="timeout", error="too long"),
+        EngineOutput("unknown", (1,)),
+    ]
+    calls.deliver(failed)
+    assert not sender.messages
+    calls.break_off()
+    ends = {name: call.end.result() for name, call in running.items()}
+    assert {name: (end.error, end.message) for name, end in ends.items()} == {
+        "a": ("failed", "broken"), "b": ("timeout", "too long"), "c": ("unavailable", STOPPING),
+    }  # fmt: skip
+    assert not calls and "c" in cancelled
 
 
-def cancelled_by(script: Callable[[RunningCalls, list[str]], Any], lives: Callable[[str], bool]) -> None:
-    async def run() -> None:
-        cancelled: list[str] = []
-        calls = RunningCalls("me", Sender(), cancelled.append)  # type: ignore[arg-type]
-        watching = asyncio.create_task(calls.watch(lives))
-        await asyncio.wait_for(script(calls, cancelled), 60)
-        watching.cancel()
-
-    asyncio.run(run())
-
-
-def test_requests_of_a_dead_caller_end_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_of_a_dead_caller_end_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that its engine had not taken yet when its caller was found dead; nobody is watched without requests."""
     monkeypatch.setattr(running_calls, "LOOK_EVERY_S", 0.0)
     dead: set[str] = set()
@@ -139,27 +117,27 @@ def test_requests_of_a_dead_caller_end_and_no_others(monkeypatch: pytest.MonkeyP
         while asked.count("a") < before + 2:  # noqa: ASYNC110 (each look is a turn of the loop)
             await asyncio.sleep(0)
 
-    async def script(calls: RunningCalls, cancelled: list[str]) -> None:
-        for caller, call_id in (("a", "a1"), ("b", "b1"), ("b", "b2"), ("b", "over"), ("gone", "g")):
-            calls.begin(call_id, INGRESSES[0], TokenStream(), caller)
-        calls.forget("over")
-        calls.forget("g")
-        await looked()
-        assert not cancelled
-        dead.add("b")
-        for _ in range(2):  # not taken yet: once more
-            cancelled.clear()
-            await looked()
-            assert set(cancelled) == {"b1", "b2"}
-        calls.forget("b1")
-        calls.forget("b2")
-        await looked()
+    calls, _, cancelled = begun()
+    watching = asyncio.create_task(calls.watch(lambda name: bool(asked.append(name)) or name not in dead))
+    for caller, call_id in (("a", "a1"), ("b", "b1"), ("b", "b2"), ("b", "over"), ("gone", "g")):
+        calls.begin(call_id, INGRESSES[0], TokenStream(), caller)
+    calls.forget("over")
+    calls.forget("g")
+    await looked()
+    assert not cancelled
+    dead.add("b")
+    for _ in range(2):  # not taken yet: once more
         cancelled.clear()
         await looked()
-        assert not cancelled
-        assert "gone" not in asked
-
-    cancelled_by(script, lambda name: bool(asked.append(name)) or name not in dead)
+        assert set(cancelled) == {"b1", "b2"}
+    calls.forget("b1")
+    calls.forget("b2")
+    await looked()
+    cancelled.clear()
+    await looked()
+    assert not cancelled
+    assert "gone" not in asked
+    watching.cancel()
 
 
 @pytest.mark.parametrize(("said", "lives"), [(None, True), (ValueError("no such actor"), False), (RpcError("x"), True)])
@@ -171,35 +149,38 @@ def test_nobody_is_dead_while_ray_does_not_say_so(
     assert actor_lives("x") is lives
 
 
-def test_requests_that_nobody_waits_for_end_whether_they_have_begun_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_that_nobody_waits_for_end_begun_or_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Also one that its engine had not taken yet; a request of another name does not, and of the ended none is kept."""
     monkeypatch.setattr(running_calls, "LOOK_EVERY_S", 0.0)
 
-    async def script(calls: RunningCalls, cancelled: list[str]) -> None:
-        def begin(call_id: str) -> None:
-            calls.begin(call_id, INGRESSES[0], TokenStream())
+    calls, _, cancelled = begun()
+    watching = asyncio.create_task(calls.watch(lambda _: True))
 
-        begin("here")
-        begin("other")
-        calls.leave(["here", "coming"])
-        assert cancelled == ["here"]
-        while cancelled.count("here") < 3:  # noqa: ASYNC110 (each look is a turn of the loop)
-            await asyncio.sleep(0)
-        calls.forget("here")
-        cancelled.clear()
-        begin("coming")
-        while cancelled.count("coming") < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        calls.forget("coming")
-        cancelled.clear()
-        begin("coming")
-        calls.leave([str(number) for number in range(20_000)])
-        begin("0")
-        begin("19999")
-        calls.leave([])
-        assert set(cancelled) == {"19999"}
+    def begin(call_id: str) -> None:
+        calls.begin(call_id, INGRESSES[0], TokenStream())
 
-    cancelled_by(script, lambda _: True)
+    begin("here")
+    begin("other")
+    calls.leave(["here", "coming"])
+    assert cancelled == ["here"]
+    while cancelled.count("here") < 3:  # noqa: ASYNC110 (each look is a turn of the loop)
+        await asyncio.sleep(0)
+    calls.forget("here")
+    cancelled.clear()
+    begin("coming")
+    while cancelled.count("coming") < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    calls.forget("coming")
+    cancelled.clear()
+    begin("coming")
+    calls.leave([str(number) for number in range(20_000)])
+    begin("0")
+    begin("19999")
+    calls.leave([])
+    assert set(cancelled) == {"19999"}
+    watching.cancel()
 
 
 def test_between_first_and_last_outputs_leave_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import AsyncIterator
 
 import pytest
 import zmq
@@ -14,22 +13,23 @@ from serve_app.replica import token_channel
 from serve_app.replica.messages import GenerateChunk, ReplyTo
 from serve_app.replica.token_channel import Arrivals, TokenReceiver, TokenSender
 
-WITHIN_S = 60.0
+pytestmark = pytest.mark.anyio
 
 
-def run(play: Callable[[TokenReceiver, TokenSender], Coroutine[Any, Any, None]]) -> None:
-    """Play with both ends in one process, on loopback."""
+@pytest.fixture
+async def receiver() -> AsyncIterator[TokenReceiver]:
+    """The ingress' end, on loopback."""
+    made = TokenReceiver("127.0.0.1")
+    yield made
+    await made.close()
 
-    async def both() -> None:
-        receiver, sender = TokenReceiver("127.0.0.1"), TokenSender()
-        try:
-            async with asyncio.timeout(WITHIN_S):
-                await play(receiver, sender)
-        finally:
-            await asyncio.to_thread(sender.close)
-            await receiver.close()
 
-    asyncio.run(both())
+@pytest.fixture
+async def sender() -> AsyncIterator[TokenSender]:
+    """The replica's end, in the same process."""
+    made = TokenSender()
+    yield made
+    await asyncio.to_thread(made.close)
 
 
 async def tokens_of(arrivals: Arrivals, count: int) -> list[int]:
@@ -45,45 +45,38 @@ async def next_of(arrivals: Arrivals) -> GenerateChunk:
     return chunk
 
 
-def test_each_call_gets_its_own_chunks_in_order() -> None:
-    """Several steps of two calls; what comes for a call that is over is nobody's."""
-
-    async def play(receiver: TokenReceiver, sender: TokenSender) -> None:
-        inbox = receiver.inbox
-        with inbox.arrivals("a") as first, inbox.arrivals("b") as second:
-            for step in range(100):
-                chunks = [(call, GenerateChunk((step, ord(call[0])), seq=step)) for call in ("a", "gone", "b")]
-                assert sender.send(inbox.reply_to, chunks)
-            for arrivals, name in ((first, "a"), (second, "b")):
-                wanted = [token for step in range(100) for token in (step, ord(name))]
-                assert await tokens_of(arrivals, 200) == wanted
-
-    run(play)
+async def test_each_call_gets_its_own_chunks_in_order(receiver: TokenReceiver, sender: TokenSender) -> None:
+    """Several steps of two calls; a call that is over gets nothing, and bytes that are no message are passed over."""
+    inbox = receiver.inbox
+    sender._socket(inbox.reply_to).send(b"\xc1noise")
+    with inbox.arrivals("a") as first, inbox.arrivals("b") as second:
+        for step in range(100):
+            chunks = [(call, GenerateChunk((step, ord(call[0])), seq=step)) for call in ("a", "gone", "b")]
+            assert sender.send(inbox.reply_to, chunks)
+        for arrivals, name in ((first, "a"), (second, "b")):
+            wanted = [token for step in range(100) for token in (step, ord(name))]
+            assert await tokens_of(arrivals, 200) == wanted
 
 
-def test_who_was_not_told_the_key_is_not_heard() -> None:
+async def test_who_was_not_told_the_key_is_not_heard(receiver: TokenReceiver, sender: TokenSender) -> None:
     """Without encryption or with another ingress' key nothing arrives; with the right one it does."""
-
-    async def play(receiver: TokenReceiver, sender: TokenSender) -> None:
-        reply_to = receiver.inbox.reply_to
-        other_key, _ = zmq.curve_keypair()
-        plain = zmq.Context()
-        try:
-            stranger = plain.socket(zmq.PUSH)
-            stranger.setsockopt(zmq.LINGER, 0)
-            stranger.connect(reply_to.address)
-            forged = [("a", GenerateChunk((666,)))]
-            stranger.send(token_channel._encode(forged), flags=zmq.NOBLOCK)
-            with receiver.inbox.arrivals("a") as arrivals:
-                sender.send(structs.replace(reply_to, public_key=other_key.decode()), forged)
-                for step in range(20):
-                    assert sender.send(reply_to, [("a", GenerateChunk((step,), seq=step))])
-                assert await tokens_of(arrivals, 20) == list(range(20))
-                assert arrivals.take() is None
-        finally:
-            plain.destroy(linger=0)
-
-    run(play)
+    reply_to = receiver.inbox.reply_to
+    other_key, _ = zmq.curve_keypair()
+    plain = zmq.Context()
+    try:
+        stranger = plain.socket(zmq.PUSH)
+        stranger.setsockopt(zmq.LINGER, 0)
+        stranger.connect(reply_to.address)
+        forged = [("a", GenerateChunk((666,)))]
+        stranger.send(token_channel._encode(forged), flags=zmq.NOBLOCK)
+        with receiver.inbox.arrivals("a") as arrivals:
+            sender.send(structs.replace(reply_to, public_key=other_key.decode()), forged)
+            for step in range(20):
+                assert sender.send(reply_to, [("a", GenerateChunk((step,), seq=step))])
+            assert await tokens_of(arrivals, 20) == list(range(20))
+            assert arrivals.take() is None
+    finally:
+        plain.destroy(linger=0)
 
 
 def test_what_waits_is_taken_together_up_to_a_gap() -> None:
@@ -95,18 +88,6 @@ def test_what_waits_is_taken_together_up_to_a_gap() -> None:
     assert arrivals.take() == GenerateChunk((0, 1, 2), "me", 16, finish_reason="length")
     arrivals.add(GenerateChunk((4,), seq=4))
     assert (arrivals.take(), arrivals.received) == (None, 3)
-
-
-def test_noise_harms_nobody() -> None:
-    """Bytes that are no message are passed over; the next message is read."""
-
-    async def play(receiver: TokenReceiver, sender: TokenSender) -> None:
-        with receiver.inbox.arrivals("a") as arrivals:
-            sender._socket(receiver.inbox.reply_to).send(b"\xc1noise")
-            sender.send(receiver.inbox.reply_to, [("a", GenerateChunk((7,)))])
-            assert (await next_of(arrivals)).token_ids == (7,)
-
-    run(play)
 
 
 def test_an_ingress_that_takes_nothing_costs_a_bounded_part(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,16 +98,14 @@ def test_what_vllm_can_do_is_not_refused() -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"model_type": "llama"}, None),
-        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, None),
         ({"model_type": "mistral", "sliding_window": None}, None),
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, None),
         ({"model_type": "mistral", "sliding_window": 4096}, "4096 tokens back"),
         (
             {"model_type": "gemma2", "sliding_window": 4096, "layer_types": ["sliding_attention", "full_attention"]},
             None,
         ),
         ({"model_type": "gemma2", "sliding_window": 4096}, None),
-        ({"text_config": {"sliding_window": 1024, "sliding_window_pattern": 6}}, None),
         ({"text_config": {"sliding_window": 512, "layer_types": ["sliding_attention"]}}, "512 tokens back"),
         ({"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
         ({"model_type": "jamba", "layers_block_type": ["mamba", "attention"]}, "mamba"),

@@ -202,7 +202,8 @@ def test_what_a_target_evicted_since_it_was_asked_is_sent_too() -> None:
     assert receipt.blocks.total() == 15
 
 
-def test_a_second_round_without_time_leaves_the_receipt_as_it_was() -> None:
+@pytest.mark.anyio
+async def test_a_second_round_without_time_leaves_the_receipt_as_it_was() -> None:
     """Whether it ends before this replica's list or before a peer's answer."""
     leaving, receipt = filled([[0] * 40]), Receipt()
 
@@ -216,21 +217,18 @@ def test_a_second_round_without_time_leaves_the_receipt_as_it_was() -> None:
 
     local = Hangs({"peer": make_engine(6)})
     handover = HandOver(leaving, local, SIZE, lambda: False, receipt)
-
-    async def rounds() -> None:
-        await handover.run(["peer"], 60.0)
-        assert receipt.skipped == {"no_room": 4}
-        await handover.run(["peer"], -1.0)
-        assert receipt.skipped == {"no_room": 4}
-        local.hangs = True
-        await handover.run(["peer"], 0.2)
-
-    asyncio.run(rounds())
+    await handover.run(["peer"], 60.0)
+    assert receipt.skipped == {"no_room": 4}
+    await handover.run(["peer"], -1.0)
+    assert receipt.skipped == {"no_room": 4}
+    local.hangs = True
+    await handover.run(["peer"], 0.2)
     assert receipt.skipped.total() == 4
     assert receipt.blocks.total() == 6
 
 
-def test_a_target_fetches_a_part_when_it_is_its_turn() -> None:
+@pytest.mark.anyio
+async def test_a_target_fetches_a_part_when_it_is_its_turn() -> None:
     """Until then it is a reference, whose bytes are elsewhere."""
     leaving = filled([[0] * 40])
     prefix = leaving.hot_prefixes().prefix(0)
@@ -245,15 +243,12 @@ def test_a_target_fetches_a_part_when_it_is_its_turn() -> None:
         await go_on.wait()
         return part
 
-    async def script() -> None:
-        takes = [asyncio.create_task(local.answers["peer"].take_kv(prefix, 0, [fetch()], "prefix")) for _ in range(5)]
-        for _ in takes:
-            go_on = await begun.get()
-            assert begun.qsize() < TAKES_AT_ONCE
-            go_on.set()
-        assert await asyncio.gather(*takes) == [10] * 5
-
-    asyncio.run(script())
+    takes = [asyncio.create_task(local.answers["peer"].take_kv(prefix, 0, [fetch()], "prefix")) for _ in range(5)]
+    for _ in takes:
+        go_on = await begun.get()
+        assert begun.qsize() < TAKES_AT_ONCE
+        go_on.set()
+    assert await asyncio.gather(*takes) == [10] * 5
 
 
 def test_the_time_bounds_it_and_what_was_left_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:

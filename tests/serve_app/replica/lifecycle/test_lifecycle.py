@@ -49,7 +49,8 @@ class Stage:
         self._loop.call_soon_threadsafe(self.posted.put_nowait, notice["state"])
 
 
-def test_one_that_returns_says_so_and_hands_its_saves_over_again_when_it_leaves(
+@pytest.mark.anyio
+async def test_one_that_returns_says_so_and_hands_its_saves_over_again_when_it_leaves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What a peer kept for it the first time may have ended there in the meantime."""
@@ -57,44 +58,34 @@ def test_one_that_returns_says_so_and_hands_its_saves_over_again_when_it_leaves(
     fill(peer, [1] * 40)
     engine._cache.pin(b"key", fill(engine, [1] * 40), None)
     stage = Stage(monkeypatch, engine, Local({"peer": peer}))
-
-    async def script() -> None:
-        mine = stage.open()
-        stage.running.heard(["me", "peer"])
-        await asyncio.sleep(0)
-        stage.running.heard(["peer"])
-        assert await stage.said() == "running"
-        assert list(peer._cache.pins) == [b"key"]
-        stage.running.heard(["me", "peer"])
-        assert await stage.said() == "returned"
-        peer._cache.unpin(b"key")
-        await mine.finish()
-        assert (await stage.said(), await stage.said()) == ("running", "done")
-
-    asyncio.run(script())
+    mine = stage.open()
+    stage.running.heard(["me", "peer"])
+    await asyncio.sleep(0)
+    stage.running.heard(["peer"])
+    assert await stage.said() == "running"
+    assert list(peer._cache.pins) == [b"key"]
+    stage.running.heard(["me", "peer"])
+    assert await stage.said() == "returned"
+    peer._cache.unpin(b"key")
+    await mine.finish()
+    assert (await stage.said(), await stage.said()) == ("running", "done")
     assert list(peer._cache.pins) == [b"key"]
 
 
-def test_the_last_notice_says_that_it_is_over_though_no_peer_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_the_last_notice_says_that_it_is_over_though_no_peer_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
     fill(engine, [1] * 40)
     stage = Stage(monkeypatch, engine, Local({"peer": make_engine()}, {"peer": 0}))
-
-    async def script() -> None:
-        mine = stage.open()
-        stage.running.heard(["me", "peer"])
-        await mine.finish()
-        assert (await stage.said(), await stage.said()) == ("running", "done")
-
-    asyncio.run(script())
+    mine = stage.open()
+    stage.running.heard(["me", "peer"])
+    await mine.finish()
+    assert (await stage.said(), await stage.said()) == ("running", "done")
 
 
-def test_without_peers_there_is_nothing_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_without_peers_there_is_nothing_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage(monkeypatch, make_engine(), Local({}))
-
-    async def script() -> None:
-        await stage.open().finish()
-        await asyncio.sleep(0)
-
-    asyncio.run(script())
+    await stage.open().finish()
+    await asyncio.sleep(0)
     assert stage.posted.empty()
