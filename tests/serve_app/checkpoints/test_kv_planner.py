@@ -1,15 +1,19 @@
-"""The planner's arithmetic, against figures that are known."""
+"""The planner's arithmetic, against figures that are known, and a trace's reuse, against a simulated cache."""
 
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from benchmarks.common.trace import DEFAULT_TRACE, read_trace
 from serve_app.checkpoints.kv_planner import plan_kv
+from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, TracePrompt, read_prompts, reuse_curve
 from serve_app.checkpoints.sources.model_config import model_config
 from serve_app.cli.main import app
 from tests.serve_app.checkpoints.sources.tiny_gguf import HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, write_tiny_gguf
@@ -81,3 +85,69 @@ def test_a_gguf_file_is_planned_without_a_conversion(tmp_path: Path, demo_model_
     assert abs(found["vocab_size"] - vocabulary) < 8
     plan_kv(found, "bfloat16", memory_bytes=10**9, prefixes=1, prefix_tokens=16)
     assert model_config("demo")["num_hidden_layers"] > 0
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> list[TracePrompt]:
+    """Prompts that are paths from the root of a tree, as chains of hashes are."""
+    parents = draw(st.lists(st.integers(0, 30), min_size=1, max_size=30))
+    paths: list[tuple[int, ...]] = []
+    for node, parent in enumerate(parents):
+        before = paths[parent % node] if node and parent % 5 else ()
+        paths.append((*before, node))
+    chosen = draw(st.lists(st.sampled_from(paths), min_size=1, max_size=40))
+    return [TracePrompt(len(ids) * TRACE_BLOCK_TOKENS - draw(st.integers(0, 511)), ids) for ids in chosen]
+
+
+def simulated(trace: list[TracePrompt], blocks: int) -> tuple[int, int]:
+    """Return (tokens hit, blocks evicted) of an LRU cache that frees a prompt's end first."""
+    cache: OrderedDict[int, None] = OrderedDict()
+    hit_tokens = evicted = 0
+    for prompt in trace:
+        known = 0
+        while known < len(prompt.hash_ids) and prompt.hash_ids[known] in cache:
+            known += 1
+        hit_tokens += min(prompt.tokens, known * TRACE_BLOCK_TOKENS)
+        for one in reversed(prompt.hash_ids):
+            cache[one] = None
+            cache.move_to_end(one)
+        while len(cache) > blocks:
+            cache.popitem(last=False)
+            evicted += 1
+    return hit_tokens, evicted
+
+
+@given(traces(), st.integers(0, 40))
+def test_a_simulated_cache_hits_and_evicts_the_same(trace: list[TracePrompt], blocks: int) -> None:
+    curve = reuse_curve(trace)
+    hit_tokens, evicted = simulated(trace, blocks)
+    assert curve.hit_rate(blocks) * curve.prompt_tokens == pytest.approx(hit_tokens)
+    assert curve.evictions(blocks) == evicted
+
+
+@given(traces(), st.floats(0, 1))
+def test_the_fewest_blocks_for_a_hit_rate_are_the_fewest(trace: list[TracePrompt], part: float) -> None:
+    curve = reuse_curve(trace)
+    wanted = part * curve.hit_rate()
+    blocks = curve.blocks_for(wanted)
+    assert curve.hit_rate(blocks) >= wanted - 1e-9
+    assert blocks == 0 or curve.hit_rate(blocks - 1) < wanted
+
+
+def test_the_published_trace_is_read_as_the_benchmarks_read_it() -> None:
+    """With its known reuse: what an unlimited cache hits is all that was there before."""
+    prompts = read_prompts(DEFAULT_TRACE)
+    assert [(one.tokens, one.hash_ids) for one in prompts] == [
+        (one.prompt_tokens, one.hash_ids) for one in read_trace(DEFAULT_TRACE)
+    ]
+    curve = reuse_curve(prompts)
+    assert curve.hit_rate() * curve.prompt_tokens == pytest.approx(simulated(prompts, curve.distinct_blocks)[0])
+    assert 0 < curve.hit_rate(1000) < curve.hit_rate(4000) < curve.hit_rate()
+
+
+@pytest.mark.parametrize("line", ["no json", '{"timestamp": 0}', '{"timestamp": 0, "input_length": 9, "hash_ids": []}'])
+def test_a_malformed_line_is_named(tmp_path: Path, line: str) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(json.dumps({"timestamp": 0, "input_length": 600, "hash_ids": [0, 1]}) + f"\n{line}\n")
+    with pytest.raises(ValueError, match="line 2"):
+        read_prompts(trace)

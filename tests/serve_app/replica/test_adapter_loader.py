@@ -8,25 +8,26 @@ from pathlib import Path
 import pytest
 
 from router.protocol.block_hash import PrefixScope
-from serve_app.checkpoints.adapter_registry import configured_adapters
 from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import AdapterError, AdapterSpec, EngineRequest, UnknownAdapter
 from serve_app.replica.adapter_loader import ReplicaAdapters
-from tests.serve_app.engine.adapters import save_plain, simulated_engine
-from tests.serve_app.engine.tiny import Collector, prompt
+from tests.serve_app.engine.adapters import described, save_plain, simulated_engine
+from tests.serve_app.engine.tiny import Collector, prompt, request
 
 
 def _request(request_id: str, adapter: AdapterSpec) -> EngineRequest:
-    from tests.serve_app.engine.tiny import request
-
     return request(request_id, prompt(40), 1, scope=PrefixScope("m", adapter.key))
 
 
-def test_a_replica_that_was_never_told_loads_on_demand_once(tmp_path: Path) -> None:
+@pytest.fixture
+def specs(tmp_path: Path) -> list[AdapterSpec]:
+    """Two adapters on disk."""
+    return [described(save_plain(tmp_path / name), name)[0] for name in "ab"]
+
+
+def test_a_replica_that_was_never_told_loads_on_demand_once(specs: list[AdapterSpec]) -> None:
     """Twenty first requests at once cost one load; a request without a path, or for changed files, is refused."""
-    (entry,) = configured_adapters({"a": save_plain(tmp_path / "a")})
-    assert entry.spec is not None
-    wanted = entry.spec
+    wanted = specs[0]
     engine = simulated_engine()
     engine.start()
     replica = ReplicaAdapters(AppConfig(), engine)
@@ -41,35 +42,32 @@ def test_a_replica_that_was_never_told_loads_on_demand_once(tmp_path: Path) -> N
     assert engine.unload_adapter(wanted.key)
     with pytest.raises(UnknownAdapter):
         asyncio.run(replica.submit(_request("x", wanted), "", collector))
-    save_plain(tmp_path / "a", 7.0)
+    save_plain(Path(wanted.path), 7.0)
     with pytest.raises(AdapterError, match="changed"):
         asyncio.run(replica.submit(_request("x", wanted), wanted.path, collector))
     engine.stop()
 
 
-def test_an_adapter_evicted_while_its_request_was_on_its_way_is_loaded_again(tmp_path: Path) -> None:
+def test_an_adapter_evicted_while_its_request_was_on_its_way_is_loaded_again(specs: list[AdapterSpec]) -> None:
     """Room for one in memory, two in turns: every request finds its adapter."""
-    both = [entry.spec for entry in configured_adapters({n: save_plain(tmp_path / n) for n in "ab"})]
     engine = simulated_engine(max_loras=1, max_cpu_loras=1)
     engine.start()
     replica = ReplicaAdapters(AppConfig(), engine)
     collector = Collector()
     for i in range(6):
-        adapter = both[i % 2]
-        assert adapter is not None
+        adapter = specs[i % 2]
         asyncio.run(replica.submit(_request(f"r{i}", adapter), adapter.path, collector))
         collector.wait([f"r{i}"])
     assert set(collector.finish.values()) == {"length"}
     engine.stop()
 
 
-def test_only_loads_are_timed_and_smoothed(tmp_path: Path) -> None:
+def test_only_loads_are_timed_and_smoothed(specs: list[AdapterSpec]) -> None:
     """An adapter that is in memory already takes no time and says nothing of what loading takes."""
-    both = [entry.spec for entry in configured_adapters({n: save_plain(tmp_path / n) for n in "ab"})]
     readings = iter([10.0, 12.0, 20.0, 30.0, 31.0])
     replica = ReplicaAdapters(AppConfig(), simulated_engine(), clock=lambda: next(readings))
     took = [replica.load_s]
-    for adapter in (both[0], both[0], both[1]):
+    for adapter in (specs[0], *specs):
         assert asyncio.run(replica.load(adapter)) == ""
         took.append(replica.load_s)
     assert took == [0.0, 2.0, 2.0, pytest.approx(1.7)]

@@ -1,9 +1,10 @@
-"""Pulls between two real engines: equal tokens, one copy for all who wait, computing where that fails."""
+"""KV that moves between real engines: equal tokens, one copy for all who wait, computing where that fails."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -13,16 +14,19 @@ from serve_app.cache.kv_chain import KvChain
 from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.config.app import AppConfig
 from serve_app.engine.core.engine import TorchEngine
-from serve_app.engine.protocol import EngineRequest
+from serve_app.engine.protocol import EngineRequest, Save
 from serve_app.replica import pull as pull_module
 from serve_app.replica.lifecycle.answers import PeerAnswers
-from serve_app.replica.lifecycle.receipt import MoveMeters
+from serve_app.replica.lifecycle.handover import HandOver
+from serve_app.replica.lifecycle.prewarm import Prewarm
+from serve_app.replica.lifecycle.receipt import MoveMeters, Receipt
 from serve_app.replica.peers import HolderLost, PulledPart, WantedPart
 from serve_app.replica.pull import Puller, PullMeters, PullRate
 from serve_app.tracing.replica import ReplicaTrace
 from serve_app.tracing.tracer import traceparent_of
 from tests.serve_app.conftest import MakeEngine, Reference
 from tests.serve_app.engine.tiny import SCOPE, SECRET, Collector, prompt, request, run_all, sample
+from tests.serve_app.replica.lifecycle.peers import Local
 from tests.serve_app.tracing.spans import Recorded
 
 pytestmark = pytest.mark.anyio
@@ -282,3 +286,30 @@ def test_the_rate_is_learned_and_forgotten() -> None:
     rate.observe(0, 30.0, 21.0)
     assert rate.tokens_per_s(21.0) < 60
     assert rate.tokens_per_s(2000.0) == expected
+
+
+async def test_moved_kv_is_computed_kv(make_engine: MakeEngine, reference: Reference) -> None:
+    """Handed over while a stream runs, then copied by one that joins; the save is one there too."""
+    first, second, third = (make_engine(pin_budget_blocks=64) for _ in range(3))
+    ids, saved = prompt(200), prompt(100, 3)
+    run_all(first, [request("a", ids, 1), replace(request("b", saved, 1), save=Save(b"key", 96))])
+    stream = Collector()
+    first.submit(request("stream", prompt(40, 4), 300), stream)
+    stream.wait_tokens("stream", 3)
+    receipt = Receipt()
+
+    peers = Local({"peer": second})
+    await HandOver(first, peers, 16, lambda: True, receipt).run(["peer"], 60.0)
+    assert receipt.saves == 1
+    assert receipt.bytes == receipt.blocks.total() * first.kv_block_bytes
+    prewarm = Prewarm(third, peers, AsyncMock(), AppConfig(prewarm_timeout_s=60.0))
+    assert (await prewarm.run(["peer"])).blocks["save"] == 6
+    for name, engine in (("second", second), ("third", third)):
+        got = run_all(engine, [request(name, ids, 8), request(f"{name} saved", saved, 8)])
+        assert got.cached == {name: 192, f"{name} saved": 96}
+        assert got.tokens[name] == reference("qwen3", ids, 8)
+        assert got.tokens[f"{name} saved"] == reference("qwen3", saved, 8)
+    again = run_all(second, [replace(request("again", saved, 1), save=Save(b"key", 96))])
+    assert again.cached["again"] == 96
+    stream.wait(["stream"])
+    assert stream.tokens["stream"] == reference("qwen3", prompt(40, 4), 300)

@@ -193,10 +193,11 @@ def expected(make_engine: MakeEngine) -> list[tuple[list[int], str]]:
     return found
 
 
-def test_rules_are_exact_in_batches_cached_and_resumed(
+def test_rules_are_exact_in_batches_cached_preempted_and_resumed(
     make_engine: MakeEngine, expected: list[tuple[list[int], str]]
 ) -> None:
-    """Alone == together == from the cache == gone on with elsewhere, after any number of tokens."""
+    """Alone == together == from the cache == begun again in a pool too small for all == gone on with elsewhere."""
+    assert answers(make_engine(num_blocks=24), ruled_requests("small")) == expected
     engine = make_engine()
     assert answers(engine, ruled_requests("together")) == expected
     assert answers(engine, ruled_requests("cached")) == expected
@@ -209,12 +210,6 @@ def test_rules_are_exact_in_batches_cached_and_resumed(
                 resumed.append(replace(one, token_ids=ids, sampling=sampling, resumed_tokens=cut))
                 whole.append((found[cut:], reason))
         assert answers(engine, resumed) == whole
-
-
-def test_rules_are_exact_through_preemptions(make_engine: MakeEngine, expected: list[tuple[list[int], str]]) -> None:
-    """In a pool that is too small for all, some are begun again, with the same tokens."""
-    engine = make_engine(num_blocks=24)
-    assert answers(engine, ruled_requests("small")) == expected
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.05])

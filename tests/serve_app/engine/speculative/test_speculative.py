@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,8 @@ from serve_app.engine.core.build import build_engine
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.settings import EngineSettings
 from serve_app.engine.speculative.eagle_drafter import EagleDrafter
-from serve_app.engine.speculative.runner import SpeculativeRunner, accept
-from serve_app.engine.step import Segment, SegmentResult
+from serve_app.engine.speculative.runner import SpeculativeRunner
+from serve_app.engine.step import Segment
 from tests.serve_app.engine.adapters import described, save_adapter
 from tests.serve_app.engine.speculative.heads import DenseHead, save_base, save_head
 from tests.serve_app.engine.tiny import SCOPE, SECRET, VOCAB, prompt, request, run_all, save_draft
@@ -224,16 +223,6 @@ def test_a_small_pool_under_churn_evicts_both_and_stays_right(
     assert engine._cache.pool.used_blocks == 0
 
 
-def test_a_stop_token_inside_a_draft_ends_the_answer_there(make: Make) -> None:
-    expected = run_all(make(), [request("plain", prompt(20), 20)]).tokens["plain"]
-    engine = make("same")
-    for i in range(1, 12):
-        got = run_all(engine, [request(f"s{i}", prompt(20), 20, stop_token_ids=(expected[i],))])
-        assert got.tokens[f"s{i}"] == expected[: expected.index(expected[i])]
-        assert got.finish[f"s{i}"] == "stop"
-    assert engine._cache.pool.used_blocks == 0
-
-
 def test_drafting_stops_in_time_for_max_tokens(make: Make) -> None:
     """Answers of few tokens, and one that ends with its block, in a pool of exactly the blocks they need."""
     expected = run_all(make(), [request("plain", prompt(31), 17)]).tokens["plain"]
@@ -321,20 +310,3 @@ def test_adapters_and_a_drafter_go_together(name: str, make: Make, base: Path, t
         assert got.tokens == plain.tokens
         assert got.cached == plain.cached
     assert counted(engines[1], "num_draft_tokens") > 0
-
-
-def test_without_a_drafter_nothing_is_counted(make: Make) -> None:
-    engine = make()
-    run_all(engine, [request("r", prompt(30), 5)])
-    assert not any(name.startswith("warmpath_spec_decode") for name, _, _ in engine.stats().samples)
-
-
-def test_acceptance_stops_at_the_first_difference() -> None:
-    verdicts = [SegmentResult(token=token) for token in (4, 5, 6, 7)]
-    plain = SegmentResult(token=4)
-    assert accept([plain], []) == plain
-    assert accept(verdicts, [4, 5, 6]) == replace(verdicts[3], accepted=(4, 5, 6), proposed=3)
-    assert accept(verdicts, [4, 9, 6]) == replace(verdicts[1], accepted=(4,), proposed=3)
-    assert accept(verdicts, [9, 5, 6]) == replace(verdicts[0], accepted=(), proposed=3)
-    failed = SegmentResult(error="no number")
-    assert accept([*verdicts[:2], failed, verdicts[3]], [4, 5, 6]) == failed, "whatever stands before it"

@@ -52,6 +52,14 @@ def fill(engine: TorchEngine, ids: Sequence[int], *, scope: PrefixScope = SCOPE,
     return blocks
 
 
+def filled(prompts: Sequence[Sequence[int]], num_blocks: int = 256) -> TorchEngine:
+    """An engine that has prompts cached."""
+    engine = make_engine(num_blocks)
+    for prompt in prompts:
+        fill(engine, prompt)
+    return engine
+
+
 def hashes(engine: TorchEngine) -> frozenset[bytes]:
     """All that an engine has cached."""
     return engine._cache.index.hashes()

@@ -26,6 +26,7 @@ from tests.serve_app.replica.lifecycle.peers import (
     SIZE,
     Local,
     fill,
+    filled,
     hashes,
     make_engine,
 )
@@ -48,13 +49,6 @@ def run(local: Local, engine: TorchEngine, *more: list[list[int]]) -> Receipt:
 
     asyncio.run(rounds())
     return receipt
-
-
-def filled(prompts: list[list[int]], num_blocks: int = 256, **settings: object) -> TorchEngine:
-    engine = make_engine(num_blocks, **settings)  # type: ignore[arg-type]
-    for prompt in prompts:
-        fill(engine, prompt)
-    return engine
 
 
 @given(Prompts, st.lists(Prompts, min_size=1, max_size=3), st.lists(Prompts, max_size=1))

@@ -1,8 +1,9 @@
-"""What a replica does when it is stopped, or was only thought to be, and what the board says of it. No Ray runs."""
+"""When a replica takes its absence for its end, what it does when it is stopped, and what the board says of it."""
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +13,13 @@ from router.serve.core_registry import RunningReplicas
 from serve_app.config.app import AppConfig
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.replica.lifecycle import departure, lifecycle
+from serve_app.replica.lifecycle.departure import MISSING_S, NOTICED_S, Departure
 from serve_app.replica.lifecycle.lifecycle import Lifecycle
 from serve_app.replica.lifecycle.receipt import MoveMeters
 from serve_app.replica.running_calls import RunningCalls
 from serve_app.replica.token_channel import TokenSender
 from tests.serve_app.replica.lifecycle.peers import SIZE, Local, fill, make_engine
+from tests.serve_app.replica.lifecycle.virtual_time import run_at_once
 
 
 class Stage:
@@ -89,3 +92,68 @@ async def test_without_peers_there_is_nothing_to_say(monkeypatch: pytest.MonkeyP
     await stage.open().finish()
     await asyncio.sleep(0)
     assert stage.posted.empty()
+
+
+WAIT_S = 4 * MISSING_S
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        (["other"], []),
+        (["me other", "other", "wait", ""], ["leave"]),
+        (["me", "", "me"], []),
+        (["me", "", "wait", "me"], ["leave", "stay"]),
+        (["me", "reconfigure", "", "wait", "reconfigured", "me"], []),
+        (["me", "reconfigure", "", "wait", "reconfigured"], ["leave"]),
+        (["me", "", "turn", "stopped"], ["leave"]),
+        (["me", "turn", "stopped", "me other", "other"], ["leave"]),
+    ],
+    ids=[
+        "one that starts", "missing for long, once", "returns soon", "returns late", "returns after a reconfigure",
+        "leaves after a reconfigure", "stopped while missing", "stopped while listed, whatever it hears then",
+    ],
+)  # fmt: skip
+def test_an_absence_is_an_end_when_it_lasts(steps: list[str], told: list[str]) -> None:
+    """Steps are the replicas that run, or what happens else. Serve may stop one before its absence is long enough."""
+    calls: list[str] = []
+
+    async def run() -> None:
+        replicas, loop = RunningReplicas(), asyncio.get_running_loop()
+        departure = Departure("me", lambda _: calls.append("leave"), lambda: calls.append("stay"), loop)
+        replicas.listen(departure.heard)
+        with ExitStack() as reconfigures:
+            for step in steps:
+                match step:
+                    case "wait":
+                        await asyncio.sleep(WAIT_S)
+                    case "turn":
+                        await asyncio.sleep(0)
+                    case "reconfigure":
+                        reconfigures.enter_context(departure.reconfiguring())
+                    case "reconfigured":
+                        reconfigures.close()
+                    case "stopped":
+                        departure.stopped()
+                    case names:
+                        replicas.heard(names.split())
+        await asyncio.sleep(WAIT_S)
+        assert departure.leaving == (calls[-1:] == ["leave"])
+
+    run_at_once(run())
+    assert calls == told
+
+
+def test_time_away_in_a_reconfigure_is_not_taken_from_the_time_to_leave() -> None:
+    async def run() -> None:
+        loop, left = asyncio.get_running_loop(), list[float]()
+        departure = Departure("me", left.append, lambda: None, loop)
+        departure.heard({"me"})
+        with departure.reconfiguring():
+            departure.heard(set())
+            await asyncio.sleep(WAIT_S)
+            ended_s = loop.time()
+        await asyncio.sleep(WAIT_S)
+        assert left[0] >= ended_s - NOTICED_S
+
+    run_at_once(run())

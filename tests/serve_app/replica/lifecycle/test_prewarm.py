@@ -28,6 +28,7 @@ from tests.serve_app.replica.lifecycle.peers import (
     SIZE,
     Local,
     fill,
+    filled,
     hashes,
     make_engine,
 )
@@ -57,9 +58,7 @@ def test_a_plan_keeps_to_its_budget_and_order(held: list[list[list[int]]], most_
     """
     offers = {}
     for number, prompts in enumerate(held):
-        engine = make_engine()
-        for prompt in prompts:
-            fill(engine, prompt)
+        engine = filled(prompts)
         if prompts:
             blocks = fill(engine, prompts[0])
             engine._cache.pins.budget_blocks = 64
@@ -103,10 +102,7 @@ def test_a_plan_does_not_copy_a_long_beginning_for_each_prefix_that_has_it() -> 
 @given(st.lists(Prompts, min_size=1, max_size=3), st.integers(1, 60))
 def test_what_was_planned_arrives(held: list[list[list[int]]], most_blocks: int) -> None:
     """And only that; in pieces; nothing of it is in use afterwards, and holders keep what they have."""
-    local = Local({f"peer {number}": make_engine() for number in range(len(held))})
-    for engine, prompts in zip(local.engines.values(), held, strict=True):
-        for prompt in prompts:
-            fill(engine, prompt)
+    local = Local({f"peer {number}": filled(prompts) for number, prompts in enumerate(held)})
     before = {name: hashes(engine) for name, engine in local.engines.items()}
     new = make_engine()
     receipt = run(local, new, most_blocks)
@@ -127,11 +123,8 @@ def test_a_peer_that_dies_is_replaced_by_the_next(answers: int) -> None:
 
     docs/lifecycle.md
     """
-    local = Local({"dies": make_engine(), "lives": make_engine()}, {"dies": answers})
     shared, own = [0] * 40, [1] * 40
-    for engine in local.engines.values():
-        fill(engine, shared)
-    fill(local.engines["dies"], own)
+    local = Local({"dies": filled([shared, own]), "lives": filled([shared])}, {"dies": answers})
     new = make_engine()
     receipt = run(local, new)
     assert hashes(local.engines["lives"]) <= hashes(new)
@@ -151,8 +144,7 @@ def test_the_time_bounds_it_whatever_peers_do(monkeypatch: pytest.MonkeyPatch) -
                 await asyncio.Event().wait()
             return await super().fetch(holder, wanted)
 
-    local = Stuck({"peer": make_engine()})
-    fill(local.engines["peer"], [0] * 40)
+    local = Stuck({"peer": filled([[0] * 40])})
     new = make_engine()
     monkeypatch.setattr(prewarm_module, "ANSWER_PART", 0.01)  # else the peer would be given up first
     receipt = run_at_once(Prewarm(new, local, no_adapter, config(time_s=1.0)).run(["peer"]))
@@ -170,9 +162,7 @@ def test_a_peer_that_hangs_leaves_time_for_the_others(hangs_at: str) -> None:
                 await asyncio.Event().wait()
             return await super()._ask(question, peer, *args)
 
-    local = Hangs({"hangs": make_engine(), "lives": make_engine()})
-    for engine in local.engines.values():
-        fill(engine, [0] * 40)
+    local = Hangs({name: filled([[0] * 40]) for name in ("hangs", "lives")})
     new = make_engine()
     receipt = run_at_once(Prewarm(new, local, no_adapter, config(time_s=8.0)).run(["hangs", "lives"]))
     assert hashes(new) == hashes(local.engines["lives"])
@@ -191,13 +181,11 @@ def test_another_model_gives_nothing_and_a_full_pool_takes_what_fits() -> None:
     receipt = run(local, new)
     assert not hashes(new)
     assert receipt.skipped == {"refused": 10}
-    local = Local({"peer": make_engine()})
-    fill(local.engines["peer"], [0] * 40)
+    local = Local({"peer": filled([[0] * 40])})
     small = make_engine(7)
     assert run(local, small).blocks.total() == 7
     assert small._cache.evicted_blocks == 0
-    half_full = make_engine(7)
-    fill(half_full, [9] * 16)
+    half_full = filled([[9] * 16], 7)
     receipt = run(local, half_full)
     assert (receipt.blocks.total(), half_full._cache.evicted_blocks) == (3, 0), "what it has stays"
     assert receipt.skipped["no_room"] == 0, "what there is no room for was not asked for"
