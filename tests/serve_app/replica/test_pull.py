@@ -39,24 +39,22 @@ def keyed(item: EngineRequest) -> EngineRequest:
     return replace(item, block_hashes=hash_blocks(item.root, item.token_ids, 16))
 
 
-class Holder:
+class Holder(Local):
     """The other replica: a real engine's exports, with a gate in front of them."""
 
     def __init__(self, engine: TorchEngine) -> None:
-        self.answers = PeerAnswers(engine, tuple, MoveMeters(), PullMeters())
-        self.asked: list[WantedPart] = []
+        super().__init__({"holder": engine})
         self.gate = asyncio.Event()
         self.gate.set()
         self.failure: Exception | None = None
         self.corrupts = False
 
     async def fetch(self, holder: str, wanted: WantedPart) -> PulledPart:
-        assert holder == "holder"
-        self.asked.append(wanted)
+        self.asked.append((holder, wanted))
         await self.gate.wait()
         if self.failure is not None:
             raise self.failure
-        part = await self.answers.export_kv(wanted)
+        part = await self.answers[holder].export_kv(wanted)
         if self.corrupts and isinstance(part, KvChain):
             part = KvChain(part.header, part.payload.copy())
             part.payload[2, 7] ^= 1
@@ -93,7 +91,7 @@ async def test_a_pulled_prefix_gives_the_tokens_of_a_computed_one(
     got = await generate(second, puller, keyed(request("c", ids, 12)))
     assert got.tokens["c"] == reference("qwen3", ids, 12)
     assert got.cached["c"] == 192
-    assert [wanted.first for wanted in holder.asked] == list(range(held_blocks, 12, piece_blocks))
+    assert [wanted.first for _, wanted in holder.asked] == list(range(held_blocks, 12, piece_blocks))
     assert puller.meters.ended == {"whole": 1}
     assert puller.meters.tokens == 192 - held_blocks * 16
     assert sample(second, "warmpath_kv_cache_blocks", state="used") == 0
@@ -120,10 +118,7 @@ async def test_all_who_wait_for_a_pull_have_it_in_their_traces(make_engine: Make
 async def test_a_hundred_requests_wait_for_one_copy_and_others_do_not(
     make_engine: MakeEngine, reference: Reference
 ) -> None:
-    """While the copy is on its way a request of another prompt runs to its end; nobody computes what is coming.
-
-    docs/pull.md
-    """
+    """Meanwhile a request of another prompt runs to its end; nobody computes what is coming. (docs/pull.md)"""
     ids, other = prompt(160), prompt(40, 9)
     holder, second, puller = pair(make_engine, ids, max_num_batched_tokens=512)
     holder.gate.clear()
@@ -153,12 +148,7 @@ async def test_a_hundred_requests_wait_for_one_copy_and_others_do_not(
 async def test_a_holder_evicts_first_what_a_pull_took_over(
     piece_blocks: int, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the pulled prefix shares with another conversation stays, and so does that one, though it is older.
-
-    An export that goes to no pull demotes nothing.
-
-    docs/pull.md
-    """
+    """What it shares with another conversation stays; an export for no pull demotes nothing. (docs/pull.md)"""
     system, moved, new = prompt(64), prompt(64, 1), prompt(97, 2)
     shared, moves = np.concatenate([system, prompt(33, 3)]), np.concatenate([system, moved, prompt(1, 4)])
     first, second = make_engine(num_blocks=14), make_engine()
@@ -201,10 +191,7 @@ async def test_whatever_goes_wrong_costs_time_only(
 
 
 async def test_a_holder_hands_out_exactly_the_asked_scope(make_engine: MakeEngine) -> None:
-    """The same tokens under another salt, or another root, are not there; nor is what comes after a block's end.
-
-    docs/pull.md
-    """
+    """The same tokens under another salt or root are not there, nor what comes after their end. (docs/pull.md)"""
     ids = prompt(100)
     engine = make_engine()
     mine, theirs = PrefixScope("tiny", salt=b"mine"), PrefixScope("tiny", salt=b"theirs")
@@ -224,10 +211,7 @@ async def test_a_holder_hands_out_exactly_the_asked_scope(make_engine: MakeEngin
 
 
 async def test_a_replica_decides_again(make_engine: MakeEngine) -> None:
-    """Switched off, held meanwhile, too short, slower than computing, or too many under way: nothing is asked for.
-
-    docs/pull.md
-    """
+    """Off, held meanwhile, short, slower than computing, or too many at once: nothing is asked for. (docs/pull.md)"""
     ids = prompt(160)
     engine = make_engine()
     run_all(engine, [request("held", ids, 1)])

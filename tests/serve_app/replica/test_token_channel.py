@@ -104,7 +104,5 @@ def test_an_ingress_that_takes_nothing_costs_a_bounded_part(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("reply_to", [ReplyTo("nowhere", "x"), ReplyTo("tcp://127.0.0.1:1", "short")])
-def test_an_address_that_is_none_is_refused(reply_to: ReplyTo) -> None:
-    sender = TokenSender()
+async def test_an_address_that_is_none_is_refused(reply_to: ReplyTo, sender: TokenSender) -> None:
     assert not sender.send(reply_to, [("a", GenerateChunk())])
-    sender.close()

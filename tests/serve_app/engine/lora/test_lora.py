@@ -6,10 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from router.protocol.block_hash import PrefixScope
+from serve_app.engine.adapter_slots import LoadedAdapters
 from serve_app.engine.core.engine import TorchEngine
+from serve_app.engine.lora.layers import LoraLayers
+from serve_app.engine.lora.weights import AdapterWeights, LoraPair
+from serve_app.engine.protocol import AdapterSpec
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
 from serve_app.engine.step import Segment, SegmentResult
 from tests.serve_app.conftest import MakeEngine, Reference
@@ -44,10 +52,7 @@ def load(engine: TorchEngine, path: Path, name: str = "a") -> PrefixScope:
 def test_the_output_is_pefts(
     variant: str, adapters: dict[str, Path], checkpoints: dict[str, Path], make_engine: MakeEngine, reference: Reference
 ) -> None:
-    """Greedy tokens equal PEFT's own model, cold, and again from cached blocks; the base's are untouched.
-
-    docs/lora.md
-    """
+    """Greedy tokens equal PEFT's own, cold and from cached blocks; the base's are untouched. (docs/lora.md)"""
     engine = make_engine()
     scope = load(engine, adapters[variant])
     ids = prompt(150, 3)
@@ -67,10 +72,7 @@ def test_the_output_is_pefts(
 def test_adapters_mixed_in_one_batch_equal_solo_runs(
     max_loras: int, adapters: dict[str, Path], make_engine: MakeEngine, reference: Reference
 ) -> None:
-    """Fifteen requests of three adapters and the base, long and short, in the same steps: each as if it were alone.
-
-    Where there is one slot the adapters take turns. docs/lora.md
-    """
+    """Fifteen requests of three adapters and the base: as if alone; in one slot they take turns. docs/lora.md"""
     engine = make_engine(max_loras=max_loras, max_cpu_loras=4, start=False)
     scopes = [PrefixScope("tiny"), *(load(engine, path, name) for name, path in adapters.items())]
     wanted = [(f"r{i}", prompt(7 + 53 * (i % 5) + i, i), 10 + i, scopes[i % len(scopes)]) for i in range(15)]
@@ -88,36 +90,6 @@ def test_adapters_mixed_in_one_batch_equal_solo_runs(
         assert collector.tokens[name] == expected, name
         if not scope.lora:
             assert expected == reference("qwen3", ids, count)
-
-
-def test_load_and_unload_while_others_generate(
-    checkpoints: dict[str, Path], adapters: dict[str, Path], make_engine: MakeEngine, reference: Reference
-) -> None:
-    """A stream of the base and one of an adapter run on, with the right tokens, while adapters come and go.
-
-    The running one's own adapter is unloaded under it: it finishes with it, and only then is it gone.
-    """
-    engine = make_engine()
-    scope = load(engine, adapters["all"], "mine")
-    collector = Collector()
-    engine.submit(request("base", prompt(30), 200), collector)
-    engine.submit(request("worn", prompt(30), 200, scope=scope), collector)
-    collector.wait_tokens("worn", 5)
-    assert engine.unload_adapter(scope.lora)
-    assert not engine.unload_adapter(scope.lora)
-    others = 0
-    while "worn" not in collector.finish and others < 20:
-        other = load(engine, adapters["rslora"], f"other{others}")
-        got = run_all(engine, [request(f"o{others}", prompt(20, others), 2, scope=other)])
-        assert got.finish[f"o{others}"] == "length"
-        assert engine.unload_adapter(other.lora)
-        others += 1
-    collector.wait(["base", "worn"])
-    assert others > 1
-    assert collector.tokens["base"] == reference("qwen3", prompt(30), 200)
-    assert collector.tokens["worn"] == peft_greedy(checkpoints["qwen3"], adapters["all"], prompt(30), 200)
-    assert engine.adapters() == ()
-    assert dict(engine._runner.adapters._loaded) == {}, "memory is given back once nobody needs it"
 
 
 class _Recording(SimulatedRunner):
@@ -153,10 +125,7 @@ def test_who_waits_for_a_slot_is_not_overtaken_by_adapters_but_by_the_base(
 
 
 def test_a_step_without_adapters_has_no_hooks(adapters: dict[str, Path], make_engine: MakeEngine) -> None:
-    """Hooks come with the first row that needs one and leave with the last; without any, the base costs nothing.
-
-    docs/lora.md
-    """
+    """Hooks come with the first row that needs one and leave with the last. (docs/lora.md)"""
     engine = make_engine()
     model = engine._runner.model  # type: ignore[attr-defined]
 
@@ -170,3 +139,56 @@ def test_a_step_without_adapters_has_no_hooks(adapters: dict[str, Path], make_en
     assert hooks() == 4, "two layers' q_proj and v_proj"
     run_all(engine, [request("base", prompt(20), 2)])
     assert hooks() == 0
+
+
+WIDTH = 6
+RANKS = {"a": {"x": 2}, "b": {"x": 3, "y": 1}, "c": {"y": 2}}
+"""Of each adapter the layers that it changes, and their ranks."""
+
+
+def _weights() -> dict[str, AdapterWeights]:
+    drawn = torch.Generator().manual_seed(1)
+    return {
+        key: {
+            name: LoraPair(*(torch.randn(rank, WIDTH, generator=drawn) for _ in range(2)))
+            for name, rank in layers.items()
+        }
+        for key, layers in RANKS.items()
+    }
+
+
+steps = st.lists(st.tuples(st.sampled_from(["", *RANKS]), st.sampled_from([1, 1, 2, 40])), min_size=1, max_size=9)
+
+
+@given(sequence=st.lists(steps, min_size=1, max_size=3))
+def test_each_row_has_its_own_adapter_once(sequence: list[list[tuple[str, int]]]) -> None:
+    """Whatever is in a step, each row has its own adapter's product. (docs/lora.md)"""
+    weights = _weights()
+    slots: LoadedAdapters[AdapterWeights] = LoadedAdapters(
+        lambda spec: weights[spec.name], max_loras=3, max_cpu_loras=3
+    )
+    layers = {name: torch.nn.Linear(WIDTH, WIDTH) for name in ("x", "y")}
+    lora = LoraLayers(layers, slots, torch.device("cpu"))
+    for key in RANKS:
+        spec = AdapterSpec(key, "0", "")
+        slots.load(spec)
+        weights[spec.key] = weights[key]
+    for step in sequence:
+        packed = sorted(step, key=lambda part: part[1] > 1)
+        named = [(AdapterSpec(key, "0", "").key if key else "", count) for key, count in packed]
+        for key, _ in named:
+            slots.acquire(key)
+        segments = [Segment(np.zeros(count, np.int32), 0, [], [], None, lora=key) for key, count in named]
+        rows = torch.randn(1, sum(count for _, count in named) + 3, WIDTH)
+        lora.apply(segments)
+        with torch.inference_mode():
+            outputs = {name: layer(rows)[0] for name, layer in layers.items()}
+        owner = [key for key, count in named for _ in range(count)] + [""] * 3
+        for name, layer in layers.items():
+            plain = rows[0] @ layer.weight.t() + layer.bias
+            for row, key in enumerate(owner):
+                pair = weights[key].get(name) if key else None
+                product = 0 if pair is None else rows[0, row] @ pair.down.t() @ pair.up
+                torch.testing.assert_close(outputs[name][row], plain[row] + product, rtol=1e-4, atol=1e-4)
+        for key, _ in named:
+            slots.release(key)

@@ -36,6 +36,7 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 
 Make = Callable[..., TorchEngine]
+Watching = Callable[[TorchEngine, str], "Watch"]
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +48,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def drafters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     models = {name: save_draft(base, tmp_path_factory.mktemp(name), noise) for name, noise in MODELS.items()}
     return models | {name: save_head(base, tmp_path_factory.mktemp(name), **how) for name, how in HEADS.items()}
+
+
+@pytest.fixture
+def watching(base: Path, drafters: dict[str, Path]) -> Watching:
+    """Watch an engine whose drafter has that name."""
+    return lambda engine, name: Watch(engine, base, drafters[name])
 
 
 @pytest.fixture
@@ -112,15 +119,13 @@ class Watch:
 @pytest.mark.parametrize(
     ("name", "ahead"), [("same", 1), ("same", 7), ("close", 4), ("far", 4), *((head, 4) for head in HEADS)]
 )
-def test_mixed_batches_and_chunks_equal_plain_decoding(
-    name: str, ahead: int, make: Make, base: Path, drafters: dict[str, Path]
-) -> None:
+def test_mixed_batches_and_chunks_equal_plain_decoding(name: str, ahead: int, make: Make, watching: Watching) -> None:
     """Prompts of awkward lengths at once, in chunks, cold and warm, whatever the drafter is worth."""
     prompts = {f"p{n}": prompt(n, seed=n) for n in (1, 2, 15, 16, 17, 31, 100, 150)}
     wanted = [request(key, ids, 23, seed=len(ids)) for key, ids in prompts.items()]
     plain = run_all(make(), wanted).tokens
     engine = make(name, num_speculative_tokens=ahead)
-    watch = Watch(engine, base, drafters[name])
+    watch = watching(engine, name)
     for turn in ("cold", "warm"):
         got = run_all(engine, wanted)
         assert got.tokens == plain, turn
@@ -131,13 +136,8 @@ def test_mixed_batches_and_chunks_equal_plain_decoding(
 
 
 @pytest.mark.parametrize("name", ["same", "close", "head"])
-def test_a_hit_at_every_block_boundary_changes_no_token_and_no_guess(
-    name: str, make: Make, base: Path, drafters: dict[str, Path]
-) -> None:
-    """Whoever filled the blocks, and went on otherwise, left the states and KV that this prompt needs.
-
-    docs/speculation.md
-    """
+def test_a_hit_at_every_block_boundary_changes_no_token_and_no_guess(name: str, make: Make, watching: Watching) -> None:
+    """Whoever filled the blocks left the states and KV that this prompt needs. (docs/speculation.md)"""
     ids = prompt(165)
     expected = run_all(make(), [request("plain", ids, 20)]).tokens["plain"]
     accepted = set()
@@ -145,7 +145,7 @@ def test_a_hit_at_every_block_boundary_changes_no_token_and_no_guess(
         engine = make(name)
         if cached:
             run_all(engine, [request("warm", whole(ids[: cached * 16], prompt(5, 99)), 9)])
-        watch = Watch(engine, base, drafters[name])
+        watch = watching(engine, name)
         before = counted(engine, "num_accepted_tokens")
         got = run_all(engine, [request("hit", ids, 20)])
         assert got.cached["hit"] == cached * 16, "a block keeps all that is needed to go on after it"
@@ -169,11 +169,7 @@ def test_a_draft_that_agrees_takes_a_step_for_five_tokens(make: Make) -> None:
 
 @pytest.mark.parametrize("name", ["same", "close", *HEADS])
 def test_sampled_output_equals_plain_sampling_token_for_token(name: str, make: Make) -> None:
-    """At any temperature a draft counts only if it is the token that (seed, position) gives: nothing to preserve
-    in distribution, the very tokens are the same. And a model, given the same number, often finds it.
-
-    docs/speculation.md
-    """
+    """A draft counts only if it is the token that (seed, position) gives. (docs/speculation.md)"""
     hows: list[dict[str, Any]] = [
         {"temperature": 1.0},
         {"temperature": 0.7, "top_p": 0.9},
@@ -188,14 +184,12 @@ def test_sampled_output_equals_plain_sampling_token_for_token(name: str, make: M
 
 
 @pytest.mark.parametrize("name", ["same", "head"])
-def test_a_request_can_do_without_and_its_blocks_still_draft_well(
-    name: str, make: Make, base: Path, drafters: dict[str, Path]
-) -> None:
+def test_a_request_can_do_without_and_its_blocks_still_draft_well(name: str, make: Make, watching: Watching) -> None:
     """disable_spec_decode: no draft for it; a follow-up on its blocks has as good ones as any."""
     engine, ids = make(name), prompt(40)
     first = run_all(engine, [request("plain", ids, 60, disable_spec_decode=True)]).tokens["plain"]
     assert counted(engine, "num_drafts") == 0
-    watch = Watch(engine, base, drafters[name])
+    watch = watching(engine, name)
     turn = whole(ids, [*first, *prompt(3, 8)])
     got = run_all(engine, [request("next", turn, 20), request("off", prompt(9), 20, disable_spec_decode=True)])
     assert got.cached["next"] == 96, "the generated blocks as well"
@@ -205,12 +199,10 @@ def test_a_request_can_do_without_and_its_blocks_still_draft_well(
 
 
 @pytest.mark.parametrize("name", ["same", "far", "head"])
-def test_a_small_pool_under_churn_evicts_both_and_stays_right(
-    name: str, make: Make, base: Path, drafters: dict[str, Path]
-) -> None:
+def test_a_small_pool_under_churn_evicts_both_and_stays_right(name: str, make: Make, watching: Watching) -> None:
     """Twenty-four requests over six prefixes in a pool for three; drafts need no block beyond what was promised."""
     engine = make(name, num_blocks=24, max_num_seqs=4)
-    watch, order = Watch(engine, base, drafters[name]), random.Random(3)
+    watch, order = watching(engine, name), random.Random(3)
     prompts = {
         i: whole(prompt(96, seed=100 + order.randrange(6)), prompt(order.randrange(1, 20), i)) for i in range(24)
     }
@@ -266,7 +258,7 @@ def test_a_drafter_that_fails_leaves_plain_decoding(name: str, make: Make) -> No
 
 @pytest.mark.parametrize(("name", "other"), [("same", "head"), ("head", "few_tokens")])
 def test_what_a_drafter_keeps_goes_down_up_and_across_with_the_bases_kv(
-    name: str, other: str, make: Make, base: Path, drafters: dict[str, Path]
+    name: str, other: str, make: Make, watching: Watching
 ) -> None:
     """Through host memory and to another engine; an engine with another drafter, or none, takes none of it."""
     ids = prompt(150)
@@ -286,7 +278,7 @@ def test_what_a_drafter_keeps_goes_down_up_and_across_with_the_bases_kv(
     hashed = HashedTokens(SCOPE, ids, chain.header.hashes, "default")
     assert second.import_part(chain, hashed, 0) == 9
     for holder in (engine, second):
-        watch = Watch(holder, base, drafters[name])
+        watch = watching(holder, name)
         got = run_all(holder, [request("hit", ids, 12)])
         assert got.cached["hit"] == 144
         watch.check({0: whole(ids, got.tokens["hit"])})

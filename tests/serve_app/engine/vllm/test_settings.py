@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -136,13 +135,9 @@ class Vllm:
     async def remove_lora(self, number: int) -> None:
         self.removed.append(number)
 
-    def call(self, coroutine: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(asyncio.run(coroutine))
-        except ValueError as error:
-            future.set_exception(error)
-        return future
+    def call(self, coroutine: Any) -> Any:
+        result = asyncio.run(coroutine)
+        return SimpleNamespace(result=lambda: result)
 
 
 def adapters_of(vllm: Any, directory: Path, *, lora: bool = True) -> VllmAdapters:

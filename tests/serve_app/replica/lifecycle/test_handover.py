@@ -55,12 +55,7 @@ def run(local: Local, engine: TorchEngine, *more: list[list[int]]) -> Receipt:
 def test_with_room_the_union_stays_whole_and_nothing_goes_twice(
     mine: list[list[int]], theirs: list[list[list[int]]], more: list[list[list[int]]]
 ) -> None:
-    """What a peer has stays where it is; the rest goes to one peer; each peer gets a block at most once.
-
-    What the last streams cache after the first round follows in the second.
-
-    docs/lifecycle.md
-    """
+    """What a peer has stays there; the rest goes to one peer, once, also in a second round. (docs/lifecycle.md)"""
     leaving = filled(mine)
     local = Local({f"peer {number}": filled(prompts) for number, prompts in enumerate(theirs)})
     before = {name: hashes(engine) for name, engine in local.engines.items()}
@@ -94,10 +89,7 @@ def test_small_peers_take_what_fits_and_the_rest_is_counted(mine: list[list[int]
 
 
 def test_the_hottest_goes_first_and_pushes_out_only_what_is_colder() -> None:
-    """A full peer gives up what nobody came back to for the longest, and keeps what is as hot as what comes.
-
-    docs/lifecycle.md
-    """
+    """A full peer gives up what nobody came back to, and keeps what is as hot as what comes. (docs/lifecycle.md)"""
     now_s = [0.0]
     peer, leaving = make_engine(10), make_engine()
     for made in (peer, leaving):

@@ -97,23 +97,19 @@ async def test_without_peers_there_is_nothing_to_say(monkeypatch: pytest.MonkeyP
 WAIT_S = 4 * MISSING_S
 
 
-@pytest.mark.parametrize(
-    ("steps", "told"),
-    [
-        (["other"], []),
-        (["me other", "other", "wait", ""], ["leave"]),
-        (["me", "", "me"], []),
-        (["me", "", "wait", "me"], ["leave", "stay"]),
-        (["me", "reconfigure", "", "wait", "reconfigured", "me"], []),
-        (["me", "reconfigure", "", "wait", "reconfigured"], ["leave"]),
-        (["me", "", "turn", "stopped"], ["leave"]),
-        (["me", "turn", "stopped", "me other", "other"], ["leave"]),
-    ],
-    ids=[
-        "one that starts", "missing for long, once", "returns soon", "returns late", "returns after a reconfigure",
-        "leaves after a reconfigure", "stopped while missing", "stopped while listed, whatever it hears then",
-    ],
-)  # fmt: skip
+ABSENCES = {
+    "one that starts": (["other"], []),
+    "missing for long, once": (["me other", "other", "wait", ""], ["leave"]),
+    "returns soon": (["me", "", "me"], []),
+    "returns late": (["me", "", "wait", "me"], ["leave", "stay"]),
+    "returns after a reconfigure": (["me", "reconfigure", "", "wait", "reconfigured", "me"], []),
+    "leaves after a reconfigure": (["me", "reconfigure", "", "wait", "reconfigured"], ["leave"]),
+    "stopped while missing": (["me", "", "turn", "stopped"], ["leave"]),
+    "stopped while listed, whatever it hears then": (["me", "turn", "stopped", "me other", "other"], ["leave"]),
+}
+
+
+@pytest.mark.parametrize(("steps", "told"), ABSENCES.values(), ids=ABSENCES)
 def test_an_absence_is_an_end_when_it_lasts(steps: list[str], told: list[str]) -> None:
     """Steps are the replicas that run, or what happens else. Serve may stop one before its absence is long enough."""
     calls: list[str] = []
