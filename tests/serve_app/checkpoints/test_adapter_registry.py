@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,16 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ray.exceptions import ActorUnavailableError
 
-from router.protocol.block_hash import HASH_BYTES
-from router.protocol.events import BlocksStored
+from router.protocol.block_hash import split_chain
 from serve_app.api.request import CompletionRequest
 from serve_app.checkpoints.adapter_registry import AdapterEntry, AdapterRegistry
-from serve_app.checkpoints.checkpoint import CheckpointInfo, load_checkpoint_info
+from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.config.app import AppConfig
-from serve_app.engine.core.engine import TorchEngine
-from serve_app.engine.protocol import AdapterSpec, EngineRequest
-from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
-from serve_app.engine.settings import EngineSettings
+from serve_app.engine.protocol import AdapterSpec
 from serve_app.errors import InvalidRequest, ModelNotFound, Overloaded
 from serve_app.generation.dispatch import route_of
 from serve_app.generation.prepare import Limits, Preparer
@@ -32,7 +27,6 @@ from serve_app.ingress.adapter_admin import AdapterAdmin
 from serve_app.ingress.broadcast import Broadcast
 from serve_app.tenants.tenants import Tenant, Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer
-from tests.serve_app.engine.tiny import Collector
 
 
 def spec(name: str, digest: str = "0") -> AdapterSpec:
@@ -104,12 +98,7 @@ entries = st.builds(
 
 @given(news=st.lists(entries), order=st.randoms())
 def test_copies_agree_whatever_the_order_of_the_news(news: list[AdapterEntry], order: Any) -> None:
-    """Merging is commutative and idempotent: late, repeated and reordered news change nothing.
-
-    Nor do two entries of one name that were made at the same time by two ingresses.
-
-    docs/lora.md
-    """
+    """Late, repeated and reordered news change nothing, nor do two entries of one name and time. (docs/lora.md)"""
     shuffled = news * 2
     order.shuffle(shuffled)
     first, second = registry(*news), registry(*shuffled)
@@ -162,51 +151,21 @@ async def _nobody(method: str, argument: Any) -> list[Any]:
     return []
 
 
-@pytest.fixture(scope="module")
-def front(demo_model_path: Path) -> tuple[CheckpointInfo, PromptTokenizer]:
-    return load_checkpoint_info(demo_model_path), PromptTokenizer(demo_model_path, cache_bytes=1 << 20, block_size=16)
+def test_the_chain_differs_by_adapter_and_by_digest(demo_model_path: Path) -> None:
+    """Base, adapter and reload share no block."""
+    info, secret = load_checkpoint_info(demo_model_path), b"0" * 32
+    tokenizer = PromptTokenizer(demo_model_path, cache_bytes=1 << 20, block_size=16)
 
-
-@pytest.fixture
-def prepared(front: tuple[CheckpointInfo, PromptTokenizer]) -> Callable[..., Any]:
-    secret = b"0" * 32
-
-    def prepare(held: AdapterRegistry, model: str = "base", tenant: str = "t") -> Any:
-        preparer = Preparer(
-            front[0], front[1], Tenants([], secret), secret, held, Limits(2048, 4),
-        )  # fmt: skip
+    def prepared(one: AdapterSpec, model: str) -> Any:
+        held = registry(AdapterEntry("a", one))
+        preparer = Preparer(info, tokenizer, Tenants([], secret), secret, held, Limits(2048, 4))
         wanted = CompletionRequest(model=model, prompts=("The same words. " * 30,), max_tokens=1)
-        return asyncio.run(preparer.prepare(wanted, Tenant(tenant), "id"))[0]
+        return asyncio.run(preparer.prepare(wanted, Tenant("t"), "id"))[0]
 
-    return prepare
-
-
-def test_the_routers_chain_is_the_replicas_and_differs_by_adapter_and_by_digest(prepared: Callable[..., Any]) -> None:
-    """What the ingress hashes for an adapter is what the engine stores; base, adapter and reload share no block."""
     old, new = spec("a", "0" * 64), spec("a", "1" * 64)
-    base = prepared(registry(AdapterEntry("a", old)))
-    first = prepared(registry(AdapterEntry("a", old)), "a")
-    second = prepared(registry(AdapterEntry("a", new)), "a")
-    chains = [set(_blocks(one.block_hashes)) for one in (base, first, second)]
-    assert all(chains)
-    assert not (chains[0] & chains[1] or chains[1] & chains[2] or chains[0] & chains[2])
-    assert len({one.placement_key for one in (base, first, second)}) == 3
+    base, first, second = made = prepared(old, "base"), prepared(old, "a"), prepared(new, "a")
+    chains = [set(split_chain(one.block_hashes)) for one in made]
+    assert all(chains) and len(set.union(*chains)) == sum(map(len, chains))
+    assert len({one.placement_key for one in made}) == 3
     assert (first.scope.lora, first.lora_path, base.lora_path) == (old.key, old.path, "")
-    assert (route_of(first).adapter, route_of(base).adapter) == (old.key, "")
-    stored: list[Any] = []
-    runner = SimulatedRunner(CostModel(prefill_tokens_per_s=1e9, decode_base_s=0.0))
-    runner.adapters._load = lambda _: None  # type: ignore[assignment,return-value]
-    engine = TorchEngine(runner, EngineSettings(num_blocks=64), stored.extend)
-    engine.start()
-    engine.load_adapter(old)
-    collector = Collector()
-    # Without the router's hashes the engine computes its own.
-    engine.submit(EngineRequest("x", first.token_ids, first.scope, first.root, first.sampling), collector)
-    collector.wait(["x"])
-    engine.stop()
-    hashes = b"".join(event.hashes for event in stored if isinstance(event, BlocksStored))
-    assert set(_blocks(hashes)) == chains[1]
-
-
-def _blocks(chain: bytes) -> list[bytes]:
-    return [chain[i : i + HASH_BYTES] for i in range(0, len(chain), HASH_BYTES)]
+    assert (route_of(first).adapter, route_of(second).adapter, route_of(base).adapter) == (old.key, new.key, "")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -52,36 +51,27 @@ def test_eos_falls_back_to_the_tokenizer_and_the_config(copy: Path) -> None:
     assert load_checkpoint_info(copy).eos_token_ids == (config["eos_token_id"], 7)
 
 
-def _remove(name: str) -> Callable[[Path], None]:
-    return lambda path: (path / name).unlink()
-
-
-def _write(name: str, text: str) -> Callable[[Path], None]:
-    return lambda path: (path / name).write_text(text) and None
-
-
-def _truncate(path: Path) -> None:
-    weights = path / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-4])
-
-
 @pytest.mark.parametrize(
-    ("damage", "sentence"),
+    ("name", "becomes", "sentence"),
     [
-        (shutil.rmtree, "no directory"),
-        (_remove("config.json"), "config.json does not exist"),
-        (_write("config.json", "{"), "not valid JSON"),
-        (_write("config.json", "{}"), "must name architectures"),
-        (_remove("tokenizer.json"), "no tokenizer.json"),
-        (_write("tokenizer.json", "[]"), "not a tokenizer"),
-        (_remove("model.safetensors"), "convert the checkpoint to safetensors"),
-        (_write("model.safetensors", "short"), "not a whole safetensors file"),
-        (_truncate, "cut short"),
-        (_write("model.safetensors.index.json", '{"weight_map": {"a": "model-2.safetensors"}}'), "model-2.safetensors"),
+        ("", None, "no directory"),
+        ("config.json", None, "config.json does not exist"),
+        ("config.json", "{", "not valid JSON"),
+        ("config.json", "{}", "must name architectures"),
+        ("tokenizer.json", None, "no tokenizer.json"),
+        ("tokenizer.json", "[]", "not a tokenizer"),
+        ("model.safetensors", None, "convert the checkpoint to safetensors"),
+        ("model.safetensors", "short", "not a whole safetensors file"),
+        ("model.safetensors", "cut", "cut short"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": "model-2.safetensors"}}', "model-2.safetensors"),
     ],
 )
-def test_a_broken_checkpoint_is_named_with_a_remedy(copy: Path, damage: Callable[[Path], None], sentence: str) -> None:
-    """Each fault has its own sentence."""
-    damage(copy)
+def test_a_broken_checkpoint_is_named_with_a_remedy(copy: Path, name: str, becomes: str | None, sentence: str) -> None:
+    """Each fault has its own sentence. ``becomes``: what the file is then; None: it is not there."""
+    file, whole = copy / name, (copy / "model.safetensors").read_bytes()
+    if becomes is None:
+        shutil.rmtree(copy) if not name else file.unlink()
+    else:
+        file.write_bytes(whole[:-4] if becomes == "cut" else becomes.encode())
     with pytest.raises(CheckpointError, match=sentence):
         load_checkpoint_info(copy)

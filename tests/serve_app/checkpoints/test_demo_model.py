@@ -8,10 +8,8 @@ import sys
 from hashlib import sha256
 from pathlib import Path
 
-import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from serve_app.checkpoints.demo_model import ensure_demo_model
 from serve_app.generation.tool_calls.formats import find_format
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.serve_app.tool_templates.families import SEARCH
@@ -37,12 +35,6 @@ def test_two_builds_in_different_processes_have_equal_bytes(demo_model_path: Pat
     assert built.name == demo_model_path.name
     assert _digests(built) == _digests(demo_model_path)
     assert list(tmp_path.iterdir()) == [built], "nothing temporary is left"
-
-
-def test_an_unknown_name_is_refused(tmp_path: Path) -> None:
-    """The error lists the names there are."""
-    with pytest.raises(ValueError, match="demo, small"):
-        ensure_demo_model("large", tmp_path)
 
 
 def test_transformers_loads_it_whole_and_greedy_output_varies(demo_model_path: Path) -> None:

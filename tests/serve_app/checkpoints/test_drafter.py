@@ -35,10 +35,7 @@ def copy(demo_model_path: Path, tmp_path: Path) -> Path:
 
 
 def test_the_pair_has_a_fingerprint_of_its_own(demo_model_path: Path, copy: Path) -> None:
-    """None, one and another drafter give three keys; the same pair gives the same key from any path.
-
-    docs/speculation.md
-    """
+    """None, one and another drafter give three keys, the same pair one from any path. (docs/speculation.md)"""
     info = load_checkpoint_info(demo_model_path)
     assert with_drafter(info, settings(demo_model_path, None)) == info
     pair = with_drafter(info, settings(demo_model_path, copy))
@@ -120,16 +117,14 @@ def test_an_eagle_head_is_a_drafter_of_its_own_format(demo_model_path: Path, tmp
     assert isinstance(engine._runner, SpeculativeRunner)
     assert engine._runner.block_bytes == per_block
     (head / "config.json").write_text(json.dumps({**values, "hidden_size": 512}))
-    with pytest.raises(CheckpointError, match=r"hidden_size 512, and .* has 256") as refused:
+    with pytest.raises(CheckpointError, match=r"hidden_size 512, and .* has 256"):
         with_drafter(info, settings(demo_model_path, head))
-    assert str(demo_model_path) in str(refused.value)
 
 
 def test_disable_spec_decode_is_read_from_the_body() -> None:
-    chat = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
-    assert not parse_chat(json.dumps(chat).encode()).disable_spec_decode
-    assert parse_chat(json.dumps({**chat, "disable_spec_decode": True}).encode()).disable_spec_decode
-    body = {"model": "m", "prompt": "x", "disable_spec_decode": True}
-    assert parse_completion(json.dumps(body).encode()).disable_spec_decode
+    body = b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "prompt": "x", "disable_spec_decode": %s}'
+    for off in (False, True):
+        raw = body % json.dumps(off).encode()
+        assert parse_chat(raw).disable_spec_decode == parse_completion(raw).disable_spec_decode == off
     with pytest.raises(InvalidRequest, match="disable_spec_decode must be true or false"):
-        parse_chat(json.dumps({**chat, "disable_spec_decode": "yes"}).encode())
+        parse_chat(body % b'"yes"')

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 
 from router.protocol.block_hash import PrefixScope
 from serve_app.engine.core.engine import TorchEngine
-from serve_app.engine.protocol import EngineOutput, EngineRequest, SamplingParams
+from serve_app.engine.protocol import EngineOutput, EngineRequest, SamplingParams, TokenLogprob
 
 SCOPE = PrefixScope("tiny")
 SECRET = b"test secret"
@@ -85,6 +85,7 @@ class Collector:
         self.cached: dict[str, int] = {}
         self.finish: dict[str, str] = {}
         self.errors: dict[str, str] = {}
+        self.logprobs: dict[str, list[TokenLogprob]] = {}
         self.batches: list[int] = []
         self._changed = threading.Condition()
 
@@ -93,6 +94,7 @@ class Collector:
             self.batches.append(len(outputs))
             for output in outputs:
                 self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+                self.logprobs.setdefault(output.request_id, []).extend(output.logprobs)
                 if output.cached_tokens is not None:
                     assert output.request_id not in self.cached
                     self.cached[output.request_id] = output.cached_tokens

@@ -53,11 +53,6 @@ class Ingresses:
         )  # fmt: skip
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time passes faster."""

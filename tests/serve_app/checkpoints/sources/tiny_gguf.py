@@ -20,25 +20,21 @@ TEMPLATE = (
 Array = npt.NDArray[np.float32]
 
 
-def write_tiny_gguf(path: Path, demo_model_path: Path, pre: str = "smollm") -> dict[str, Array]:
+def write_tiny_gguf(path: Path, demo_model_path: Path) -> dict[str, Array]:
     """Write the file, with the demo model's vocabulary; return its weights by transformers' names, dequantised."""
     tokenizer = json.loads((demo_model_path / "tokenizer.json").read_text())
     special = {token["content"] for token in tokenizer["added_tokens"]}
     vocabulary = tokenizer["model"]["vocab"] | {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
     tokens = sorted(vocabulary, key=lambda token: vocabulary[token])
     writer = GGUFWriter(path, "llama")
-    writer.add_context_length(POSITIONS)
-    writer.add_block_count(LAYERS)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(INNER)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
+    sizes = {"context_length": POSITIONS, "block_count": LAYERS, "embedding_length": HIDDEN}
+    sizes |= {"feed_forward_length": INNER, "head_count": HEADS, "head_count_kv": KV_HEADS, "vocab_size": len(tokens)}
+    for name, size in {**sizes, "rope_dimension_count": HIDDEN // HEADS}.items():
+        getattr(writer, f"add_{name}")(size)
     writer.add_rope_freq_base(10000.0)
-    writer.add_rope_dimension_count(HIDDEN // HEADS)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(len(tokens))
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
+    writer.add_tokenizer_pre("smollm")
     writer.add_token_list(tokens)
     writer.add_token_types([TokenType.CONTROL if token in special else TokenType.NORMAL for token in tokens])
     writer.add_token_merges([" ".join(merge) for merge in tokenizer["model"]["merges"]])

@@ -160,17 +160,6 @@ def test_a_step_is_what_the_segments_say(cases: list[Case], wanted: set[int]) ->
     assert step.input_ids.shape == step.position_ids.shape == (1, row + padding)
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-def test_what_an_earlier_owner_left_in_a_block_is_not_seen(in_place: bool) -> None:
-    """Not-a-number left beyond a sequence's end would survive a mask; a block is cleaned when it is begun."""
-    pool = KvPool(1, 4, SIZE, KV_HEADS, DIM, torch.float32, torch.device("cpu"))
-    pool.tensor.fill_(float("nan"))
-    step = plan_step(pool, segments_of([(1, 0, [2])]), in_place=in_place)
-    heads = (torch.ones(1, h, 1, DIM) for h in (6, 2, 2))
-    got, _ = paged_attention(SimpleNamespace(layer_idx=0), *heads, None, paged=step)  # type: ignore[arg-type,misc]
-    assert torch.equal(got, torch.ones(1, 1, 6, DIM))
-
-
 def test_requests_get_the_same_tokens_over_copies(
     make_engine: MakeEngine, reference: Reference, device: torch.device
 ) -> None:
@@ -189,7 +178,6 @@ def test_requests_get_the_same_tokens_over_copies(
     ("config", "words"),
     [
         (MistralConfig(sliding_window=4096), "sliding_window"),
-        (Qwen3Config(num_hidden_layers=4, use_sliding_window=True, sliding_window=64, max_window_layers=2), "sliding"),
         (SimpleNamespace(model_type="g", layer_types=None, attn_logit_softcapping=50.0), "soft-capped"),
         (GptOssConfig(num_hidden_layers=2), "sliding"),
         (LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "rope_type=dynamic"),

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from router.protocol.block_hash import PrefixScope
+from serve_app.engine.adapter_slots import LoadedAdapters
 from serve_app.engine.core.engine import TorchEngine
-from serve_app.engine.protocol import UnknownAdapter
+from serve_app.engine.lora.layers import LoraLayers
+from serve_app.engine.lora.weights import AdapterWeights, LoraPair
+from serve_app.engine.protocol import AdapterSpec
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
-from serve_app.engine.settings import EngineSettings
 from serve_app.engine.step import Segment, SegmentResult
 from tests.serve_app.conftest import MakeEngine, Reference
 from tests.serve_app.engine.adapters import described, peft_greedy, save_adapter
+from tests.serve_app.engine.simulated import MakeSimulated
 from tests.serve_app.engine.tiny import Collector, prompt, request, run_all
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -46,10 +52,7 @@ def load(engine: TorchEngine, path: Path, name: str = "a") -> PrefixScope:
 def test_the_output_is_pefts(
     variant: str, adapters: dict[str, Path], checkpoints: dict[str, Path], make_engine: MakeEngine, reference: Reference
 ) -> None:
-    """Greedy tokens equal PEFT's own model, cold, and again from cached blocks; the base's are untouched.
-
-    docs/lora.md
-    """
+    """Greedy tokens equal PEFT's own, cold and from cached blocks; the base's are untouched. (docs/lora.md)"""
     engine = make_engine()
     scope = load(engine, adapters[variant])
     ids = prompt(150, 3)
@@ -65,26 +68,12 @@ def test_the_output_is_pefts(
     assert got.cached["base"] == 0, "the base model must not reuse an adapter's KV"
 
 
-def test_llama_and_a_bare_safetensors_path(
-    checkpoints: dict[str, Path], tmp_path: Path, make_engine: MakeEngine
-) -> None:
-    """Another architecture; the path of the file itself, with its config beside it, names the same adapter."""
-    path = save_adapter(checkpoints["llama"], tmp_path / "llama", 5)
-    file = path / "adapter_model.safetensors"
-    assert described(path)[0].digest == described(file)[0].digest
-    engine = make_engine("llama")
-    got = run_all(engine, [request("x", prompt(40), 12, scope=load(engine, file))])
-    assert got.tokens["x"] == peft_greedy(checkpoints["llama"], path, prompt(40), 12)
-
-
+@pytest.mark.parametrize("max_loras", [4, 1])
 def test_adapters_mixed_in_one_batch_equal_solo_runs(
-    adapters: dict[str, Path], make_engine: MakeEngine, reference: Reference
+    max_loras: int, adapters: dict[str, Path], make_engine: MakeEngine, reference: Reference
 ) -> None:
-    """Fifteen requests of three adapters and the base, long and short, in the same steps: each as if it were alone.
-
-    docs/lora.md
-    """
-    engine = make_engine(start=False)
+    """Fifteen requests of three adapters and the base: as if alone; in one slot they take turns. docs/lora.md"""
+    engine = make_engine(max_loras=max_loras, max_cpu_loras=4, start=False)
     scopes = [PrefixScope("tiny"), *(load(engine, path, name) for name, path in adapters.items())]
     wanted = [(f"r{i}", prompt(7 + 53 * (i % 5) + i, i), 10 + i, scopes[i % len(scopes)]) for i in range(15)]
     collector = Collector()
@@ -92,6 +81,7 @@ def test_adapters_mixed_in_one_batch_equal_solo_runs(
         engine.submit(request(name, ids, count, scope=scope), collector)
     engine.start()
     collector.wait(name for name, *_ in wanted)
+    assert len(engine._runner.adapters.in_slots) == min(max_loras, 3)
     alone = make_engine(enable_prefix_caching=False)
     for name, path in adapters.items():
         load(alone, path, name)
@@ -102,98 +92,23 @@ def test_adapters_mixed_in_one_batch_equal_solo_runs(
             assert expected == reference("qwen3", ids, count)
 
 
-def test_a_reload_under_the_same_name_with_other_weights_is_another_adapter(
-    checkpoints: dict[str, Path], adapters: dict[str, Path], make_engine: MakeEngine
-) -> None:
-    """Name equal, digest different: no KV of the old weights is used, and the output is the new ones'.
-
-    docs/lora.md
-    """
-    engine = make_engine()
-    old = load(engine, adapters["all"], "style")
-    first = run_all(engine, [request("old", prompt(100), 8, scope=old)])
-    assert engine.unload_adapter(old.lora)
-    new = load(engine, adapters["attention"], "style")
-    assert old.lora.split("@")[0] == new.lora.split("@")[0] == "style"
-    got = run_all(engine, [request("new", prompt(100), 8, scope=new)])
-    assert got.cached["new"] == 0
-    assert got.tokens["new"] == peft_greedy(checkpoints["qwen3"], adapters["attention"], prompt(100), 8)
-    assert got.tokens["new"] != first.tokens["old"]
-    with pytest.raises(UnknownAdapter, match="'style' is not loaded"):
-        engine.submit(request("late", prompt(10), 1, scope=old), Collector())
-    assert engine.load_adapter(described(adapters["all"], "style")[0]) is None
-    assert run_all(engine, [request("back", prompt(100), 8, scope=old)]).cached["back"] == 96, "the same weights again"
-
-
-def test_load_and_unload_while_others_generate(
-    checkpoints: dict[str, Path], adapters: dict[str, Path], make_engine: MakeEngine, reference: Reference
-) -> None:
-    """A stream of the base and one of an adapter run on, with the right tokens, while adapters come and go.
-
-    The running one's own adapter is unloaded under it: it finishes with it, and only then is it gone.
-    """
-    engine = make_engine()
-    scope = load(engine, adapters["all"], "mine")
-    collector = Collector()
-    engine.submit(request("base", prompt(30), 200), collector)
-    engine.submit(request("worn", prompt(30), 200, scope=scope), collector)
-    collector.wait_tokens("worn", 5)
-    assert engine.unload_adapter(scope.lora)
-    assert not engine.unload_adapter(scope.lora)
-    others = 0
-    while "worn" not in collector.finish and others < 20:
-        other = load(engine, adapters["rslora"], f"other{others}")
-        got = run_all(engine, [request(f"o{others}", prompt(20, others), 2, scope=other)])
-        assert got.finish[f"o{others}"] == "length"
-        assert engine.unload_adapter(other.lora)
-        others += 1
-    collector.wait(["base", "worn"])
-    assert others > 1
-    assert collector.tokens["base"] == reference("qwen3", prompt(30), 200)
-    assert collector.tokens["worn"] == peft_greedy(checkpoints["qwen3"], adapters["all"], prompt(30), 200)
-    assert engine.adapters() == ()
-    assert dict(engine._runner.adapters._loaded) == {}, "memory is given back once nobody needs it"
-
-
-def test_more_adapters_than_slots_take_turns(adapters: dict[str, Path], make_engine: MakeEngine) -> None:
-    """One slot, three adapters: all finish, with the tokens they get when there is room for all."""
-    roomy, narrow = make_engine(max_loras=4), make_engine(max_loras=1, max_cpu_loras=4, start=False)
-    collector = Collector()
-    wanted = []
-    for i, (name, path) in enumerate([*adapters.items()] * 2):
-        scope = load(narrow, path, name)
-        load(roomy, path, name)
-        wanted.append(request(f"r{i}", prompt(40, i), 6, scope=scope))
-        narrow.submit(wanted[-1], collector)
-    narrow.submit(request("base", prompt(40), 6), collector)
-    narrow.start()
-    collector.wait([*(item.request_id for item in wanted), "base"])
-    assert len(narrow._runner.adapters.in_slots) == 1
-    assert {name: collector.tokens[name] for name in collector.tokens if name != "base"} == run_all(
-        roomy, wanted
-    ).tokens
-
-
 class _Recording(SimulatedRunner):
-    """Notes which adapters were in each step; the first step waits for a gate."""
+    """Notes which adapters were in each step."""
 
-    def __init__(self, max_loras: int) -> None:
-        super().__init__(
-            CostModel(prefill_tokens_per_s=1e9, decode_base_s=0, decode_per_sequence_s=0), max_loras=max_loras
-        )
-        self.steps: list[set[str]] = []
-        self.gate = threading.Event()
+    steps: list[set[str]]
 
     def execute(self, segments: Sequence[Segment]) -> list[SegmentResult]:
-        assert self.gate.wait(30)
         self.steps.append({segment.lora.partition("@")[0] for segment in segments if segment.lora})
         return super().execute(segments)
 
 
-def test_who_waits_for_a_slot_is_not_overtaken_by_adapters_but_by_the_base(adapters: dict[str, Path]) -> None:
+def test_who_waits_for_a_slot_is_not_overtaken_by_adapters_but_by_the_base(
+    adapters: dict[str, Path], make_simulated: MakeSimulated
+) -> None:
     """One slot: a steady queue of the adapter that holds it cannot starve another; base requests go past."""
-    runner = _Recording(max_loras=1)
-    engine = TorchEngine(runner, EngineSettings(num_blocks=256, max_num_seqs=4), lambda _: None)
+    runner = _Recording(CostModel(prefill_tokens_per_s=1e9, decode_base_s=0), max_loras=1)
+    runner.steps = []
+    engine = make_simulated(runner, num_blocks=256, max_num_seqs=4, start=False)
     first, second = load(engine, adapters["all"], "first"), load(engine, adapters["rslora"], "second")
     collector = Collector()
     engine.submit(request("a0", prompt(20), 8, scope=first), collector)
@@ -202,9 +117,7 @@ def test_who_waits_for_a_slot_is_not_overtaken_by_adapters_but_by_the_base(adapt
         engine.submit(request(f"a{i}", prompt(20, i), 8, scope=first), collector)
     engine.submit(request("base", prompt(20), 2), collector)
     engine.start()
-    runner.gate.set()
     collector.wait(["b", "base", *(f"a{i}" for i in range(6))])
-    engine.stop()
     assert all(len(step) <= 1 for step in runner.steps), "a batch never holds more adapters than slots"
     turns = [next(iter(step)) for step in runner.steps if step]
     assert turns.index("second") == 8, "right after the one that held the slot, before the rest of its queue"
@@ -212,10 +125,7 @@ def test_who_waits_for_a_slot_is_not_overtaken_by_adapters_but_by_the_base(adapt
 
 
 def test_a_step_without_adapters_has_no_hooks(adapters: dict[str, Path], make_engine: MakeEngine) -> None:
-    """Hooks come with the first row that needs one and leave with the last; without any, the base costs nothing.
-
-    docs/lora.md
-    """
+    """Hooks come with the first row that needs one and leave with the last. (docs/lora.md)"""
     engine = make_engine()
     model = engine._runner.model  # type: ignore[attr-defined]
 
@@ -229,3 +139,56 @@ def test_a_step_without_adapters_has_no_hooks(adapters: dict[str, Path], make_en
     assert hooks() == 4, "two layers' q_proj and v_proj"
     run_all(engine, [request("base", prompt(20), 2)])
     assert hooks() == 0
+
+
+WIDTH = 6
+RANKS = {"a": {"x": 2}, "b": {"x": 3, "y": 1}, "c": {"y": 2}}
+"""Of each adapter the layers that it changes, and their ranks."""
+
+
+def _weights() -> dict[str, AdapterWeights]:
+    drawn = torch.Generator().manual_seed(1)
+    return {
+        key: {
+            name: LoraPair(*(torch.randn(rank, WIDTH, generator=drawn) for _ in range(2)))
+            for name, rank in layers.items()
+        }
+        for key, layers in RANKS.items()
+    }
+
+
+steps = st.lists(st.tuples(st.sampled_from(["", *RANKS]), st.sampled_from([1, 1, 2, 40])), min_size=1, max_size=9)
+
+
+@given(sequence=st.lists(steps, min_size=1, max_size=3))
+def test_each_row_has_its_own_adapter_once(sequence: list[list[tuple[str, int]]]) -> None:
+    """Whatever is in a step, each row has its own adapter's product. (docs/lora.md)"""
+    weights = _weights()
+    slots: LoadedAdapters[AdapterWeights] = LoadedAdapters(
+        lambda spec: weights[spec.name], max_loras=3, max_cpu_loras=3
+    )
+    layers = {name: torch.nn.Linear(WIDTH, WIDTH) for name in ("x", "y")}
+    lora = LoraLayers(layers, slots, torch.device("cpu"))
+    for key in RANKS:
+        spec = AdapterSpec(key, "0", "")
+        slots.load(spec)
+        weights[spec.key] = weights[key]
+    for step in sequence:
+        packed = sorted(step, key=lambda part: part[1] > 1)
+        named = [(AdapterSpec(key, "0", "").key if key else "", count) for key, count in packed]
+        for key, _ in named:
+            slots.acquire(key)
+        segments = [Segment(np.zeros(count, np.int32), 0, [], [], None, lora=key) for key, count in named]
+        rows = torch.randn(1, sum(count for _, count in named) + 3, WIDTH)
+        lora.apply(segments)
+        with torch.inference_mode():
+            outputs = {name: layer(rows)[0] for name, layer in layers.items()}
+        owner = [key for key, count in named for _ in range(count)] + [""] * 3
+        for name, layer in layers.items():
+            plain = rows[0] @ layer.weight.t() + layer.bias
+            for row, key in enumerate(owner):
+                pair = weights[key].get(name) if key else None
+                product = 0 if pair is None else rows[0, row] @ pair.down.t() @ pair.up
+                torch.testing.assert_close(outputs[name][row], plain[row] + product, rtol=1e-4, atol=1e-4)
+        for key, _ in named:
+            slots.release(key)

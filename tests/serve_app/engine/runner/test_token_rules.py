@@ -17,7 +17,7 @@ from serve_app.engine.protocol import EngineRequest, SamplingParams, TokenRules
 from serve_app.engine.runner.token_rules import apply_rules, token_logprobs
 from serve_app.engine.step import History
 from tests.serve_app.conftest import MakeEngine
-from tests.serve_app.engine.tiny import VOCAB, Collector, prompt, request, run_all, save_draft
+from tests.serve_app.engine.tiny import VOCAB, prompt, request, run_all, save_draft
 
 SMALL = 37
 
@@ -193,10 +193,11 @@ def expected(make_engine: MakeEngine) -> list[tuple[list[int], str]]:
     return found
 
 
-def test_rules_are_exact_in_batches_cached_and_resumed(
+def test_rules_are_exact_in_batches_cached_preempted_and_resumed(
     make_engine: MakeEngine, expected: list[tuple[list[int], str]]
 ) -> None:
-    """Alone == together == from the cache == gone on with elsewhere, after any number of tokens."""
+    """Alone == together == from the cache == begun again in a pool too small for all == gone on with elsewhere."""
+    assert answers(make_engine(num_blocks=24), ruled_requests("small")) == expected
     engine = make_engine()
     assert answers(engine, ruled_requests("together")) == expected
     assert answers(engine, ruled_requests("cached")) == expected
@@ -209,12 +210,6 @@ def test_rules_are_exact_in_batches_cached_and_resumed(
                 resumed.append(replace(one, token_ids=ids, sampling=sampling, resumed_tokens=cut))
                 whole.append((found[cut:], reason))
         assert answers(engine, resumed) == whole
-
-
-def test_rules_are_exact_through_preemptions(make_engine: MakeEngine, expected: list[tuple[list[int], str]]) -> None:
-    """In a pool that is too small for all, some are begun again, with the same tokens."""
-    engine = make_engine(num_blocks=24)
-    assert answers(engine, ruled_requests("small")) == expected
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.05])
@@ -236,30 +231,17 @@ def test_each_token_has_its_logprob_with_and_without_drafts(
 ) -> None:
     """As many as tokens, of the base's raw logits, though rules chose among others."""
 
-    class Told(Collector):
-        def __init__(self) -> None:
-            super().__init__()
-            self.told: list[Any] = []
-
-        def __call__(self, outputs: Any) -> None:
-            self.told.extend(told for output in outputs for told in output.logprobs)
-            super().__call__(outputs)
-
-    found = []
     draft = str(save_draft(checkpoints["qwen3"], tmp_path, 0.05))
-    for drafts in ({}, {"speculative_model": draft, "num_speculative_tokens": 3}):
-        collector, engine = Told(), make_engine(**drafts)
-        rules = TokenRules(repetition_penalty=1.6)
-        engine.submit(request("one", prompt(20), 24, rules=rules, logprobs=3), collector)
-        collector.wait(["one"])
-        found.append((collector.tokens["one"], collector.told))
-    (plain, of_plain), (drafted, of_drafted) = found
-    assert plain == drafted
+    asked = [request("one", prompt(20), 24, rules=TokenRules(repetition_penalty=1.6), logprobs=3)]
+    drafts = {"speculative_model": draft, "num_speculative_tokens": 3}
+    plain, drafted = (run_all(make_engine(**settings), asked) for settings in ({}, drafts))
+    of_plain, of_drafted = plain.logprobs["one"], drafted.logprobs["one"]
+    assert plain.tokens == drafted.tokens
     assert len(of_plain) == len(of_drafted) == 24
     for one, other in zip(of_plain, of_drafted, strict=True):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
         assert [token for token, _ in one.top] == [token for token, _ in other.top]
-    assert any(token != one.top[0][0] for token, one in zip(plain, of_plain, strict=True)), "a rule chose otherwise"
+    assert plain.tokens["one"] != [one.top[0][0] for one in of_plain], "a rule chose otherwise"
 
 
 def test_rules_that_no_sampler_can_follow_are_refused(make_engine: MakeEngine) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from serve_app.engine.core.build import build_engine
 from serve_app.engine.settings import EngineSettings
-from serve_app.engine.speculative.eagle_config import read_eagle_config
+from serve_app.engine.speculative.eagle_config import EagleConfig, read_eagle_config
 from tests.serve_app.engine.speculative.heads import AUX, save_base, save_head
 from tests.serve_app.engine.tiny import VOCAB
 
@@ -40,7 +40,6 @@ UNFIT: dict[str, tuple[dict[str, Any], str]] = {
         {"draft_vocab": 100, "tensors": {"lm_head.weight": None}},
         r"no lm_head.weight and needs .*\[100, 64\]",
     ),
-    "layer": ({"eagle_aux_hidden_state_layer_ids": [0, 1, 4]}, "names layers 0, 1, 4, but the base model has 3 layers"),
     "two ids": ({"eagle_aux_hidden_state_layer_ids": [0, 1]}, "must be a list of 3 layers"),
     "size": ({"intermediate_size": "wide"}, "must name intermediate_size"),
     "EAGLE-1": ({"eagle_config": {"use_aux_hidden_state": False}}, "only EAGLE-3"),
@@ -88,14 +87,15 @@ def test_embeddings_and_output_layer_come_from_the_base_where_the_files_have_non
 def test_which_layers_are_read(base: Path, tmp_path: Path) -> None:
     """Named at the top, or as the layers after which states are taken, or by the published default."""
     name = "eagle_aux_hidden_state_layer_ids"
-    named = read_eagle_config(save_head(base, tmp_path / "a"))
-    assert named is not None
-    assert named.aux_layers(3) == AUX
-    nested = read_eagle_config(save_head(base, tmp_path / "b", **{name: None, "eagle_config": {name: [0, 1, 2]}}))
-    assert nested is not None
-    assert nested.aux_layers(3) == (1, 2, 3)
-    default = read_eagle_config(save_head(base, tmp_path / "c", **{name: None}))
-    assert default is not None
+
+    def read(**config: Any) -> EagleConfig:
+        found = read_eagle_config(save_head(base, tmp_path, **config))
+        assert found is not None
+        return found
+
+    assert read().aux_layers(3) == AUX
+    assert read(**{name: None, "eagle_config": {name: [0, 1, 2]}}).aux_layers(3) == (1, 2, 3)
+    default = read(**{name: None})
     assert default.aux_layers(32) == (2, 16, 29)
     with pytest.raises(ValueError, match="leaves out eagle_aux_hidden_state_layer_ids"):
         default.aux_layers(2)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,8 @@ from serve_app.engine.core.build import build_engine
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.settings import EngineSettings
 from serve_app.engine.speculative.eagle_drafter import EagleDrafter
-from serve_app.engine.speculative.runner import SpeculativeRunner, accept
-from serve_app.engine.step import Segment, SegmentResult
+from serve_app.engine.speculative.runner import SpeculativeRunner
+from serve_app.engine.step import Segment
 from tests.serve_app.engine.adapters import described, save_adapter
 from tests.serve_app.engine.speculative.heads import DenseHead, save_base, save_head
 from tests.serve_app.engine.tiny import SCOPE, SECRET, VOCAB, prompt, request, run_all, save_draft
@@ -37,6 +36,7 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 
 Make = Callable[..., TorchEngine]
+Watching = Callable[[TorchEngine, str], "Watch"]
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +48,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def drafters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     models = {name: save_draft(base, tmp_path_factory.mktemp(name), noise) for name, noise in MODELS.items()}
     return models | {name: save_head(base, tmp_path_factory.mktemp(name), **how) for name, how in HEADS.items()}
+
+
+@pytest.fixture
+def watching(base: Path, drafters: dict[str, Path]) -> Watching:
+    """Watch an engine whose drafter has that name."""
+    return lambda engine, name: Watch(engine, base, drafters[name])
 
 
 @pytest.fixture
@@ -113,15 +119,13 @@ class Watch:
 @pytest.mark.parametrize(
     ("name", "ahead"), [("same", 1), ("same", 7), ("close", 4), ("far", 4), *((head, 4) for head in HEADS)]
 )
-def test_mixed_batches_and_chunks_equal_plain_decoding(
-    name: str, ahead: int, make: Make, base: Path, drafters: dict[str, Path]
-) -> None:
+def test_mixed_batches_and_chunks_equal_plain_decoding(name: str, ahead: int, make: Make, watching: Watching) -> None:
     """Prompts of awkward lengths at once, in chunks, cold and warm, whatever the drafter is worth."""
     prompts = {f"p{n}": prompt(n, seed=n) for n in (1, 2, 15, 16, 17, 31, 100, 150)}
     wanted = [request(key, ids, 23, seed=len(ids)) for key, ids in prompts.items()]
     plain = run_all(make(), wanted).tokens
     engine = make(name, num_speculative_tokens=ahead)
-    watch = Watch(engine, base, drafters[name])
+    watch = watching(engine, name)
     for turn in ("cold", "warm"):
         got = run_all(engine, wanted)
         assert got.tokens == plain, turn
@@ -132,13 +136,8 @@ def test_mixed_batches_and_chunks_equal_plain_decoding(
 
 
 @pytest.mark.parametrize("name", ["same", "close", "head"])
-def test_a_hit_at_every_block_boundary_changes_no_token_and_no_guess(
-    name: str, make: Make, base: Path, drafters: dict[str, Path]
-) -> None:
-    """Whoever filled the blocks, and went on otherwise, left the states and KV that this prompt needs.
-
-    docs/speculation.md
-    """
+def test_a_hit_at_every_block_boundary_changes_no_token_and_no_guess(name: str, make: Make, watching: Watching) -> None:
+    """Whoever filled the blocks left the states and KV that this prompt needs. (docs/speculation.md)"""
     ids = prompt(165)
     expected = run_all(make(), [request("plain", ids, 20)]).tokens["plain"]
     accepted = set()
@@ -146,7 +145,7 @@ def test_a_hit_at_every_block_boundary_changes_no_token_and_no_guess(
         engine = make(name)
         if cached:
             run_all(engine, [request("warm", whole(ids[: cached * 16], prompt(5, 99)), 9)])
-        watch = Watch(engine, base, drafters[name])
+        watch = watching(engine, name)
         before = counted(engine, "num_accepted_tokens")
         got = run_all(engine, [request("hit", ids, 20)])
         assert got.cached["hit"] == cached * 16, "a block keeps all that is needed to go on after it"
@@ -170,11 +169,7 @@ def test_a_draft_that_agrees_takes_a_step_for_five_tokens(make: Make) -> None:
 
 @pytest.mark.parametrize("name", ["same", "close", *HEADS])
 def test_sampled_output_equals_plain_sampling_token_for_token(name: str, make: Make) -> None:
-    """At any temperature a draft counts only if it is the token that (seed, position) gives: nothing to preserve
-    in distribution, the very tokens are the same. And a model, given the same number, often finds it.
-
-    docs/speculation.md
-    """
+    """A draft counts only if it is the token that (seed, position) gives. (docs/speculation.md)"""
     hows: list[dict[str, Any]] = [
         {"temperature": 1.0},
         {"temperature": 0.7, "top_p": 0.9},
@@ -189,14 +184,12 @@ def test_sampled_output_equals_plain_sampling_token_for_token(name: str, make: M
 
 
 @pytest.mark.parametrize("name", ["same", "head"])
-def test_a_request_can_do_without_and_its_blocks_still_draft_well(
-    name: str, make: Make, base: Path, drafters: dict[str, Path]
-) -> None:
+def test_a_request_can_do_without_and_its_blocks_still_draft_well(name: str, make: Make, watching: Watching) -> None:
     """disable_spec_decode: no draft for it; a follow-up on its blocks has as good ones as any."""
     engine, ids = make(name), prompt(40)
     first = run_all(engine, [request("plain", ids, 60, disable_spec_decode=True)]).tokens["plain"]
     assert counted(engine, "num_drafts") == 0
-    watch = Watch(engine, base, drafters[name])
+    watch = watching(engine, name)
     turn = whole(ids, [*first, *prompt(3, 8)])
     got = run_all(engine, [request("next", turn, 20), request("off", prompt(9), 20, disable_spec_decode=True)])
     assert got.cached["next"] == 96, "the generated blocks as well"
@@ -206,12 +199,10 @@ def test_a_request_can_do_without_and_its_blocks_still_draft_well(
 
 
 @pytest.mark.parametrize("name", ["same", "far", "head"])
-def test_a_small_pool_under_churn_evicts_both_and_stays_right(
-    name: str, make: Make, base: Path, drafters: dict[str, Path]
-) -> None:
+def test_a_small_pool_under_churn_evicts_both_and_stays_right(name: str, make: Make, watching: Watching) -> None:
     """Twenty-four requests over six prefixes in a pool for three; drafts need no block beyond what was promised."""
     engine = make(name, num_blocks=24, max_num_seqs=4)
-    watch, order = Watch(engine, base, drafters[name]), random.Random(3)
+    watch, order = watching(engine, name), random.Random(3)
     prompts = {
         i: whole(prompt(96, seed=100 + order.randrange(6)), prompt(order.randrange(1, 20), i)) for i in range(24)
     }
@@ -221,16 +212,6 @@ def test_a_small_pool_under_churn_evicts_both_and_stays_right(
     watch.check({i: whole(ids, got.tokens[f"r{i}"]) for i, ids in prompts.items()})
     assert any(name == "warmpath_prefix_cache_evicted_blocks_total" and n for name, _, n in engine.stats().samples)
     assert name != "same" or acceptance(engine) == 1.0, "an evicted block's draft KV was never taken for another's"
-    assert engine._cache.pool.used_blocks == 0
-
-
-def test_a_stop_token_inside_a_draft_ends_the_answer_there(make: Make) -> None:
-    expected = run_all(make(), [request("plain", prompt(20), 20)]).tokens["plain"]
-    engine = make("same")
-    for i in range(1, 12):
-        got = run_all(engine, [request(f"s{i}", prompt(20), 20, stop_token_ids=(expected[i],))])
-        assert got.tokens[f"s{i}"] == expected[: expected.index(expected[i])]
-        assert got.finish[f"s{i}"] == "stop"
     assert engine._cache.pool.used_blocks == 0
 
 
@@ -277,7 +258,7 @@ def test_a_drafter_that_fails_leaves_plain_decoding(name: str, make: Make) -> No
 
 @pytest.mark.parametrize(("name", "other"), [("same", "head"), ("head", "few_tokens")])
 def test_what_a_drafter_keeps_goes_down_up_and_across_with_the_bases_kv(
-    name: str, other: str, make: Make, base: Path, drafters: dict[str, Path]
+    name: str, other: str, make: Make, watching: Watching
 ) -> None:
     """Through host memory and to another engine; an engine with another drafter, or none, takes none of it."""
     ids = prompt(150)
@@ -297,7 +278,7 @@ def test_what_a_drafter_keeps_goes_down_up_and_across_with_the_bases_kv(
     hashed = HashedTokens(SCOPE, ids, chain.header.hashes, "default")
     assert second.import_part(chain, hashed, 0) == 9
     for holder in (engine, second):
-        watch = Watch(holder, base, drafters[name])
+        watch = watching(holder, name)
         got = run_all(holder, [request("hit", ids, 12)])
         assert got.cached["hit"] == 144
         watch.check({0: whole(ids, got.tokens["hit"])})
@@ -321,20 +302,3 @@ def test_adapters_and_a_drafter_go_together(name: str, make: Make, base: Path, t
         assert got.tokens == plain.tokens
         assert got.cached == plain.cached
     assert counted(engines[1], "num_draft_tokens") > 0
-
-
-def test_without_a_drafter_nothing_is_counted(make: Make) -> None:
-    engine = make()
-    run_all(engine, [request("r", prompt(30), 5)])
-    assert not any(name.startswith("warmpath_spec_decode") for name, _, _ in engine.stats().samples)
-
-
-def test_acceptance_stops_at_the_first_difference() -> None:
-    verdicts = [SegmentResult(token=token) for token in (4, 5, 6, 7)]
-    plain = SegmentResult(token=4)
-    assert accept([plain], []) == plain
-    assert accept(verdicts, [4, 5, 6]) == replace(verdicts[3], accepted=(4, 5, 6), proposed=3)
-    assert accept(verdicts, [4, 9, 6]) == replace(verdicts[1], accepted=(4,), proposed=3)
-    assert accept(verdicts, [9, 5, 6]) == replace(verdicts[0], accepted=(), proposed=3)
-    failed = SegmentResult(error="no number")
-    assert accept([*verdicts[:2], failed, verdicts[3]], [4, 5, 6]) == failed, "whatever stands before it"
