@@ -118,7 +118,8 @@ def _decision(
     if now_s - state.wanted_since_s >= bounds.upscale_delay_s and target < most:
         if now.running < target and now_s - state.grown_s >= START_PATIENCE_S:
             return Decision(target, needed, "starting", f"{target - now.running} replicas do not start; {why}")
-        return Decision(min(int(state.wants[0][1]), most), needed, cause, why)
+        # A deploy may have raised the target since fewer were wanted.
+        return Decision(max(target, min(int(state.wants[0][1]), most)), needed, cause, why)
     highest = state.needs[0][1]
     enough = ceil(SHRINK_MARGIN * highest)
     if enough < target and _past(max(state.since_s, state.grown_s), bounds, now_s):

@@ -110,6 +110,16 @@ def test_more_load_never_means_fewer_replicas(seen: list[Signals], last: Signals
     assert decide(state, loaded, now_s)[0].target >= decide(state, last, now_s)[0].target
 
 
+def test_a_target_that_was_raised_from_outside_is_not_lowered_by_a_backlog() -> None:
+    """A smaller number of replicas was wanted before a deploy gave more."""
+    deployment = Deployment(1)
+    deployment.tick(1.0)
+    deployment.tick(1.0, backlog_s=70.0)
+    deployment.signals = replace(deployment.signals, target=3, running=3)
+    decided = deployment.tick(1.0, 3, backlog_s=200.0)
+    assert min(decision.target for decision in decided) >= 3
+
+
 @given(st.floats(0.2, 40), st.integers(1, 64), st.lists(st.sampled_from([0.95, 1.0, 1.05]), min_size=1, max_size=12))
 @settings(max_examples=25)
 def test_no_flap_while_the_load_is_flat(work: float, first: int, noise: list[float]) -> None:
