@@ -119,19 +119,19 @@ TENANTS = [
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status", "key"),
+    ("method", "path", "status"),
     [
-        ("GET", "/nothing", 404, ""),
-        ("GET", "/v1/completions", 405, ""),
-        ("GET", "/redoc", 404, ""),
-        ("POST", "/v1/chat/completions/", 404, ""),  # a redirect would lead to the host that the client names
-        *((*route, 401, "") for route in (*OPERATORS, *TENANTS)),
-        *((*route, 403, KEY) for route in OPERATORS),
+        ("GET", "/nothing", 404),
+        ("GET", "/v1/completions", 405),
+        ("GET", "/redoc", 404),
+        ("POST", "/v1/chat/completions/", 404),  # a redirect would lead to the host that the client names
+        *((*route, 401) for route in (*OPERATORS, *TENANTS)),
+        *((*route, 403) for route in OPERATORS),
     ],
 )
-def test_errors_have_openais_shape(method: str, path: str, status: int, key: str) -> None:
-    """Wrong paths and methods, everything that needs a key, and what is an operator's for a tenant."""
-    response = get(path, CLOSED, method, {"host": "elsewhere.example"}, key)
+def test_errors_have_openais_shape(method: str, path: str, status: int) -> None:
+    """Wrong paths and methods, everything that needs a key, and what is an operator's for a tenant (403)."""
+    response = get(path, CLOSED, method, {"host": "elsewhere.example"}, KEY if status == 403 else "")
     assert response.status_code == status
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}
     assert "location" not in response.headers
