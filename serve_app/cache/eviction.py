@@ -1,4 +1,4 @@
-"""Which of a tenant's blocks goes first, in the pool and in the tiers below it: the least recently used.
+"""Which of a tenant's blocks goes first, in the pool and in the tiers below it: ``rank`` is the one place that says so.
 
 ``Accounts`` chooses the tenant; the caches keep what is in use, and a parent as long as its child. Not thread-safe.
 """
@@ -22,24 +22,33 @@ class Standing(IntEnum):
     """A pin's, written to disk, where it may be evicted."""
 
 
+def rank(used: int, size: int, hits: float) -> float:
+    """Return a block's place among those of its standing: the lowest goes first. Least recently used.
+
+    ``used``: the tick of its last use, which rises; ``size``: bytes, or 1 in the pool; ``hits``: requests that matched
+    a prefix that ends with the block, 0.0 in a tier.
+    """
+    return used
+
+
 class EvictionQueue(Generic[K]):
     """One tenant's blocks that can go. Every call is O(log n) or better, amortized."""
 
     __slots__ = ("_entries", "_heap", "_numbers")
 
     def __init__(self) -> None:
-        self._heap: list[tuple[Standing, int, int, K]] = []
+        self._heap: list[tuple[Standing, float, int, K]] = []
         self._numbers: dict[K, int] = {}
         self._entries = 0
 
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def put(self, key: K, used: int, standing: Standing = Standing.ORDINARY) -> None:
-        """Take a block in, or change its place. ``used``: the tick of its last use, which rises."""
+    def put(self, key: K, used: int, standing: Standing, *, size: int = 1, hits: float = 0.0) -> None:
+        """Take a block in, or change its place."""
         self._entries += 1
         self._numbers[key] = self._entries
-        heapq.heappush(self._heap, (standing, used, self._entries, key))
+        heapq.heappush(self._heap, (standing, rank(used, size, hits), self._entries, key))
         if len(self._heap) > 2 * len(self._numbers) + 64:
             self._heap = [entry for entry in self._heap if self._numbers.get(entry[3]) == entry[2]]
             heapq.heapify(self._heap)

@@ -138,7 +138,7 @@ class PrefixCache:
             entry.released_at = self._ticks
             entry.standing = Standing.ORDINARY
             if entry.children == 0:
-                self.quota.queue_leaf(block, entry.released_at, entry.standing)
+                self.quota.queue_leaf(block, entry.released_at, entry.standing, entry.hits)
 
     def demote(self, blocks: Sequence[int]) -> int:
         """Let a matched prefix's tail that is idle and unshared go first: another replica has it; return its blocks."""
@@ -150,7 +150,7 @@ class PrefixCache:
                 break
             entry.released_at, entry.standing = self._ticks, Standing.DEMOTED
             if entry.children == 0:
-                self.quota.queue_leaf(block, entry.released_at, entry.standing)
+                self.quota.queue_leaf(block, entry.released_at, entry.standing, entry.hits)
             demoted += 1
         return demoted
 
@@ -251,7 +251,7 @@ class PrefixCache:
             self.pool.free_idle(entry.block)
             self.quota.freed(entry.block, idle=True)
             if parent is not None and parent.children == 0 and self.pool.is_idle(parent.block):
-                self.quota.queue_leaf(parent.block, parent.released_at, parent.standing)
+                self.quota.queue_leaf(parent.block, parent.released_at, parent.standing, parent.hits)
             if entry.reused:
                 self.evicted_reused_blocks += counted
                 if parent is not None:

@@ -182,9 +182,9 @@ class Quota(Accounts[int]):
         account.idle -= idle
         account.queue.discard(block)
 
-    def queue_leaf(self, block: int, used: int, standing: Standing) -> None:
+    def queue_leaf(self, block: int, used: int, standing: Standing, hits: float) -> None:
         """Let an idle leaf be evicted when it comes to it."""
-        self._owner(block).queue.put(block, used, standing)
+        self._owner(block).queue.put(block, used, standing, hits=hits)
 
     def next_leaf(self) -> int:
         """Take and return the block to evict, of whoever is most over their share. Raises IndexError: none."""

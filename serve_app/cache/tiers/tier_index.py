@@ -184,4 +184,4 @@ class TierIndex(Accounts[bytes], Generic[E]):
         """Give a block the place of one that is used now."""
         self._uses += 1
         standing = Standing.ORDINARY if entry.saved_until_s is None else Standing.PINNED
-        self._accounts[entry.block.owner].queue.put(entry.block.block_hash, self._uses, standing)
+        self._accounts[entry.block.owner].queue.put(entry.block.block_hash, self._uses, standing, size=entry.size)

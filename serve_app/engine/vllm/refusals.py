@@ -35,7 +35,7 @@ TABLE = (
     Refusal(
         ("save_ttl_s",),
         "saved prompts stay only where pin_budget says how much of the pool they may keep",
-        lambda config: config.save_ttl_s is not None and not config.pin_budget,
+        lambda config: _changed(config, "save_ttl_s") and not config.pin_budget,
         instead="set pin_budget too",
     ),
     Refusal(
