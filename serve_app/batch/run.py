@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from serve_app.api.format import AnswerHead, ErrorAnswer
@@ -16,7 +17,7 @@ from serve_app.batch.batch_file import APIS, BatchRequest
 from serve_app.checkpoints.checkpoint import CheckpointInfo
 from serve_app.checkpoints.limits import max_model_len
 from serve_app.config.app import AppConfig
-from serve_app.engine.protocol import Engine, EngineError, EngineOutput, EngineRequest
+from serve_app.engine.protocol import Engine, EngineError, EngineOutput
 from serve_app.errors import GenerationFailed, InvalidRequest, WarmpathError
 from serve_app.fairness.shares import Budget, Shares
 from serve_app.fairness.waiting_line import WaitingLine
@@ -135,20 +136,13 @@ class _Batch:
             for output in filter(None, map(stream.push, outputs)):
                 loop.call_soon_threadsafe(ready.put_nowait, output)
 
-        grammar, tenant = generation.grammar, generation.tenant
+        grammar = generation.grammar
         ended = False
         try:
-            request = EngineRequest(
-                request_id=generation.request_id,
-                token_ids=generation.token_ids,
-                scope=generation.scope,
-                root=generation.root,
-                sampling=generation.sampling,
+            request = replace(
+                generation.engine_request(generation.request_id, time.perf_counter()),
                 block_hashes=generation.block_hashes,
-                tenant=tenant,
-                saves=generation.saves,
-                store_kv=generation.store_kv,
-                matcher=await self._matchers.matcher(grammar, tenant) if grammar else None,
+                matcher=await self._matchers.matcher(grammar, generation.tenant) if grammar else None,
             )
             await self._adapters.submit(request, generation.lora_path, deliver)
             while not ended:

@@ -19,7 +19,7 @@ from router.core import RoutingCore
 from router.protocol.block_hash import extend_chain
 from router.protocol.request import Decision, NoReplicaLeft, RoutedRequest
 from router.serve.recent_decisions import RecentDecisions
-from serve_app.engine.protocol import EngineRequest, SaveResult
+from serve_app.engine.protocol import SaveResult
 from serve_app.errors import GenerationFailed, Overloaded, RateLimited
 from serve_app.generation.call import Call, ReplicaLeaves, ReplicaLost, Reservation, queue_full, raise_for
 from serve_app.generation.generation import Generation, Tokens
@@ -153,20 +153,8 @@ class Dispatcher:
         """One call to one replica; ends its reservation at the first token, or at whatever ends the call."""
         started_s = time.perf_counter()
         trace = call_trace(self._tracer, generation.traceparent, route.request_id)
-        request = EngineRequest(
-            request_id=route.request_id,
-            token_ids=generation.token_ids,
-            scope=generation.scope,
-            root=generation.root,
-            sampling=generation.sampling,
-            tenant=generation.tenant,
-            saves=generation.saves,
-            timeout_s=generation.deadline_s - started_s,
-            store_kv=generation.store_kv,
-            resumed_tokens=generation.resumed_tokens,
-        )
         message = wire.GenerateCall(
-            request=request,
+            request=generation.engine_request(route.request_id, started_s),
             caller=self._caller,
             reply_to=self._inbox.reply_to,
             lora_path=generation.lora_path,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from router.protocol.block_hash import PrefixScope, TokenArray
-from serve_app.engine.protocol import FinishReason, SamplingParams, Save, SaveResult, TokenLogprob
+from serve_app.engine.protocol import EngineRequest, FinishReason, SamplingParams, Save, SaveResult, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,21 @@ class Generation:
     def public(self) -> bool:
         """Whether some of its blocks are public: other tenants' prompts have them, too."""
         return self.scope.public_blocks > 0
+
+    def engine_request(self, request_id: str, now_s: float) -> EngineRequest:
+        """Return what an engine is asked, without what its replica adds. ``now_s``: of ``time.perf_counter``."""
+        return EngineRequest(
+            request_id=request_id,
+            token_ids=self.token_ids,
+            scope=self.scope,
+            root=self.root,
+            sampling=self.sampling,
+            tenant=self.tenant,
+            saves=self.saves,
+            timeout_s=self.deadline_s - now_s,
+            store_kv=self.store_kv,
+            resumed_tokens=self.resumed_tokens,
+        )
 
 
 class Tokens(msgspec.Struct, frozen=True):

@@ -41,7 +41,7 @@ async def unload_lora_adapter(request: Request, services: Front) -> Response:
 @router.get("/v1/prompts", tags=["prompts"])
 @guarded("prompts", operator=True)
 async def prompts(request: Request, services: Front) -> Response:
-    """Every prompt, what its name means, and the hit rate and times of each version; ``?name=`` for one."""
+    """Every prompt, what its name means, and the hit rate of each version; ``?name=`` for one."""
     return json_response(await services.prompt_admin.status(request.query_params.get("name")))
 
 
