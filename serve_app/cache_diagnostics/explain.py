@@ -27,11 +27,15 @@ MAX_COMPARED = 4
 """Earlier prompts compared to their ends: those with the longest beginning in common."""
 GRAM = 8
 """So many equal tokens are the same place of two prompts."""
+LONG_TOKENS, SAMPLED_PART = 2048, 8
+"""Prompts so long are compared with those alone that share one of an eighth of their grams."""
 BEFORE_TOKENS, BEHIND_TOKENS = 64, 1024
 """Read of both texts around their first difference."""
 
 _MULTIPLIERS = np.random.default_rng(1).integers(1 << 63, size=3, dtype=np.uint64) | np.uint64(1)
 """For grams of 2, 4 and 8 tokens."""
+
+_LARGEST = np.iinfo(np.uint64).max
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids -> their text, special tokens included."""
@@ -111,7 +115,11 @@ def explain(prompt: SeenPrompt, cached_tokens: int, earlier: Sequence[SeenPrompt
     # What was read further than an earlier prompt goes explains nothing by it.
     least = cached_tokens - len(prompt.ids) // MISSED_PART
     near = sorted((seen for seen in siblings if common[seen] >= least), key=lambda seen: (common[seen], seen.seen_s))
+    part = SAMPLED_PART if len(prompt.ids) >= LONG_TOKENS else 1
+    sample = _sample(prompt.ids, part)
     for seen in near[: -MAX_COMPARED - 1 : -1]:
+        if sample.isdisjoint(_sample(seen.ids[common[seen] :], part)):
+            continue
         lost_tokens = equal_behind(prompt.ids, seen.ids, common[seen])
         if lost_tokens >= MIN_LOST_TOKENS:
             reason, place = _difference(prompt, seen, common[seen], decode)
@@ -123,6 +131,12 @@ def equal_behind(new: TokenArray, old: TokenArray, start: int) -> int:
     """Return how many tokens of ``new`` from ``start`` on stand in a gram that ``old`` has from there on, too."""
     equal = np.isin(_grams(new[start:]), _grams(old[start:]))
     return int(np.count_nonzero(np.convolve(equal, np.ones(GRAM)))) if equal.any() else 0
+
+
+def _sample(ids: TokenArray, part: int) -> set[int]:
+    """Return one of ``part`` grams: those with small hashes, so the same ones of every prompt."""
+    grams = _grams(ids)
+    return set(grams[grams <= _LARGEST // part].tolist())
 
 
 def _grams(ids: TokenArray) -> npt.NDArray[np.uint64]:
