@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import replace
@@ -69,6 +70,7 @@ class FakeHandle:
         self.decisions = RecentDecisions()
         self.calls: list[tuple[wire.GenerateCall, RoutedRequest]] = []
         self.results: list[FakeResult] = []
+        self.chosen: list[str] = []
         self.after_first_token: list[bool] = []
         """Of each call that was sent again."""
         self.assigned = asyncio.Event()
@@ -86,6 +88,7 @@ class FakeHandle:
         self.calls.append((call, route))
         chosen = self.core.decide(route)
         assert chosen is not None
+        self.chosen.append(chosen.replica_id)
         self.decisions.add(route.request_id, chosen)
         self.results.append(FakeResult(route.request_id, self.chunks(call, route, chosen.replica_id), self.inbox))
         return called(self._assign(self.results[-1]))
@@ -168,19 +171,22 @@ async def answer(call: wire.GenerateCall, route: RoutedRequest, replica: str, st
         )
 
 
+def at_first(calls: int, chunks: Chunks, then: Chunks = answer) -> Chunks:
+    """Replicas of which the first so many calls are answered otherwise than all others."""
+    first = itertools.repeat(chunks, calls)
+    return lambda *call: next(first, then)(*call)
+
+
 def lost_once(received: int, then: Chunks = answer, error: Exception | None = None) -> Chunks:
     """Replicas of which the first called is lost after so many tokens, by ``error`` if there is one; then ``then``."""
-    lost = False
 
-    async def chunks(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
-        nonlocal lost
-        first, lost = not lost, True
-        async for chunk in answer(call, route, replica, received) if first else then(call, route, replica):
+    async def lost(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
+        async for chunk in answer(call, route, replica, received):
             yield chunk
-        if first and error is not None:
+        if error is not None:
             raise error
 
-    return chunks
+    return at_first(1, lost, then)
 
 
 def always(what: wire.GenerateChunk | Exception) -> Chunks:

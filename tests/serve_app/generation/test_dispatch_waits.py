@@ -29,6 +29,7 @@ from tests.serve_app.generation.fake_replicas import (
     FakeResult,
     always,
     answer,
+    at_first,
     called,
     generation,
     ids,
@@ -44,13 +45,7 @@ FULL = wire.GenerateChunk(error="queue_full", message="full", retry_after_s=3.0)
 def test_a_stream_that_has_begun_waits_for_a_replica(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its client has a part of the answer and cannot ask for the rest: it goes on when there is a replica again."""
     monkeypatch.setattr("serve_app.generation.dispatch.FIRST_PAUSE_S", 0.001)
-
-    async def none_at_first(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
-        if len(handle.calls) < 2 * MAX_ATTEMPTS:
-            raise error
-        async for chunk in answer(call, route, replica):
-            yield chunk
-
+    none_at_first = at_first(2 * MAX_ATTEMPTS, always(error))
     handle = FakeHandle(lost_once(2, none_at_first, ActorDiedError()))
     assert ids(run(handle)) == whole()
     assert handle.after_first_token == [True]
@@ -119,11 +114,7 @@ def test_a_full_line_is_asked_again(by_serve: bool, monkeypatch: pytest.MonkeyPa
     """
     monkeypatch.setattr("serve_app.generation.dispatch.FIRST_PAUSE_S", 0.001)
     full = always(BackPressureError(num_queued_requests=1, max_queued_requests=1)) if by_serve else always(FULL)
-
-    def full_at_first(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
-        return (full if len(handle.calls) <= MAX_ATTEMPTS + 2 else answer)(call, route, replica)
-
-    handle = FakeHandle(full_at_first)
+    handle = FakeHandle(at_first(MAX_ATTEMPTS + 2, full))
     assert ids(run(handle)) == whole()
     assert handle.after_first_token == []
     assert len({route.request_id for _, route in handle.calls}) == MAX_ATTEMPTS + 3
@@ -151,10 +142,7 @@ def late(monkeypatch: pytest.MonkeyPatch, chunks: Chunks, lose: int = 0) -> Fake
 
 def test_an_answer_without_tokens_has_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that only warms the cache: what was cached is in its one chunk, and not in its end."""
-
-    async def empty(call: wire.GenerateCall, route: Any, replica: str) -> Any:
-        yield wire.GenerateChunk((), replica, 8, finish_reason="length")
-
+    empty = always(wire.GenerateChunk((), "a", 8, finish_reason="length"))
     (tokens,) = run(late(monkeypatch, empty))
     assert (tokens.token_ids, tokens.cached_tokens, tokens.finish_reason) == ((), 8, "length")
 
