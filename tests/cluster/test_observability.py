@@ -111,6 +111,14 @@ def test_alerts_fire_when_they_are_to(tmp_path: Path) -> None:
     promtool("test", "rules", file)
 
 
+@needs_promtool
+def test_every_query_of_the_dashboard_is_promql(tmp_path: Path) -> None:
+    rules = [{"record": "checked", "expr": series.promql.replace(WINDOW, "5m")} for series in SERIES]
+    file = tmp_path / "queries.yaml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
+    promtool("check", "rules", "--lint=none", file)
+
+
 def promtool(*arguments: str | Path) -> None:
     checked = subprocess.run([str(PROMTOOL), *arguments], capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stdout + checked.stderr

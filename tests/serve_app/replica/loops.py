@@ -1,11 +1,10 @@
-"""Loops for tests: one as usual, and one in which waiting takes no time, so that limits can be tested anywhere."""
+"""A loop in which waiting takes no time, so that limits can be tested on any machine."""
 
 from __future__ import annotations
 
 import asyncio
 import selectors
 from collections.abc import Callable, Coroutine
-from functools import wraps
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -45,13 +44,3 @@ def run_at_once(script: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end, as ``asyncio.run`` does."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(script)
-
-
-def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Make a test of a coroutine: it runs in a loop of its own."""
-
-    @wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        asyncio.run(test(*args, **kwargs))
-
-    return run

@@ -24,8 +24,9 @@ from serve_app.tracing.replica import ReplicaTrace
 from serve_app.tracing.tracer import traceparent_of
 from tests.serve_app.conftest import MakeEngine, Reference
 from tests.serve_app.engine.tiny import SCOPE, SECRET, Collector, prompt, request, run_all, sample
-from tests.serve_app.replica.loops import in_loop
 from tests.serve_app.tracing.spans import Recorded
+
+pytestmark = pytest.mark.anyio
 
 CONFIG = AppConfig(min_pull_tokens=32)
 
@@ -71,7 +72,6 @@ async def generate(engine: TorchEngine, puller: Puller, item: EngineRequest) -> 
 
 
 @pytest.mark.parametrize(("piece_blocks", "held_tokens"), [(100, 0), (5, 0), (3, 64), (1, 100)])
-@in_loop
 async def test_a_pulled_prefix_gives_the_tokens_of_a_computed_one(
     piece_blocks: int, held_tokens: int, make_engine: MakeEngine, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,7 +90,6 @@ async def test_a_pulled_prefix_gives_the_tokens_of_a_computed_one(
     assert sample(second, "warmpath_kv_cache_blocks", state="used") == 0
 
 
-@in_loop
 async def test_all_who_wait_for_a_pull_have_it_in_their_traces(make_engine: MakeEngine) -> None:
     """The one that began it and the one that joined: from whom, how it ended, and what it brought."""
     ids, recorded = prompt(160), Recorded()
@@ -109,7 +108,6 @@ async def test_all_who_wait_for_a_pull_have_it_in_their_traces(make_engine: Make
     assert pulls == [{**told, "warmpath.outcome": "whole"}] * 2
 
 
-@in_loop
 async def test_a_hundred_requests_wait_for_one_copy(make_engine: MakeEngine, reference: Reference) -> None:
     """While the copy is on its way a request of another prompt runs to its end; nobody computes what is coming.
 
@@ -142,7 +140,6 @@ async def test_a_hundred_requests_wait_for_one_copy(make_engine: MakeEngine, ref
 
 
 @pytest.mark.parametrize("piece_blocks", [100, 3])
-@in_loop
 async def test_a_holder_evicts_first_what_a_pull_took_over(
     piece_blocks: int, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,7 +167,6 @@ async def test_a_holder_evicts_first_what_a_pull_took_over(
 
 
 @pytest.mark.parametrize("trouble", ["late", "holder_lost", "gone", "holder_busy", "invalid", "failed"])
-@in_loop
 async def test_whatever_goes_wrong_costs_time_only(
     trouble: str, make_engine: MakeEngine, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,7 +204,6 @@ async def test_whatever_goes_wrong_costs_time_only(
     assert not puller._under_way
 
 
-@in_loop
 async def test_a_holder_hands_out_exactly_the_asked_scope(make_engine: MakeEngine) -> None:
     """The same tokens under another salt, or another root, are not there; nor is what comes after a block's end.
 
@@ -233,7 +228,6 @@ async def test_a_holder_hands_out_exactly_the_asked_scope(make_engine: MakeEngin
     assert sample(engine, "warmpath_kv_cache_blocks", state="used") == 0
 
 
-@in_loop
 async def test_a_replica_decides_again(make_engine: MakeEngine) -> None:
     """Switched off, held meanwhile, too short, slower than computing, or too many under way: nothing is asked for.
 
@@ -268,7 +262,6 @@ async def test_a_replica_decides_again(make_engine: MakeEngine) -> None:
     assert not holder.asked
 
 
-@in_loop
 async def test_a_waiting_request_can_be_cancelled_and_stopping_ends_pulls(make_engine: MakeEngine) -> None:
     """Neither leaves anything behind; who waits when its replica stops pulling goes on without."""
     ids = prompt(100)

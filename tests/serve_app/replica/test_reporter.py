@@ -11,7 +11,8 @@ from msgspec import structs
 
 from router.protocol.events import LoadReport, StatsReport
 from serve_app.replica.reporter import Reporter
-from tests.serve_app.replica.loops import in_loop
+
+pytestmark = pytest.mark.anyio
 
 IDLE = LoadReport(0, 0, 0, 8, 16, 100.0)
 
@@ -38,7 +39,6 @@ class Bench:
 
 
 @pytest.mark.parametrize("news", [True, False])
-@in_loop
 async def test_a_prefill_that_changes_is_told_at_once(news: bool) -> None:
     """With an interval of an hour a report comes because a prefill came or ended, and only then."""
     bench = Bench(3600.0)
@@ -55,7 +55,6 @@ async def test_a_prefill_that_changes_is_told_at_once(news: bool) -> None:
     assert [load.queued_prefill_tokens for load in bench.loads] == ([0, 500, 900] if news else [0])
 
 
-@in_loop
 async def test_a_load_that_changes_otherwise_is_told_within_the_interval() -> None:
     """Decodes begin and end without a prefill's news; nothing is told twice."""
     bench = Bench(0.01)

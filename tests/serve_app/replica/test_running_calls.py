@@ -18,7 +18,8 @@ from serve_app.replica import running_calls
 from serve_app.replica.messages import GenerateChunk, ReplyTo
 from serve_app.replica.running_calls import STOPPING, RunningCalls, actor_lives
 from serve_app.replica.token_channel import Addressed, TokenStream
-from tests.serve_app.replica.loops import in_loop
+
+pytestmark = pytest.mark.anyio
 
 INGRESSES = (ReplyTo("one"), ReplyTo("two"))
 
@@ -44,7 +45,6 @@ def opened() -> tuple[RunningCalls, Sender, list[str]]:
 
 @settings(max_examples=60)
 @given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6, unique=True), max_size=20), st.data())
-@in_loop
 async def test_every_token_is_sent_once_in_order(steps: list[list[int]], data: st.DataObject) -> None:
     """Whatever steps have which calls: one message an ingress and step, and numbered chunks."""
     calls, sender, _ = opened()
@@ -72,7 +72,6 @@ async def test_every_token_is_sent_once_in_order(steps: list[list[int]], data: s
         assert call.end.result() == GenerateChunk(seq=chunks_of[name], replica_id="me", finish_reason="length")
 
 
-@in_loop
 async def test_what_is_not_taken_ends_and_can_be_asked_for_elsewhere() -> None:
     """An ingress that is too far behind: its calls are cancelled, and say how many chunks were sent. Others go on."""
     calls, sender, cancelled = opened()
@@ -87,7 +86,6 @@ async def test_what_is_not_taken_ends_and_can_be_asked_for_elsewhere() -> None:
     assert (ended.error, ended.finish_reason, ended.seq) == ("", "stop", 2)
 
 
-@in_loop
 async def test_failures_are_ends_and_no_message() -> None:
     """An engine's error and a time that is over; a replica that leaves breaks off what runs."""
     calls, sender, cancelled = opened()
@@ -110,7 +108,6 @@ async def test_failures_are_ends_and_no_message() -> None:
     assert late.end.result().error == "unavailable", "another replica can take it over"
 
 
-@in_loop
 async def test_requests_of_a_dead_caller_end_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that its engine had not taken yet when its caller was found dead; nobody is watched without requests."""
     monkeypatch.setattr(running_calls, "LOOK_EVERY_S", 0.0)
@@ -155,7 +152,6 @@ def test_nobody_is_dead_while_ray_does_not_say_so(
     assert actor_lives("x") is lives
 
 
-@in_loop
 async def test_requests_that_nobody_waits_for_end_whether_they_have_begun_or_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -13,7 +13,8 @@ from msgspec import structs
 from serve_app.replica import token_channel
 from serve_app.replica.messages import GenerateChunk, ReplyTo
 from serve_app.replica.token_channel import Arrivals, TokenReceiver, TokenSender
-from tests.serve_app.replica.loops import in_loop
+
+pytestmark = pytest.mark.anyio
 
 WITHIN_S = 60.0
 
@@ -43,7 +44,6 @@ async def next_of(arrivals: Arrivals) -> GenerateChunk:
     return chunk
 
 
-@in_loop
 async def test_each_call_gets_its_own_chunks_in_order() -> None:
     """Several steps of two calls; what comes for a call that is over is nobody's."""
     async with both_ends() as (receiver, sender):
@@ -57,7 +57,6 @@ async def test_each_call_gets_its_own_chunks_in_order() -> None:
                 assert await tokens_of(arrivals, 200) == wanted
 
 
-@in_loop
 async def test_who_was_not_told_the_key_is_not_heard() -> None:
     """Without encryption or with another ingress' key nothing arrives; with the right one it does."""
     async with both_ends() as (receiver, sender):
@@ -91,7 +90,6 @@ def test_what_waits_is_taken_together_up_to_a_gap() -> None:
     assert (arrivals.take(), arrivals.received) == (None, 3)
 
 
-@in_loop
 async def test_noise_harms_nobody() -> None:
     """Bytes that are no message are passed over; the next message is read."""
     async with both_ends() as (receiver, sender):

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +22,8 @@ from serve_app.engine.vllm.settings import VllmSettings
 from serve_app.engine.vllm.transfer.job import Job
 from tests.serve_app.engine.tiny import prompt, request, root_of
 from tests.serve_app.engine.vllm.pool_model import hold
-from tests.serve_app.replica.loops import in_loop
+
+pytestmark = pytest.mark.anyio
 
 SIZE, BUDGET = 4, 10
 SCOPE = PrefixScope("m")
@@ -92,7 +94,6 @@ Steps = st.lists(
 
 
 @given(steps=Steps, fails=st.sets(st.integers(0, 20)), shared=st.booleans())
-@in_loop
 async def test_vllm_keeps_what_is_pinned_and_no_more(steps: list[Any], fails: set[int], shared: bool) -> None:
     """Saves of two tenants at once, as they end, fail, are recalled and forgotten: inside the budget at any time."""
     made = Made(**({"a": 1.0, "b": 1.0} if shared else {}))
@@ -128,7 +129,6 @@ async def test_vllm_keeps_what_is_pinned_and_no_more(steps: list[Any], fails: se
     assert not made.vllm.kept
 
 
-@in_loop
 async def test_what_a_client_is_told() -> None:
     """Of each way in which a save may end, as the built-in engine tells it."""
     made = Made()
@@ -152,7 +152,6 @@ async def test_what_a_client_is_told() -> None:
     assert await off.keep(asked(9)) is None
 
 
-@in_loop
 async def test_tenants_that_share_a_prefix_each_keep_it() -> None:
     """Neither ends with the other's pin: nobody's request renews another tenant's, nor is told that it is there."""
     made = Made()
@@ -162,7 +161,6 @@ async def test_tenants_that_share_a_prefix_each_keep_it() -> None:
     assert made.saves.pins.holdings() == {"a": 2, "b": 2}
 
 
-@in_loop
 async def test_time_runs_from_the_last_read() -> None:
     """What nobody reads is let go of with the next request; what is read in part is not read."""
     made = Made()
@@ -180,7 +178,6 @@ async def test_time_runs_from_the_last_read() -> None:
         assert len(made.kept()) == left
 
 
-@in_loop
 async def test_whoever_leaves_does_not_end_what_others_wait_for() -> None:
     """The client who asked first goes away; the save goes on, and the second one is told of it."""
     made = Made()
@@ -192,7 +189,6 @@ async def test_whoever_leaves_does_not_end_what_others_wait_for() -> None:
     assert made.kept() == made.pinned() != []
 
 
-@in_loop
 async def test_a_save_of_another_replica_is_kept_with_what_is_left_of_its_time() -> None:
     """As it was, and once; one that is over, or not all held here, is none."""
     made = Made()

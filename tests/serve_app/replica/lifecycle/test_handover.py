@@ -30,7 +30,7 @@ from tests.serve_app.replica.lifecycle.peers import (
     hashes,
     make_engine,
 )
-from tests.serve_app.replica.loops import in_loop, run_at_once
+from tests.serve_app.replica.loops import run_at_once
 
 
 def run(local: Local, engine: TorchEngine, *more: list[list[int]]) -> Receipt:
@@ -201,7 +201,7 @@ def test_what_a_target_evicted_since_it_was_asked_is_sent_too() -> None:
     assert receipt.blocks.total() == 15
 
 
-@in_loop
+@pytest.mark.anyio
 async def test_a_second_round_without_time_leaves_the_receipt_as_it_was() -> None:
     """Whether it ends before this replica's list or before a peer's answer."""
     leaving, receipt = filled([[0] * 40]), Receipt()
@@ -226,7 +226,7 @@ async def test_a_second_round_without_time_leaves_the_receipt_as_it_was() -> Non
     assert receipt.blocks.total() == 6
 
 
-@in_loop
+@pytest.mark.anyio
 async def test_a_target_fetches_a_part_when_it_is_its_turn() -> None:
     """Until then it is a reference, whose bytes are elsewhere."""
     leaving = filled([[0] * 40])

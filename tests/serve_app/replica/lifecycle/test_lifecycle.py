@@ -17,7 +17,8 @@ from serve_app.replica.lifecycle.receipt import MoveMeters
 from serve_app.replica.running_calls import RunningCalls
 from serve_app.replica.token_channel import TokenSender
 from tests.serve_app.replica.lifecycle.peers import SIZE, Local, fill, make_engine
-from tests.serve_app.replica.loops import in_loop
+
+pytestmark = pytest.mark.anyio
 
 
 class Stage:
@@ -50,7 +51,6 @@ class Stage:
         self._loop.call_soon_threadsafe(self.posted.put_nowait, notice["state"])
 
 
-@in_loop
 async def test_one_that_returns_says_so_and_hands_its_saves_over_again_when_it_leaves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -73,7 +73,6 @@ async def test_one_that_returns_says_so_and_hands_its_saves_over_again_when_it_l
     assert list(peer._cache.pins) == [b"key"]
 
 
-@in_loop
 async def test_the_last_notice_says_that_it_is_over_though_no_peer_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
     fill(engine, [1] * 40)
@@ -84,7 +83,6 @@ async def test_the_last_notice_says_that_it_is_over_though_no_peer_answered(monk
     assert (await stage.said(), await stage.said()) == ("running", "done")
 
 
-@in_loop
 async def test_without_peers_there_is_nothing_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage(monkeypatch, make_engine(), Local({}))
     await stage.open().finish()
