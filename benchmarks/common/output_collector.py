@@ -26,8 +26,8 @@ class OutputCollector:
             for output in outputs:
                 name = output.request_id
                 self.tokens.setdefault(name, []).extend(output.token_ids)
-                if output.cached_tokens is not None:
-                    self.cached_tokens[name] = output.cached_tokens
+                if output.first is not None:
+                    self.cached_tokens[name] = output.first.cached_tokens
                 if output.error:
                     self._failed.append(f"{name}: {output.error}")
                 if output.finish_reason is not None:

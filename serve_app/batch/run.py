@@ -150,7 +150,7 @@ class _Batch:
                 if output.finish_reason not in (None, "stop", "length"):
                     raise GenerationFailed(output.error or "The engine failed this request.")
                 ended = output.finish_reason is not None
-                yield Tokens(output.token_ids, output.cached_tokens, output.finish_reason, output.save, output.logprobs)
+                yield Tokens(output.token_ids, output.first, output.finish_reason, output.logprobs)
         except (EngineError, ValueError) as error:
             raise InvalidRequest(str(error)) from error
         finally:

@@ -118,21 +118,30 @@ class SaveResult:
 
 
 @dataclass(frozen=True, slots=True)
+class FirstToken:
+    """What is known of a request once it has tokens. ``cached_tokens``: of its prompt, whose KV was reused.
+
+    ``queue_s``: from arrival to first scheduling. ``save``: what became of the one that was asked for.
+    """
+
+    cached_tokens: int
+    queue_s: float = 0.0
+    save: SaveResult | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineOutput:
     """Tokens of one request that became ready in one step.
 
-    ``cached_tokens`` is set in a request's first output only (prompt tokens whose KV was reused), with ``queue_s``
-    (arrival to first scheduling) and, where one was asked for, what became of the ``save``. The last output
-    carries ``finish_reason``; with "error" or "timeout", ``error`` says why. A stop token is not among ``token_ids``,
-    unless it was asked for. ``logprobs``: one for each of them, where asked for.
+    ``first`` is in a request's first output only. The last output carries ``finish_reason``; with "error" or
+    "timeout", ``error`` says why. A stop token is not among ``token_ids``, unless it was asked for. ``logprobs``: one
+    for each of them, where asked for.
     """
 
     request_id: str
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
-    cached_tokens: int | None = None
-    queue_s: float = 0.0
-    save: SaveResult | None = None
+    first: FirstToken | None = None
     finish_reason: FinishReason | None = None
     error: str = ""
 

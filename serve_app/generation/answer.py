@@ -12,7 +12,7 @@ import msgspec
 
 from serve_app.api.format import FinishReason, ShownToken, ToldToken
 from serve_app.api.tool_calls import CallEvent
-from serve_app.engine.protocol import SaveResult, TokenLogprob
+from serve_app.engine.protocol import FirstToken, TokenLogprob
 from serve_app.errors import GenerationFailed
 from serve_app.fairness.waiting_line import Place
 from serve_app.generation.generation import Generation, Tokens
@@ -30,7 +30,7 @@ class TokenSource(Protocol):
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """Text that one choice gained (maybe none), and then ``calls``. ``cached_tokens``, ``save``: in its first alone.
+    """Text that one choice gained (maybe none), and then ``calls``. ``first``: in its first piece alone.
 
     ``logprobs``: of the tokens that begin within the text, where they were asked for. ``stop_sequence``: which stop
     string ended the choice, in its last.
@@ -39,9 +39,8 @@ class Piece(msgspec.Struct, frozen=True):
     index: int
     text: str
     new_tokens: int = 0
-    cached_tokens: int | None = None
+    first: FirstToken | None = None
     finish_reason: FinishReason | None = None
-    save: SaveResult | None = None
     calls: tuple[CallEvent, ...] = ()
     logprobs: tuple[ToldToken, ...] = ()
     stop_sequence: str = ""
@@ -102,7 +101,7 @@ class ChoiceReader:
         if self._before:
             text, self._before = self._before + text, ""
         piece = Piece(
-            self._index, text, taken, tokens.cached_tokens, reason, tokens.save,
+            self._index, text, taken, tokens.first, reason,
             logprobs=tuple(told), stop_sequence=self._checker.found,
         )  # fmt: skip
         return [piece] if self._split is None else self._split(piece)

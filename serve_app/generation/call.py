@@ -14,6 +14,7 @@ from router.core import RoutingCore
 from router.protocol.events import LoadReport
 from router.protocol.request import Decision, NoReplicaLeft, RoutedRequest
 from router.serve.recent_decisions import RecentDecisions
+from serve_app.engine.protocol import FirstToken
 from serve_app.errors import ContextLengthExceeded, GenerationFailed, InvalidRequest, RateLimited, WarmpathError
 from serve_app.ray_compat import cancel_call
 from serve_app.replica import messages as wire
@@ -70,7 +71,7 @@ class Reservation:
 class Call:
     """One call's chunks as they come. ``answered``: the last one was taken, or an error.
 
-    ``end``: the bytes of ``response``. ``first_token`` hears of the first tokens, and how many were cached.
+    ``end``: the bytes of ``response``. ``first_token`` hears of the first tokens.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Call:
         arrivals: Arrivals,
         response: DeploymentResponse[bytes],
         end: asyncio.Future[bytes],
-        first_token: Callable[[wire.GenerateChunk, int], None],
+        first_token: Callable[[FirstToken], None],
         trace: CallTrace | None,
     ) -> None:
         self.answered = False
@@ -102,10 +103,10 @@ class Call:
             else:
                 await self._arrivals.news()
                 chunk = self._arrivals.take()
-        if chunk.cached_tokens is not None:
-            self._first_token(chunk, chunk.cached_tokens)
+        if chunk.first is not None:
+            self._first_token(chunk.first)
         if self._trace is not None:
-            self._trace.saw(chunk.cached_tokens, chunk.error or chunk.finish_reason)
+            self._trace.saw(chunk.first, chunk.error or chunk.finish_reason)
         self.answered = bool(chunk.error or chunk.finish_reason)
         return chunk
 

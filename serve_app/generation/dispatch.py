@@ -19,7 +19,7 @@ from router.core import RoutingCore
 from router.protocol.block_hash import extend_chain
 from router.protocol.request import Decision, NoReplicaLeft, RoutedRequest
 from router.serve.recent_decisions import RecentDecisions
-from serve_app.engine.protocol import SaveResult
+from serve_app.engine.protocol import FirstToken
 from serve_app.errors import GenerationFailed, Overloaded, RateLimited
 from serve_app.generation.call import Call, ReplicaLeaves, ReplicaLost, Reservation, queue_full, raise_for
 from serve_app.generation.generation import Generation, Tokens
@@ -36,8 +36,8 @@ MAX_ATTEMPTS = 4
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
 """Between two times that a generation is sent to replicas whose lines are full, or where none is left."""
 
-Delivered = Callable[[Generation, Decision, int, float, SaveResult | None], None]
-"""With the cached tokens, the seconds from the call to the first token, and what became of a save."""
+Delivered = Callable[[Generation, Decision, FirstToken, float], None]
+"""With the seconds from the call to the first token."""
 
 Left = Callable[[str, str], None]
 """With the id of a replica and that of a call there which nobody waits for any more."""
@@ -86,7 +86,7 @@ class Dispatcher:
         """
         received: list[int] = []
         dead: tuple[str, ...] = ()
-        cached_reported = False
+        begun = False
         losses = refusals = moves = rerouted = 0
         while losses < MAX_ATTEMPTS:
             current = _resumed(generation, received, self._block_size) if received else generation
@@ -105,9 +105,9 @@ class Dispatcher:
                             break
                         raise_for(chunk)
                         received.extend(chunk.token_ids)
-                        first = None if cached_reported else chunk.cached_tokens
-                        cached_reported = cached_reported or chunk.cached_tokens is not None
-                        yield Tokens(chunk.token_ids, first, chunk.finish_reason, chunk.save, chunk.logprobs)
+                        first = None if begun else chunk.first
+                        begun = begun or first is not None
+                        yield Tokens(chunk.token_ids, first, chunk.finish_reason, chunk.logprobs)
                         if chunk.finish_reason is not None:
                             return
             except (RateLimited, Overloaded) as error:
@@ -163,11 +163,11 @@ class Dispatcher:
             traceparent="" if trace is None else trace.traceparent,
         )
 
-        def first_token(chunk: wire.GenerateChunk, cached_tokens: int) -> None:
+        def first_token(first: FirstToken) -> None:
             ttft_s = time.perf_counter() - started_s
-            reservation.delivered(cached_tokens, ttft_s)
+            reservation.delivered(first.cached_tokens, ttft_s)
             if self._delivered is not None and reservation.decision is not None:
-                self._delivered(generation, reservation.decision, cached_tokens, ttft_s, chunk.save)
+                self._delivered(generation, reservation.decision, first, ttft_s)
 
         call: Call | None = None
         with self._inbox.arrivals(route.request_id) as arrivals:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from router.protocol.block_hash import PrefixScope, TokenArray
-from serve_app.engine.protocol import EngineRequest, FinishReason, SamplingParams, Save, SaveResult, TokenLogprob
+from serve_app.engine.protocol import EngineRequest, FinishReason, FirstToken, SamplingParams, Save, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +66,9 @@ class Generation:
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    """New tokens of one sequence. Only the first item has ``cached_tokens``, and ``save`` if asked for."""
+    """New tokens of one sequence. Only the first item has ``first``."""
 
     token_ids: tuple[int, ...]
-    cached_tokens: int | None = None
+    first: FirstToken | None = None
     finish_reason: FinishReason | None = None
-    save: SaveResult | None = None
     logprobs: tuple[TokenLogprob, ...] = ()

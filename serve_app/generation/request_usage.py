@@ -58,11 +58,14 @@ class RequestUsage:
     def add(self, piece: Piece) -> None:
         """Count one piece of an answer."""
         self._completion_tokens += piece.new_tokens
-        self.save = self.save or piece.save
-        if piece.cached_tokens is not None and piece.index % self._choices == 0:
-            self._cached_tokens += piece.cached_tokens
-            if self._keep and (piece.save is None or piece.save.outcome != "off"):
-                self._kept = kept_tokens(self._keep, piece.cached_tokens)
+        first = piece.first
+        if first is None:
+            return
+        self.save = self.save or first.save
+        if piece.index % self._choices == 0:
+            self._cached_tokens += first.cached_tokens
+            if self._keep and (first.save is None or first.save.outcome != "off"):
+                self._kept = kept_tokens(self._keep, first.cached_tokens)
 
     async def know_miss(self) -> None:
         """Wait for the reason of the miss, where it was asked for."""

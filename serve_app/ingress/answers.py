@@ -56,14 +56,14 @@ class Answer:
 
 
 class EventStream(Response):
-    """An answer as server-sent events, which go straight to the connection; ``first``: its first piece."""
+    """An answer as server-sent events, which go straight to the connection; ``opening``: its first piece."""
 
-    def __init__(self, answer: Answer, first: Piece) -> None:
-        headers = _headers(answer, first.save)
+    def __init__(self, answer: Answer, opening: Piece) -> None:
+        headers = _headers(answer, opening.first.save if opening.first is not None else None)
         super().__init__(headers={**sse.HEADERS, **headers, "content-type": sse.CONTENT_TYPE})
         del self.headers["content-length"]
         self._answer = answer
-        self._first = first
+        self._opening = opening
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
@@ -105,11 +105,11 @@ class EventStream(Response):
 
         try:
             async with answer, answer.deadline.limit():
-                await write(self._first)
-                meter.sent(self._first)
+                await write(self._opening)
+                meter.sent(self._opening)
                 async for piece in answer.pieces:
                     await write(piece)
-                    if piece.cached_tokens is not None:
+                    if piece.first is not None:
                         meter.sent(piece)
         except WarmpathError as error:
             return stream.error(error)

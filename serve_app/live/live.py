@@ -17,7 +17,7 @@ from typing import Any
 from router.core import RoutingCore
 from router.protocol.block_hash import HASH_BYTES
 from router.protocol.request import Decision, RoutedRequest
-from serve_app.engine.protocol import SaveResult
+from serve_app.engine.protocol import FirstToken
 from serve_app.errors import RateLimited
 from serve_app.generation.generation import Generation
 from serve_app.live.nodes import Rows, node_rows
@@ -115,9 +115,8 @@ class Live:
         self,
         generation: Generation,
         decision: Decision,
-        cached_tokens: int,
+        first: FirstToken,
         ttft_s: float,
-        save: SaveResult | None,
     ) -> None:
         """Hear of a generation's first token. Never raises."""
         try:
@@ -126,16 +125,16 @@ class Live:
                 generation.tenant,
                 generation.block_hashes,
                 len(generation.token_ids),
-                cached_tokens,
+                first.cached_tokens,
                 at_s,
                 public_blocks=generation.scope.public_blocks,
                 system_tokens=generation.system_tokens,
                 label=generation.prompt_ref,
-                pinned=save is not None and save.outcome in ("saved", "present"),
+                pinned=first.save is not None and not first.save.refused,
             )
             if self._watched():
                 rate = self._rates.get(decision.replica_id)
-                body = decision_row(generation, decision, cached_tokens, ttft_s, key, rate)
+                body = decision_row(generation, decision, first.cached_tokens, ttft_s, key, rate)
                 self._tell(Occurrence("decision", round(at_s, 3), generation.tenant, {"ingress": self._name, **body}))
         except Exception:
             logger.exception("a first token is not in the event stream")

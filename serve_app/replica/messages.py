@@ -12,7 +12,7 @@ import numpy as np
 
 from router.protocol.block_hash import TokenArray
 from router.protocol.events import LoadReport
-from serve_app.engine.protocol import EngineRequest, FinishReason, SaveResult, TokenLogprob
+from serve_app.engine.protocol import EngineRequest, FinishReason, FirstToken, TokenLogprob
 
 ChunkError = Literal["", "too_long", "queue_full", "invalid", "failed", "unavailable", "timeout", "rerouted"]
 
@@ -44,7 +44,7 @@ class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GenerateChunk(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens that were ready together. The first chunk has ``replica_id``, ``cached_tokens``, ``queue_s``, ``save``.
+    """Tokens that were ready together. The first chunk has ``replica_id`` and ``first``.
 
     ``seq``: how many chunks of its call were sent before. A call returns a last one without tokens, which says that no
     more come: with the end of those that were sent, or with an error. ``error`` names a class of failure and
@@ -54,13 +54,11 @@ class GenerateChunk(msgspec.Struct, frozen=True, array_like=True):
 
     token_ids: tuple[int, ...] = ()
     replica_id: str = ""
-    cached_tokens: int | None = None
-    queue_s: float = 0.0
+    first: FirstToken | None = None
     finish_reason: FinishReason | None = None
     error: ChunkError = ""
     message: str = ""
     retry_after_s: float = 0.0
-    save: SaveResult | None = None
     load: LoadReport | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     seq: int = 0

@@ -249,7 +249,7 @@ class Replica:
 
     def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
         self._running.deliver(outputs)
-        if any(output.cached_tokens is not None for output in outputs):
+        if any(output.first is not None for output in outputs):
             self._reporter.prefills_changed()
 
     def _refusal(self, error: Exception) -> wire.GenerateChunk:

@@ -159,11 +159,9 @@ class RunningCalls:
         return wire.GenerateChunk(
             token_ids=output.token_ids,
             seq=call.sent,
-            replica_id=self._replica_id if output.cached_tokens is not None else "",
-            cached_tokens=output.cached_tokens,
-            queue_s=output.queue_s,
+            replica_id=self._replica_id if output.first is not None else "",
+            first=output.first,
             finish_reason=output.finish_reason,
-            save=output.save,
             logprobs=output.logprobs,
         )
 

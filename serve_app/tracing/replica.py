@@ -6,7 +6,7 @@ import time
 
 from opentelemetry.trace import Span, SpanKind
 
-from serve_app.engine.protocol import EngineOutput
+from serve_app.engine.protocol import EngineOutput, FirstToken
 from serve_app.tracing.tracer import Attributes, Tracer
 
 
@@ -33,7 +33,7 @@ class ReplicaTrace:
         self._span = tracer.begin("replica", headers, SpanKind.SERVER, self._came_ns, attributes)
         self._prompt_tokens = prompt_tokens
         self._output_tokens = 0
-        self._first: tuple[int, float, int] | None = None
+        self._first: tuple[int, FirstToken] | None = None
         self._finish_reason = ""
 
     def pull(self, holder: str, tokens: int, *, joined: bool) -> PullTrace:
@@ -51,8 +51,8 @@ class ReplicaTrace:
         """Take an output."""
         self._last_ns = time.time_ns()
         self._output_tokens += len(output.token_ids)
-        if output.cached_tokens is not None:
-            self._first = self._last_ns, output.queue_s, output.cached_tokens
+        if output.first is not None:
+            self._first = self._last_ns, output.first
         self._finish_reason = output.finish_reason or self._finish_reason
 
     def end(self) -> None:
@@ -63,11 +63,11 @@ class ReplicaTrace:
         if self._first is None:
             self._tracer.record("queue", self._span, self._came_ns, ended_ns)
         else:
-            first_ns, queue_s, cached_tokens = self._first
-            began_ns = min(self._submitted_ns + int(queue_s * 1e9), first_ns)
+            first_ns, first = self._first
+            began_ns = min(self._submitted_ns + int(first.queue_s * 1e9), first_ns)
             self._tracer.record("queue", self._span, self._came_ns, began_ns)
-            computed_tokens = self._prompt_tokens - cached_tokens
-            prefill = {"warmpath.cached_tokens": cached_tokens, "warmpath.computed_tokens": computed_tokens}
+            computed_tokens = self._prompt_tokens - first.cached_tokens
+            prefill = {"warmpath.cached_tokens": first.cached_tokens, "warmpath.computed_tokens": computed_tokens}
             self._tracer.record("prefill", self._span, began_ns, first_ns, prefill)
             decode = {"gen_ai.usage.output_tokens": self._output_tokens}
             self._tracer.record("decode", self._span, first_ns, self._last_ns, decode)

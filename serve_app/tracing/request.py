@@ -12,6 +12,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 
 from router.protocol.request import Decision
 from serve_app.api.format import Usage
+from serve_app.engine.protocol import FirstToken
 from serve_app.tracing.tracer import Attributes, Headers, Tracer, traceparent_of
 
 
@@ -74,10 +75,10 @@ class CallTrace:
         self._outcome = ""
         self.traceparent = traceparent_of(self._span)
 
-    def saw(self, cached_tokens: int | None, outcome: str | None) -> None:
-        """Take ``cached_tokens`` with the first tokens, ``outcome`` with the last."""
-        if cached_tokens is not None:
-            self._delivered = {"warmpath.delivered_cached_tokens": cached_tokens}
+    def saw(self, first: FirstToken | None, outcome: str | None) -> None:
+        """Take ``first`` with the first tokens, ``outcome`` with the last."""
+        if first is not None:
+            self._delivered = {"warmpath.delivered_cached_tokens": first.cached_tokens}
             self._span.add_event("first_token")
         self._outcome = outcome or self._outcome
 

@@ -315,8 +315,8 @@ def test_saves_stay_until_a_reset_or_their_end(both: Both) -> None:
     """Through floods that evict all else; each saved prompt is a hit, and a reset lets go of them first."""
 
     def outcome_of(asked: EngineRequest) -> str:
-        result = outputs_of(both.vllm, asked)[0].save
-        return "" if result is None else result.outcome
+        first = outputs_of(both.vllm, asked)[0].first
+        return "" if first is None or first.save is None else first.save.outcome
 
     reset(both)
     saved, kept, plain = (request(name, both.prompt(330, seed=700 + i)) for i, name in enumerate("skp"))

@@ -9,7 +9,7 @@ from serve_app.engine.kv.prompt_pins import PromptPins
 from serve_app.engine.kv.tier_loader import TierLoader
 from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.outbox import Outbox
-from serve_app.engine.protocol import Clock, EngineOutput, FinishReason, QueueFull
+from serve_app.engine.protocol import Clock, EngineOutput, FinishReason, FirstToken, QueueFull
 from serve_app.engine.scheduling.scheduler import Scheduled, Scheduler
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
@@ -145,4 +145,4 @@ class OutputProcessor:
         self.meters.prefill_time.observe(now - sequence.scheduled_s)
         queue_s = sequence.scheduled_s - sequence.arrival_s
         save = self.pins.keep(sequence) if sequence.request.saves else None
-        return replace(output, cached_tokens=sequence.cached_tokens, queue_s=queue_s, save=save)
+        return replace(output, first=FirstToken(sequence.cached_tokens, queue_s, save))

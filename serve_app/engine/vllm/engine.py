@@ -31,6 +31,7 @@ from serve_app.engine.protocol import (
     EngineRequest,
     EventSink,
     FinishReason,
+    FirstToken,
     OutputSink,
 )
 from serve_app.engine.scheduling.sequence import check_request
@@ -314,7 +315,7 @@ class VllmEngine:
         )
         with self._lock:
             self._load.begun(live)
-        return replace(output, cached_tokens=part.cached_tokens, queue_s=part.queue_s, save=live.save)
+        return replace(output, first=FirstToken(part.cached_tokens, part.queue_s, live.save))
 
     def _end(
         self, live: LiveRequest, reason: FinishReason, *, output: EngineOutput | None = None, error: str = ""

@@ -67,8 +67,8 @@ class AnswerMeter:
         if new_tokens:
             self._allowance.generated(new_tokens)
             self._completion_tokens.inc(new_tokens)
-        if piece.cached_tokens is not None:
-            self._first_token(self.generations[index], index, piece.cached_tokens, now_s)
+        if piece.first is not None:
+            self._first_token(self.generations[index], index, piece.first.cached_tokens, now_s)
         elif new_tokens and index in self._last_s:
             self._inter_token_s.observe((now_s - self._last_s[index]) / new_tokens)
         self._last_s[index] = now_s
@@ -76,10 +76,10 @@ class AnswerMeter:
     def sent(self, piece: Piece) -> None:
         """Have a miss explained once its first piece was sent: nobody's first token waits for that."""
         misses, wanted = self._counters.misses, self.wanted
-        if misses is None or piece.cached_tokens is None or piece.index % wanted.n:
+        if misses is None or piece.first is None or piece.index % wanted.n:
             return
         generation = self.generations[piece.index]
-        miss = misses.observe(generation, piece.cached_tokens, self._arrived_s, self._last_s[piece.index])
+        miss = misses.observe(generation, piece.first.cached_tokens, self._arrived_s, self._last_s[piece.index])
         if miss is not None and wanted.cache_diagnostics and piece.index == 0:
             self.usage.miss = miss
 

@@ -95,9 +95,9 @@ class Collector:
             for output in outputs:
                 self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
                 self.logprobs.setdefault(output.request_id, []).extend(output.logprobs)
-                if output.cached_tokens is not None:
+                if output.first is not None:
                     assert output.request_id not in self.cached
-                    self.cached[output.request_id] = output.cached_tokens
+                    self.cached[output.request_id] = output.first.cached_tokens
                 if output.finish_reason:
                     assert output.request_id not in self.finish
                     self.finish[output.request_id] = output.finish_reason

@@ -20,7 +20,7 @@ from router.protocol.block_hash import PrefixScope, extend_chain
 from router.protocol.request import RoutedRequest
 from router.serve.recent_decisions import RecentDecisions
 from router.settings import RouterSettings
-from serve_app.engine.protocol import SamplingParams
+from serve_app.engine.protocol import FirstToken, SamplingParams
 from serve_app.generation.dispatch import Dispatcher
 from serve_app.generation.generation import Generation, Tokens
 from serve_app.replica import messages as wire
@@ -166,7 +166,7 @@ async def answer(call: wire.GenerateCall, route: RoutedRequest, replica: str, st
         yield wire.GenerateChunk(
             tuple(tokens[i : i + 2]),
             replica if i == 0 else "",
-            8 if i == 0 else None,
+            FirstToken(8) if i == 0 else None,
             finish_reason="length" if last else None,
         )
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.api.format import ToldToken
-from serve_app.engine.protocol import SamplingParams, TokenLogprob, TokenRules
+from serve_app.engine.protocol import FirstToken, SamplingParams, TokenLogprob, TokenRules
 from serve_app.errors import GenerationFailed
 from serve_app.fairness.shares import Budget, Shares
 from serve_app.fairness.waiting_line import WaitingLine
@@ -54,7 +54,7 @@ class Source:
                 await asyncio.sleep(0)
                 if generation.request_id == self.failing:
                     raise GenerationFailed("broken")
-                yield Tokens((token,), 0 if not token else None, "length" if token == 2 else None)
+                yield Tokens((token,), FirstToken(0) if not token else None, "length" if token == 2 else None)
         finally:
             self.running -= 1
             self.ended += 1

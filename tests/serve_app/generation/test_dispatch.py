@@ -13,6 +13,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 from router.protocol.block_hash import extend_chain
 from router.protocol.events import LoadReport
 from router.protocol.request import RoutedRequest
+from serve_app.engine.protocol import FirstToken
 from serve_app.errors import ContextLengthExceeded, GenerationFailed, Overloaded
 from serve_app.generation.dispatch import MAX_ATTEMPTS
 from serve_app.replica import messages as wire
@@ -56,7 +57,7 @@ def test_a_lost_replica_is_replaced_with_the_same_tokens(
     handle = FakeHandle(lost_once(received, error=error))
     got = run(handle, public_blocks=public_blocks)
     assert ids(got) == whole()
-    assert [tokens.cached_tokens for tokens in got] == [8, None, None]
+    assert [tokens.first for tokens in got] == [FirstToken(8), None, None]
     assert [tokens.finish_reason for tokens in got] == [None, None, "length"]
     assert handle.after_first_token == [received > 0]
     (_, first), (second_call, second) = handle.calls

@@ -18,6 +18,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentResponse
 
 from router.protocol.request import NoReplicaLeft, RoutedRequest
+from serve_app.engine.protocol import FirstToken
 from serve_app.errors import Overloaded, RateLimited
 from serve_app.generation.call import Aborts
 from serve_app.generation.dispatch import MAX_ATTEMPTS
@@ -142,9 +143,9 @@ def late(monkeypatch: pytest.MonkeyPatch, chunks: Chunks, lose: int = 0) -> Fake
 
 def test_an_answer_without_tokens_has_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that only warms the cache: what was cached is in its one chunk, and not in its end."""
-    empty = always(wire.GenerateChunk((), "a", 8, finish_reason="length"))
+    empty = always(wire.GenerateChunk((), "a", FirstToken(8), finish_reason="length"))
     (tokens,) = run(late(monkeypatch, empty))
-    assert (tokens.token_ids, tokens.cached_tokens, tokens.finish_reason) == ((), 8, "length")
+    assert (tokens.token_ids, tokens.first, tokens.finish_reason) == ((), FirstToken(8), "length")
 
 
 @pytest.mark.parametrize("lose", [0, 1, 2, 3])

@@ -25,7 +25,7 @@ from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.config.app import AppConfig
 from serve_app.config.tenants import TenantConfig
-from serve_app.engine.protocol import FinishReason, SamplingParams
+from serve_app.engine.protocol import FinishReason, FirstToken, SamplingParams
 from serve_app.fairness.front_door import FrontDoor
 from serve_app.fairness.shares import Shares
 from serve_app.fairness.workers import FairWorkers
@@ -83,8 +83,8 @@ class Script:
         try:
             for at in range(0, len(ids), self.step):
                 last = at + self.step >= len(ids) and self.fails is None
-                cached = 16 if at == 0 else None
-                yield Tokens(tuple(ids[at : at + self.step]), cached, self.reason if last else None)
+                first = FirstToken(16) if at == 0 else None
+                yield Tokens(tuple(ids[at : at + self.step]), first, self.reason if last else None)
             if self.fails is not None:
                 raise self.fails
         except GeneratorExit:

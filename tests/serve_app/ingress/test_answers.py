@@ -23,7 +23,7 @@ from serve_app.api.openai.request import parse_chat, parse_completion
 from serve_app.api.openai.response import ChatFormat, CompletionFormat
 from serve_app.config.app import AppConfig
 from serve_app.config.tenants import TenantConfig
-from serve_app.engine.protocol import SamplingParams
+from serve_app.engine.protocol import FirstToken, SamplingParams
 from serve_app.errors import GenerationFailed, Overloaded, RateLimited
 from serve_app.fairness.front_door import FrontDoor
 from serve_app.fairness.rate_limits import TenantLimits
@@ -190,7 +190,7 @@ class Bench:
     async def generate(self, generation: Generation) -> AsyncGenerator[Tokens, None]:
         if self.fails:
             raise Overloaded("There is no replica now.")
-        yield Tokens((1,), 0, "length")
+        yield Tokens((1,), FirstToken(0), "length")
 
     def ask(self, *, fails: bool = False) -> None:
         """Answer one request of the tenant acme."""

@@ -12,7 +12,7 @@ import pytest
 from router.core import RoutingCore
 from router.protocol.events import BlocksStored, LoadReport, StatsReport
 from router.settings import RouterSettings
-from serve_app.engine.protocol import SaveResult
+from serve_app.engine.protocol import FirstToken, SaveResult
 from serve_app.errors import RateLimited
 from serve_app.live import live as live_module
 from serve_app.live import watcher as watcher_module
@@ -87,7 +87,7 @@ async def shown_requests(live: Live, viewer: str | None, requests: int) -> dict[
 def send(live: Live, tenant: str, *blocks: int, number: int = 0, cached: int = 0, **more: Any) -> None:
     """A generation's first token."""
     asked = generation(tenant, blocks or (1, 2, 3), number=number, **more)
-    live.delivered(asked, decision(cached_tokens=cached), cached, 0.5, None)
+    live.delivered(asked, decision(cached_tokens=cached), FirstToken(cached), 0.5)
 
 
 async def test_an_operator_sees_replicas_prefixes_and_decisions() -> None:
@@ -101,7 +101,7 @@ async def test_an_operator_sees_replicas_prefixes_and_decisions() -> None:
     report = LoadReport(100, 3, 1, 8, 8, 1000.0)
     core.apply("r1", [BlocksStored(chain_of("a", [1, 2, 3])), report, StatsReport(pool)])
     saved = SaveResult("saved")
-    live.delivered(generation("a", [1, 2, 3, 4], 0, 2), decision(cached_tokens=12), 12, 0.5, saved)
+    live.delivered(generation("a", [1, 2, 3, 4], 0, 2), decision(cached_tokens=12), FirstToken(12, save=saved), 0.5)
     watcher = await live.watch(None)
     (snapshot,) = decoded(await watcher.take(1.0))
     assert (snapshot["type"], snapshot["viewer"], snapshot["simulated"]) == ("snapshot", "operator", True)

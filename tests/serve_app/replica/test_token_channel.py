@@ -10,6 +10,7 @@ import pytest
 import zmq
 from msgspec import structs
 
+from serve_app.engine.protocol import FirstToken
 from serve_app.replica import token_channel
 from serve_app.replica.messages import GenerateChunk, ReplyTo
 from serve_app.replica.token_channel import Arrivals, TokenReceiver, TokenSender
@@ -84,8 +85,10 @@ def test_what_waits_is_taken_together_up_to_a_gap() -> None:
     arrivals = Arrivals()
     assert arrivals.take() is None
     for seq, finish_reason in enumerate((None, None, "length")):
-        arrivals.add(GenerateChunk((seq,), "me", 16 if seq == 0 else None, finish_reason=finish_reason, seq=seq))
-    assert arrivals.take() == GenerateChunk((0, 1, 2), "me", 16, finish_reason="length")
+        arrivals.add(
+            GenerateChunk((seq,), "me", FirstToken(16) if seq == 0 else None, finish_reason=finish_reason, seq=seq)
+        )
+    assert arrivals.take() == GenerateChunk((0, 1, 2), "me", FirstToken(16), finish_reason="length")
     arrivals.add(GenerateChunk((4,), seq=4))
     assert (arrivals.take(), arrivals.received) == (None, 3)
 

@@ -14,7 +14,7 @@ from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
 
 from router.protocol.request import RoutedRequest
-from serve_app.engine.protocol import EngineOutput
+from serve_app.engine.protocol import EngineOutput, FirstToken
 from serve_app.errors import GenerationFailed
 from serve_app.generation.generation import Tokens
 from serve_app.replica import messages as wire
@@ -54,7 +54,7 @@ def traced_replica(recorded: Recorded) -> Any:
         pull = trace.pull("b", 8, joined=False)
         trace.submitted()
         pull.end("whole", 8)
-        stream.push(EngineOutput("r", (1,), cached_tokens=8, queue_s=0.0))
+        stream.push(EngineOutput("r", (1,), first=FirstToken(8)))
         stream.push(EngineOutput("r", (2, 3), finish_reason="length"))
         trace.end()
         async for chunk in answer(call, route, replica):

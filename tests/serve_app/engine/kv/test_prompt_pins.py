@@ -32,8 +32,8 @@ class Outcomes(Collector):
 
     def __call__(self, outputs: Sequence[EngineOutput]) -> None:
         for output in outputs:
-            if output.cached_tokens is not None:
-                save = output.save
+            if output.first is not None:
+                save = output.first.save
                 self.saves[output.request_id] = None if save is None else save.outcome
                 if save is not None:
                     self.rooms[output.request_id] = (save.needed_tokens, save.held_tokens, save.budget_tokens)

@@ -17,6 +17,7 @@ from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.config.prompts import PublicPromptConfig
+from serve_app.engine.protocol import FirstToken
 from serve_app.errors import InvalidRequest, Overloaded
 from serve_app.generation.dispatch import route_of
 from serve_app.generation.generation import Generation, Tokens
@@ -62,7 +63,7 @@ class Replicas:
         self.computed.append((name, len(generation.token_ids)))
         if name not in self.forgetful:
             self.hold(name, generation.block_hashes)
-        yield Tokens((), 0, "length")
+        yield Tokens((), FirstToken(0), "length")
 
 
 class Desk:

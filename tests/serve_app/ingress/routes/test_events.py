@@ -13,6 +13,7 @@ import pytest
 
 from serve_app.config.app import AppConfig
 from serve_app.config.tenants import TenantConfig
+from serve_app.engine.protocol import FirstToken
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.observe.metrics import IngressMetrics
@@ -98,7 +99,7 @@ def test_a_stream_has_retry_ids_heartbeats_and_each_viewers_part(stage: Stage) -
     """What a browser's EventSource reads; a decision of one tenant comes to it and to operators, not to the other."""
 
     def first_token(tenant: str) -> None:
-        stage.live.delivered(generation(tenant, [1, 2]), decision(), 0, 0.5, None)
+        stage.live.delivered(generation(tenant, [1, 2]), decision(), FirstToken(0), 0.5)
 
     with stream(stage, "a") as mine, stream(stage, "operator") as all_of_it:
         assert next(mine) == "retry: 2000"
@@ -130,7 +131,7 @@ def test_a_stream_ends_with_its_key(stage: Stage) -> None:
         left = [TenantConfig(name="b", key_sha256=[KEYS["b"][1]])]
         stage.call(lambda: stage.tenants.configure(left, [KEYS["operator"][1]]))
         assert following(mine, "end")["reason"] == "key"
-        stage.call(lambda: stage.live.delivered(generation("b", [1]), decision(), 0, 0.5, None))
+        stage.call(lambda: stage.live.delivered(generation("b", [1]), decision(), FirstToken(0), 0.5))
         assert following(other, "decision")["tenant"] == "b"
 
 
