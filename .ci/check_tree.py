@@ -3,8 +3,6 @@
 PyPI's `warmpath` is another project's; ours is `warmpath-serve`. Run by `make lint`, from the root of the checkout.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

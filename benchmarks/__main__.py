@@ -1,7 +1,5 @@
 """`python -m benchmarks NAME [flags]` runs a benchmark by its name, wherever its file lies."""
 
-from __future__ import annotations
-
 import ast
 import runpy
 import sys

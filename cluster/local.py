@@ -4,8 +4,6 @@ Ray runs in a process of its own, because Serve reads its switches on import and
 process answers commands from a pipe and ends with the pipe.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -3,8 +3,6 @@
 The step "match, rank, reserve" is synchronous, so that no two decisions see the same idle replica.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import copy

@@ -1,7 +1,5 @@
 """What one router knows of its replicas. Decides nothing. Not thread-safe; time is passed in."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from router.directory.directory import Directory

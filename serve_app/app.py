@@ -1,7 +1,5 @@
 """The only wiring: settings -> a Serve application; `serve run serve_app.app:build_app` and config files end here."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

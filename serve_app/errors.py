@@ -3,8 +3,6 @@
 A message says what to change; it never carries a stack trace, another tenant's data, or a path but an operator's own.
 """
 
-from __future__ import annotations
-
 
 class WarmpathError(Exception):
     """Base of all errors that may be shown to a client. ``param`` names the offending field, if one does."""

@@ -3,8 +3,6 @@
 Notices are few and small, hold no prompt and no key, and outlive their writer. Every function blocks for the GCS.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 from typing import Any

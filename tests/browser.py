@@ -1,7 +1,5 @@
 """A headless Chromium for tests of the page, where there is one."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What the documents name exists: files, folders, tests, modules, benchmarks, links."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

@@ -3,8 +3,6 @@
 `make lint` refuses what breaks in a fresh clone, and the name of another project on PyPI.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import shutil

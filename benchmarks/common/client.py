@@ -1,7 +1,5 @@
 """A client of OpenAI's streamed completions that times tokens and reads ``usage``."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Open-loop load: requests leave at their time, whether or not earlier ones were answered."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """An engine's outputs by request, for a thread that waits for them."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence, Set

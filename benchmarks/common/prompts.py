@@ -1,7 +1,5 @@
 """Texts of an exact number of tokens, reproducible from a seed."""
 
-from __future__ import annotations
-
 import random
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """LoRA adapters of random weights for any checkpoint, in PEFT's format."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Flags, percentiles and progress of all benchmarks, and their report: JSON, then a sentence in plain English."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

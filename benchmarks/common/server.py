@@ -1,7 +1,5 @@
 """A server in processes of its own, for the time of a benchmark: a warmpath instance, or a peer."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

@@ -1,7 +1,5 @@
 """Requests to replay, in order of arrival: a published trace by its block ids, or a synthetic one from a seed."""
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import json

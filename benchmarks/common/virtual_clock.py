@@ -1,7 +1,5 @@
 """Virtual time, in seconds from the start: it moves by sleeping, or from one callback to the next."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable
 

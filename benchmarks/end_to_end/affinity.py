@@ -4,8 +4,6 @@ The prompts fill `--working-set` of all pools together, and each is asked `--rou
 runs without pulls of KV and with them. With `--engine vllm` other routers (`--peers`) run before as many `vllm serve`.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -3,8 +3,6 @@
 The engine is simulated. With ``--vllm-python`` the same is asked of `vllm serve` in that environment, on CPUs.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import re

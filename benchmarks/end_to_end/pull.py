@@ -4,8 +4,6 @@ Two replicas take requests in turn. Each prompt is sent four times: cold, then a
 computes it again, then warm at both.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 from pathlib import Path

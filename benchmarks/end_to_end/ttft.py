@@ -4,8 +4,6 @@ Each of several long system prompts is sent cold once and then warm several time
 second instance in float32 compares cached and uncached greedy answers.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 from pathlib import Path

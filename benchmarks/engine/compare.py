@@ -3,8 +3,6 @@
 Every system runs in a process of its own, one after the other, with the same prompts and size of KV blocks.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -4,8 +4,6 @@ Random weights agree with nobody, so models that shall agree with a drafter have
 for a trained pair.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

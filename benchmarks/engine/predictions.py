@@ -4,8 +4,6 @@ Conversations of two tenants, some with a LoRA adapter, grow and begin anew in a
 come one at a time and in bursts, of which some are aborted; now and then the cache is reset.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import tempfile

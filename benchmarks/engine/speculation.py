@@ -4,8 +4,6 @@ Three pairs on one engine without HTTP: the model drafting for itself, a drafter
 does. With ``--head`` an EAGLE-3 head instead. Outputs are compared in float32.
 """
 
-from __future__ import annotations
-
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path

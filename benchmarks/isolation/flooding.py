@@ -3,8 +3,6 @@
 "unprotected" runs the same requests under one tenant's name: plain LRU, first come first served.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import asdict, dataclass, field
 from random import Random

@@ -3,8 +3,6 @@
 Its router calls it in an actor, twice a request. A token is taken as four characters, a block as 64.
 """
 
-from __future__ import annotations
-
 import time
 
 from benchmarks.routing.workload import RoutingWorkload, figures, resident_bytes, serve

@@ -4,8 +4,6 @@ Then remove torchvision, torchaudio and torchcodec from it, and give its Python 
 `python -m benchmarks engine --vllm-python /path/to/env/bin/python`.
 """
 
-from __future__ import annotations
-
 import os
 from importlib.metadata import version
 from typing import Any

@@ -4,8 +4,6 @@ The router needs an environment of its own: `pip install sglang-router==0.3.2`; 
 `python -m benchmarks affinity --engine vllm --peers sglang_router --sglang-python /path/to/env/bin/python`.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager

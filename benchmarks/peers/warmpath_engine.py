@@ -1,7 +1,5 @@
 """warmpath's own engine, measured as a peer is: in a process of its own, through `submit`."""
 
-from __future__ import annotations
-
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any

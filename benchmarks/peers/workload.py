@@ -3,8 +3,6 @@
 Standard library only, because it also runs under a peer's own Python.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -3,8 +3,6 @@
 Each row is measured in a process of its own, because of its resident memory. A failed peer is named with the reason.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

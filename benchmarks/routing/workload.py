@@ -1,7 +1,5 @@
 """The workload of `benchmarks routing`; hashes are 16 random bytes a block."""
 
-from __future__ import annotations
-
 import gc
 import json
 import sys

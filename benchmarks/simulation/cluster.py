@@ -1,7 +1,5 @@
 """A whole simulated run: requests arrive, routers decide, replicas compute, feeds carry the news."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial

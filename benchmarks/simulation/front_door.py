@@ -1,7 +1,5 @@
 """A simulated router: a RoutingCore, alone or narrowed down by Ray's prefix tree."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from random import Random

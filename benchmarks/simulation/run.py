@@ -4,8 +4,6 @@ The routers and the replicas' cache index are the real code; a forward is a cost
 serve first come, first served; then every policy runs with and without our replica order and pulls.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

@@ -1,7 +1,5 @@
 """What a simulated cluster is like and who competes on it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from benchmarks.common.trace import TRACE_BLOCK_TOKENS, TraceRequest, token_ids_of

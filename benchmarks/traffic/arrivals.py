@@ -1,7 +1,5 @@
 """Times of requests of single clients of a production service through a day, from published windows."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

@@ -1,7 +1,5 @@
 """Shapes of the published trace's conversations: how much each turn keeps and adds, and when it comes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -3,8 +3,6 @@
 Times come from the published clients, conversations from the published trace; system prompts are popular by Zipf's law.
 """
 
-from __future__ import annotations
-
 import heapq
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,6 @@ that holds a block holds the blocks before it too, so ``match`` bisects. A hole 
 a prediction wrong.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from operator import and_

@@ -3,8 +3,6 @@
 Both sides keep the digest as they go, so a comparison costs the same for every cache. Time is passed in.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """The holders of blocks: slots, one bit for each tier of a replica, and interned sets of them, few for many blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from sys import getsizeof

@@ -3,8 +3,6 @@
 A short memory of unreleased decisions by placement key, so that a second request for a cold prompt follows the first.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 from router.protocol.block_hash import common_blocks

@@ -3,8 +3,6 @@
 A listener that is too slow is not waited for: it loses messages, notices the gap and asks for a snapshot.
 """
 
-from __future__ import annotations
-
 import logging
 import socket
 import time

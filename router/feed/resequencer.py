@@ -5,8 +5,6 @@ silence asks for a snapshot again, with backoff. Memory is bounded, time and ran
 arrives can raise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from random import Random
 

@@ -3,8 +3,6 @@
 The mirror of the held hashes makes a snapshot agree with its sequence number, and checks digests. One thread owns it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from itertools import islice
 

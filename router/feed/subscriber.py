@@ -5,8 +5,6 @@ hostile delays no other: nothing here blocks, queues and messages are bounded, a
 gets its turn.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -5,8 +5,6 @@ report contains this router's requests up to the last one that it calls admitted
 higher numbers are added. Time is passed in.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Mapping
 

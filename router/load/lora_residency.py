@@ -3,8 +3,6 @@
 Adapters are known by the 8-byte hashes of their keys. A report is a hint: a replica loads what it lacks.
 """
 
-from __future__ import annotations
-
 from itertools import repeat
 from math import isfinite
 

@@ -3,8 +3,6 @@
 A router decides more often than a replica reports, so two methods divide the work. Tokens, sequences, seconds a token.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from math import inf, isfinite
 

@@ -1,7 +1,5 @@
 """What a router counts of its decisions; every number only rises, and the ingress renders them to Prometheus."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 

@@ -3,8 +3,6 @@
 Cheap where requests are decided: times and hashes are noted there, and looked at later. Bounded, not thread-safe.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from dataclasses import dataclass
 from statistics import median

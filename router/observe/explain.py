@@ -1,7 +1,5 @@
 """What every policy would decide about one request, and from which facts: a document for operators. Pure functions."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a router knows and has counted, as JSON-able documents; the caller holds the lock of what it passes in."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 from dataclasses import asdict

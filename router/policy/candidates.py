@@ -4,8 +4,6 @@ Owns ties, rendezvous order and the rule who may be chosen: full and blocked rep
 when no other is open. A row is a replica's place in ``LoadTable``'s columns; arrays here have one entry a row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from random import Random
 from types import MappingProxyType

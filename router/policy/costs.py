@@ -5,8 +5,6 @@ faster? A pull may fail: the chosen replica computes whatever did not arrive. Pu
 the same for every policy, so that policies can be compared by it.
 """
 
-from __future__ import annotations
-
 from math import exp
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ A rule is a pure function view -> ranked candidates; turn, randomness and the mo
 replicas that may take the request, best first, at most ``limit`` of them; an empty list means "wait".
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import ceil
 

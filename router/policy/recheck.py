@@ -3,8 +3,6 @@
 Another router's request may have come first: the replica sends this one back with its load as it is. Pure functions.
 """
 
-from __future__ import annotations
-
 from router.load.replica_load import DEFAULT_PREFILL_TOKENS_PER_S
 from router.protocol.events import LoadReport
 from router.protocol.request import Decision

@@ -6,8 +6,6 @@ what its holders should carry, the request at hand goes to one more replica, whi
 when demand falls, ties send requests to one of them again, and the copies of the others age out.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from math import exp
 

@@ -1,7 +1,5 @@
 """What replicas and ingresses tell the autoscaling policy, by name. Counters only rise, so a loss costs nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from math import isfinite

@@ -1,7 +1,5 @@
 """What replicas tell routers. Hashes travel packed (see ``block_hash``); messages are in ``feed.messages``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import msgspec

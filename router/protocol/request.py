@@ -1,7 +1,5 @@
 """What a router needs to know of one request, and what it decided: what crosses the Serve handle."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import msgspec

@@ -1,7 +1,5 @@
 """Figures that travel: a sample is (name, labels, number); a histogram yields them as Prometheus wants."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Imported by reference in a process whose deployment classes are copies: router and replica meet here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from threading import Lock

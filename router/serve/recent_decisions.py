@@ -1,7 +1,5 @@
 """Decisions that the ingress has not asked for yet, by request id. Bounded: the oldest is forgotten first."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from threading import Lock
 

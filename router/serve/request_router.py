@@ -5,8 +5,6 @@ waits on nothing remote. A call's routing view is the keyword argument ``route``
 ``decision=None`` gets the Decision filled in for the replica. Replicas call each other by ``target``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

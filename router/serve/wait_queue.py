@@ -1,7 +1,5 @@
 """Requests that no replica can take yet: tenants take turns, one request at a time asks again. One loop uses it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable

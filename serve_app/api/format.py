@@ -1,7 +1,5 @@
 """The shapes that an API gives: a whole answer, the events of a streamed one, and errors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol

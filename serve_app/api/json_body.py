@@ -3,8 +3,6 @@
 A null field counts as absent, save for ``nullable`` ones; an unknown one has no effect, and is in ``unknown``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice

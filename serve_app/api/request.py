@@ -1,7 +1,5 @@
 """The one internal form of a generation request: every wire format is turned into it, and nothing else goes on."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar

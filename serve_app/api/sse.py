@@ -1,7 +1,5 @@
 """Server-sent events: the framing and the headers. What the JSON says, and how a stream ends, is each API's own."""
 
-from __future__ import annotations
-
 CONTENT_TYPE = "text/event-stream; charset=utf-8"
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 """Neither caches nor a buffering proxy may hold tokens back."""

@@ -1,7 +1,5 @@
 """What an answer calls, whole and while it comes, whatever an API calls its fields."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """Fields of a request that this version does not know: told, a few and in safe characters, or the reason for a 400."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

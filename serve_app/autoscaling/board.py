@@ -3,8 +3,6 @@
 Serve pickles a policy's own module by value; this one is imported by reference, so what it holds outlives a deploy.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

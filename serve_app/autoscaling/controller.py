@@ -1,7 +1,5 @@
 """The policies that Serve's controller calls, pickled by value: what has to be kept is in ``autoscaling.board``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ray.serve.config import AutoscalingContext

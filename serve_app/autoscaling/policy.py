@@ -3,8 +3,6 @@
 Knows neither Ray nor a clock. Formula and failures: docs/autoscaling.md.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from math import ceil, inf, sqrt
 from typing import Literal

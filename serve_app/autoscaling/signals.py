@@ -3,8 +3,6 @@
 Figures must be complete, fresh and of one version. Ingresses' are merged: each router sees a part of the traffic.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

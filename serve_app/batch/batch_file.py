@@ -3,8 +3,6 @@
 Source: OpenAI's Batch API guide, and its reference of the request input and output objects.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal

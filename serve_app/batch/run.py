@@ -1,7 +1,5 @@
 """Runs a batch file on an engine in this process, with the server's preparation and answers."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -3,8 +3,6 @@
 ``Accounts`` chooses the tenant; the caches keep what is in use, and a parent as long as its child. Not thread-safe.
 """
 
-from __future__ import annotations
-
 import heapq
 from enum import IntEnum
 from typing import Generic, TypeVar

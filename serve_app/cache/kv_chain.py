@@ -5,8 +5,6 @@ of the header, header (msgpack), payload. The payload is block after block, so t
 file holds one block; numbers travel as raw bytes, since numpy has no bfloat16.
 """
 
-from __future__ import annotations
-
 import struct
 from dataclasses import dataclass
 from math import prod

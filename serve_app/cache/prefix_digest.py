@@ -3,8 +3,6 @@
 The xxHash that names a block can collide and proves nothing of the blocks before it; in the pool a parent does that.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b

@@ -1,7 +1,5 @@
 """Remembers an ingress' prompts, and explains misses in threads beside the answers."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import Counter, OrderedDict, deque

@@ -1,7 +1,5 @@
 """The class of the first difference of two texts."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """From a prompt that missed the cache, and its tenant's earlier ones, to the reason."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """The LoRA adapters of a deployment and their tenants; copies agree by merging: per name the latest stamp wins."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The facts of a checkpoint directory, read without whole weights."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Qwen3-style decoders with random weights from a fixed seed, a byte-level BPE tok
 ships, and a ChatML template with tools.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass

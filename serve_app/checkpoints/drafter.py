@@ -3,8 +3,6 @@
 The fingerprint enters every cache key: blocks hold the KV of both models, and are of no use to another pair.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from hashlib import sha256

@@ -3,8 +3,6 @@
 Weights are counted as a Llama-style decoder's, with experts where the config has them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace

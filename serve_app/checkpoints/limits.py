@@ -1,7 +1,5 @@
 """Limits of a deployment from its settings and its model."""
 
-from __future__ import annotations
-
 from serve_app.checkpoints.checkpoint import CheckpointInfo
 from serve_app.config.app import AppConfig
 

@@ -1,7 +1,5 @@
 """The directory of models that warmpath builds, fetches or converts; one under its final name is whole."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -3,8 +3,6 @@
 Exact for one LRU cache of whole blocks that evicts the ends of prompts first.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from bisect import bisect_left

@@ -1,7 +1,5 @@
 """Where `warmpath` prints what is not its output: standard error."""
 
-from __future__ import annotations
-
 import re
 import sys
 from typing import Any, NoReturn

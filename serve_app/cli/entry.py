@@ -1,7 +1,5 @@
 """Where the command begins: it imports the rest, so that Ctrl-C, or a module in place of ours, ends with a word."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from collections.abc import Iterable

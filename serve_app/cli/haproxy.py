@@ -1,7 +1,5 @@
 """HAProxy in front of a local instance: the program that Ray starts as it, with bounds for each client of the port."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An instance's own process: starts Ray and Serve, takes orders from the socket that is its stdin, and ends with it."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """The environment and the ports of a local instance: on loopback where they can be."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import socket

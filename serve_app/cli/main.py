@@ -1,7 +1,5 @@
 """`warmpath`: its commands and flags, and what to use in place of flags that others have."""
 
-from __future__ import annotations
-
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated

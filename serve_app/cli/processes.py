@@ -1,7 +1,5 @@
 """The processes of an instance: all that descend from one, their end, and who holds a port."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -3,8 +3,6 @@
 Their socket carries the launch and the order to stop, and back "begun" (it may be interrupted) and "serving".
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select

@@ -1,7 +1,5 @@
 """All settings of a deployment but secrets: one flat pydantic model, with vLLM's names for settings of vLLM."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any, Self

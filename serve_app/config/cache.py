@@ -1,7 +1,5 @@
 """Settings of the KV cache: the pool, the tiers below it, pulls between replicas, pins, replicas that come and go."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Self
 

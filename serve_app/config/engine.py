@@ -1,7 +1,5 @@
 """The engines and their settings; each has an entry in ``ENGINES`` and one in `replica/engine_factory.py`."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field

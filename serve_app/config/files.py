@@ -1,7 +1,5 @@
 """Settings from a file, ``NAME=VALUE`` and flags. Paths in a file start in its directory, others in ours."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

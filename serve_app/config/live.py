@@ -1,7 +1,5 @@
 """Settings that change without a restart, as ``user_config`` of a Serve config file, which is laid over ``args:``."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Public prompts of the settings."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator

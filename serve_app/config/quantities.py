@@ -1,7 +1,5 @@
 """Sizes and durations as people write them: ``64MiB``, ``5m``."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Any
 

@@ -3,8 +3,6 @@
 ``python -m serve_app.config.reference > docs/settings.md; warmpath settings --yaml > docs/settings.yaml``.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """pydantic's errors -> sentences that say what to change; none repeats a value, which may be a key."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterator
 from difflib import get_close_matches

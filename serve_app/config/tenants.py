@@ -1,7 +1,5 @@
 """Settings of tenants, keys, common prompts, and usage."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any, Self
 

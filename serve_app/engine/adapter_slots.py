@@ -5,8 +5,6 @@ Two LRUs: adapters in host memory (``max_cpu_loras``; those with live requests a
 lock while it does.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable

@@ -3,8 +3,6 @@
 Names are vLLM's suffixes under ``warmpath_``. Written by the engine's thread alone; any thread may read samples.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """Outputs between the step that made them and their delivery, one batch a submitter."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 

@@ -3,8 +3,6 @@
 For an explicit save and a cache breakpoint alike. A prefix that cannot be kept is a warning, never a failure.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What routers have reserved at one engine, as its load reports tell them. Not thread-safe."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 ROUTERS_REMEMBERED = 256

@@ -1,7 +1,5 @@
 """How tokens are chosen, as a request says it; part of the engine's contract, whose other types are in ``protocol``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 

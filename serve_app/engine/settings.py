@@ -1,7 +1,5 @@
 """Sizes and switches of the built-in engine; another engine has settings of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

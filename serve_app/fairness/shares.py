@@ -3,8 +3,6 @@
 Within its share a tenant takes what is free; beyond it, it must leave an eighth to the others. Not thread-safe.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping

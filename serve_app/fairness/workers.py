@@ -1,7 +1,5 @@
 """Threads for what would hold up an event loop, in turns of tenants: one tenant's long texts keep nobody else's out."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Callable

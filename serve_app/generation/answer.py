@@ -1,7 +1,5 @@
 """From generated tokens to the text of an answer, piece by piece, its choices merged into one stream."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable

@@ -1,7 +1,5 @@
 """One call to a replica: what is reserved for it, its chunks and errors, and who is told where nobody waits for it."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Sends a generation to a replica and takes its tokens; owns retries, and the mapping of Ray's errors to clients'."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -1,7 +1,5 @@
 """One sequence to generate, and the tokens that come of it: plain data, no Ray."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Under which keys a prompt's KV lies (scope roots, cached), and by which it is placed. The secret goes no further."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 

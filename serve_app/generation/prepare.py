@@ -1,7 +1,5 @@
 """From a validated request and its tenant to generations: text to ids, keys, sampling values, length checks."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import secrets

@@ -1,7 +1,5 @@
 """What one request used so far, as its answer tells it, and what became of its save."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress

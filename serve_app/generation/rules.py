@@ -1,7 +1,5 @@
 """What a request asks of tokens, checked for this model: rules of sampling as the engine takes them, and grammars."""
 
-from __future__ import annotations
-
 import json
 from collections import OrderedDict
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Loading and unloading LoRA adapters over HTTP, on replicas first, then on ingresses (vLLM's endpoints)."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field

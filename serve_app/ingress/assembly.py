@@ -1,7 +1,5 @@
 """The parts of an ingress are made here, in the order in which they need each other."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import logging

@@ -1,7 +1,5 @@
 """Calls to all replicas and to all ingresses of one application, with their time limits."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable

@@ -1,7 +1,5 @@
 """The way of a request for text: its body, its turn, its generations, its answer."""
 
-from __future__ import annotations
-
 import time
 import uuid
 from collections.abc import Callable

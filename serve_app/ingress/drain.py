@@ -1,7 +1,5 @@
 """An ingress' end: no more requests, and a time for answers under way, counted until their last byte is sent."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator

@@ -1,7 +1,5 @@
 """What every route shares: who may call it, errors in the shape of the API, and the count of answers."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field

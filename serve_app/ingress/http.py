@@ -1,7 +1,5 @@
 """HTTP plumbing of the ingress: bounded bodies, request ids, errors in the API's shape, watching for disconnects."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import math

@@ -1,7 +1,5 @@
 """Usage of one ingress and of all: what is counted here is written again and again, and read with what others have."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any

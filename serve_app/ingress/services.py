@@ -1,7 +1,5 @@
 """What one ingress is made of, and what its routes ask of several parts at once. `assembly.py` puts it together."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from dataclasses import asdict, dataclass

@@ -3,8 +3,6 @@
 With nobody watching nothing runs but the table of prefixes. All calls are of one event loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

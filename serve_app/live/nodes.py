@@ -1,7 +1,5 @@
 """Rows of the trie as they are shown: the table's nodes with their holders, merged over ingresses, cut for a viewer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice

@@ -3,8 +3,6 @@
 Each tenant has its own room: what it is shown does not depend on others. Always kept. Not thread-safe.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass

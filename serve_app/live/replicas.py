@@ -1,7 +1,5 @@
 """Rows of replicas, and what they did since the last look, from what a router knows and its replicas report."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

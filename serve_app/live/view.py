@@ -1,7 +1,5 @@
 """One viewer's picture, told as a snapshot, then as differences (docs/live.md). All rights to see are decided here."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """One watcher's queue: bounded, and never a reason for anybody to wait."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from typing import Literal, NamedTuple

@@ -1,7 +1,5 @@
 """A directory of registered prompts: `NAME/VERSION.txt`, `prompts.lock` with each SHA-256, `.locked/` with copies."""
 
-from __future__ import annotations
-
 import re
 import secrets
 from collections.abc import Iterable, Mapping

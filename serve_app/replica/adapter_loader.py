@@ -1,7 +1,5 @@
 """A replica's LoRA adapters: loaded ahead where it is told to, and on demand, since requests say where they lie."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -1,7 +1,5 @@
 """From a deployment's settings and a checkpoint's facts to an engine of the right size."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """A replica's grammars: compiled in threads of their own, in turns of tenants, before requests reach the engine."""
 
-from __future__ import annotations
-
 from serve_app.checkpoints.checkpoint import CheckpointInfo
 from serve_app.config.app import AppConfig
 from serve_app.fairness.shares import Shares

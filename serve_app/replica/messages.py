@@ -3,8 +3,6 @@
 msgpack of typed structs is several times cheaper than pickling objects; token ids travel as raw int32 bytes.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import msgspec

@@ -1,7 +1,5 @@
 """The other replicas, and what is asked of them by Serve handle calls; answers are mapped from the object store."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence

@@ -1,7 +1,5 @@
 """How many blocks the pool of a real engine has. Loads torch and transformers, which a simulated one does without."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

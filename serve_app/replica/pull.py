@@ -3,8 +3,6 @@
 Everything runs in the replica's loop; a request that waits starts when its ``RemoteKv`` is done, with whatever came.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

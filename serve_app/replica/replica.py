@@ -3,8 +3,6 @@
 The engine runs in a thread of its own; everything here runs in the replica's loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

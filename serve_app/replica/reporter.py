@@ -1,7 +1,5 @@
 """What a replica tells routers besides cache events, and its figures for the autoscaling policy."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -6,8 +6,6 @@ And of the calls that are cancelled in the moment in which they start Ray loses 
 the ingress says so once more.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import OrderedDict

@@ -3,8 +3,6 @@
 An ingress' calls say where its socket is. A replica never waits: an ingress that is too far behind loses its calls.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

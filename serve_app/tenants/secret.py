@@ -1,7 +1,5 @@
 """The deployment secret: from the environment, a private file, or made once."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import stat

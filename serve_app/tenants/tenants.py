@@ -1,7 +1,5 @@
 """API keys, known as SHA-256 -> tenant; deployment secret and tenant -> a salt that nobody else can guess."""
 
-from __future__ import annotations
-
 import hmac
 import secrets
 import time

@@ -1,7 +1,5 @@
 """A conversation becomes text by the checkpoint's own chat template, or a 400 that says why not."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Tokens to text while they arrive, never half a character; and where the text must stop."""
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

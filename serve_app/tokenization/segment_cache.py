@@ -1,7 +1,5 @@
 """Known segments of conversations, with token ids and block hashes; public tokens. Callers hold ``lock``."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Where a text can be cut so that its parts tokenize alone as together; how much text one token can stand for."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

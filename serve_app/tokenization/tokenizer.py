@@ -4,8 +4,6 @@ A segment's key is of all text up to its end, under the scope root: a hit is fas
 by timing what another sent. Keys are xxh3_128 with a seed of this process, not predictable outside it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """One call's spans in its replica, from the engine's outputs: queue, prefill, decode, and pulls."""
 
-from __future__ import annotations
-
 import time
 
 from opentelemetry.trace import Span, SpanKind

@@ -3,8 +3,6 @@
 Attributes hold counts, names and reasons: no text of prompts or answers, no key, no salt.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 

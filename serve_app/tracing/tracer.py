@@ -4,8 +4,6 @@ Sampling, headers and the queue's size are OpenTelemetry's own environment varia
 not the process's global one: Ray Serve may have spans of its own there.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Mapping

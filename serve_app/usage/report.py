@@ -1,7 +1,5 @@
 """Usage for clients: a document of rows and their sum, or CSV."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Iterable

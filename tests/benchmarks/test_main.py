@@ -1,7 +1,5 @@
 """`python -m benchmarks NAME`: every benchmark has a name, and every name a benchmark."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 Each alert fires for what it is meant for and is silent just below; checked by promtool where Prometheus is.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -4,8 +4,6 @@ A recording is JSON lines: a head, then in the order of what happened batches (b
 alone, with the tokens that were cached, and resets.
 """
 
-from __future__ import annotations
-
 import json
 from base64 import b64decode, b64encode
 from collections.abc import Callable

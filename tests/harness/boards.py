@@ -1,7 +1,5 @@
 """What the files for Prometheus and Grafana ask, read from them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, NamedTuple

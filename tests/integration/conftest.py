@@ -4,8 +4,6 @@ Whatever travels beside an answer (feeds, counters) is waited for: a loaded mach
 on how fast anything is.
 """
 
-from __future__ import annotations
-
 import os
 import ssl
 import tempfile

@@ -1,7 +1,5 @@
 """Autoscaling on real Ray Serve: grows under load, shrinks after it, and a killed controller changes nothing."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

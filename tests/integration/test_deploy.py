@@ -1,7 +1,5 @@
 """The same app from Serve config files, on a Ray cluster that was there before; live settings change it in place."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

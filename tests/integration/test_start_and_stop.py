@@ -3,8 +3,6 @@
 Nothing is left of any: no process, no port that is taken; and the terminal has words, none of them Ray's.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A router's core that knows some replicas, and what it decides."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from random import Random
 

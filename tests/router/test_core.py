@@ -1,7 +1,5 @@
 """RoutingCore: one step decides and reserves; every count and every state is JSON-able and right."""
 
-from __future__ import annotations
-
 from random import Random
 from threading import Thread
 

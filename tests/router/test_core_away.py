@@ -1,7 +1,5 @@
 """Replicas that are away: what is known of them stays true and nothing is sent there, in whatever order they go."""
 
-from __future__ import annotations
-
 from random import Random
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Replicas whose feeds are cut off: what they tell beside their feeds is no news of a feed, and nothing stays of it."""
 
-from __future__ import annotations
-
 from router.core import RoutingCore
 from router.known_replicas import SILENT_S
 from router.protocol.block_hash import HASH_BYTES

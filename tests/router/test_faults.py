@@ -1,7 +1,5 @@
 """Bad replicas and restarts: nonsense, floods, sets that change all the time. Nothing raises, memory stays bounded."""
 
-from __future__ import annotations
-
 import json
 from math import inf, nan
 from random import Random

@@ -1,7 +1,5 @@
 """Models and engines for the engine's tests; the demo model's tokenizer, and what compiles grammars for it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path

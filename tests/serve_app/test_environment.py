@@ -1,7 +1,5 @@
 """What importing the package loads and sets in a process."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 A new version of Ray breaks these tests first.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A replica takes other settings while it runs: a bad user_config changes nothing, nothing raises, and notices tell."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests that need vLLM: `make test-vllm`. Where it is not installed, their files are not even imported."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

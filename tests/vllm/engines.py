@@ -1,7 +1,5 @@
 """vLLM and the built-in engine with one model, and what tests ask of either."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """vLLM behind the engine's contract, and its tokens beside the built-in engine's. One vLLM for all of it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A replica of vLLM that joins has what its peer holds, and one that leaves gives what only it holds: over HTTP."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

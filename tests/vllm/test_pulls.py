@@ -1,7 +1,5 @@
 """Pulls between two replicas of vLLM over HTTP: a copy in place of computing, which is there for nobody who leaves."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Iterator

@@ -1,7 +1,5 @@
 """`warmpath serve --engine vllm`: the whole way over HTTP."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import httpx

@@ -4,8 +4,6 @@ A line is a batch line, `{"custom_id", "method", "url", "body"}`, or a bare body
 (seconds from any start, milliseconds since 1970 from 1e11 on, or ISO 8601) and, where it is known, `tenant`.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterator

@@ -4,8 +4,6 @@
 shrunk by one factor in tokens and in time, so that tokens a second stay the same.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

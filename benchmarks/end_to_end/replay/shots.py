@@ -1,7 +1,5 @@
 """The requests of a replay: of a trace of block ids, a log of requests, or generated traffic of many tenants."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

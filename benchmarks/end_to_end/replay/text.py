@@ -1,7 +1,5 @@
 """A trace's block ids as text, with the ids' common prefixes: an id is a run of words, and a word one token."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from pathlib import Path
 from random import Random

@@ -3,8 +3,6 @@
 An attack prepares its requests, says that it is ready, and goes on until it is told to stop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import multiprocessing

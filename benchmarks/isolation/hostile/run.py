@@ -4,8 +4,6 @@
 load, beside one that attacks in three ways in turn; their questions come at the same moments in every part.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import random

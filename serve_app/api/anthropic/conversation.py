@@ -1,7 +1,5 @@
 """Anthropic's system prompt, messages and blocks -> templates' messages, and the rules of ``cache_control``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 Remembers digests under a key of this process, never texts; knows the request alone, before the first token.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections import OrderedDict
 from collections.abc import Iterable

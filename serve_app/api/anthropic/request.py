@@ -1,7 +1,5 @@
 """The bodies of ``POST /v1/messages`` and ``/v1/messages/count_tokens`` -> ChatRequest."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal

@@ -1,7 +1,5 @@
 """Answers in the shapes of Anthropic's messages: one message, or events that build it; errors, limits, models."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any

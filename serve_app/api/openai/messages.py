@@ -1,7 +1,5 @@
 """The messages of a chat in OpenAI's shape -> messages as templates read them: text, calls and their results."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NotRequired
 

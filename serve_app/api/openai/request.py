@@ -3,8 +3,6 @@
 Fields are refused where ignoring them would change the answer. Others that nothing reads are named as unknown.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar
 

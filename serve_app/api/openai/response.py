@@ -3,8 +3,6 @@
 A stream encodes what all its chunks share once, because there is a chunk for nearly every token.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from math import ceil

@@ -1,7 +1,5 @@
 """The fields of OpenAI's and vLLM's bodies for the choice of tokens, and for the form of an answer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any
 

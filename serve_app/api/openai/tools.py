@@ -1,7 +1,5 @@
 """OpenAI's ``tools``, ``tool_choice`` and calls -> ToolUse and templates' tools. Bounded, for all of it is read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 

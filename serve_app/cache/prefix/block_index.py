@@ -3,8 +3,6 @@
 Not thread-safe, except ``held`` and ``count_held``, which any thread may ask for a hint.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator

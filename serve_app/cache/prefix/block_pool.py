@@ -1,7 +1,5 @@
 """A fixed pool of KV block ids with reference counts. Law: free + idle (the cache's alone) + used = total."""
 
-from __future__ import annotations
-
 
 class PoolExhausted(Exception):
     """More blocks were asked for than are free."""

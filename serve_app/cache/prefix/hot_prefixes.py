@@ -5,8 +5,6 @@ beginning of the list can be used by itself. Heat is what a block saves for each
 it is part of, older ones in part. Entries flow in, plain data that can cross processes flows out; pure functions.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence

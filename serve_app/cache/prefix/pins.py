@@ -5,8 +5,6 @@ several pins counts once, for each tenant once. Not thread-safe, except the coun
 share is never refused nor recalled; what is beyond it is lent until somebody needs their share.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

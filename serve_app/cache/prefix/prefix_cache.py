@@ -5,8 +5,6 @@ events that tell routers of it. Tokens and chains flow in; block ids and events 
 ``index`` says.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 

@@ -6,8 +6,6 @@ nobody at or under their share gives up a block while somebody over theirs has o
 be borrowed. Not thread-safe, except ``holdings``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

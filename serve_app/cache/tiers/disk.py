@@ -3,8 +3,6 @@
 One thread (the queue's) stores, loads and marks; any may look up. The end in a file's name counts after a restart.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time

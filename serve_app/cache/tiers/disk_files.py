@@ -6,8 +6,6 @@ it takes to mark one. Paths of blocks are plain strings: pathlib's own work woul
 more, and it interns every name.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import math

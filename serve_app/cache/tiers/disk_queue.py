@@ -5,8 +5,6 @@ written is loaded from memory; a write that finds the queue full is dropped, nev
 the engine's loop.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -3,8 +3,6 @@
 The engine's loop owns it. Callers use and put children before their parents, which so outlive them here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

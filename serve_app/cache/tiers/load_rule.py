@@ -1,7 +1,5 @@
 """Whether a load beats computing: bytes / measured bandwidth <= ratio * tokens / prefill rate. Not thread-safe."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

@@ -5,8 +5,6 @@ has one to give; a saved block goes after all others of its tenant, and never fo
 that nobody needs can be borrowed. Knows no block's content. Whoever shares one with a thread holds ``lock``.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The engine's loop owns it; only the disk queue has a thread. A batch has children first, so heads are the last to go.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The conversion, `python -m serve_app.checkpoints.sources.gguf_file FILE DIRECTOR
 memory, and runs in a process of its own.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A hub id -> its snapshot in huggingface_hub's own cache, with its variables: HF_HOME, HF_TOKEN, HF_HUB_OFFLINE."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

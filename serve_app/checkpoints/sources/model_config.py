@@ -1,7 +1,5 @@
 """The fields of a model's config by transformers' names, without a hub's weights or a GGUF file's conversion."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

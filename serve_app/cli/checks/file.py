@@ -1,7 +1,5 @@
 """`warmpath check`: mistakes in a Serve config, a RayService or a settings file, each with line, place and remedy."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple

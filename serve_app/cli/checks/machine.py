@@ -1,7 +1,5 @@
 """What the machine has: the port, memory, room on disks, a GPU."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

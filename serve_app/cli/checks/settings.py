@@ -1,7 +1,5 @@
 """The settings that cannot be used, as far as that shows before a start, in the words of replicas and ingresses."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What is installed: Python, the packages that warmpath names and their ranges, HAProxy, vLLM. Imports none of them."""
 
-from __future__ import annotations
-
 import platform
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`warmpath doctor`: what of this machine and installation would keep an instance from working, and what to do."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Annotated

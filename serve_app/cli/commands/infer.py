@@ -1,7 +1,5 @@
 """`warmpath infer`: OpenAI's batch file in, a file of responses out, without a server."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

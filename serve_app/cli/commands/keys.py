@@ -1,7 +1,5 @@
 """`warmpath keys`: new API keys. A key is printed once and kept nowhere; files hold its SHA-256."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime, timedelta
 from typing import Annotated
 

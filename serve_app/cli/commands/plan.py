@@ -1,7 +1,5 @@
 """`warmpath plan`: what a cache of some memory holds and hits, of equal prefixes or of a trace."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`warmpath prompts`: versions of system prompts. Keys come from the environment: a command line would show them."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Annotated, Any

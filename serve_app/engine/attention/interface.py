@@ -3,8 +3,6 @@
 Several reads of a row are merged by their log-sum-exp. Sliding windows, soft-capping and sinks are refused.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

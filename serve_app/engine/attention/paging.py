@@ -4,8 +4,6 @@ Slot ``block * block_size + i`` of a layer is token i of a block: keys and value
 0 to 20 of a sequence with blocks [7, 3] of 16 have their KV in slots 112 to 127 and 48 to 52; slots 53 to 63 are stale.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ For instance two rows after 512 tokens in common, with blocks of 16::
 Elsewhere every sequence is copied whole, for torch's own attention.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Which models this engine computes, by what their config says. Imports no torch."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

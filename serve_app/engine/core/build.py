@@ -1,7 +1,5 @@
 """How an engine comes about: a checkpoint is loaded, in a thread of its own, into the runner that fits its settings."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

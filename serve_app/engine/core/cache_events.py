@@ -3,8 +3,6 @@
 A digest among the events tells listeners whether they missed, or made up, anything. Belongs to the engine's loop.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 

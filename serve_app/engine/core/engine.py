@@ -3,8 +3,6 @@
 Requests flow in from any thread; outputs, cache events and load flow out.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time

@@ -1,7 +1,5 @@
 """The load of one engine as routers see it: work queued and measured rates. The engine's lock guards it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass

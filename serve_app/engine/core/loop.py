@@ -1,7 +1,5 @@
 """The engine's thread, the work that other threads ask of it, and the condition that they share. Knows no requests."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """The results of a step become tokens and ends in the outbox; a request that ends is removed everywhere, in order."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field, replace
 

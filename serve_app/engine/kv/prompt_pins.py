@@ -1,7 +1,5 @@
 """Prompts that stay in the pool, pinned once a request has computed them, and saves also on disk. The loop's alone."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 

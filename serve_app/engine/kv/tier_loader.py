@@ -3,8 +3,6 @@
 Called by the loop alone, except ``samples``. A block comes up only if its prefix digest is the request's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter

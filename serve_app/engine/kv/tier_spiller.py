@@ -3,8 +3,6 @@
 Called by the loop alone. From its making to ``close`` it hears of every eviction and of every pin's end.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence

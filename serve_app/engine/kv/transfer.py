@@ -3,8 +3,6 @@
 Called from any thread but the loop's; cache and pool are touched on the loop, a bounded number of bytes a visit.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

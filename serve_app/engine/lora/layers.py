@@ -3,8 +3,6 @@
 All adapters with slots lie side by side and share one pair of products; a mask keeps every row to its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

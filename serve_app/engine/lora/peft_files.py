@@ -3,8 +3,6 @@
 Unsupported config is refused with a sentence. Imports no torch, so that an ingress can name an adapter.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from contextlib import suppress

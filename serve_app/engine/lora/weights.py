@@ -1,7 +1,5 @@
 """An adapter's tensors, checked against the model: a pair of matrices for each layer, the scale multiplied in."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

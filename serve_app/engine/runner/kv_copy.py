@@ -3,8 +3,6 @@
 On the CPU a numpy copy per block is three times as fast as torch's gather and wakes no OpenMP workers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import numpy as np

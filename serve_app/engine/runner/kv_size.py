@@ -1,7 +1,5 @@
 """Sizing of the KV pool: a block has 2 * layers * block_size * kv_heads * head_dim numbers. Imports no torch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -1,7 +1,5 @@
 """How many bytes of a GPU the KV pool may take: the utilization less weights (on torch's meta device) and one step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

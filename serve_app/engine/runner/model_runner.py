@@ -1,7 +1,5 @@
 """Runs steps on an unmodified transformers causal language model: segments in, sampled tokens or failures out."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor

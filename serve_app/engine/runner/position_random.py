@@ -1,7 +1,5 @@
 """Random numbers of a position: from (seed, position) alone, never from the batch or from what was drawn before."""
 
-from __future__ import annotations
-
 MASK = (1 << 64) - 1
 STRIDE = 0x9E3779B97F4A7C15
 FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)

@@ -5,8 +5,6 @@ tokens it already has goes on identically. Each token has a number of its own, a
 noise wins: logits that differ by little, as a drafter's or another batch's do, choose the same token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

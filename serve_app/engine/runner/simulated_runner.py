@@ -3,8 +3,6 @@
 Scheduling and caching around it are the real ones. Whatever ran on it has to say "simulated".
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 In order: bans and biases, repetition, frequency and presence penalty, then the grammar; all from token ids alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

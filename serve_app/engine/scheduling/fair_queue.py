@@ -4,8 +4,6 @@ Owns what each tenant used in recent steps, decodes too: they are not held back,
 Source: Sheng et al., Fairness in Serving Large Language Models (OSDI 2024), counts generated tokens as service too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 
 from serve_app.fairness.shares import Turns

@@ -6,8 +6,6 @@ blocks, so that a newcomer finds room at once. A sequence takes its reserved blo
 while there is room; where there is none, a victim is preempted. Mutates sequences and the prefix cache.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal

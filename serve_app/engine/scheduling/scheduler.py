@@ -6,8 +6,6 @@ least uncached work first, aged; a sequence whose next missing block another one
 (``running_set``). Mutates sequences and the prefix cache.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Callable, ValuesView
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """One request inside the engine: its mutable state and block hashes. Positions count from the prompt's start."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

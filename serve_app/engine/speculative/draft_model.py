@@ -5,8 +5,6 @@ closer the two models, the likelier both choose the same token. A draft model th
 drafting for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice

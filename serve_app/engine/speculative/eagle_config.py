@@ -1,7 +1,5 @@
 """An EAGLE-3 head's config.json, checked against a base model. Imports no torch, for an ingress reads it too."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ block can go on after it. A slot holds the pair of its own token and the state b
 nothing after the block. Guesses leave no trace in the pool.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any

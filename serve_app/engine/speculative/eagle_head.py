@@ -5,8 +5,6 @@ base. Its keys and values depend on the pair alone, so they are computed without
 (arXiv 2503.01840) and the files of published heads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

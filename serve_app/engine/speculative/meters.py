@@ -1,7 +1,5 @@
 """The worth of speculation, under vLLM's names: drafts, accepted tokens, base steps. The engine's thread writes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 

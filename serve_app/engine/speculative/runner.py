@@ -6,8 +6,6 @@ how many base steps it takes. A drafter's ``pools`` [layers, planes, blocks, ...
 the block ids of the base's KV, with which it is saved, reused, evicted and exported.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain, islice

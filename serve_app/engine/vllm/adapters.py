@@ -3,8 +3,6 @@
 vLLM reads files again, unchecked, whenever its cache dropped them: it gets private copies of checked bytes.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from itertools import count

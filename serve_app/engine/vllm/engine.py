@@ -3,8 +3,6 @@
 Requests enter from any thread; everything that vLLM says comes in the loop of ``VllmFrontend``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import threading

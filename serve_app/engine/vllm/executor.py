@@ -3,8 +3,6 @@
 vLLM's own choice binds a worker's threads to cores, which replicas share, and takes one more core to wait for it.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

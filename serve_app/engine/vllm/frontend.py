@@ -3,8 +3,6 @@
 Owns all that is named after vllm. Out: plain ``Generated`` parts, and figures of each step. Knows no requests of ours.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading

@@ -3,8 +3,6 @@
 vLLM serves in order, so a step's prompt tokens belong to the oldest prefills. The engine's lock guards it.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field

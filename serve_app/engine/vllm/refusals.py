@@ -3,8 +3,6 @@
 A setting without effect is refused unless at its default, so that nobody relies on it. Pure, and without vllm.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 The connector holds their blocks. Belongs to the frontend's loop, but for ``pins``' counts. A failed save is a warning.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

@@ -3,8 +3,6 @@
 Names are vLLM's. Its defaults are not ours where they change answers, tell others of prompts or hide KV events.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any

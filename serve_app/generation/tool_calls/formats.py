@@ -3,8 +3,6 @@
 Answers that must call are a JSON list of calls, whatever the family.
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 import string

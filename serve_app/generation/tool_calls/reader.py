@@ -1,7 +1,5 @@
 """Answers of one model, read with the tool calls in their text, and made whole."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace as with_fields
 from typing import TypeVar

@@ -4,8 +4,6 @@ A grammar is a generator over a ``Source``: it yields what it has read, and None
 followed by its strings and brackets alone: whoever uses arguments sees whether they are valid.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Generator
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """What one answer costs and how fast it came, told to everybody who counts, while it comes and at its end."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What /v1/cache/state says: replicas, load, bytes and tokens cached, and hit rates. No prompt's text is in it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any

@@ -1,7 +1,5 @@
 """POST /v1/cache/explain: where an operator's request would go now, and why, without sending it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every metric family that /metrics shows, with its help; a replica cannot bring families or labels of its own."""
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ Every decision is counted in tokens three ways: the best replica's, the selected
 delivered ones. Their differences are regret: the price of load, and of stale hints.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The metrics as Markdown tables: ``python -m serve_app.ingress.observe.reference > docs/metrics.md``."""
 
-from __future__ import annotations
-
 import sys
 
 from serve_app.ingress.observe.families import SECTIONS

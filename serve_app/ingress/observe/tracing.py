@@ -1,7 +1,5 @@
 """ASGI middleware that gives requests for text a trace; the application has it only where traces are sent."""
 
-from __future__ import annotations
-
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send

@@ -1,7 +1,5 @@
 """Cut-over of prompts over HTTP: warm, promote, roll back, at every ingress, each with the state in a file."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A version's KV is computed where its requests will go, before they come: at the holders of another version."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -1,7 +1,5 @@
 """The FastAPI application around one ingress' services: all routes, errors for paths that are none, and the docs."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext

@@ -1,7 +1,5 @@
 """GET /v1/cache/events: what happens now, as server-sent events (docs/live.md)."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable

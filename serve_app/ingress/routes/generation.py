@@ -1,7 +1,5 @@
 """What clients of OpenAI's and Anthropic's APIs ask for: text, counts of tokens, and which models there are."""
 
-from __future__ import annotations
-
 import functools
 
 from fastapi import APIRouter

@@ -1,7 +1,5 @@
 """What a route's handler is made of: the services it is given, and the guard around it."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """What an operator looks at and changes: health, metrics, caches, usage, adapters and registered prompts."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 from importlib import metadata
 

@@ -1,7 +1,5 @@
 """The page at ``/``: files of this package, sent as they are. No data is in them, so they need no key."""
 
-from __future__ import annotations
-
 import hashlib
 from functools import cache
 from pathlib import Path

@@ -5,8 +5,6 @@ account, so tenants' shares hold. A few parts are handed out and taken in at onc
 references.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence

@@ -3,8 +3,6 @@
 Serve itself says so only after the last stream. Knows no engine. Runs in the replica's loop, except ``heard``.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ Owns who gets what: saves and public prompts first, then the hottest; each block
 others for it, and no more than is free or colder there. A peer that dies or is full is replaced by the next.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

@@ -1,7 +1,5 @@
 """One replica's joining and leaving, in its loop: pre-warm at its start; hand-over and end of streams at its stop."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 A byte and a time budget bound it. Whatever fails costs a warm start, never the start.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -1,7 +1,5 @@
 """What a joining or leaving replica says it did, and what replicas count of what they took over."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field

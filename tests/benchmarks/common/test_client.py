@@ -1,7 +1,5 @@
 """The client of any OpenAI endpoint: what a server does not tell is unknown, a stream that breaks off has failed."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """What benchmarks are told on the command line: a wrong name is told at once, with those there are."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable

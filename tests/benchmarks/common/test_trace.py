@@ -1,7 +1,5 @@
 """Traces: ids become tokens that share prefixes exactly as the ids do; both sources keep the format's rules."""
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import hashlib

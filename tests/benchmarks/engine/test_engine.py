@@ -1,7 +1,5 @@
 """Benchmarks of the engine alone: figures come from real runs, pairs for speculation are what is said of them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Laws of the simulated cluster: time, conservation, bounds; and the benchmark's contract."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the simulator does with a cache, replicas do: no figure rests on a behaviour that the product does not have."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

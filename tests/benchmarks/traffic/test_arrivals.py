@@ -1,7 +1,5 @@
 """Arrivals of single clients: the published windows, gaps of their family, rates scaled with their shape kept."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import math

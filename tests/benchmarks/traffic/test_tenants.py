@@ -1,7 +1,5 @@
 """Tenants' traffic: conversations as the trace has them, under prompts of each tenant's own."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

@@ -6,8 +6,6 @@ removed, one copy at a time. no_holes: a block goes after those that hang under 
 than the pool has blocks.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 
 from serve_app.engine.vllm.events.batches import BlockHash, BlockRemoved, BlockStored, decode_batch

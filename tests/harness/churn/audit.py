@@ -3,8 +3,6 @@
 Knows the insides of the engine, as nothing else outside ``serve_app`` does. Reads only.
 """
 
-from __future__ import annotations
-
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass

@@ -5,8 +5,6 @@ requests are cancelled at any moment, KV moves through host memory and disk, pre
 are reset. At a check all is let to end, and every block and table is looked at (``audit``). No Ray, no HTTP.
 """
 
-from __future__ import annotations
-
 import random
 import threading
 import time

@@ -1,7 +1,5 @@
 """Engines in this process whose calls break, with adapters and a public prompt."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

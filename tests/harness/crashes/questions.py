@@ -4,8 +4,6 @@ Knows HTTP bodies, not who answers them. What differs between any two runs is no
 is cut into events, how the events of several choices follow each other, and how many prompt tokens were cached.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """One instance of a real model for this folder: tenants, adapters, prompts; two replicas and two ingresses."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """LoRA adapters over HTTP: preloaded, loaded and unloaded while serving, chosen by model or lora_name."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -1,7 +1,5 @@
 """The real OpenAI and Anthropic clients over a real socket, to a real model."""
 
-from __future__ import annotations
-
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The page in a browser, with tenants: each key is shown its own part."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

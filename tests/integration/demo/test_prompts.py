@@ -1,7 +1,5 @@
 """Registered prompts by version: a promotion is warm for everybody, and what is locked stays what it was."""
 
-from __future__ import annotations
-
 import pytest
 from typer.testing import CliRunner
 

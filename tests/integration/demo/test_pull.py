@@ -1,7 +1,5 @@
 """A pull whose holder is killed costs time, and nothing else."""
 
-from __future__ import annotations
-
 import os
 import signal
 from concurrent.futures import Future, ThreadPoolExecutor

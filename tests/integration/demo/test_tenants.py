@@ -1,7 +1,5 @@
 """Several tenants on one instance: keys are needed, and of another's cache only what is public is of use."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

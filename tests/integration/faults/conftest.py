@@ -3,8 +3,6 @@
 The second is in Ray Serve's other mode, and was started by a benchmark in a process of its own.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Broken HTTP requests. A case is a function of its seed: a kind, what is sent, and the pause between the parts."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """Real SIGKILLs, real disconnects, real overload: nothing is lost and nothing leaks."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

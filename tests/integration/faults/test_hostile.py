@@ -1,7 +1,5 @@
 """Whatever a client sends or holds open, it gets a 4xx with a sentence or an end, and others go on undisturbed."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from contextlib import ExitStack

@@ -3,8 +3,6 @@
 Answers are so long that one which nobody cancelled would run for ten minutes, far beyond any patience here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

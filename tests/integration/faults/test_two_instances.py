@@ -1,7 +1,5 @@
 """Beside a first instance: a hot prefix spreads by copying, each request is one trace, and nothing is shared."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx

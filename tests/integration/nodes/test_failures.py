@@ -4,8 +4,6 @@ One instance; from the least that dies to the most. Streams that go through what
 with it: nothing can hold a client's connection but the process that has it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 from collections.abc import Callable, Iterator, Sequence

@@ -3,8 +3,6 @@
 Pulls by requests are off, so that what is cached came with a request, a pre-warm or a hand-over.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterable, Set
 from concurrent.futures import ThreadPoolExecutor

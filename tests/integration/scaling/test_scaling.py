@@ -3,8 +3,6 @@
 Some die in the middle of it: the mortal ones, which a rolling update brings.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

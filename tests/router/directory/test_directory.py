@@ -1,7 +1,5 @@
 """Directory against a naive oracle: a set of blocks for each (replica, tier)."""
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest

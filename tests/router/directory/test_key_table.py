@@ -1,7 +1,5 @@
 """KeyTable against a plain dict."""
 
-from __future__ import annotations
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """One replica's caches and feed, and one router, with every message between them in the test's hands."""
 
-from __future__ import annotations
-
 from functools import reduce
 from hashlib import blake2b
 from operator import xor

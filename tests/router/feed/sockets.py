@@ -1,7 +1,5 @@
 """Feeds over real, encrypted sockets, and a router that may follow them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager

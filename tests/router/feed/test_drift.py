@@ -1,7 +1,5 @@
 """A directory that differs from what a replica holds is found by the replica's next digest, and mended."""
 
-from __future__ import annotations
-
 from random import Random
 from typing import Any
 

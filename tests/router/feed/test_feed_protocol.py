@@ -1,7 +1,5 @@
 """FeedSequencer, a line, FeedResequencer, without sockets. That nothing is lost on the way is in ``test_drift``."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from random import Random
 

@@ -1,7 +1,5 @@
 """FeedPublisher and FeedSubscriber over real, encrypted sockets."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from random import Random

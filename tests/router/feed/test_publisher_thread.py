@@ -1,7 +1,5 @@
 """The feed's thread outlives what it cannot publish, holds a bounded number of events, and tells that it is broken."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from threading import Event as Signal
 

@@ -1,7 +1,5 @@
 """LoadTable: nothing counted twice, nothing lost, nonsense harmless."""
 
-from __future__ import annotations
-
 from math import inf
 
 import msgspec

@@ -1,7 +1,5 @@
 """Adapters in memory: where one is, requests for it go there while that is faster than loading it elsewhere."""
 
-from __future__ import annotations
-
 from math import inf, nan
 from random import Random
 

@@ -1,7 +1,5 @@
 """What a router learns from recent requests, against naive counts; and in which figures it is shown."""
 
-from __future__ import annotations
-
 from collections import Counter
 from math import ceil
 from random import Random

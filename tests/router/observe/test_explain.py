@@ -1,7 +1,5 @@
 """Explanations: the winner is what would be decided next, under every policy, and asking changes nothing."""
 
-from __future__ import annotations
-
 import json
 from random import Random
 

@@ -1,7 +1,5 @@
 """One contract for every policy, then what each of them is for."""
 
-from __future__ import annotations
-
 from collections import Counter
 from math import exp
 from random import Random

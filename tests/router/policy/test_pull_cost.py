@@ -1,7 +1,5 @@
 """Pulls: priced in prefill tokens, planned only where copying beats computing."""
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest

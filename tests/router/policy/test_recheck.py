@@ -1,7 +1,5 @@
 """A replica's second look at a decision: only work that the router could not know of sends a request back."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Hot prefixes: more holders before requests queue, never too many, and no preference for them when demand falls."""
 
-from __future__ import annotations
-
 from collections import Counter
 from math import exp
 from random import Random

@@ -1,7 +1,5 @@
 """Laws of the keys: equal prefixes share hashes, any difference of scope shares none, and what is public is shared."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Histograms as Prometheus reads them."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

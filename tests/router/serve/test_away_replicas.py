@@ -1,7 +1,5 @@
 """Serve's router: replicas that leave its set for seconds, and callers that leave while it chooses."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 from typing import Any

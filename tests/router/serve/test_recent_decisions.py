@@ -1,7 +1,5 @@
 """What the ingress asks its process's router after a call: the decision for a request."""
 
-from __future__ import annotations
-
 from router.protocol.request import Decision
 from router.serve.recent_decisions import RecentDecisions
 

@@ -1,7 +1,5 @@
 """Requests that find every replica full: in order, one at a time, and never in a busy loop."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 

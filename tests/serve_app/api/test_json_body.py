@@ -1,7 +1,5 @@
 """Large bodies are read field by field, once they hold no more values than they may; what nothing reads is named."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

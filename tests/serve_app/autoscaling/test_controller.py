@@ -3,8 +3,6 @@
 Figures become signals only where they are complete, fresh and of one version; ingresses' are merged.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Laws of the autoscaling policy, over any signals."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

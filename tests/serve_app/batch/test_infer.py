@@ -1,7 +1,5 @@
 """`warmpath infer`: OpenAI's batch files, answered in this process."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

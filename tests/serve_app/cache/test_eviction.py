@@ -1,7 +1,5 @@
 """One order of evictions for the pool and the tiers: by standing, then the least recently used first."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

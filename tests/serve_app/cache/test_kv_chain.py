@@ -1,7 +1,5 @@
 """What travels is loaded only when every byte of it is what it says."""
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An ingress' misses: explained beside the answer, counted, each tenant's by its own alone."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Sequence

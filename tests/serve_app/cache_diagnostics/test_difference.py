@@ -1,7 +1,5 @@
 """The first difference, its class, and what is equal behind it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

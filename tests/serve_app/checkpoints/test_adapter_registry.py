@@ -1,7 +1,5 @@
 """Rules of a deployment's adapters: who sees which, and copies that agree."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from pathlib import Path

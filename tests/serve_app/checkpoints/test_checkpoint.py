@@ -1,7 +1,5 @@
 """Reading a checkpoint's facts, and what is said about a directory that holds none."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The built-in checkpoints: the same bytes every time, loadable like any other, and lively."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

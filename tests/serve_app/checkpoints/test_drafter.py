@@ -1,7 +1,5 @@
 """Which checkpoints may draft for which, what that does to cache keys, and how a request says no."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The planner's arithmetic, against figures that are known."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

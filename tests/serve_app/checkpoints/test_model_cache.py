@@ -1,7 +1,5 @@
 """A model in the cache is whole or not there, whatever became of the process that made it."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

@@ -1,7 +1,5 @@
 """The reuse curve of a trace, against a cache that is simulated for each size."""
 
-from __future__ import annotations
-
 import json
 from collections import OrderedDict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The port with Ray's own HAProxy configuration and what the wrapper adds to it, before a server of a few lines."""
 
-from __future__ import annotations
-
 import json
 import re
 import select

@@ -1,7 +1,5 @@
 """A start of Ray that was too slow is tried again; of a start that failed, the sentence that says why is told."""
 
-from __future__ import annotations
-
 import io
 from contextlib import suppress
 from pathlib import Path

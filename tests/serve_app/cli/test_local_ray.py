@@ -1,7 +1,5 @@
 """The environment of a local instance: HAProxy kept on loopback, and ports of its own."""
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

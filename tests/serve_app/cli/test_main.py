@@ -1,7 +1,5 @@
 """The words of `warmpath`; errors that say what to change."""
 
-from __future__ import annotations
-
 import json
 import re
 from importlib.metadata import version

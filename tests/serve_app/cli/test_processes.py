@@ -1,7 +1,5 @@
 """Processes of an instance are found by descent, ended whole, and named where they hold a port."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

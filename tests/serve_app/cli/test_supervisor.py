@@ -1,7 +1,5 @@
 """Signals end a start at once and a service in order, whatever the instance does; nothing of it is left."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

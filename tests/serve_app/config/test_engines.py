@@ -1,7 +1,5 @@
 """What settings say of vLLM before a replica starts."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import get_args

@@ -1,7 +1,5 @@
 """Settings from files and NAME=VALUE; paths in a file start where it lies."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

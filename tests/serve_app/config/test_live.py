@@ -1,7 +1,5 @@
 """What may change without a restart: it is laid over args, and what cannot be used is told with a remedy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Sizes and durations are numbers however they are written."""
 
-from __future__ import annotations
-
 from decimal import Decimal
 
 import pytest

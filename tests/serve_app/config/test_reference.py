@@ -1,7 +1,5 @@
 """docs/settings.md is what the settings say of themselves; reading them needs nothing that is slow to import."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """LoRA adapters made by PEFT itself for the tiny models, and what PEFT makes of them."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Iterator

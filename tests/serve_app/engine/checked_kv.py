@@ -1,7 +1,5 @@
 """A runner that computes nothing but notices every wrong byte of KV: each position remembers what it was made from."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from hashlib import blake2b
 

@@ -1,7 +1,5 @@
 """Engines that compute nothing, over a runner whose steps can be held up or made to fail."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """Rules of the adapters in memory: who is kept, who goes first, and who may still be named."""
 
-from __future__ import annotations
-
 import pytest
 
 from serve_app.engine.adapter_slots import LoadedAdapters

@@ -1,7 +1,5 @@
 """Tiny fp32 models built on the spot, and helpers to run requests through an engine."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The front door: 429 for whoever floods and for nobody else, and nothing is counted for ever."""
 
-from __future__ import annotations
-
 import pytest
 
 from serve_app.errors import RateLimited

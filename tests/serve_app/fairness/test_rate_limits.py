@@ -1,7 +1,5 @@
 """A tenant gets what its limits allow, no more, and is told truly how much is left and when to come back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Shares follow who is there; budgets give what is within a share, and lend all but an eighth."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """The line of an ingress: places are conserved, turns are fair, and nobody who is owed a place waits for a borrower."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Threads in turns of tenants: one tenant's long work leaves a thread to the others."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 

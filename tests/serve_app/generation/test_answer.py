@@ -3,8 +3,6 @@
 Text, tokens and what is told of them are the same however many tokens come at once.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing

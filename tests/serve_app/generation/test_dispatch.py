@@ -1,7 +1,5 @@
 """Sending a generation: tokens, losses and errors, with replicas that fail in every way they can."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -3,8 +3,6 @@
 Real engines, the real dispatcher, router and preparation of requests; calls break at tokens that Hypothesis chooses.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """From requests to keys: what is to be saved, what tenants share, and where cold prompts are placed."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

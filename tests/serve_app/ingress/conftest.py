@@ -1,7 +1,5 @@
 """The real clients of both APIs, in front of an ingress whose model's text is given."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """An ingress on a real socket, in this process, whose replicas are a script: the model's text is the test's."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import socket

@@ -1,7 +1,5 @@
 """Operators load and unload adapters: everywhere or nowhere, inside the root, and for whom they say."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from hashlib import sha256

@@ -3,8 +3,6 @@
 And what it tells the front door and its tenant's limits of its cost.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """Orders to Ray Serve that a client sends are dropped before Ray reads them; a connection is its own loop's."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 from typing import Any

@@ -1,7 +1,5 @@
 """A stop refuses what comes, waits for what runs, and ends what takes longer."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

@@ -1,7 +1,5 @@
 """A request is authenticated once, counted under the tenant that was found, and no other site's page posts."""
 
-from __future__ import annotations
-
 import asyncio
 from unittest.mock import patch
 

@@ -1,7 +1,5 @@
 """Bodies are bounded, disconnects end work, errors carry Retry-After."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

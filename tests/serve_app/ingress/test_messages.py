@@ -1,7 +1,5 @@
 """Anthropic's messages over a real socket with the real client; the model's text is given."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """OpenAI's responses over a real socket with the real client; the model's text is given."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

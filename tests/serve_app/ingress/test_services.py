@@ -1,7 +1,5 @@
 """What an ingress may have under way, who hears of other settings, and what its process does not keep in memory."""
 
-from __future__ import annotations
-
 import asyncio
 import platform
 import subprocess

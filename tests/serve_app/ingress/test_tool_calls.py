@@ -1,7 +1,5 @@
 """Tools over a real socket with the real OpenAI client: the model's text is given, all else is what is served."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """An ingress' event stream without HTTP: from the first token to the watcher, over ingresses, and to its end."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any

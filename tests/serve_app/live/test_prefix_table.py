@@ -1,7 +1,5 @@
 """Laws of the table of prefixes, and of the rows that are shown of it."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 

@@ -1,7 +1,5 @@
 """What a viewer is told: differences make the snapshot, and nothing of another tenant is in it."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import msgspec

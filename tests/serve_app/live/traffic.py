@@ -1,7 +1,5 @@
 """Generations as the dispatcher hears of them, with prompts made of numbered blocks; and tables filled by many."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """What a name means, and how that is kept. (docs/prompts.md)"""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

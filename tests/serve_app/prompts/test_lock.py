@@ -1,7 +1,5 @@
 """A directory of prompts: what was locked is what is read, to the byte, and a difference is named."""
 
-from __future__ import annotations
-
 from hashlib import sha256
 from pathlib import Path
 

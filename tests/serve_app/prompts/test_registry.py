@@ -1,7 +1,5 @@
 """Public prompts: bounded, found by reference, and recognised in whoever's prompt."""
 
-from __future__ import annotations
-
 import asyncio
 from datetime import date
 from hashlib import sha256

@@ -1,7 +1,5 @@
 """Figures of versions: warm and cold apart, several ingresses' as one's, all bounded."""
 
-from __future__ import annotations
-
 from serve_app.prompts.traffic import PromptTraffic, Use, merged
 
 USE = Use("acme", "demo", None, None, chat=True)

@@ -1,7 +1,5 @@
 """A loop in which waiting takes no time, so that limits can be tested on any machine."""
 
-from __future__ import annotations
-
 import asyncio
 import selectors
 from collections.abc import Callable, Coroutine

@@ -1,7 +1,5 @@
 """A replica loads the adapters that its requests need."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Engines get the settings of their deployment."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from serve_app.checkpoints.drafter import load_served_model

@@ -1,7 +1,5 @@
 """Pulls between two real engines: equal tokens, one copy for all who wait, computing where that fails."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Routers hear of a replica's load at once where prefills change, and no more often than they have to."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 from unittest.mock import MagicMock

@@ -1,7 +1,5 @@
 """A replica asked on the ground of old news: it sends the request back before it touches anything, with its load."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import partial
 from types import SimpleNamespace

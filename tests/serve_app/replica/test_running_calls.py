@@ -1,7 +1,5 @@
 """What runs in a replica: a step is one message for each ingress, and every call has one end."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Sequence

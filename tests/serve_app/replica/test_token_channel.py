@@ -1,7 +1,5 @@
 """Tokens by the channel: in order, each to its call, encrypted, and never a replica that waits."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

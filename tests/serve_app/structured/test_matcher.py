@@ -1,7 +1,5 @@
 """Where an answer stands is told by its tokens; grammars that are wrong, or too much work, are told in a sentence."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

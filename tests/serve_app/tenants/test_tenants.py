@@ -1,7 +1,5 @@
 """Keys name tenants, salts keep them apart, and the secret is the deployment's own."""
 
-from __future__ import annotations
-
 import hmac
 import stat
 from concurrent.futures import ThreadPoolExecutor

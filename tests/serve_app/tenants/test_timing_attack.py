@@ -4,8 +4,6 @@ Time here is what it is made of: the prompt tokens that had to be computed, of a
 prompts being equally long (docs/security.md).
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Conversations become text by the checkpoint's own template, tools first; its faults are the client's errors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

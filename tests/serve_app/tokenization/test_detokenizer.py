@@ -1,7 +1,5 @@
 """Text comes out of a stream as it would come out of the whole, and ends before a stop string."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Where a text is cut: before added tokens, and at the same places when it grows; how few tokens it can have."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The cached tokenizer equals tokenizing and hashing from nothing, whatever the tokenizer and the text."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the tokenizer remembers: within its bound, for its own root alone, and once for all who ask."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import tracemalloc

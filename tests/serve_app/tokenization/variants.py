@@ -1,7 +1,5 @@
 """Checkpoints whose tokenizer differs from the demo model's; prompts as a chat template writes them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Checkpoints whose chat templates and special tokens are in the style of three families that call tools."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Spans that tests look at: recorded in this process, or sent to a collector on loopback."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """One request's spans over ingress, router and replica: one trace, each part inside the one that it belongs to."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Whose child a span is, what is sampled, and what becomes of spans that nobody takes."""
 
-from __future__ import annotations
-
 import logging
 import socket
 

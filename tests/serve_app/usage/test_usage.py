@@ -1,7 +1,5 @@
 """Usage is counted once, survives restarts, and adds up over processes."""
 
-from __future__ import annotations
-
 import csv
 import io
 import sqlite3

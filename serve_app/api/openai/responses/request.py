@@ -1,7 +1,5 @@
 """The body of ``POST /v1/responses``, text, calls and their results, -> ChatRequest, with the fields to repeat."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 

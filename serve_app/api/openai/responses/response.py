@@ -1,7 +1,5 @@
 """Answers in the shape of OpenAI's responses: one object, or events that are numbered and end with that object."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

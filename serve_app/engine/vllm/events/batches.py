@@ -3,8 +3,6 @@
 A batch is [ts, events, data_parallel_rank]; unknown fields are ignored. Source: vLLM's ``distributed/kv_events.py``.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import msgspec

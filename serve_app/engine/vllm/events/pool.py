@@ -5,8 +5,6 @@ block, so the event that stores that block names the root; later blocks hang und
 shared with the side that submits requests, and no order between the two is needed. Knows no socket and no thread.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import time

@@ -5,8 +5,6 @@ silence, since a loss at the end shows in no later number. A batch that is lost 
 all is forgotten; an engine whose events cannot be routed by at all is followed no longer.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """vLLM's hook for logits: has its rows sampled by the built-in engine's code. vLLM's worker imports it by name."""
 
-from __future__ import annotations
-
 from functools import wraps
 from pathlib import Path
 from typing import Any

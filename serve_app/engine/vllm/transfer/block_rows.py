@@ -1,7 +1,5 @@
 """Blocks of an engine's layers, in its order, as rows of bytes, and back. Knows torch and no vllm."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

@@ -3,8 +3,6 @@
 One half lives with vLLM's scheduler and knows a request's blocks; the other with its worker, and copies around a step.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path

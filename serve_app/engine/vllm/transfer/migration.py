@@ -3,8 +3,6 @@
 Parts that leave are described; those that come are verified before vLLM sees them. Any thread but the loop's.
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time

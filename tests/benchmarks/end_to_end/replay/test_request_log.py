@@ -1,7 +1,5 @@
 """Logs of requests: either shape of a line, any form of its time, and errors that name the line."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """The replay: text that shares tokens as the ids do, requests at their time, figures of what came back."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Bodies of messages: what templates get, which places are marked, and what is a 400."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Laws of messages: every prompt token is counted once, and the events of a stream build the whole answer."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import partial

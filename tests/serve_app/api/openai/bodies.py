@@ -1,7 +1,5 @@
 """Bodies that are valid, and what a wrong one gets."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

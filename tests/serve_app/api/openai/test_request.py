@@ -1,7 +1,5 @@
 """OpenAI bodies become GenerateRequest, or a 400 that names the field; nothing else ever comes out."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

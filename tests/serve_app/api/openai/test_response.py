@@ -1,7 +1,5 @@
 """What is sent is what OpenAI's own SDK reads, whole and streamed, answers and errors."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

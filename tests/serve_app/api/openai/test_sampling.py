@@ -1,7 +1,5 @@
 """The fields that say which tokens may be chosen and what an answer must match: read as sent, or a 400."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

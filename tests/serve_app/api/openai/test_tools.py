@@ -1,7 +1,5 @@
 """Tools of a request, in bounds, as chat templates read them; or a 400 that names what is wrong."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

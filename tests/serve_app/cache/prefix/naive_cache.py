@@ -1,7 +1,5 @@
 """The oracle: a prefix cache without hashes, reference lists or heaps, too simple to be wrong."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from router.protocol.block_hash import PrefixScope

@@ -1,7 +1,5 @@
 """Rules of the block pool; that free, idle and used make the total is a law of ``test_prefix_cache_laws``."""
 
-from __future__ import annotations
-
 import pytest
 
 from serve_app.cache.prefix.block_pool import BlockPool, PoolExhausted

@@ -1,7 +1,5 @@
 """What a cache tells of itself: each block once, parents first, by kind and then by heat as a naive count has it."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

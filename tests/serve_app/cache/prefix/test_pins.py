@@ -1,7 +1,5 @@
 """Rules of pins: what is pinned stays, inside its budget, until its time is over."""
 
-from __future__ import annotations
-
 import pytest
 
 from serve_app.cache.prefix.pins import Pins

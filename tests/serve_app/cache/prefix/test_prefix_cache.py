@@ -1,7 +1,5 @@
 """Rules of the prefix cache: what hits, what is evicted, what is announced."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Laws of the prefix cache under any sequence of operations, with a naive cache as oracle."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Rules of the tenants' shares: who gives blocks up, who may borrow, and what it costs to find out."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

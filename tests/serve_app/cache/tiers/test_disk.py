@@ -1,7 +1,5 @@
 """The disk tier's promises: private, bounded, never a lie, and there again after a restart."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -1,7 +1,5 @@
 """Shares and saves on disk: who gives up files, when a save ends, and what a restart keeps of both."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """When a load from a lower tier is worth it."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Laws of tenants' shares of a tier, host memory or disk, with a naive tier as oracle."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 from collections import Counter

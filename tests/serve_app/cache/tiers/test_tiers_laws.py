@@ -1,7 +1,5 @@
 """Laws of host and disk tier under any sequence of spills, loads, saves and restarts."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 from pathlib import Path

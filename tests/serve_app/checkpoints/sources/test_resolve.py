@@ -1,7 +1,5 @@
 """Which kind of name a model's is, what it is called afterwards, and what the hub is asked for and may refuse."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A GGUF file of a few hundred kilobytes, as llama.cpp's converter writes one: a Llama in Q4_1, a BPE tokenizer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

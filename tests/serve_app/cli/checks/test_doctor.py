@@ -1,7 +1,5 @@
 """What `warmpath doctor` finds of machine and installation, one cause at a time, and what it says to do."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`warmpath check` finds mistakes where they stand, and passes every file that is shipped."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What can be seen of bad settings before anything starts, one sentence each."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

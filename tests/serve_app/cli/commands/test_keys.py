@@ -1,7 +1,5 @@
 """Keys on the command line: what is printed lets the tenant in."""
 
-from __future__ import annotations
-
 import pytest
 import yaml
 from click.testing import Result

@@ -1,7 +1,5 @@
 """`warmpath prompts`: versions are locked and found changed; a terminal is safe from what an instance answers."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """A packed step attends as the formula says, whatever its sequences share; what it would get wrong is refused."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What an engine says to hold is what its events said, in pool and tiers; where some were lost, it tells all anew."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The engine keeps nothing of what has ended: a short churn of everything at once, every block and table looked at."""
 
-from __future__ import annotations
-
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path

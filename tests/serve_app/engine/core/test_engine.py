@@ -1,7 +1,5 @@
 """How the engine treats requests: single flight, cancellation, refusal, failure, load, stop."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 

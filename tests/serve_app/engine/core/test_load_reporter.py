@@ -1,7 +1,5 @@
 """Committed tokens: what the engine says nobody overtakes is what a request of one token finds before it."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A feed that lies: what a router believes falsely costs time, and never changes a token."""
 
-from __future__ import annotations
-
 from random import Random
 
 from router.core import RoutingCore

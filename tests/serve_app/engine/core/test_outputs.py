@@ -1,7 +1,5 @@
 """Whatever is cached, chunked or batched, the tokens are those of plain generation (fp32, greedy)."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

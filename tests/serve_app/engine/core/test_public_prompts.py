@@ -1,7 +1,5 @@
 """Public blocks inside an engine: shared by everybody, with nothing after them, in the pool and below it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

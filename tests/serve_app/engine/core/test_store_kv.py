@@ -1,7 +1,5 @@
 """A request that stores nothing takes hits like any other, and leaves nothing for anybody."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What requests ask to keep: pinned once it is computed, reused by everybody in scope, never in a request's way."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Sequence

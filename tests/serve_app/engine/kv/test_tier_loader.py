@@ -1,7 +1,5 @@
 """Blocks that left the pool come back from host memory and disk, and change no token."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

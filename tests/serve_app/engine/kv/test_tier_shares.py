@@ -1,7 +1,5 @@
 """Tenants' shares below the pool, as requests see them: a flood takes nobody's blocks, and saves end."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

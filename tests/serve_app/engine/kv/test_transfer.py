@@ -1,7 +1,5 @@
 """KV that one engine computed serves another: equal tokens, fewer computed ones, nothing unproven taken."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

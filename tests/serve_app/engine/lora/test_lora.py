@@ -1,7 +1,5 @@
 """Rules of LoRA in the engine: PEFT's numbers, batches that mix adapters, slots, and KV that is never shared."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Rules of an adapter on disk: what it is called by, and the sentence for each thing that is not supported."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

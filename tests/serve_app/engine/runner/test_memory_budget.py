@@ -1,7 +1,5 @@
 """How much of a GPU the KV pool gets: the estimate against real models and figures worked out by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

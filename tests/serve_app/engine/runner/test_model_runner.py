@@ -1,7 +1,5 @@
 """Rules of the model runner: sizes, copies of blocks, and failures that stay with their sequence."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

@@ -1,7 +1,5 @@
 """Rules of sampling: filters, reproducibility, and the noise that draws."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch

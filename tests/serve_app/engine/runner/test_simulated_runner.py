@@ -1,7 +1,5 @@
 """Rules of the cost model, and that everything which used it says so."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

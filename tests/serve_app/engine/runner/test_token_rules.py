@@ -1,7 +1,5 @@
 """Rules of sampling against formulas written token by token; equal for any batch, and in an engine for any history."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The real scheduler over the real cache, in virtual time: steps always succeed and take tokens / RATE."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Deficit round robin: every tenant with work gets its turn, the shorter the more it used lately."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Mapping
 

@@ -1,7 +1,5 @@
 """Bounds among tenants and within one: who waits how long, in virtual time over the real scheduler and cache."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Optimistic admission: a full pool preempts sequences, and nobody can tell from the answers."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, replace
 from math import inf, log2

@@ -1,7 +1,5 @@
 """Rules of the scheduler, on its own: order, ageing, budget, admission."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """EAGLE-3 heads in the published format for a tiny model, and what the published formulas make of them, densely."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What makes a head's files unfit is said before or at loading, with both sides' names."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

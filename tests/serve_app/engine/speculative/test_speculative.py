@@ -4,8 +4,6 @@ Of the drafters, "same" is a copy of the base, "close" often agrees, "far" hardl
 whose guesses are compared with the published formulas.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ Free blocks are taken from the head of a queue and given back at its tail, a req
 its content until it is taken. Equal blocks are not merged. The last block of a prompt is never a hit. No vllm needed.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections import deque

@@ -1,7 +1,5 @@
 """What is queued is known to the token from submissions and steps alone."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """vLLM's events: what is refused of a batch, and what the pool holds over histories with losses, repairs and resets."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rows of a vLLM batch get the tokens that the built-in engine chooses, and all that they need for it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What stays in vLLM's pool is what the pins say, whatever ends, fails or comes at once; without vLLM."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace

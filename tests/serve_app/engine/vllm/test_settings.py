@@ -1,7 +1,5 @@
 """Settings as vLLM takes them and what of them it cannot do, adapters' files, and what goes to submitters; no vLLM."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Events over real sockets: lost ones are repaired, wrong ones end nothing, and nobody else reads them."""
 
-from __future__ import annotations
-
 import os
 import stat
 import subprocess

@@ -3,8 +3,6 @@
 An answer that must call can be nothing else, and its arguments follow the tools' schemas.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """The explain endpoint's bodies: the routing facts of a real request, in whose name, and errors that name a field."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """docs/metrics.md, the catalog and the code agree: every family is described and bounded. And the state of caches."""
 
-from __future__ import annotations
-
 import ast
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """One browser for the tests of the page, where there is one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

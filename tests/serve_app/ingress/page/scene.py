@@ -1,7 +1,5 @@
 """Events as docs/live.md has them: a small instance, and a recording in which it grows, is used, and shrinks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

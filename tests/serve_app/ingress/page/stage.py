@@ -1,7 +1,5 @@
 """A small server that serves the page and plays the rest of an ingress: models, chats, and a test's events."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

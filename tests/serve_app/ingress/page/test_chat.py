@@ -1,7 +1,5 @@
 """The chat of the page, in a browser: it streams, it can be stopped, and says what was reused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.serve_app.ingress.page.stage import Stage

@@ -1,7 +1,5 @@
 """The map's colours, in a browser: what stands on them can be read, and they are not kept for ever."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The cache map, in a browser: what replicas hold, what happens to them, and why."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

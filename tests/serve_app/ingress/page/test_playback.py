@@ -1,7 +1,5 @@
 """A recorded file, played in a browser: any moment of it, forward and back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

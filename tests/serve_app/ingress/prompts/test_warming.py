@@ -1,7 +1,5 @@
 """A version is computed where another one is, on one replica after another, in pieces, and only where it is not yet."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The application without Ray: what it publishes of itself and to whom, and errors in the API's shape."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """GET /v1/cache/events over a real socket: who gets what, and how a stream ends."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

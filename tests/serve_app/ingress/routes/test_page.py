@@ -1,7 +1,5 @@
 """The page's files: which there are, and how they are sent."""
 
-from __future__ import annotations
-
 import re
 from pathlib import PurePosixPath
 

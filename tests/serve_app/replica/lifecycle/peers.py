@@ -1,7 +1,5 @@
 """Replicas without Ray: simulated engines, and calls between them that can be made to fail."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from typing import Any

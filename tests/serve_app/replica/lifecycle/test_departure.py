@@ -1,7 +1,5 @@
 """When a replica takes its absence among those that run for its end."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import ExitStack
 

@@ -1,7 +1,5 @@
 """A leaving replica's cache among its peers: everything that fits arrives, once, and nothing as hot is pushed out."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What a replica does when it is stopped, or was only thought to be, and what the board says of it. No Ray runs."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 from typing import Any

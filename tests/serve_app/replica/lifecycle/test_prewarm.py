@@ -1,7 +1,5 @@
 """A new replica's copies: what is planned, in which order, and what becomes of it when peers fail."""
 
-from __future__ import annotations
-
 import asyncio
 import tracemalloc
 from dataclasses import replace

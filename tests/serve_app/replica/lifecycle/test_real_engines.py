@@ -1,7 +1,5 @@
 """KV that moved with a replica's joining or leaving gives the tokens of computed KV; engines run and compute."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Bodies of responses become chats, or a 400 that names the field."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What vLLM's engine tells peers of its pool, hands out and takes in: over torch tensors for a pool, without vLLM."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
