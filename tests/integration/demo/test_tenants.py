@@ -13,7 +13,7 @@ import pytest
 from tests.integration.conftest import HTTP, clients, eventually, metric
 from tests.integration.demo.conftest import CHAT, RULES, Served, said
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.anyio]
 
 BODY = {"model": "demo", "messages": said(("user", "hi")), "max_tokens": 4}
 SHARED = ("system", "Shared words. " * 100), ("user", "hi")
@@ -110,31 +110,27 @@ def test_usage_adds_up_over_both_ingresses_and_is_a_tenants_own(served: Served) 
     assert row("acme")["requests"] == 0
 
 
-def test_a_retry_storm_shuts_nobody_out(served: Served) -> None:
+async def test_a_retry_storm_shuts_nobody_out(served: Served) -> None:
     """More prompts at once than replicas and queues hold, sent again when refused: another tenant is always answered.
 
     The storm gets all of its answers too: none of its requests is begun and thrown away.
     """
     prompts = {"model": "demo", "prompt": [f"storm {index}" for index in range(128)], "max_tokens": 1}
+    async with clients(served.url) as client:
 
-    async def run() -> None:
-        async with clients(served.url) as client:
+        async def storm() -> int:
+            while True:
+                answer = await client.post("/v1/completions", json=prompts, headers=served.headers("acme"))
+                if answer.status_code == 200:
+                    return len(answer.json()["choices"])
+                assert int(answer.headers["retry-after"]) >= 1
 
-            async def storm() -> int:
-                while True:
-                    answer = await client.post("/v1/completions", json=prompts, headers=served.headers("acme"))
-                    if answer.status_code == 200:
-                        return len(answer.json()["choices"])
-                    assert int(answer.headers["retry-after"]) >= 1
-
-            storms = [asyncio.create_task(storm()) for _ in range(8)]
-            statuses: list[int] = []
-            while not all(task.done() for task in storms):
-                statuses.append((await client.post(CHAT, json=BODY, headers=served.headers("globex"))).status_code)
-            assert set(statuses) == {200}, statuses
-            assert [task.result() for task in storms] == [128] * 8
-
-    asyncio.run(run())
+        storms = [asyncio.create_task(storm()) for _ in range(8)]
+        statuses: list[int] = []
+        while not all(task.done() for task in storms):
+            statuses.append((await client.post(CHAT, json=BODY, headers=served.headers("globex"))).status_code)
+        assert set(statuses) == {200}, statuses
+        assert [task.result() for task in storms] == [128] * 8
 
 
 def test_one_event_stream_tells_what_both_ingresses_decide(served: Served) -> None:

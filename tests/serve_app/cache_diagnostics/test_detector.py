@@ -116,18 +116,15 @@ def test_of_several_prompts_the_one_that_differs_last_explains() -> None:
     assert (miss.first_difference.char, miss.first_difference.found) == (26, "2")
 
 
-def test_what_was_answered_later_explains_nothing() -> None:
+@pytest.mark.anyio
+async def test_what_was_answered_later_explains_nothing() -> None:
     """Two requests of one prompt at one moment: neither could have read the other's KV."""
-
-    async def run() -> None:
-        bench = Bench()
-        tasks = [bench.detector.observe(generation(REST), 0, 1.0, 2.0 + number) for number in range(MAX_AT_ONCE + 3)]
-        assert sum(task is None for task in tasks) == 3
-        misses = await asyncio.gather(*filter(None, tasks))
-        assert reasons(misses) == ["never_seen"] * MAX_AT_ONCE
-        assert [reason for _, reason, _ in bench.counted].count("not_compared") == 3
-
-    asyncio.run(run())
+    bench = Bench()
+    tasks = [bench.detector.observe(generation(REST), 0, 1.0, 2.0 + number) for number in range(MAX_AT_ONCE + 3)]
+    assert sum(task is None for task in tasks) == 3
+    misses = await asyncio.gather(*filter(None, tasks))
+    assert reasons(misses) == ["never_seen"] * MAX_AT_ONCE
+    assert [reason for _, reason, _ in bench.counted].count("not_compared") == 3
 
 
 @settings(max_examples=40, deadline=None)

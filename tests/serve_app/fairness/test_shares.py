@@ -7,17 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.fairness.shares import ACTIVE_S, Budget, Shares
+from tests.router.cores import Clock
 
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 1.0}
-
-
-class Clock:
-    """Time that a test moves."""
-
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def test_shares_are_those_of_whoever_was_seen_lately() -> None:

@@ -176,20 +176,17 @@ def test_leaving_between_the_assignment_and_its_news_cancels_the_call() -> None:
     assert handle.core.state()["open_reservations"] == 0
 
 
-def test_leaving_before_the_assignment_cancels_that() -> None:
+@pytest.mark.anyio
+async def test_leaving_before_the_assignment_cancels_that() -> None:
     """Nothing was sent yet, and nothing will be; a call whose assignment failed has nothing to cancel."""
-
-    async def leave() -> None:
-        never = called(asyncio.sleep(3600))
-        failed = called(asyncio.sleep(0, result=None))
-        await asyncio.sleep(0)
-        failed._replica_result_future.cancel()
-        for stream in (never, failed):
-            cancel_call(stream)
-        await asyncio.sleep(0)
-        assert never._replica_result_future.cancelled()
-
-    asyncio.run(leave())
+    never = called(asyncio.sleep(3600))
+    failed = called(asyncio.sleep(0, result=None))
+    await asyncio.sleep(0)
+    failed._replica_result_future.cancel()
+    for stream in (never, failed):
+        cancel_call(stream)
+    await asyncio.sleep(0)
+    assert never._replica_result_future.cancelled()
 
 
 class Replicas:

@@ -21,68 +21,62 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize("in_time", [True, False])
-def test_answers_that_end_in_time_are_waited_for_and_others_end_with_an_error(in_time: bool) -> None:
+async def test_answers_that_end_in_time_are_waited_for_and_others_end_with_an_error(in_time: bool) -> None:
     """All; what they wait for when the time is over, and what they would wait for next; new ones are refused."""
+    drain, release, errors = Drain(), [asyncio.Event(), asyncio.Event()], []
+    async with deadline(drain).limit():  # what has ended before is not waited for
+        pass
 
-    async def run() -> None:
-        drain, release, errors = Drain(), [asyncio.Event(), asyncio.Event()], []
-        async with deadline(drain).limit():  # what has ended before is not waited for
-            pass
+    async def answer(event: asyncio.Event) -> None:
+        with drain.answering():
+            for _ in range(2):
+                try:
+                    async with deadline(drain).limit():
+                        await event.wait()
+                except WarmpathError as error:
+                    errors.append(error.code)
 
-        async def answer(event: asyncio.Event) -> None:
-            with drain.answering():
-                for _ in range(2):
-                    try:
-                        async with deadline(drain).limit():
-                            await event.wait()
-                    except WarmpathError as error:
-                        errors.append(error.code)
-
-        answers = [asyncio.create_task(answer(event)) for event in release]
-        await asyncio.sleep(0)
-        drain.refuse()
-        stop = asyncio.create_task(drain.run(600 if in_time else 0))
-        for event in release:
-            await settled()
-            if in_time:
-                assert not stop.done()
-                event.set()
-        assert await stop == (0 if in_time else 2)
-        await asyncio.gather(*answers)
-        assert (drain.begun, drain.over) == (True, not in_time)
-        assert errors == ([] if in_time else ["server_stopping"] * 4)
-        with pytest.raises(Overloaded) as refused:
-            drain.refuse()
-        assert (refused.value.code, refused.value.retry_after_s) == ("server_stopping", 5)
-
-    asyncio.run(run())
-
-
-def test_an_answer_counts_until_its_last_byte() -> None:
-    """Also one that ends with an exception."""
-
-    async def run() -> None:
-        drain, begun, sending = Drain(), asyncio.Event(), asyncio.Event()
-        application = make_application(partial_services(drain=drain))
-
-        async def send(_: object) -> None:
-            begun.set()
-            await sending.wait()
-            raise OSError("the client is gone")
-
-        async def receive() -> dict[str, object]:
-            return {"type": "http.request"}
-
-        scope = {"type": "http", "method": "GET", "path": "/version", "headers": [], "query_string": b""}
-        answer = asyncio.create_task(application(scope, receive, send))  # type: ignore[arg-type]
-        await begun.wait()
-        stop = asyncio.create_task(drain.run(600))
+    answers = [asyncio.create_task(answer(event)) for event in release]
+    await asyncio.sleep(0)
+    drain.refuse()
+    stop = asyncio.create_task(drain.run(600 if in_time else 0))
+    for event in release:
         await settled()
-        assert not stop.done()
-        sending.set()
-        assert await stop == 0
-        with pytest.raises(OSError, match="gone"):
-            await answer
+        if in_time:
+            assert not stop.done()
+            event.set()
+    assert await stop == (0 if in_time else 2)
+    await asyncio.gather(*answers)
+    assert (drain.begun, drain.over) == (True, not in_time)
+    assert errors == ([] if in_time else ["server_stopping"] * 4)
+    with pytest.raises(Overloaded) as refused:
+        drain.refuse()
+    assert (refused.value.code, refused.value.retry_after_s) == ("server_stopping", 5)
 
-    asyncio.run(run())
+
+@pytest.mark.anyio
+async def test_an_answer_counts_until_its_last_byte() -> None:
+    """Also one that ends with an exception."""
+    drain, begun, sending = Drain(), asyncio.Event(), asyncio.Event()
+    application = make_application(partial_services(drain=drain))
+
+    async def send(_: object) -> None:
+        begun.set()
+        await sending.wait()
+        raise OSError("the client is gone")
+
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request"}
+
+    scope = {"type": "http", "method": "GET", "path": "/version", "headers": [], "query_string": b""}
+    answer = asyncio.create_task(application(scope, receive, send))  # type: ignore[arg-type]
+    await begun.wait()
+    stop = asyncio.create_task(drain.run(600))
+    await settled()
+    assert not stop.done()
+    sending.set()
+    assert await stop == 0
+    with pytest.raises(OSError, match="gone"):
+        await answer
