@@ -2,8 +2,6 @@
 
 import json
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +20,12 @@ from serve_app.engine.settings import EngineSettings
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-@contextmanager
-def _pefts_own_warnings() -> Iterator[None]:
-    """PEFT asks this transformers a question in a way it calls deprecated."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        yield
-
-
 def save_adapter(model: Path, path: Path, seed: int, targets: tuple[str, ...] = ALL_LINEAR, **config: Any) -> Path:
     """Save a random adapter of the model, strong enough to change its greedy output."""
     torch.manual_seed(seed)
     values: dict[str, Any] = {"r": 4, "lora_alpha": 8, "init_lora_weights": False, **config}
-    with _pefts_own_warnings():
+    # PEFT asks this transformers a question in a way it calls deprecated.
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
         made = get_peft_model(
             AutoModelForCausalLM.from_pretrained(model), LoraConfig(target_modules=list(targets), **values)
         )
@@ -55,7 +46,7 @@ def save_plain(path: Path, fill: float = 1.0) -> Path:
 
 def peft_greedy(model: Path, adapter: Path, ids: Any, max_tokens: int) -> list[int]:
     """Greedy tokens of PEFT's own model."""
-    with _pefts_own_warnings():
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
         worn = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), str(adapter)).eval()
     row = torch.tensor(ids, dtype=torch.long)[None]
     found = worn.generate(

@@ -32,10 +32,6 @@ class Feed:
             self.events.extend(events)
             self.sequencer.publish(events)
 
-    @property
-    def mirror_drifts(self) -> int:
-        return self.sequencer.mirror_drifts
-
     def blocks(self) -> dict[str, int]:
         """What the last digest said, by tier; the disk's thread may have told of blocks since."""
         last = next(event for event in reversed(self.events) if isinstance(event, CacheDigest))
@@ -65,12 +61,12 @@ def test_the_digest_is_that_of_the_events(made: tuple[Feed, TorchEngine], reset:
         if reset and seed == 3:
             engine.reset_prefix_cache(tiers=False)
         engine.tell_cache()
-        assert feed.mirror_drifts == 0
+        assert feed.sequencer.mirror_drifts == 0
     held = feed.blocks()
     assert held["pool"] > 0 and held["host"] == 12 and held["disk"] > 0
     engine.reset_prefix_cache()
     engine.tell_cache()
-    assert feed.mirror_drifts == 0 and set(feed.blocks().values()) == {0}
+    assert feed.sequencer.mirror_drifts == 0 and set(feed.blocks().values()) == {0}
 
 
 def test_what_was_lost_on_the_way_to_the_feed_is_told_anew(made: tuple[Feed, TorchEngine]) -> None:
@@ -84,10 +80,10 @@ def test_what_was_lost_on_the_way_to_the_feed_is_told_anew(made: tuple[Feed, Tor
     traffic(engine, 1)
     feed.losing = False
     engine.tell_cache()
-    assert feed.mirror_drifts == 1
+    assert feed.sequencer.mirror_drifts == 1
     engine.tell_cache(anew=True)
     engine.tell_cache()
-    assert feed.mirror_drifts == 1
+    assert feed.sequencer.mirror_drifts == 1
     assert feed.blocks().keys() == {"pool", "host", "disk"}
     cleared = [at for at, event in enumerate(feed.events) if event == CacheCleared()]
     anew = FeedSequencer()

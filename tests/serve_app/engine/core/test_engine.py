@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from serve_app.engine.protocol import EngineError, QueueFull, RemoteKv, RequestTooLong, Save
+from serve_app.engine.protocol import EngineError, QueueFull, RemoteKv, RequestTooLong, Save, TokenRules
 from tests.serve_app.engine.simulated import GatedRunner, MakeSimulated
 from tests.serve_app.engine.tiny import SCOPE, Collector, prompt, request, run_all, sample
 
@@ -41,6 +41,9 @@ def test_a_cancelled_prefill_frees_its_blocks_within_a_step_and_who_waits_for_it
     engine.submit(request("first", prompt(200), 100), collector)
     assert runner.entered.wait(10)
     assert sample(engine, "warmpath_kv_cache_blocks", state="used") == 13
+    load = engine.load()
+    assert (load.queued_prefill_tokens, load.committed_sequences) == (200, 0)
+    assert 64 <= load.committed_prefill_tokens <= 200, "nobody comes before the running step's"
     engine.submit(request("second", np.append(prompt(200), 3), 2), collector)
     engine.cancel("first")
     engine.cancel("never heard of")
@@ -50,6 +53,7 @@ def test_a_cancelled_prefill_frees_its_blocks_within_a_step_and_who_waits_for_it
     assert collector.cached == {"second": 64}, "of the four blocks that the first step computed"
     assert len(runner.steps[0]) == len(runner.steps[1]) == 1
     assert sample(engine, "warmpath_kv_cache_blocks", state="used") == 0
+    assert engine.load().committed_prefill_tokens == 0
     engine.cancel("first")
     assert run_all(engine, [request("first", prompt(5), 1)]).finish["first"] == "length"
 
@@ -94,6 +98,11 @@ def test_refusals_name_the_reason_before_anything_is_queued(make_simulated: Make
         (request("x", [1], -1), ValueError, "max_tokens"),
         (request("x", [1], 1, temperature=float("nan")), ValueError, "temperature"),
         (request("x", [1], 1, top_p=0.0), ValueError, "top_p"),
+        (request("x", [1], rules=TokenRules(logit_bias=((32000, 1.0),))), ValueError, "rules"),
+        (request("x", [1], rules=TokenRules(bad_words=((),))), ValueError, "bad_words"),
+        (request("x", [1], rules=TokenRules(repetition_penalty=0.0)), ValueError, "penalties"),
+        (request("x", [1], rules=TokenRules(presence_penalty=float("nan"))), ValueError, "penalties"),
+        (replace(good, resumed_tokens=10), ValueError, "resumed_tokens"),
         (replace(good, root=b"short"), ValueError, "root"),
         (replace(good, root=bytes(32)), ValueError, "root"),
         (replace(good, scope=replace(SCOPE, public_blocks=1)), ValueError, "root"),

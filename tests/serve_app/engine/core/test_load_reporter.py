@@ -10,8 +10,7 @@ from serve_app.engine.core.load_reporter import LoadReporter
 from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.scheduling.sequence import SequenceState
 from tests.serve_app.engine.scheduling.bench import Bench
-from tests.serve_app.engine.simulated import GatedRunner, MakeSimulated
-from tests.serve_app.engine.tiny import Collector, prompt, request
+from tests.serve_app.engine.tiny import prompt
 
 queued = st.lists(
     st.tuples(st.integers(1, 400), st.floats(0.0, 0.3), st.sampled_from("ab"), st.booleans()), min_size=1, max_size=12
@@ -94,18 +93,3 @@ def test_committed_tokens_are_before_everybodys_newcomer(
     report = line.view.report(0.4)
     newcomer = line.queue("new", prompt(1, 9), 0.4, tenant)
     assert line.tokens_before(newcomer) >= report.committed_prefill_tokens
-
-
-def test_a_step_under_way_is_not_interrupted(make_simulated: MakeSimulated) -> None:
-    """A prompt of 600 tokens, 64 of them in the running step: nobody comes before those."""
-    runner = GatedRunner(gated=True)
-    engine = make_simulated(runner)
-    collector = Collector()
-    engine.submit(request("long", prompt(600), 1), collector)
-    assert runner.entered.wait(10)
-    load = engine.load()
-    assert (load.queued_prefill_tokens, load.committed_sequences) == (600, 0)
-    assert 64 <= load.committed_prefill_tokens <= 600
-    runner.gate.set()
-    collector.wait(["long"])
-    assert engine.load().committed_prefill_tokens == 0

@@ -66,18 +66,6 @@ def test_long_contexts_shared_and_not_decode_as_if_alone(make_engine: MakeEngine
         assert got.tokens[name] == reference("qwen3", ids, 40), name
 
 
-def test_generated_tokens_are_reused_by_the_next_turn(make_engine: MakeEngine, reference: Reference) -> None:
-    """A conversation's second turn hits the blocks its first answer filled."""
-    ids = prompt(40)
-    engine = make_engine()
-    first = run_all(engine, [request("one", ids, 30)]).tokens["one"]
-    turn = np.concatenate([ids, np.array(first, dtype=np.int32), prompt(5, 9)])
-    got = run_all(engine, [request("two", turn, 6)])
-    # The last sampled token was never fed: 40 + 29 computed positions are four full blocks.
-    assert got.cached["two"] == 64
-    assert got.tokens["two"] == reference("qwen3", turn, 6)
-
-
 def test_stop_token_ends_and_is_not_delivered(make_engine: MakeEngine, reference: Reference) -> None:
     expected = reference("qwen3", prompt(20), 10)
     stop = expected[4]

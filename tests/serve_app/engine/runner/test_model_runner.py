@@ -1,7 +1,6 @@
 """Rules of the model runner: sizes, copies of blocks, and failures that stay with their sequence."""
 
 import json
-import logging
 import shutil
 from pathlib import Path
 
@@ -59,20 +58,6 @@ def test_logits_that_are_no_numbers_fail_their_sequence_alone(make_engine: MakeE
         if poison in expected:  # from there on the broken embedding is its own
             expected = expected[: expected.index(poison) + 1]
         assert got.tokens[name][: len(expected)] == expected, name
-
-
-def test_bfloat16_takes_every_path_without_a_failed_step(
-    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Cold, warm, shared long runs, forks and short rests together (values differ by rounding: none is compared)."""
-    engine = make_engine(dtype="bfloat16")
-    run_all(engine, [request("cold", prompt(300), 1)])
-    tails = [np.concatenate([prompt(300)[:cut], prompt(20 + i, i)]) for i, cut in enumerate((300, 300, 290, 9))]
-    got = run_all(engine, [request(f"r{i}", ids, 40) for i, ids in enumerate([*tails, prompt(400, 9)])])
-    assert set(got.finish.values()) == {"length"}
-    assert {len(tokens) for tokens in got.tokens.values()} == {40}
-    assert [got.cached[f"r{i}"] for i in range(4)] == [288, 288, 288, 0]
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,6 +1,5 @@
 """Rules of sampling: filters, reproducibility, and the noise that draws."""
 
-from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -17,13 +16,6 @@ from tests.serve_app.conftest import MakeEngine
 from tests.serve_app.engine.tiny import prompt, request, run_all
 
 CPU = torch.device("cpu")
-
-
-def sample(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
-    """``choose_tokens`` where all logits are numbers."""
-    tokens = [token for token in choose_tokens(logits, params, positions) if token is not None]
-    assert len(tokens) == len(logits)
-    return tokens
 
 
 def kept_tokens(logits: torch.Tensor, params: SamplingParams) -> set[int]:
@@ -63,24 +55,15 @@ def test_noise_is_gumbel_even_and_depends_on_seed_and_position_alone() -> None:
     assert max(map(abs, related)) < 4 * 11.8
 
 
-def test_logits_that_differ_by_little_choose_the_same_token() -> None:
-    """Flat over 2,000 tokens and rounded to bfloat16: nearly every draw stays, which is what a drafter lives on."""
-    logits = torch.randn(400, 2000, generator=torch.Generator().manual_seed(2))
-    params, positions = [SamplingParams(1, seed=4)] * 400, list(range(400))
-    exact, rounded = (sample(rows, params, positions) for rows in (logits, logits.bfloat16().float()))
-    assert sum(a == b for a, b in zip(exact, rounded, strict=True)) > 390
-    assert len(set(exact)) > 300
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1e-310, 5e-324, 1e-300, 9.9e-6])
 def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
     """Logits divided by it could be infinite. From 1e-5 on the noise still decides between equal ones."""
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(2)).abs()
     params = [SamplingParams(max_tokens=1, temperature=temperature, seed=i, top_k=i) for i in range(6)]
-    assert sample(logits, params, range(6)) == logits.argmax(dim=-1).tolist()
+    assert choose_tokens(logits, params, range(6)) == logits.argmax(dim=-1).tolist()
     for near, tokens in ((temperature, {0}), (1e-5, {0, 1})):
         drawn = [SamplingParams(max_tokens=1, temperature=near, seed=seed) for seed in range(20)]
-        assert set(sample(torch.ones(20, 2), drawn, range(20))) == tokens
+        assert set(choose_tokens(torch.ones(20, 2), drawn, range(20))) == tokens
 
 
 # No top-p here is a sum of equal probabilities: rounding would decide.
@@ -112,8 +95,8 @@ def test_every_row_gets_the_likeliest_of_the_oracles_support_and_noise(
         drawn = (logits[row].double() / p.temperature + noise).tolist()
         expected.append(max(kept_tokens(logits[row], p), key=lambda token: drawn[token]))
     with patch.object(sampling, "_FIRST_CANDIDATES", 4):
-        assert sample(logits, params, range(len(params))) == expected
-    assert sample(logits, params, range(len(params))) == expected
+        assert choose_tokens(logits, params, range(len(params))) == expected
+    assert choose_tokens(logits, params, range(len(params))) == expected
 
 
 def test_a_seed_gives_the_same_tokens_alone_in_a_batch_and_after_a_resend(make_engine: MakeEngine) -> None:

@@ -240,17 +240,3 @@ def test_each_token_has_its_logprob_with_and_without_drafts(
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
         assert [token for token, _ in one.top] == [token for token, _ in other.top]
     assert plain.tokens["one"] != [one.top[0][0] for one in of_plain], "a rule chose otherwise"
-
-
-def test_rules_that_no_sampler_can_follow_are_refused(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    for rules in (
-        TokenRules(logit_bias=((VOCAB, 1.0),)),
-        TokenRules(bad_words=((),)),
-        TokenRules(repetition_penalty=0.0),
-        TokenRules(presence_penalty=float("nan")),
-    ):
-        with pytest.raises(ValueError, match=r"rules|bad_words|penalties"):
-            engine.submit(request("bad", prompt(4), 2, rules=rules), lambda _: None)
-    with pytest.raises(ValueError, match="resumed_tokens"):
-        engine.submit(replace(request("bad", prompt(4), 2), resumed_tokens=4), lambda _: None)

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, replace
 from math import inf, log2
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -249,18 +250,12 @@ def test_the_choice_of_a_victim(
     assert chosen is sequences[victim]
 
 
-@pytest.mark.parametrize("drafted", [False, True])
 def test_a_real_model_says_the_same_with_and_without_preemption(
-    make_engine: MakeEngine, checkpoints: dict[str, object], tmp_path_factory: pytest.TempPathFactory, drafted: bool
+    make_engine: MakeEngine, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Greedy and sampled, with and without a drafter: a pool for two of six answers, against one for all.
-
-    docs/determinism.md
-    """
-    extra: dict[str, object] = {}
-    if drafted:
-        draft = save_draft(checkpoints["qwen3"], tmp_path_factory.mktemp("draft"), 0.02)  # type: ignore[arg-type]
-        extra = {"speculative_model": str(draft), "num_speculative_tokens": 3}
+    """Greedy and sampled, with a drafter: a pool for two of six answers, against one for all. (docs/determinism.md)"""
+    draft = save_draft(checkpoints["qwen3"], tmp_path, 0.02)
+    extra: dict[str, object] = {"speculative_model": str(draft), "num_speculative_tokens": 3}
     base = prompt(24, 3)
     requests = [
         request(f"r{i}", np.append(base, prompt(10 + i, i)), 150, temperature=0.8 * (i % 2), seed=i) for i in range(6)
@@ -277,14 +272,14 @@ def test_a_cancelled_request_gives_up_its_claim_on_blocks() -> None:
     """One tenant's cancelled claim on blocks and another's claim on an adapter slot do not wait for each other."""
     bench = Stepped(num_blocks=18)
     engine, x, y = bench.engine, PrefixScope("tiny", "x@1"), PrefixScope("tiny", "y@1")
-    engine.submit(request("running", prompt(40, 1), 120, scope=x, tenant="b"), bench.collector)
-    bench.step()
-    engine.submit(request("wants a slot", prompt(1, 2), 120, scope=y, tenant="b"), bench.collector)
-    bench.step()
-    engine.submit(request("wants blocks", prompt(200, 3), 60, tenant="a"), bench.collector)
-    bench.step()
-    engine.submit(request("wants a slot too", prompt(41, 4), 120, scope=y, tenant="a"), bench.collector)
-    bench.step()
+    for item in (
+        request("running", prompt(40, 1), 120, scope=x, tenant="b"),
+        request("wants a slot", prompt(1, 2), 120, scope=y, tenant="b"),
+        request("wants blocks", prompt(200, 3), 60, tenant="a"),
+        request("wants a slot too", prompt(41, 4), 120, scope=y, tenant="a"),
+    ):
+        engine.submit(item, bench.collector)
+        bench.step()
     engine.cancel("wants blocks")
     for _ in range(1000):
         bench.step()

@@ -39,13 +39,14 @@ def test_cached_tokens_are_no_work() -> None:
     assert bench.step() == [("hit", 4), ("cold", 15)]
 
 
-def test_nobody_overtakes_who_waits_for_blocks() -> None:
-    """Nine blocks: 5 + 5 do not fit together; a small late-comer does not take the room that frees up."""
-    bench = Bench(num_blocks=9)
-    first = bench.add("a", prompt(16, 1), 81)
+@pytest.mark.parametrize("tenants", ["aaa", "abc"])
+def test_nobody_overtakes_who_waits_for_blocks(tenants: str) -> None:
+    """Nine blocks: 5 + 5 do not fit together; a small late-comer of any tenant does not take the room that frees up."""
+    bench = Bench(*sorted(set(tenants)), num_blocks=9)
+    first = bench.add("a", prompt(16, 1), 81, tenant=tenants[0])
     assert bench.step() == [("a", 16)]
-    bench.add("b", prompt(16, 2), 65, arrival_s=0.0)
-    bench.add("late", prompt(16, 3), 1, arrival_s=1.0)
+    bench.add("b", prompt(16, 2), 65, tenant=tenants[1], arrival_s=0.0)
+    bench.add("late", prompt(16, 3), 1, tenant=tenants[2], arrival_s=1.0)
     assert bench.step() == [("a", 1)]
     bench.scheduler.remove(first)
     assert bench.step() == [("b", 16), ("late", 16)]
