@@ -144,7 +144,9 @@ def late(monkeypatch: pytest.MonkeyPatch, chunks: Chunks, lose: int = 0) -> Fake
 def test_an_answer_without_tokens_has_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that only warms the cache: what was cached is in its one chunk, and not in its end."""
     empty = always(wire.GenerateChunk((), "a", FirstToken(8), finish_reason="length"))
-    (tokens,) = run(late(monkeypatch, empty))
+    handle = late(monkeypatch, empty)
+    (tokens,) = run(handle)
+    assert len(handle.calls) == 1
     assert (tokens.token_ids, tokens.first, tokens.finish_reason) == ((), FirstToken(8), "length")
 
 

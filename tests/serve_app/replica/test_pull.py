@@ -137,6 +137,19 @@ async def test_a_hundred_requests_wait_for_one_copy(make_engine: MakeEngine, ref
         assert collector.tokens[f"c{n}"] == reference("qwen3", np.append(ids, np.int32(n)), 3)
 
 
+async def test_nobody_waits_for_a_pull_that_begins_behind_what_is_left(make_engine: MakeEngine) -> None:
+    """The pull goes on from blocks that were held, and were evicted since: a later request gets a pull of its own."""
+    ids, second = prompt(200), make_engine()
+    holder, puller = pair(make_engine(), second, ids)
+    run_all(second, [request("b", ids[:64], 1)])
+    holder.gate.clear()
+    assert puller.begin(keyed(request("begins", ids, 1)), "holder", 192) is not None
+    assert second.reset_prefix_cache()
+    assert puller.begin(keyed(request("later", ids, 1)), "holder", 192) is not None
+    assert (puller.meters.begun, puller.meters.joined) == (2, 0)
+    await puller.stop()
+
+
 @pytest.mark.parametrize("piece_blocks", [100, 3])
 async def test_a_holder_evicts_first_what_a_pull_took_over(
     piece_blocks: int, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
