@@ -71,9 +71,7 @@ def test_public_blocks_come_back_from_below_for_anybody(kind: str, tmp_path: Pat
     got = run_all(engine, [chat("b", "b", 40, 1)])
     assert got.cached["b"] == 64
     assert sample(engine, "warmpath_kv_tier_hits_total", tier=kind) == 4
-    assert run_all(engine, [chat("again", "a", 40, 1)]).cached["again"] == 96, (
-        "what follows them comes back for its own"
-    )
+    assert run_all(engine, [chat("again", "a", 40, 1)]).cached["again"] == 96
 
 
 def test_an_export_is_for_those_who_may_hit_it(make_engine: MakeEngine) -> None:

@@ -163,10 +163,7 @@ def test_a_tenants_breakpoints_are_bounded_and_its_saves_are_not(make_simulated:
 
 
 def test_other_tenants_take_effect_in_a_running_engine(make_simulated: MakeSimulated) -> None:
-    """Who is gone keeps no save, and who is new has a share of the budget, of the pool and of the line.
-
-    docs/cluster.md
-    """
+    """Who is gone keeps no save, and who is new has a share of budget, pool and line. (docs/cluster.md)"""
     engine = make_simulated(
         GatedRunner(), num_blocks=128, pin_budget_blocks=12, tenant_shares={"gone": 1.0, "stays": 1.0}
     )
@@ -216,10 +213,7 @@ def test_an_idle_engine_releases_a_pin_whose_time_is_over(make_simulated: MakeSi
 
 
 def test_a_request_has_to_fit_beside_the_pin_budget(make_simulated: MakeSimulated) -> None:
-    """So that pins never keep a request waiting for ever: what fits is answered although the budget is used up.
-
-    docs/caching.md
-    """
+    """So that pins never keep a request waiting for ever. (docs/caching.md)"""
     engine = make_simulated(GatedRunner(), num_blocks=20, pin_budget_blocks=6, max_num_batched_tokens=600)
     with pytest.raises(RequestTooLong, match="pool of 224"):
         engine.submit(request("long", prompt(220), 5), Collector())

@@ -146,24 +146,16 @@ RANKS = {"a": {"x": 2}, "b": {"x": 3, "y": 1}, "c": {"y": 2}}
 """Of each adapter the layers that it changes, and their ranks."""
 
 
-def _weights() -> dict[str, AdapterWeights]:
-    drawn = torch.Generator().manual_seed(1)
-    return {
-        key: {
-            name: LoraPair(*(torch.randn(rank, WIDTH, generator=drawn) for _ in range(2)))
-            for name, rank in layers.items()
-        }
-        for key, layers in RANKS.items()
-    }
-
-
 steps = st.lists(st.tuples(st.sampled_from(["", *RANKS]), st.sampled_from([1, 1, 2, 40])), min_size=1, max_size=9)
 
 
 @given(sequence=st.lists(steps, min_size=1, max_size=3))
 def test_each_row_has_its_own_adapter_once(sequence: list[list[tuple[str, int]]]) -> None:
     """Whatever is in a step, each row has its own adapter's product. (docs/lora.md)"""
-    weights = _weights()
+    weights: dict[str, AdapterWeights] = {
+        key: {name: LoraPair(torch.randn(rank, WIDTH), torch.randn(rank, WIDTH)) for name, rank in ranks.items()}
+        for key, ranks in RANKS.items()
+    }
     slots: LoadedAdapters[AdapterWeights] = LoadedAdapters(
         lambda spec: weights[spec.name], max_loras=3, max_cpu_loras=3
     )

@@ -103,19 +103,11 @@ class DenseHead:
         self._tensors = {
             name.replace("layers.0.", "midlayer."): t for name, t in load_file(head / "model.safetensors").items()
         }
-        embedding = self._base.get_input_embeddings().weight
-        self._embedding = self._tensors.get("embed_tokens.weight", embedding)
-        self._known: dict[tuple[bytes, int], list[int]] = {}
-
-    def guess(self, ids: np.ndarray, count: int) -> list[int]:
-        """Return the greedy guesses for what follows the token after which the last of ``ids`` came."""
-        key = ids.tobytes(), count
-        if key not in self._known:
-            self._known[key] = self._guess(ids, count)
-        return self._known[key]
+        self._embedding = self._base.get_input_embeddings().weight
 
     @torch.inference_mode()
-    def _guess(self, ids: np.ndarray, count: int) -> list[int]:
+    def guess(self, ids: np.ndarray, count: int) -> list[int]:
+        """Return the greedy guesses for what follows the token after which the last of ``ids`` came."""
         known = torch.tensor(ids, dtype=torch.long)
         layers = self._base.model.layers
         last: list[torch.Tensor] = []
