@@ -56,7 +56,6 @@ def segments_of(cases: list[Case]) -> list[Segment]:
 def check(
     cases: list[Case], group: int, dtype: torch.dtype, *, in_place: bool, device: torch.device | str = "cpu"
 ) -> None:
-    """Run one step and compare what is written, and what every row gets, with the formula."""
     generator = torch.Generator().manual_seed(1)
     device = torch.device(device)
 

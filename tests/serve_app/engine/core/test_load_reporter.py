@@ -20,8 +20,6 @@ queued = st.lists(
 
 
 class Line(Bench):
-    """With its load view and room for everything."""
-
     def __init__(self, tenants: str) -> None:
         super().__init__(*tenants, num_blocks=2048, max_num_seqs=64, max_num_batched_tokens=128)
         self.tenants = tenants

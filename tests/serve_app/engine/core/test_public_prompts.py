@@ -27,7 +27,6 @@ def scope_of(tenant: str, public_blocks: int = 4) -> PrefixScope:
 
 
 def chat(request_id: str, tenant: str, private: int, seed: int, max_tokens: int = 4) -> EngineRequest:
-    """The public prompt, then ``private`` tokens that depend on ``seed``."""
     ids = np.concatenate((PUBLIC_IDS, prompt(private, seed)))
     return request(request_id, ids, max_tokens, scope=scope_of(tenant), tenant=tenant)
 

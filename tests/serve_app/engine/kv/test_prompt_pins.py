@@ -23,8 +23,6 @@ SYSTEM = prompt(100, 1)
 
 
 class Outcomes(Collector):
-    """Also remembers what became of saves."""
-
     def __init__(self) -> None:
         super().__init__()
         self.saves: dict[str, str | None] = {}
@@ -33,27 +31,24 @@ class Outcomes(Collector):
     def __call__(self, outputs: Sequence[EngineOutput]) -> None:
         for output in outputs:
             if output.cached_tokens is not None:
-                save = output.save
-                self.saves[output.request_id] = None if save is None else save.outcome
-                if save is not None:
-                    self.rooms[output.request_id] = (save.needed_tokens, save.held_tokens, save.budget_tokens)
+                self.saves[output.request_id] = None
+            if (save := output.save) is not None:
+                self.saves[output.request_id] = save.outcome
+                self.rooms[output.request_id] = (save.needed_tokens, save.held_tokens, save.budget_tokens)
         super().__call__(outputs)
 
 
 def asking(name: str, question: int, **more: object) -> EngineRequest:
-    """A request over SYSTEM and a question of its own."""
     return request(name, np.append(SYSTEM, prompt(20, question)), 3, **more)  # type: ignore[arg-type]
 
 
 def saving(
     name: str, question: int, *, tokens: int = 100, key: bytes = b"key", ttl_s: float | None = None, **more: object
 ) -> EngineRequest:
-    """One that saves its first ``tokens`` tokens."""
     return replace(asking(name, question, **more), saves=(Save(key, tokens, ttl_s),))
 
 
 def keeping(name: str, question: int, *tokens: int, **more: object) -> EngineRequest:
-    """One with cache breakpoints after so many ``tokens``."""
     return replace(asking(name, question, **more), saves=tuple(Save(b"", count, 300.0) for count in tokens))
 
 

@@ -34,7 +34,6 @@ def tiers(kind: str, directory: Path, blocks: int = 400) -> TierSettings:
 
 
 def settle(engine: TorchEngine) -> None:
-    """Wait until nothing waits to be written."""
     done = threading.Event()
     for _ in range(2000):
         if sample(engine, "warmpath_kv_tier_pending_blocks") == 0:
@@ -94,7 +93,6 @@ def test_a_restart_reuses_what_was_computed_before(
 
 
 def colliding(parent: bytes, token_ids: TokenArray, block_size: int) -> bytes:
-    """The i-th block of anything hashes to i."""
     return b"".join(i.to_bytes(16, "little") for i in range(len(token_ids) // block_size))
 
 

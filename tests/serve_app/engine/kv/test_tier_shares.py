@@ -83,7 +83,6 @@ def saved_on_disk(engine: TorchEngine) -> int:
 
 
 def save(engine: TorchEngine, tenant: str, ttl_s: float | None = None, number: int = 1) -> str | None:
-    """Save a prompt of six blocks."""
     scope = PrefixScope("tiny", salt=f"{tenant} {number}".encode())
     item: EngineRequest = saving(f"{tenant} {number}", 1, key=scope.salt, ttl_s=ttl_s, scope=scope, tenant=tenant)
     return run(engine, item).saves[item.request_id]

@@ -34,7 +34,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def adapters(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One adapter of the qwen3 model for each variant."""
     root = tmp_path_factory.mktemp("adapters")
     return {
         name: save_adapter(checkpoints["qwen3"], root / name, seed, **config)
@@ -93,8 +92,6 @@ def test_adapters_mixed_in_one_batch_equal_solo_runs(
 
 
 class _Recording(SimulatedRunner):
-    """Notes which adapters were in each step."""
-
     steps: list[set[str]]
 
     def execute(self, segments: Sequence[Segment]) -> list[SegmentResult]:

@@ -164,7 +164,6 @@ RULES = [
 
 
 def ruled_requests(name: str, **changes: Any) -> list[EngineRequest]:
-    """Requests with all kinds of rules, greedy and sampled, some with a matcher too."""
     found = []
     for number, rules in enumerate(RULES):
         for temperature in (0.0, 1.1):

@@ -18,7 +18,6 @@ RATE = 5000.0
 
 
 def assert_laws(sequence: SequenceState, block_size: int) -> None:
-    """The counters fit together, between two steps."""
     prompt, most = sequence.prompt_tokens, sequence.prompt_tokens + sequence.request.sampling.max_tokens
     assert prompt <= sequence.prefill_tokens <= sequence.length <= most
     assert 0 <= sequence.computed <= sequence.length

@@ -79,7 +79,6 @@ class Stepped:
         self.check()
 
     def check(self) -> None:
-        """Blocks are conserved, reservations are covered, only running sequences hold blocks."""
         scheduler, cache = self.engine._scheduler, self.engine._cache
         self.preemptions.update(sequence.request.request_id for sequence in scheduler.preempted)
         pool = cache.pool
@@ -206,7 +205,6 @@ def test_recomputing_takes_what_the_cache_kept() -> None:
     assert 0 < again < victim.prefill_tokens
     for number, row in enumerate(ids):
         assert bench.collector.tokens[f"r{number}"] == undisturbed(row.tolist(), 120, number)
-    bench.engine.stop()
 
 
 @pytest.mark.parametrize(
