@@ -45,7 +45,6 @@ def save_plain(path: Path, fill: float = 1.0) -> Path:
 
 
 def peft_greedy(model: Path, adapter: Path, ids: Any, max_tokens: int) -> list[int]:
-    """Greedy tokens of PEFT's own model."""
     with warnings.catch_warnings(action="ignore", category=FutureWarning):
         worn = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), str(adapter)).eval()
     row = torch.tensor(ids, dtype=torch.long)[None]
@@ -58,7 +57,6 @@ def peft_greedy(model: Path, adapter: Path, ids: Any, max_tokens: int) -> list[i
 
 
 def described(path: Path, name: str = "a") -> tuple[AdapterSpec, PrefixScope]:
-    """The adapter's spec, and the scope of a request for it."""
     spec = describe_adapter(name, path)
     return spec, PrefixScope("tiny", spec.key)
 

@@ -103,19 +103,16 @@ class Collector:
             self._changed.notify_all()
 
     def wait(self, request_ids: Iterable[str], timeout_s: float = 60.0) -> None:
-        """Wait until all have finished."""
         wanted = set(request_ids)
         with self._changed:
             assert self._changed.wait_for(lambda: wanted <= set(self.finish), timeout_s), "requests did not finish"
 
     def wait_tokens(self, request_id: str, count: int, timeout_s: float = 60.0) -> None:
-        """Wait until a request has produced ``count`` tokens."""
         with self._changed:
             assert self._changed.wait_for(lambda: len(self.tokens.get(request_id, ())) >= count, timeout_s)
 
 
 def run_all(engine: TorchEngine, requests: Sequence[EngineRequest]) -> Collector:
-    """Submit everything, wait for the end."""
     collector = Collector()
     for item in requests:
         engine.submit(item, collector)

@@ -13,6 +13,7 @@ from serve_app.engine.attention import reads
 from serve_app.engine.attention.interface import paged_attention
 from serve_app.engine.attention.paging import KvPool, plan_step
 from serve_app.engine.attention.supported import UnsupportedModel, refuse_unsupported
+from serve_app.engine.protocol import SamplingParams
 from serve_app.engine.step import Segment, block_runs, ceil_div
 from tests.serve_app.conftest import MakeEngine, Reference
 from tests.serve_app.engine.tiny import prompt, request, run_all
@@ -41,8 +42,11 @@ def steps(draw: st.DrawFn) -> list[Case]:
 
 
 def segments_of(cases: list[Case]) -> list[Segment]:
+    """Return segments of which every second wants a token."""
+    wanted = (None, SamplingParams(1))
     return [
-        Segment(np.zeros(new, dtype=np.int32), past, blocks, block_runs(blocks), None) for new, past, blocks in cases
+        Segment(np.zeros(new, dtype=np.int32), past, blocks, block_runs(blocks), wanted[i % 2])
+        for i, (new, past, blocks) in enumerate(cases)
     ]
 
 
@@ -50,7 +54,6 @@ def segments_of(cases: list[Case]) -> list[Segment]:
 def check(
     cases: list[Case], group: int, dtype: torch.dtype, *, in_place: bool, device: torch.device | str = "cpu"
 ) -> None:
-    """Run one step and compare what is written, and what every row gets, with the formula."""
     generator = torch.Generator().manual_seed(1)
     device = torch.device(device)
 
@@ -64,13 +67,14 @@ def check(
         for position in range(past, len(blocks) * SIZE):
             pool.slots[:, :, blocks[position // SIZE] * SIZE + position % SIZE] = 100.0
     step = plan_step(pool, segments_of(cases), in_place=in_place)
+    assert list(step.order) == sorted(range(len(cases)), key=lambda i: (cases[i][0] > 1, i))
     total = step.input_ids.shape[1]
     assert total == len(step.slots) + (-len(step.slots) % 16 if len(step.slots) > 64 else 0), "padding"
     query, key, value = (numbers(1, heads, total, DIM) for heads in (KV_HEADS * group, KV_HEADS, KV_HEADS))
     module = SimpleNamespace(layer_idx=0)
     got, _ = paged_attention(module, query, key, value, None, paged=step, scaling=0.3)  # type: ignore[arg-type]
     tolerance = 1e-4 if dtype == torch.float32 else 3e-2
-    row = 0
+    logit_rows, row = [], 0
     for i in step.order:
         new, past, blocks = cases[i]
         rows = slice(row, row + new)
@@ -81,6 +85,11 @@ def check(
         expected = formula(query[0, :, rows], keys, values, 0.3)
         torch.testing.assert_close(got[0, rows].float(), expected, atol=tolerance, rtol=tolerance)
         row += new
+        logit_rows += [row - 1] * (i % 2)
+        if past <= SIZE * (len(blocks) - 1):
+            rest = slice(SIZE * blocks[-1] + (past + new - 1) % SIZE + 1, SIZE * blocks[-1] + SIZE)
+            assert not pool.slots[:, :, rest].any(), "the rest of a begun block is zeroed"
+    assert step.logit_rows.tolist() == logit_rows
 
 
 def formula(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:

@@ -21,22 +21,18 @@ def churn(demo_model_path: Path, tmp_path: Path) -> Iterator[Churn]:
     made.close()
 
 
-def our_bytes() -> int:
-    """What our modules' own lines have allocated and not freed, but for a cache of bounded size."""
-    scope_digest.cache_clear()
-    ours = [tracemalloc.Filter(True, f"*/{room}/*") for room in ("serve_app", "router")]
-    return sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces(ours).statistics("filename"))
-
-
 def test_churn_leaves_nothing_behind(churn: Churn) -> None:
     """At every check blocks are conserved, events tell what is held, answers are the same; what is allocated stays."""
+    ours = [tracemalloc.Filter(True, f"*/{room}/*") for room in ("serve_app", "router")]
     tracemalloc.start()
     try:
         sizes = []
         for _ in range(7):
             churn.run(20)
             churn.check()
-            sizes.append(our_bytes())
+            scope_digest.cache_clear()  # of bounded size
+            found = tracemalloc.take_snapshot().filter_traces(ours).statistics("filename")
+            sizes.append(sum(trace.size for trace in found))
     finally:
         tracemalloc.stop()
     assert sizes[-1] < max(sizes[:4]) + 3 * 20 * LEFT_BYTES_AN_OPERATION, sizes

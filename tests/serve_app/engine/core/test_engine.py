@@ -122,10 +122,7 @@ def test_refusals_name_the_reason_before_anything_is_queued(make_simulated: Make
 
 
 def test_a_flooding_tenant_leaves_an_eighth_of_the_queue(make_simulated: MakeSimulated) -> None:
-    """Of sixteen places one tenant gets fourteen; others still find two, and a tenant that is alone gets all.
-
-    docs/scheduling.md
-    """
+    """Of sixteen places one tenant gets fourteen; one that is alone gets all. (docs/scheduling.md)"""
     both = make_simulated(max_waiting_requests=16, tenant_shares={"flood": 1.0, "other": 1.0}, start=False)
     alone = make_simulated(max_waiting_requests=16, start=False)
     collector = Collector()

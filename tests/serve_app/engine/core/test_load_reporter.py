@@ -18,8 +18,6 @@ queued = st.lists(
 
 
 class Line(Bench):
-    """With its load view and room for everything."""
-
     def __init__(self, tenants: str) -> None:
         super().__init__(*tenants, num_blocks=2048, max_num_seqs=64, max_num_batched_tokens=128)
         self.tenants = tenants
@@ -84,10 +82,7 @@ def test_with_one_tenant_committed_tokens_are_exactly_those_before_a_newcomer(
 def test_committed_tokens_are_before_everybodys_newcomer(
     rows: list[tuple[int, float, str, bool]], steps: int, tenant: str, tenants: str
 ) -> None:
-    """Several tenants, shared prefixes in flight: whoever comes finds at least the reported tokens before it.
-
-    docs/scheduling.md
-    """
+    """Several tenants, shared prefixes in flight: a newcomer finds at least so many before it. (docs/scheduling.md)"""
     line = Line(tenants)
     line.build(rows, steps)
     report = line.view.report(0.4)

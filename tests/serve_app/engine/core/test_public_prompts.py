@@ -25,7 +25,6 @@ def scope_of(tenant: str, public_blocks: int = 4) -> PrefixScope:
 
 
 def chat(request_id: str, tenant: str, private: int, seed: int, max_tokens: int = 4) -> EngineRequest:
-    """The public prompt, then ``private`` tokens that depend on ``seed``."""
     ids = np.concatenate((PUBLIC_IDS, prompt(private, seed)))
     return request(request_id, ids, max_tokens, scope=scope_of(tenant), tenant=tenant)
 
@@ -69,9 +68,7 @@ def test_public_blocks_come_back_from_below_for_anybody(kind: str, tmp_path: Pat
     got = run_all(engine, [chat("b", "b", 40, 1)])
     assert got.cached["b"] == 64
     assert sample(engine, "warmpath_kv_tier_hits_total", tier=kind) == 4
-    assert run_all(engine, [chat("again", "a", 40, 1)]).cached["again"] == 96, (
-        "what follows them comes back for its own"
-    )
+    assert run_all(engine, [chat("again", "a", 40, 1)]).cached["again"] == 96
 
 
 def test_an_export_is_for_those_who_may_hit_it(make_engine: MakeEngine) -> None:

@@ -21,8 +21,6 @@ SYSTEM = prompt(100, 1)
 
 
 class Outcomes(Collector):
-    """Also remembers what became of saves."""
-
     def __init__(self) -> None:
         super().__init__()
         self.saves: dict[str, str | None] = {}
@@ -39,19 +37,16 @@ class Outcomes(Collector):
 
 
 def asking(name: str, question: int, **more: object) -> EngineRequest:
-    """A request over SYSTEM and a question of its own."""
     return request(name, np.append(SYSTEM, prompt(20, question)), 3, **more)  # type: ignore[arg-type]
 
 
 def saving(
     name: str, question: int, *, tokens: int = 100, key: bytes = b"key", ttl_s: float | None = None, **more: object
 ) -> EngineRequest:
-    """One that saves its first ``tokens`` tokens."""
     return replace(asking(name, question, **more), saves=(Save(key, tokens, ttl_s),))
 
 
 def keeping(name: str, question: int, *tokens: int, **more: object) -> EngineRequest:
-    """One with cache breakpoints after so many ``tokens``."""
     return replace(asking(name, question, **more), saves=tuple(Save(b"", count, 300.0) for count in tokens))
 
 
@@ -161,10 +156,7 @@ def test_a_tenants_breakpoints_are_bounded_and_its_saves_are_not(make_simulated:
 
 
 def test_other_tenants_take_effect_in_a_running_engine(make_simulated: MakeSimulated) -> None:
-    """Who is gone keeps no save, and who is new has a share of the budget, of the pool and of the line.
-
-    docs/cluster.md
-    """
+    """Who is gone keeps no save, and who is new has a share of budget, pool and line. (docs/cluster.md)"""
     engine = make_simulated(
         GatedRunner(), num_blocks=128, pin_budget_blocks=12, tenant_shares={"gone": 1.0, "stays": 1.0}
     )
@@ -214,10 +206,7 @@ def test_an_idle_engine_releases_a_pin_whose_time_is_over(make_simulated: MakeSi
 
 
 def test_a_request_has_to_fit_beside_the_pin_budget(make_simulated: MakeSimulated) -> None:
-    """So that pins never keep a request waiting for ever: what fits is answered although the budget is used up.
-
-    docs/caching.md
-    """
+    """So that pins never keep a request waiting for ever. (docs/caching.md)"""
     engine = make_simulated(GatedRunner(), num_blocks=20, pin_budget_blocks=6, max_num_batched_tokens=600)
     with pytest.raises(RequestTooLong, match="pool of 224"):
         engine.submit(request("long", prompt(220), 5), Collector())

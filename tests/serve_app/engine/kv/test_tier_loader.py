@@ -32,7 +32,6 @@ def tiers(kind: str, directory: Path, blocks: int = 400) -> TierSettings:
 
 
 def settle(engine: TorchEngine) -> None:
-    """Wait until nothing waits to be written."""
     done = threading.Event()
     for _ in range(2000):
         if sample(engine, "warmpath_kv_tier_pending_blocks") == 0:
@@ -92,7 +91,6 @@ def test_a_restart_reuses_what_was_computed_before(
 
 
 def colliding(parent: bytes, token_ids: TokenArray, block_size: int) -> bytes:
-    """The i-th block of anything hashes to i."""
     return b"".join(i.to_bytes(16, "little") for i in range(len(token_ids) // block_size))
 
 
@@ -113,10 +111,7 @@ def test_a_collision_never_brings_up_a_foreign_block(kind: str, tmp_path: Path, 
 def test_a_load_from_disk_keeps_nobody_else_waiting(
     tmp_path: Path, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While a disk does not answer, other requests run; who waits can be cancelled; who shares the load joins it.
-
-    docs/caching.md
-    """
+    """Others run, who waits can be cancelled, and who shares the load joins it. (docs/caching.md)"""
     ids = prompt(150)
     engine = make_engine(tiers=tiers("disk", tmp_path), **SMALL)
     spill(engine, ids)

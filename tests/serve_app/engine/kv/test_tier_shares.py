@@ -81,7 +81,6 @@ def saved_on_disk(engine: TorchEngine) -> int:
 
 
 def save(engine: TorchEngine, tenant: str, ttl_s: float | None = None, number: int = 1) -> str | None:
-    """Save a prompt of six blocks."""
     scope = PrefixScope("tiny", salt=f"{tenant} {number}".encode())
     item: EngineRequest = saving(f"{tenant} {number}", 1, key=scope.salt, ttl_s=ttl_s, scope=scope, tenant=tenant)
     return run(engine, item).saves[item.request_id]
@@ -89,10 +88,7 @@ def save(engine: TorchEngine, tenant: str, ttl_s: float | None = None, number: i
 
 @pytest.mark.parametrize("ending", ["reset", "recall", "ttl"])
 def test_blocks_on_disk_are_saved_as_long_as_their_save_is(ending: str, engine_over: MakeSimulated) -> None:
-    """It is over with a reset of the pool, for another tenant's share of the pins, or with its time; then they go.
-
-    docs/caching.md
-    """
+    """It ends with a reset, for another tenant's share of the pins, or with its time. (docs/caching.md)"""
     now_s = [0.0]
     engine = engine_over(0, 80, lambda: now_s[0])
     assert save(engine, "flood", 300.0 if ending == "ttl" else None) == "saved"

@@ -32,7 +32,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def adapters(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One adapter of the qwen3 model for each variant."""
     root = tmp_path_factory.mktemp("adapters")
     return {
         name: save_adapter(checkpoints["qwen3"], root / name, seed, **config)
@@ -91,8 +90,6 @@ def test_adapters_mixed_in_one_batch_equal_solo_runs(
 
 
 class _Recording(SimulatedRunner):
-    """Notes which adapters were in each step."""
-
     steps: list[set[str]]
 
     def execute(self, segments: Sequence[Segment]) -> list[SegmentResult]:
@@ -144,24 +141,16 @@ RANKS = {"a": {"x": 2}, "b": {"x": 3, "y": 1}, "c": {"y": 2}}
 """Of each adapter the layers that it changes, and their ranks."""
 
 
-def _weights() -> dict[str, AdapterWeights]:
-    drawn = torch.Generator().manual_seed(1)
-    return {
-        key: {
-            name: LoraPair(*(torch.randn(rank, WIDTH, generator=drawn) for _ in range(2)))
-            for name, rank in layers.items()
-        }
-        for key, layers in RANKS.items()
-    }
-
-
 steps = st.lists(st.tuples(st.sampled_from(["", *RANKS]), st.sampled_from([1, 1, 2, 40])), min_size=1, max_size=9)
 
 
 @given(sequence=st.lists(steps, min_size=1, max_size=3))
 def test_each_row_has_its_own_adapter_once(sequence: list[list[tuple[str, int]]]) -> None:
     """Whatever is in a step, each row has its own adapter's product. (docs/lora.md)"""
-    weights = _weights()
+    weights: dict[str, AdapterWeights] = {
+        key: {name: LoraPair(torch.randn(rank, WIDTH), torch.randn(rank, WIDTH)) for name, rank in ranks.items()}
+        for key, ranks in RANKS.items()
+    }
     slots: LoadedAdapters[AdapterWeights] = LoadedAdapters(
         lambda spec: weights[spec.name], max_loras=3, max_cpu_loras=3
     )

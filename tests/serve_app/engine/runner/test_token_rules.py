@@ -15,7 +15,7 @@ from serve_app.engine.protocol import EngineRequest, SamplingParams, TokenRules
 from serve_app.engine.runner.token_rules import apply_rules, token_logprobs
 from serve_app.engine.step import History
 from tests.serve_app.conftest import MakeEngine
-from tests.serve_app.engine.tiny import VOCAB, prompt, request, run_all, save_draft
+from tests.serve_app.engine.tiny import VOCAB, prompt, request, run_all, sample, save_draft
 
 SMALL = 37
 
@@ -162,7 +162,6 @@ RULES = [
 
 
 def ruled_requests(name: str, **changes: Any) -> list[EngineRequest]:
-    """Requests with all kinds of rules, greedy and sampled, some with a matcher too."""
     found = []
     for number, rules in enumerate(RULES):
         for temperature in (0.0, 1.1):
@@ -218,9 +217,8 @@ def test_rules_are_exact_under_speculation(
     draft = str(save_draft(checkpoints["qwen3"], tmp_path, noise))
     engine = make_engine(speculative_model=draft, num_speculative_tokens=3)
     assert answers(engine, ruled_requests("drafted")) == expected
-    counted = {name: value for name, _, value in engine.stats().samples}
-    accepted = counted["warmpath_spec_decode_num_accepted_tokens_total"]
-    drafted = counted["warmpath_spec_decode_num_draft_tokens_total"]
+    accepted = sample(engine, "warmpath_spec_decode_num_accepted_tokens_total")
+    drafted = sample(engine, "warmpath_spec_decode_num_draft_tokens_total")
     assert accepted == drafted if noise == 0.0 else 0.1 * drafted < accepted < drafted
 
 
@@ -228,7 +226,6 @@ def test_each_token_has_its_logprob_with_and_without_drafts(
     make_engine: MakeEngine, checkpoints: Any, tmp_path: Any
 ) -> None:
     """As many as tokens, of the base's raw logits, though rules chose among others."""
-
     draft = str(save_draft(checkpoints["qwen3"], tmp_path, 0.05))
     asked = [request("one", prompt(20), 24, rules=TokenRules(repetition_penalty=1.6), logprobs=3)]
     drafts = {"speculative_model": draft, "num_speculative_tokens": 3}

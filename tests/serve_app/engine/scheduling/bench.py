@@ -16,16 +16,13 @@ RATE = 5000.0
 
 
 def assert_laws(sequence: SequenceState, block_size: int) -> None:
-    """The counters fit together, between two steps."""
     prompt, most = sequence.prompt_tokens, sequence.prompt_tokens + sequence.request.sampling.max_tokens
-    assert prompt <= sequence.prefill_tokens <= sequence.length <= most, "prompt <= prefill <= length <= most"
-    assert 0 <= sequence.computed <= sequence.length, "computed <= length"
-    assert sequence.farthest <= sequence.length, "farthest <= length"
-    assert sequence.drafted is None or sequence.drafted <= sequence.computed, "drafted <= computed"
-    assert 0 <= sequence.published <= sequence.computed // block_size <= len(sequence.blocks), (
-        "published <= computed <= blocks"
-    )
-    assert 0 <= sequence.resolved <= sequence.computed // block_size, "resolved <= computed"
+    assert prompt <= sequence.prefill_tokens <= sequence.length <= most
+    assert 0 <= sequence.computed <= sequence.length
+    assert sequence.farthest <= sequence.length
+    assert sequence.drafted is None or sequence.drafted <= sequence.computed
+    assert 0 <= sequence.published <= sequence.computed // block_size <= len(sequence.blocks)
+    assert 0 <= sequence.resolved <= sequence.computed // block_size
     assert sequence.held_blocks_hint <= len(sequence.chain) // HASH_BYTES, "a hint beyond the chain"
     assert sequence.reserved_blocks >= 0, "fewer than no blocks are reserved"
     if not sequence.blocks:

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.protocol.block_hash import PrefixScope
-from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import AdapterSpec, Save
 from serve_app.engine.scheduling.running_set import RESERVED_TOKENS, choose_victim
@@ -21,9 +20,6 @@ from tests.serve_app.conftest import MakeEngine
 from tests.serve_app.engine.checked_kv import BLOCK, CheckedRunner, undisturbed
 from tests.serve_app.engine.scheduling.bench import assert_laws
 from tests.serve_app.engine.tiny import Collector, prompt, request, run_all, sample, save_draft
-
-MOST_STEPS = 20_000
-STEP_S = 0.001
 
 
 @dataclass(frozen=True)
@@ -77,11 +73,10 @@ class Stepped:
     def step(self) -> None:
         assert self.engine.take_in()
         self.engine.step()
-        self.now_s += STEP_S
+        self.now_s += 0.001
         self.check()
 
     def check(self) -> None:
-        """Blocks are conserved, reservations are covered, only running sequences hold blocks."""
         scheduler, cache = self.engine._scheduler, self.engine._cache
         self.preemptions.update(sequence.request.request_id for sequence in scheduler.preempted)
         pool = cache.pool
@@ -106,16 +101,15 @@ class Stepped:
         expected: dict[str, list[int]] = {}
         coming = sorted(enumerate(workload), key=lambda item: item[1].step)
         cancels: dict[int, list[str]] = {}
-        for step in range(MOST_STEPS):
+        for step in range(20_000):
             while coming and (coming[0][1].step <= step or not len(self.engine._scheduler.running)):
                 number, wish = coming.pop(0)
                 ids = np.append(prompt(60, wish.base)[: wish.shared], prompt(wish.own, 100 + number))
                 scope = PrefixScope("tiny", wish.lora)
                 item = request(f"r{number}", ids, wish.max_tokens, scope=scope, tenant=wish.tenant, seed=number)
-                item = replace(item, store_kv=wish.stores)
+                item = replace(item, store_kv=wish.stores, timeout_s=wish.timeout_s)
                 if wish.saved and wish.stores:
                     item = replace(item, saves=(Save(b"key %d" % number, wish.saved),))
-                item = replace(item, timeout_s=wish.timeout_s)
                 self.engine.submit(item, self.collector)
                 self.ids[f"r{number}"] = ids.tolist()
                 expected[f"r{number}"] = undisturbed(ids.tolist(), wish.max_tokens, number, wish.lora)
@@ -129,15 +123,6 @@ class Stepped:
         raise AssertionError("the workload does not end")
 
 
-def cached_prefixes(cache: PrefixCache) -> list[list[int]]:
-    """Return the tokens of each indexed block, those before it included."""
-    tokens: dict[int, list[int]] = {}
-    for entry in cache.index:
-        above = [] if entry.parent is None else tokens[entry.parent]
-        tokens[entry.block] = above + np.frombuffer(entry.token_bytes, "<i4").tolist()
-    return list(tokens.values())
-
-
 @settings(max_examples=150)
 @given(
     workload=st.lists(wishes, min_size=4, max_size=20),
@@ -149,10 +134,7 @@ def cached_prefixes(cache: PrefixCache) -> list[list[int]]:
 def test_a_full_pool_changes_no_answer_and_keeps_nobody_from_its_end(
     workload: list[Wish], num_blocks: int, max_num_seqs: int, caching: bool, shares: dict[str, float]
 ) -> None:
-    """Any workload on a tiny pool ends with the tokens of undisturbed runs; blocks are conserved at every step.
-
-    docs/caching.md, docs/scheduling.md
-    """
+    """Any workload on a tiny pool ends with the tokens of undisturbed runs. (docs/caching.md, docs/scheduling.md)"""
     bench = Stepped(
         num_blocks=num_blocks,
         max_num_seqs=max_num_seqs,
@@ -164,15 +146,13 @@ def test_a_full_pool_changes_no_answer_and_keeps_nobody_from_its_end(
     tokens, finish = bench.collector.tokens, bench.collector.finish
     for number, wish in enumerate(workload):
         name = f"r{number}"
+        assert tokens[name] == expected[name][: len(tokens[name])]
         if finish[name] == "cancelled":
             assert wish.cancelled_after is not None
-            assert tokens[name] == expected[name][: len(tokens[name])]
         elif finish[name] == "timeout":
             assert wish.timeout_s < inf
-            assert tokens[name] == expected[name][: len(tokens[name])]
         else:
-            assert finish[name] == "length"
-            assert tokens[name] == expected[name]
+            assert (finish[name], len(tokens[name])) == ("length", wish.max_tokens)
     engine = bench.engine
     scheduler, cache = engine._scheduler, engine._cache
     assert len(scheduler.running) == len(scheduler.waiting) == scheduler.reserved_blocks == 0
@@ -180,7 +160,10 @@ def test_a_full_pool_changes_no_answer_and_keeps_nobody_from_its_end(
     assert sample(engine, "warmpath_num_preemptions_total") == bench.preemptions.total()
     assert not any(engine._runner.adapters._running.values()), "every slot was given back"
     stored = [bench.ids[f"r{n}"] + expected[f"r{n}"] for n, wish in enumerate(workload) if wish.stores]
-    for held in cached_prefixes(cache):
+    prefixes: dict[int, list[int]] = {}
+    for entry in cache.index:
+        above = [] if entry.parent is None else prefixes[entry.parent]
+        held = prefixes[entry.block] = above + np.frombuffer(entry.token_bytes, "<i4").tolist()
         assert any(one[: len(held)] == held for one in stored), "the cache has what only others computed"
     fresh = sample(engine, "warmpath_prompt_tokens_computed_total")
     asked = sample(engine, "warmpath_prompt_tokens_total")
@@ -201,10 +184,7 @@ def test_nobody_gives_way_more_often_than_its_answer_doubles() -> None:
 
 
 def test_recomputing_takes_what_the_cache_kept() -> None:
-    """A victim finds its complete blocks again unless they were needed; its report of cached tokens stays.
-
-    docs/scheduling.md
-    """
+    """A victim finds its complete blocks again unless they were needed. (docs/scheduling.md)"""
     bench = Stepped(num_blocks=16, max_num_seqs=2, max_num_batched_tokens=128)
     ids = [prompt(40, 1), prompt(40, 2)]
     for number, row in enumerate(ids):
@@ -223,7 +203,6 @@ def test_recomputing_takes_what_the_cache_kept() -> None:
     assert 0 < again < victim.prefill_tokens
     for number, row in enumerate(ids):
         assert bench.collector.tokens[f"r{number}"] == undisturbed(row.tolist(), 120, number)
-    bench.engine.stop()
 
 
 @pytest.mark.parametrize(

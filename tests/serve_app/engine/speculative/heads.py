@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from tests.serve_app.engine.tiny import SIZES, VOCAB
 
 AUX = (1, 2, 3)
-DAMPING = 0.05
 
 
 def save_base(path: Path) -> Path:
@@ -23,8 +22,8 @@ def save_base(path: Path) -> Path:
     with torch.no_grad():
         model.model.embed_tokens.weight *= 0.02
         for layer in model.model.layers[1:]:
-            layer.self_attn.o_proj.weight *= DAMPING
-            layer.mlp.down_proj.weight *= DAMPING
+            layer.self_attn.o_proj.weight *= 0.05
+            layer.mlp.down_proj.weight *= 0.05
     model.save_pretrained(path)
     return path
 
@@ -33,9 +32,7 @@ def save_head(
     base: Path,
     path: Path,
     *,
-    states: float = 0.05,
     fused: float = 1.0,
-    seed: int = 5,
     layer: str = "midlayer",
     draft_vocab: int = VOCAB,
     tensors: dict[str, torch.Tensor | None] | None = None,
@@ -43,10 +40,10 @@ def save_head(
 ) -> Path:
     """Save a head made of the base's first layer.
 
-    ``states``, ``fused``: how much it heeds hidden states, which are noise to it, and their size. ``tensors``
-    replaces tensors, or leaves them out (None); ``config`` does so with the config.
+    ``fused``: the size of hidden states, which are noise to it. ``tensors`` replaces tensors, or leaves them out
+    (None); ``config`` does so with the config.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(5)
     source = load_file(base / "model.safetensors")
     values = json.loads((base / "config.json").read_text())
     hidden = values["hidden_size"]
@@ -58,7 +55,7 @@ def save_head(
     made: dict[str, torch.Tensor] = {
         "fc.weight": fused * noise(hidden, 3 * hidden),
         "norm.weight": source["model.norm.weight"],
-        f"{layer}.hidden_norm.weight": torch.full((hidden,), states),
+        f"{layer}.hidden_norm.weight": torch.full((hidden,), 0.05),
     }
     for name in ("input_layernorm", "post_attention_layernorm", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj"):
         made[f"{layer}.{name}.weight"] = source[f"{first}{name}.weight"]
@@ -101,19 +98,11 @@ class DenseHead:
         self._tensors = {
             name.replace("layers.0.", "midlayer."): t for name, t in load_file(head / "model.safetensors").items()
         }
-        embedding = self._base.get_input_embeddings().weight
-        self._embedding = self._tensors.get("embed_tokens.weight", embedding)
-        self._known: dict[tuple[bytes, int], list[int]] = {}
-
-    def guess(self, ids: np.ndarray, count: int) -> list[int]:
-        """Return the greedy guesses for what follows the token after which the last of ``ids`` came."""
-        key = ids.tobytes(), count
-        if key not in self._known:
-            self._known[key] = self._guess(ids, count)
-        return self._known[key]
+        self._embedding = self._base.get_input_embeddings().weight
 
     @torch.inference_mode()
-    def _guess(self, ids: np.ndarray, count: int) -> list[int]:
+    def guess(self, ids: np.ndarray, count: int) -> list[int]:
+        """Return the greedy guesses for what follows the token after which the last of ``ids`` came."""
         known = torch.tensor(ids, dtype=torch.long)
         layers = self._base.model.layers
         last: list[torch.Tensor] = []
