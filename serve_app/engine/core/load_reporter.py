@@ -37,7 +37,7 @@ class LoadReporter:
         self._meters = meters
         self._scheduler = scheduler
         self._work: dict[str, _Work] = {}
-        self._begun_turns: dict[str, int] = {}
+        self._turns: dict[str, int] = {}
         self._reservations = RouterReservations()
         self._arrived: dict[str, SequenceState] = {}
         self.running = 0
@@ -72,11 +72,11 @@ class LoadReporter:
                 continue  # it is going to wait for whoever computes that block
             first.add(wanted)
             self._work[sequence.request.request_id].rank = scheduler.rank(sequence)
-        self._begun_turns = scheduler.fair_queue.begun
+        self._know_turns()
 
     def begin_step(self, chosen: Collection[Scheduled]) -> None:
         """Note what the step that begins computes: nothing that comes from now on is before it."""
-        self._begun_turns = self._scheduler.fair_queue.begun
+        self._know_turns()
         for item in chosen:
             work = self._work.get(item.sequence.request.request_id)
             if work is not None:
@@ -124,9 +124,13 @@ class LoadReporter:
                 sequences += 1
         if self.tenants <= 1:
             return under_way + old.total(), sequences
-        quantum, begun = self._scheduler.fair_queue.quantum_tokens, self._begun_turns
-        turns = sum(min(tokens, begun.get(tenant, quantum)) for tenant, tokens in queued.items())
+        turns = sum(min(tokens, self._turns.get(tenant, 0)) for tenant, tokens in queued.items())
         return under_way + min([turns, *(old[tenant] for tenant in queued)]), sequences
+
+    def _know_turns(self) -> None:
+        running = self._scheduler.running
+        decodes = Counter(sequence.request.tenant for sequence in running if not sequence.prefilling)
+        self._turns = self._scheduler.fair_queue.coming({work.tenant for work in self._work.values()}, decodes)
 
     def _queued_tokens(self) -> int:
         return sum(work.tokens for work in self._work.values())

@@ -34,10 +34,17 @@ class FairQueue(Turns):
         self._mean_used = 0.0
         self._awaited: Collection[str] = ()
 
-    @property
-    def begun(self) -> dict[str, int]:
-        """The tokens that are left of turns which have begun, by tenant: of at most one, the first."""
-        return {tenant: credit for tenant, credit in self.credit.items() if credit > 0}
+    def coming(self, tenants: Collection[str], decodes: Mapping[str, int]) -> dict[str, int]:
+        """Return the tokens of each tenant's next turn, where the next step has so many ``decodes``.
+
+        Of a turn that has begun, which is one at most, what is left of it.
+        """
+        used = self._recent(decodes)
+        mean = _mean(used)
+        return {
+            tenant: max(0, self.credit.get(tenant, 0)) or self._quantum(used.get(tenant, 0.0), mean)
+            for tenant in tenants
+        }
 
     def begin(self, tenants: Collection[str], decodes: Mapping[str, int], awaited: Collection[str] = ()) -> None:
         """Start a step with so many ``decodes``, by tenant: who has work now keeps its place; who is new comes last.
@@ -49,11 +56,8 @@ class FairQueue(Turns):
             self.leave(tenant)
         for tenant in tenants:
             self.join(tenant)
-        kept = 1 - 1 / RECENT_STEPS
-        self._used = {tenant: kept * used for tenant, used in self._used.items() if used >= 1}
-        for tenant, count in decodes.items():
-            self._used[tenant] = self._used.get(tenant, 0.0) + DECODE_TOKENS * count
-        self._mean_used = sum(self._used.values()) / len(self._used) if self._used else 0.0
+        self._used = self._recent(decodes)
+        self._mean_used = _mean(self._used)
 
     def head(self) -> tuple[str, int] | None:
         """Return the tenant whose turn it is and the tokens it may use; None when nobody is left."""
@@ -67,10 +71,25 @@ class FairQueue(Turns):
         self._used[tenant] = self._used.get(tenant, 0.0) + cost
         super().charge(tenant, cost)
 
+    def _recent(self, decodes: Mapping[str, int]) -> dict[str, float]:
+        kept = 1 - 1 / RECENT_STEPS
+        recent = {tenant: kept * used for tenant, used in self._used.items() if used >= 1}
+        for tenant, count in decodes.items():
+            recent[tenant] = recent.get(tenant, 0.0) + DECODE_TOKENS * count
+        return recent
+
     def _turn_tokens(self, tenant: str) -> int:
-        used, mean = self._used.get(tenant, 0.0), self._mean_used
-        if used <= mean or not mean or tenant in self._awaited:
+        if tenant in self._awaited:
+            return self.quantum_tokens
+        return self._quantum(self._used.get(tenant, 0.0), self._mean_used)
+
+    def _quantum(self, used: float, mean: float) -> int:
+        if used <= mean or not mean:
             return self.quantum_tokens
         # Squared: who used twice the mean gets a quarter, so that the others come to theirs within some steps.
         part = max((mean / used) ** 2, 1 / SHORTEST_TURN_PART)
         return max(1, int(self.quantum_tokens * part))
+
+
+def _mean(used: Mapping[str, float]) -> float:
+    return sum(used.values()) / len(used) if used else 0.0

@@ -79,6 +79,12 @@ def test_with_one_tenant_committed_tokens_are_exactly_those_before_a_newcomer(
     tenant="b",
     tenants="abc",
 )
+@example(  # a tenant that used most lately has a shorter turn
+    rows=[(2, 0.0, "b", False), (38, 0.0, "a", False), (224, 0.0, "a", False), (224, 0.0, "a", False)],
+    steps=2,
+    tenant="b",
+    tenants="abc",
+)
 def test_committed_tokens_are_before_everybodys_newcomer(
     rows: list[tuple[int, float, str, bool]], steps: int, tenant: str, tenants: str
 ) -> None:
