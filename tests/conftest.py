@@ -43,6 +43,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Workers:
 
 
 @pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """Asynchronous tests run on asyncio."""
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
 def demo_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built-in ``demo`` checkpoint, built once a session outside the user's cache."""
     return ensure_demo_model("demo", tmp_path_factory.mktemp("models"))

@@ -42,12 +42,6 @@ def compiler(demo_model_path: Path) -> GrammarCompiler:
     return GrammarCompiler(info.path, info.vocab_size, info.eos_token_ids)
 
 
-@pytest.fixture(scope="session")
-def anyio_backend() -> str:
-    """Asynchronous tests run on asyncio."""
-    return "asyncio"
-
-
 @pytest.fixture(params=["cpu", "cuda"])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Each kind of device that a test is about; skipped where there is none."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from functools import wraps
 from random import Random
-from typing import Any
 
 from router.core import RoutingCore
 from router.feed import FeedPublisher, FeedSubscriber
@@ -15,16 +13,6 @@ from router.protocol.events import LoadReport
 
 BEAT = LoadReport(3, 1, 1, 8, 64, 1000.0)
 CHAIN = Random(0).randbytes(16 * 50)
-
-
-def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    """Run a test in a loop of its own."""
-
-    @wraps(test)
-    def run() -> None:
-        asyncio.run(test())
-
-    return run
 
 
 async def until(true: Callable[[], bool]) -> None:

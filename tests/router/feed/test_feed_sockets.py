@@ -13,10 +13,11 @@ import zmq
 from router.feed import FeedEndpoint, FeedPublisher, FeedSubscriber
 from router.feed.messages import FeedCounters
 from router.protocol.events import BlocksRemoved, BlocksStored, Event
-from tests.router.feed.sockets import BEAT, CHAIN, blocks, following, in_loop, until
+from tests.router.feed.sockets import BEAT, CHAIN, blocks, following, until
+
+pytestmark = pytest.mark.anyio
 
 
-@in_loop
 async def test_snapshot_then_deltas_then_a_new_feed() -> None:
     """A router that joins late gets what was stored before, then follows; of a restarted replica only its new life."""
     async with following("a") as (core, subscriber, feeds):
@@ -44,7 +45,6 @@ async def test_snapshot_then_deltas_then_a_new_feed() -> None:
 
 
 @patch("router.feed.resequencer.TIMEOUT_S", 3600.0)
-@in_loop
 async def test_joining_waits_for_no_timeout() -> None:
     """The first request finds no connection yet; the next one goes out after the backoff, not after the timeout."""
     async with following("a") as (core, subscriber, feeds):
@@ -58,7 +58,6 @@ async def test_joining_waits_for_no_timeout() -> None:
         assert not core.knows_every_cache
 
 
-@in_loop
 async def test_endpoints_that_do_not_answer_delay_nobody() -> None:
     """One refuses connections, one takes them and says nothing: neither is live, and the other feed is."""
     silent = socket.create_server(("127.0.0.1", 0), backlog=64)
@@ -78,7 +77,6 @@ async def test_endpoints_that_do_not_answer_delay_nobody() -> None:
     silent.close()
 
 
-@in_loop
 async def test_wrong_key_gets_nothing() -> None:
     """The feed is encrypted and authenticated by the publisher's own key. (docs/security.md)"""
     async with following("a") as (core, subscriber, feeds):
@@ -94,7 +92,6 @@ async def test_wrong_key_gets_nothing() -> None:
         await right.close()
 
 
-@in_loop
 async def test_an_unusable_endpoint_is_refused() -> None:
     """An endpoint that cannot be dialled raises at once and leaves nothing behind."""
     async with following() as (_, subscriber, _):
@@ -104,7 +101,6 @@ async def test_an_unusable_endpoint_is_refused() -> None:
         assert subscriber.replica_ids == frozenset()
 
 
-@in_loop
 async def test_large_snapshot_leaves_the_loop_its_turns() -> None:
     """While 200,000 blocks arrive, others in the router's loop get their turn after every few thousand."""
     arrived = since_turn = most = 0
@@ -125,7 +121,6 @@ async def test_large_snapshot_leaves_the_loop_its_turns() -> None:
         await subscriber.close()
 
 
-@in_loop
 async def test_a_malformed_request_is_ignored() -> None:
     """The publisher answers well-formed requests only and survives the others."""
     async with following("a") as (_, _, feeds):

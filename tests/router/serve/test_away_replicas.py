@@ -17,6 +17,8 @@ from router.serve.core_registry import core_for, decisions_for
 from router.serve.request_router import CacheAwareRouter, deployment_key
 from tests.router.cores import load
 
+pytestmark = pytest.mark.anyio
+
 HELD = bytes(16)
 
 
@@ -69,78 +71,62 @@ async def until_forgotten(case: Case, name: str) -> None:
         await asyncio.sleep(0.005)
 
 
-def test_away_kept_revived_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_away_kept_revived_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a replica holds is known again at once when it returns, and forgotten some time after it left for good."""
-
-    async def run() -> None:
-        monkeypatch.setattr(request_router, "AWAY_S", 30.0)
-        case = Case("kept")
-        case.set("ab")
-        case.core.apply("a", [load(), BlocksStored(HELD)])
-        case.set("b")
-        assert case.core.replica_ids == ("b",)
-        assert await case.target("a") == "a"
-        assert await case.target("a", is_retry=True) == "b"
-        case.set("ab")
-        assert set(case.core.replica_ids) == {"a", "b"}
-        assert case.core.directory.match(HELD) == {"a": 16}
-        monkeypatch.setattr(request_router, "AWAY_S", 0.01)
-        case.set("b")
-        await until_forgotten(case, "a")
-        assert case.core.directory.match(HELD) == {}
-        assert await case.target("a") == "b"
-
-    asyncio.run(run())
+    monkeypatch.setattr(request_router, "AWAY_S", 30.0)
+    case = Case("kept")
+    case.set("ab")
+    case.core.apply("a", [load(), BlocksStored(HELD)])
+    case.set("b")
+    assert case.core.replica_ids == ("b",)
+    assert await case.target("a") == "a"
+    assert await case.target("a", is_retry=True) == "b"
+    case.set("ab")
+    assert set(case.core.replica_ids) == {"a", "b"}
+    assert case.core.directory.match(HELD) == {"a": 16}
+    monkeypatch.setattr(request_router, "AWAY_S", 0.01)
+    case.set("b")
+    await until_forgotten(case, "a")
+    assert case.core.directory.match(HELD) == {}
+    assert await case.target("a") == "b"
 
 
-def test_a_timer_of_an_earlier_absence_forgets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_timer_of_an_earlier_absence_forgets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever returned and left again is away from the second time on."""
-
-    async def run() -> None:
-        case = Case("again")
-        case.set("ab")
-        monkeypatch.setattr(request_router, "AWAY_S", 0.01)
-        case.set("b")
-        first_is_over = asyncio.Event()
-        asyncio.get_running_loop().call_later(0.01, first_is_over.set)  # behind the first timer
-        case.set("ab")
-        monkeypatch.setattr(request_router, "AWAY_S", 30.0)
-        case.set("b")
-        await first_is_over.wait()
-        assert "a" in case.core.loads.replicas
-        assert await case.target("a") == "a"
-
-    asyncio.run(run())
+    case = Case("again")
+    case.set("ab")
+    monkeypatch.setattr(request_router, "AWAY_S", 0.01)
+    case.set("b")
+    first_is_over = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.01, first_is_over.set)  # behind the first timer
+    case.set("ab")
+    monkeypatch.setattr(request_router, "AWAY_S", 30.0)
+    case.set("b")
+    await first_is_over.wait()
+    assert "a" in case.core.loads.replicas
+    assert await case.target("a") == "a"
 
 
-def test_a_replica_that_died_is_forgotten_at_once() -> None:
+async def test_a_replica_that_died_is_forgotten_at_once() -> None:
     """Here or away, a dead replica is known to nobody."""
-
-    async def run() -> None:
-        case = Case("died")
-        case.set("ab")
-        case.set("a")
-        for letter in "ab":
-            case.router.on_replica_actor_died(case.ids[letter])
-        assert case.core.loads.replica_ids == []
-
-    asyncio.run(run())
+    case = Case("died")
+    case.set("ab")
+    case.set("a")
+    for letter in "ab":
+        case.router.on_replica_actor_died(case.ids[letter])
+    assert case.core.loads.replica_ids == []
 
 
-def test_nothing_is_sent_for_a_caller_that_has_left() -> None:
+async def test_nothing_is_sent_for_a_caller_that_has_left() -> None:
     """The wait for a replica ends, and nothing stays reserved."""
-
-    async def run() -> None:
-        case = Case("leaves")
-        decisions = decisions_for(deployment_key("app", "leaves"))
-        route = RoutedRequest("r.0", bytes(16), 20, bytes(16))
-        pending: Any = SimpleNamespace(args=[], kwargs={"route": route, "decision": None})
-        waiting = asyncio.create_task(case.router._choose_replica_for_request(pending))
-        await asyncio.sleep(0)
-        decisions.leave("r.0")
-        case.set("ab")
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        assert case.core.state()["open_reservations"] == 0
-
-    asyncio.run(run())
+    case = Case("leaves")
+    decisions = decisions_for(deployment_key("app", "leaves"))
+    route = RoutedRequest("r.0", bytes(16), 20, bytes(16))
+    pending: Any = SimpleNamespace(args=[], kwargs={"route": route, "decision": None})
+    waiting = asyncio.create_task(case.router._choose_replica_for_request(pending))
+    await asyncio.sleep(0)
+    decisions.leave("r.0")
+    case.set("ab")
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert case.core.state()["open_reservations"] == 0

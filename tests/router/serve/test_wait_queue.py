@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.protocol.request import NoReplicaLeft
 from router.serve.wait_queue import WaitQueue
+
+pytestmark = pytest.mark.anyio
 
 
 class Room:
@@ -47,86 +50,70 @@ class Room:
 
 @settings(max_examples=50)
 @given(free=st.integers(0, 5), requests=st.integers(0, 30), cancelled=st.sets(st.integers(0, 29)))
-def test_first_come_first_served(free: int, requests: int, cancelled: set[int]) -> None:
+async def test_first_come_first_served(free: int, requests: int, cancelled: set[int]) -> None:
     """Whoever leaves the line, the others are served in the order of arrival, and only the first one asks."""
-
-    async def main() -> None:
-        room = Room(free)
-        tasks = [asyncio.create_task(room.take(number)) for number in range(requests)]
-        await asyncio.sleep(0)
-        for number in cancelled & set(range(free, requests)):
-            tasks[number].cancel()
-        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-        assert room.served == [outcome for outcome in outcomes if isinstance(outcome, int)]
-        assert set(range(requests)) - set(room.served) <= cancelled
-        assert len(room.queue) == 0
-        assert room.asked <= 2 * requests + len(room.pauses)
-
-    asyncio.run(main())
+    room = Room(free)
+    tasks = [asyncio.create_task(room.take(number)) for number in range(requests)]
+    await asyncio.sleep(0)
+    for number in cancelled & set(range(free, requests)):
+        tasks[number].cancel()
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    assert room.served == [outcome for outcome in outcomes if isinstance(outcome, int)]
+    assert set(range(requests)) - set(room.served) <= cancelled
+    assert len(room.queue) == 0
+    assert room.asked <= 2 * requests + len(room.pauses)
 
 
-def test_nobody_spins() -> None:
+async def test_nobody_spins() -> None:
     """With a hundred in line and no room, each pause is followed by one question, and pauses grow from the first."""
+    room = Room(last_pause=50)
 
-    async def main() -> None:
-        room = Room(last_pause=50)
+    async def pause(attempt: int) -> None:
+        room.pauses.append(attempt)
+        await asyncio.sleep(0)
 
-        async def pause(attempt: int) -> None:
-            room.pauses.append(attempt)
-            await asyncio.sleep(0)
-
-        room.queue = WaitQueue(pause)
-        tasks = [asyncio.create_task(room.take(number)) for number in range(100)]
-        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(isinstance(outcome, NoReplicaLeft) for outcome in outcomes)
-        assert room.pauses == list(range(50))
-        assert room.asked == 1 + 51 + 99  # the first at once and after each pause, the others once each
-
-    asyncio.run(main())
+    room.queue = WaitQueue(pause)
+    tasks = [asyncio.create_task(room.take(number)) for number in range(100)]
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(outcome, NoReplicaLeft) for outcome in outcomes)
+    assert room.pauses == list(range(50))
+    assert room.asked == 1 + 51 + 99  # the first at once and after each pause, the others once each
 
 
-def test_a_newcomer_does_not_overtake_and_a_rejected_one_goes_first() -> None:
+async def test_a_newcomer_does_not_overtake_and_a_rejected_one_goes_first() -> None:
     """Room that frees while others wait is theirs; who was sent back keeps its turn. (docs/routing.md)"""
+    gate = asyncio.Event()
 
-    async def main() -> None:
-        gate = asyncio.Event()
+    async def pause(attempt: int) -> None:
+        await gate.wait()
+        gate.clear()
 
-        async def pause(attempt: int) -> None:
-            await gate.wait()
-            gate.clear()
-
-        room = Room()
-        room.queue = WaitQueue(pause)
-        first = asyncio.create_task(room.take("first"))
-        await asyncio.sleep(0)
-        room.free = 1
-        second = asyncio.create_task(room.take("second"))
-        await asyncio.sleep(0)
-        assert room.served == []
-        room.free = 0
-        again = asyncio.create_task(room.take("again", ahead=True))
-        await asyncio.sleep(0)
-        while len(room.served) < 3:
-            room.free += 1
-            gate.set()
-            for _ in range(5):
-                await asyncio.sleep(0)
-        assert room.served == ["again", "first", "second"]
-        await asyncio.gather(first, second, again)
-
-    asyncio.run(main())
+    room = Room()
+    room.queue = WaitQueue(pause)
+    first = asyncio.create_task(room.take("first"))
+    await asyncio.sleep(0)
+    room.free = 1
+    second = asyncio.create_task(room.take("second"))
+    await asyncio.sleep(0)
+    assert room.served == []
+    room.free = 0
+    again = asyncio.create_task(room.take("again", ahead=True))
+    await asyncio.sleep(0)
+    while len(room.served) < 3:
+        room.free += 1
+        gate.set()
+        for _ in range(5):
+            await asyncio.sleep(0)
+    assert room.served == ["again", "first", "second"]
+    await asyncio.gather(first, second, again)
 
 
-def test_tenants_take_turns() -> None:
+async def test_tenants_take_turns() -> None:
     """One request of a tenant waits for one of each other, however many of theirs came before it. (docs/routing.md)"""
-
-    async def main() -> None:
-        room = Room()
-        flood = [asyncio.create_task(room.queue.take(room.choose(f"a{number}"), "a")) for number in range(20)]
-        other = [asyncio.create_task(room.queue.take(room.choose(f"b{number}"), "b")) for number in range(3)]
-        await asyncio.gather(*flood, *other)
-        assert room.served[:6] == ["a0", "b0", "a1", "b1", "a2", "b2"]
-        assert room.served[6:] == [f"a{number}" for number in range(3, 20)]
-        assert len(room.queue) == 0
-
-    asyncio.run(main())
+    room = Room()
+    flood = [asyncio.create_task(room.queue.take(room.choose(f"a{number}"), "a")) for number in range(20)]
+    other = [asyncio.create_task(room.queue.take(room.choose(f"b{number}"), "b")) for number in range(3)]
+    await asyncio.gather(*flood, *other)
+    assert room.served[:6] == ["a0", "b0", "a1", "b1", "a2", "b2"]
+    assert room.served[6:] == [f"a{number}" for number in range(3, 20)]
+    assert len(room.queue) == 0
