@@ -42,16 +42,12 @@ def test_of_many_requests_the_latest_stand_for_all() -> None:
     assert recent.p90_ttft_s == pytest.approx(29.6, abs=0.1)
 
 
-def chain(rng: np.random.Generator, blocks: int) -> bytes:
-    return rng.bytes(16 * blocks)
-
-
 @given(st.integers(0, 2**32), st.integers(2, 30))
 def test_the_working_set_counts_reused_blocks_once(seed: int, prefixes: int) -> None:
     """Within sampling's error: distinct blocks that were used three times or more."""
     rng = np.random.default_rng(seed)
     working_set, uses = WorkingSet(), Counter[bytes]()
-    chains = [chain(rng, 400) for _ in range(prefixes)]
+    chains = [rng.bytes(16 * 400) for _ in range(prefixes)]
     for each in chains:
         times, blocks = int(rng.integers(1, 8)), int(rng.integers(200, 401))
         for _ in range(times):
@@ -67,7 +63,7 @@ def test_it_stays_small_and_close_whatever_comes() -> None:
     rng = np.random.default_rng(0)
     working_set = WorkingSet()
     for number in range(100):
-        each = chain(rng, 10_000)
+        each = rng.bytes(16 * 10_000)
         for _ in range(3):
             working_set.add(each, 10_000, float(number))
     assert sum(len(counts) for _, counts in working_set._slices) <= 5 * 2048

@@ -111,12 +111,6 @@ def test_every_changed_byte_is_refused(data: st.DataObject) -> None:
         read(bytes(raw))
 
 
-@given(st.binary(max_size=200))
-def test_noise_is_refused(noise: bytes) -> None:
-    with pytest.raises(TransferError):
-        read(noise)
-
-
 def test_impossible_headers_are_refused() -> None:
     """Whole and with the right checksums, but with fields that cannot be."""
     part = part_of(2, 3)

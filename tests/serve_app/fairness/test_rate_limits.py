@@ -13,15 +13,7 @@ from serve_app.api.openai.response import openai_limits
 from serve_app.config.tenants import TenantConfig
 from serve_app.errors import RateLimited
 from serve_app.fairness.rate_limits import Allowance, Bucket, Left, LimitsLeft, TenantLimits
-
-
-class Clock:
-    """Time that moves when told to."""
-
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.router.cores import Clock
 
 
 def tenant(name: str = "acme", **limits: Any) -> TenantConfig:
