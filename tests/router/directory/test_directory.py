@@ -27,8 +27,6 @@ def block(root: int, index: int) -> bytes:
 
 
 class NaiveDirectory:
-    """What each replica holds, by tier, as plain sets."""
-
     def __init__(self) -> None:
         self.held: dict[str, dict[str, set[bytes]]] = {}
 
@@ -122,7 +120,6 @@ def test_a_cleared_cache_is_swept_in_bounded_steps() -> None:
 
 
 def test_bound_refuses_and_counts() -> None:
-    """Beyond ``max_blocks`` hints are refused and counted."""
     directory = Directory(BLOCK, max_blocks=10)
     directory.add_replica("a")
     directory.apply("a", [BlocksStored(chain(0, 12))])

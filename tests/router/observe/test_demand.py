@@ -21,7 +21,6 @@ from tests.router.cores import CHAIN, ask, core_of, decided, load
 
 @given(st.lists(st.tuples(st.floats(0.0, 90.0), st.floats(0.001, 500.0)), max_size=100))
 def test_times_are_those_of_the_last_minute(requests: list[tuple[float, float]]) -> None:
-    """The count, p90 and mean are the naive ones of what came within a minute."""
     times = RequestTimes()
     for at_s, ttft_s in sorted(requests):
         times.add(ttft_s, ttft_s / 2, at_s)
@@ -106,7 +105,6 @@ def test_the_overhead_is_found_beside_long_work_of_a_wrong_rate_and_a_few_slow_r
 
 @given(st.lists(seconds, min_size=LEAST, max_size=WINDOW))
 def test_of_requests_with_equal_work_the_overhead_is_the_median(beyond_s: list[float]) -> None:
-    """Not that of the quickest of them."""
     learned = TtftOverhead()
     for seen_s in beyond_s:
         learned.add(1.0, 1.0 + seen_s)

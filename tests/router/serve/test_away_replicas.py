@@ -33,13 +33,10 @@ class FakeRunningReplica:
         self.replica_id = replica_id
 
     async def get_queue_len(self, *, deadline_s: float) -> int:
-        """Answer Serve's probe."""
         return 0
 
 
 class Case:
-    """A router of one deployment in this loop, with its core."""
-
     def __init__(self, name: str) -> None:
         deployment = DeploymentID(name, "app")
         self.router = CacheAwareRouter(deployment, DeploymentHandleSource.REPLICA)
@@ -102,7 +99,6 @@ async def test_a_timer_of_an_earlier_absence_forgets_nobody(monkeypatch: pytest.
 
 
 async def test_a_replica_that_died_is_forgotten_at_once() -> None:
-    """Here or away, a dead replica is known to nobody."""
     case = Case("died")
     case.set("ab")
     case.set("a")

@@ -37,7 +37,6 @@ def test_serve_refuses_what_it_cannot_start(flag: str) -> None:
 
 
 def test_the_version_and_the_settings_are_told() -> None:
-    """And nothing is started."""
     runner = CliRunner()
     assert runner.invoke(app, ["--version"]).output == f"warmpath {version('warmpath-serve')}\n"
     assert "max_pulls: integer, 1 to 64; default 4" in runner.invoke(app, ["settings", "pull"]).output
@@ -100,7 +99,6 @@ def test_an_address_is_a_url_that_clients_take(launched: list[Launch], host: str
 
 
 def test_printed_requests_do_not_sample() -> None:
-    """What a start prints to be pasted shows the model at its best."""
     text = greeting(AppConfig(model="demo", engine="simulated"), "http://127.0.0.1:8000")
     [body] = re.findall(r"-d '(.*)'", text)
     assert json.loads(body)["temperature"] == 0
@@ -108,7 +106,6 @@ def test_printed_requests_do_not_sample() -> None:
 
 
 def test_what_answers_recommend_can_be_set() -> None:
-    """Each setting that is named in place of a flag is one."""
     answers = " ".join(main._INSTEAD.values())
     named = re.findall(r"--set '?(\w+)=|the setting (\w+)", answers)
     assert len(named) >= 5

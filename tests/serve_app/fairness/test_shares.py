@@ -45,7 +45,6 @@ def test_other_weights_hold_as_if_they_had_always_been(seen: list[str], weights:
 
 
 def test_where_there_is_one_tenant_all_is_its() -> None:
-    """Nobody else can come, so nothing is held back."""
     shares = Shares({})
     budget = Budget(shares, lambda: 8)
     shares.touch("default")

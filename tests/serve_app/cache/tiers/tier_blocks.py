@@ -66,7 +66,6 @@ class TierMachine(RuleBasedStateMachine):
     tiers: Tiers
 
     def open(self, settings: TierSettings, **named: Any) -> None:
-        """Open the tiers, again after a life."""
         self.tiers = Tiers(settings, FORMAT, BYTES, lambda: None, start=False, **named)
 
     def work(self) -> None:

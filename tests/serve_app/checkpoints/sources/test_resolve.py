@@ -35,13 +35,11 @@ def test_a_built_in_name_is_built_and_a_directory_is_taken_as_it_is(
     ("name", "revision", "sentence"),
     [
         ("nothing", None, "'nothing' is neither a built-in model .smollm2, demo, small. nor a local directory"),
-        ("/no/such/model", None, "nor a local directory"),
         ("models/none.gguf", None, "nor a GGUF file that exists"),
         ("demo", "main", "revision=main is for models of a hub"),
     ],
 )
 def test_what_is_nothing_of_all_that_is_refused(name: str, revision: str | None, sentence: str) -> None:
-    """The error says what a model may be."""
     with pytest.raises(CheckpointError, match=sentence):
         resolve_model(name, revision)
 

@@ -26,7 +26,6 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sentences(model: Path | str, place: Place = "start", **settings: Any) -> list[str]:
-    """What is said of settings of the simulated engine."""
     config = AppConfig.model_validate({"model": str(model), "engine": "simulated", **settings})
     early = () if place == "start" else before_model(config, place)
     return [sentence for _, sentence in (*early, *with_model(config, place))]
@@ -87,7 +86,6 @@ def test_each_setting_that_cannot_be_used(
 
 
 def test_more_than_the_machines_memory(demo_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or than what a container may take of it."""
     monkeypatch.setattr("serve_app.cli.checks.settings._architecture", lambda _: iter(()))
     assert "this machine has" in said(demo_model_path, engine="torch", kv_cache_bytes=1 << 50)
     monkeypatch.setattr(machine, "_CGROUP_MEMORY", tmp_path / "memory.max")
@@ -96,7 +94,6 @@ def test_more_than_the_machines_memory(demo_model_path: Path, tmp_path: Path, mo
 
 
 def test_an_adapter_of_too_high_a_rank(demo_model_path: Path, tmp_path: Path) -> None:
-    """By its config; and one that is not whole."""
     (tmp_path / CONFIG_FILE).write_text(json.dumps({"peft_type": "LORA", "r": 8, "lora_alpha": 8}))
     weights = {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": np.zeros((8, 4), np.float32)}
     save_file(weights, tmp_path / WEIGHTS_FILE)

@@ -57,7 +57,6 @@ def test_the_printed_lines_are_settings_and_do_not_hold_the_key(there: bool) -> 
     ],
 )
 def test_mistakes_make_no_key(arguments: tuple[str, ...], sentence: str) -> None:
-    """A sentence says what to change."""
     result = run(*arguments)
     assert result.exit_code == 2
     assert sentence in result.stderr
