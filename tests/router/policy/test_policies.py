@@ -179,7 +179,6 @@ def test_who_is_first(policy: str, rows: list[tuple[int, int, int]], match: int,
 
 
 def test_power_of_two_takes_the_shorter_of_two_and_round_robin_turns() -> None:
-    """The busiest replica is never first, and every other one sometimes is; six turns reach six replicas."""
     loads, rng = loads_of((0, 0, 9), *[(0, 0, 1)] * 5), Random(1)
     assert {rank("power_of_two", loads, rng=rng)[0].replica_id for _ in range(300)} == set(NAMES[1:])
     assert {rank("round_robin", loads, turn=turn)[0].replica_id for turn in range(6)} == set(NAMES)

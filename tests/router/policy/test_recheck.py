@@ -84,7 +84,6 @@ def test_a_decision_made_with_the_load_that_was_told_is_followed() -> None:
 
 
 def test_a_request_is_rerouted_so_often_and_counted_once() -> None:
-    """After MAX_REROUTES it is taken whatever is queued; the router's counts have it once."""
     core, _ = beside("me", "you")
     for rerouted in range(MAX_REROUTES):
         chosen = decided(core, request(1, rerouted))

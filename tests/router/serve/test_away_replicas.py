@@ -15,6 +15,7 @@ from router.serve import request_router
 from router.serve.core_registry import core_for, decisions_for
 from router.serve.request_router import CacheAwareRouter, deployment_key
 from tests.router.cores import load
+from tests.router.feed.sockets import until
 
 pytestmark = pytest.mark.anyio
 
@@ -57,11 +58,6 @@ class Case:
         return str(chosen.replica_id.unique_id)
 
 
-async def until_forgotten(case: Case, name: str) -> None:
-    while name in case.core.loads.replicas:  # noqa: ASYNC110 (nobody announces it)
-        await asyncio.sleep(0.005)
-
-
 async def test_away_kept_revived_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a replica holds is known again at once when it returns, and forgotten some time after it left for good."""
     monkeypatch.setattr(request_router, "AWAY_S", 30.0)
@@ -77,7 +73,7 @@ async def test_away_kept_revived_and_forgotten(monkeypatch: pytest.MonkeyPatch) 
     assert case.core.directory.match(HELD) == {"a": 16}
     monkeypatch.setattr(request_router, "AWAY_S", 0.01)
     case.set("b")
-    await until_forgotten(case, "a")
+    await until(lambda: "a" not in case.core.loads.replicas)
     assert case.core.directory.match(HELD) == {}
     assert await case.target("a") == "b"
 

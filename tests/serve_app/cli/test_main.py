@@ -30,7 +30,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 
 @pytest.mark.parametrize("flag", ["--port=99999", "--set=nonsense", "--config=no.yaml", "--set=prompts_dir=/nowhere"])
 def test_serve_refuses_what_it_cannot_start(flag: str) -> None:
-    """Wrong flags end with status 2 and a sentence, before anything is started."""
     result = CliRunner().invoke(app, ["serve", flag])
     assert result.exit_code == 2, result.output
     assert result.output.startswith("error: "), result.output

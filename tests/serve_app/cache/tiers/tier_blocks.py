@@ -20,7 +20,6 @@ SIZE = 2
 FORMAT = KvFormat("m", SIZE, (KvPart("float32", (1, 2, SIZE, 1, 2)),))
 BYTES = FORMAT.block_bytes
 SCOPE = PrefixScope("m", salt=b"a")
-ROOT = SCOPE.root(b"k")
 
 
 def path(*branches: int, scope: PrefixScope = SCOPE, tenant: str = "default") -> list[TierBlock]:

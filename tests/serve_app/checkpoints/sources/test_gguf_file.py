@@ -86,7 +86,6 @@ TEXT = "In 2026 the clerk read 1234 lines, and 7 more."
 
 
 def test_the_checkpoint_is_what_the_file_holds(tmp_path: Path, demo_model_path: Path) -> None:
-    """Weights are the file's, rounded to bfloat16; digits, the template and the end token are as the file says."""
     kept = write_tiny_gguf(tmp_path / "tiny.gguf", demo_model_path)
     path = ensure_converted(tmp_path / "tiny.gguf", tmp_path / "cache")
     saved = load_file(path / "model.safetensors")

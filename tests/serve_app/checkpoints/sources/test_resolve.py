@@ -87,10 +87,7 @@ def test_a_snapshot_is_what_serving_needs(demo_model_path: Path, monkeypatch: py
     [
         (errors.GatedRepoError("no", response=NO), "org/x is gated: accept its terms on the hub, then set HF_TOKEN"),
         (errors.RevisionNotFoundError("no", response=NO), "the hub has org/x, but not revision v9"),
-        (
-            errors.RepositoryNotFoundError("no", response=NO),
-            "the hub has no model org/x, or it is private and needs",
-        ),
+        (errors.RepositoryNotFoundError("no", response=NO), "the hub has no model org/x, or it is private and needs"),
         (errors.LocalEntryNotFoundError("no"), "org/x at revision v9 is not in the hub's cache (HF_HOME), and the hub"),
         (OSError("no\nroute"), "org/x at revision v9 cannot be fetched from the hub: no"),
     ],
