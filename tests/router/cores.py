@@ -12,8 +12,6 @@ CHAIN = Random(0).randbytes(16 * 20)
 
 
 class Clock:
-    """Time that moves when told to."""
-
     now_s = 0.0
 
     def __call__(self) -> float:

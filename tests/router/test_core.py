@@ -1,7 +1,7 @@
 """RoutingCore: one step decides and reserves; every count and every state is JSON-able and right."""
 
+from concurrent.futures import ThreadPoolExecutor
 from random import Random
-from threading import Thread
 
 import pytest
 from msgspec import structs
@@ -19,7 +19,6 @@ CHAIN = cores.CHAIN[:160]
 
 
 def test_decision_predicts_and_counts() -> None:
-    """The holder is chosen; best-available, selected and delivered tokens are counted under the reason."""
     core = core_of("abc", {"b": CHAIN})
     decision = decided(core, ask(chain=CHAIN))
     assert (decision.replica_id, decision.reason) == ("b", "cached")
@@ -65,7 +64,6 @@ def test_simultaneous_requests_spread_and_users_of_one_cold_prompt_follow_the_fi
 
 
 def test_release_is_idempotent_and_ttl_is_the_backstop() -> None:
-    """Released twice or never, a reservation ends once."""
     clock = Clock()
     core = core_of("a", clock=clock)
     decision = decided(core, ask(1))
@@ -79,7 +77,6 @@ def test_release_is_idempotent_and_ttl_is_the_backstop() -> None:
 
 
 def test_update_replicas_reports_differences() -> None:
-    """The same set again changes nothing; a replica that left is forgotten everywhere."""
     core = core_of("ab", {"a": CHAIN})
     core.apply("a", [StatsReport((("x", (), 1.0),)), load(adapters=pack_adapters(["style"]))])
     decision = decided(core, ask(chain=CHAIN))
@@ -116,12 +113,8 @@ def test_settings_from_json_and_reconfiguration() -> None:
 
 def test_core_for_is_one_per_key_and_takes_settings() -> None:
     """Threads that ask at once get one core; a Serve router's settings reach the core its ingress made first."""
-    found: list[RoutingCore] = []
-    threads = [Thread(target=lambda: found.append(core_for("test#one"))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: core_for("test#one"), range(8)))
     assert len({id(core) for core in found}) == 1
     core = core_for("test#one", RouterSettings(policy="lmetric"))
     assert core is found[0]

@@ -9,14 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.directory.directory import Directory
-from router.protocol.events import (
-    BlocksRemoved,
-    BlocksStored,
-    CacheCleared,
-    Event,
-    LoadReport,
-    StatsReport,
-)
+from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, Event, LoadReport, StatsReport
 from tests.router.cores import ask, core_of, decided, load
 
 CHAIN = Random(0).randbytes(16 * 40)
@@ -68,7 +61,6 @@ def test_metrics_that_cannot_be_shown_are_left_out() -> None:
 
 
 def test_invented_tiers_are_bounded() -> None:
-    """A replica that names a new tier in every event gets a few, and the others are ignored."""
     directory = Directory(16)
     directory.add_replica("a")
     for tier in range(1000):
@@ -97,7 +89,6 @@ def test_a_flood_of_blocks_leaves_the_others_room(flood: int, replicas: int, see
 
 
 def test_churn_of_replicas_leaves_nothing_behind() -> None:
-    """Ten thousand replicas that come, store, are sent work and go again take no room in the end."""
     core = core_of("", max_blocks=2000)
     rng = Random(1)
     for life in range(10_000):

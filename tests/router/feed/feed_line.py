@@ -38,8 +38,6 @@ def digest_of(held: Held) -> CacheDigest:
 
 
 class Replica:
-    """A replica's caches, its feed and one router, with every message in the test's hands."""
-
     def __init__(self, seed: int = 0, max_blocks: int = 1000) -> None:
         self.now_s = 0.0
         self.rng = Random(seed)
@@ -49,7 +47,6 @@ class Replica:
         self.core.follow(lambda _: self.resequencer.live, resync=lambda _: self.resequencer.resync())
 
     def begin_life(self) -> None:
-        """Begin with empty caches and a new feed, which the router follows in the place of the last one."""
         self.sequencer = FeedSequencer(3)
         self.resequencer = FeedResequencer(
             lambda events: self.core.apply("a", events), self.core.counters.feed, self.rng, self.now_s

@@ -1,13 +1,10 @@
 """FeedSequencer, a line, FeedResequencer, without sockets. That nothing is lost on the way is in ``test_drift``."""
 
 from itertools import pairwise
-from random import Random
 
 import pytest
 
 from router.feed.resequencer import FIRST_BACKOFF_S, LAST_BACKOFF_S, SILENCE_S, TIMEOUT_S
-from router.feed.sequencer import FeedSequencer
-from router.protocol.events import BlocksStored
 from tests.router.feed.feed_line import LOAD, NUMBERS, Replica
 
 
@@ -82,7 +79,6 @@ def test_what_is_held_is_bounded_while_no_snapshot_comes(monkeypatch: pytest.Mon
 
 
 def test_malformed_messages_are_counted_and_mended() -> None:
-    """Garbage raises nothing; it is counted and leads to a snapshot."""
     line = Replica()
     line.settle()
     for data in (b"", b"\x93", b"\xff" * 100):
@@ -91,12 +87,3 @@ def test_malformed_messages_are_counted_and_mended() -> None:
     assert line.core.counters.feed.malformed == 6
     assert not line.resequencer.live
     line.settle()
-
-
-def test_snapshot_of_many_blocks_comes_in_bounded_pieces() -> None:
-    """Half a million blocks never become one message."""
-    sequencer = FeedSequencer()
-    sequencer.publish([BlocksStored(Random(0).randbytes(16 * 500_000))])
-    chunks = list(sequencer.snapshot(b"12345678"))
-    assert len(chunks) == 245
-    assert max(map(len, chunks)) < 2048 * 16 + 200

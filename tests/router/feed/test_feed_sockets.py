@@ -91,7 +91,6 @@ async def test_wrong_key_gets_nothing() -> None:
 
 
 async def test_an_unusable_endpoint_is_refused() -> None:
-    """An endpoint that cannot be dialled raises at once and leaves nothing behind."""
     async with following() as (_, subscriber, _):
         for addresses in (("nonsense", "tcp://127.0.0.1:9", "x" * 40), ("tcp://127.0.0.1:9", "", "short")):
             with pytest.raises((zmq.ZMQError, ValueError)):
@@ -120,7 +119,6 @@ async def test_large_snapshot_leaves_the_loop_its_turns() -> None:
 
 
 async def test_a_malformed_request_is_ignored() -> None:
-    """The publisher answers well-formed requests only and survives the others."""
     async with following("a") as (_, _, feeds):
         endpoint = feeds["a"].endpoint
         context = zmq.Context()

@@ -92,7 +92,6 @@ def test_a_feed_with_nothing_to_publish_is_healthy(feed: Feed) -> None:
 
 
 def test_what_waits_for_a_thread_that_stands_still_is_bounded(feed: Feed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is held without a bound; the loss makes the caches be announced anew."""
     monkeypatch.setattr(module, "MAX_WAITING_BATCHES", 5)
     feed.free.clear()
     feed.put_and_wait(stored(0))

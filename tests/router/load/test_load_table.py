@@ -71,7 +71,6 @@ def test_queue_ahead_counts_everything_once(steps: list[tuple[str, int]]) -> Non
 
 
 def test_full_by_waiting_bound_and_by_own_reservations() -> None:
-    """A replica is full at its waiting bound, and when what was sent since would fill it."""
     loads = table("a", "b")
     loads.report("a", report(0, 0, 16), 0.0)
     assert loads.is_full("a")
@@ -124,7 +123,6 @@ def test_a_nonsense_number_does_not_hide_later_reservations() -> None:
 
 @given(ops=st.lists(st.tuples(st.booleans(), st.integers(0, 11)), max_size=60))
 def test_rows_follow_their_replicas(ops: list[tuple[bool, int]]) -> None:
-    """However replicas come and go, each keeps its own numbers and seed."""
     loads = table("seed-holder")
     known: dict[str, int] = {}
     for joins, number in ops:

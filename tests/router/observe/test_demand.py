@@ -19,7 +19,6 @@ from tests.router.cores import CHAIN, ask, core_of, decided, load
 
 @given(st.lists(st.tuples(st.floats(0.0, 90.0), st.floats(0.001, 500.0)), max_size=100))
 def test_times_are_those_of_the_last_minute(requests: list[tuple[float, float]]) -> None:
-    """The count, p90 and mean are the naive ones of what came within a minute."""
     times = RequestTimes()
     for at_s, ttft_s in sorted(requests):
         times.add(ttft_s, ttft_s / 2, at_s)
@@ -40,16 +39,12 @@ def test_of_many_requests_the_latest_stand_for_all() -> None:
     assert recent.p90_ttft_s == pytest.approx(29.6, abs=0.1)
 
 
-def chain(rng: np.random.Generator, blocks: int) -> bytes:
-    return rng.bytes(16 * blocks)
-
-
 @given(st.integers(0, 2**32), st.integers(2, 30))
 def test_the_working_set_counts_reused_blocks_once(seed: int, prefixes: int) -> None:
     """Within sampling's error: distinct blocks that were used three times or more."""
     rng = np.random.default_rng(seed)
     working_set, uses = WorkingSet(), Counter[bytes]()
-    chains = [chain(rng, 400) for _ in range(prefixes)]
+    chains = [rng.bytes(16 * 400) for _ in range(prefixes)]
     for each in chains:
         times, blocks = int(rng.integers(1, 8)), int(rng.integers(200, 401))
         for _ in range(times):
@@ -65,7 +60,7 @@ def test_it_stays_small_and_close_whatever_comes() -> None:
     rng = np.random.default_rng(0)
     working_set = WorkingSet()
     for number in range(100):
-        each = chain(rng, 10_000)
+        each = rng.bytes(16 * 10_000)
         for _ in range(3):
             working_set.add(each, 10_000, float(number))
     assert sum(len(counts) for _, counts in working_set._slices) <= 5 * 2048
@@ -108,7 +103,6 @@ def test_the_overhead_is_found_beside_long_work_of_a_wrong_rate_and_a_few_slow_r
 
 @given(st.lists(seconds, min_size=LEAST, max_size=WINDOW))
 def test_of_requests_with_equal_work_the_overhead_is_the_median(beyond_s: list[float]) -> None:
-    """Not that of the quickest of them."""
     learned = TtftOverhead()
     for seen_s in beyond_s:
         learned.add(1.0, 1.0 + seen_s)

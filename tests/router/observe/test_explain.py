@@ -34,11 +34,7 @@ def core_with(
     before=st.integers(0, 3),
 )
 def test_the_winner_is_the_next_decision(
-    policy: str,
-    held: dict[str, int],
-    work: dict[str, tuple[int, int, int]],
-    blocked: set[str],
-    before: int,
+    policy: str, held: dict[str, int], work: dict[str, tuple[int, int, int]], blocked: set[str], before: int
 ) -> None:
     """The acting policy's winner, reason and estimate are those of the decision that follows. (docs/routing.md)"""
     core = core_with(held, {name: load(*row) for name, row in work.items()}, policy)
@@ -66,7 +62,6 @@ def test_the_winner_is_the_next_decision(
 
 
 def test_facts_of_each_replica() -> None:
-    """Cached tokens by tier, prefills under way, load, place and full replicas are all there."""
     core = core_with({"a": 0, "b": 20, "c": 0}, {"b": load(900, 3, 1), "c": load(0, 8, 16)})
     core.apply("b", [BlocksStored(CHAIN[:80], "host")])
     said = core.explain(ask(), ["estimated_ttft", "lmetric"])
@@ -100,13 +95,11 @@ def test_facts_of_each_replica() -> None:
     ],
 )
 def test_sentences_tell_why(held: dict[str, int], loads: dict[str, LoadReport], said: str) -> None:
-    """The winner's sentence names the fact that decided."""
     explained = core_with(held, loads).explain(ask(), ["estimated_ttft"])
     assert said in explained["winners"]["estimated_ttft"]["because"]
 
 
 def test_a_prefill_under_way_is_named() -> None:
-    """A cold prompt that another request is computing is followed, and the sentence says so."""
     core = core_with({"a": 0, "b": 0, "c": 0})
     first = decided(core, ask())
     winner = core.explain(ask(), ["estimated_ttft"])["winners"]["estimated_ttft"]
@@ -115,7 +108,6 @@ def test_a_prefill_under_way_is_named() -> None:
 
 
 def test_a_spill_of_bounded_hashing_names_the_bound_even_where_nobody_holds_anything() -> None:
-    """The replicas before the chosen one are over their bound; there is no holder to compare with."""
     core = core_with({"a": 0, "b": 0}, {"a": load(0, 0, 9)})
     winners = [
         core.explain(ask(key=bytes([key]) * 16), ["bounded_hash"])["winners"]["bounded_hash"] for key in range(20)

@@ -48,7 +48,6 @@ def rank(
 
 
 def estimated_s(loads: LoadTable, held: int, settings: PolicySettings | None = None, in_flight: int = 0) -> float:
-    """The estimated time to first token at the first replica."""
     scoring, pending = settings or PolicySettings(), {NAMES[0]: in_flight}
     view = RoutingView(request(), {NAMES[0]: held}, loads, 1, Random(7), scoring, pending=pending)
     return estimate(view, NAMES[0]).estimated_ttft_s
@@ -102,7 +101,6 @@ def test_cache_aware_policies_choose_the_holder_until_it_is_overloaded(policy: s
 
 
 def test_policies_are_those_that_settings_name() -> None:
-    """Every name that may be configured has its rule, in the same order."""
     assert tuple(POLICIES) == POLICY_NAMES
     assert DEFAULT_POLICY in POLICY_NAMES
 
@@ -179,14 +177,12 @@ def test_who_is_first(policy: str, rows: list[tuple[int, int, int]], match: int,
 
 
 def test_power_of_two_takes_the_shorter_of_two_and_round_robin_turns() -> None:
-    """The busiest replica is never first, and every other one sometimes is; six turns reach six replicas."""
     loads, rng = loads_of((0, 0, 9), *[(0, 0, 1)] * 5), Random(1)
     assert {rank("power_of_two", loads, rng=rng)[0].replica_id for _ in range(300)} == set(NAMES[1:])
     assert {rank("round_robin", loads, turn=turn)[0].replica_id for turn in range(6)} == set(NAMES)
 
 
 def test_bounded_hash_spills_only_over_the_bound() -> None:
-    """A key stays at its home until the home has more than its share."""
     home = rank("bounded_hash", loads_of(*[(0, 0, 1)] * 6))[0]
     assert home.reason == "placement"
     rows = [(0, 9 if name == home.replica_id else 1, 0) for name in NAMES]

@@ -10,7 +10,7 @@ from router.protocol.events import LoadReport
 from router.protocol.request import Decision, RoutedRequest
 from router.settings import DEFAULT_POLICY, POLICY_NAMES
 from tests.router import cores
-from tests.router.cores import ask, core_of
+from tests.router.cores import ask, core_of, decided
 
 RATE = 1000.0
 TOKENS = st.integers(0, 1 << 30)
@@ -52,17 +52,17 @@ def test_who_has_no_more_than_believed_takes_the_request(queued: int, believed: 
 def test_a_second_router_learns_what_the_first_has_just_sent() -> None:
     """Two blind routers choose one replica, which sends the second request back, to the other. (docs/routing.md)"""
     first, second = beside("first", "second")
-    one = first.decide(request(7))
-    other = second.decide(request(7))
-    assert one is not None and other is not None and one.replica_id == other.replica_id
+    one = decided(first, request(7))
+    other = decided(second, request(7))
+    assert one.replica_id == other.replica_id
     assert not is_outdated(one, load(0))
     now = load(1000, 1.0, first=one.reservation)
     assert is_outdated(other, now)
     second.rerouted(other, now)
     assert second.loads.open_reservations == 0
     assert second.loads.queue_ahead(one.replica_id) == 1000
-    again = second.decide(request(7, rerouted=1))
-    assert again is not None and again.replica_id != one.replica_id
+    again = decided(second, request(7, rerouted=1))
+    assert again.replica_id != one.replica_id
     assert not is_outdated(again, load(0))
 
 
@@ -70,26 +70,25 @@ def test_a_decision_made_with_the_load_that_was_told_is_followed() -> None:
     """Where the replica is still the best, it takes the request the second time: what it told is believed."""
     core, _ = beside("me", "you")
     core.apply("r", [load(50_000, taken_at_s=0.5)])
-    chosen = core.decide(request(1))
-    assert chosen is not None and chosen.replica_id == "s"
+    chosen = decided(core, request(1))
+    assert chosen.replica_id == "s"
     now = load(20_000, taken_at_s=1.0)
     assert is_outdated(chosen, now)
     core.rerouted(chosen, now)
     core.apply("s", [load(0, taken_at_s=0.9)])  # what was on its way meanwhile
-    again = core.decide(request(1, rerouted=1))
-    assert again is not None and (again.replica_id, again.queued_tokens) == ("s", 20_000)
+    again = decided(core, request(1, rerouted=1))
+    assert (again.replica_id, again.queued_tokens) == ("s", 20_000)
     assert not is_outdated(again, now)
 
 
 def test_a_request_is_rerouted_so_often_and_counted_once() -> None:
-    """After MAX_REROUTES it is taken whatever is queued; the router's counts have it once."""
     core, _ = beside("me", "you")
     for rerouted in range(MAX_REROUTES):
-        chosen = core.decide(request(1, rerouted))
-        assert chosen is not None and chosen.queued_tokens is not None
+        chosen = decided(core, request(1, rerouted))
+        assert chosen.queued_tokens is not None
         core.rerouted(chosen, load(chosen.queued_tokens + 1000, taken_at_s=float(rerouted)))
-    last = core.decide(request(1, MAX_REROUTES))
-    assert last is not None and last.queued_tokens is None
+    last = decided(core, request(1, MAX_REROUTES))
+    assert last.queued_tokens is None
     core.release(last)
     reasons = core.counters.by_policy[DEFAULT_POLICY].by_reason.values()
     assert sum(counted.decisions for counted in reasons) == 1
@@ -103,6 +102,4 @@ def test_only_the_default_policy_beside_others_asks_for_a_second_look(policy: st
     alone, among = beside("me", policy=policy)[0], beside("me", "you", policy=policy)[0]
     only = beside("me", "you", policy=policy, replicas="r")[0]
     for core, expected in ((alone, False), (only, False), (among, policy == DEFAULT_POLICY)):
-        chosen = core.decide(request(1))
-        assert chosen is not None
-        assert (chosen.queued_tokens is not None) is expected
+        assert (decided(core, request(1)).queued_tokens is not None) is expected

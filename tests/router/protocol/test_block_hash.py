@@ -120,7 +120,6 @@ def test_scopes_of_blocks() -> None:
 
 @given(hashes=st.lists(st.binary(min_size=16, max_size=16), max_size=20))
 def test_words_are_the_same_one_by_one_and_together(hashes: list[bytes]) -> None:
-    """In any order."""
     expected = 0
     for block_hash in reversed(hashes):
         expected ^= block_word(block_hash)

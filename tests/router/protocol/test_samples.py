@@ -8,7 +8,6 @@ from router.protocol.samples import Histogram
 
 @given(st.lists(st.floats(-10, 10)))
 def test_buckets_are_cumulative_and_bounds_belong_to_them(values: list[float]) -> None:
-    """A bucket counts the values up to its bound, the bound itself among them; the last one counts all."""
     histogram = Histogram((0, 1.5, 5e-6 + 2))
     for value in values:
         histogram.observe(value)

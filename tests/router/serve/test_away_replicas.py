@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID
-from ray.serve.request_router import PendingRequest
 
 from router.protocol.events import BlocksStored
 from router.protocol.request import RoutedRequest
@@ -14,6 +13,7 @@ from router.serve import request_router
 from router.serve.core_registry import core_for, decisions_for
 from router.serve.request_router import CacheAwareRouter, deployment_key
 from tests.router.cores import load
+from tests.router.feed.sockets import until
 
 pytestmark = pytest.mark.anyio
 
@@ -32,13 +32,10 @@ class FakeRunningReplica:
         self.replica_id = replica_id
 
     async def get_queue_len(self, *, deadline_s: float) -> int:
-        """Answer Serve's probe."""
         return 0
 
 
 class Case:
-    """A router of one deployment in this loop, with its core."""
-
     def __init__(self, name: str) -> None:
         deployment = DeploymentID(name, "app")
         self.router = CacheAwareRouter(deployment, DeploymentHandleSource.REPLICA)
@@ -55,18 +52,8 @@ class Case:
     async def target(self, letter: str, *, is_retry: bool = False) -> str:
         """Ask for one replica by name; returns who is chosen."""
         request: Any = SimpleNamespace(args=[], kwargs={"target": letter})
-        chosen = await self.router._choose_replica_for_request(_pending(request), is_retry=is_retry)
-        found: str = chosen.replica_id.unique_id
-        return found
-
-
-def _pending(request: Any) -> PendingRequest:
-    return request  # type: ignore[no-any-return]
-
-
-async def until_forgotten(case: Case, name: str) -> None:
-    while name in case.core.loads.replicas:  # noqa: ASYNC110 (nobody announces it)
-        await asyncio.sleep(0.005)
+        chosen = await self.router._choose_replica_for_request(request, is_retry=is_retry)
+        return str(chosen.replica_id.unique_id)
 
 
 async def test_away_kept_revived_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +71,7 @@ async def test_away_kept_revived_and_forgotten(monkeypatch: pytest.MonkeyPatch) 
     assert case.core.directory.match(HELD) == {"a": 16}
     monkeypatch.setattr(request_router, "AWAY_S", 0.01)
     case.set("b")
-    await until_forgotten(case, "a")
+    await until(lambda: "a" not in case.core.loads.replicas)
     assert case.core.directory.match(HELD) == {}
     assert await case.target("a") == "b"
 
@@ -106,7 +93,6 @@ async def test_a_timer_of_an_earlier_absence_forgets_nobody(monkeypatch: pytest.
 
 
 async def test_a_replica_that_died_is_forgotten_at_once() -> None:
-    """Here or away, a dead replica is known to nobody."""
     case = Case("died")
     case.set("ab")
     case.set("a")

@@ -5,7 +5,6 @@ from router.serve.recent_decisions import RecentDecisions
 
 
 def test_taken_once_and_bounded() -> None:
-    """The ingress learns a decision once; forgotten ones do not pile up."""
     decisions = RecentDecisions()
     decision = Decision("a", "router", 1, 0, 0, "cold")
     decisions.add("q5", decision)

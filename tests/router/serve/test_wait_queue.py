@@ -14,10 +14,10 @@ pytestmark = pytest.mark.anyio
 
 
 class Room:
-    """Slots that free up one a pause; counts how often anybody asked."""
+    """Slots that free up, ``freed`` of them a pause; counts how often anybody asked."""
 
-    def __init__(self, free: int = 0, last_pause: int = 10_000) -> None:
-        self.free = free
+    def __init__(self, free: int = 0, freed: int = 1, last_pause: int = 10_000) -> None:
+        self.free, self.freed = free, freed
         self.asked = 0
         self.pauses: list[int] = []
         self.last_pause = last_pause
@@ -27,7 +27,7 @@ class Room:
     async def pause(self, attempt: int) -> None:
         self.pauses.append(attempt)
         await asyncio.sleep(0)
-        self.free += 1
+        self.free += self.freed
 
     def choose(self, name: object) -> Callable[[], object | None]:
         def chosen() -> object | None:
@@ -64,13 +64,7 @@ async def test_first_come_first_served(free: int, requests: int, cancelled: set[
 
 async def test_nobody_spins() -> None:
     """With a hundred in line and no room, each pause is followed by one question, and pauses grow from the first."""
-    room = Room(last_pause=50)
-
-    async def pause(attempt: int) -> None:
-        room.pauses.append(attempt)
-        await asyncio.sleep(0)
-
-    room.queue = WaitQueue(pause)
+    room = Room(freed=0, last_pause=50)
     tasks = [asyncio.create_task(room.take(number)) for number in range(100)]
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(isinstance(outcome, NoReplicaLeft) for outcome in outcomes)

@@ -150,7 +150,6 @@ async def _nobody(method: str, argument: Any) -> list[Any]:
 
 
 def test_the_chain_differs_by_adapter_and_by_digest(demo_model_path: Path) -> None:
-    """Base, adapter and reload share no block."""
     info, secret = load_checkpoint_info(demo_model_path), b"0" * 32
     tokenizer = PromptTokenizer(demo_model_path, cache_bytes=1 << 20, block_size=16)
 

@@ -36,7 +36,6 @@ def test_two_builds_in_different_processes_have_equal_bytes(demo_model_path: Pat
 
 
 def test_transformers_loads_it_whole_and_greedy_output_varies(demo_model_path: Path) -> None:
-    """No weight is missing or left over, and greedy decoding is not one repeated token."""
     tokenizer = AutoTokenizer.from_pretrained(demo_model_path)
     model, report = AutoModelForCausalLM.from_pretrained(demo_model_path, output_loading_info=True)
     assert not any(report.values())

@@ -28,7 +28,6 @@ def settings(model: Path, drafter: Path | None, **others: object) -> AppConfig:
 
 @pytest.fixture
 def copy(demo_model_path: Path, tmp_path: Path) -> Path:
-    """A copy of the demo model that a test may change."""
     return shutil.copytree(demo_model_path, tmp_path / "draft")
 
 

@@ -70,7 +70,6 @@ def test_a_trace_is_planned_by_memory(tmp_path: Path) -> None:
 
 
 def test_a_gguf_file_is_planned_without_a_conversion(tmp_path: Path, demo_model_path: Path) -> None:
-    """Its sizes are its header's."""
     write_tiny_gguf(tmp_path / "tiny.gguf", demo_model_path)
     found = model_config(str(tmp_path / "tiny.gguf"))
     assert (found["hidden_size"], found["intermediate_size"], found["num_hidden_layers"]) == (HIDDEN, INNER, LAYERS)

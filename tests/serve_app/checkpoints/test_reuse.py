@@ -59,12 +59,6 @@ def test_the_fewest_blocks_for_a_hit_rate_are_the_fewest(trace: list[TracePrompt
     assert blocks == 0 or curve.hit_rate(blocks - 1) < wanted
 
 
-def test_a_prompt_that_comes_again_at_once_needs_its_own_blocks_and_no_more() -> None:
-    """The place of the stack's top is the first."""
-    curve = reuse_curve([TracePrompt(2 * TRACE_BLOCK_TOKENS, (0, 1))] * 2)
-    assert (curve.hit_rate(2), curve.hit_rate(1), curve.blocks_for(0.5)) == (0.5, 0.25, 2)
-
-
 def test_the_published_trace_is_read_as_the_benchmarks_read_it() -> None:
     """With its known reuse: what an unlimited cache hits is all that was there before."""
     prompts = read_prompts(DEFAULT_TRACE)

@@ -117,14 +117,12 @@ def connected(port: int, source: str = "127.0.0.1") -> HTTPConnection:
 
 
 def asked(connection: HTTPConnection, path: str = "/", body: bytes = b"") -> tuple[int, Message, bytes]:
-    """Return status, headers and body of the answer."""
     connection.request("POST", path, body)
     answer = connection.getresponse()
     return answer.status, answer.headers, answer.read()
 
 
 def assert_apis_error(headers: Message, body: bytes) -> None:
-    """JSON with the fields of every error, and when to come back."""
     assert headers["content-type"] == "application/json"
     assert int(headers["retry-after"]) >= 1
     assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}

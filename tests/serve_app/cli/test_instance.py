@@ -26,7 +26,6 @@ from serve_app.config.app import AppConfig
 def test_only_a_node_that_was_too_slow_is_started_again(
     monkeypatch: pytest.MonkeyPatch, message: str, again: bool
 ) -> None:
-    """Once what the first try has started is ended."""
     tries: list[dict[str, Any]] = []
     ended: list[int] = []
 

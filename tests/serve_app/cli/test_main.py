@@ -28,14 +28,12 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 
 @pytest.mark.parametrize("flag", ["--port=99999", "--set=nonsense", "--config=no.yaml", "--set=prompts_dir=/nowhere"])
 def test_serve_refuses_what_it_cannot_start(flag: str) -> None:
-    """Wrong flags end with status 2 and a sentence, before anything is started."""
     result = CliRunner().invoke(app, ["serve", flag])
     assert result.exit_code == 2, result.output
     assert result.output.startswith("error: "), result.output
 
 
 def test_the_version_and_the_settings_are_told() -> None:
-    """And nothing is started."""
     runner = CliRunner()
     assert runner.invoke(app, ["--version"]).output == f"warmpath {version('warmpath-serve')}\n"
     assert "max_pulls: integer, 1 to 64; default 4" in runner.invoke(app, ["settings", "pull"]).output
@@ -98,7 +96,6 @@ def test_an_address_is_a_url_that_clients_take(launched: list[Launch], host: str
 
 
 def test_printed_requests_do_not_sample() -> None:
-    """What a start prints to be pasted shows the model at its best."""
     text = greeting(AppConfig(model="demo", engine="simulated"), "http://127.0.0.1:8000")
     [body] = re.findall(r"-d '(.*)'", text)
     assert json.loads(body)["temperature"] == 0
@@ -106,7 +103,6 @@ def test_printed_requests_do_not_sample() -> None:
 
 
 def test_what_answers_recommend_can_be_set() -> None:
-    """Each setting that is named in place of a flag is one."""
     answers = " ".join(main._INSTEAD.values())
     named = re.findall(r"--set '?(\w+)=|the setting (\w+)", answers)
     assert len(named) >= 5

@@ -15,7 +15,6 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="orphans are ado
 
 
 def test_a_stranger_is_no_descendant() -> None:
-    """The parent of this process is none, nor is this process itself."""
     assert not {os.getpid(), os.getppid()} & descendants(os.getpid())
 
 
@@ -46,6 +45,5 @@ def test_the_supervisor_to_stop_is_named_while_it_lives(alive: bool) -> None:
 
 
 def test_an_end_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cannot be killed is not waited for without end."""
     monkeypatch.setattr(processes, "descendants", lambda _: {2**22 + 1})
     end_descendants(os.getpid(), within_s=0.1)

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from signal import SIGINT, SIGTERM, Signals
 
@@ -64,19 +63,12 @@ class Started:
         raise AssertionError(f"it never said {word!r}")
 
     def rest(self) -> str:
-        """Return what it says until it ends."""
         output, _ = self.process.communicate()
         return output
 
     @property
     def left_over(self) -> list[str]:
-        """Files in its temporary directory."""
         return [path.name for path in self.tmp_path.iterdir()]
-
-
-@pytest.fixture
-def started(tmp_path: Path) -> Callable[..., Started]:
-    return lambda instance, *args: Started(instance, tmp_path, *args)
 
 
 _GIVEN_UP = 'os.dup2(terminal.fileno(), 2); detached(); say("[1/4]"); time.sleep(600)'
@@ -101,13 +93,13 @@ _BUSY = 'serve(); channel.readline(); say("asked"); time.sleep(600)'
     ids=["start", "serving", "orphans", "stopping"],
 )
 def test_a_signal_ends_it_at_any_moment(
-    started: Callable[..., Started], instance: str, signals: dict[str, Signals], end: str, status: int
+    tmp_path: Path, instance: str, signals: dict[str, Signals], end: str, status: int
 ) -> None:
     """A start at once, also one that heeds nothing, with all that it started; a service in order, until the second one.
 
     What a killed replica's processes leave keeps no id until the instance ends. docs/starting.md
     """
-    made = started(instance)
+    made = Started(instance, tmp_path)
     for word, number in signals.items():
         made.wait_for(word)
         made.process.send_signal(number)
@@ -129,12 +121,12 @@ def test_a_signal_ends_it_at_any_moment(
     ],
     ids=["refused", "failed", "silent", "killed"],
 )
-def test_what_goes_wrong_is_said(started: Callable[..., Started], instance: str, status: int, sentence: str) -> None:
+def test_what_goes_wrong_is_said(tmp_path: Path, instance: str, status: int, sentence: str) -> None:
     """Of a mistake in the settings nothing is left; of everything else a log, which has the noise.
 
     docs/starting.md
     """
-    made = started(instance)
+    made = Started(instance, tmp_path)
     output = made.rest()
     assert sentence in output
     assert made.process.returncode == status
@@ -146,9 +138,8 @@ def test_what_goes_wrong_is_said(started: Callable[..., Started], instance: str,
         assert "noise" in (made.tmp_path / name).read_text()
 
 
-def test_one_that_does_not_stop_is_ended(started: Callable[..., Started]) -> None:
-    """After the answers' time and a margin."""
-    made = started("serve(); channel.readline(); time.sleep(600)", 0, 0.5)
+def test_one_that_does_not_stop_is_ended(tmp_path: Path) -> None:
+    made = Started("serve(); channel.readline(); time.sleep(600)", tmp_path, 0, 0.5)
     made.wait_for("hello")
     made.process.send_signal(SIGINT)
     assert "it does not stop in time" in made.rest()
@@ -165,12 +156,12 @@ time.sleep(600)
 """
 
 
-def test_an_instance_ends_with_its_supervisor(started: Callable[..., Started]) -> None:
+def test_an_instance_ends_with_its_supervisor(tmp_path: Path) -> None:
     """However that dies: its own process sees the end of its orders, and takes everything with it.
 
     docs/starting.md
     """
-    made = started(_LOYAL)
+    made = Started(_LOYAL, tmp_path)
     assert made.process.stdout is not None
     processes = [psutil.Process(int(pid)) for pid in made.process.stdout.readline().split()]
     made.process.kill()

@@ -145,7 +145,6 @@ def test_limits_change_while_requests_are_under_way() -> None:
 
 
 def test_openais_headers() -> None:
-    """Whole numbers, and durations as OpenAI writes them."""
     assert openai_limits(LimitsLeft(Left(60, 59, 0.0121), Left(150_000, 149_984, 360.0))) == {
         "x-ratelimit-limit-requests": "60",
         "x-ratelimit-remaining-requests": "59",

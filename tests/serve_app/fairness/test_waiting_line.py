@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from serve_app.fairness.shares import Budget, Shares
 from serve_app.fairness.waiting_line import QUANTUM, Place, WaitingLine
 
+pytestmark = pytest.mark.anyio
+
 TENANTS = {"a": 1.0, "b": 1.0, "c": 1.0}
 
 
@@ -23,7 +25,6 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-@pytest.mark.anyio
 async def test_a_flood_keeps_nobody_out() -> None:
     """One tenant has hundreds in line; another's request starts at once, for an eighth was not lent.
 
@@ -45,7 +46,6 @@ async def test_a_flood_keeps_nobody_out() -> None:
     assert budget.used == 1
 
 
-@pytest.mark.anyio
 async def test_turns_go_by_cost_and_not_by_length_of_line() -> None:
     """With one place for all, a tenant of large requests starts as many tokens as one of small ones, not requests.
 
@@ -71,7 +71,6 @@ async def test_turns_go_by_cost_and_not_by_length_of_line() -> None:
     assert started == {"a": 80_000, "b": 80_000}
 
 
-@pytest.mark.anyio
 async def test_a_large_request_within_its_share_is_not_starved_by_small_borrowers() -> None:
     """While it waits for room nobody takes more than its share, so that the room comes. (docs/scheduling.md)"""
     line, budget = line_of(32, {"a": 1.0, "b": 1.0})
@@ -91,7 +90,6 @@ async def test_a_large_request_within_its_share_is_not_starved_by_small_borrower
     await asyncio.gather(*more, return_exceptions=True)
 
 
-@pytest.mark.anyio
 async def test_a_request_larger_than_a_share_gets_the_share() -> None:
     """128 choices among two tenants of 64 places start with 32."""
     line, budget = line_of(64, {"a": 1.0, "b": 1.0})
@@ -104,7 +102,6 @@ async def test_a_request_larger_than_a_share_gets_the_share() -> None:
     assert (place.units, budget.used) == (0, 0)
 
 
-@pytest.mark.anyio
 async def test_the_time_to_come_back_is_that_of_the_tenants_own_line() -> None:
     """Requests of a tenant that start one a second, ten of them in line: eleven seconds. Rest does not count."""
     now_s = 0.0
@@ -141,7 +138,6 @@ STEP = st.one_of(
 
 
 @given(total=st.integers(1, 16), steps=st.lists(STEP, max_size=60))
-@pytest.mark.anyio
 async def test_places_are_conserved_and_everybody_gets_one(total: int, steps: list[tuple[object, ...]]) -> None:
     """Under any order of coming, ending and leaving; and when all have ended, nothing is held and nobody waits."""
     line, budget = line_of(total)

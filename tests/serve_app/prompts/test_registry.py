@@ -61,7 +61,6 @@ LARGE = "x" * MAX_PROMPT_BYTES
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_wrong_setting_says_what_is_wrong(prompts: list[dict[str, Any]], said: str) -> None:
-    """One that is no prompt, and more than the registry holds."""
     with pytest.raises(ValidationError, match=said):
         AppConfig.model_validate({"public_prompts": [{"name": "clerk", "version": "1", **one} for one in prompts]})
 

@@ -39,7 +39,6 @@ def tenants() -> Tenants:
 
 
 def test_keys_are_unguessable_and_stored_only_as_digests() -> None:
-    """A key has its prefix and 256 random bits; the digest is of the whole key."""
     key, digest = make_api_key()
     assert key.startswith("wp-") and len(key) >= 46
     assert digest == sha256(key.encode()).hexdigest()
@@ -141,7 +140,6 @@ def test_a_wrong_or_ambiguous_setting_is_refused(tenants: list[Any], operators: 
 
 
 def test_a_key_is_written_as_its_digest_or_with_what_limits_it() -> None:
-    """Both forms are one when they are read, and what is written out reads back equal."""
     assert config("a", DIGEST) == config("a", {"sha256": DIGEST})
     limited = {"sha256": OTHER, "expires": "2027-01-31T00:00:00Z", "revoked": True}
     settings = app_config({"tenants": [{"name": "a", "key_sha256": [DIGEST, limited]}]})
@@ -149,7 +147,6 @@ def test_a_key_is_written_as_its_digest_or_with_what_limits_it() -> None:
 
 
 def test_tenants_and_keys_may_change_at_any_time(tenants: Tenants) -> None:
-    """A new key opens, a removed one does not, and a tenant that stays has the salt that it had."""
     salt = tenants.salt(Tenant("acme"), None)
     tenants.configure([config("acme", KEYS["acme2"][1], trust_group="friends")], [])
     assert tenants.authenticate(header("acme2")) == Tenant("acme", "friends") == tenants.by_name["acme"]
@@ -257,7 +254,6 @@ def test_a_short_secret_is_refused(state: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_named_file_must_exist_and_a_state_directory_must_be_makeable(state: Path, tmp_path: Path) -> None:
-    """Neither becomes an OSError."""
     with pytest.raises(SecretError, match="no secret file"):
         load_secret(secret_file=tmp_path / "absent")
     (tmp_path / "file").write_text("")

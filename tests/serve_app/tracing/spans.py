@@ -68,7 +68,6 @@ class Collector(ThreadingHTTPServer):
         self._lock = threading.Lock()
 
     def take(self, path: str, body: bytes) -> None:
-        """Take one export."""
         export = ExportTraceServiceRequest.FromString(body)
         with self._lock:
             self.paths.append(path)
@@ -84,7 +83,6 @@ class Collector(ThreadingHTTPServer):
                     self.roles[seen.span_id] = of["warmpath.role"]
 
     def spans(self) -> list[Seen]:
-        """All spans so far."""
         with self._lock:
             return list(self._spans)
 
@@ -104,7 +102,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def collecting() -> Iterator[Collector]:
-    """Run a collector."""
     with Collector() as collector:
         thread = threading.Thread(target=collector.serve_forever, daemon=True)
         thread.start()

@@ -191,7 +191,6 @@ def test_a_stream_that_breaks_off_says_so(demo_model_path: Path) -> None:
 
 
 def test_the_page_names_every_attribute() -> None:
-    """As they stand in the source."""
     source = "".join(path.read_text() for path in (PAGE.parents[1] / "serve_app/tracing").glob("*.py"))
     names = set(re.findall(r'"((?:warmpath|gen_ai|http|error)\.[a-z_.]+)"', source))
     assert len(names) > 20

@@ -44,10 +44,6 @@ class NaivePins:
         self.budget, self.shares = budget, shares
         self.pins: dict[bytes, NaivePin] = {}
 
-    def all_blocks(self) -> list[int]:
-        """Every pin's blocks, one after the other."""
-        return [block for pin in self.pins.values() for block in pin.blocks]
-
     def blocks(self, tenant: str | None = None) -> set[int]:
         return {block for pin in self.pins.values() if tenant in (None, pin.tenant) for block in pin.blocks}
 
@@ -71,11 +67,5 @@ class NaivePins:
             if pin.ttl is not None and set(pin.blocks) <= set(matched):
                 pin.ends_s = now_s + pin.ttl
 
-    def remove(self, key: bytes) -> bool:
-        return self.pins.pop(key, None) is not None
-
     def expire(self, now_s: float) -> None:
         self.pins = {key: pin for key, pin in self.pins.items() if pin.ends_s > now_s}
-
-    def clear(self) -> None:
-        self.pins = {}

@@ -30,14 +30,9 @@ def test_only_cached_blocks_can_be_pinned() -> None:
             cache.pin(b"k", blocks)
 
 
-def shared(budget: int, **weights: float) -> PrefixCache:
-    """A large pool whose pin budget is shared among tenants."""
-    return PrefixCache(64, 1, pin_budget_blocks=budget, shares=weights)
-
-
 def test_a_tenant_that_nobody_named_has_no_share() -> None:
     """Among several it borrows, and gives back what it pinned last; with one tenant or none all have the budget."""
-    cache = shared(4, a=1, b=1)
+    cache = PrefixCache(64, 1, pin_budget_blocks=4, shares={"a": 1.0, "b": 1.0})
     for key, ids in ((b"first", tokens(1, 2)), (b"last", tokens(3))):
         assert cache.pin(key, fill(cache, ids), tenant="other") == "pinned"
     assert cache.pin(b"a", fill(cache, tokens(2, 2)), tenant="a") == "pinned"

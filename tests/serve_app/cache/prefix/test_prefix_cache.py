@@ -110,8 +110,6 @@ def test_evicted_blocks_that_were_reused_are_counted_apart(reused: list[int], ev
 
 
 def test_switched_off_nothing_is_hashed_or_indexed() -> None:
-    """The off switch costs no hash: the hash function must not even be called."""
-
     def explode(parent: bytes, token_ids: TokenArray, block_size: int) -> bytes:
         raise AssertionError("hashed")
 

@@ -26,12 +26,10 @@ IDS = st.one_of(st.sampled_from(USUAL), st.lists(st.integers(0, 1), min_size=1, 
 
 
 def pin_shares(weights: dict[str, float]) -> dict[str, int]:
-    """Whole blocks of the pin budget by weight."""
     return {name: int(PIN_BUDGET * weight / sum(weights.values())) for name, weight in weights.items()}
 
 
 def scope_of(scope: PrefixScope, ids: list[int]) -> PrefixScope:
-    """The scope of a request with these tokens."""
     pairs = enumerate(zip(ids, PUBLIC_PROMPT, strict=False))
     common = next((i for i, pair in pairs if pair[0] != pair[1]), min(len(ids), len(PUBLIC_PROMPT)))
     return replace(scope, public_blocks=common // SIZE)
@@ -43,8 +41,6 @@ def root_of(scope: PrefixScope) -> bytes:
 
 
 class Running:
-    """A sequence as the engine would hold it."""
-
     def __init__(self, scope: PrefixScope, ids: list[int], blocks: list[int], published: int) -> None:
         self.scope, self.ids, self.blocks, self.published = scope, ids, blocks, published
 
@@ -92,7 +88,6 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(scope=st.sampled_from(SCOPES), ids=IDS)
     def serve(self, scope: PrefixScope, ids: list[int]) -> None:
-        """A request from its start to its end."""
         one = self.admit(scope, ids)
         if isinstance(one, Running):
             self.publish(one, len(ids))
@@ -164,7 +159,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from([b"v", b"w"]))
     def unpin(self, key: bytes) -> None:
-        assert self.cache.unpin(key) == self.pins.remove(key)
+        assert self.cache.unpin(key) == (self.pins.pins.pop(key, None) is not None)
 
     @rule(weights=st.lists(st.sampled_from([0.5, 1.0, 4.0]), min_size=2, max_size=2))
     def reweigh(self, weights: list[float]) -> None:
@@ -223,7 +218,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule()
     def reset(self) -> None:
         evicted, complete = self.cache.evicted_blocks, self.cache.reset()
-        self.pins.clear()
+        self.pins.pins.clear()
         assert complete == (not any(one.published for one in self.held))
         assert {entry.block for entry in self.cache.index} <= {block for one in self.held for block in one.blocks}
         assert self.cache.evicted_blocks == evicted, "nobody needed the room"
@@ -253,7 +248,8 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def blocks_are_conserved(self) -> None:
         pool = self.cache.pool
-        used = [block for one in self.held for block in one.blocks] + self.pins.all_blocks()
+        holders = (*self.held, *self.pins.pins.values())
+        used = [block for one in holders for block in one.blocks]
         assert pool.used_blocks == len(set(used))
         assert all(pool.references(block) == used.count(block) for block in range(BLOCKS))
         assert pool.free_blocks + pool.idle_blocks + len(set(used)) == BLOCKS

@@ -76,7 +76,6 @@ def test_engines_of_one_machine_keep_apart_and_find_their_slot_again(tmp_path: P
 
 
 def test_a_restart_finds_blocks_order_and_marks(tmp_path: Path) -> None:
-    """After a restart the same blocks are announced, parents first, and the same ones are evicted first."""
     disk = tier(tmp_path)
     fill(disk, path(1, 2))
     fill(disk, path(3, 4))
@@ -124,21 +123,6 @@ def test_a_torn_file_is_dropped_with_a_warning(tmp_path: Path, length: int, capl
     assert disk.index.take_events() == [BlocksRemoved(victim, "disk")]
     assert not file.exists()
     assert (disk.refused_files, again.refused_files) == (1, 1)
-
-
-def test_a_damaged_payload_is_never_loaded(tmp_path: Path) -> None:
-    """The scan reads headers only; the payload's checksum is looked at when it counts."""
-    disk = tier(tmp_path)
-    (block,) = path(1)
-    fill(disk, [block])
-    file = tmp_path / f"{block.block_hash.hex()}.kv"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-    again = tier(tmp_path)
-    assert len(again.index) == 1
-    assert again.load(block.block_hash) is None
-    assert len(again.index) == again.index.used_bytes == 0
 
 
 def test_foreign_files(tmp_path: Path) -> None:
@@ -224,7 +208,6 @@ def test_the_queue_drops_what_does_not_fit_and_serves_what_waits(tmp_path: Path)
 def test_a_reset_while_a_block_is_on_its_way_to_disk_leaves_no_trace_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    """Whether it was being encoded, being written, or taken out of the queue."""
     disk = tier(tmp_path)
     queue = DiskQueue(disk, 100 * BYTES, BYTES, lambda: None)
     owner, name = (disk, "store") if moment == "offered" else (disk._files, moment)

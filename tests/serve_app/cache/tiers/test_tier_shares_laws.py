@@ -26,7 +26,6 @@ TENANTS = st.sampled_from(list(SHARES))
 
 
 def block_of(tenant: str, number: int) -> TierBlock:
-    """A prefix of one block, which is this tenant's."""
     return path("abc".index(tenant) * 10 + number, tenant=tenant)[0]
 
 
@@ -199,15 +198,12 @@ class ShareMachine(TierMachine):
 
     @invariant()
     def held_is_what_the_oracle_holds(self) -> None:
-        if hasattr(self, "tiers"):
-            assert self.hashes() == set(self.naive.held)
-            saved = {block_hash for block_hash, block in self.naive.held.items() if block.saved}
-            assert held(*self.tiers.indexes.values(), saved=True) == saved
+        assert self.hashes() == set(self.naive.held)
+        saved = {block_hash for block_hash, block in self.naive.held.items() if block.saved}
+        assert held(*self.tiers.indexes.values(), saved=True) == saved
 
     @invariant()
     def bytes_are_exact_by_tenant(self) -> None:
-        if not hasattr(self, "tiers"):
-            return
         (index,) = self.tiers.indexes.values()
         size = FILE if self.disk else BYTES
         if self.disk:

@@ -18,7 +18,6 @@ SIZE = 2
 FORMAT = KvFormat("m", SIZE, (KvPart("float32", (1, 2, SIZE, 1, 2)),))
 BYTES = FORMAT.block_bytes
 SCOPE = PrefixScope("m", salt=b"a")
-ROOT = SCOPE.root(b"k")
 
 
 def path(*branches: int, scope: PrefixScope = SCOPE, tenant: str = "default") -> list[TierBlock]:
@@ -64,7 +63,6 @@ class TierMachine(RuleBasedStateMachine):
     tiers: Tiers
 
     def open(self, settings: TierSettings, **named: Any) -> None:
-        """Open the tiers, again after a life."""
         self.tiers = Tiers(settings, FORMAT, BYTES, lambda: None, start=False, **named)
 
     def work(self) -> None:

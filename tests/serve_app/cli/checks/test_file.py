@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from serve_app.cli.checks.file import Mistake, mistakes_in
+from serve_app.cli.checks.file import mistakes_in
 from serve_app.cli.main import app
 from serve_app.config import engine
 
@@ -39,12 +39,6 @@ applications:
 LIVE = "applications.0.deployments.0.user_config"
 
 
-def mistakes_with(old: str, new: str) -> list[Mistake]:
-    """The mistakes once a part of the good file is another."""
-    assert old in CONFIG
-    return mistakes_in(CONFIG.replace(old, new))
-
-
 @pytest.mark.parametrize("text", [*(path.read_text() for path in SHIPPED), CONFIG, "model: demo\nreplicas: 3\n"])
 def test_a_good_file_has_no_mistakes(text: str) -> None:
     """Those that are shipped are ready to be deployed, but for the keys that everybody makes for themselves."""
@@ -67,7 +61,8 @@ def test_a_good_file_has_no_mistakes(text: str) -> None:
     ],
 )
 def test_a_mistake_is_told_with_its_line_place_and_remedy(old: str, new: str, line: int, place: str, what: str) -> None:
-    mistakes = mistakes_with(old, new)
+    assert old in CONFIG
+    mistakes = mistakes_in(CONFIG.replace(old, new))
     assert [mistake for mistake in mistakes if (mistake.line, mistake.place) == (line, place) and what in mistake.what]
     assert not any("wp-key" in mistake.what for mistake in mistakes)
 

@@ -22,7 +22,6 @@ def opened_by(key: str, settings: str, now_s: float) -> str:
 
 
 def test_keys_alone_makes_an_operators_key_and_says_so() -> None:
-    """The printed digest is that of the printed key; and how a tenant's is made is said."""
     printed = run().output
     lines = dict(line.split() for line in printed.splitlines()[:2])
     assert opened_by(lines["key"], f"tenants: [{{name: acme, key_sha256: [{lines['sha256']}]}}]", 0.0) == "acme"
@@ -55,7 +54,6 @@ def test_the_printed_lines_are_settings_and_do_not_hold_the_key(there: bool) -> 
     ],
 )
 def test_mistakes_make_no_key(arguments: tuple[str, ...], sentence: str) -> None:
-    """A sentence says what to change."""
     result = run(*arguments)
     assert result.exit_code == 2
     assert sentence in result.stderr

@@ -24,7 +24,6 @@ def run(*arguments: str | Path) -> tuple[int, str]:
 
 
 def test_versions_are_locked_and_checked(tmp_path: Path) -> None:
-    """Each command's answer and status; a changed byte is found."""
     shelf, text = tmp_path / "prompts", tmp_path / "text"
     text.write_bytes(b"You are the clerk.\nBe brief.\n")
     assert run("add", "clerk@1", text, "--dir", shelf)[0] == 0
@@ -99,7 +98,6 @@ def test_nobody_answers_is_one_sentence() -> None:
 
 
 def test_an_operators_key_comes_before_a_tenants(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both are the environment's."""
     instance.body = '{"data": []}'
     for name, key in (("WARMPATH_API_KEY", "a"), ("WARMPATH_OPERATOR_KEY", "b")):
         monkeypatch.setenv(name, key)
