@@ -17,7 +17,8 @@ from serve_app.engine.settings import EngineSettings
 class _Work:
     """What is left of a prefill. ``rank``: see ``Scheduler.rank``; infinite where it waits for more than its turn.
 
-    ``under_way``: tokens of the step that is running. ``waits``: it counts as a waiting sequence.
+    ``under_way``: tokens of the step that is running. ``waits``: it counts as a waiting sequence. ``contended``: the
+    tenants' turns decide whether another sequence computes what it begins with.
     """
 
     tenant: str
@@ -25,6 +26,7 @@ class _Work:
     rank: float
     waits: bool
     under_way: int = 0
+    contended: bool = False
 
 
 class LoadReporter:
@@ -65,13 +67,16 @@ class LoadReporter:
                 self._add(sequence, scheduler.rank(sequence), waits=False)
         for sequence in (*scheduler.waiting, *self._arrived.values()):
             self._add(sequence, inf, waits=True)
-        first: set[bytes] = set()
+        first: dict[bytes, _Work] = {}
         for sequence in sorted(scheduler.ready(), key=scheduler.rank):
-            wanted = scheduler.missing_block(sequence)
-            if wanted and (wanted in first or scheduler.pending.has(wanted)):
-                continue  # it is going to wait for whoever computes that block
-            first.add(wanted)
-            self._work[sequence.request.request_id].rank = scheduler.rank(sequence)
+            work, wanted = self._work[sequence.request.request_id], scheduler.missing_block(sequence)
+            if wanted and scheduler.pending.has(wanted):
+                continue  # it is going to wait for the sequence that computes that block
+            other = first.setdefault(wanted, work) if wanted else work
+            if other.tenant != work.tenant:
+                other.contended = work.contended = True
+            if other is work or work.contended:
+                work.rank = scheduler.rank(sequence)
         self._know_turns()
 
     def begin_step(self, chosen: Collection[Scheduled]) -> None:
@@ -114,13 +119,13 @@ class LoadReporter:
         queued: Counter[str] = Counter()
         old: Counter[str] = Counter()
         for work in self._work.values():
-            rest = work.tokens - work.under_way
+            rest = 0 if work.contended else work.tokens - work.under_way
             is_old = work.rank <= latest_rank
             under_way += work.under_way
             if work.rank < inf:
                 queued[work.tenant] += rest
                 old[work.tenant] += rest if is_old else 0
-            if work.waits and (is_old or not rest):
+            if work.waits and not work.contended and (is_old or not rest):
                 sequences += 1
         if self.tenants <= 1:
             return under_way + old.total(), sequences

@@ -79,6 +79,13 @@ def test_with_one_tenant_committed_tokens_are_exactly_those_before_a_newcomer(
     tenant="b",
     tenants="abc",
 )
+@example(  # turns decide whose sequence computes what two tenants share
+    rows=[(1, 0.0, "b", False), (31, 0.125, "b", True), (33, 0.0, "a", True), (281, 0.0, "b", False)],
+    steps=0,
+    tenant="a",
+    tenants="abc",
+)
+@example(rows=[(17, 0.0, "b", True), (17, 0.0, "a", True), (18, 0.0, "a", False)], steps=0, tenant="b", tenants="abc")
 @example(  # a tenant that used most lately has a shorter turn
     rows=[(2, 0.0, "b", False), (38, 0.0, "a", False), (224, 0.0, "a", False), (224, 0.0, "a", False)],
     steps=2,
