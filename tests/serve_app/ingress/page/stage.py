@@ -18,6 +18,7 @@ from serve_app.ingress.routes.page import page_response
 from tests.serve_app.ingress.scripted import Loopback
 
 Event = dict[str, Any]
+REFUSED = JSONResponse({"error": {"message": "Incorrect API key provided."}}, 401)
 
 
 class Stage:
@@ -51,10 +52,6 @@ class Stage:
                 if listener == key and self._loop is not None:
                     self._loop.call_soon_threadsafe(queue.put_nowait, event)
 
-    def listening(self, key: str = "") -> bool:
-        """Whether somebody listens with a key."""
-        return any(listener == key for listener, _ in self._listeners)
-
     def hang_up(self) -> None:
         """End every stream of events."""
         for _, queue in self._listeners:
@@ -66,7 +63,7 @@ class Stage:
         """Answer as ``GET /v1/cache/events`` does."""
         key = _key(request)
         if key not in self.snapshots:
-            return _refused("Incorrect API key provided.")
+            return REFUSED
         if self.busy:
             return JSONResponse({"error": {"message": self.busy}}, 429, {"retry-after": "1"})
         if "once" in request.query_params:
@@ -97,7 +94,7 @@ class Stage:
     async def models(self, request: Request) -> Response:
         """Answer as ``GET /v1/models`` does."""
         if _key(request) not in self.snapshots:
-            return _refused("Incorrect API key provided.")
+            return REFUSED
         return JSONResponse({"object": "list", "data": [{"id": "demo", "object": "model"}]})
 
     async def chat(self, request: Request) -> Response:
@@ -130,10 +127,6 @@ class Stage:
 
 def _key(request: Request) -> str:
     return request.headers.get("authorization", "").removeprefix("Bearer ")
-
-
-def _refused(message: str) -> Response:
-    return JSONResponse({"error": {"message": message}}, 401)
 
 
 def _chunk(body: Any) -> bytes:
