@@ -70,7 +70,6 @@ def commas_and_brackets(value: Any) -> int:
 
 @given(value=VALUES, ascii_only=st.booleans())
 def test_what_stands_in_strings_does_not_count(value: Any, ascii_only: bool) -> None:
-    """Quotes, brackets and backslashes of any kind inside them."""
     assert _count_values(json.dumps(value, ensure_ascii=ascii_only).encode()) == commas_and_brackets(value) + 1
 
 
@@ -104,7 +103,6 @@ def test_whatever_a_client_writes_a_header_can_hold_it(names: list[str]) -> None
 
 
 def test_a_misspelt_name_is_told_with_the_one_that_is_meant() -> None:
-    """As ignored, or as refused in OpenAI's words."""
     found = unknown_fields(["cache_slat", "sparkle"], KNOWN)
     assert found == (UnknownField("cache_slat", "cache_salt"), UnknownField("sparkle"))
     assert ignored_fields(found) == "unknown fields ignored: cache_slat (did you mean cache_salt?), sparkle"

@@ -181,7 +181,6 @@ def test_any_text_survives_a_chunk(text: str, index: int) -> None:
     ],
 )
 def test_errors_are_the_sdks(error: errors.WarmpathError, raised: type[openai.APIStatusError]) -> None:
-    """The SDK finds message, param and code where it looks for them."""
     shown = openai_error(error, "id")
     client = _client(shown.status, json.dumps(shown.body).encode())
     with pytest.raises(raised) as caught:
@@ -191,7 +190,6 @@ def test_errors_are_the_sdks(error: errors.WarmpathError, raised: type[openai.AP
 
 
 def test_an_error_in_mid_stream_is_raised_by_the_sdk() -> None:
-    """Text that came before it is read; then the SDK raises with the message."""
     stream = ChatFormat().stream(HEAD)
     content = stream.text(0, "Hel") + stream.error(errors.GenerationFailed("The replica died."))
     client = _client(200, content, sse.CONTENT_TYPE)
@@ -202,7 +200,6 @@ def test_an_error_in_mid_stream_is_raised_by_the_sdk() -> None:
 
 
 def test_models_are_the_sdks() -> None:
-    """Each is as the SDK's own."""
     body = model_body("demo", 1700000000, 32768)
     assert Model.model_validate(body, strict=True).owned_by == "warmpath"
     assert [model.id for model in _client(200, json.dumps(models_body([body])).encode()).models.list()] == ["demo"]
