@@ -32,7 +32,6 @@ class Stage:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew for the next test."""
         self.snapshots: dict[str, list[Event]] = {"": []}
         self.words = ["Yes", ", ", "you", " may."]
         self.bodies: list[dict[str, Any]] = []
@@ -46,14 +45,12 @@ class Stage:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def send(self, *events: Event, key: str = "") -> None:
-        """Send events to everybody who listens with a key."""
         for event in events:
             for listener, queue in self._listeners:
                 if listener == key and self._loop is not None:
                     self._loop.call_soon_threadsafe(queue.put_nowait, event)
 
     def hang_up(self) -> None:
-        """End every stream of events."""
         for _, queue in self._listeners:
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(queue.put_nowait, None)
@@ -148,8 +145,5 @@ def staged() -> Iterator[tuple[str, Stage]]:
         Route("/v1/chat/completions", stage.chat, methods=["POST"]),
         Route("/v1/cache/events", stage.events),
     ]
-    running = Loopback(lambda: Starlette(routes=routes))
-    try:
+    with Loopback(lambda: Starlette(routes=routes)) as running:
         yield running.url, stage
-    finally:
-        running.stop()

@@ -97,7 +97,6 @@ def test_why_is_told_of_whatever_is_chosen(page: Any, stage: Stage) -> None:
 
 
 def test_the_keyboard_reaches_everything(page: Any, stage: Stage) -> None:
-    """Skip to the map, walk a tree, ask why, and come back with Escape."""
     begin(page, stage)
     page.keyboard.press("Tab")
     page.keyboard.press("Tab")
