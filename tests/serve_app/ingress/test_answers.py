@@ -193,7 +193,6 @@ class Bench:
         yield Tokens((1,), 0, "length")
 
     def ask(self, *, fails: bool = False) -> None:
-        """Answer one request of the tenant acme."""
         self.fails = fails
 
         async def answer() -> None:

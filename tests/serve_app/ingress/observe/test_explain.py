@@ -29,8 +29,6 @@ TWO_TENANTS = [TenantConfig(name=name, key_sha256=[digit * 64]) for name, digit 
 
 
 class Desk:
-    """A core with two replicas, and whoever explains it."""
-
     def __init__(self, path: Path, tenants: Tenants) -> None:
         self.core = RoutingCore("me", RouterSettings(), clock=lambda: 0.0)
         self.core.update_replicas(["a", "b"])
@@ -105,7 +103,6 @@ def test_the_tenant_named_is_the_one_asked_for(demo_model_path: Path) -> None:
 def test_bad_bodies_are_refused_as_the_request_would_be(
     alone: Desk, body: Any, error: type[Exception], param: str | None
 ) -> None:
-    """Every wrong body is an error that names its field."""
     with pytest.raises(error) as caught:
         alone.ask(body)
     assert getattr(caught.value, "param", None) == param
