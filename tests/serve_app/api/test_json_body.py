@@ -15,9 +15,6 @@ from serve_app.api.openai.request import ChatBody, CompletionBody, parse_chat, p
 from serve_app.api.unknown import MAX_TOLD, UnknownField, ignored_fields, require_none, unknown_fields
 from serve_app.errors import InvalidRequest
 
-LARGE = 70_000
-"""More bytes than a body has that is decoded at once."""
-
 
 @pytest.mark.parametrize(
     ("body", "parse", "field"),
@@ -30,10 +27,7 @@ LARGE = 70_000
 def test_a_body_of_very_many_values_is_refused_unread(
     body: bytes, parse: Any, field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is decoded of the field that has too many; the error names it and says what to do.
-
-    docs/scheduling.md
-    """
+    """Nothing is decoded of the field that has too many; the error names it. (docs/scheduling.md)"""
     decoded: list[int] = []
     decode = msgspec.json.decode
     monkeypatch.setattr("msgspec.json.decode", lambda raw, **more: decoded.append(len(raw)) or decode(raw, **more))
@@ -87,7 +81,7 @@ def test_size_changes_no_answer(body: Any, fields: dict[str, Any]) -> None:
             return error.message, error.param
 
     raw = json.dumps(fields).encode()
-    assert outcome(raw) == outcome(raw[:-1] + b" " * LARGE + raw[-1:])
+    assert outcome(raw) == outcome(raw[:-1] + b" " * 70_000 + raw[-1:])
 
 
 KNOWN = ("cache_salt", "max_tokens", "temperature")

@@ -47,6 +47,8 @@ def test_every_field_arrives() -> None:
     assert (continued.continue_final_message, continued.add_generation_prompt) == (True, False)
     assert (chat(logprobs=True).logprobs, complete(logprobs=0).logprobs, complete().logprobs) == (0, 0, None)
     assert complete(echo=True).echo
+    forms = ("a", ["a", "b"], [1, 2], [[1, 2], [3]])
+    assert [complete(prompt=form).prompts for form in forms] == [("a",), ("a", "b"), ((1, 2),), ((1, 2), (3,))]
 
 
 def test_null_is_absent() -> None:
@@ -106,11 +108,6 @@ def test_messages_keep_what_a_template_may_use() -> None:
         {"role": "assistant", "content": ""},
         {"role": "tool", "content": "42", "tool_call_id": "c1"},
     )
-
-
-def test_prompts_come_in_four_forms() -> None:
-    forms = ("a", ["a", "b"], [1, 2], [[1, 2], [3]])
-    assert [complete(prompt=form).prompts for form in forms] == [("a",), ("a", "b"), ((1, 2),), ((1, 2), (3,))]
 
 
 def test_what_an_answer_must_match_is_one_grammar() -> None:
@@ -230,10 +227,7 @@ WRONG_COMPLETIONS: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("field", WRONG_COMPLETIONS)
 def test_what_completions_cannot_do_is_a_400(field: str) -> None:
-    """``best_of`` equal to ``n`` asks for nothing; one request cannot ask for thousands of answers.
-
-    A prompt's tokens have no logprobs, so echo does not go with them.
-    """
+    """``best_of`` equal to ``n`` asks for nothing; echo does not go with logprobs, which a prompt's tokens have not."""
     for value in WRONG_COMPLETIONS[field]:
         assert_refused(complete, {field: value}, field)
     with pytest.raises(InvalidRequest, match="at most 14 for 9 prompts"):
@@ -258,7 +252,7 @@ def test_a_broken_body_is_a_400(kind: str, raw: bytes) -> None:
     assert len(caught.value.message) < 300
 
 
-FIELDS = """
+NAMES = st.sampled_from("""
     model messages prompt n best_of max_tokens max_completion_tokens temperature top_p top_k min_p seed stop stream
     stream_options cache_salt prompt_cache_key chat_template_kwargs apply_chat_template add_generation_prompt
     ignore_eos tools tool_choice tool_calls function parameters logprobs top_logprobs logit_bias response_format echo
@@ -267,8 +261,7 @@ FIELDS = """
     role content type text include_usage input instructions metadata call_id name arguments output input_text
     function_call message format include system max_output_tokens stop_sequences tool_use tool_result input_schema
     cache_control output_config diagnostics id
-"""
-NAMES = st.sampled_from(FIELDS.split())
+""".split())  # fmt: skip
 SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(), st.integers(-2, 2), st.floats(allow_nan=False, allow_infinity=False),
     st.text(max_size=5), st.sampled_from("user system assistant text demo tool_use function_call input_text".split()),

@@ -56,10 +56,7 @@ def alone(demo_model_path: Path) -> Desk:
 
 
 def test_a_request_is_explained_as_it_would_be_routed(alone: Desk) -> None:
-    """The holder of the very prompt that the chat renders to wins, under all policies that look at caches.
-
-    With ``policy`` only that one is explained; choices share their prompt; a response leads to the chat's prefix.
-    """
+    """Its holder wins under all policies that look at caches; choices share a prompt, and a response has a chat's."""
     alone.hold("b", "default")
     said = alone.ask(CHAT)
     assert (said["tenant"], said["policy"], said["model"]) == ("default", "estimated_ttft", "demo")
