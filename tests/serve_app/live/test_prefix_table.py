@@ -11,11 +11,9 @@ from serve_app.live.prefix_table import PrefixTable
 from tests.serve_app.live.traffic import BLOCK, USES, Uses, chain_of, filled
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Six nodes, but no six of long prompts."""
-    monkeypatch.setattr(prefix_table, "MAX_TENANT_NODES", 6)
-    monkeypatch.setattr(prefix_table, "MAX_TENANT_BYTES", 3600)
+@pytest.fixture(params=[("MAX_TENANT_NODES", 6), ("MAX_TENANT_BYTES", 2000)], ids=["nodes", "bytes"])
+def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_table, *request.param)
 
 
 def test_a_prompt_is_three_nodes() -> None:
@@ -54,8 +52,8 @@ def test_rooms_are_bounded_and_do_not_depend_on_other_tenants(uses: Uses) -> Non
     """However many come: bytes are counted right, and who shows a node can show what it hangs under."""
     rooms, alone = filled(uses).rooms, filled([use for use in uses if use.tenant == "a"]).rooms
     for room in rooms.values():
-        assert len(room.nodes) <= 6
-        assert room.bytes <= 3600
+        assert len(room.nodes) <= prefix_table.MAX_TENANT_NODES
+        assert room.bytes <= prefix_table.MAX_TENANT_BYTES
         assert room.bytes == sum(node.bytes for node in room.nodes.values())
         for node in room.nodes.values():
             assert not node.parent or node.parent in room.nodes
