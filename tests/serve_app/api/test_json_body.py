@@ -13,9 +13,6 @@ from serve_app.api.openai.request import ChatBody, CompletionBody, parse_chat, p
 from serve_app.api.unknown import MAX_TOLD, UnknownField, ignored_fields, require_none, unknown_fields
 from serve_app.errors import InvalidRequest
 
-LARGE = 70_000
-"""More bytes than a body has that is decoded at once."""
-
 
 @pytest.mark.parametrize(
     ("body", "parse", "field"),
@@ -28,10 +25,7 @@ LARGE = 70_000
 def test_a_body_of_very_many_values_is_refused_unread(
     body: bytes, parse: Any, field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is decoded of the field that has too many; the error names it and says what to do.
-
-    docs/scheduling.md
-    """
+    """Nothing is decoded of the field that has too many; the error names it. (docs/scheduling.md)"""
     decoded: list[int] = []
     decode = msgspec.json.decode
     monkeypatch.setattr("msgspec.json.decode", lambda raw, **more: decoded.append(len(raw)) or decode(raw, **more))
@@ -68,7 +62,6 @@ def commas_and_brackets(value: Any) -> int:
 
 @given(value=VALUES, ascii_only=st.booleans())
 def test_what_stands_in_strings_does_not_count(value: Any, ascii_only: bool) -> None:
-    """Quotes, brackets and backslashes of any kind inside them."""
     assert _count_values(json.dumps(value, ensure_ascii=ascii_only).encode()) == commas_and_brackets(value) + 1
 
 
@@ -86,7 +79,7 @@ def test_size_changes_no_answer(body: Any, fields: dict[str, Any]) -> None:
             return error.message, error.param
 
     raw = json.dumps(fields).encode()
-    assert outcome(raw) == outcome(raw[:-1] + b" " * LARGE + raw[-1:])
+    assert outcome(raw) == outcome(raw[:-1] + b" " * 70_000 + raw[-1:])
 
 
 KNOWN = ("cache_salt", "max_tokens", "temperature")
@@ -102,7 +95,6 @@ def test_whatever_a_client_writes_a_header_can_hold_it(names: list[str]) -> None
 
 
 def test_a_misspelt_name_is_told_with_the_one_that_is_meant() -> None:
-    """As ignored, or as refused in OpenAI's words."""
     found = unknown_fields(["cache_slat", "sparkle"], KNOWN)
     assert found == (UnknownField("cache_slat", "cache_salt"), UnknownField("sparkle"))
     assert ignored_fields(found) == "unknown fields ignored: cache_slat (did you mean cache_salt?), sparkle"

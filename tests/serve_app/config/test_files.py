@@ -55,12 +55,8 @@ secret_file: secret
         ("pin_budget=64MiB", "pin_budget: must be a number (KV that explicit saves may keep: a part of the pool below"),
         ("kv_cache_bytes=1KiB", "kv_cache_bytes: must be at least 1MiB"),
         ("otlp_endpoint=collector:4318", "otlp_endpoint: must be the URL of an OpenTelemetry collector, such as http:"),
-        ("downscale_delay_s=1", "downscale_delay_s: there is no such setting"),
         ("autoscaling={max_replicas: 2, downscale_delay_s: 1}", "autoscaling.downscale_delay_s: must be at least 10s"),
-        (
-            "autoscaling={max_replica: 2}",
-            "autoscaling.max_replica: there is no such setting; did you mean max_",
-        ),
+        ("autoscaling={max_replica: 2}", "autoscaling.max_replica: there is no such setting; did you mean max_"),
         ("tenants=[{name: a, key: wp-1}]", "tenants.0.key: keys are not written here, only their SHA-256"),
         ("tenants=3", "tenants: must be a list"),
         ("lora_adapters=[a]", "lora_adapters: must be pairs of NAME: VALUE"),

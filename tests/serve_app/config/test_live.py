@@ -42,13 +42,11 @@ def test_what_a_user_config_names_wins_and_all_else_is_of_args(args: dict[str, A
         ({"model": "small"}, "model: changes with a restart only; put it under args:"),
         ({"polcy": "lmetric"}, "polcy: there is no such setting; did you mean policy?"),
         ({"sparkle": 1}, "sparkle: there is no such setting; leave it out"),
-        ({"policy": "best"}, "policy: must be one of estimated_ttft, lmetric"),
         ({"request_timeout_s": 0}, "request_timeout_s: must be above 0"),
         ({"tenants": [{"name": "a", "key_sha256": ["wp-secret"]}]}, "64 hex digits; make both with `warmpath keys`"),
         ({"operator_key_sha256": ["wp-secret"]}, "64 hex digits; make both with `warmpath keys`"),
         ({"tenants": [{"name": "a", "key_sha256": [KEY]}] * 2}, "two tenants have the same name; give each its own"),
         ({"operator_key_sha256": [KEY, KEY]}, "the same API key is given twice"),
-        ({"tenants": [{"name": "a", "key_sha256": [KEY], "share": 1}]}, "tenants.0.share: there is no such setting"),
         ({"autoscaling": {"max_replicas": 3}}, "autoscaling: is switched on or off with a restart only"),
         (["policy"], "a user_config is pairs of NAME: VALUE"),
     ],
@@ -78,10 +76,7 @@ def test_autoscaling_follows_other_targets_and_stays_on() -> None:
 
 @pytest.mark.parametrize("none", [[], None])
 def test_tenants_of_args_cannot_be_taken_away(none: object) -> None:
-    """Also not from a replica that starts and knows no earlier settings: it would let everybody in.
-
-    docs/cluster.md
-    """
+    """Nor from a replica that starts and knows no earlier settings: it would let everybody in. (docs/cluster.md)"""
     base = AppConfig.model_validate({"tenants": [{"name": "acme", "key_sha256": [KEY]}]})
     with pytest.raises(BadSettings, match="everybody could come in"):
         overlaid(base, {"tenants": none})

@@ -31,7 +31,6 @@ def test_a_size_is_its_number_times_its_unit(number: Decimal, unit: str, between
 
 @given(st.lists(st.tuples(st.integers(0, 999), st.sampled_from(sorted(SECONDS))), min_size=1, max_size=4))
 def test_a_duration_is_the_sum_of_its_parts(parts: list[tuple[int, str]]) -> None:
-    """``1h30m`` and ``1h 30m``."""
     expected = sum(number * SECONDS[unit] for number, unit in parts)
     for between in ("", " "):
         text = between.join(f"{number}{unit}" for number, unit in parts)

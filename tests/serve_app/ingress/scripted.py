@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, S
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import uvicorn
@@ -71,11 +71,9 @@ class Script:
     cancelled: int = 0
 
     def clear(self) -> None:
-        """Say nothing, until the next test says what."""
         self.text, self.step, self.reason, self.fails = "", 3, "stop", None
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Tokens, None]:
-        """Yield the tokens of the text."""
         self.asked.append(generation)
         ids = self.tokenizer.encode(self.text, b"r" * 16).token_ids.tolist()
         try:
@@ -100,7 +98,6 @@ def partial_services(**parts: Any) -> Services:
 
 
 def counters(front_door: FrontDoor, misses: MissDetector | None = None) -> Counters:
-    """Everything that counts answers, new."""
     return Counters(IngressMetrics(), front_door, Ledger(None, 0), PromptTraffic(), misses)
 
 
@@ -130,8 +127,10 @@ class Loopback:
 
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result(PATIENCE_S)
 
-    def stop(self) -> None:
-        """Stop it."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._server.should_exit = True
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
@@ -160,11 +159,8 @@ def scripted(
         tracer=tracer,
         completions=Completions(config, preparer, script, tokenizer, readers, counted, workers, drain),
     )
-    running = Loopback(lambda: make_application(services))
-    try:
+    with Loopback(lambda: make_application(services)) as running:
         yield running.url, script
-    finally:
-        running.stop()
 
 
 @asynccontextmanager

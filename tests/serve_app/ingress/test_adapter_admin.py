@@ -142,10 +142,8 @@ def test_an_adapter_that_one_replica_cannot_serve_is_offered_nowhere(tmp_path: P
         ({"tenats": ["acme"]}, "Unknown parameter: 'tenats'; did you mean 'tenants'"),
         ({"lora_path": "x\0y"}, "no path|no adapter_model"),
         ({"tenants": []}, "at least one"),
-        *(
-            ({"lora_path": path}, "The adapter cannot be loaded")  # no system call takes it
-            for path in ("x" * 256, "x/" * 2048)
-        ),
+        ({"lora_path": "x" * 256}, "The adapter cannot be loaded"),  # no system call takes it
+        ({"lora_path": "x/" * 2048}, "The adapter cannot be loaded"),
     ],
 )
 def test_a_wrong_body_is_a_400(body: dict[str, Any], reason: str, tmp_path: Path) -> None:
@@ -178,10 +176,7 @@ def test_adapters_change_only_where_the_settings_allow_it_and_only_inside_the_ro
     ],
 )
 def test_links_in_an_adapters_directory_lead_nowhere_else(path: str, linked: str, tmp_path: Path) -> None:
-    """A file outside ``lora_root`` is not read, whatever it is; links inside, as Hugging Face's cache has, are.
-
-    docs/security.md
-    """
+    """A file outside ``lora_root`` is not read; links inside, as Hugging Face's cache has, are. (docs/security.md)"""
     app = Deployment(lora_root=str(tmp_path / "root"))
     file = save_plain(tmp_path / "root" / "a") / linked
     secret, fine = tmp_path / "secret.json", tmp_path / "fine"

@@ -1,7 +1,4 @@
-"""An answer on its way out: it ends at its time, whatever its client does, its events skip the layers around it.
-
-And what it tells the front door and its tenant's limits of its cost.
-"""
+"""An answer on its way out: it ends at its time, whatever its client does, and tells what it cost."""
 
 import asyncio
 import json
@@ -191,7 +188,6 @@ class Bench:
         yield Tokens((1,), FirstToken(0), "length")
 
     def ask(self, *, fails: bool = False) -> None:
-        """Answer one request of the tenant acme."""
         self.fails = fails
 
         async def answer() -> None:
@@ -215,10 +211,7 @@ def test_a_request_that_was_not_answered_teaches_no_cost() -> None:
 
 
 def test_a_request_pays_for_its_prompt_and_what_was_generated() -> None:
-    """What was reserved for more is given back; who is refused before the first token pays nothing, whoever refused.
-
-    docs/tenants.md
-    """
+    """What was reserved for more is given back; a refusal before the first token costs nothing. (docs/tenants.md)"""
     config = TenantConfig.model_validate({"name": "acme", "key_sha256": ["a" * 64], "tokens_per_minute": 300})
     limits = TenantLimits([config], clock=lambda: 0.0)
     bench = Bench([replace(GENERATION, sampling=SamplingParams(max_tokens=50)) for _ in range(2)], limits, n=2)

@@ -11,7 +11,7 @@ from anthropic import Anthropic
 from anthropic.types import Message
 
 from serve_app.config.tenants import TenantConfig
-from serve_app.errors import GenerationFailed, Overloaded
+from serve_app.errors import GenerationFailed, Overloaded, RequestTooLarge
 from serve_app.tenants.tenants import make_api_key
 from tests.serve_app.ingress.scripted import Script, scripted
 from tests.serve_app.tool_templates.families import WEATHER, call_text, family
@@ -28,7 +28,6 @@ HI: list[Any] = [{"role": "user", "content": "Hi"}]
 
 
 def ask(client: Anthropic, **fields: Any) -> Any:
-    """The whole answer to a greeting."""
     return client.messages.create(**{"model": "demo", "max_tokens": 5, "messages": HI, **fields})
 
 
@@ -149,11 +148,17 @@ def test_errors_are_the_clients_own(anthropic_client: Anthropic, script: Script)
         ask(anthropic_client, model="other")
     assert missing.value.request_id is not None
     assert json.loads(missing.value.response.content)["error"]["type"] == "not_found_error"
-    script.fails = Overloaded("Full.")
-    with pytest.raises(anthropic.APIStatusError) as full:
-        ask(anthropic_client)
-    assert full.value.status_code == 529
-    script.text, script.fails = "It rains", GenerationFailed("Broken.")
+    for fails, status, kind in (
+        (Overloaded("Full."), 529, "overloaded_error"),
+        (RequestTooLarge("Long."), 413, "request_too_large"),
+        (GenerationFailed("Broken."), 500, "api_error"),
+    ):
+        script.fails = fails
+        with pytest.raises(anthropic.APIStatusError, match=str(fails)) as failed:
+            ask(anthropic_client)
+        assert failed.value.status_code == status
+        assert json.loads(failed.value.response.content)["error"]["type"] == kind
+    script.text = "It rains"
     with pytest.raises(anthropic.APIStatusError, match="Broken"):
         list(ask(anthropic_client, stream=True))
     url = f"{str(anthropic_client.base_url).rstrip('/')}/v1/messages"

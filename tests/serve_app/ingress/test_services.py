@@ -18,7 +18,6 @@ from serve_app.ingress.assembly import places
 from serve_app.ingress.services import Services
 
 BUFFERS = """
-import sys
 from serve_app.ingress.assembly import return_large_buffers
 assert return_large_buffers()
 def resident():

@@ -56,10 +56,7 @@ def served(family_served: Served) -> Served:
 
 @pytest.mark.parametrize("step", [1, 1000])
 def test_calls_are_what_the_client_reads(served: Served, step: int) -> None:
-    """Text, calls with the arguments as they were written, ids and the reason; a stream adds up to the whole.
-
-    Each call's name comes first, its arguments in parts.
-    """
+    """A stream adds up to the whole: a call's name comes first, then its arguments in parts, as they were written."""
     before, joint = "" if served.name == "llama3" else "Let me look.", {"hermes": "\n", "llama3": "; ", "mistral": ""}
     text, tools = before + served.call() + joint[served.name] + served.call("search", {}), [WEATHER, SEARCH]
     served.script.step = step

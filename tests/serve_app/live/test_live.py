@@ -21,20 +21,19 @@ from tests.serve_app.live.traffic import BLOCK, chain_of, decision, generation
 
 ABOUT = {"model": "m", "engine": "simulated", "simulated": True, "policy": "p", "block_size": BLOCK, "ingresses": 1}
 pytestmark = pytest.mark.anyio
-Notices = dict[str, list[dict[str, Any]]]
 
 
 class Ingresses:
     """Several ingresses in one process; ``calls``: how often their events were asked for."""
 
-    def __init__(self, names: tuple[str, ...] = ("i1",), notices: Notices | None = None) -> None:
+    def __init__(self, *names: str) -> None:
         self.core = RoutingCore("router", RouterSettings(block_size=BLOCK))
         self.core.update_replicas(["r1", "r2"])
-        self.notices = notices or {}
+        self.notices: dict[str, list[dict[str, Any]]] = {}
         self.calls = 0
-        self.dropped = 0
-        self.by_name = {name: self._live(name) for name in names}
-        self.first = self.by_name[names[0]]
+        self.dropped: list[int] = []
+        self.by_name = {name: self._live(name) for name in names or ("i1",)}
+        self.first = next(iter(self.by_name.values()))
 
     def _live(self, name: str) -> Live:
         async def ingresses(method: str, *arguments: Any, timeout_s: float) -> list[Any]:
@@ -42,18 +41,12 @@ class Ingresses:
             self.calls += 1
             return [each.recent(*arguments) for each in self.by_name.values()] if len(self.by_name) > 1 else []
 
-        def count(events: int) -> None:
-            self.dropped += events
-
-        table = PrefixTable(BLOCK, lambda: 2)
-        return Live(
-            name, self.core, table, lambda: dict(ABOUT), lambda: self.notices, ingresses, count_dropped=count
-        )  # fmt: skip
+        table, count = PrefixTable(BLOCK, lambda: 2), self.dropped.append
+        return Live(name, self.core, table, lambda: dict(ABOUT), lambda: self.notices, ingresses, count_dropped=count)
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time passes faster."""
     for name, seconds in {"LOOK_S": 0.02, "BOARD_S": 0.02, "LEASE_S": 0.2}.items():
         monkeypatch.setattr(live_module, name, seconds)
     monkeypatch.setattr(watcher_module, "GATHER_S", 0.0)
@@ -64,7 +57,6 @@ def decoded(events: list[Any]) -> list[dict[str, Any]]:
 
 
 async def until(watcher: Watcher, wanted: Callable[[Mapping[str, Any]], bool] | str) -> dict[str, Any]:
-    """Return the first event that is wanted, or of a type."""
     async with asyncio.timeout(30):
         while True:
             for event in decoded(await watcher.take(1.0)):
@@ -73,7 +65,6 @@ async def until(watcher: Watcher, wanted: Callable[[Mapping[str, Any]], bool] | 
 
 
 async def shown_requests(live: Live, viewer: str | None, requests: int) -> dict[str, Any]:
-    """Return the first snapshot that has so many requests."""
     async with asyncio.timeout(30):
         while True:
             snapshot = await live.snapshot(viewer)
@@ -176,7 +167,7 @@ async def test_a_tenant_sees_its_own_part() -> None:
 
 async def test_several_ingresses_are_seen_from_one() -> None:
     """Decisions, prefixes and totals of the others come too; when the watcher goes nobody is asked any more."""
-    ingresses = Ingresses(("i1", "i2", "i3"))
+    ingresses = Ingresses("i1", "i2", "i3")
     one, two, _ = ingresses.by_name.values()
     send(two, "a")
     watcher = await one.watch(None)
@@ -228,7 +219,7 @@ async def test_a_slow_watcher_loses_the_oldest_and_starts_anew(monkeypatch: pyte
         send(live, "a", number=number)
     assert await watcher.take(1.0) == []
     dropped, snapshot = decoded(live.resync("a", watcher))
-    assert (dropped["type"], dropped["events"]) == ("dropped", ingresses.dropped)
+    assert (dropped["type"], dropped["events"]) == ("dropped", sum(ingresses.dropped))
     assert dropped["events"] >= 11
     assert [each["request"] for each in snapshot["decisions"]] == [f"a-{number}.0" for number in range(10)]
     send(live, "a", number=11)

@@ -9,9 +9,9 @@ from serve_app.live.prefix_table import PrefixTable
 from tests.serve_app.live.traffic import BLOCK, USES, Uses, chain_of, filled
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_table, "MAX_TENANT_NODES", 6)
+@pytest.fixture(params=[("MAX_TENANT_NODES", 6), ("MAX_TENANT_BYTES", 2000)], ids=["nodes", "bytes"])
+def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_table, *request.param)
 
 
 def test_a_prompt_is_three_nodes() -> None:
@@ -47,28 +47,17 @@ def test_a_prompt_is_three_nodes() -> None:
 @pytest.mark.usefixtures("small")
 @given(USES)
 def test_rooms_are_bounded_and_do_not_depend_on_other_tenants(uses: Uses) -> None:
-    """However many come: bytes are counted right, and who shows a node can show what it hangs under.
-
-    A room is what it would be if nobody else had sent anything.
-    """
+    """However many come: bytes are counted right, and who shows a node can show what it hangs under."""
     rooms, alone = filled(uses).rooms, filled([use for use in uses if use.tenant == "a"]).rooms
     for room in rooms.values():
-        assert len(room.nodes) <= 6
+        assert len(room.nodes) <= prefix_table.MAX_TENANT_NODES
+        assert room.bytes <= prefix_table.MAX_TENANT_BYTES
         assert room.bytes == sum(node.bytes for node in room.nodes.values())
         for node in room.nodes.values():
             assert not node.parent or node.parent in room.nodes
             assert node.hits <= node.requests
     assert rooms.keys() - {"b"} == alone.keys()
     assert "a" not in rooms or list(rooms["a"].nodes.items()) == list(alone["a"].nodes.items())
-
-
-def test_the_bytes_of_one_tenant_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long prompts drive out the tenant's own older ones."""
-    monkeypatch.setattr(prefix_table, "MAX_TENANT_BYTES", 4096)
-    table = PrefixTable(BLOCK, lambda: 1)
-    for number in range(50):
-        table.add("a", chain_of("a", [number] * 40), 40 * BLOCK + 1, 0, float(number))
-    assert 0 < table.rooms["a"].bytes <= 4096
 
 
 @pytest.mark.parametrize(("tenants", "most"), [(1, SHOWN_NODES), (4, SHOWN_NODES // 4), (100, LEAST_NODES)])

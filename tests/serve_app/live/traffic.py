@@ -43,7 +43,6 @@ def generation(
 
 
 def decision(replica: str = "r1", cached_tokens: int = 0) -> Decision:
-    """Return a decision for a replica."""
     return Decision(replica, "router", 1, cached_tokens, cached_tokens, "cached", 0.1, 0.125, queued_tokens=7)
 
 
@@ -74,7 +73,6 @@ USES = st.lists(
 
 
 def filled(uses: Sequence[Use]) -> PrefixTable:
-    """Return a table that has seen these."""
     table = PrefixTable(BLOCK, lambda: 2)
     for use in uses:
         blocks, public_blocks = len(use.blocks), min(use.public_blocks, len(use.blocks))

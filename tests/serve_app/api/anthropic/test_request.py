@@ -123,7 +123,6 @@ def test_many_blocks_are_not_copied_for_each_that_follows() -> None:
     ],
 )
 def test_what_cannot_be_done_is_a_400_that_says_so(fields: dict[str, Any], said: str) -> None:
-    """Nothing that would change the answer is ignored."""
     with pytest.raises(InvalidRequest) as raised:
         parse(**fields)
     assert said in raised.value.message

@@ -5,16 +5,14 @@ import re
 from functools import partial
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.api.anthropic.history import MAX_MESSAGES, Asked, MessageHistory, digest, digests
-from serve_app.api.anthropic.response import MessagesFormat, anthropic_error
+from serve_app.api.anthropic.response import MessagesFormat
 from serve_app.api.format import AnswerHead, Choice, FinishReason, Usage
 from serve_app.api.tool_calls import CallArguments, CallBegun, CallEnded, ToolCall
 from serve_app.engine.protocol import Save
-from serve_app.errors import AuthenticationFailed, GenerationFailed, RequestTooLarge, WarmpathError
 from serve_app.generation.request_usage import kept_tokens
 
 ASKED = Asked(b"m", b"s", b"t", (b"1",))
@@ -63,7 +61,6 @@ def built(raw: bytes) -> dict[str, Any]:
 def test_a_stream_builds_the_whole_answer(
     text: str, called: list[tuple[str, dict[str, int]]], reason: FinishReason, stop: str, step: int
 ) -> None:
-    """Text and calls, however they are cut, with why it ended and usage."""
     usage = Usage(100, 7, 32, 16, 16)
     stream = fresh_format().stream(HEAD)
     raw = stream.opening(0, Usage(100, 1, 32, 16, 16))
@@ -107,20 +104,6 @@ def test_every_token_of_a_prompt_is_counted_once(
         if not state and ttls:
             states[at] = "1h" if max(ttls) == 3600 else "5m"
     assert (kept_5m, kept_1h) == (states.count("5m"), states.count("1h"))
-
-
-@pytest.mark.parametrize(
-    ("error", "status", "kind"),
-    [
-        (AuthenticationFailed("a"), 401, "authentication_error"),
-        (RequestTooLarge("a"), 413, "request_too_large"),
-        (GenerationFailed("a"), 500, "api_error"),
-    ],
-)
-def test_errors_have_anthropics_types(error: WarmpathError, status: int, kind: str) -> None:
-    shown = anthropic_error(error, "r")
-    assert shown.status == status
-    assert shown.body == {"type": "error", "error": {"type": kind, "message": "a"}, "request_id": "r"}
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=5), st.lists(st.integers(0, 3), min_size=1, max_size=5))

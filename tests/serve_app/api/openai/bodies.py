@@ -1,6 +1,7 @@
 """Bodies that are valid, and what a wrong one gets."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,10 +30,11 @@ def complete(**fields: Any) -> CompletionRequest:
     return parse_completion(json.dumps(COMPLETION | fields).encode())
 
 
-def assert_names_its_field(fields: dict[str, Any], param: str) -> None:
-    """A chat with these fields is a 400 whose sentence begins with the field that is wrong."""
+def assert_refused(parse: Callable[..., Any], fields: dict[str, Any], param: str, words: str = "") -> None:
+    """A body with these fields is a 400 that names the one that is wrong; without ``words`` it begins with it."""
     with pytest.raises(InvalidRequest) as caught:
-        chat(**fields)
+        parse(**fields)
     assert (caught.value.status, caught.value.param) == (400, param)
-    assert caught.value.message.startswith(param.split("[")[0])
+    assert words in caught.value.message
+    assert words or caught.value.message.startswith(param.split("[")[0])
     assert len(caught.value.message) < 300

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from serve_app.api.request import ChatRequest, CompletionRequest, GenerateRequest
 from serve_app.api.unknown import UnknownField
 from serve_app.errors import InvalidRequest
-from tests.serve_app.api.openai.bodies import PARSERS, assert_names_its_field, chat, complete
+from serve_app.structured.grammar import Grammar
+from tests.serve_app.api.openai.bodies import PARSERS, assert_refused, chat, complete
 
 
 def test_bare_requests_have_openais_defaults() -> None:
@@ -44,6 +45,8 @@ def test_every_field_arrives() -> None:
     assert (continued.continue_final_message, continued.add_generation_prompt) == (True, False)
     assert (chat(logprobs=True).logprobs, complete(logprobs=0).logprobs, complete().logprobs) == (0, 0, None)
     assert complete(echo=True).echo
+    forms = ("a", ["a", "b"], [1, 2], [[1, 2], [3]])
+    assert [complete(prompt=form).prompts for form in forms] == [("a",), ("a", "b"), ((1, 2),), ((1, 2), (3,))]
 
 
 def test_null_is_absent() -> None:
@@ -105,10 +108,26 @@ def test_messages_keep_what_a_template_may_use() -> None:
     )
 
 
-def test_prompts_come_in_four_forms() -> None:
-    """Text or ids, one or many."""
-    forms = ("a", ["a", "b"], [1, 2], [[1, 2], [3]])
-    assert [complete(prompt=form).prompts for form in forms] == [("a",), ("a", "b"), ((1, 2),), ((1, 2), (3,))]
+def test_what_an_answer_must_match_is_one_grammar() -> None:
+    """By OpenAI's field or by vLLM's; a schema keeps the order of its properties."""
+    schema = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "integer"}}}
+    asked = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
+    wanted = Grammar.json_schema(schema, "response_format.json_schema.schema")
+    assert chat(response_format=asked).grammar == wanted
+    assert wanted.text.index('"b"') < wanted.text.index('"a"')
+    assert chat(response_format={"type": "json_object"}).grammar == Grammar.json_object("response_format")
+    for as_sent in (schema, json.dumps(schema)):
+        found = complete(structured_outputs={"json": as_sent, "regex": None}).grammar
+        assert found == Grammar.json_schema(schema, "structured_outputs.json")
+    for kind, value in (("regex", "a+"), ("choice", ["a", "b"]), ("grammar", 'start: "a"')):
+        found = chat(structured_outputs={kind: value}).grammar
+        assert found is not None
+        assert (found.kind, found.field) == (kind, f"structured_outputs.{kind}")
+    assert chat(structured_outputs={"json_object": True}).grammar == Grammar.json_object(
+        "structured_outputs.json_object"
+    )
+    with pytest.raises(InvalidRequest, match=r"guided_regex is not supported.*use structured_outputs\.regex"):
+        chat(guided_regex="a+")
 
 
 WRONG: dict[str, list[Any]] = {
@@ -123,32 +142,48 @@ WRONG: dict[str, list[Any]] = {
     "stop_token_ids": [[-1], [True], [1] * 129, 5], "bad_words": ["no", [" "], ["x" * 257], ["x"] * 129],
     "include_stop_str_in_output": [1], "logprobs": [3], "top_logprobs": [3], "response_format": ["json"],
 }  # fmt: skip
-"""By field: what is out of bounds, of another type, too many or too large."""
+
+DEEP = json.loads('{"items": ' * 70 + "{}" + "}" * 70)
 
 
 @pytest.mark.parametrize("field", WRONG)
 def test_a_wrong_value_is_a_400_that_names_its_field(field: str) -> None:
-    """The sentence begins with the field, too."""
     for value in WRONG[field]:
-        assert_names_its_field({field: value}, field)
+        assert_refused(chat, {field: value}, field)
 
 
 @pytest.mark.parametrize(
-    ("message", "param"),
+    ("fields", "param"),
     [
-        (3, "messages[0]"), ({"content": "x"}, "messages[0].role"),
-        ({"role": ["user"], "content": "x"}, "messages[0].role"), ({"role": "user"}, "messages[0].content"),
-        ({"role": "tool", "content": None}, "messages[0].content"),
-        ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content"),
-        ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content"),
+        ({"messages": [3]}, "messages[0]"), ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "tool", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"response_format": {"type": 3}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": DEEP}}},
+         "response_format.json_schema.schema"),
+        ({"structured_outputs": {"xml": "a"}}, "structured_outputs.xml"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"regex": "(" * 65}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": "a" * 70_000}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
     ],
 )  # fmt: skip
-def test_a_wrong_message_is_a_400_that_names_its_part(message: Any, param: str) -> None:
-    assert_names_its_field({"messages": [message]}, param)
+def test_a_wrong_part_is_a_400_that_names_it(fields: dict[str, Any], param: str) -> None:
+    """A part of a field is wrong, or two do not go together."""
+    assert_refused(chat, fields, param)
 
 
 def test_a_sentence_says_what_a_field_must_be() -> None:
-    """In words of its own, or as its type and bounds say it."""
     for fields, said in (
         ({"stop": 5}, "stop must be a string or at most 16 strings, each of 1 to 1024 characters."),
         ({"n": 0}, "n must be a whole number from 1 to 16."),
@@ -190,14 +225,9 @@ WRONG_COMPLETIONS: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("field", WRONG_COMPLETIONS)
 def test_what_completions_cannot_do_is_a_400(field: str) -> None:
-    """``best_of`` equal to ``n`` asks for nothing; one request cannot ask for thousands of answers.
-
-    A prompt's tokens have no logprobs, so echo does not go with them.
-    """
+    """``best_of`` equal to ``n`` asks for nothing; echo does not go with logprobs, which a prompt's tokens have not."""
     for value in WRONG_COMPLETIONS[field]:
-        with pytest.raises(InvalidRequest) as caught:
-            complete(**{field: value})
-        assert caught.value.param == field
+        assert_refused(complete, {field: value}, field)
     with pytest.raises(InvalidRequest, match="at most 14 for 9 prompts"):
         complete(prompt=["a"] * 9, n=16)
     with pytest.raises(InvalidRequest, match="echo"):
@@ -220,7 +250,7 @@ def test_a_broken_body_is_a_400(kind: str, raw: bytes) -> None:
     assert len(caught.value.message) < 300
 
 
-FIELDS = """
+NAMES = st.sampled_from("""
     model messages prompt n best_of max_tokens max_completion_tokens temperature top_p top_k min_p seed stop stream
     stream_options cache_salt prompt_cache_key chat_template_kwargs apply_chat_template add_generation_prompt
     ignore_eos tools tool_choice tool_calls function parameters logprobs top_logprobs logit_bias response_format echo
@@ -229,8 +259,7 @@ FIELDS = """
     role content type text include_usage input instructions metadata call_id name arguments output input_text
     function_call message format include system max_output_tokens stop_sequences tool_use tool_result input_schema
     cache_control output_config diagnostics id
-"""
-NAMES = st.sampled_from(FIELDS.split())
+""".split())  # fmt: skip
 SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(), st.integers(-2, 2), st.floats(allow_nan=False, allow_infinity=False),
     st.text(max_size=5), st.sampled_from("user system assistant text demo tool_use function_call input_text".split()),
@@ -271,7 +300,6 @@ def test_any_bytes_parse_or_are_refused(kind: str, raw: bytes) -> None:
 @settings(max_examples=400)
 @given(data=st.data())
 def test_any_json_parses_or_is_refused(kind: str, data: st.DataObject) -> None:
-    """Any value under any name, over a valid body or alone."""
     parse, valid = PARSERS[kind]
     fields = data.draw(st.dictionaries(NAMES, VALUES, max_size=5))
     body = (valid if data.draw(st.booleans()) else {}) | fields

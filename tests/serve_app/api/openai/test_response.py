@@ -15,7 +15,7 @@ from openai.types.responses import Response
 
 from serve_app import errors
 from serve_app.api import sse
-from serve_app.api.format import AnswerFormat, AnswerHead, AnswerStream, Choice, ShownToken, ToldToken, Usage
+from serve_app.api.format import AnswerFormat, AnswerHead, Choice, ShownToken, ToldToken, Usage
 from serve_app.api.openai.response import DONE, ChatFormat, CompletionFormat, model_body, models_body, openai_error
 from serve_app.api.openai.responses.request import parse_response_request
 from serve_app.api.openai.responses.response import ResponsesFormat
@@ -58,20 +58,16 @@ def test_whole_answers_are_the_sdks() -> None:
             assert not part.model_extra
 
 
-def _stream(stream: AnswerStream) -> tuple[bytes, list[dict[str, Any]]]:
-    """A whole stream as it is sent, and the JSON of its chunks."""
-    content = stream.opening(0, Usage(30, 0, 16)) + stream.text(0, "Hel") + stream.text(0, 'lo\n\n\u2028"é')
-    content += stream.finish(0, "stop") + stream.usage(USAGE)
-    *events, done, rest = content.split(b"\n\n")
-    assert (done + b"\n\n", rest) == (DONE, b"")
-    return content, [json.loads(event.removeprefix(b"data: ")) for event in events]
-
-
 @pytest.mark.parametrize("include_usage", [True, False])
 @pytest.mark.parametrize("answers", [ChatFormat(), CompletionFormat()], ids=["chat", "completion"])
 def test_streamed_answers_are_what_the_sdk_reads(answers: ChatFormat | CompletionFormat, include_usage: bool) -> None:
     """A chat's role first, text, reason, then usage alone; other chunks carry usage null only if it was asked for."""
-    content, bodies = _stream(answers.stream(AnswerHead('"1"', 1700000000, "de\\mo", include_usage)))
+    stream = answers.stream(AnswerHead('"1"', 1700000000, "de\\mo", include_usage))
+    content = stream.opening(0, Usage(30, 0, 16)) + stream.text(0, "Hel") + stream.text(0, 'lo\n\n\u2028"é')
+    content += stream.finish(0, "stop") + stream.usage(USAGE)
+    *events, done, rest = content.split(b"\n\n")
+    assert (done + b"\n\n", rest) == (DONE, b"")
+    bodies = [json.loads(event.removeprefix(b"data: ")) for event in events]
     client = _client(200, content, sse.CONTENT_TYPE)
     chunks: list[Any]
     if isinstance(answers, ChatFormat):
@@ -179,7 +175,6 @@ def test_any_text_survives_a_chunk(text: str, index: int) -> None:
     ],
 )
 def test_errors_are_the_sdks(error: errors.WarmpathError, raised: type[openai.APIStatusError]) -> None:
-    """The SDK finds message, param and code where it looks for them."""
     shown = openai_error(error, "id")
     client = _client(shown.status, json.dumps(shown.body).encode())
     with pytest.raises(raised) as caught:
@@ -189,7 +184,6 @@ def test_errors_are_the_sdks(error: errors.WarmpathError, raised: type[openai.AP
 
 
 def test_an_error_in_mid_stream_is_raised_by_the_sdk() -> None:
-    """Text that came before it is read; then the SDK raises with the message."""
     stream = ChatFormat().stream(HEAD)
     content = stream.text(0, "Hel") + stream.error(errors.GenerationFailed("The replica died."))
     client = _client(200, content, sse.CONTENT_TYPE)
@@ -200,7 +194,6 @@ def test_an_error_in_mid_stream_is_raised_by_the_sdk() -> None:
 
 
 def test_models_are_the_sdks() -> None:
-    """Each is as the SDK's own."""
     body = model_body("demo", 1700000000, 32768)
     assert Model.model_validate(body, strict=True).owned_by == "warmpath"
     assert [model.id for model in _client(200, json.dumps(models_body([body])).encode()).models.list()] == ["demo"]

@@ -9,7 +9,7 @@ from serve_app.api.openai.responses.request import messages_of
 from serve_app.api.openai.tools import MAX_TOOL_DEPTH, MAX_TOOLS
 from serve_app.api.request import NO_TOOLS, ToolUse
 from serve_app.errors import InvalidRequest
-from tests.serve_app.api.openai.bodies import chat
+from tests.serve_app.api.openai.bodies import assert_refused, chat
 
 PARAMETERS = {"type": "object", "properties": {"q": {"type": "string"}}}
 SEARCH = {"type": "function", "function": {"name": "search", "description": "Looks.", "parameters": PARAMETERS}}
@@ -68,18 +68,23 @@ DEEP_SCHEMA = json.loads('{"items": ' * MAX_TOOL_DEPTH + "{}" + "}" * MAX_TOOL_D
         ({"tools": [SEARCH], "apply_chat_template": False}, "tools", "apply_chat_template"),
         ({"functions": [{"name": "f"}]}, "functions", "use tools"),
         ({"function_call": {"name": "f"}}, "function_call", "use tool_choice"),
+        *(({"messages": [{"role": "assistant", **message}]}, f"messages[0].{param}", "")
+          for message, param in (
+            ({"tool_calls": {}}, "tool_calls"),
+            ({"tool_calls": [{"type": "custom", "function": {}}]}, "tool_calls[0]"),
+            ({"tool_calls": [{"function": {"arguments": "{}"}}]}, "tool_calls[0].function.name"),
+            ({"tool_calls": [{"function": {"name": "f", "arguments": '{"a'}}]}, "tool_calls[0].function.arguments"),
+            ({"tool_calls": [{"id": 3, "function": {"name": "f"}}]}, "tool_calls[0].id"),
+            ({"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]}, "tool_calls"),
+            ({"function_call": {"name": "f"}}, "function_call"),
+          )),
     ],
 )  # fmt: skip
-def test_what_cannot_be_offered_is_a_400(fields: dict[str, Any], param: str, words: str) -> None:
-    """It names the field, and says what to send."""
-    with pytest.raises(InvalidRequest) as caught:
-        chat(**fields)
-    assert caught.value.param == param
-    assert words in caught.value.message
+def test_what_cannot_be_offered_or_was_not_called_is_a_400(fields: dict[str, Any], param: str, words: str) -> None:
+    assert_refused(chat, fields, param, words)
 
 
 def test_unknown_fields_of_tools_are_named() -> None:
-    """They change nothing."""
     request = chat(tools=[{**SEARCH, "cache_control": {}, "function": {**SEARCH["function"], "paramters": {}}}])
     assert [field.told for field in request.unknown] == [
         "tools[].cache_control",
@@ -101,30 +106,8 @@ def test_calls_in_messages_have_objects_for_arguments() -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "param"),
-    [
-        ({"tool_calls": {}}, "messages[0].tool_calls"),
-        ({"tool_calls": [{"type": "custom", "function": {}}]}, "messages[0].tool_calls[0]"),
-        ({"tool_calls": [{"function": {"arguments": "{}"}}]}, "messages[0].tool_calls[0].function.name"),
-        ({"tool_calls": [{"function": {"name": "f", "arguments": '{"a'}}]},
-         "messages[0].tool_calls[0].function.arguments"),
-        ({"tool_calls": [{"id": 3, "function": {"name": "f"}}]}, "messages[0].tool_calls[0].id"),
-        ({"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]}, "messages[0].tool_calls"),
-        ({"function_call": {"name": "f"}}, "messages[0].function_call"),
-    ],
-)  # fmt: skip
-def test_wrong_calls_in_messages_are_a_400(message: dict[str, Any], param: str) -> None:
-    """Down to the call and its field."""
-    with pytest.raises(InvalidRequest) as caught:
-        chat(messages=[{"role": "assistant", **message}])
-    assert caught.value.param == param
-
-
-MANY = '{"a": [' + "{}," * 70_000 + "{}]}"
-DEEP = '{"a": ' + "[" * 100 + "]" * 100 + "}"
-
-
-@pytest.mark.parametrize("arguments", [MANY, DEEP], ids=["many", "deep"])
+    "arguments", ['{"a": [' + "{}," * 70_000 + "{}]}", '{"a": ' + "[" * 100 + "]" * 100 + "}"], ids=["many", "deep"]
+)
 def test_arguments_of_calls_are_bounded_as_messages_are(arguments: str) -> None:
     """JSON inside a string is read, rendered and walked through like any other."""
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": arguments}}

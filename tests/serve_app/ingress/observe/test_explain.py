@@ -27,8 +27,6 @@ TWO_TENANTS = [TenantConfig(name=name, key_sha256=[digit * 64]) for name, digit 
 
 
 class Desk:
-    """A core with two replicas, and whoever explains it."""
-
     def __init__(self, path: Path, tenants: Tenants) -> None:
         self.core = RoutingCore("me", RouterSettings(), clock=lambda: 0.0)
         self.core.update_replicas(["a", "b"])
@@ -56,10 +54,7 @@ def alone(demo_model_path: Path) -> Desk:
 
 
 def test_a_request_is_explained_as_it_would_be_routed(alone: Desk) -> None:
-    """The holder of the very prompt that the chat renders to wins, under all policies that look at caches.
-
-    With ``policy`` only that one is explained; choices share their prompt; a response leads to the chat's prefix.
-    """
+    """Its holder wins under all policies that look at caches; choices share a prompt, and a response has a chat's."""
     alone.hold("b", "default")
     said = alone.ask(CHAT)
     assert (said["tenant"], said["policy"], said["model"]) == ("default", "estimated_ttft", "demo")
@@ -103,7 +98,6 @@ def test_the_tenant_named_is_the_one_asked_for(demo_model_path: Path) -> None:
 def test_bad_bodies_are_refused_as_the_request_would_be(
     alone: Desk, body: Any, error: type[Exception], param: str | None
 ) -> None:
-    """Every wrong body is an error that names its field."""
     with pytest.raises(error) as caught:
         alone.ask(body)
     assert getattr(caught.value, "param", None) == param

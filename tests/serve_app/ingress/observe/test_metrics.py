@@ -12,7 +12,6 @@ from router.protocol.events import StatsReport
 from router.protocol.request import RoutedRequest
 from router.protocol.samples import Labels, Sample
 from serve_app.cache.tiers.tiers import TierSettings
-from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import Save
 from serve_app.engine.speculative.meters import SpeculationMeters
 from serve_app.engine.step import SegmentResult
@@ -67,7 +66,18 @@ def test_all_that_replicas_tell_is_shown(make_engine: MakeEngine, tmp_path: Path
     engine = make_engine(tiers=TierSettings(1 << 20, 1 << 20, tmp_path), num_blocks=24, pin_budget_blocks=8)
     run_all(engine, [request(f"r{i}", prompt(150, i), 3, tenant="acme") for i in range(4)])
     run_all(engine, [replace(request("saver", prompt(60, 9), 1), saves=(Save(b"s" * 16, 48, None),))])
-    samples: list[Sample] = [*_of(engine), *_beside()]
+    speculation, pulls, moves = SpeculationMeters(), PullMeters(), MoveMeters(Receipt())
+    speculation.verified(SegmentResult(token=1))
+    pulls.refused["slow"] += 1
+    pulls.ended["whole"] += 1
+    pulls.exports["sent"] += 1
+    assert moves.joined is not None
+    moves.joined.moved("prefix", 1, 1)
+    moves.joined.skipped["gone"] += 1
+    moves.taken_blocks["save"] += 1
+    moves.taken_saves["pinned"] += 1
+    beside = [*speculation.samples((("engine", "torch"),)), *pulls.samples((), 1.0), *moves.samples()]
+    samples: list[Sample] = [*engine.stats().samples, *beside]
     labelled = [(name, (*labels, ("replica", "a")), value) for name, labels, value in samples]
     families = list(text_string_to_metric_families(render(labelled).decode()))
     shown = {(s.name, tuple(sorted(s.labels.items()))) for family in families for s in family.samples}
@@ -76,7 +86,7 @@ def test_all_that_replicas_tell_is_shown(make_engine: MakeEngine, tmp_path: Path
     expected = {
         name for name, family in FAMILIES.items() if "replica" in family.labels and "ingress" not in family.labels
     }
-    assert {_family(name) for name, _ in shown} == expected - {
+    assert {name if name in FAMILIES else name.rsplit("_", 1)[0] for name, _ in shown} == expected - {
         "warmpath_feed_mirror_drift_total",
         "warmpath_num_preemptions_total",
         "warmpath_replica_info",
@@ -155,26 +165,3 @@ def test_the_state_has_each_tenants_tokens_and_each_replicas_blocks() -> None:
     }
     (replica,) = state["replicas"]
     assert (replica["blocks_cached"], replica["bytes_cached"], replica["tokens_cached"]) == (3, 192, 48)
-
-
-def _of(engine: TorchEngine) -> list[Sample]:
-    speculation = SpeculationMeters()
-    speculation.verified(SegmentResult(token=1))
-    return [*engine.stats().samples, *speculation.samples((("engine", "torch"),))]
-
-
-def _beside() -> list[Sample]:
-    pulls, moves = PullMeters(), MoveMeters(Receipt())
-    pulls.refused["slow"] += 1
-    pulls.ended["whole"] += 1
-    pulls.exports["sent"] += 1
-    assert moves.joined is not None
-    moves.joined.moved("prefix", 1, 1)
-    moves.joined.skipped["gone"] += 1
-    moves.taken_blocks["save"] += 1
-    moves.taken_saves["pinned"] += 1
-    return [*pulls.samples((), 1.0), *moves.samples()]
-
-
-def _family(name: str) -> str:
-    return name if name in FAMILIES else name.rsplit("_", 1)[0]

@@ -70,6 +70,5 @@ def recording() -> list[Event]:
 
 
 def write(path: Path, events: list[Event]) -> Path:
-    """Write a recording."""
     path.write_text("".join(f"{json.dumps(event)}\n" for event in events))
     return path

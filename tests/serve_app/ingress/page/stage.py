@@ -16,6 +16,7 @@ from serve_app.ingress.routes.page import page_response
 from tests.serve_app.ingress.scripted import Loopback
 
 Event = dict[str, Any]
+REFUSED = JSONResponse({"error": {"message": "Incorrect API key provided."}}, 401)
 
 
 class Stage:
@@ -29,7 +30,6 @@ class Stage:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew for the next test."""
         self.snapshots: dict[str, list[Event]] = {"": []}
         self.words = ["Yes", ", ", "you", " may."]
         self.bodies: list[dict[str, Any]] = []
@@ -43,18 +43,12 @@ class Stage:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def send(self, *events: Event, key: str = "") -> None:
-        """Send events to everybody who listens with a key."""
         for event in events:
             for listener, queue in self._listeners:
                 if listener == key and self._loop is not None:
                     self._loop.call_soon_threadsafe(queue.put_nowait, event)
 
-    def listening(self, key: str = "") -> bool:
-        """Whether somebody listens with a key."""
-        return any(listener == key for listener, _ in self._listeners)
-
     def hang_up(self) -> None:
-        """End every stream of events."""
         for _, queue in self._listeners:
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(queue.put_nowait, None)
@@ -64,7 +58,7 @@ class Stage:
         """Answer as ``GET /v1/cache/events`` does."""
         key = _key(request)
         if key not in self.snapshots:
-            return _refused("Incorrect API key provided.")
+            return REFUSED
         if self.busy:
             return JSONResponse({"error": {"message": self.busy}}, 429, {"retry-after": "1"})
         if "once" in request.query_params:
@@ -95,7 +89,7 @@ class Stage:
     async def models(self, request: Request) -> Response:
         """Answer as ``GET /v1/models`` does."""
         if _key(request) not in self.snapshots:
-            return _refused("Incorrect API key provided.")
+            return REFUSED
         return JSONResponse({"object": "list", "data": [{"id": "demo", "object": "model"}]})
 
     async def chat(self, request: Request) -> Response:
@@ -130,10 +124,6 @@ def _key(request: Request) -> str:
     return request.headers.get("authorization", "").removeprefix("Bearer ")
 
 
-def _refused(message: str) -> Response:
-    return JSONResponse({"error": {"message": message}}, 401)
-
-
 def _chunk(body: Any) -> bytes:
     return b"data: %b\n\n" % json.dumps(body).encode()
 
@@ -153,8 +143,5 @@ def staged() -> Iterator[tuple[str, Stage]]:
         Route("/v1/chat/completions", stage.chat, methods=["POST"]),
         Route("/v1/cache/events", stage.events),
     ]
-    running = Loopback(lambda: Starlette(routes=routes))
-    try:
+    with Loopback(lambda: Starlette(routes=routes)) as running:
         yield running.url, stage
-    finally:
-        running.stop()

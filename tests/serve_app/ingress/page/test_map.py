@@ -43,7 +43,7 @@ def test_each_replica_has_its_prefixes_as_a_tree(page: Any, stage: Stage) -> Non
 
 
 def test_what_happens_appears(page: Any, stage: Stage) -> None:
-    """Decisions, pulls, evictions and scale events are lines of the log; new prefixes and replicas stand on the map."""
+    """What was decided and done is in the log; what is new stands on the map, who is gone takes what it held along."""
     now_s = begin(page, stage)
     grown = node("c-new", "s-acme", 1152, 48, {"r1": 48})
     stage.send(
@@ -69,15 +69,9 @@ def test_what_happens_appears(page: Any, stage: Stage) -> None:
     page.locator("[data-id=c-acme]").wait_for(state="detached")
     assert "acme’s conversation c-ne, 48 tokens" in bars(page, "r1")
     page.locator("#log-spoken", has_text="The autoscaler goes from 2 to 3 replicas").wait_for(state="attached")
-
-
-def test_a_replica_that_is_gone_disappears(page: Any, stage: Stage) -> None:
-    """And so does what it held."""
-    now_s = begin(page, stage)
     stage.send({"type": "replica_left", "at_s": now_s, "replica": "r2"})
     page.locator("[data-id=r2]").wait_for(state="detached")
     page.locator("#log", has_text="Replica r2 is gone").wait_for()
-    assert page.locator(".replica").count() == 1
     page.locator("[data-id=r1] [data-id=p-clerk]").click()
     assert "r1, r2" not in page.locator("#why").inner_text()
 
@@ -101,7 +95,6 @@ def test_why_is_told_of_whatever_is_chosen(page: Any, stage: Stage) -> None:
 
 
 def test_the_keyboard_reaches_everything(page: Any, stage: Stage) -> None:
-    """Skip to the map, walk a tree, ask why, and come back with Escape."""
     begin(page, stage)
     page.keyboard.press("Tab")
     page.keyboard.press("Tab")
@@ -211,11 +204,16 @@ def test_text_can_be_dragged_into_a_field(page: Any, stage: Stage) -> None:
     assert taken == [[False, True], [False, True]]
 
 
-def test_a_lost_connection_is_told_and_taken_up_again(page: Any, stage: Stage) -> None:
-    """A busy server is not said to be gone, and the map shows what was known last; then comes a new snapshot."""
-    now_s = begin(page, stage)
+def test_a_page_waits_for_its_turn_and_takes_up_a_lost_connection(page: Any, stage: Stage) -> None:
+    """First it shows the server's sentence, later what was known last: a busy server is not said to be gone."""
     stage.busy = "There are 8 event streams already; close one first."
-    stage.snapshots = {"": [snapshot(now_s, replicas=[replica("r9")])]}
+    page.goto("/")
+    page.get_by_text("close one first. The page tries again by itself.").wait_for()
+    stage.snapshots = {"": [snapshot(time.time())]}
+    stage.busy = ""
+    page.locator("[data-id=r2]").wait_for()
+    stage.busy = "There are 8 event streams already; close one first."
+    stage.snapshots = {"": [snapshot(time.time(), replicas=[replica("r9")])]}
     stage.hang_up()
     page.get_by_text("not connected; trying again").wait_for()
     assert page.locator(".replica").count() == 2
@@ -223,16 +221,6 @@ def test_a_lost_connection_is_told_and_taken_up_again(page: Any, stage: Stage) -
     page.locator("[data-id=r9]").wait_for()
     page.locator("[data-id=r1]").wait_for(state="detached")
     assert page.locator("#connection-text").inner_text() == "live"
-
-
-def test_a_page_that_comes_too_late_is_told_why(page: Any, stage: Stage) -> None:
-    """In the place of the map stands the server's own sentence, until it is the page's turn."""
-    stage.busy = "There are 8 event streams already; close one first."
-    page.goto("/")
-    page.get_by_text("close one first. The page tries again by itself.").wait_for()
-    stage.snapshots = {"": [snapshot(time.time(), replicas=[replica("r1")])]}
-    stage.busy = ""
-    page.locator("[data-id=r1]").wait_for()
 
 
 def test_many_replicas_stay_readable(page: Any, stage: Stage) -> None:
@@ -252,3 +240,52 @@ def test_without_motion_nothing_moves(page: Any, stage: Stage) -> None:
     page.locator("#log button").wait_for()
     assert page.locator("#arcs path").count() == 0
     assert page.evaluate("document.getAnimations().filter((one) => one.playState === 'running').length") == 0
+
+
+CONTRASTS = """() => {
+  const pen = document.createElement("canvas").getContext("2d");
+  const light = (colour) => {
+    pen.fillStyle = colour;
+    pen.fillRect(0, 0, 1, 1);
+    const [red, green, blue] = [...pen.getImageData(0, 0, 1, 1).data].map((part) =>
+      part <= 10 ? part / 255 / 12.92 : ((part / 255 + 0.055) / 1.055) ** 2.4);
+    return 0.05 + 0.2126 * red + 0.7152 * green + 0.0722 * blue;
+  };
+  return [...document.querySelectorAll(".bar span")].map((label) => {
+    const both = [getComputedStyle(label).color, getComputedStyle(label.parentElement).backgroundColor].map(light);
+    return Math.max(...both) / Math.min(...both);
+  });
+}"""
+"""Of the labels on bars, by WCAG's formula."""
+
+
+def test_labels_can_be_read_on_every_colour(page: Any, stage: Stage) -> None:
+    """4.5 to 1 (WCAG AA), in light and in dark, by tenant and by age."""
+    now_s = time.time()
+    prefixes = [
+        node(f"s{n}", None, 0, 512, {"r1": 512}, kind="system", tenant=f"t{n}", last_used_at_s=now_s - 30 * n**2)
+        for n in range(9)
+    ]
+    begin(page, stage, prefixes=prefixes)
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+        page.locator(f"html[data-theme={scheme}]").wait_for(state="attached")
+        for by in ("Age", "Tenant"):
+            page.get_by_label(by, exact=True).check(force=True)
+            found = page.evaluate(CONTRASTS)
+            assert len(found) == 9
+            assert min(found) >= 4.5, (scheme, by, found)
+
+
+def test_colours_of_prefixes_long_gone_are_forgotten(page: Any, stage: Stage) -> None:
+    """A page may stay open for weeks, and every conversation can have a colour."""
+    begin(page, stage)
+    known = page.evaluate(
+        """async () => {
+          const { Colours } = await import("./page/map/colours.js");
+          const colours = new Colours();
+          const hues = Array.from({ length: 10_000 }, (_, at) => colours.hue(`conversation ${at}`));
+          return [colours.order.size, colours.hue("conversation 9999") === hues[9999]];
+        }"""
+    )
+    assert known == [2048, True]

@@ -77,6 +77,7 @@ def test_live_goes_on_behind_a_recording(page: Any, stage: Stage, tmp_path: Path
         ('{"type": "decision", "at_s": 1}\n', "has no snapshot"),
         ('{"type": "snapshot", "at_s": 1}\n{"type": "prefixes", "at_s": 2}\n', "Line 2 of run.jsonl"),
         ('{"type": "snapshot", "at_s": 1, "decisions": [null]}\n{}\n', "Line 1 of run.jsonl"),
+        pytest.param(" " * (64 << 20) + "\n", "a recording may have 64", id="too large"),
     ],
 )
 def test_a_broken_file_gets_a_sentence(page: Any, stage: Stage, tmp_path: Path, text: str, sentence: str) -> None:
@@ -89,28 +90,14 @@ def test_a_broken_file_gets_a_sentence(page: Any, stage: Stage, tmp_path: Path, 
     assert not page.locator("#player").is_visible()
 
 
-def test_a_recorder_that_was_killed_leaves_half_a_line(page: Any, stage: Stage, tmp_path: Path) -> None:
-    """All before it is played."""
-    path = write(tmp_path / "run.jsonl", recording())
+def test_half_a_line_and_unknown_events_are_passed_over(page: Any, stage: Stage, tmp_path: Path) -> None:
+    """A recorder that was killed leaves half a line; a type may also be a word that every object has."""
+    strange = [{"type": word, "at_s": 5.0} for word in ("from_the_future", "constructor", "toString", "__proto__")]
+    path = write(tmp_path / "run.jsonl", [*recording(), *strange])
     path.write_text(path.read_text() + '{"type": "deci')
     open_file(page, path)
-    wait_for_replicas(page, ["r1", "r2"])
-
-
-def test_unknown_events_are_passed_over(page: Any, stage: Stage, tmp_path: Path) -> None:
-    """Whatever word their type is, also one that every object has."""
-    strange = [{"type": word, "at_s": 5.0} for word in ("from_the_future", "constructor", "toString", "__proto__")]
-    open_file(page, write(tmp_path / "run.jsonl", [*recording(), *strange]))
     page.get_by_label("Time in the recording").fill("30")
     wait_for_replicas(page, ["r1", "r2", "r3"])
-
-
-def test_a_file_that_is_too_large_is_not_read(page: Any, stage: Stage, tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    with path.open("wb") as file:
-        file.truncate((64 << 20) + 1)
-    open_file(page, path)
-    page.locator("#why", has_text="a recording may have 64").wait_for()
 
 
 def test_playing_equals_seeking(page: Any, stage: Stage, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from router.core import RoutingCore
-from router.protocol.block_hash import HASH_BYTES
+from router.protocol.block_hash import split_chain
 from router.protocol.request import RoutedRequest
 from serve_app.api.request import ChatRequest
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
@@ -44,8 +44,7 @@ class Replicas:
         self.forgetful: set[str] = set()
 
     def holders(self, route: RoutedRequest) -> dict[str, int]:
-        chain = route.block_hashes
-        parts = [chain[at : at + HASH_BYTES] for at in range(0, len(chain), HASH_BYTES)]
+        parts = list(split_chain(route.block_hashes))
         found = {}
         for name, held in self.held.items():
             missing = next((at for at, part in enumerate(parts) if part not in held), len(parts))
@@ -54,7 +53,7 @@ class Replicas:
         return found
 
     def hold(self, name: str, chain: bytes) -> None:
-        self.held[name] |= {chain[at : at + HASH_BYTES] for at in range(0, len(chain), HASH_BYTES)}
+        self.held[name] |= {*split_chain(chain)}
 
     async def generate(self, generation: Generation, avoid: tuple[str, ...]) -> AsyncGenerator[Tokens, None]:
         (name, *_) = [each for each in REPLICAS if each not in avoid]

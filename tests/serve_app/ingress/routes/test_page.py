@@ -1,7 +1,7 @@
 """The page's files: which there are, and how they are sent."""
 
+import posixpath
 import re
-from pathlib import PurePosixPath
 
 import pytest
 from starlette.exceptions import HTTPException
@@ -33,14 +33,8 @@ def test_every_file_that_a_file_names_is_there() -> None:
     for path, content in files.items():
         text = content.decode()
         if path.endswith(".js"):
-            for first, second in _IMPORT.findall(text):
-                parts: list[str] = []
-                for part in (PurePosixPath(path).parent / (first or second)).parts:
-                    if part == "..":
-                        parts.pop()
-                    else:
-                        parts.append(part)
-                named.add("/".join(parts))
+            here = posixpath.dirname(path)
+            named |= {posixpath.normpath(posixpath.join(here, *both)) for both in _IMPORT.findall(text)}
         if not path.endswith((".txt", ".svg")):
             assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text), path
     assert named == set(files)

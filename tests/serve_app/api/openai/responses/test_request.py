@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from serve_app.api.openai.request import parse_chat
 from serve_app.api.openai.responses.request import LOGPROBS, parse_response_request
 from serve_app.api.request import ChatRequest, ToolUse
-from serve_app.errors import InvalidRequest
+from tests.serve_app.api.openai.bodies import assert_refused, chat
 
 SEARCH = {"type": "function", "name": "search", "parameters": {"type": "object"}, "strict": True}
 
@@ -67,9 +66,7 @@ def test_items_are_a_conversation() -> None:
 def test_tools_are_a_chats() -> None:
     """The same prompt, so the same KV."""
     function = {name: SEARCH[name] for name in ("name", "parameters")}
-    body = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
-    chat = parse_chat(json.dumps({**body, "tools": [{"type": "function", "function": function}]}).encode())
-    assert parse(tools=[SEARCH]).tool_use == chat.tool_use
+    assert parse(tools=[SEARCH]).tool_use == chat(tools=[{"type": "function", "function": function}]).tool_use
     named = parse(tools=[SEARCH], tool_choice={"type": "function", "name": "search"}).tool_use
     assert (named.must_call, named.only) == (True, "search")
 
@@ -90,12 +87,10 @@ def test_what_clients_send_by_default_passes() -> None:
     assert request.messages == parse().messages
     part = {"type": "text", "text": "Hi", "prompt_cache_breakpoint": {"mode": "explicit"}}
     fields = {"prompt_cache_retention": "in_memory", "prompt_cache_options": {"ttl": "30m"}, "store": True}
-    body = {"model": "demo", "messages": [{"role": "user", "content": [part]}], **fields}
-    assert parse_chat(json.dumps(body).encode()).unknown == ()
+    assert chat(messages=[{"role": "user", "content": [part]}], **fields).unknown == ()
 
 
 def test_unknown_fields_are_named() -> None:
-    """In the body, its items and tools."""
     request = parse(instrctions="x", input=[{"role": "user", "content": "Hi", "nme": 1}], tools=[{**SEARCH, "x": 1}])
     assert {field.name for field in request.unknown} == {"instrctions", "input[].nme", "tools[].x"}
 
@@ -129,9 +124,4 @@ def test_unknown_fields_are_named() -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_is_a_400(fields: dict[str, Any], param: str, words: str) -> None:
-    """It names the field, and says what to do."""
-    with pytest.raises(InvalidRequest) as caught:
-        parse(**fields)
-    assert caught.value.param == param
-    assert words in caught.value.message
-    assert len(caught.value.message) < 300
+    assert_refused(parse, fields, param, words)
