@@ -133,6 +133,8 @@ class LoadReporter:
         return under_way + min([turns, *(old[tenant] for tenant in queued)]), sequences
 
     def _know_turns(self) -> None:
+        if self.tenants <= 1:  # nobody takes turns
+            return
         running = self._scheduler.running
         decodes = Counter(sequence.request.tenant for sequence in running if not sequence.prefilling)
         self._turns = self._scheduler.fair_queue.coming({work.tenant for work in self._work.values()}, decodes)
