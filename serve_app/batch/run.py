@@ -20,7 +20,7 @@ from serve_app.errors import GenerationFailed, InvalidRequest, WarmpathError
 from serve_app.fairness.shares import Budget, Shares
 from serve_app.fairness.waiting_line import WaitingLine
 from serve_app.generation.answer import answer_pieces
-from serve_app.generation.generation import Generation, Tokens
+from serve_app.generation.generation import Generation, TakeTokens, Tokens
 from serve_app.generation.prepare import Limits, Preparer
 from serve_app.generation.request_usage import RequestUsage, save_warning
 from serve_app.generation.tool_calls.reader import AnswerReaders, WholeChoice
@@ -125,7 +125,7 @@ class _Batch:
         head = AnswerHead(answer_id, int(time.time()), wanted.answering_model, repeated=wanted.repeated)
         return APIS[request.url][1].whole(head, [choice.choice() for choice in choices], usage.total())
 
-    async def generate(self, generation: Generation) -> AsyncGenerator[Tokens, None]:
+    async def generate(self, generation: Generation, *, take: TakeTokens | None = None) -> AsyncGenerator[Tokens, None]:
         """Yield a sequence's tokens as they come; the last have a finish reason. Raises a ``WarmpathError``."""
         loop = asyncio.get_running_loop()
         stream, ready = TokenStream(generation.interval_s), asyncio.Queue[EngineOutput]()

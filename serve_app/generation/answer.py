@@ -13,7 +13,7 @@ from serve_app.api.tool_calls import CallEvent
 from serve_app.engine.protocol import FirstToken, TokenLogprob
 from serve_app.errors import GenerationFailed
 from serve_app.fairness.waiting_line import Place
-from serve_app.generation.generation import Generation, Tokens
+from serve_app.generation.generation import Generation, TakeTokens, Tokens
 from serve_app.tokenization.detokenizer import Detokenizer, StopChecker
 
 STARTED_AT_ONCE = 4
@@ -23,8 +23,11 @@ STARTED_AT_ONCE = 4
 class TokenSource(Protocol):
     """Where generated tokens come from."""
 
-    def generate(self, generation: Generation) -> AsyncGenerator[Tokens, None]:
-        """Yield a sequence's tokens as they come; the last item has a finish reason. Raises a ``WarmpathError``."""
+    def generate(self, generation: Generation, *, take: TakeTokens | None = None) -> AsyncGenerator[Tokens, None]:
+        """Yield a sequence's tokens as they come, but for those that ``take`` takes; the last has a finish reason.
+
+        Raises a ``WarmpathError``, or what ``take`` raises.
+        """
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -125,16 +128,44 @@ class ChoiceReader:
         return ToldToken(ShownToken(raw(token_id), logprob.logprob), top, self._decoded_chars)
 
 
+class Tap:
+    """Takes pieces of an answer of one choice as they come, past its generator, while ``open`` says so."""
+
+    def __init__(self) -> None:
+        self.open: Callable[[], bool] = lambda: False
+        self.write: Callable[[Piece], None] = lambda _: None
+
+
+class _Ended(Exception):
+    """Tokens that were taken at once ended the choice, with ``last``."""
+
+    def __init__(self, last: Piece) -> None:
+        self.last = last
+
+
 async def choice_pieces(
-    generation: Generation, source: TokenSource, reader: ChoiceReader
+    generation: Generation, source: TokenSource, reader: ChoiceReader, tap: Tap | None = None
 ) -> AsyncGenerator[Piece, None]:
-    """Yield one choice's pieces; closing it cancels the generation."""
-    async with aclosing(source.generate(generation)) as stream:
-        async for tokens in stream:
-            for piece in reader.read(tokens):
-                yield piece
-                if piece.finish_reason is not None:
-                    return
+    """Yield one choice's pieces, but for those that ``tap`` took; closing it cancels the generation."""
+
+    def take(tokens: Tokens) -> bool:
+        if tap is None or not tap.open():
+            return False
+        for piece in reader.read(tokens):
+            if piece.finish_reason is not None:
+                raise _Ended(piece)
+            tap.write(piece)
+        return True
+
+    try:
+        async with aclosing(source.generate(generation, take=take)) as stream:
+            async for tokens in stream:
+                for piece in reader.read(tokens):
+                    yield piece
+                    if piece.finish_reason is not None:
+                        return
+    except _Ended as ended:
+        yield ended.last
 
 
 async def answer_pieces(
@@ -142,10 +173,14 @@ async def answer_pieces(
     source: TokenSource,
     make_reader: Callable[[int, Generation], ChoiceReader],
     place: Place,
+    tap: Tap | None = None,
 ) -> AsyncGenerator[Piece, None]:
-    """Yield the pieces of all choices as they come, as many at once as ``place`` has units. A failing one ends all."""
+    """Yield the pieces of all choices as they come, as many at once as ``place`` has units. A failing one ends all.
+
+    Those of a single choice may go to ``tap`` instead.
+    """
     streams = (
-        choice_pieces(generation, source, make_reader(index, generation))
+        choice_pieces(generation, source, make_reader(index, generation), tap if len(generations) == 1 else None)
         for index, generation in enumerate(generations)
     )
     try:

@@ -20,7 +20,7 @@ from router.serve.recent_decisions import RecentDecisions
 from serve_app.engine.protocol import FirstToken
 from serve_app.errors import GenerationFailed, Overloaded, RateLimited
 from serve_app.generation.call import Call, ReplicaLeaves, ReplicaLost, Reservation, queue_full, raise_for
-from serve_app.generation.generation import Generation, Tokens
+from serve_app.generation.generation import Generation, TakeTokens, Tokens
 from serve_app.replica import messages as wire
 from serve_app.replica.token_channel import TokenInbox
 from serve_app.tracing.request import call_trace
@@ -73,8 +73,12 @@ class Dispatcher:
         self._delivered = delivered
         self._left = left
 
-    async def generate(self, generation: Generation, avoid: tuple[str, ...] = ()) -> AsyncGenerator[Tokens, None]:
+    async def generate(
+        self, generation: Generation, avoid: tuple[str, ...] = (), *, take: TakeTokens | None = None
+    ) -> AsyncGenerator[Tokens, None]:
         """Yield the sequence's tokens as they come. ``avoid``: replicas for where no other can take it.
+
+        Tokens that ``take`` takes are not yielded; what it raises is raised here.
 
         After a replica's death another one gets the prompt and the tokens so far: a token depends only on (seed,
         position), so the stream goes on. A full line is asked again until the deadline; so is, for a stream that has
@@ -86,13 +90,22 @@ class Dispatcher:
         dead: tuple[str, ...] = ()
         begun = False
         losses = refusals = moves = rerouted = 0
+
+        def at_once(chunk: wire.GenerateChunk) -> bool:
+            if take is None or chunk.first is not None or chunk.finish_reason is not None:
+                return False
+            taken = take(Tokens(chunk.token_ids, logprobs=chunk.logprobs))
+            if taken:
+                received.extend(chunk.token_ids)
+            return taken
+
         while losses < MAX_ATTEMPTS:
             current = _resumed(generation, received, self._block_size) if received else generation
             route = route_of(current, losses + refusals + moves + rerouted, avoid, dead, rerouted)
             reservation = Reservation(self._core, self._decisions, route)
             had = len(received)
             try:
-                async with self._call(current, route, reservation) as call:
+                async with self._call(current, route, reservation, at_once) as call:
                     while True:
                         chunk = await call.chunk()
                         if chunk.error == "unavailable":
@@ -146,7 +159,11 @@ class Dispatcher:
 
     @asynccontextmanager
     async def _call(
-        self, generation: Generation, route: RoutedRequest, reservation: Reservation
+        self,
+        generation: Generation,
+        route: RoutedRequest,
+        reservation: Reservation,
+        at_once: Callable[[wire.GenerateChunk], bool],
     ) -> AsyncIterator[Call]:
         """One call to one replica; ends its reservation at the first token, or at whatever ends the call."""
         started_s = time.perf_counter()
@@ -169,6 +186,7 @@ class Dispatcher:
 
         call: Call | None = None
         with self._inbox.arrivals(route.request_id) as arrivals:
+            arrivals.at_once = at_once
             try:
                 response = self._generate.remote(wire.encode(message), route=route, decision=None)
                 end = asyncio.ensure_future(response)

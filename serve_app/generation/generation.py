@@ -1,6 +1,7 @@
 """One sequence to generate, and the tokens that come of it: plain data, no Ray."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -63,10 +64,14 @@ class Generation:
         )
 
 
-class Tokens(msgspec.Struct, frozen=True):
+class Tokens(msgspec.Struct, frozen=True, gc=False):
     """New tokens of one sequence. Only the first item has ``first``."""
 
     token_ids: tuple[int, ...]
     first: FirstToken | None = None
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
+
+
+TakeTokens = Callable[[Tokens], bool]
+"""Takes tokens from the middle of a sequence as they come, past whoever waits for them; False: not now."""

@@ -20,10 +20,10 @@ from serve_app.api.unknown import ignored_fields
 from serve_app.engine.protocol import SaveResult
 from serve_app.errors import GenerationFailed, WarmpathError
 from serve_app.fairness.waiting_line import Place
-from serve_app.generation.answer import Piece
+from serve_app.generation.answer import Piece, Tap
 from serve_app.generation.request_usage import save_warning
 from serve_app.generation.tool_calls.reader import WholeChoice
-from serve_app.ingress.client_headers import connection_send
+from serve_app.ingress.client_headers import Connection, connection_of
 from serve_app.ingress.drain import LAST_EVENT_S, Deadline
 from serve_app.ingress.http import json_response, until_disconnect
 from serve_app.ingress.observe.answer_meter import AnswerMeter
@@ -38,6 +38,7 @@ class Answer:
     format: AnswerFormat
     head: AnswerHead
     pieces: AsyncGenerator[Piece, None]
+    tap: Tap
     place: Place
     meter: AnswerMeter
     deadline: Deadline
@@ -71,7 +72,7 @@ class EventStream(Response):
         try:
             async with until_disconnect(Request(scope, receive)):
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-                last = await self._events(stream, connection_send(scope, send))
+                last = await self._events(stream, connection_of(scope, send))
                 # A client that takes nothing may have come to the end of its time: it has a little more for this.
                 remaining_s = max(0.0, answer.deadline.at_s - time.perf_counter()) + LAST_EVENT_S
                 async with asyncio.timeout(remaining_s):
@@ -83,12 +84,12 @@ class EventStream(Response):
             if isinstance(error, asyncio.CancelledError):
                 raise
 
-    async def _events(self, stream: AnswerStream, send: Send) -> bytes:
+    async def _events(self, stream: AnswerStream, connection: Connection) -> bytes:
         """Send all events but the last; return that, which is an error's where the answer breaks off."""
         answer, meter = self._answer, self._answer.meter
         opened: set[int] = set()
 
-        async def write(piece: Piece) -> None:
+        def events_of(piece: Piece) -> bytes:
             meter.add(piece)
             events = b""
             if piece.index not in opened:
@@ -100,15 +101,15 @@ class EventStream(Response):
                 events += stream.call(piece.index, call)
             if piece.finish_reason is not None:
                 events += stream.finish(piece.index, piece.finish_reason, piece.stop_sequence)
-            if events:
-                await send({"type": "http.response.body", "body": events, "more_body": True})
+            return events
 
+        answer.tap.open, answer.tap.write = connection.open, lambda piece: connection.write(events_of(piece))
         try:
             async with answer, answer.deadline.limit():
-                await write(self._opening)
+                await connection.send(events_of(self._opening))
                 meter.sent(self._opening)
                 async for piece in answer.pieces:
-                    await write(piece)
+                    await connection.send(events_of(piece))
                     if piece.first is not None:
                         meter.sent(piece)
         except WarmpathError as error:

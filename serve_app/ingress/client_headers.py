@@ -10,6 +10,7 @@ import asyncio
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -46,27 +47,56 @@ _CONNECTION = "warmpath.connection"
 
 
 @dataclass(frozen=True, slots=True)
-class Connection:
-    """A connection's own ``send``, and the loop that has it; empty in another process."""
+class _Outermost:
+    """The server's own ``send``, and the loop that has it; empty in another process."""
 
     send: Send | None = None
     loop: asyncio.AbstractEventLoop | None = None
 
-    def __reduce__(self) -> tuple[type[Connection], tuple[()]]:
+    def __reduce__(self) -> tuple[type[_Outermost], tuple[()]]:
         """Serve's proxies pickle what they know of a request."""
-        return Connection, ()
+        return _Outermost, ()
 
 
-def connection_send(scope: Scope, send: Send) -> Send:
-    """Return the ``send`` of the connection itself, for the middle of a body; ``send`` where that cannot be used.
+class Connection:
+    """Takes the middle of a body. ``flow``: the server's of the connection, None where it is not known."""
+
+    def __init__(self, send: Send, flow: Any) -> None:
+        self._send = send
+        self._flow = flow
+
+    def open(self) -> bool:
+        """Whether ``write`` can be used now: the client keeps up."""
+        return self._flow is not None and not self._flow.write_paused
+
+    def write(self, part: bytes) -> None:
+        """Send a part at once, while it is ``open``."""
+        if not part:
+            return
+        sending = self._send({"type": "http.response.body", "body": part, "more_body": True}).__await__()
+        try:
+            sending.send(None)  # the server's ``send`` waits for nothing but the client
+        except StopIteration:
+            return
+        raise RuntimeError("the server's send waits for more than its client")
+
+    async def send(self, part: bytes) -> None:
+        """Send a part, once the client keeps up."""
+        if part:
+            await self._send({"type": "http.response.body", "body": part, "more_body": True})
+
+
+def connection_of(scope: Scope, send: Send) -> Connection:
+    """Return the connection itself, for the middle of a body; ``send`` alone where that cannot be used.
 
     The layers of Ray and the application look at the start and the end of an answer alone. Behind a proxy, or where
     Serve runs the application in a loop of its own, as by default, the connection is somebody else's.
     """
-    connection = scope.get(_CONNECTION)
-    if isinstance(connection, Connection) and connection.loop is asyncio.get_running_loop():
-        return connection.send or send
-    return send
+    outermost = scope.get(_CONNECTION)
+    if isinstance(outermost, _Outermost) and outermost.loop is asyncio.get_running_loop() and outermost.send:
+        cycle = getattr(outermost.send, "__self__", None)  # of uvicorn
+        return Connection(outermost.send, getattr(cycle, "flow", None))
+    return Connection(send, None)
 
 
 class ClientHeaders:
@@ -77,7 +107,7 @@ class ClientHeaders:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on."""
-        scope[_CONNECTION] = Connection(send, asyncio.get_running_loop())
+        scope[_CONNECTION] = _Outermost(send, asyncio.get_running_loop())
         if "headers" in scope:
             scope["headers"] = client_headers(scope["headers"])
         await self._app(scope, receive, send)

@@ -55,7 +55,7 @@ class Ingress:
         """Refuse requests, wait for answers under way, end those that take longer; returns how many those were."""
         self._services.live.close()
         ended = await self._services.drain.run(timeout_s)
-        await self._services.receiver.close()
+        self._services.receiver.close()
         await self._services.usage.flush()
         if self._services.tracer is not None:
             await asyncio.to_thread(self._services.tracer.close)

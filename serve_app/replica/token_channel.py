@@ -7,14 +7,13 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 
 import msgspec
 import zmq
-import zmq.asyncio
 from msgspec import structs
 
 from serve_app.engine.protocol import EngineOutput
@@ -27,6 +26,8 @@ MAX_WAITING_MESSAGES = 512
 """Steps that an ingress may be behind, at each end of the connection."""
 MAX_MESSAGE_BYTES = 16 << 20
 """A peer that sends more in one message is cut off."""
+MAX_AT_ONCE = 64
+"""Messages that an ingress reads before it does anything else."""
 MAX_INGRESSES = 64
 """Connections that a replica keeps; ingresses that were replaced are the first to be forgotten."""
 
@@ -111,21 +112,41 @@ class TokenStream:
 
 
 class Arrivals:
-    """Chunks of one call that were not taken yet. ``received``: how many came, up to the first that was lost."""
+    """Chunks of one call that were not taken yet. ``received``: how many came, up to the first that was lost.
 
-    __slots__ = ("_chunks", "_news", "received")
+    ``at_once`` is offered what comes while somebody waits, before he is woken; it says whether it took that.
+    """
+
+    __slots__ = ("_chunks", "_news", "at_once", "received")
 
     def __init__(self) -> None:
         self._chunks: deque[GenerateChunk] = deque()
         self._news: asyncio.Future[None] | None = None
+        self.at_once: Callable[[GenerateChunk], bool] | None = None
         self.received = 0
 
     def add(self, chunk: GenerateChunk) -> None:
-        """Add a chunk, and wake whoever waits; what comes behind a lost one is of no use."""
+        """Add a chunk; what comes behind a lost one is of no use."""
         if chunk.seq == self.received:
             self.received += 1
             self._chunks.append(chunk)
-            self.wake()
+
+    def hand_on(self) -> None:
+        """Have what was added taken, or wake whoever waits for it."""
+        news = self._news
+        if news is None or news.done() or not self._chunks:
+            return
+        if self.at_once is not None:
+            chunk = self.take()
+            assert chunk is not None, "there are some"
+            try:
+                if self.at_once(chunk):
+                    return
+            except Exception as error:  # it is raised to whoever waits
+                news.set_exception(error)
+                return
+            self._chunks.append(chunk)
+        news.set_result(None)
 
     def take(self) -> GenerateChunk | None:
         """Return all that waits as one chunk, None: nothing. A slow ingress so has fewer, larger ones to do."""
@@ -169,12 +190,16 @@ class TokenInbox:
         finally:
             del self._calls[call_id]
 
-    def deliver(self, chunks: Sequence[Addressed]) -> None:
-        """Hand chunks to those who wait for them."""
-        for call_id, chunk in chunks:
+    def deliver(self, *messages: Sequence[Addressed]) -> None:
+        """Hand chunks to those who wait for them; what several messages have for a call goes as one."""
+        came: dict[str, Arrivals] = {}
+        for call_id, chunk in chain.from_iterable(messages):
             arrivals = self._calls.get(call_id)
             if arrivals is not None:
                 arrivals.add(chunk)
+                came[call_id] = arrivals
+        for arrivals in came.values():
+            arrivals.hand_on()
 
 
 class TokenReceiver:
@@ -182,7 +207,7 @@ class TokenReceiver:
 
     def __init__(self, host: str) -> None:
         """Bind to a random port of ``host``, in the loop that reads."""
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
         public_key, secret_key = zmq.curve_keypair()
         self._socket.setsockopt(zmq.CURVE_SERVER, 1)
@@ -192,18 +217,27 @@ class TokenReceiver:
         self._socket.setsockopt(zmq.LINGER, 0)
         port = self._socket.bind_to_random_port(f"tcp://{host}")
         self.inbox = TokenInbox(ReplyTo(f"tcp://{host}:{port}", public_key.decode()))
-        self._reading = asyncio.get_running_loop().create_task(self._read())
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._socket.fileno(), self._read)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Take nothing more."""
-        self._reading.cancel()
-        await asyncio.gather(self._reading, return_exceptions=True)
+        self._loop.remove_reader(self._socket.fileno())
         self._context.destroy(linger=0)
 
-    async def _read(self) -> None:
-        while True:
-            data = await self._socket.recv()
+    def _read(self) -> None:
+        """Take what is there. The socket tells of the first message alone, until all were read."""
+        messages = []
+        while not self._socket.closed:
             try:
-                self.inbox.deliver(_decode(data))
+                data = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            try:
+                messages.append(_decode(data))
             except msgspec.MsgspecError:
                 logger.exception("a message of %d bytes is none of a replica's", len(data))
+            if len(messages) == MAX_AT_ONCE:
+                self._loop.call_soon(self._read)
+                break
+        self.inbox.deliver(*messages)

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
+from itertools import accumulate, cycle, pairwise
 from typing import Any
 
 import pytest
@@ -18,8 +19,8 @@ from serve_app.engine.protocol import FirstToken, SamplingParams, TokenLogprob, 
 from serve_app.errors import GenerationFailed
 from serve_app.fairness.shares import Budget, Shares
 from serve_app.fairness.waiting_line import WaitingLine
-from serve_app.generation.answer import STARTED_AT_ONCE, ChoiceReader, Piece, answer_pieces
-from serve_app.generation.generation import Generation, Tokens
+from serve_app.generation.answer import STARTED_AT_ONCE, ChoiceReader, Piece, Tap, answer_pieces, choice_pieces
+from serve_app.generation.generation import Generation, TakeTokens, Tokens
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.serve_app.generation.fake_replicas import generation
 
@@ -44,7 +45,7 @@ class Source:
         self.failing = failing
         self.running = self.most = self.ended = 0
 
-    async def generate(self, generation: Generation) -> AsyncGenerator[Tokens, None]:
+    async def generate(self, generation: Generation, *, take: TakeTokens | None = None) -> AsyncGenerator[Tokens, None]:
         self.running += 1
         self.most = max(self.most, self.running)
         try:
@@ -160,6 +161,42 @@ def test_chunks_change_nothing(
         assert whole.startswith(text)
         assert [one.offset for one in told] == [offset for offset in offsets[:read_ids] if offset < len(text)]
     assert [one.token.logprob for one in told] == [-float(token) for token in ids[: len(told)]]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    ids=st.lists(st.integers(3, 4095), min_size=1, max_size=25),
+    sizes=st.lists(st.integers(1, 5), max_size=25),
+    taken=st.lists(st.booleans(), min_size=1, max_size=25),
+    cut=st.integers(0, 40),
+)
+def test_pieces_that_are_taken_at_once_are_the_same(
+    tokenizer: PromptTokenizer, ids: list[int], sizes: list[int], taken: list[bool], cut: int
+) -> None:
+    """Also where a stop string is found among them: then nothing is taken any more, and the last piece is yielded."""
+    whole = tokenizer.decode(ids)
+    stop = (whole[cut : cut + 2],) if len(whole) >= cut + 2 else ()
+    chunks = [tuple(ids[start:end]) for start, end in pairwise([0, *accumulate(sizes), len(ids)]) if ids[start:end]]
+
+    class Told:
+        async def generate(
+            self, generation: Generation, *, take: TakeTokens | None = None
+        ) -> AsyncGenerator[Tokens, None]:
+            for number, chunk in enumerate(chunks, 1):
+                tokens = Tokens(chunk, None, "length" if number == len(chunks) else None)
+                if take is None or tokens.finish_reason is not None or not take(tokens):
+                    yield tokens
+
+    async def pieces(tap: Tap | None, seen: list[Piece]) -> list[Piece]:
+        see, reader = seen.append, ChoiceReader(0, generation(), tokenizer.decoder(), stop)
+        async with aclosing(choice_pieces(generation(), Told(), reader, tap)) as stream:
+            async for piece in stream:
+                see(piece)
+        return seen
+
+    tap, seen, opens = Tap(), list[Piece](), cycle(taken)
+    tap.open, tap.write = lambda: next(opens), seen.append
+    assert asyncio.run(pieces(tap, seen)) == asyncio.run(pieces(None, []))
 
 
 def test_a_tokens_bytes_are_shown_in_every_vocabulary(tokenizer: PromptTokenizer) -> None:

@@ -1,6 +1,8 @@
 """Sending a generation: tokens, losses and errors, with replicas that fail in every way they can."""
 
+import asyncio
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from router.protocol.request import RoutedRequest
 from serve_app.engine.protocol import FirstToken
 from serve_app.errors import ContextLengthExceeded, GenerationFailed, Overloaded
 from serve_app.generation.dispatch import MAX_ATTEMPTS
+from serve_app.generation.generation import Tokens
 from serve_app.replica import messages as wire
 from tests.serve_app.generation.fake_replicas import (
     BLOCK,
@@ -67,6 +70,45 @@ def test_a_lost_replica_is_replaced_with_the_same_tokens(
     assert resumed.sampling == replace(generation().sampling, max_tokens=6 - received)
     assert (resumed.scope, resumed.root) == (replace(SCOPE, public_blocks=public_blocks), root_of(public_blocks))
     assert resumed.resumed_tokens == received
+
+
+@pytest.mark.parametrize("taken", [(True,), (False, True), (True, False)])
+@pytest.mark.parametrize("received", [2, 4, 6])
+def test_tokens_that_are_taken_at_once_belong_to_the_answer(received: int, taken: tuple[bool, ...]) -> None:
+    """They are not yielded, and a second replica gets them as part of the prompt; first and last are yielded."""
+    handle = FakeHandle(lost_once(received))
+    takes, got = cycle(taken), list[Tokens]()
+
+    def take(tokens: Tokens) -> bool:
+        took = next(takes)
+        if took:
+            got.append(tokens)
+        return took
+
+    async def collect() -> None:
+        async for tokens in handle.dispatcher.generate(generation(10), take=take):
+            got.append(tokens)
+
+    asyncio.run(collect())
+    assert ids(got) == whole(10)
+    assert (got[0].first, got[-1].finish_reason) == (FirstToken(8), "length")
+    assert list(handle.calls[1][0].request.token_ids) == [*range(10), *whole(10)[:received]]
+
+
+def test_what_taking_raises_is_raised() -> None:
+    """And the call is over: its replica is told."""
+    handle = FakeHandle(answer)
+
+    def take(_: Tokens) -> bool:
+        raise GenerationFailed("broken")
+
+    async def collect() -> None:
+        async for _ in handle.dispatcher.generate(generation(), take=take):
+            pass
+
+    with pytest.raises(GenerationFailed, match="broken"):
+        asyncio.run(collect())
+    assert handle.results[0].cancelled
 
 
 def test_what_a_busier_replica_sends_back_goes_elsewhere() -> None:

@@ -27,7 +27,7 @@ from serve_app.engine.protocol import FinishReason, FirstToken, SamplingParams
 from serve_app.fairness.front_door import FrontDoor
 from serve_app.fairness.shares import Shares
 from serve_app.fairness.workers import FairWorkers
-from serve_app.generation.generation import Generation, Tokens
+from serve_app.generation.generation import Generation, TakeTokens, Tokens
 from serve_app.generation.prepare import Limits, Preparer
 from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.ingress.completions import Completions
@@ -73,7 +73,7 @@ class Script:
     def clear(self) -> None:
         self.text, self.step, self.reason, self.fails = "", 3, "stop", None
 
-    async def generate(self, generation: Generation) -> AsyncGenerator[Tokens, None]:
+    async def generate(self, generation: Generation, *, take: TakeTokens | None = None) -> AsyncGenerator[Tokens, None]:
         self.asked.append(generation)
         ids = self.tokenizer.encode(self.text, b"r" * 16).token_ids.tolist()
         try:

@@ -25,8 +25,8 @@ from serve_app.fairness.rate_limits import TenantLimits
 from serve_app.fairness.shares import Budget, Shares
 from serve_app.fairness.waiting_line import WaitingLine
 from serve_app.fairness.workers import FairWorkers
-from serve_app.generation.answer import Piece
-from serve_app.generation.generation import Generation, Tokens
+from serve_app.generation.answer import Piece, Tap
+from serve_app.generation.generation import Generation, TakeTokens, Tokens
 from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.ingress.answers import Answer, streamed
 from serve_app.ingress.client_headers import ClientHeaders
@@ -66,7 +66,8 @@ class Streamed:
         deadline = Deadline(Drain(), time.perf_counter() + self.timeout_s, self.timeout_s)
         self.place = await WaitingLine(Budget(Shares({}), lambda: 1)).enter("acme", 1, 1)
         head = AnswerHead("a", 0, "m")
-        return await streamed(Answer(CompletionFormat(), head, pieces or self.pieces(), self.place, meter, deadline))
+        shown, pieces = CompletionFormat(), pieces or self.pieces()
+        return await streamed(Answer(shown, head, pieces, Tap(), self.place, meter, deadline))
 
     def counted(self, name: str = "requests_in_flight") -> float:
         samples = self.counters.metrics.samples()
@@ -182,7 +183,7 @@ class Bench:
         wanted = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
         self.body = json.dumps(wanted).ljust(1000).encode()
 
-    async def generate(self, generation: Generation) -> AsyncGenerator[Tokens, None]:
+    async def generate(self, generation: Generation, *, take: TakeTokens | None = None) -> AsyncGenerator[Tokens, None]:
         if self.fails:
             raise Overloaded("There is no replica now.")
         yield Tokens((1,), FirstToken(0), "length")

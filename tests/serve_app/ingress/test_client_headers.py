@@ -2,6 +2,7 @@
 
 import asyncio
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from ray.serve._private.http_util import _apply_middlewares, parse_disconnect_di
 from ray.serve._private.utils import call_function_from_import_path
 
 from serve_app.cli.local_ray import CLIENT_HEADERS
-from serve_app.ingress.client_headers import ClientHeaders, client_headers, connection_send
+from serve_app.ingress.client_headers import ClientHeaders, client_headers, connection_of
 
 KEPT = [(b"host", b"x"), (b"authorization", b"Bearer k"), (b"traceparent", b"00-1-2-01")]
 
@@ -70,14 +71,48 @@ def test_a_connection_of_another_loop_is_left_to_serve() -> None:
     """By default Serve runs the application in a loop of its own; and a proxy of Serve pickles what it knows."""
     scope: dict[str, Any] = {"type": "http", "headers": []}
 
-    async def send(message: Any) -> None: ...
+    took: list[str] = []
 
-    async def server(scope: Any, receive: Any, direct: Any) -> None:
-        assert connection_send(scope, send) is direct
-        assert connection_send(pickle.loads(pickle.dumps(scope)), send) is send  # noqa: S301  # its own
+    async def send(message: Any) -> None:
+        took.append("serve")
 
-    async def application() -> bool:
-        return connection_send(scope, send) is send
+    async def direct(message: Any) -> None:
+        took.append("server")
 
-    asyncio.run(ClientHeaders(server)(scope, unused, unused))
-    assert asyncio.run(application())
+    async def server(scope: Any, receive: Any, _: Any) -> None:
+        await connection_of(scope, send).send(b"x")
+        await connection_of(pickle.loads(pickle.dumps(scope)), send).send(b"x")  # noqa: S301  # its own
+
+    async def application() -> None:
+        await connection_of(scope, send).send(b"x")
+
+    asyncio.run(ClientHeaders(server)(scope, unused, direct))
+    asyncio.run(application())
+    assert took == ["server", "serve", "serve"]
+
+
+def test_what_is_written_at_once_waits_for_nothing() -> None:
+    """A server's ``send`` waits for a slow client alone, and then the connection is not open."""
+    sent: list[bytes] = []
+
+    class Cycle:
+        flow = SimpleNamespace(write_paused=False)
+
+        async def send(self, message: Any) -> None:
+            if self.flow.write_paused:
+                await asyncio.sleep(0)
+            sent.append(message["body"])
+
+    async def server(scope: Any, receive: Any, _: Any) -> None:
+        connection = connection_of(scope, unused)
+        assert connection.open()
+        connection.write(b"a")
+        connection.write(b"")
+        Cycle.flow.write_paused = True
+        assert not connection.open()
+        with pytest.raises(RuntimeError, match="waits for more"):
+            connection.write(b"b")
+        assert not connection_of({}, unused).open()
+
+    asyncio.run(ClientHeaders(server)({"type": "http", "headers": []}, unused, Cycle().send))
+    assert sent == [b"a"]

@@ -27,7 +27,7 @@ async def both_ends() -> AsyncIterator[tuple[TokenReceiver, TokenSender]]:
             yield receiver, sender
     finally:
         await asyncio.to_thread(sender.close)
-        await receiver.close()
+        receiver.close()
 
 
 async def tokens_of(arrivals: Arrivals, count: int) -> list[int]:
