@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
 from router.protocol.block_hash import TokenArray
@@ -38,8 +39,7 @@ class History:
         return replace(self, answer=answer, guessed=self.guessed + len(drafts))
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(msgspec.Struct, frozen=True):
     """A sequence's part of a step: ``token_ids`` enter at positions ``start``, ``start`` + 1, ...
 
     ``blocks`` and ``runs`` (the same blocks, as runs) hold the KV of positions 0 to ``end`` - 1. With ``sampling``
@@ -64,8 +64,7 @@ class Segment:
         return self.start + len(self.token_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentResult:
+class SegmentResult(msgspec.Struct, frozen=True):
     """One segment's result: the sampled token, if one was wanted, or why it failed.
 
     ``accepted``: drafted tokens that were right, which come before ``token``; ``proposed``: how many there were.

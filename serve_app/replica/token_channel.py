@@ -9,7 +9,6 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import chain
 
 import msgspec
@@ -108,7 +107,7 @@ class TokenStream:
         self._outputs.clear()
         token_ids = tuple(chain.from_iterable(each.token_ids for each in outputs))
         logprobs = tuple(chain.from_iterable(each.logprobs for each in outputs))
-        return replace(output, token_ids=token_ids, logprobs=logprobs)
+        return structs.replace(output, token_ids=token_ids, logprobs=logprobs)
 
 
 class Arrivals:

@@ -1,7 +1,7 @@
 """Tokens to text while they arrive, never half a character; and where the text must stop."""
 
-import codecs
 from collections.abc import Iterable, Mapping, Sequence
+from encodings import utf_8
 from typing import Any
 
 from serve_app.tokenization.segmenter import component_state
@@ -86,7 +86,7 @@ class Detokenizer:
     def __init__(self, texts: TokenTexts, shown: Mapping[int, str] | None = None) -> None:
         self._texts = texts
         self._shown = {token_id: text.encode() for token_id, text in (shown or {}).items()}
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8 = utf_8.IncrementalDecoder("replace")
         self._shown_ids: list[int] = []
         self._held_ids: list[int] = []
 
@@ -98,7 +98,9 @@ class Detokenizer:
         """Return the text that ``token_ids`` complete; the beginning of a character is kept for later."""
         texts = self._texts
         if texts.byte_level:
-            return self._utf8.decode(b"".join(self._shown.get(i) or texts.token_bytes(i) for i in token_ids))
+            raw = b"".join([self._shown.get(i) or texts.token_bytes(i) for i in token_ids])
+            # What most text is needs no decoder, where that holds nothing back.
+            return raw.decode("ascii") if raw.isascii() and not self._utf8.buffer else self._utf8.decode(raw)
         return "".join(map(self._push_one, token_ids))
 
     def flush(self) -> str:

@@ -1,7 +1,9 @@
 """The results of a step become tokens and ends in the outbox; a request that ends is removed everywhere, in order."""
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec import structs
 
 from serve_app.engine.kv.prompt_pins import PromptPins
 from serve_app.engine.kv.tier_loader import TierLoader
@@ -134,7 +136,7 @@ class OutputProcessor:
         self.live.remove(sequence)
         self.meters.finished[reason] += 1
         last = output or EngineOutput(request.request_id)
-        self.outbox.add(sequence.sink, replace(last, finish_reason=reason, error=error))
+        self.outbox.add(sequence.sink, structs.replace(last, finish_reason=reason, error=error))
 
     def _first(self, sequence: SequenceState, output: EngineOutput, now: float) -> EngineOutput:
         """Pin what a request asks to keep, and return its first output with what is said once."""
@@ -143,4 +145,4 @@ class OutputProcessor:
         self.meters.prefill_time.observe(now - sequence.scheduled_s)
         queue_s = sequence.scheduled_s - sequence.arrival_s
         save = self.pins.keep(sequence) if sequence.request.saves else None
-        return replace(output, first=FirstToken(sequence.cached_tokens, queue_s, save))
+        return structs.replace(output, first=FirstToken(sequence.cached_tokens, queue_s, save))

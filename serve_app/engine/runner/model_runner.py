@@ -3,11 +3,11 @@
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import structs
 from transformers import AutoModelForCausalLM
 
 from serve_app.cache.kv_chain import KvFormat, Row
@@ -139,7 +139,7 @@ def _choose(logits: torch.Tensor, segments: Sequence[Segment]) -> list[SegmentRe
     if raw is not None:
         chosen, tops = [tokens[row] for row in wanted], [params[row].logprobs or 0 for row in wanted]
         for row, logprobs in zip(wanted, token_logprobs(raw, chosen, tops), strict=True):
-            results[row] = replace(results[row], logprobs=logprobs)
+            results[row] = structs.replace(results[row], logprobs=logprobs)
     return results
 
 

@@ -8,9 +8,10 @@ least uncached work first, aged; a sequence whose next missing block another one
 
 from collections import Counter, deque
 from collections.abc import Callable, ValuesView
-from dataclasses import dataclass
 from itertools import count
 from typing import Literal
+
+import msgspec
 
 from router.protocol.block_hash import HASH_BYTES, hash_at
 from serve_app.cache.prefix.prefix_cache import PrefixCache
@@ -34,8 +35,7 @@ Fetch = Callable[[SequenceState, list[int]], Fetched]
 """Brings up the blocks that continue the matched ones of a sequence, where a tier has them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scheduled:
+class Scheduled(msgspec.Struct, frozen=True):
     """A sequence's share of a step. ``admitted``: this is its first. ``drafts``: tokens that may be drafted."""
 
     sequence: SequenceState

@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import islice
 
 import numpy as np
+from msgspec import structs
 
 from router.protocol.block_hash import TokenArray
 from serve_app.engine.runner.model_runner import ModelRunner
@@ -83,7 +84,7 @@ def _drafting(segment: Segment, drafts: Sequence[int]) -> list[Segment]:
     else:
         parts = _parts(segment, *_unread(segment))
     assert segment.sampling is not None
-    parts[-1] = replace(parts[-1], sampling=replace(segment.sampling, logprobs=None), history=history)
+    parts[-1] = structs.replace(parts[-1], sampling=replace(segment.sampling, logprobs=None), history=history)
     return parts
 
 

@@ -7,12 +7,11 @@ the block ids of the base's KV, with which it is saved, reused, evicted and expo
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
-from msgspec.structs import replace as replace_parts
+from msgspec import structs
 
 from serve_app.engine.attention.paging import slots_of
 from serve_app.engine.runner.kv_copy import kv_part
@@ -35,7 +34,7 @@ class SpeculativeRunner(ModelRunner):
         self.pools = (*self.pools, *self.drafter.pools)
         self.block_bytes = sum(pool[:, :, 0].nbytes for pool in self.pools)
         drafted = (kv_part(pool, settings.speculative_fingerprint) for pool in self.drafter.pools)
-        self.kv_format = replace_parts(self.kv_format, parts=(*self.kv_format.parts, *drafted))
+        self.kv_format = structs.replace(self.kv_format, parts=(*self.kv_format.parts, *drafted))
 
     def execute(self, segments: Sequence[Segment]) -> list[SegmentResult]:
         """Draft, verify, and let the drafter follow; results carry ``accepted``, ``proposed`` and ``drafted``."""
@@ -48,12 +47,12 @@ class SpeculativeRunner(ModelRunner):
                 results[i] = self._decode_plainly(segments[i], len(proposals[i]))
                 proposals[i] = []
         drafted = self.drafter.follow(segments, results, proposals)
-        return [replace(result, drafted=positions) for result, positions in zip(results, drafted, strict=True)]
+        return [structs.replace(result, drafted=positions) for result, positions in zip(results, drafted, strict=True)]
 
     def _decode_plainly(self, segment: Segment, drafts: int) -> SegmentResult:
         """Decode a segment again without drafts: a guess's NaN would get through the mask, for 0 times NaN is NaN."""
         self.pool.slots[:, :, slots_of(segment, self.pool.block_size, drafts)[-drafts:]] = 0
-        return super().execute([replace(segment, drafts=0)])[0]
+        return super().execute([structs.replace(segment, drafts=0)])[0]
 
 
 def verification_rows(segment: Segment, drafts: Sequence[int]) -> list[Segment]:
@@ -67,7 +66,7 @@ def verification_rows(segment: Segment, drafts: Sequence[int]) -> list[Segment]:
     ids = np.array([segment.token_ids[-1], *drafts], dtype=np.int32)
     history = segment.history
     return [
-        replace(
+        structs.replace(
             segment,
             token_ids=ids[i : i + 1],
             start=segment.start + i,
@@ -87,4 +86,4 @@ def accept(verdicts: Sequence[SegmentResult], drafts: Sequence[int]) -> SegmentR
     while right < len(drafts) and verdicts[right].token == drafts[right]:
         right += 1
     logprobs = tuple(chain.from_iterable(verdict.logprobs for verdict in verdicts[: right + 1]))
-    return replace(verdicts[right], accepted=tuple(drafts[:right]), proposed=len(drafts), logprobs=logprobs)
+    return structs.replace(verdicts[right], accepted=tuple(drafts[:right]), proposed=len(drafts), logprobs=logprobs)

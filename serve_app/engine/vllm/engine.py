@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from msgspec import structs
 
 from router.protocol.block_hash import extend_chain
 from router.protocol.events import LoadReport, StatsReport
@@ -313,7 +314,7 @@ class VllmEngine:
         )
         with self._lock:
             self._load.begun(live)
-        return replace(output, first=FirstToken(part.cached_tokens, part.queue_s, live.save))
+        return structs.replace(output, first=FirstToken(part.cached_tokens, part.queue_s, live.save))
 
     def _end(
         self, live: LiveRequest, reason: FinishReason, *, output: EngineOutput | None = None, error: str = ""
@@ -328,7 +329,7 @@ class VllmEngine:
         Path(live.choice.failure_file).unlink(missing_ok=True)
         self._meters.finished[reason] += 1
         last = output or EngineOutput(request.request_id)
-        self._outbox.add(live.sink, replace(last, finish_reason=reason, error=error))
+        self._outbox.add(live.sink, structs.replace(last, finish_reason=reason, error=error))
 
     async def _end_all(self) -> None:
         with self._lock:

@@ -53,8 +53,7 @@ class AnswerMeter:
         self._uncached_tokens = 0
         self._last_s: dict[int, float] = {}
         metrics = counters.metrics
-        self._completion_tokens = metrics.completion_tokens.labels(self._tenant)
-        self._inter_token_s = metrics.inter_token_s.labels(self._tenant)
+        self._inter_token_s = metrics.inter_token_s[self._tenant]
         metrics.in_flight.inc()
 
     def add(self, piece: Piece) -> None:
@@ -64,7 +63,7 @@ class AnswerMeter:
         self.usage.add(piece)
         if new_tokens:
             self._allowance.generated(new_tokens)
-            self._completion_tokens.inc(new_tokens)
+            self._counters.metrics.completion_tokens[self._tenant] += new_tokens
         if piece.first is not None:
             self._first_token(self.generations[index], index, piece.first.cached_tokens, now_s)
         elif new_tokens and index in self._last_s:

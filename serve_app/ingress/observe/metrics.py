@@ -14,6 +14,7 @@ from prometheus_client.core import Metric
 
 from router.core import RoutingCore
 from router.observe.counters import PolicyCounters
+from router.protocol import samples
 from router.protocol.samples import Labels, Sample
 from serve_app.ingress.observe.families import FAMILIES, Family
 
@@ -34,17 +35,18 @@ class IngressMetrics:
         self.requests = self._new(Counter, "warmpath_requests_total")
         self.in_flight = self._new(Gauge, "warmpath_requests_in_flight")
         self.ttft_s = self._new(Histogram, "warmpath_time_to_first_token_seconds", buckets=TTFT_BUCKETS_S)
-        self.inter_token_s = self._new(Histogram, "warmpath_inter_token_latency_seconds", buckets=ITL_BUCKETS_S)
         self.prompt_tokens = self._new(Counter, "warmpath_tenant_prompt_tokens_total")
         self.cached_tokens = self._new(Counter, "warmpath_tenant_cached_prompt_tokens_total")
         self.written_tokens = self._new(Counter, "warmpath_tenant_written_prompt_tokens_total")
-        self.completion_tokens = self._new(Counter, "warmpath_tenant_completion_tokens_total")
         self.disconnects = self._new(Counter, "warmpath_client_disconnects_total")
         self.refused_configurations = self._new(Counter, "warmpath_refused_configurations_total")
         self.dropped_events = self._new(Counter, "warmpath_dropped_events_total")
         self._misses = self._new(Counter, "warmpath_cache_misses_total")
         self._missed_tokens = self._new(Counter, "warmpath_cache_missed_tokens_total")
         self._retries = self._new(Counter, "warmpath_request_retries_total")
+        # Of every token: a lock and a check of the value for each would cost as much as all else that is done for it.
+        self.inter_token_s: defaultdict[str, samples.Histogram] = defaultdict(lambda: samples.Histogram(ITL_BUCKETS_S))
+        self.completion_tokens: defaultdict[str, int] = defaultdict(int)
 
     def retried(self, after_first_token: bool) -> None:
         """Count a generation that was sent again."""
@@ -57,12 +59,18 @@ class IngressMetrics:
 
     def samples(self) -> list[Sample]:
         """Return everything as flat samples, to be merged with other ingresses' and replicas'."""
-        return [
+        found = [
             (sample.name, tuple(sorted(sample.labels.items())), float(sample.value))
             for metric in self._registry.collect()
             for sample in metric.samples
             if not sample.name.endswith("_created")
         ]
+        for tenant, tokens in list(self.completion_tokens.items()):
+            found.append(("warmpath_tenant_completion_tokens_total", (("tenant", tenant),), float(tokens)))
+        for tenant, seconds in list(self.inter_token_s.items()):
+            for name, labels, value in seconds.samples("warmpath_inter_token_latency_seconds", (("tenant", tenant),)):
+                found.append((name, tuple(sorted(labels)), value))
+        return found
 
     def _new(self, kind: type[_Kind], name: str, **options: Any) -> _Kind:
         family = FAMILIES[name]
