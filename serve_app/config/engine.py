@@ -64,6 +64,9 @@ class EngineSection(BaseModel):
     max_model_len: int | None = Field(None, ge=2, description="tokens in prompt plus output; default: the model's own")
     max_num_seqs: int = Field(64, ge=1, le=4096, description="sequences running at once in a replica")
     max_num_batched_tokens: int = Field(2048, ge=16, description="tokens in one engine step")
+    max_itl_ms: float | None = Field(
+        None, gt=0, description="longest step while an answer is generated: a prompt's part in it is cut to fit"
+    )
     max_waiting_requests: int = Field(
         256, ge=1, description="requests waiting in a replica; it refuses more, and their ingress asks again"
     )

@@ -1,5 +1,6 @@
 """Sizes and switches of the built-in engine; another engine has settings of its own."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -14,7 +15,8 @@ class EngineSettings:
     """Sizes and switches of the built-in engine; names are vLLM's where vLLM has them.
 
     ``speculative_model``: directory of the drafter's checkpoint; ``num_speculative_tokens`` 0 switches it off.
-    ``pin_budget_blocks``: blocks that saves may keep; a request has to fit the rest of the pool.
+    ``pin_budget_blocks``: blocks that saves may keep; a request has to fit the rest of the pool. ``max_itl_s``: the
+    longest step beside a decode.
     """
 
     block_size: int = 16
@@ -23,6 +25,7 @@ class EngineSettings:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_waiting_requests: int = 256
+    max_itl_s: float = math.inf
     enable_prefix_caching: bool = True
     dtype: str = "auto"
     device: str = "auto"

@@ -1,6 +1,7 @@
 """From a deployment's settings and a checkpoint's facts to an engine of the right size."""
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -117,6 +118,7 @@ def _torch_settings(config: AppConfig, info: CheckpointInfo, num_blocks: int, dr
         num_blocks=num_blocks,
         max_model_len=max_model_len(config, info),
         pin_budget_blocks=pin_budget_blocks(config, num_blocks) if config.enable_prefix_caching else 0,
+        max_itl_s=math.inf if config.max_itl_ms is None else config.max_itl_ms / 1000,
         model_fingerprint=info.fingerprint,
         speculative_fingerprint=weights_fingerprint(drafter) if drafter else "",
         tiers=TierSettings(

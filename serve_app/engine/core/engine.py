@@ -236,7 +236,7 @@ class TorchEngine:
 
     def step(self) -> None:
         """Choose, compute and settle one step."""
-        chosen = self._scheduler.schedule(self._meters.prefill_tokens_per_s)
+        chosen = self._scheduler.schedule(self._meters.prefill_tokens_per_s, self._meters.decode_step_s)
         for sequence in self._scheduler.preempted:
             self._outputs.preempted(sequence)
         if not chosen:

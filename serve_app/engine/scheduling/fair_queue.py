@@ -66,6 +66,10 @@ class FairQueue(Turns):
         tenant = self.next(self.credit)
         return tenant, self.credit[tenant]
 
+    def over_mean(self, tenant: str) -> bool:
+        """Whether a tenant used more than others lately, and nobody waits for its work."""
+        return tenant not in self._awaited and self._used.get(tenant, 0.0) > self._mean_used
+
     def charge(self, tenant: str, cost: int) -> None:
         """Take tokens from a tenant's credit."""
         self._used[tenant] = self._used.get(tenant, 0.0) + cost

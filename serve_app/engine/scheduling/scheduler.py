@@ -15,7 +15,7 @@ import msgspec
 
 from router.protocol.block_hash import HASH_BYTES, hash_at
 from serve_app.cache.prefix.prefix_cache import PrefixCache
-from serve_app.engine.scheduling.fair_queue import LEAST_STEP_TOKENS, FairQueue
+from serve_app.engine.scheduling.fair_queue import LEAST_STEP_TOKENS, QUANTUM_TOKENS, FairQueue
 from serve_app.engine.scheduling.running_set import PendingBlocks, RunningSet, Verdict, blocks_to_reserve
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
@@ -120,10 +120,11 @@ class Scheduler:
         if self._waiting.pop(sequence.request.request_id, None) is None:
             self._running.end(sequence)
 
-    def schedule(self, prefill_tokens_per_s: float = 0.0) -> list[Scheduled]:
+    def schedule(self, prefill_tokens_per_s: float = 0.0, decode_step_s: float = 0.0) -> list[Scheduled]:
         """Choose the next step; blocks for every chosen token are allocated. Nobody starts after a preemption.
 
-        ``prefill_tokens_per_s``: as measured, 0.0 while unknown; it bounds what a step prefills.
+        ``prefill_tokens_per_s`` and the time of a step of decodes alone, as measured, 0.0 while unknown, bound what a
+        step prefills.
         """
         self.preempted = self._running.make_room()
         self._waiting.update((sequence.request.request_id, sequence) for sequence in self.preempted)
@@ -143,9 +144,14 @@ class Scheduler:
                 chosen.append(Scheduled(sequence, 1, drafts=drafts))
                 budget -= 1 + drafts
         if budget > 0:
+            paced = budget
             if prefill_tokens_per_s:
                 budget = min(budget, max(LEAST_STEP_TOKENS, int(prefill_tokens_per_s * PREFILL_S)))
-            self._schedule_prefill(budget, prefilling, chosen)
+                if chosen and decode_step_s:
+                    paced = max(QUANTUM_TOKENS, int(prefill_tokens_per_s * decode_step_s))
+                    rest_s = self._settings.max_itl_s - decode_step_s
+                    budget = min(budget, max(QUANTUM_TOKENS, int(prefill_tokens_per_s * min(rest_s, PREFILL_S))))
+            self._schedule_prefill(budget, paced, prefilling, chosen)
         return chosen
 
     def computed(self, item: Scheduled, accepted: int = 0) -> None:
@@ -155,7 +161,10 @@ class Scheduler:
         sequence.publish(self._cache)
         self._running.resolve(sequence, sequence.computed)
 
-    def _schedule_prefill(self, budget: int, prefilling: list[SequenceState], chosen: list[Scheduled]) -> None:
+    def _schedule_prefill(
+        self, budget: int, paced: int, prefilling: list[SequenceState], chosen: list[Scheduled]
+    ) -> None:
+        """Give ``budget`` tokens in turns; to a tenant that used most, beside others' decodes, ``paced`` at most."""
         if not prefilling and len(self.running) >= self._settings.max_num_seqs:
             return
         candidates = self.ready()
@@ -170,12 +179,16 @@ class Scheduler:
         if self._claim not in candidates:
             self._claim = None
         plan: dict[SequenceState, Scheduled] = {}
+        heavy = (tenant for tenant in lines if decodes.total() > decodes[tenant] and self.fair_queue.over_mean(tenant))
+        left = dict.fromkeys(heavy, paced)
         while budget > 0 and (turn := self.fair_queue.head()):
             tenant, credit = turn
-            spent = self._serve(lines[tenant], min(budget, credit), plan)
+            spent = self._serve(lines[tenant], min(budget, credit, left.get(tenant, budget)), plan)
             budget -= spent
             self.fair_queue.charge(tenant, spent)
-            if not lines[tenant]:
+            if tenant in left:
+                left[tenant] -= spent
+            if not lines[tenant] or left.get(tenant) == 0:
                 self.fair_queue.leave(tenant)
         chosen.extend(plan.values())
 

@@ -52,6 +52,11 @@ TABLE = (
         lambda config: not all(tenant.store_kv for tenant in config.tenants),
     ),
     Refusal(
+        ("max_itl_ms",),
+        "vLLM sizes its steps in tokens",
+        instead="lower max_num_batched_tokens",
+    ),
+    Refusal(
         ("speculative_model", "num_speculative_tokens"),
         "an answer would depend on the drafts, and could not go on elsewhere",
     ),

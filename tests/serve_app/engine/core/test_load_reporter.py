@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from serve_app.engine.core.load_reporter import LoadReporter
 from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.scheduling.sequence import SequenceState
-from tests.serve_app.engine.scheduling.bench import Bench
+from tests.serve_app.engine.scheduling.bench import RATE, Bench
 from tests.serve_app.engine.tiny import prompt
 
 queued = st.lists(
@@ -18,9 +18,15 @@ queued = st.lists(
 
 
 class Line(Bench):
-    def __init__(self, tenants: str) -> None:
-        super().__init__(*tenants, num_blocks=2048, max_num_seqs=64, max_num_batched_tokens=128)
+    """``paced``: somebody decodes, and steps have room for more turns than a tenant may take then."""
+
+    def __init__(self, tenants: str, *, paced: bool = False) -> None:
+        super().__init__(*tenants, num_blocks=2048, max_num_seqs=64, max_num_batched_tokens=1024 if paced else 128)
         self.tenants = tenants
+        self.decode_step_s = 0.01 if paced else 0.0
+        if paced:
+            self.add("decoding", prompt(16, 99), 1000, tenant=tenants[-1], arrival_s=0.0)
+            self.schedule()
         self.view = LoadReporter(self.settings, EngineMeters(), self.scheduler)
 
     def queue(self, name: str, ids: np.ndarray, arrival_s: float, tenant: str) -> SequenceState:
@@ -33,7 +39,7 @@ class Line(Bench):
         left = {sequence: sequence.uncached_tokens(16) for sequence in line}
         done: Counter[SequenceState] = Counter()
         for _ in range(200):
-            for item in self.schedule():
+            for item in self.schedule(RATE, self.decode_step_s):
                 sequence = item.sequence
                 if sequence is newcomer:
                     return done.total()
@@ -46,7 +52,7 @@ class Line(Bench):
             ids = shared[:length] if shares_prefix else prompt(length, 100 + number)
             self.queue(f"r{number}", ids, arrival_s, tenant)
         for _ in range(steps):
-            self.schedule()
+            self.schedule(RATE, self.decode_step_s)
         # Hints are refreshed when a step is chosen; one is chosen here without being counted.
         for sequence in self.scheduler.ready():
             sequence.held_blocks_hint = self.cache.index.count_held(
@@ -72,31 +78,46 @@ def test_with_one_tenant_committed_tokens_are_exactly_those_before_a_newcomer(
 
 
 @settings(max_examples=150)
-@given(rows=queued, steps=st.integers(0, 4), tenant=st.sampled_from("abc"), tenants=st.sampled_from(["a", "abc"]))
+@given(
+    rows=queued,
+    steps=st.integers(0, 4),
+    tenant=st.sampled_from("abc"),
+    tenants=st.sampled_from(["a", "abc"]),
+    paced=st.booleans(),
+)
 @example(  # a turn that the step's end interrupted: what is left of it goes before the newcomer, not a whole one
     rows=[(1, 0.0, "b", False), (17, 0.0, "a", True), (17, 0.0, "a", True), (111, 0.0, "a", False)],
     steps=1,
     tenant="b",
     tenants="abc",
+    paced=False,
 )
 @example(  # turns decide whose sequence computes what two tenants share
     rows=[(1, 0.0, "b", False), (31, 0.125, "b", True), (33, 0.0, "a", True), (281, 0.0, "b", False)],
     steps=0,
     tenant="a",
     tenants="abc",
+    paced=False,
 )
-@example(rows=[(17, 0.0, "b", True), (17, 0.0, "a", True), (18, 0.0, "a", False)], steps=0, tenant="b", tenants="abc")
+@example(
+    rows=[(17, 0.0, "b", True), (17, 0.0, "a", True), (18, 0.0, "a", False)],
+    steps=0,
+    tenant="b",
+    tenants="abc",
+    paced=False,
+)
 @example(  # a tenant that used most lately has a shorter turn
     rows=[(2, 0.0, "b", False), (38, 0.0, "a", False), (224, 0.0, "a", False), (224, 0.0, "a", False)],
     steps=2,
     tenant="b",
     tenants="abc",
+    paced=False,
 )
 def test_committed_tokens_are_before_everybodys_newcomer(
-    rows: list[tuple[int, float, str, bool]], steps: int, tenant: str, tenants: str
+    rows: list[tuple[int, float, str, bool]], steps: int, tenant: str, tenants: str, paced: bool
 ) -> None:
     """Several tenants, shared prefixes in flight: a newcomer finds at least so many before it. (docs/scheduling.md)"""
-    line = Line(tenants)
+    line = Line(tenants, paced=paced)
     line.build(rows, steps)
     report = line.view.report(0.4)
     newcomer = line.queue("new", prompt(1, 9), 0.4, tenant)

@@ -58,9 +58,9 @@ class Bench:
         self.scheduler.add(sequence)
         return sequence
 
-    def schedule(self, prefill_tokens_per_s: float = 0.0) -> list[Scheduled]:
+    def schedule(self, prefill_tokens_per_s: float = 0.0, decode_step_s: float = 0.0) -> list[Scheduled]:
         """Choose a step, compute it and settle it."""
-        chosen = self.scheduler.schedule(prefill_tokens_per_s)
+        chosen = self.scheduler.schedule(prefill_tokens_per_s, decode_step_s)
         for item in chosen:
             if item.admitted:
                 self.started_s[item.sequence.request.request_id] = self.now_s
@@ -73,9 +73,9 @@ class Bench:
                 self.scheduler.remove(item.sequence)
         return chosen
 
-    def step(self, prefill_tokens_per_s: float = 0.0) -> list[tuple[str, int]]:
+    def step(self, prefill_tokens_per_s: float = 0.0, decode_step_s: float = 0.0) -> list[tuple[str, int]]:
         """Run a step and look at every law; return (request, tokens) in order."""
-        chosen = self.schedule(prefill_tokens_per_s)
+        chosen = self.schedule(prefill_tokens_per_s, decode_step_s)
         for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
             assert_laws(sequence, 16)
         pool = self.cache.pool

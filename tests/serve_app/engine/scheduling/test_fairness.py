@@ -1,5 +1,6 @@
 """Bounds among tenants and within one: who waits how long, in virtual time over the real scheduler and cache."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,22 @@ def test_a_flooding_tenant_delays_anothers_start_by_a_step() -> None:
     assert bench.started_s["new"] - before_s <= 2048 / RATE
 
 
+@pytest.mark.parametrize(
+    ("beside", "max_itl_s", "computed"),
+    [("new", math.inf, 200), ("flood", math.inf, 1000), ("flood", 0.05, 300), ("new", 0.01, 128)],
+)
+def test_running_answers_keep_their_pace(beside: str, max_itl_s: float, computed: int) -> None:
+    """Who used most computes beside others' decodes for as long as those take, and alone as ever. ``max_itl`` is the
+    longest step beside a decode, whoever prefills, but each step computes a turn. (docs/scheduling.md)"""
+    bench = Bench("flood", "new", **{**ROOMY, "max_itl_s": max_itl_s})
+    bench.add("used", prompt(4000, 1), 1, tenant="flood")
+    bench.add("decodes", prompt(100, 2), 500, tenant=beside)
+    while bench.scheduler.waiting or any(sequence.prefilling for sequence in bench.scheduler.running):
+        bench.schedule()
+    bench.add("cold", prompt(8000, 3), 1, tenant="flood")
+    assert bench.step(10_000.0, 0.02) == [("decodes", 1), ("cold", computed)]
+
+
 def test_only_uncached_tokens_are_charged() -> None:
     """A tenant whose prompts are cached gets ten times the requests through for the same turns. (docs/scheduling.md)"""
     bench = Bench("warm", "cold", **{**ROOMY, "max_num_batched_tokens": 512})
@@ -74,5 +91,6 @@ def test_nine_tenants_keep_hits_and_starts_under_a_flood() -> None:
     flooding: Any = measure_flooding(FloodWorkload(duration_s=30.0))
     assert flooding["hit_rate_ratio"] >= 0.9
     assert flooding["unprotected_hit_rate_ratio"] < 0.8
+    assert flooding["answer_p95_ratio"] <= 2.5
     assert flooding["flooded"]["queue_s"]["max"] <= (10 * 512 + 2048) / 10_000
     assert flooding["unprotected"]["queue_s"]["p50"] > 1.0

@@ -64,6 +64,7 @@ CHANGED: dict[str, dict[str, Any]] = {
     "prompts_dir": {"prompts_dir": "x"},
     "tenants[].cache_share": {"tenants": [{**TENANT, "cache_share": 2}]},
     "tenants[].store_kv": {"tenants": [{**TENANT, "store_kv": False}]},
+    "max_itl_ms": {"max_itl_ms": 50.0},
     "speculative_model": {"speculative_model": "small"},
     "num_speculative_tokens": {"num_speculative_tokens": 2},
 }
