@@ -30,6 +30,7 @@ from serve_app.fairness.workers import FairWorkers
 from serve_app.generation.generation import Generation, TakeTokens, Tokens
 from serve_app.generation.prepare import Limits, Preparer
 from serve_app.generation.tool_calls.reader import AnswerReaders
+from serve_app.ingress.client_headers import ClientHeaders
 from serve_app.ingress.completions import Completions
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.guard import RouteGuard
@@ -60,7 +61,10 @@ GENERATION = Generation(
 
 @dataclass
 class Script:
-    """A source of tokens that says ``text``, ``step`` tokens at a time; ``asked``: what was to be generated."""
+    """A source of tokens that says ``text``, ``step`` tokens at a time; ``asked``: what was to be generated.
+
+    ``offers``: tokens in the middle are to be taken at once; ``taken``: how often they were.
+    """
 
     tokenizer: PromptTokenizer
     text: str = ""
@@ -69,9 +73,11 @@ class Script:
     fails: Exception | None = None
     asked: list[Generation] = field(default_factory=list)
     cancelled: int = 0
+    offers: bool = True
+    taken: int = 0
 
     def clear(self) -> None:
-        self.text, self.step, self.reason, self.fails = "", 3, "stop", None
+        self.text, self.step, self.reason, self.fails, self.offers = "", 3, "stop", None, True
 
     async def generate(self, generation: Generation, *, take: TakeTokens | None = None) -> AsyncGenerator[Tokens, None]:
         self.asked.append(generation)
@@ -80,7 +86,11 @@ class Script:
             for at in range(0, len(ids), self.step):
                 last = at + self.step >= len(ids) and self.fails is None
                 first = FirstToken(16) if at == 0 else None
-                yield Tokens(tuple(ids[at : at + self.step]), first, self.reason if last else None)
+                tokens = Tokens(tuple(ids[at : at + self.step]), first, self.reason if last else None)
+                if self.offers and take is not None and at and not last and take(tokens):
+                    self.taken += 1
+                else:
+                    yield tokens
             if self.fails is not None:
                 raise self.fails
         except GeneratorExit:
@@ -159,7 +169,7 @@ def scripted(
         tracer=tracer,
         completions=Completions(config, preparer, script, tokenizer, readers, counted, workers, drain),
     )
-    with Loopback(lambda: make_application(services)) as running:
+    with Loopback(lambda: ClientHeaders(make_application(services))) as running:  # as Ray serves it
         yield running.url, script
 
 

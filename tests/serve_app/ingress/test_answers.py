@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock
 
+import httpx
 import pytest
 from starlette.requests import Request
 from starlette.responses import Response
@@ -34,7 +35,8 @@ from serve_app.ingress.completions import Completions
 from serve_app.ingress.drain import Deadline, Drain
 from serve_app.ingress.observe.answer_meter import AnswerMeter
 from serve_app.tenants.tenants import Tenant
-from tests.serve_app.ingress.scripted import GENERATION, PATIENCE_S, counters, server
+from tests.serve_app.ingress.scripted import GENERATION, PATIENCE_S, Script, counters, server
+from tests.serve_app.tool_templates.families import WEATHER, call_text
 
 WANTED = parse_completion(b'{"model": "m", "prompt": "x", "stream": true}')
 SCOPE: dict[str, Any] = {"type": "http", "method": "GET", "headers": []}
@@ -230,3 +232,40 @@ def test_a_request_pays_for_its_prompt_and_what_was_generated() -> None:
     with pytest.raises(RateLimited, match="asks for 200") as caught:
         bench.ask()
     assert (left(), caught.value.retry_after_s) == (198, pytest.approx(0.4))
+
+
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": ("chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+    "completions": ("completions", {"prompt": "Hi"}),
+    "responses": ("responses", {"input": "Hi"}),
+    "messages": ("messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 60}),
+}
+STOPS: dict[str, str] = {"chat": "stop", "completions": "stop", "messages": "stop_sequences"}
+
+
+@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("case", ["plain", "stop", "tools", "fails"])
+@pytest.mark.parametrize("api", WAYS)
+def test_events_are_the_same_whichever_way_tokens_take(
+    hermes: tuple[str, Script], script: Script, api: str, case: str, step: int
+) -> None:
+    """Byte for byte, in every API: from the channel to the connection at once, and by the tasks that wait for them."""
+    path, body = WAYS[api]
+    script.step, script.text = step, "Größe: 3 €. \U0001f327 It rains in \u5317\u4eac. END of it, and of more."
+    if case == "stop" and api in STOPS:
+        body = {**body, STOPS[api]: ["END"]}
+    elif case == "tools" and api in ("chat", "messages"):
+        tool = WEATHER if api == "chat" else {"name": "get_weather", "input_schema": WEATHER["function"]["parameters"]}
+        body = {**body, "tools": [tool]}
+        script.text = "Let me look. " + call_text("get_weather", {"city": "Oslo"}, "hermes")
+    elif case == "fails":
+        script.fails = GenerationFailed("broken")
+
+    def events(*, offers: bool) -> str:
+        script.offers = offers
+        found = httpx.post(f"{hermes[0]}/v1/{path}", json={"model": "demo", "stream": True, **body}, timeout=PATIENCE_S)
+        return re.sub(r"[0-9a-zA-Z]{24,}|\"created(_at)?\":[0-9.]+", "", found.text)
+
+    before = script.taken
+    assert events(offers=True) == events(offers=False) != ""
+    assert script.taken > before
