@@ -27,7 +27,7 @@ from serve_app.api.openai.request import parse_chat, parse_completion
 from serve_app.api.request import GenerateRequest
 from serve_app.engine.protocol import Engine, EngineOutput
 from serve_app.errors import WarmpathError
-from serve_app.generation.answer import ChoiceReader, choice_pieces
+from serve_app.generation.answer import ChoiceReader, Piece, Tap, choice_pieces
 from serve_app.generation.dispatch import MAX_ATTEMPTS, Dispatcher
 from serve_app.generation.generation import Generation
 from serve_app.generation.prepare import Preparer
@@ -230,12 +230,19 @@ class CallCrashes:
 
     async def _choice(self, index: int, generation: Generation, wanted: GenerateRequest) -> tuple[str, str, int]:
         text, reason, tokens = "", "", 0
-        decoder, include_stop = self._tokenizer.decoder(), wanted.include_stop_str_in_output
-        reader = ChoiceReader(index, generation, decoder, wanted.stop, include_stop=include_stop)
-        async for piece in choice_pieces(generation, self._dispatcher, reader):
+
+        def write(piece: Piece) -> None:
+            nonlocal text, reason, tokens
             text += piece.text
             tokens += piece.new_tokens
             reason = piece.finish_reason or reason
+
+        tap, moods = Tap(), random.Random(generation.request_id)
+        tap.open, tap.write = lambda: moods.random() < 0.8, write  # a client that keeps up, mostly
+        decoder, include_stop = self._tokenizer.decoder(), wanted.include_stop_str_in_output
+        reader = ChoiceReader(index, generation, decoder, wanted.stop, include_stop=include_stop)
+        async for piece in choice_pieces(generation, self._dispatcher, reader, tap):
+            write(piece)
         return text, reason, tokens
 
 
