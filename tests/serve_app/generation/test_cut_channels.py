@@ -1,0 +1,138 @@
+"""The channel between replica and ingress is cut at random moments: tokens are lost, and answers stay the same."""
+
+import asyncio
+import random
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+
+import pytest
+from msgspec import structs
+from ray.exceptions import ActorUnavailableError
+
+from serve_app.generation import call as generation_call
+from serve_app.generation.generation import Tokens
+from serve_app.replica import messages as wire
+from serve_app.replica.token_channel import TokenReceiver, TokenSender
+from tests.serve_app.generation.fake_replicas import FakeHandle, FakeResult, answer, generation, ids, whole
+
+pytestmark = pytest.mark.anyio
+
+CUTS = 20
+AT_ONCE = 8
+TOKENS = 60
+
+
+class Cable:
+    """What leads to a socket of this machine, until it is cut; whoever connects again has a new one."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._links: set[asyncio.Task[None]] = set()
+        self.cuts = 0
+
+    async def open(self) -> int:
+        self._server = await asyncio.start_server(self._link, "127.0.0.1", 0)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def _link(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there_reader, there_writer = await asyncio.open_connection("127.0.0.1", self._port)
+
+        async def pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+            while data := await source.read(1 << 16):
+                target.write(data)
+            target.close()
+
+        task = asyncio.ensure_future(asyncio.wait([
+            asyncio.ensure_future(pump(reader, there_writer)), asyncio.ensure_future(pump(there_reader, writer)),
+        ]))  # fmt: skip
+        self._links.add(task)  # type: ignore[arg-type]
+        with suppress(asyncio.CancelledError):
+            await task
+        self._links.discard(task)  # type: ignore[arg-type]
+        writer.transport.abort()
+        there_writer.transport.abort()
+
+    def cut(self, which: int) -> None:
+        """Cut one of those that there are."""
+        if self._links:
+            self.cuts += 1
+            sorted(self._links, key=id)[which % len(self._links)].cancel()
+
+    def close(self) -> None:
+        self._server.close()
+        for link in self._links:
+            link.cancel()
+
+
+class ByCable(FakeResult):
+    """A replica's call whose chunks go by a real channel, each replica's by its own."""
+
+    senders: defaultdict[str, TokenSender]
+
+    async def get_async(self) -> bytes:
+        sent, replica = 0, ""
+        async for chunk in self._chunks:
+            replica = replica or chunk.replica_id
+            if not self.senders[replica].send(
+                self._inbox.reply_to, [(self._call_id, structs.replace(chunk, seq=sent))]
+            ):
+                return wire.encode(wire.GenerateChunk(seq=sent, error="unavailable"))
+            sent += 1
+            if chunk.finish_reason is not None:
+                return wire.encode(wire.GenerateChunk(seq=sent, finish_reason=chunk.finish_reason))
+            await asyncio.sleep(0.001)
+        raise ActorUnavailableError("it broke off", None)
+
+
+@asynccontextmanager
+async def cabled(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[FakeHandle, Cable]]:
+    receiver, senders = TokenReceiver("127.0.0.1"), defaultdict[str, TokenSender](TokenSender)
+    port = int(receiver.inbox.reply_to.address.rpartition(":")[2])
+    cable = Cable(port)
+    handle = FakeHandle(answer)
+    receiver.inbox.reply_to = structs.replace(receiver.inbox.reply_to, address=f"tcp://127.0.0.1:{await cable.open()}")
+    handle.inbox = handle.dispatcher._inbox = receiver.inbox
+    monkeypatch.setattr("tests.serve_app.generation.fake_replicas.FakeResult", ByCable)
+    monkeypatch.setattr(ByCable, "senders", senders, raising=False)
+    monkeypatch.setattr(generation_call, "LATE_S", 0.05)
+    try:
+        yield handle, cable
+    finally:
+        cable.close()
+        for sender in senders.values():
+            await asyncio.to_thread(sender.close)
+        receiver.close()
+
+
+async def test_a_cut_channel_loses_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While answers come: each is whole, its tokens in order, what was lost asked for again."""
+    rng = random.Random(5)
+    async with asyncio.timeout(120), cabled(monkeypatch) as (handle, cable):
+        answers = 0
+
+        async def one(number: int) -> None:
+            nonlocal answers
+            while cable.cuts < CUTS:
+                got: list[Tokens] = []
+
+                def take(tokens: Tokens, got: list[Tokens] = got) -> bool:
+                    got.append(tokens)
+                    return True
+
+                asked = replace(generation(TOKENS), request_id=f"r{number}-{answers}")
+                async for tokens in handle.dispatcher.generate(asked, take=take):
+                    take(tokens)
+                assert ids(got) == whole(TOKENS)
+                assert got[-1].finish_reason == "length"
+                answers += 1
+
+        async def cuts() -> None:
+            while cable.cuts < CUTS:
+                await asyncio.sleep(rng.uniform(0.1, 0.3))
+                cable.cut(rng.randrange(100))
+
+        await asyncio.gather(cuts(), *map(one, range(AT_ONCE)))
+    assert answers > AT_ONCE
+    assert handle.after_first_token.count(True) > 0, "no cut lost a token: the test proves nothing"
