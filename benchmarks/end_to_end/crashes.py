@@ -1,0 +1,123 @@
+"""Replicas of a real instance are killed by SIGKILL while clients stream: how many answers are lost, cut or altered.
+
+Every question is asked once before the first kill. Later answers to it, with other requests beside them, have the same
+tokens, for those depend on the question's seed alone.
+"""
+
+import argparse
+import asyncio
+import random
+import re
+import signal
+import time
+import uuid
+from collections import Counter
+from contextlib import suppress
+from typing import Any
+
+import httpx
+import psutil
+
+from benchmarks.common.client import RequestFailed, StreamCut, chat_body, stream_chat
+from benchmarks.common.prompts import text_of
+from benchmarks.common.report import metric_sum, parser_of, write
+from benchmarks.common.server import instance
+from serve_app.checkpoints.sources.resolve import resolve_model
+
+MARK = "WARMPATH_BENCHMARK"
+"""An environment variable of all processes of the instance."""
+
+QUESTIONS, SYSTEM_TOKENS, QUESTION_TOKENS = 24, 200, 40
+HEALTHY_AFTER_S = 60.0
+
+
+def replica_pids(mark: str) -> list[int]:
+    """Return the instance's replicas."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if process.environ().get(MARK) == mark and re.search(
+                "ServeReplica:.*:Replica", " ".join(process.cmdline())
+            ):
+                found.append(process.pid)
+    return found
+
+
+async def run(url: str, mark: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Ask and kill until there were so many kills or the time is over; return the counts."""
+    rng, counts = random.Random(arguments.seed), Counter[str]()
+    model = resolve_model("demo")
+    system = text_of(SYSTEM_TOKENS, model, 1)
+    sampled = {"temperature": 0.8, "ignore_eos": True}
+    bodies = [
+        {
+            **chat_body("demo", rng.randint(20, 120), text_of(QUESTION_TOKENS, model, seed), system),
+            **sampled,
+            "seed": seed,
+        }
+        for seed in range(QUESTIONS)
+    ]
+    ended = asyncio.Event()
+    async with httpx.AsyncClient(timeout=300, limits=httpx.Limits(max_connections=None)) as client:
+        alone = [(await stream_chat(client, url, body)).text for body in bodies]
+
+        async def ask() -> None:
+            while not ended.is_set():
+                number = rng.randrange(QUESTIONS)
+                try:
+                    answer = await stream_chat(client, url, bodies[number])
+                except StreamCut:
+                    counts["cut"] += 1
+                except (RequestFailed, httpx.HTTPError):
+                    counts["lost"] += 1
+                    await asyncio.sleep(0.2)
+                else:
+                    counts["answers"] += 1
+                    counts["altered"] += answer.text != alone[number]
+
+        async def serving() -> int:
+            metrics = (await client.get(f"{url}/metrics")).text
+            return int(metric_sum(metrics, "warmpath_replica_info"))
+
+        async def kill() -> None:
+            end_s = time.monotonic() + 60 * arguments.minutes
+            while counts["kills"] < arguments.kills and time.monotonic() < end_s:
+                waited_s = time.monotonic() + HEALTHY_AFTER_S
+                while await serving() < arguments.replicas and time.monotonic() < waited_s:  # noqa: ASYNC110 (HTTP)
+                    await asyncio.sleep(0.2)
+                await asyncio.sleep(rng.uniform(0.1, 1.5))
+                with suppress(psutil.NoSuchProcess):
+                    psutil.Process(rng.choice(replica_pids(mark))).send_signal(signal.SIGKILL)
+                    counts["kills"] += 1
+                await asyncio.sleep(1.0)  # until the dead one is no more counted
+            ended.set()
+
+        await asyncio.gather(kill(), *(ask() for _ in range(arguments.clients)))
+        metrics = (await client.get(f"{url}/metrics")).text
+    counts["sent_again"] = int(metric_sum(metrics, "warmpath_request_retries_total"))
+    return dict(counts)
+
+
+def main() -> None:
+    """Parse flags, run, write the JSON."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--engine", choices=("simulated", "torch"), default="torch")
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--minutes", type=float, default=10.0, help="at most")
+    parser.add_argument("--replicas", type=int, default=3)
+    parser.add_argument("--clients", type=int, default=6, help="streams at once")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments, mark = parser.parse_args(), uuid.uuid4().hex
+    flags = ["--model", "demo", "--engine", arguments.engine, "--replicas", str(arguments.replicas)]
+    with instance(*flags, "--set", "dtype=float32", "--set", "num_threads=1", env={MARK: mark}) as url:
+        counts = asyncio.run(run(url, mark, arguments))
+    lost, cut, altered = (counts.get(name, 0) for name in ("lost", "cut", "altered"))
+    said = (
+        f"{counts.get('kills', 0)} SIGKILLs of replicas ({arguments.engine}), {counts.get('answers', 0)} answers, "
+        f"{counts['sent_again']} sent again: {lost} lost, {cut} cut, {altered} altered."
+    )
+    write(arguments.json, vars(arguments), counts, said)
+
+
+if __name__ == "__main__":
+    main()
