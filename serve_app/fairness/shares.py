@@ -40,6 +40,11 @@ class Shares:
         """Whether there can be more than one tenant."""
         return len(self._weights) > 1
 
+    @property
+    def contested(self) -> bool:
+        """Whether more than one tenant was seen lately."""
+        return len(self._seen_s) > 1
+
     def touch(self, tenant: str) -> None:
         """Note a request of a tenant."""
         now_s = self._clock()

@@ -76,19 +76,20 @@ def test_a_replica_starts_with_the_user_config_or_not_at_all(start: Any) -> None
     assert start({"policy": "lmetric"}, policy="sglang").config.policy == "lmetric"
     with pytest.raises(BadSettings, match="did you mean policy"):
         start({"polcy": "lmetric"})
-    with pytest.raises(BadSettings, match="cache_share"):
-        start({"tenants": [{**ACME, "cache_share": 2}]}, engine="vllm")
+    with pytest.raises(BadSettings, match="store_kv"):
+        start({"tenants": [{**ACME, "store_kv": False}]}, engine="vllm")
 
 
 @pytest.mark.parametrize(
     ("engine", "tenants", "accepted", "words"),
     [
-        ("vllm", [{**ACME, "cache_share": 2}], False, "cache_share: with engine=vllm"),
+        ("vllm", [{**ACME, "store_kv": False}], False, "store_kv: with engine=vllm"),
+        ("vllm", [{**ACME, "cache_share": 2}], True, ""),
         ("torch", [{**ACME, "cache_share": 2}], True, ""),
         ("torch", [], False, "everybody"),
         ("torch", [{**ACME, "trust_group": "g"}], True, "acme"),
     ],
-    ids=["share", "share of the other engine", "none", "salt"],
+    ids=["what one engine cannot", "share", "share of the other engine", "none", "salt"],
 )
 def test_tenants_change_as_far_as_that_is_safe(
     start: Any, engine: str, tenants: list[Any], accepted: bool, words: str

@@ -1,14 +1,14 @@
 """Tenants' shares of a room with a bound: the pool's blocks, a tier's bytes.
 
 Owns which tenants are active, how much each holds, which is most over its share, and whose account each block of the
-pool is on; which of a tenant's blocks goes first is ``cache.eviction``'s. Laws: the accounts add up to what is taken;
-nobody at or under their share gives up a block while somebody over theirs has one to give; room that nobody needs can
-be borrowed. Not thread-safe, except ``holdings``.
+pool is on; which of a tenant's blocks goes first is its queue's: ``cache.eviction``, or vLLM's own. Laws: the accounts
+add up to what is taken; nobody at or under their share gives up a block while somebody above has one to give; room
+that nobody needs can be borrowed. Not thread-safe, except ``holdings``.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from serve_app.cache.eviction import EvictionQueue, Standing
@@ -24,16 +24,17 @@ GUARD_S = 60.0
 """Seconds after a tenant's last request for which its idle blocks also limit how much others may run at once: a
 longer guard would leave a replica idle for the sake of caches that may never be asked for again."""
 
-K = TypeVar("K")
+Q = TypeVar("Q", bound=Sized)
+"""What a tenant can give, in the order in which it goes."""
 
 
 @dataclass(slots=True, eq=False)
-class Account(Generic[K]):
+class Account(Generic[Q]):
     """What one tenant holds: ``held`` in all, ``idle`` by the cache alone, ``queue`` of what it can give."""
 
     tenant: str
     weight: float
-    queue: EvictionQueue[K] = field(default_factory=EvictionQueue)
+    queue: Q
     held: int = 0
     idle: int = 0
     used_s: float = -math.inf
@@ -43,18 +44,24 @@ class Account(Generic[K]):
         return self.held / self.weight if self.used_s >= since_s else math.inf
 
 
-class Accounts(Generic[K]):
-    """Accounts by tenant, of weight 1.0 by default; who is unseen for ``active_s`` has no share. O(accounts) a call."""
+class Accounts(Generic[Q]):
+    """Accounts by tenant, of weight 1.0 by default; who is unseen for ``active_s`` has no share. O(accounts) a call.
 
-    def __init__(self, weights: Mapping[str, float], clock: Callable[[], float], active_s: float) -> None:
-        self._weights = _checked(weights)
+    ``queue``: makes a tenant's, with nothing in it.
+    """
+
+    def __init__(
+        self, weights: Mapping[str, float], clock: Callable[[], float], active_s: float, queue: Callable[[], Q]
+    ) -> None:
+        self._weights = checked_weights(weights)
         self._clock = clock
         self._active_s = active_s
-        self._accounts: dict[str, Account[K]] = {}
+        self._queue = queue
+        self._accounts: dict[str, Account[Q]] = {}
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Go by other weights from now on."""
-        self._weights = _checked(weights)
+        self._weights = checked_weights(weights)
         for tenant, account in self._accounts.items():
             account.weight = self._weights.get(tenant, 1.0)
 
@@ -62,33 +69,21 @@ class Accounts(Generic[K]):
         """Return what each tenant holds (any thread)."""
         return {tenant: account.held for tenant, account in self._accounts.copy().items() if account.held}
 
+    def all(self) -> list[Account[Q]]:
+        """Return every account."""
+        return list(self._accounts.values())
+
     def seen_since(self, since_s: float) -> list[str]:
         """Return the tenants seen since a time of the clock."""
         return [tenant for tenant, account in self._accounts.items() if account.used_s >= since_s]
 
-    def touch(self, tenant: str, ago_s: float = 0.0) -> Account[K]:
+    def touch(self, tenant: str, ago_s: float = 0.0) -> Account[Q]:
         """Note a request of a tenant, which came ``ago_s`` before now: it is active from then on."""
-        account = self._account(tenant)
+        account = self.account(tenant)
         account.used_s = self._clock() - ago_s
         return account
 
-    def _account(self, tenant: str) -> Account[K]:
-        account = self._accounts.get(tenant)
-        if account is None:
-            kept = {account.tenant for account in self._active()}
-            self._accounts = {name: other for name, other in self._accounts.items() if other.held or name in kept}
-            account = self._accounts[tenant] = Account(tenant, self._weights.get(tenant, 1.0))
-        return account
-
-    def _active_since_s(self) -> float:
-        return self._clock() - self._active_s
-
-    def _active(self) -> list[Account[K]]:
-        """Return the accounts that have a share now."""
-        since_s = self._active_since_s()
-        return [account for account in self._accounts.values() if account.used_s >= since_s]
-
-    def _furthest(self) -> Account[K] | None:
+    def furthest(self) -> Account[Q] | None:
         """Return the account most over its share, of those that have something to give."""
         since_s, furthest, most = self._active_since_s(), None, -math.inf
         for account in self._accounts.values():
@@ -97,14 +92,36 @@ class Accounts(Generic[K]):
                 furthest, most = account, excess
         return furthest
 
+    def account(self, tenant: str) -> Account[Q]:
+        """Return a tenant's account, and make it where there is none. Forgets those without anything."""
+        account = self._accounts.get(tenant)
+        if account is None:
+            kept = {account.tenant for account in self._active()}
+            self._accounts = {name: other for name, other in self._accounts.items() if other.held or name in kept}
+            account = self._accounts[tenant] = Account(tenant, self._weights.get(tenant, 1.0), self._queue())
+        return account
 
-class Quota(Accounts[int]):
-    """Accounts of the pool's blocks by tenant; ``weights`` as in ``Accounts``."""
+    def _active_since_s(self) -> float:
+        return self._clock() - self._active_s
 
-    def __init__(self, total_blocks: int, weights: Mapping[str, float], clock: Callable[[], float]) -> None:
-        super().__init__(weights, clock, ACTIVE_S)
+    def _active(self) -> list[Account[Q]]:
+        """Return the accounts that have a share now."""
+        since_s = self._active_since_s()
+        return [account for account in self._accounts.values() if account.used_s >= since_s]
+
+
+class PoolShares(Accounts[Q]):
+    """Accounts of a pool's blocks; ``weights`` and ``queue`` as in ``Accounts``."""
+
+    def __init__(
+        self,
+        total_blocks: int,
+        weights: Mapping[str, float],
+        clock: Callable[[], float],
+        queue: Callable[[], Q],
+    ) -> None:
+        super().__init__(weights, clock, ACTIVE_S, queue)
         self._total_blocks = total_blocks
-        self._owners: list[Account[int] | None] = [None] * total_blocks
 
     def fraction(self, tenant: str) -> float:
         """Return the tenant's part of the pool among those active now; one alone of several counts as one of two."""
@@ -114,10 +131,6 @@ class Quota(Accounts[int]):
         if not others and len(self._weights) > 1:
             others = 1.0
         return weight / (weight + others)
-
-    def tenant_of(self, block: int) -> str:
-        """Return whose account a taken block is on."""
-        return self._owner(block).tenant
 
     def in_use(self, tenant: str) -> int:
         """Return the tenant's blocks that cannot be evicted now."""
@@ -130,6 +143,18 @@ class Quota(Accounts[int]):
         if in_use <= self.fraction(tenant) * self._total_blocks:
             return 0.0
         return in_use / self._accounts[tenant].weight
+
+
+class Quota(PoolShares[EvictionQueue[int]]):
+    """The shares of the built-in engine's pool, and whose account each of its blocks is on."""
+
+    def __init__(self, total_blocks: int, weights: Mapping[str, float], clock: Callable[[], float]) -> None:
+        super().__init__(total_blocks, weights, clock, EvictionQueue)
+        self._owners: list[Account[EvictionQueue[int]] | None] = [None] * total_blocks
+
+    def tenant_of(self, block: int) -> str:
+        """Return whose account a taken block is on."""
+        return self._owner(block).tenant
 
     def protected(self, tenant: str) -> int:
         """Return the idle blocks within the shares of other tenants seen in the last ``GUARD_S``."""
@@ -186,20 +211,21 @@ class Quota(Accounts[int]):
 
     def next_leaf(self) -> int:
         """Take and return the block to evict, of whoever is most over their share. Raises IndexError: none."""
-        account = self._furthest()
+        account = self.furthest()
         if account is None:
             raise IndexError("no block can be evicted")
         block = account.queue.first()
         account.queue.discard(block)
         return block
 
-    def _owner(self, block: int) -> Account[int]:
+    def _owner(self, block: int) -> Account[EvictionQueue[int]]:
         account = self._owners[block]
         assert account is not None, f"block {block} belongs to nobody"
         return account
 
 
-def _checked(weights: Mapping[str, float]) -> dict[str, float]:
+def checked_weights(weights: Mapping[str, float]) -> dict[str, float]:
+    """Return a copy. Raises ValueError for a weight that is no finite number over 0."""
     if any(not 0.0 < weight < math.inf for weight in weights.values()):
         raise ValueError("a tenant's share must be a finite number over 0")
     return dict(weights)

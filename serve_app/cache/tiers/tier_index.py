@@ -57,7 +57,7 @@ class TierCounts:
 E = TypeVar("E", bound=Entry)
 
 
-class TierIndex(Accounts[bytes], Generic[E]):
+class TierIndex(Accounts[EvictionQueue[bytes]], Generic[E]):
     """Entries by hash. ``shares``: weights by the tenants' names; all else here goes by their accounts' keys.
 
     ``tier``: its name in events. ``xor``: of the words of the hashes (see ``block_word``). ``digest``: what was held as
@@ -65,7 +65,7 @@ class TierIndex(Accounts[bytes], Generic[E]):
     """
 
     def __init__(self, tier: str, shares: Mapping[str, float], clock: Callable[[], float], active_s: float) -> None:
-        super().__init__(_by_key(shares), clock, active_s)
+        super().__init__(_by_key(shares), clock, active_s, EvictionQueue)
         self.lock = RLock()
         self.counts = TierCounts()
         self.used_bytes = 0
@@ -107,7 +107,7 @@ class TierIndex(Accounts[bytes], Generic[E]):
         """Enter a block that is not held, as the most recently used one."""
         block_hash = entry.block.block_hash
         self._entries[block_hash] = entry
-        self._account(entry.block.owner).held += entry.size
+        self.account(entry.block.owner).held += entry.size
         self.used_bytes += entry.size
         self._put(entry)
         self._note(block_hash, held_before=False)
@@ -136,7 +136,7 @@ class TierIndex(Accounts[bytes], Generic[E]):
 
     def next_victim(self, owner: str, *, saved: bool = False) -> E | None:
         """Return what has to go for one of ``owner``'s; None: nothing, or saved ones of its own for an unsaved one."""
-        furthest = self._furthest()
+        furthest = self.furthest()
         if furthest is None:
             return None
         own, since_s = self._accounts.get(owner), self._active_since_s()

@@ -83,6 +83,8 @@ class VllmEngine:
 
     def start(self) -> None:
         """Begin to listen to vLLM's events, where there are any; vLLM itself runs since it was made."""
+        if self.settings.tenant_shares:
+            self._jobs.step(self.settings.tenant_shares)
         if self.settings.enable_prefix_caching:
             self._events.start()
 
@@ -173,10 +175,11 @@ class VllmEngine:
         self._events.tell(anew=anew)
 
     def set_tenant_shares(self, shares: Mapping[str, float]) -> None:
-        """Go by these tenants from now on, in the waiting line and with saves. vLLM's cache has no shares."""
+        """Go by these tenants from now on, in the waiting line, with saves, and in vLLM's scheduler and pool."""
         with self._lock:
             self._load.line.shares.set_weights(shares)
         self._frontend.call(self._saves.set_shares(shares)).result()
+        self._jobs.step(shares)
 
     def export_prefix(
         self, prefix: HashedTokens, first: int = 0, most_blocks: int | None = None, *, demote: bool = False
@@ -248,7 +251,7 @@ class VllmEngine:
             request.request_id,
             request.token_ids.tolist(),
             request.root.hex(),
-            vllm_sampling(request.sampling, live.choice),
+            vllm_sampling(request.sampling, live.choice, request.tenant),
             lora,
         )
         left_s = live.arrival_s + request.timeout_s - time.monotonic()
@@ -313,7 +316,7 @@ class VllmEngine:
             request.tenant, len(request.token_ids), part.cached_tokens, caching=self.settings.enable_prefix_caching
         )
         with self._lock:
-            self._load.begun(live)
+            self._load.begun(live, part.cached_tokens)
         return structs.replace(output, first=FirstToken(part.cached_tokens, part.queue_s, live.save))
 
     def _end(

@@ -117,6 +117,9 @@ class VllmFrontend:
             from vllm.v1.engine.async_llm import AsyncLLM
         except ImportError as error:
             raise RuntimeError(f"{VLLM_MISSING} ({error})") from error
+        from serve_app.engine.vllm.scheduling.hooks import check_hooks
+
+        check_hooks()  # here too, for what its core says at its start is only in the log
         arguments = engine_arguments(settings, endpoints, on_cpu=current_platform.is_cpu())
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[_logger_of(self._on_step)])
         config = self.llm.vllm_config

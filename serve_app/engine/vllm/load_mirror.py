@@ -1,9 +1,11 @@
 """The requests in vLLM, and how busy it is, told from what was submitted and what each of its steps computed.
 
-vLLM serves in order, so a step's prompt tokens belong to the oldest prefills. The engine's lock guards it.
+A step's prompt tokens belong to the oldest prefills, until one with its first token shows that they were its own: only
+tenants' turns are not in order. The engine's lock guards it.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -12,6 +14,7 @@ from router.protocol.samples import Labels, Sample
 from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.protocol import EngineRequest, OutputSink, QueueFull, SaveResult
 from serve_app.engine.reservations import RouterReservations, retry_after_s
+from serve_app.engine.scheduling.fair_queue import FairQueue
 from serve_app.engine.vllm.sampling.rows import TokenChoice
 from serve_app.engine.vllm.settings import VllmSettings
 from serve_app.fairness.shares import Budget, Shares
@@ -21,7 +24,8 @@ from serve_app.fairness.shares import Budget, Shares
 class LiveRequest:
     """A request between its submission and its end. ``save``: what became of what it asked to keep.
 
-    ``uncached_tokens``: of its prompt, still to be computed; ``woken``: set when what it waits for may be there.
+    ``uncached_tokens``: of its prompt, still to be computed; ``taken_tokens``: those that steps computed of it.
+    ``woken``: set when what it waits for may be there.
     """
 
     request: EngineRequest
@@ -29,6 +33,7 @@ class LiveRequest:
     choice: TokenChoice
     arrival_s: float
     uncached_tokens: int
+    taken_tokens: int = 0
     begun: bool = False
     ended: bool = False
     save: SaveResult | None = None
@@ -45,6 +50,7 @@ class LoadMirror:
     def __init__(self, settings: VllmSettings, meters: EngineMeters) -> None:
         self.line = Budget(Shares(settings.tenant_shares), lambda: settings.max_waiting_requests)
         self._settings = settings
+        self._turn_tokens = FairQueue(settings.max_num_batched_tokens).quantum_tokens
         self._meters = meters
         self.live: dict[str, LiveRequest] = {}
         self._prefills: dict[str, LiveRequest] = {}
@@ -101,6 +107,7 @@ class LoadMirror:
         for prefill in self._prefills.values():
             taken = min(left, prefill.uncached_tokens)
             prefill.uncached_tokens -= taken
+            prefill.taken_tokens += taken
             left -= taken
             if not left:
                 break
@@ -109,21 +116,31 @@ class LoadMirror:
         if prompt_tokens or not copies:  # a copy's step says nothing of how fast this machine computes
             self._meters.stepped(prompt_tokens, duration_s)
 
-    def begun(self, live: LiveRequest) -> None:
-        """Note that a request has its first token: nothing of its prompt is left."""
+    def begun(self, live: LiveRequest, cached_tokens: int) -> None:
+        """Note that a request has its first token: all of its prompt but ``cached_tokens`` was computed."""
+        self._leave(live)
+        own = len(live.request.token_ids) - cached_tokens - live.taken_tokens
+        for other in self._prefills.values():
+            given = max(0, min(own, other.taken_tokens))
+            other.uncached_tokens += given
+            other.taken_tokens -= given
+            own -= given
+
+    def ended(self, live: LiveRequest) -> None:
+        """Note that a request is live no more."""
+        self._leave(live)
+        live.ended = True
+        del self.live[live.request.request_id]
+
+    def _leave(self, live: LiveRequest) -> None:
         live.begun = True
         if self._prefills.pop(live.request.request_id, None) is not None:
             self.line.give_back(live.request.tenant, 1)
 
-    def ended(self, live: LiveRequest) -> None:
-        """Note that a request is live no more."""
-        self.begun(live)
-        live.ended = True
-        del self.live[live.request.request_id]
-
     def report(self, now_s: float) -> LoadReport:
-        """Return the load as one message. Nobody overtakes what is queued, so all of it is committed."""
+        """Return the load as one message."""
         queued = self.queued_tokens
+        turns = self.line.shares.several
         return LoadReport(
             queued_prefill_tokens=queued,
             running_sequences=self.running,
@@ -133,10 +150,21 @@ class LoadMirror:
             prefill_tokens_per_s=self._meters.prefill_tokens_per_s,
             prefill_rate_tokens=self._meters.prefill_rate_tokens,
             admitted=self._reservations.admitted(),
-            committed_prefill_tokens=queued,
-            committed_sequences=self.waiting,
+            committed_prefill_tokens=self._committed() if turns else queued,
+            committed_sequences=0 if turns else self.waiting,
             taken_at_s=now_s,
         )
+
+    def _committed(self) -> int:
+        """Return the tokens computed before those of a short request that comes now, whoever's that is.
+
+        A tenant with a queue waits for its own; another one for a turn of each at most.
+        """
+        queued: Counter[str] = Counter()
+        for prefill in self._prefills.values():
+            queued[prefill.request.tenant] += prefill.uncached_tokens
+        turns = sum(min(tokens, self._turn_tokens) for tokens in queued.values())
+        return min([turns, *queued.values()])
 
     def gauges(self, num_blocks: int, held_blocks: int, pinned_blocks: int, labels: Labels) -> Iterable[Sample]:
         """Yield how many requests run and wait, and the pool's blocks by state.

@@ -42,11 +42,6 @@ TABLE = (
         instead="put tenants that may share their KV in one trust_group",
     ),
     Refusal(
-        ("tenants[].cache_share",),
-        "vLLM's cache has no shares: a tenant's flood can evict another's KV",
-        lambda config: any(tenant.cache_share != 1 for tenant in config.tenants),
-    ),
-    Refusal(
         ("tenants[].store_kv",),
         "every request's KV stays in vLLM's cache until it is evicted",
         lambda config: not all(tenant.store_kv for tenant in config.tenants),

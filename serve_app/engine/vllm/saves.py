@@ -129,7 +129,7 @@ class VllmSaves:
             await self._unpin(lent)
         ids = [*prefix.token_ids[: len(blocks) * self._size].tolist(), 0]
         try:
-            await self._run(Job("pin", key.hex(), 0, len(blocks)), ids, root, prefix.scope.lora)
+            await self._run(Job("pin", key.hex(), 0, len(blocks), prefix.tenant), ids, root, prefix.scope.lora)
         except Exception:
             _log.exception("a prefix of %d blocks could not be kept", len(blocks))
             await self._let_go(key)

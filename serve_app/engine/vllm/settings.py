@@ -15,6 +15,9 @@ CONFIG_ENDS = "warmpath_end_token_ids"
 EXECUTOR = "serve_app.engine.vllm.executor.InCore"
 """Where vLLM finds what computes on a CPU."""
 
+SCHEDULER = "serve_app.engine.vllm.scheduling.scheduler.tenant_scheduler"
+"""Where vLLM finds its scheduler."""
+
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Those vLLM has room for. Source: vLLM's ``MaxLoRARanks``."""
 
@@ -79,6 +82,7 @@ def engine_arguments(settings: VllmSettings, endpoints: EventEndpoints, *, on_cp
         "max_logprobs": 20,  # as many as OpenAI's API tells
         "logits_processors": ["serve_app.engine.vllm.sampling.processor:WarmpathSampling"],
         "additional_config": {CONFIG_ENDS: list(settings.end_token_ids)},
+        "scheduler_cls": SCHEDULER,
         "scheduling_policy": "priority",  # requests have one, so the first come is served first; copies go before them
         "enable_logging_iteration_details": True,  # how many tokens of prompts each step computed
         "disable_log_stats": True,

@@ -23,6 +23,7 @@ from serve_app.engine.protocol import EngineRequest, SamplingParams
 from serve_app.engine.runner.sampling import choose_tokens
 from serve_app.engine.runner.token_rules import apply_rules
 from serve_app.engine.step import History
+from serve_app.engine.vllm.scheduling.tenant import tenant_args
 from serve_app.structured.matcher import AnswerMatcher, Matchers
 
 _log = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ def choice_of(request: EngineRequest, failure_file: str) -> TokenChoice:
     return TokenChoice(sampling, request.resumed_tokens, "" if matcher is None else matcher.text, failure_file)
 
 
-def vllm_sampling(sampling: SamplingParams, choice: TokenChoice) -> dict[str, Any]:
+def vllm_sampling(sampling: SamplingParams, choice: TokenChoice, tenant: str = "") -> dict[str, Any]:
     """Return vLLM's own sampling fields: greedy, and one token at least, which nobody gets without ``max_tokens``."""
     return {
         "max_tokens": max(sampling.max_tokens, 1),
@@ -77,7 +78,7 @@ def vllm_sampling(sampling: SamplingParams, choice: TokenChoice) -> dict[str, An
         "ignore_eos": True,
         "detokenize": False,
         "logprobs": sampling.logprobs,
-        "extra_args": choice.to_extra_args(),
+        "extra_args": {**choice.to_extra_args(), **tenant_args(tenant)},
     }
 
 

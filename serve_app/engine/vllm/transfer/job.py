@@ -12,6 +12,7 @@ from router.protocol.block_hash import HASH_BYTES
 from serve_app.engine.protocol import EngineError
 from serve_app.engine.vllm.adapters import VllmAdapters
 from serve_app.engine.vllm.frontend import VllmFrontend
+from serve_app.engine.vllm.scheduling.tenant import shares_args, tenant_args
 
 LAYOUT_FILE = "kv_layout.json"
 """What the worker writes of its blocks: a ``KvPart``."""
@@ -23,7 +24,7 @@ _SAMPLING = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "detokeniz
 
 
 class Job(msgspec.Struct, frozen=True):
-    """``kind``, of the prompt's blocks ``first`` to ``end`` - 1. ``file``: their rows.
+    """``kind``, of the prompt's blocks ``first`` to ``end`` - 1, for ``tenant``. ``file``: their rows.
 
     "pin": keep them in the pool, under the name ``file``, until "unpin" names it.
     """
@@ -32,10 +33,11 @@ class Job(msgspec.Struct, frozen=True):
     file: str
     first: int = 0
     end: int = 0
+    tenant: str = ""
 
     def to_extra_args(self) -> dict[str, Any]:
         """Return it as ``SamplingParams.extra_args`` carry it."""
-        return {"kv_transfer_params": {"warmpath": msgspec.to_builtins(self)}}
+        return {"kv_transfer_params": {"warmpath": msgspec.to_builtins(self)}, **tenant_args(self.tenant)}
 
     @classmethod
     def of_params(cls, params: Mapping[str, Any] | None) -> Job | None:
@@ -53,22 +55,31 @@ class JobRunner:
         self._begins = begins
         self._numbers = count()
 
-    def wait(self, job: Job | None, token_ids: Sequence[int], root: bytes, lora: str) -> int:
+    def wait(self, job: Job, token_ids: Sequence[int], root: bytes, lora: str) -> int:
         """Run a job to its end (any thread but the loop's); returns and raises as ``run``."""
         return self._frontend.call(self.run(job, token_ids, root, lora)).result()
 
-    def step(self) -> None:
-        """Have vLLM compute a step, of one token that is nobody's (any thread but the loop's)."""
-        self.wait(None, [0], bytes(HASH_BYTES), "")
+    def step(self, shares: Mapping[str, float] | None = None) -> None:
+        """Have vLLM compute a step, of one token that is nobody's (any thread but the loop's).
 
-    async def run(self, job: Job | None, token_ids: Sequence[int], root: bytes, lora: str) -> int:
-        """Run a job (None: a step alone); return how many tokens were cached. Raises EngineError or LookupError."""
+        ``shares``: tenants' weights, by which its scheduler goes from then on.
+        """
+        told = {} if shares is None else {"extra_args": shares_args(shares)}
+        self._frontend.call(self._run(told, _FIRST, [0], bytes(HASH_BYTES), "")).result()
+
+    async def run(self, job: Job, token_ids: Sequence[int], root: bytes, lora: str) -> int:
+        """Run a job; return how many tokens were cached. Raises EngineError or LookupError."""
+        priority = 0 if job.kind == "pin" else _FIRST  # what is to be kept may be computed
+        return await self._run({"extra_args": job.to_extra_args()}, priority, token_ids, root, lora)
+
+    async def _run(
+        self, told: Mapping[str, Any], priority: int, token_ids: Sequence[int], root: bytes, lora: str
+    ) -> int:
         self._slots.pin(lora)
         try:
             weights = self._slots.weights(lora) if lora else None
             self._begins()
-            sampling = _SAMPLING if job is None else {**_SAMPLING, "extra_args": job.to_extra_args()}
-            priority = 0 if job is not None and job.kind == "pin" else _FIRST  # what is to be kept may be computed
+            sampling = {**_SAMPLING, **told}
             name, cached = f"job {next(self._numbers)}", 0
             parts = self._frontend.generate(name, list(token_ids), root.hex(), sampling, weights, priority=priority)
             async for part in parts:

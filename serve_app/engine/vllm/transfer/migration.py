@@ -82,7 +82,9 @@ class VllmMigration:
             return None
         file = self._directory / f"kv-{next(self._file_numbers)}"
         try:
-            self._run_job(Job("export", str(file), first, end), [*ids[: end * size].tolist(), 0], root, scope.lora)
+            self._run_job(
+                Job("export", str(file), first, end, prefix.tenant), [*ids[: end * size].tolist(), 0], root, scope.lora
+            )
             payload = np.fromfile(file, np.uint8).reshape(-1, kv_format.block_bytes)
         except (FileNotFoundError, LookupError):
             return None
@@ -108,7 +110,7 @@ class VllmMigration:
         if not root or hash_blocks(root, token_ids[: end * size], size) != prefix.chain[: end * HASH_BYTES]:
             raise WrongChain("its root is not that of the tokens that were asked for")
         file = self._directory / f"kv-{next(self._file_numbers)}"
-        job, job_ids = Job("import", str(file), first, end), [*token_ids[: end * size].tolist(), 0]
+        job, job_ids = Job("import", str(file), first, end, prefix.tenant), [*token_ids[: end * size].tolist(), 0]
         try:
             np.ascontiguousarray(part.payload).tofile(file)
             cached = self._run_job(job, job_ids, root, scope.lora)

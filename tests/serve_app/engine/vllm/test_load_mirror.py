@@ -19,15 +19,16 @@ PROMPTS = st.lists(st.integers(1, 500), max_size=12)
 
 
 class Load(LoadMirror):
-    """``max_num_seqs`` 4, a line of 8 for two tenants."""
+    """``max_num_seqs`` 4, a line of 8, for two tenants where nothing else is said."""
 
-    def __init__(self) -> None:
+    def __init__(self, *tenants: str) -> None:
         self.meters = EngineMeters()
-        settings = VllmSettings("m", max_num_seqs=4, max_waiting_requests=8, tenant_shares={"flood": 1.0, "calm": 1.0})
+        shares = dict.fromkeys(tenants or ("flood", "calm"), 1.0)
+        settings = VllmSettings("m", max_num_seqs=4, max_waiting_requests=8, tenant_shares=shares)
         super().__init__(settings, self.meters)
 
     def arrives(self, name: str, tokens: int, router: str = "", reservation: int = 0, tenant: str = "default") -> None:
-        asked = replace(request(name, [1], tenant=tenant), router_id=router, reservation=reservation)
+        asked = replace(request(name, [1] * tokens, tenant=tenant), router_id=router, reservation=reservation)
         self.arrived(LiveRequest(asked, print, choice_of(asked, ""), 0.0, tokens))
 
 
@@ -36,7 +37,7 @@ def test_queued_tokens_are_those_that_a_first_come_scheduler_has_left(
     prompts: list[int], budget: int, arrivals: list[bool]
 ) -> None:
     """A naive scheduler that computes ``budget`` tokens a step, oldest first, has left what the mirror says."""
-    load, coming, left = Load(), deque(enumerate(prompts)), {}
+    load, coming, left = Load("default"), deque(enumerate(prompts)), {}
     for arrives in arrivals:
         if arrives and coming:
             number, tokens = coming.popleft()
@@ -58,11 +59,23 @@ def test_what_nobody_waits_for_was_computed_again() -> None:
     load = Load()
     load.arrives("a", 500, "router", 3)
     load.stepped(1, 0.1, 100, 0.1)
-    load.begun(load.live["a"])
+    load.begun(load.live["a"], 400)
     load.stepped(1, 0.1, 40, 0.1)
     assert (load.meters.computed_prompt_tokens, load.meters.recomputed_tokens) == (100, 40)
     report = load.report(1.0)
     assert (report.queued_prefill_tokens, report.admitted) == (0, {"router": 3})
+
+
+def test_tokens_of_who_overtook_are_taken_off_nobody_elses_prompt() -> None:
+    """Another tenant's turn comes before the end of an older prompt; whoever comes now waits for a turn at most."""
+    load = Load()
+    load.arrives("old", 1000, tenant="flood")
+    load.arrives("short", 100, tenant="calm")
+    assert load.report(0.0).committed_prefill_tokens == 100
+    load.stepped(2, 0.1, 300, 0.1)
+    load.begun(load.live["short"], 0)
+    assert [load.queued_tokens, load.live["old"].uncached_tokens] == [800, 800]
+    assert (load.report(1.0).queued_prefill_tokens, load.report(1.0).committed_prefill_tokens) == (800, 128)
 
 
 def test_who_runs_and_who_waits() -> None:
@@ -72,7 +85,7 @@ def test_who_runs_and_who_waits() -> None:
         load.arrives(name, 10)
     assert (load.running, load.waiting) == (0, 3)
     load.stepped(2, 0.5, 20, 0.01)
-    load.begun(load.live["a"])
+    load.begun(load.live["a"], 0)
     assert (load.running, load.waiting, load.queued_tokens) == (2, 1, 10)
     samples = {dict(labels).get("state"): value for _, labels, value in load.gauges(10, 4, 2, ())}
     assert [samples[state] for state in ("used", "cached", "free")] == [3, 4, 3]
@@ -89,8 +102,8 @@ def test_the_waiting_line_is_bounded_and_its_end_is_for_others() -> None:
     with pytest.raises(QueueFull):
         load.check("flood")
     load.check("calm")
-    load.begun(load.live["0"])
-    load.begun(load.live["0"])
+    load.begun(load.live["0"], 0)
+    load.begun(load.live["0"], 0)
     load.check("flood")
     load.arrives("more", 10, tenant="flood")
     with pytest.raises(QueueFull):

@@ -62,7 +62,6 @@ CHANGED: dict[str, dict[str, Any]] = {
     "save_ttl_s": {"save_ttl_s": 60},
     "public_prompts": {"public_prompts": [{"name": "p", "version": "1", "text": "x"}]},
     "prompts_dir": {"prompts_dir": "x"},
-    "tenants[].cache_share": {"tenants": [{**TENANT, "cache_share": 2}]},
     "tenants[].store_kv": {"tenants": [{**TENANT, "store_kv": False}]},
     "max_itl_ms": {"max_itl_ms": 50.0},
     "speculative_model": {"speculative_model": "small"},
@@ -79,7 +78,7 @@ def test_a_setting_without_effect_is_refused_by_its_name(name: str) -> None:
 
 
 MOVES = {"kv_pull": True, "prewarm": True, "handover": True, "pin_budget": 0.5, "save_ttl_s": 60}
-TENANTS = [{**TENANT, "requests_per_second": 2, "trust_group": "g"}]
+TENANTS = [{**TENANT, "requests_per_second": 2, "cache_share": 2, "trust_group": "g"}]
 
 
 @pytest.mark.parametrize(

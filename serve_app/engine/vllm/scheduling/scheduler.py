@@ -1,0 +1,106 @@
+"""vLLM's scheduler, fair between tenants: who is served, who is preempted, whose blocks are evicted. Runs in its core.
+
+All else is vLLM's own, and so is everything as long as one tenant is there.
+"""
+
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from serve_app.engine.step import ceil_div
+from serve_app.engine.vllm.scheduling.free_queue import TenantFreeQueue
+from serve_app.engine.vllm.scheduling.hooks import check_hooks
+from serve_app.engine.vllm.scheduling.tenant import shares_of, tenant_of
+from serve_app.engine.vllm.scheduling.turns import Need, Plan, TenantTurns
+from serve_app.engine.vllm.scheduling.waiting_line import WaitingLine
+
+
+class TenantScheduler(Scheduler):  # type: ignore[misc]
+    """vLLM's, with lines, turns and shares of the pool by tenant. Raises RuntimeError for a vLLM it does not know."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        check_hooks()
+        super().__init__(*arguments, **named)
+        if self.policy != SchedulingPolicy.PRIORITY:
+            raise ValueError("the policy has to be priority: copies of KV go first by theirs")
+        pool = self.kv_cache_manager.block_pool
+        self._pool_queue = TenantFreeQueue(pool.free_block_queue.get_all_free_blocks(), pool.num_gpu_blocks)
+        pool.free_block_queue = self._pool_queue
+        self.waiting = WaitingLine()
+        self._turns = TenantTurns(self.max_num_scheduled_tokens, self.max_num_active_reqs, pool.num_gpu_blocks - 1)
+        self._plan = Plan()
+        self._ranked = False
+
+    def add_request(self, request: Any) -> None:
+        """Take a request in: its tenant is there from now on, and weights that it brings hold."""
+        shares, tenant = shares_of(request), tenant_of(request)
+        if shares is not None:
+            self._turns.shares.set_weights(shares)
+            self._pool_queue.shares.set_weights(shares)
+        if tenant:
+            if request.priority >= 0:  # a copy asks for no turn
+                self._turns.shares.touch(tenant)
+            self._pool_queue.shares.touch(tenant)
+        super().add_request(request)
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        """Return vLLM's next step, in which tenants that compete have the tokens and starts of their turns."""
+        if self._turns.shares.contested:
+            in_use = {account.tenant: account.held - account.idle for account in self._pool_queue.shares.all()}
+            self._plan = self._turns.plan(self.running, self.waiting.in_order(), in_use, self._need)
+            self.waiting.chosen = self._plan.starts
+            self._ranked = True
+        if self._ranked:
+            self._rank()
+            self._ranked = self._turns.shares.contested
+        try:
+            return super().schedule(throttle_prefills)
+        finally:
+            self._plan = Plan()
+            self.waiting.chosen = None
+
+    def reset_prefix_cache(self, *arguments: Any, **named: Any) -> bool:
+        """Forget every block, or none while one is in use."""
+        done = bool(super().reset_prefix_cache(*arguments, **named))
+        if done:
+            self._pool_queue.forget()
+        return done
+
+    def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """Return how many tokens of a request the step computes: vLLM asks right before it takes blocks for them."""
+        self._pool_queue.taker = tenant_of(request)
+        most = self._plan.limits.get(request.request_id, num_new_tokens)
+        return int(super()._reserve_prefill_lookahead(request, num_computed_tokens, min(num_new_tokens, most)))
+
+    def _preempt_request(self, request: Any, timestamp: float, drop_stale_output: bool = False) -> None:
+        request.priority = min(request.priority, 0)
+        super()._preempt_request(request, timestamp, drop_stale_output)
+        if self._ranked:
+            self._rank()
+
+    def _rank(self) -> None:
+        """Set priorities so that vLLM preempts the latest arrival of the tenant most over its share."""
+        over_share = self._pool_queue.shares.over_share
+        over = {tenant: over_share(tenant) for tenant in set(map(tenant_of, self.running))}
+        for request in self.running:
+            if request.priority >= 0:
+                request.priority = over[tenant_of(request)]
+
+    def _need(self, request: Any) -> Need:
+        """Return what a waiting request would take if it started now."""
+        hit, cached_tokens, *_ = self._get_local_prefix_cache_hit(request)
+        blocks = [block for group in hit.blocks for block in group]
+        missing = ceil_div(request.num_tokens, self.block_size) - len(blocks)
+        return Need(request.num_tokens - cached_tokens, missing + sum(block.ref_cnt == 0 for block in blocks))
+
+
+class AsyncTenantScheduler(TenantScheduler, AsyncScheduler):  # type: ignore[misc]
+    """The same for steps that are planned while the last one is computed."""
+
+
+def tenant_scheduler(vllm_config: Any, **named: Any) -> TenantScheduler:
+    """Return the scheduler that fits vLLM's configuration. What ``scheduler_cls`` names."""
+    kind = AsyncTenantScheduler if vllm_config.scheduler_config.async_scheduling else TenantScheduler
+    return kind(vllm_config=vllm_config, **named)

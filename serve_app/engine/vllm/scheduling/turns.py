@@ -1,0 +1,128 @@
+"""How much of each prompt a step of vLLM's computes, and which requests start in it, where tenants compete.
+
+Prompt tokens that are not cached go by turns (``FairQueue``), within a tenant first come first served; places and
+blocks by the rule of ``Budget``. Reads vLLM's requests and changes none.
+"""
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from serve_app.engine.protocol import Clock
+from serve_app.engine.scheduling.fair_queue import FairQueue
+from serve_app.engine.vllm.scheduling.tenant import tenant_of
+from serve_app.fairness.shares import Budget, Shares
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a waiting request takes: ``tokens`` to compute of it, ``blocks`` that are free now."""
+
+    tokens: int
+    blocks: int
+
+
+@dataclass(slots=True)
+class Plan:
+    """A step: ``limits``, tokens by the ids of the requests whose prompts compete, and ``starts`` of waiting ones."""
+
+    limits: dict[str, int] = field(default_factory=dict)
+    starts: deque[Any] = field(default_factory=deque)
+
+
+class TenantTurns:
+    """Steps of up to ``max_tokens`` for ``places`` requests over a pool of ``blocks``."""
+
+    def __init__(self, max_tokens: int, places: int, blocks: int, clock: Clock = time.monotonic) -> None:
+        self.shares = Shares({}, clock)
+        self._max_tokens = max_tokens
+        self._places = places
+        self._blocks = blocks
+        self._fair_queue = FairQueue(max_tokens)
+
+    def plan(
+        self, running: Iterable[Any], waiting: Iterable[Any], in_use: Mapping[str, int], need_of: Callable[[Any], Need]
+    ) -> Plan:
+        """Return the next step's plan.
+
+        ``waiting``: in their order; those of a priority below 0 are copies of KV, which go first. ``in_use``: blocks by
+        tenant; ``need_of``: what a waiting request takes, asked of those that may be next alone.
+        """
+        step = _Step(Budget(self.shares, lambda: self._places), Budget(self.shares, lambda: self._blocks), need_of)
+        lines: dict[str, deque[Any]] = {}
+        decodes: Counter[str] = Counter()
+        for tenant, blocks in in_use.items():
+            step.blocks.take(tenant, blocks)
+        for request in running:
+            tenant = tenant_of(request)
+            step.places.take(tenant, 1)
+            if request.is_prefill_chunk:
+                step.plan.limits[request.request_id] = 0
+                step.left[request.request_id] = request.num_tokens - request.num_computed_tokens
+                lines.setdefault(tenant, deque()).append(request)
+            else:
+                decodes[tenant] += 1
+        for request in waiting:
+            if request.priority < 0:
+                step.plan.starts.append(request)
+            else:
+                lines.setdefault(tenant_of(request), deque()).append(request)
+        self._fair_queue.begin(lines, decodes)
+        budget = self._max_tokens - decodes.total()
+        while budget > 0 and (turn := self._fair_queue.head()):
+            tenant, credit = turn
+            spent = step.serve(tenant, lines[tenant], min(budget, credit))
+            budget -= spent
+            self._fair_queue.charge(tenant, spent)
+            if not lines[tenant]:
+                self._fair_queue.leave(tenant)
+        return step.plan
+
+
+@dataclass(slots=True)
+class _Step:
+    """A plan in the making. ``left``: what is not planned of a prompt; ``closed``: nobody starts any more."""
+
+    places: Budget
+    blocks: Budget
+    need_of: Callable[[Any], Need]
+    plan: Plan = field(default_factory=Plan)
+    left: dict[str, int] = field(default_factory=dict)
+    closed: bool = False
+
+    def serve(self, tenant: str, line: deque[Any], most: int) -> int:
+        """Plan up to ``most`` tokens of a tenant's line; return how many. Leaves in it what has more to compute."""
+        spent = 0
+        while line and spent < most:
+            request = line[0]
+            name = request.request_id
+            if name not in self.left and not self._start(tenant, request):
+                line.clear()
+                break
+            tokens = min(self.left[name], most - spent)
+            self.plan.limits[name] += tokens
+            self.left[name] -= tokens
+            spent += tokens
+            if not self.left[name]:
+                line.popleft()
+        return spent
+
+    def _start(self, tenant: str, request: Any) -> bool:
+        """Let a request start if places and blocks allow it. Nobody overtakes one within its share that waits."""
+        if self.closed:
+            return False
+        need = self.need_of(request)
+        verdicts = (self.places.verdict(tenant, 1), self.blocks.verdict(tenant, need.blocks))
+        if "over_share" in verdicts:
+            return False
+        if "no_room" in verdicts:
+            self.closed = True
+            return False
+        self.places.take(tenant, 1)
+        self.blocks.take(tenant, need.blocks)
+        self.plan.limits[request.request_id] = 0
+        self.left[request.request_id] = need.tokens
+        self.plan.starts.append(request)
+        return True

@@ -1,0 +1,104 @@
+"""Plans of steps over requests as vLLM has them, without vLLM."""
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.engine.vllm.scheduling.tenant import shares_args, shares_of, tenant_args, tenant_of
+from serve_app.engine.vllm.scheduling.turns import Need, Plan, TenantTurns
+
+REQUESTS = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 900)), max_size=12)
+
+
+def asked(name: str, tenant: str, tokens: int, priority: int = 0) -> Any:
+    """A request with so much of its prompt left; 0: it decodes."""
+    params = SimpleNamespace(extra_args=tenant_args(tenant))
+    return SimpleNamespace(
+        request_id=name,
+        sampling_params=params,
+        num_tokens=tokens + 100,
+        num_computed_tokens=100,
+        is_prefill_chunk=tokens > 0,
+        priority=priority,
+    )
+
+
+class Turns(TenantTurns):
+    """Steps of 512 tokens, 8 places, 100 blocks of 10 tokens, tenants a, b and c."""
+
+    def __init__(self) -> None:
+        super().__init__(512, 8, 100, lambda: 0.0)
+        self.shares.set_weights(dict.fromkeys("abc", 1.0))
+        for tenant in "abc":
+            self.shares.touch(tenant)
+
+    def step(self, running: list[Any], waiting: list[Any], **in_use: int) -> Plan:
+        return self.plan(running, waiting, in_use, lambda r: Need(r.num_tokens - 100, (r.num_tokens - 100) // 10))
+
+
+def names(plan: Plan) -> list[str]:
+    return [request.request_id for request in plan.starts]
+
+
+@given(running=REQUESTS, waiting=REQUESTS)
+def test_a_step_is_not_exceeded_and_nobody_who_may_run_is_idle(
+    running: list[tuple[str, int]], waiting: list[tuple[str, int]]
+) -> None:
+    """Limits are of what is left; who starts has one; tokens remain only where nobody can use them."""
+    runs = [asked(f"r{i}", *item) for i, item in enumerate(running[:8])]
+    waits = [asked(f"w{i}", tenant, tokens + 1) for i, (tenant, tokens) in enumerate(waiting)]
+    plan = Turns().step(runs, waits)
+    left = {request.request_id: request.num_tokens - 100 for request in (*runs, *waits)}
+    prefills = [request.request_id for request in runs if request.is_prefill_chunk]
+    room = 512 - (len(runs) - len(prefills))
+    assert sum(plan.limits.values()) <= room
+    assert all(tokens <= left[name] for name, tokens in plan.limits.items())
+    assert all(plan.limits[name] > 0 for name in names(plan))
+    assert plan.limits.keys() == {*prefills, *names(plan)}
+    assert sum(plan.limits.values()) >= min(room, sum(left[name] for name in prefills))
+    assert len(runs) + len(plan.starts) <= 8
+    for tenant in "abc":
+        line = [request.request_id for request in waits if tenant_of(request) == tenant]
+        started = [name for name in names(plan) if name in line]
+        assert started == line[: len(started)], "first come first served"
+
+
+def test_tenants_with_work_get_the_same_tokens() -> None:
+    """However many prompts they have, running or waiting."""
+    turns, got = Turns(), Counter[str]()
+    runs = [asked(f"a{i}", "a", 9000) for i in range(4)]
+    for number in range(20):
+        plan = turns.step(runs, [asked(f"b{number}", "b", 700), asked(f"c{number}", "c", 700)])
+        for name, tokens in plan.limits.items():
+            got[name[0]] += tokens
+    assert max(got.values()) - min(got.values()) <= 2 * 128
+
+
+def test_places_and_blocks_are_left_to_others() -> None:
+    """Over its share a tenant leaves an eighth; within it, it waits for room, and nobody overtakes it then."""
+    many = [asked(f"a{i}", "a", 10) for i in range(8)]
+    assert names(Turns().step([], many)) == [f"a{i}" for i in range(7)]
+    runs = [asked(f"r{i}", "a", 0) for i in range(7)]
+    assert names(Turns().step(runs, [*many, asked("b", "b", 10)])) == ["b"]
+    assert names(Turns().step([], many, a=85)) == ["a0", "a1", "a2"]
+    large = asked("b", "b", 200)
+    assert names(Turns().step([], [large, asked("c", "c", 10)], a=85)) == [], "20 blocks are not there yet"
+
+
+def test_copies_of_kv_go_first() -> None:
+    plan = Turns().step([], [asked("copy", "a", 500, -1), asked("b", "b", 300), asked("a", "a", 300)])
+    assert names(plan)[0] == "copy"
+    assert "copy" not in plan.limits
+
+
+def test_tenants_and_weights_cross_to_the_core() -> None:
+    told = SimpleNamespace(sampling_params=SimpleNamespace(extra_args=shares_args({"a": 2.0})))
+    assert (shares_of(told), tenant_of(told)) == ({"a": 2.0}, "")
+    nobody = SimpleNamespace(sampling_params=None)
+    assert (shares_of(nobody), tenant_of(nobody)) == (None, "")
+    with pytest.raises(ValueError, match="finite number over 0"):
+        shares_args({"a": 0.0})

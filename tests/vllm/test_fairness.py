@@ -1,0 +1,127 @@
+"""A tenant that floods a vLLM beside one that does not. One vLLM for all of it."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from router.protocol.block_hash import PrefixScope
+from serve_app.checkpoints.checkpoint import load_checkpoint_info
+from serve_app.config.app import AppConfig
+from serve_app.engine.vllm.engine import VllmEngine
+from serve_app.replica.engine_factory import make_engine
+from tests.serve_app.engine.tiny import Collector, request, run_all
+from tests.serve_app.engine.vllm.pool_model import Routers
+from tests.vllm.engines import BLOCK, BLOCKS, eventually, prefix_of
+
+SCOPES = {name: PrefixScope("tiny", salt=name.encode()) for name in ("flood", "calm")}
+
+
+class Tenants:
+    """One engine of 4 places, and requests of its two tenants. No two prompts begin alike unless numbered alike."""
+
+    def __init__(self, engine: Any, vocab_size: int) -> None:
+        self.engine: VllmEngine = engine
+        self._vocab_size = vocab_size
+
+    def asked(self, tenant: str, number: int, tokens: int, answer: int = 1) -> Any:
+        ids = np.random.default_rng(number).integers(0, self._vocab_size, tokens, dtype=np.int32)
+        return request(f"{tenant} {number}", ids, answer, scope=SCOPES[tenant], tenant=tenant)
+
+    def run(self, *asked: Any) -> Collector:
+        return run_all(self.engine, asked)  # type: ignore[arg-type]
+
+    def hit(self, asked: Any) -> int:
+        """Blocks that a request is served from the cache, which are those that the directory says."""
+        self.run(self.asked("flood", 77, 2))  # events of before come with its step at the latest
+        chain = prefix_of(asked.token_ids, asked.scope).chain
+        known = self.engine.known_blocks(chain, (len(asked.token_ids) - 1) // BLOCK)
+        cached = self.run(asked).cached[asked.request_id]
+        assert cached == BLOCK * known
+        return known
+
+    def flood(self, first: int, count: int = 12) -> None:
+        self.run(*(self.asked("flood", first + number, 600) for number in range(count)))
+
+    def preemptions(self) -> dict[str, float]:
+        samples = self.engine.stats().samples
+        return {dict(labels)["tenant"]: n for name, labels, n in samples if name == "warmpath_num_preemptions_total"}
+
+
+@pytest.fixture(scope="module")
+def tenants(demo_model_path: Path) -> Iterator[Tenants]:
+    info = load_checkpoint_info(demo_model_path)
+    config = AppConfig(
+        engine="vllm",
+        tenants=[{"name": name, "key_sha256": [digit * 64]} for name, digit in (("flood", "a"), ("calm", "b"))],
+        block_size=BLOCK,
+        num_blocks=BLOCKS,
+        max_model_len=2048,
+        max_num_seqs=4,
+        max_num_batched_tokens=256,
+        max_waiting_requests=64,
+        dtype="float32",
+        device="cpu",
+        enforce_eager=True,
+        kv_pull=True,
+        num_threads=os.cpu_count(),
+    )
+    engine = make_engine(config, info, Routers())
+    engine.start()
+    yield Tenants(engine, info.vocab_size)
+    engine.stop()
+
+
+def test_a_flood_leaves_a_share_of_the_cache(tenants: Tenants) -> None:
+    """What fits a tenant's share is hit however much another computes; weights that change hold at once."""
+    asked = tenants.asked("calm", 1, 40 * BLOCK + 1)
+    tenants.run(asked)
+    tenants.flood(100)
+    assert tenants.hit(asked) == 40
+    tenants.engine.set_tenant_shares({"flood": 3.0, "calm": 1.0})
+    tenants.flood(200)
+    assert 20 <= tenants.hit(asked) <= 26, "a quarter of 96, the beginning of it"
+    tenants.engine.set_tenant_shares({"flood": 1.0, "calm": 1.0})
+
+
+def test_a_short_prompt_is_not_served_after_a_flood(tenants: Tenants) -> None:
+    """It has a turn in the next step, and a place though the flood would have them all."""
+    collector = Collector()
+    for number in range(20):
+        tenants.engine.submit(tenants.asked("flood", 300 + number, 600, 4), collector)
+    collector.wait_tokens("flood 300", 1)
+    before = len(collector.finish)
+    tenants.engine.submit(tenants.asked("calm", 2, 100, 4), collector)
+    collector.wait(["calm 2"])
+    assert len(collector.finish) - before <= 6
+    collector.wait([f"flood {300 + number}" for number in range(20)], 120)
+    eventually(lambda: tenants.engine.load().queued_prefill_tokens == 0)
+
+
+def test_copies_go_before_all_turns(tenants: Tenants) -> None:
+    asked, collector = tenants.asked("calm", 3, 10 * BLOCK), Collector()
+    tenants.run(asked)
+    tenants.hit(asked)
+    for number in range(8):
+        tenants.engine.submit(tenants.asked("flood", 400 + number, 600), collector)
+    part = tenants.engine.export_prefix(prefix_of(asked.token_ids, asked.scope))
+    assert part is not None
+    assert len(collector.finish) <= 2
+    collector.wait([f"flood {400 + number}" for number in range(8)], 120)
+
+
+def test_who_is_over_their_share_is_preempted(tenants: Tenants) -> None:
+    """Answers of the flood fill the pool; the one that is within its share goes on."""
+    collector = Collector()
+    for number in range(3):
+        tenants.engine.submit(tenants.asked("flood", 500 + number, 25 * BLOCK, 24 * BLOCK), collector)
+    collector.wait_tokens("flood 502", 1, 120)
+    tenants.engine.submit(tenants.asked("calm", 4, 2 * BLOCK, 12 * BLOCK), collector)
+    collector.wait(["calm 4", *(f"flood {500 + number}" for number in range(3))], 240)
+    preempted = tenants.preemptions()
+    assert preempted.get("flood", 0) > 0
+    assert preempted.get("calm", 0) == 0
+    assert {collector.finish[name] for name in collector.finish} == {"length"}
