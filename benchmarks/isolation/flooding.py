@@ -1,28 +1,46 @@
-"""Tenants that share a replica while one of them floods it: what the others keep of their hit rate. Simulated.
+"""Tenants that share a replica while one of them floods it: what the others keep of their hit rate.
 
-"unprotected" runs the same requests under one tenant's name: plain LRU, first come first served.
+Simulated, or with an engine that computes, in real time and by a smaller workload. "unprotected" runs the same requests
+under one tenant's name: plain LRU, first come first served.
 """
 
+import time
 from collections import deque
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
 
-from benchmarks.common.report import parser_of, percentile, progress, spread, write
+from benchmarks.common.output_collector import OutputCollector, running
+from benchmarks.common.report import add_engine_flag, parser_of, percentile, progress, spread, write
 from benchmarks.common.virtual_clock import VirtualClock
 from router.protocol.block_hash import PrefixScope, TokenArray
 from serve_app.cache.prefix.prefix_cache import PrefixCache
-from serve_app.engine.protocol import EngineRequest, SamplingParams
+from serve_app.checkpoints.checkpoint import load_checkpoint_info
+from serve_app.checkpoints.sources.resolve import resolve_model
+from serve_app.config.app import AppConfig
+from serve_app.engine.protocol import Engine, EngineOutput, EngineRequest, SamplingParams
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
 from serve_app.engine.scheduling.scheduler import Scheduler
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
+from serve_app.replica.engine_factory import make_engine
 
 SECRET = b"flooding benchmark"
 FLOODER = "flooder"
-VOCAB = 32000
+LIVE: dict[str, Any] = {
+    "quiet_tenants": 3,
+    "system_prompts": 2,
+    "system_tokens": 512,
+    "question_tokens": 32,
+    "answer_tokens": 8,
+}
+LIVE |= {"flood_requests_per_s": 20.0, "flood_tokens": 900, "flood_answer_tokens": 32, "flood_waiting": 24}
+LIVE |= {"num_blocks": 256, "max_num_seqs": 8, "duration_s": 30.0}
+"""What a small model on a few cores is asked, in blocks of 32 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +61,7 @@ class FloodWorkload:
     prefill_tokens_per_s: float = 10_000.0
     max_num_seqs: int = 64
     flood_waiting: int = 224
+    vocab_size: int = 32000
     seed: int = 0
 
     def arrivals(self, *, flood: bool) -> list[tuple[float, str, TokenArray, int]]:
@@ -50,10 +69,10 @@ class FloodWorkload:
         rows: list[tuple[float, str, TokenArray, int]] = []
         for number in range(self.quiet_tenants):
             rng = Random(f"{self.seed} {number}")
-            systems = [_tokens(f"{self.seed} {number} {i}", self.system_tokens) for i in range(self.system_prompts)]
+            systems = [self._tokens(f"{number} {i}", self.system_tokens) for i in range(self.system_prompts)]
             now_s = rng.expovariate(self.quiet_requests_per_s)
             while now_s < self.duration_s:
-                question = _tokens(f"{self.seed} {number} {now_s}", self.question_tokens)
+                question = self._tokens(f"{number} {now_s}", self.question_tokens)
                 rows.append(
                     (now_s, f"tenant-{number}", np.concatenate([rng.choice(systems), question]), self.answer_tokens)
                 )
@@ -62,10 +81,14 @@ class FloodWorkload:
             rng = Random(f"{self.seed} flood")
             now_s = rng.expovariate(self.flood_requests_per_s)
             while now_s < self.duration_s:
-                prompt = _tokens(f"{self.seed} flood {now_s}", self.flood_tokens)
+                prompt = self._tokens(f"flood {now_s}", self.flood_tokens)
                 rows.append((now_s, FLOODER, prompt, self.flood_answer_tokens))
                 now_s += rng.expovariate(self.flood_requests_per_s)
         return sorted(rows, key=lambda row: row[0])
+
+    def _tokens(self, name: str, count: int) -> TokenArray:
+        rng = np.random.default_rng(list(f"{self.seed} {name}".encode()))
+        return rng.integers(0, self.vocab_size, count, dtype=np.int32)
 
 
 @dataclass(slots=True)
@@ -88,16 +111,16 @@ class Counts:
             "hit_rate": self.cached_tokens / max(1, self.prompt_tokens),
             "queue_s": spread(self.queue_s) if self.queue_s else None,
             "ttft_s": spread(self.ttft_s) if self.ttft_s else None,
-            "answer_s_p95": percentile(self.answer_s, 95) if self.answer_s else None,
+            "ttft_p95_s": percentile(self.ttft_s, 95) if self.ttft_s else None,
+            "answer_p95_s": percentile(self.answer_s, 95) if self.answer_s else None,
         }
 
 
 class Sides:
     """Counts the quiet tenants' requests and the flooder's; of these at most ``flood_waiting`` wait."""
 
-    def __init__(self, clock: VirtualClock, flood_waiting: int) -> None:
+    def __init__(self, flood_waiting: int) -> None:
         self.quiet, self.flooder = Counts(), Counts()
-        self._clock = clock
         self._flood_waiting = flood_waiting
         self._waiting = 0
 
@@ -110,22 +133,22 @@ class Sides:
             self._waiting += 1
         return True
 
-    def starts(self, sequence: SequenceState) -> None:
+    def starts(self, request: EngineRequest, cached_tokens: int, queue_s: float) -> None:
         """Count a started request, its time in the queue and its cached tokens."""
-        counts = self._of(sequence.request)
+        counts = self._of(request)
         self._waiting -= counts is self.flooder
         counts.requests += 1
-        counts.prompt_tokens += sequence.prompt_tokens
-        counts.cached_tokens += sequence.cached_tokens
-        counts.queue_s.append(self._clock() - sequence.arrival_s)
+        counts.prompt_tokens += len(request.token_ids)
+        counts.cached_tokens += cached_tokens
+        counts.queue_s.append(queue_s)
 
-    def first_token(self, sequence: SequenceState) -> None:
+    def first_token(self, request: EngineRequest, ttft_s: float) -> None:
         """Time it."""
-        self._of(sequence.request).ttft_s.append(self._clock() - sequence.arrival_s)
+        self._of(request).ttft_s.append(ttft_s)
 
-    def answered(self, sequence: SequenceState) -> None:
+    def answered(self, request: EngineRequest, answer_s: float) -> None:
         """Time its whole answer."""
-        self._of(sequence.request).answer_s.append(self._clock() - sequence.arrival_s)
+        self._of(request).answer_s.append(answer_s)
 
     def _of(self, request: EngineRequest) -> Counts:
         return self.flooder if request.scope.salt == FLOODER.encode() else self.quiet
@@ -139,18 +162,16 @@ def drive(workload: FloodWorkload, *, flood: bool, protected: bool = True) -> Si
     clock = VirtualClock()
     cache = PrefixCache(settings.num_blocks, settings.block_size, shares=shares, clock=clock)
     scheduler = Scheduler(settings, cache)
-    cost = CostModel(prefill_tokens_per_s=workload.prefill_tokens_per_s, vocab_size=VOCAB)
+    cost = CostModel(prefill_tokens_per_s=workload.prefill_tokens_per_s, vocab_size=workload.vocab_size)
     runner = SimulatedRunner(cost, sleep=clock.sleep)
+    sides, coming = Sides(workload.flood_waiting), deque(enumerate(arrivals))
     decode_step_s = cost.step_s(0, 1)  # an engine knows it from its warm-up
-    sides, coming = Sides(clock, workload.flood_waiting), deque(enumerate(arrivals))
     while coming or scheduler.waiting or scheduler.running:
         while coming and coming[0][1][0] <= clock():
             number, (arrival_s, tenant, ids, answer_tokens) = coming.popleft()
-            scope = PrefixScope("simulated", salt=tenant.encode())
-            sampling, name = SamplingParams(answer_tokens), tenant if protected else "everybody"
-            request = EngineRequest(str(number), ids, scope, scope.root(SECRET), sampling, tenant=name)
+            request = _request(str(number), tenant, ids, answer_tokens, protected=protected)
             if sides.arrives(request):
-                chain = cache.prompt_chain(scope, request.root, ids)
+                chain = cache.prompt_chain(request.scope, request.root, ids)
                 scheduler.add(SequenceState(request, lambda _: None, chain, arrival_s))
         chosen = scheduler.schedule(cost.prefill_tokens_per_s, decode_step_s)
         if not chosen and not scheduler.preempted:
@@ -159,7 +180,8 @@ def drive(workload: FloodWorkload, *, flood: bool, protected: bool = True) -> Si
             continue
         for item in chosen:
             if item.admitted:
-                sides.starts(item.sequence)
+                sequence = item.sequence
+                sides.starts(sequence.request, sequence.cached_tokens, clock() - sequence.arrival_s)
         began_s, prefills = clock(), any(item.sequence.prefilling for item in chosen)
         results = runner.execute([item.sequence.segment(item.tokens) for item in chosen])
         decode_step_s = decode_step_s if prefills else clock() - began_s
@@ -167,24 +189,83 @@ def drive(workload: FloodWorkload, *, flood: bool, protected: bool = True) -> Si
             scheduler.computed(item)
             if result.token is not None:
                 if item.sequence.generated_tokens == 0:
-                    sides.first_token(item.sequence)
+                    sides.first_token(item.sequence.request, clock() - item.sequence.arrival_s)
                 if item.sequence.append_tokens([result.token])[1]:
-                    sides.answered(item.sequence)
+                    sides.answered(item.sequence.request, clock() - item.sequence.arrival_s)
                     scheduler.remove(item.sequence)
         cache.take_events()
     return sides
 
 
-def measure_flooding(workload: FloodWorkload) -> dict[str, Any]:
-    """Return the quiet tenants' figures without a flood, with it, and unprotected, and their ratios."""
-    cases = progress(((False, True), (True, True), (True, False)), "flooding")
-    calm, flooded, bare = [drive(workload, flood=flood, protected=protected) for flood, protected in cases]
+def drive_live(engine: Engine, workload: FloodWorkload, *, flood: bool, protected: bool = True) -> Sides:
+    """Do as ``drive`` in real time, with an engine that begins with an empty cache."""
+    sides, collector, names = Sides(workload.flood_waiting), OutputCollector(), set[str]()
+
+    def submit(request: EngineRequest, arrival_s: float) -> None:
+        def sink(outputs: Sequence[EngineOutput]) -> None:
+            for output in outputs:
+                if output.first is not None:
+                    sides.starts(request, output.first.cached_tokens, output.first.queue_s)
+                    sides.first_token(request, time.monotonic() - arrival_s)
+                if output.finish_reason is not None:
+                    sides.answered(request, time.monotonic() - arrival_s)
+            collector(outputs)
+
+        if sides.arrives(request):
+            names.add(request.request_id)
+            engine.submit(request, sink)
+
+    begin_s = time.monotonic()
+    for number, (arrival_s, tenant, ids, answer_tokens) in enumerate(workload.arrivals(flood=flood)):
+        time.sleep(max(0.0, begin_s + arrival_s - time.monotonic()))
+        name = f"{flood} {protected} {number}"
+        submit(_request(name, tenant, ids, answer_tokens, protected=protected), begin_s + arrival_s)
+    collector.wait(names)
+    while not engine.reset_prefix_cache():
+        time.sleep(0.01)
+    return sides
+
+
+def measure_live(kind: str, model: Path, workload: FloodWorkload) -> dict[str, Any]:
+    """Do as ``measure_flooding`` with an engine that computes ``model``."""
+    tenants = [f"tenant-{number}" for number in range(workload.quiet_tenants)] + [FLOODER, "everybody"]
+    config = AppConfig(
+        model=str(model),
+        engine=kind,
+        tenants=[{"name": name, "key_sha256": [f"{number:064x}"]} for number, name in enumerate(tenants)],
+        dtype="float32",
+        block_size=32,
+        num_blocks=workload.num_blocks,
+        max_model_len=2048,
+        max_num_seqs=workload.max_num_seqs,
+        max_num_batched_tokens=512,
+        max_waiting_requests=4096,
+        enforce_eager=True,
+    )
+    with running(make_engine(config, load_checkpoint_info(model), lambda _: None)) as engine:
+        return measure_flooding(
+            workload, kind, lambda flood, protected: drive_live(engine, workload, flood=flood, protected=protected)
+        )
+
+
+def measure_flooding(
+    workload: FloodWorkload, engine: str = "simulated", driven: Callable[[bool, bool], Sides] | None = None
+) -> dict[str, Any]:
+    """Return the quiet tenants' figures without a flood, with it, and unprotected, and their ratios.
+
+    ``driven``: what runs a case (flood, protected), ``drive`` by default.
+    """
+    cases = progress(((True, False), (False, True), (True, True)), "flooding")
+    run = driven or (lambda flood, protected: drive(workload, flood=flood, protected=protected))
+    bare, calm, flooded = [run(flood, protected) for flood, protected in cases]
     alone, quiet, unprotected = (sides.quiet.to_json() for sides in (calm, flooded, bare))
     return {
-        "engine": "simulated",
+        "engine": engine,
         "hit_rate_ratio": quiet["hit_rate"] / alone["hit_rate"],
         "unprotected_hit_rate_ratio": unprotected["hit_rate"] / alone["hit_rate"],
-        "answer_p95_ratio": quiet["answer_s_p95"] / alone["answer_s_p95"],
+        "answer_p95_ratio": quiet["answer_p95_s"] / alone["answer_p95_s"],
+        "ttft_p95_ratio": quiet["ttft_p95_s"] / alone["ttft_p95_s"],
+        "unprotected_ttft_p95_ratio": unprotected["ttft_p95_s"] / alone["ttft_p95_s"],
         "alone": alone,
         "flooded": quiet,
         "unprotected": unprotected,
@@ -192,23 +273,32 @@ def measure_flooding(workload: FloodWorkload) -> dict[str, Any]:
     }
 
 
-def _tokens(seed: str, count: int) -> TokenArray:
-    rng = np.random.default_rng(list(seed.encode()))
-    return rng.integers(0, VOCAB, count, dtype=np.int32)
+def _request(name: str, tenant: str, ids: TokenArray, answer_tokens: int, *, protected: bool) -> EngineRequest:
+    scope = PrefixScope("flooding", salt=tenant.encode())
+    owner = tenant if protected else "everybody"
+    return EngineRequest(name, ids, scope, scope.root(SECRET), SamplingParams(answer_tokens), tenant=owner)
 
 
 def main() -> None:
     """Parse flags, run, write the JSON."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--duration-s", type=float, default=FloodWorkload.__dataclass_fields__["duration_s"].default)
+    parser = parser_of(__doc__, "demo")
+    add_engine_flag(parser, ["torch", "vllm", "simulated"], "simulated")
+    parser.add_argument("--duration-s", type=float, help="of requests, in each of three cases")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    workload = FloodWorkload(duration_s=arguments.duration_s, seed=arguments.seed)
-    found = measure_flooding(workload)
+    workload, live = FloodWorkload(seed=arguments.seed), arguments.engine != "simulated"
+    model = resolve_model(arguments.model) if live else Path()
+    if live:
+        workload = replace(workload, **LIVE, vocab_size=load_checkpoint_info(model).vocab_size)
+    if arguments.duration_s:
+        workload = replace(workload, duration_s=arguments.duration_s)
+    found = measure_live(arguments.engine, model, workload) if live else measure_flooding(workload)
     said = (
         f"Beside a tenant that floods, the quiet ones keep {found['hit_rate_ratio']:.2f} of their hit rate, and "
-        f"{found['unprotected_hit_rate_ratio']:.2f} without quotas and fair queue. The p95 of their whole "
-        f"answers is {found['answer_p95_ratio']:.2f} times that without a flood (simulated, in virtual time)."
+        f"{found['unprotected_hit_rate_ratio']:.2f} without quotas and fair queue; their p95 to a first token is "
+        f"{found['ttft_p95_ratio']:.1f} and {found['unprotected_ttft_p95_ratio']:.1f} times that alone, "
+        f"and that of a whole answer {found['answer_p95_ratio']:.1f} times "
+        f"({arguments.engine}{'' if live else ', in virtual time'})."
     )
     write(arguments.json, asdict(workload), found, said)
 

@@ -12,6 +12,8 @@ from router.protocol.block_hash import PrefixScope
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.config.app import AppConfig
 from serve_app.engine.vllm.engine import VllmEngine
+from serve_app.engine.vllm.scheduling import hooks
+from serve_app.engine.vllm.scheduling.hooks import check_hooks
 from serve_app.replica.engine_factory import make_engine
 from tests.serve_app.engine.tiny import Collector, request, run_all
 from tests.serve_app.engine.vllm.pool_model import Routers
@@ -75,6 +77,14 @@ def tenants(demo_model_path: Path) -> Iterator[Tenants]:
     engine.stop()
 
 
+def test_a_vllm_that_is_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a sentence that names both versions and what differs; the one that is installed is not."""
+    check_hooks()
+    monkeypatch.setattr(hooks.vllm, "__version__", "0.33.1")
+    with pytest.raises(RuntimeError, match=r"vLLM 0\.32 .* vLLM 0\.33\.1: its version is another"):
+        check_hooks()
+
+
 def test_a_flood_leaves_a_share_of_the_cache(tenants: Tenants) -> None:
     """What fits a tenant's share is hit however much another computes; weights that change hold at once."""
     asked = tenants.asked("calm", 1, 40 * BLOCK + 1)
@@ -114,14 +124,13 @@ def test_copies_go_before_all_turns(tenants: Tenants) -> None:
 
 
 def test_who_is_over_their_share_is_preempted(tenants: Tenants) -> None:
-    """Answers of the flood fill the pool; the one that is within its share goes on."""
-    collector = Collector()
-    for number in range(3):
-        tenants.engine.submit(tenants.asked("flood", 500 + number, 25 * BLOCK, 24 * BLOCK), collector)
-    collector.wait_tokens("flood 502", 1, 120)
-    tenants.engine.submit(tenants.asked("calm", 4, 2 * BLOCK, 12 * BLOCK), collector)
-    collector.wait(["calm 4", *(f"flood {500 + number}" for number in range(3))], 240)
-    preempted = tenants.preemptions()
-    assert preempted.get("flood", 0) > 0
-    assert preempted.get("calm", 0) == 0
-    assert {collector.finish[name] for name in collector.finish} == {"length"}
+    """Answers fill the pool; the one of the tenant that is within its share goes on, though it came last."""
+    collector, flood = Collector(), ["flood 500", "flood 501"]
+    for number in (500, 501):
+        tenants.engine.submit(tenants.asked("flood", number, 20 * BLOCK, 36 * BLOCK), collector)
+    for name in flood:
+        collector.wait_tokens(name, 1, 120)
+    tenants.engine.submit(tenants.asked("calm", 4, 2 * BLOCK, 34 * BLOCK), collector)
+    collector.wait(["calm 4", *flood], 240)
+    assert tenants.preemptions().keys() == {"flood"}
+    assert set(collector.finish.values()) == {"length"}

@@ -144,6 +144,16 @@ class PoolShares(Accounts[Q]):
             return 0.0
         return in_use / self._accounts[tenant].weight
 
+    def protected(self, tenant: str) -> int:
+        """Return the idle blocks within the shares of other tenants seen in the last ``GUARD_S``."""
+        kept, since_s = 0, self._clock() - GUARD_S
+        weights = sum(account.weight for account in self._active())
+        for account in self._accounts.values():
+            if account.used_s >= since_s and account.tenant != tenant:
+                within = int(self._total_blocks * account.weight / weights) - (account.held - account.idle)
+                kept += min(account.idle, max(0, within))
+        return kept
+
 
 class Quota(PoolShares[EvictionQueue[int]]):
     """The shares of the built-in engine's pool, and whose account each of its blocks is on."""
@@ -155,16 +165,6 @@ class Quota(PoolShares[EvictionQueue[int]]):
     def tenant_of(self, block: int) -> str:
         """Return whose account a taken block is on."""
         return self._owner(block).tenant
-
-    def protected(self, tenant: str) -> int:
-        """Return the idle blocks within the shares of other tenants seen in the last ``GUARD_S``."""
-        kept, since_s = 0, self._clock() - GUARD_S
-        weights = sum(account.weight for account in self._active())
-        for account in self._accounts.values():
-            if account.used_s >= since_s and account.tenant != tenant:
-                within = int(self._total_blocks * account.weight / weights) - (account.held - account.idle)
-                kept += min(account.idle, max(0, within))
-        return kept
 
     def take(self, blocks: Sequence[int], tenant: str) -> None:
         """Enter blocks that were free under a tenant."""

@@ -31,6 +31,8 @@ _RESTED_ON: tuple[tuple[Callable[..., Any], str], ...] = (
 )
 _QUEUE_MEMBERS = {"popleft", "popleft_n", "remove", "append", "append_n", "prepend_n", "num_free_blocks"}
 
+_VICTIM = "key=lambda r: (r.priority, r.arrival_time)"
+
 
 def check_hooks() -> None:
     """Raise RuntimeError, with both versions, where vLLM is not as all here takes it to be."""
@@ -40,6 +42,10 @@ def check_hooks() -> None:
             wrong.append(f"{function.__qualname__} takes other arguments")
     if unknown := set(re.findall(r"free_block_queue\.(\w+)", inspect.getsource(BlockPool))) - _QUEUE_MEMBERS:
         wrong.append(f"its pool asks for {', '.join(sorted(unknown))}")
+    if not hasattr(PriorityRequestQueue(), "_heap"):
+        wrong.append("its waiting line is no heap")
+    if _VICTIM not in inspect.getsource(Scheduler.schedule):
+        wrong.append("it preempts by another rule")
     if wrong:
         raise RuntimeError(
             f"warmpath divides the cache and the turns of vLLM {VERSION} by tenant, and this is vLLM "

@@ -9,7 +9,6 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from serve_app.engine.step import ceil_div
 from serve_app.engine.vllm.scheduling.free_queue import TenantFreeQueue
 from serve_app.engine.vllm.scheduling.hooks import check_hooks
 from serve_app.engine.vllm.scheduling.tenant import shares_of, tenant_of
@@ -29,7 +28,9 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
         self._pool_queue = TenantFreeQueue(pool.free_block_queue.get_all_free_blocks(), pool.num_gpu_blocks)
         pool.free_block_queue = self._pool_queue
         self.waiting = WaitingLine()
-        self._turns = TenantTurns(self.max_num_scheduled_tokens, self.max_num_active_reqs, pool.num_gpu_blocks - 1)
+        self._turns = TenantTurns(
+            self.max_num_scheduled_tokens, self.max_num_active_reqs, pool.num_gpu_blocks - 1, self.block_size
+        )
         self._plan = Plan()
         self._ranked = False
 
@@ -47,14 +48,14 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """Return vLLM's next step, in which tenants that compete have the tokens and starts of their turns."""
-        if self._turns.shares.contested:
+        contested = self._turns.shares.contested
+        if contested:
             in_use = {account.tenant: account.held - account.idle for account in self._pool_queue.shares.all()}
-            self._plan = self._turns.plan(self.running, self.waiting.in_order(), in_use, self._need)
+            self._plan = self._turns.plan(self.running, self.waiting.in_order(), in_use, self)
             self.waiting.chosen = self._plan.starts
-            self._ranked = True
-        if self._ranked:
+        if contested or self._ranked:
+            self._ranked = contested
             self._rank()
-            self._ranked = self._turns.shares.contested
         try:
             return super().schedule(throttle_prefills)
         finally:
@@ -83,17 +84,21 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
     def _rank(self) -> None:
         """Set priorities so that vLLM preempts the latest arrival of the tenant most over its share."""
         over_share = self._pool_queue.shares.over_share
-        over = {tenant: over_share(tenant) for tenant in set(map(tenant_of, self.running))}
+        over = {tenant: over_share(tenant) if self._ranked else 0.0 for tenant in set(map(tenant_of, self.running))}
         for request in self.running:
             if request.priority >= 0:
                 request.priority = over[tenant_of(request)]
 
-    def _need(self, request: Any) -> Need:
+    def protected(self, tenant: str) -> int:
+        """Return the idle blocks within the shares of other tenants seen lately."""
+        return self._pool_queue.shares.protected(tenant)
+
+    def need_of(self, request: Any) -> Need:
         """Return what a waiting request would take if it started now."""
         hit, cached_tokens, *_ = self._get_local_prefix_cache_hit(request)
         blocks = [block for group in hit.blocks for block in group]
-        missing = ceil_div(request.num_tokens, self.block_size) - len(blocks)
-        return Need(request.num_tokens - cached_tokens, missing + sum(block.ref_cnt == 0 for block in blocks))
+        taken = self._turns.blocks_of(request) - sum(block.ref_cnt > 0 for block in blocks)
+        return Need(request.num_tokens - cached_tokens, taken)
 
 
 class AsyncTenantScheduler(TenantScheduler, AsyncScheduler):  # type: ignore[misc]

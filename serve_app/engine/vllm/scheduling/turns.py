@@ -6,14 +6,16 @@ blocks by the rule of ``Budget``. Reads vLLM's requests and changes none.
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from serve_app.engine.protocol import Clock
 from serve_app.engine.scheduling.fair_queue import FairQueue
+from serve_app.engine.scheduling.running_set import RESERVED_TOKENS
+from serve_app.engine.step import ceil_div
 from serve_app.engine.vllm.scheduling.tenant import tenant_of
-from serve_app.fairness.shares import Budget, Shares
+from serve_app.fairness.shares import UNBORROWED_PART, Budget, Shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,16 @@ class Need:
 
     tokens: int
     blocks: int
+
+
+class Pool(Protocol):
+    """What is asked of those that may be next alone."""
+
+    def need_of(self, request: Any) -> Need:
+        """Return what a waiting request would take if it started now."""
+
+    def protected(self, tenant: str) -> int:
+        """Return the blocks that a tenant over its share leaves: what others within theirs have cached."""
 
 
 @dataclass(slots=True)
@@ -33,31 +45,41 @@ class Plan:
 
 
 class TenantTurns:
-    """Steps of up to ``max_tokens`` for ``places`` requests over a pool of ``blocks``."""
+    """Steps of up to ``max_tokens`` for ``places`` requests over a pool of ``blocks`` of ``block_size`` tokens."""
 
-    def __init__(self, max_tokens: int, places: int, blocks: int, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self, max_tokens: int, places: int, blocks: int, block_size: int, clock: Clock = time.monotonic
+    ) -> None:
         self.shares = Shares({}, clock)
         self._max_tokens = max_tokens
         self._places = places
         self._blocks = blocks
+        self._block_size = block_size
         self._fair_queue = FairQueue(max_tokens)
 
-    def plan(
-        self, running: Iterable[Any], waiting: Iterable[Any], in_use: Mapping[str, int], need_of: Callable[[Any], Need]
-    ) -> Plan:
-        """Return the next step's plan.
+    def blocks_of(self, request: Any) -> int:
+        """Return the blocks that a request has or is to find: those of its tokens and of the answer's next ones."""
+        tokens = min(request.num_prompt_tokens + request.max_tokens, request.num_tokens + RESERVED_TOKENS)
+        return ceil_div(tokens, self._block_size)
 
-        ``waiting``: in their order; those of a priority below 0 are copies of KV, which go first. ``in_use``: blocks by
-        tenant; ``need_of``: what a waiting request takes, asked of those that may be next alone.
+    def plan(self, running: Collection[Any], waiting: Iterable[Any], in_use: Mapping[str, int], pool: Pool) -> Plan:
+        """Return the next step's plan. ``waiting``: in their order; ``in_use``: blocks by tenant.
+
+        Those of a priority below 0 are copies of KV, which go first and have no limits.
         """
-        step = _Step(Budget(self.shares, lambda: self._places), Budget(self.shares, lambda: self._blocks), need_of)
+        step = _Step(Budget(self.shares, lambda: self._places), Budget(self.shares, lambda: self._blocks), pool)
         lines: dict[str, deque[Any]] = {}
         decodes: Counter[str] = Counter()
+        runs = set(map(tenant_of, running))
         for tenant, blocks in in_use.items():
-            step.blocks.take(tenant, blocks)
+            step.blocks.take(tenant if tenant in runs else "", blocks)  # with pins alone it may start whatever fits
         for request in running:
+            if request.priority < 0:
+                continue
             tenant = tenant_of(request)
             step.places.take(tenant, 1)
+            held = ceil_div(request.num_computed_tokens, self._block_size)
+            step.blocks.take(tenant, max(0, self.blocks_of(request) - held))
             if request.is_prefill_chunk:
                 step.plan.limits[request.request_id] = 0
                 step.left[request.request_id] = request.num_tokens - request.num_computed_tokens
@@ -69,6 +91,8 @@ class TenantTurns:
                 step.plan.starts.append(request)
             else:
                 lines.setdefault(tenant_of(request), deque()).append(request)
+        for tenant in lines.keys() | decodes.keys():
+            self.shares.touch(tenant)
         self._fair_queue.begin(lines, decodes)
         budget = self._max_tokens - decodes.total()
         while budget > 0 and (turn := self._fair_queue.head()):
@@ -87,7 +111,7 @@ class _Step:
 
     places: Budget
     blocks: Budget
-    need_of: Callable[[Any], Need]
+    pool: Pool
     plan: Plan = field(default_factory=Plan)
     left: dict[str, int] = field(default_factory=dict)
     closed: bool = False
@@ -113,9 +137,9 @@ class _Step:
         """Let a request start if places and blocks allow it. Nobody overtakes one within its share that waits."""
         if self.closed:
             return False
-        need = self.need_of(request)
+        need = self.pool.need_of(request)
         verdicts = (self.places.verdict(tenant, 1), self.blocks.verdict(tenant, need.blocks))
-        if "over_share" in verdicts:
+        if "over_share" in verdicts or not self._leaves_caches(tenant, need.blocks):
             return False
         if "no_room" in verdicts:
             self.closed = True
@@ -126,3 +150,9 @@ class _Step:
         self.left[request.request_id] = need.tokens
         self.plan.starts.append(request)
         return True
+
+    def _leaves_caches(self, tenant: str, blocks: int) -> bool:
+        """Whether a tenant stays within its share, or leaves what others have cached and an eighth."""
+        total = self.blocks.total
+        left = total - self.blocks.used - blocks - self.pool.protected(tenant)
+        return self.blocks.within(tenant, blocks) or left >= total // UNBORROWED_PART

@@ -21,6 +21,8 @@ def asked(name: str, tenant: str, tokens: int, priority: int = 0) -> Any:
         request_id=name,
         sampling_params=params,
         num_tokens=tokens + 100,
+        num_prompt_tokens=tokens + 100,
+        max_tokens=0,
         num_computed_tokens=100,
         is_prefill_chunk=tokens > 0,
         priority=priority,
@@ -31,13 +33,21 @@ class Turns(TenantTurns):
     """Steps of 512 tokens, 8 places, 100 blocks of 10 tokens, tenants a, b and c."""
 
     def __init__(self) -> None:
-        super().__init__(512, 8, 100, lambda: 0.0)
+        super().__init__(512, 8, 100, 10, lambda: 0.0)
+        self.cached = Counter[str]()
         self.shares.set_weights(dict.fromkeys("abc", 1.0))
         for tenant in "abc":
             self.shares.touch(tenant)
 
     def step(self, running: list[Any], waiting: list[Any], **in_use: int) -> Plan:
-        return self.plan(running, waiting, in_use, lambda r: Need(r.num_tokens - 100, (r.num_tokens - 100) // 10))
+        return self.plan(running, waiting, in_use, self)
+
+    def need_of(self, request: Any) -> Need:
+        tokens = request.num_tokens - 100
+        return Need(tokens, tokens // 10)
+
+    def protected(self, tenant: str) -> int:
+        return self.cached.total() - self.cached[tenant]
 
 
 def names(plan: Plan) -> list[str]:
@@ -84,15 +94,28 @@ def test_places_and_blocks_are_left_to_others() -> None:
     assert names(Turns().step([], many)) == [f"a{i}" for i in range(7)]
     runs = [asked(f"r{i}", "a", 0) for i in range(7)]
     assert names(Turns().step(runs, [*many, asked("b", "b", 10)])) == ["b"]
-    assert names(Turns().step([], many, a=85)) == ["a0", "a1", "a2"]
+    assert names(Turns().step(runs[:1], many, a=85)) == ["a0", "a1", "a2"]
     large = asked("b", "b", 200)
-    assert names(Turns().step([], [large, asked("c", "c", 10)], a=85)) == [], "20 blocks are not there yet"
+    assert names(Turns().step(runs[:1], [large, asked("c", "c", 10)], a=85)) == [], "20 blocks are not there yet"
+
+
+def test_what_others_have_cached_is_left_to_them() -> None:
+    """By who is over its share; who has nothing running may start whatever fits, pins or not."""
+    turns = Turns()
+    turns.cached["b"] = 30
+    large = [asked(f"a{i}", "a", 200) for i in range(4)]
+    assert names(turns.step([], large)) == ["a0", "a1"]
+    turns.cached["b"] = 60
+    assert names(turns.step([], large)) == ["a0"]
+    assert names(turns.step([], [asked("whole", "a", 500)], a=45)) == ["whole"]
 
 
 def test_copies_of_kv_go_first() -> None:
-    plan = Turns().step([], [asked("copy", "a", 500, -1), asked("b", "b", 300), asked("a", "a", 300)])
+    plan = Turns().step(
+        [asked("runs", "", 500, -1)], [asked("copy", "a", 500, -1), asked("b", "b", 300), asked("a", "a", 300)]
+    )
     assert names(plan)[0] == "copy"
-    assert "copy" not in plan.limits
+    assert plan.limits.keys() == {"a", "b"}
 
 
 def test_tenants_and_weights_cross_to_the_core() -> None:
