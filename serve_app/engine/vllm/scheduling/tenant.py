@@ -10,8 +10,8 @@ from typing import Any
 
 from serve_app.cache.prefix.quota import checked_weights
 
-_TENANT = "warmpath_tenant"
-_SHARES = "warmpath_tenant_shares"
+_TENANT = "warmpath.tenant"
+_SHARES = "warmpath.tenant_shares"
 
 
 def tenant_args(tenant: str) -> dict[str, Any]:
