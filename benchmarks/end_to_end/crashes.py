@@ -75,21 +75,22 @@ async def run(url: str, mark: str, arguments: argparse.Namespace) -> dict[str, A
                     counts["answers"] += 1
                     counts["altered"] += answer.text != alone[number]
 
-        async def serving() -> int:
+        async def serving() -> list[int]:
+            """Return the replicas that live and have told the router of themselves."""
             metrics = (await client.get(f"{url}/metrics")).text
-            return int(metric_sum(metrics, "warmpath_replica_info"))
+            told = set(map(int, re.findall(r'warmpath_replica_info\{[^}]*pid="(\d+)"', metrics)))
+            return [pid for pid in replica_pids(mark) if pid in told]
 
         async def kill() -> None:
             end_s = time.monotonic() + 60 * arguments.minutes
             while counts["kills"] < arguments.kills and time.monotonic() < end_s:
                 waited_s = time.monotonic() + HEALTHY_AFTER_S
-                while await serving() < arguments.replicas and time.monotonic() < waited_s:  # noqa: ASYNC110 (HTTP)
+                while len(alive := await serving()) < arguments.replicas and time.monotonic() < waited_s:  # noqa: ASYNC110 (HTTP)
                     await asyncio.sleep(0.2)
                 await asyncio.sleep(rng.uniform(0.1, 1.5))
-                with suppress(psutil.NoSuchProcess):
-                    psutil.Process(rng.choice(replica_pids(mark))).send_signal(signal.SIGKILL)
+                with suppress(psutil.NoSuchProcess, IndexError):  # none may be alive
+                    psutil.Process(rng.choice(alive)).send_signal(signal.SIGKILL)
                     counts["kills"] += 1
-                await asyncio.sleep(1.0)  # until the dead one is no more counted
             ended.set()
 
         await asyncio.gather(kill(), *(ask() for _ in range(arguments.clients)))
