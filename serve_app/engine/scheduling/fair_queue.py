@@ -66,9 +66,9 @@ class FairQueue(Turns):
         tenant = self.next(self.credit)
         return tenant, self.credit[tenant]
 
-    def over_mean(self, tenant: str) -> bool:
-        """Whether a tenant used more than others lately, and nobody waits for its work."""
-        return tenant not in self._awaited and self._used.get(tenant, 0.0) > self._mean_used
+    def is_heavy(self, tenant: str) -> bool:
+        """Whether a tenant's turns are short now, for it used more than the mean lately."""
+        return self._turn_tokens(tenant) < self.quantum_tokens
 
     def charge(self, tenant: str, cost: int) -> None:
         """Take tokens from a tenant's credit."""

@@ -144,14 +144,14 @@ class Scheduler:
                 chosen.append(Scheduled(sequence, 1, drafts=drafts))
                 budget -= 1 + drafts
         if budget > 0:
-            paced = budget
+            heavy_budget = budget
             if prefill_tokens_per_s:
                 budget = min(budget, max(LEAST_STEP_TOKENS, int(prefill_tokens_per_s * PREFILL_S)))
                 if chosen and decode_step_s:
-                    paced = max(QUANTUM_TOKENS, int(prefill_tokens_per_s * decode_step_s))
-                    rest_s = self._settings.max_itl_s - decode_step_s
-                    budget = min(budget, max(QUANTUM_TOKENS, int(prefill_tokens_per_s * min(rest_s, PREFILL_S))))
-            self._schedule_prefill(budget, paced, prefilling, chosen)
+                    heavy_budget = max(QUANTUM_TOKENS, int(prefill_tokens_per_s * decode_step_s))
+                    most = prefill_tokens_per_s * (self._settings.max_itl_s - decode_step_s)
+                    budget = int(min(budget, max(QUANTUM_TOKENS, most)))
+            self._schedule_prefill(budget, heavy_budget, prefilling, chosen)
         return chosen
 
     def computed(self, item: Scheduled, accepted: int = 0) -> None:
@@ -162,9 +162,9 @@ class Scheduler:
         self._running.resolve(sequence, sequence.computed)
 
     def _schedule_prefill(
-        self, budget: int, paced: int, prefilling: list[SequenceState], chosen: list[Scheduled]
+        self, budget: int, heavy_budget: int, prefilling: list[SequenceState], chosen: list[Scheduled]
     ) -> None:
-        """Give ``budget`` tokens in turns; to a tenant that used most, beside others' decodes, ``paced`` at most."""
+        """Give ``budget`` tokens in turns; of those ``heavy_budget`` to a heavy tenant beside others' decodes."""
         if not prefilling and len(self.running) >= self._settings.max_num_seqs:
             return
         candidates = self.ready()
@@ -179,8 +179,9 @@ class Scheduler:
         if self._claim not in candidates:
             self._claim = None
         plan: dict[SequenceState, Scheduled] = {}
-        heavy = (tenant for tenant in lines if decodes.total() > decodes[tenant] and self.fair_queue.over_mean(tenant))
-        left = dict.fromkeys(heavy, paced)
+        decoding = decodes.total()
+        heavy = (tenant for tenant in lines if decoding > decodes[tenant] and self.fair_queue.is_heavy(tenant))
+        left = dict.fromkeys(heavy, heavy_budget)
         while budget > 0 and (turn := self.fair_queue.head()):
             tenant, credit = turn
             spent = self._serve(lines[tenant], min(budget, credit, left.get(tenant, budget)), plan)

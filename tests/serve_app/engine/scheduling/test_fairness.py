@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks.isolation.flooding import FloodWorkload, measure_flooding
+from serve_app.engine.scheduling.fair_queue import LEAST_STEP_TOKENS
 from serve_app.engine.scheduling.scheduler import AGING_TOKENS_PER_S
 from tests.serve_app.engine.scheduling.bench import RATE, Bench
 from tests.serve_app.engine.tiny import prompt
@@ -53,19 +54,29 @@ def test_a_flooding_tenant_delays_anothers_start_by_a_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("beside", "max_itl_s", "computed"),
-    [("new", math.inf, 200), ("flood", math.inf, 1000), ("flood", 0.05, 300), ("new", 0.01, 128)],
+    ("beside", "max_itl_s", "rate", "computed"),
+    [
+        ("new", math.inf, 10_000.0, 200),
+        ("flood", math.inf, 10_000.0, 1000),
+        ("flood", math.inf, 1000.0, LEAST_STEP_TOKENS),
+        ("flood", 0.05, 10_000.0, 300),
+        ("flood", 0.32, 1000.0, 300),
+        ("new", 0.01, 10_000.0, 128),
+    ],
 )
-def test_running_answers_keep_their_pace(beside: str, max_itl_s: float, computed: int) -> None:
-    """Who used most computes beside others' decodes for as long as those take, and alone as ever. ``max_itl`` is the
-    longest step beside a decode, whoever prefills, but each step computes a turn. (docs/scheduling.md)"""
+def test_running_answers_keep_their_pace(beside: str, max_itl_s: float, rate: float, computed: int) -> None:
+    """Who used most computes beside others' decodes for as long as those take, and alone as ever.
+
+    ``max_itl`` is the longest step beside a decode, whoever prefills, but each step computes a turn.
+    (docs/scheduling.md)
+    """
     bench = Bench("flood", "new", **{**ROOMY, "max_itl_s": max_itl_s})
     bench.add("used", prompt(4000, 1), 1, tenant="flood")
     bench.add("decodes", prompt(100, 2), 500, tenant=beside)
     while bench.scheduler.waiting or any(sequence.prefilling for sequence in bench.scheduler.running):
         bench.schedule()
     bench.add("cold", prompt(8000, 3), 1, tenant="flood")
-    assert bench.step(10_000.0, 0.02) == [("decodes", 1), ("cold", computed)]
+    assert bench.step(rate, 0.02) == [("decodes", 1), ("cold", computed)]
 
 
 def test_only_uncached_tokens_are_charged() -> None:
