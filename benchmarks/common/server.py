@@ -9,8 +9,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import psutil
 
 from benchmarks.common.report import BenchmarkError
 from serve_app.cli.local_ray import answers, held_port
@@ -18,6 +20,18 @@ from serve_app.cli.local_ray import answers, held_port
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 180.0
+
+
+MARK = "WARMPATH_BENCHMARK"
+"""An environment variable, by whose value an instance's processes are found."""
+
+
+def marked_processes(mark: str) -> Iterator[tuple[psutil.Process, str]]:
+    """Yield the processes with a ``MARK``, and their command lines."""
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if process.environ().get(MARK) == mark:
+                yield process, " ".join(process.cmdline())
 
 
 @contextmanager

@@ -8,7 +8,6 @@ import argparse
 import asyncio
 import random
 import re
-import signal
 import time
 import uuid
 from collections import Counter
@@ -21,26 +20,12 @@ import psutil
 from benchmarks.common.client import RequestFailed, StreamCut, chat_body, stream_chat
 from benchmarks.common.prompts import text_of
 from benchmarks.common.report import metric_sum, parser_of, write
-from benchmarks.common.server import instance
+from benchmarks.common.server import MARK, instance, marked_processes
 from serve_app.checkpoints.sources.resolve import resolve_model
 
-MARK = "WARMPATH_BENCHMARK"
-"""An environment variable of all processes of the instance."""
-
 QUESTIONS, SYSTEM_TOKENS, QUESTION_TOKENS = 24, 200, 40
-HEALTHY_AFTER_S = 60.0
-
-
-def replica_pids(mark: str) -> list[int]:
-    """Return the instance's replicas."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            if process.environ().get(MARK) == mark and re.search(
-                "ServeReplica:.*:Replica", " ".join(process.cmdline())
-            ):
-                found.append(process.pid)
-    return found
+WHOLE_WITHIN_S = 60.0
+"""After this the next replica is killed, though the last one was not replaced."""
 
 
 async def run(url: str, mark: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -48,14 +33,10 @@ async def run(url: str, mark: str, arguments: argparse.Namespace) -> dict[str, A
     rng, counts = random.Random(arguments.seed), Counter[str]()
     model = resolve_model("demo")
     system = text_of(SYSTEM_TOKENS, model, 1)
-    sampled = {"temperature": 0.8, "ignore_eos": True}
+    questions = [text_of(QUESTION_TOKENS, model, seed) for seed in range(QUESTIONS)]
     bodies = [
-        {
-            **chat_body("demo", rng.randint(20, 120), text_of(QUESTION_TOKENS, model, seed), system),
-            **sampled,
-            "seed": seed,
-        }
-        for seed in range(QUESTIONS)
+        chat_body("demo", rng.randint(20, 120), text, system) | {"temperature": 0.8, "ignore_eos": True, "seed": seed}
+        for seed, text in enumerate(questions)
     ]
     ended = asyncio.Event()
     async with httpx.AsyncClient(timeout=300, limits=httpx.Limits(max_connections=None)) as client:
@@ -75,21 +56,21 @@ async def run(url: str, mark: str, arguments: argparse.Namespace) -> dict[str, A
                     counts["answers"] += 1
                     counts["altered"] += answer.text != alone[number]
 
-        async def serving() -> list[int]:
+        async def serving() -> list[psutil.Process]:
             """Return the replicas that live and have told the router of themselves."""
             metrics = (await client.get(f"{url}/metrics")).text
-            told = set(map(int, re.findall(r'warmpath_replica_info\{[^}]*pid="(\d+)"', metrics)))
-            return [pid for pid in replica_pids(mark) if pid in told]
+            told = set(re.findall(r'warmpath_replica_info\{[^}]*pid="(\d+)"', metrics))
+            return [process for process, _ in marked_processes(mark) if str(process.pid) in told]
 
         async def kill() -> None:
             end_s = time.monotonic() + 60 * arguments.minutes
             while counts["kills"] < arguments.kills and time.monotonic() < end_s:
-                waited_s = time.monotonic() + HEALTHY_AFTER_S
+                waited_s = time.monotonic() + WHOLE_WITHIN_S
                 while len(alive := await serving()) < arguments.replicas and time.monotonic() < waited_s:  # noqa: ASYNC110 (HTTP)
                     await asyncio.sleep(0.2)
                 await asyncio.sleep(rng.uniform(0.1, 1.5))
                 with suppress(psutil.NoSuchProcess, IndexError):  # none may be alive
-                    psutil.Process(rng.choice(alive)).send_signal(signal.SIGKILL)
+                    rng.choice(alive).kill()
                     counts["kills"] += 1
             ended.set()
 

@@ -19,12 +19,9 @@ import psutil
 from benchmarks.common.client import Answer, chat_body, stream_chat
 from benchmarks.common.prompts import text_of
 from benchmarks.common.report import parser_of, percentile, progress, spread, write
-from benchmarks.common.server import instance
+from benchmarks.common.server import MARK, instance, marked_processes
 from benchmarks.peers.vllm_serve import vllm_servers
 from serve_app.checkpoints.sources.resolve import resolve_model
-
-MARK = "WARMPATH_BENCHMARK"
-"""An environment variable of all processes of the measured instance."""
 
 KINDS = (
     ("ingress", r"ServeReplica:.*:Ingress"),
@@ -41,12 +38,11 @@ SYSTEM_TOKENS, QUESTION_TOKENS, LONG_TOKENS = 200, 50, 4500
 def cpu_s(mark: str) -> Counter[str]:
     """Return the seconds of user and system time of the processes with a mark, by kind."""
     used: Counter[str] = Counter()
-    for process in psutil.process_iter():
-        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            if process.environ().get(MARK) == mark:
-                command, times = " ".join(process.cmdline()), process.cpu_times()
-                kind = next((kind for kind, pattern in KINDS if re.search(pattern, command)), "other")
-                used[kind] += times.user + times.system
+    for process, command in marked_processes(mark):
+        with suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            kind = next((kind for kind, pattern in KINDS if re.search(pattern, command)), "other")
+            used[kind] += times.user + times.system
     return used
 
 

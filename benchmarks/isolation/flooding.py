@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -32,14 +33,10 @@ from serve_app.replica.engine_factory import make_engine
 SECRET = b"flooding benchmark"
 FLOODER = "flooder"
 LIVE: dict[str, Any] = {
-    "quiet_tenants": 3,
-    "system_prompts": 2,
-    "system_tokens": 512,
-    "question_tokens": 32,
-    "answer_tokens": 8,
-}
-LIVE |= {"flood_requests_per_s": 20.0, "flood_tokens": 900, "flood_answer_tokens": 32, "flood_waiting": 24}
-LIVE |= {"num_blocks": 256, "max_num_seqs": 8, "duration_s": 30.0}
+    "quiet_tenants": 3, "system_prompts": 2, "system_tokens": 512, "question_tokens": 32, "answer_tokens": 8,
+    "flood_requests_per_s": 20.0, "flood_tokens": 900, "flood_answer_tokens": 32, "flood_waiting": 24,
+    "num_blocks": 256, "max_num_seqs": 8, "duration_s": 30.0,
+}  # fmt: skip
 """What a small model on a few cores is asked, in blocks of 32 tokens."""
 
 
@@ -243,21 +240,18 @@ def measure_live(kind: str, model: Path, workload: FloodWorkload) -> dict[str, A
         enforce_eager=True,
     )
     with running(make_engine(config, load_checkpoint_info(model), lambda _: None)) as engine:
-        return measure_flooding(
-            workload, kind, lambda flood, protected: drive_live(engine, workload, flood=flood, protected=protected)
-        )
+        return measured(kind, partial(drive_live, engine, workload))
 
 
-def measure_flooding(
-    workload: FloodWorkload, engine: str = "simulated", driven: Callable[[bool, bool], Sides] | None = None
-) -> dict[str, Any]:
-    """Return the quiet tenants' figures without a flood, with it, and unprotected, and their ratios.
+def measure_flooding(workload: FloodWorkload) -> dict[str, Any]:
+    """Return the figures of a workload in virtual time."""
+    return measured("simulated", partial(drive, workload))
 
-    ``driven``: what runs a case (flood, protected), ``drive`` by default.
-    """
+
+def measured(engine: str, run: Callable[..., Sides]) -> dict[str, Any]:
+    """Return the quiet tenants' figures without a flood, with it, and unprotected, and their ratios."""
     cases = progress(((True, False), (False, True), (True, True)), "flooding")
-    run = driven or (lambda flood, protected: drive(workload, flood=flood, protected=protected))
-    bare, calm, flooded = [run(flood, protected) for flood, protected in cases]
+    bare, calm, flooded = [run(flood=flood, protected=protected) for flood, protected in cases]
     alone, quiet, unprotected = (sides.quiet.to_json() for sides in (calm, flooded, bare))
     return {
         "engine": engine,

@@ -77,11 +77,6 @@ class Budget:
         self._total = total
         self._held: Counter[str] = Counter()
 
-    @property
-    def total(self) -> int:
-        """How much there is now."""
-        return self._total()
-
     def share(self, tenant: str) -> int:
         """Return a tenant's share, at least 1."""
         return max(1, int(self._total() * self.shares.fraction(tenant)))

@@ -128,7 +128,7 @@ class ChoiceReader:
         return ToldToken(ShownToken(raw(token_id), logprob.logprob), top, self._decoded_chars)
 
 
-class Tap:
+class PieceSink:
     """Takes pieces of an answer of one choice as they come, past its generator, while ``open`` says so."""
 
     def __init__(self) -> None:
@@ -144,17 +144,17 @@ class _Ended(Exception):
 
 
 async def choice_pieces(
-    generation: Generation, source: TokenSource, reader: ChoiceReader, tap: Tap | None = None
+    generation: Generation, source: TokenSource, reader: ChoiceReader, sink: PieceSink | None = None
 ) -> AsyncGenerator[Piece, None]:
-    """Yield one choice's pieces, but for those that ``tap`` took; closing it cancels the generation."""
+    """Yield one choice's pieces, but for those that ``sink`` took; closing it cancels the generation."""
 
     def take(tokens: Tokens) -> bool:
-        if tap is None or not tap.open():
+        if sink is None or not sink.open():
             return False
         for piece in reader.read(tokens):
             if piece.finish_reason is not None:
                 raise _Ended(piece)
-            tap.write(piece)
+            sink.write(piece)
         return True
 
     try:
@@ -173,14 +173,14 @@ async def answer_pieces(
     source: TokenSource,
     make_reader: Callable[[int, Generation], ChoiceReader],
     place: Place,
-    tap: Tap | None = None,
+    sink: PieceSink | None = None,
 ) -> AsyncGenerator[Piece, None]:
     """Yield the pieces of all choices as they come, as many at once as ``place`` has units. A failing one ends all.
 
-    Those of a single choice may go to ``tap`` instead.
+    Those of a single choice may go to ``sink`` instead.
     """
     streams = (
-        choice_pieces(generation, source, make_reader(index, generation), tap if len(generations) == 1 else None)
+        choice_pieces(generation, source, make_reader(index, generation), sink if len(generations) == 1 else None)
         for index, generation in enumerate(generations)
     )
     try:

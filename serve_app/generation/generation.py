@@ -64,7 +64,7 @@ class Generation:
         )
 
 
-class Tokens(msgspec.Struct, frozen=True, gc=False):
+class Tokens(msgspec.Struct, frozen=True):
     """New tokens of one sequence. Only the first item has ``first``."""
 
     token_ids: tuple[int, ...]

@@ -20,7 +20,7 @@ from serve_app.api.unknown import ignored_fields
 from serve_app.engine.protocol import SaveResult
 from serve_app.errors import GenerationFailed, WarmpathError
 from serve_app.fairness.waiting_line import Place
-from serve_app.generation.answer import Piece, Tap
+from serve_app.generation.answer import Piece, PieceSink
 from serve_app.generation.request_usage import save_warning
 from serve_app.generation.tool_calls.reader import WholeChoice
 from serve_app.ingress.client_headers import Connection, connection_of
@@ -38,7 +38,7 @@ class Answer:
     format: AnswerFormat
     head: AnswerHead
     pieces: AsyncGenerator[Piece, None]
-    tap: Tap
+    sink: PieceSink
     place: Place
     meter: AnswerMeter
     deadline: Deadline
@@ -103,7 +103,7 @@ class EventStream(Response):
                 events += stream.finish(piece.index, piece.finish_reason, piece.stop_sequence)
             return events
 
-        answer.tap.open, answer.tap.write = connection.open, lambda piece: connection.write(events_of(piece))
+        answer.sink.open, answer.sink.write = connection.open, lambda piece: connection.write(events_of(piece))
         try:
             async with answer, answer.deadline.limit():
                 await connection.send(events_of(self._opening))

@@ -71,11 +71,8 @@ class Connection:
 
     def write(self, part: bytes) -> None:
         """Send a part at once, while it is ``open``."""
-        if not part:
-            return
-        sending = self._send({"type": "http.response.body", "body": part, "more_body": True}).__await__()
         try:
-            sending.send(None)  # the server's ``send`` waits for nothing but the client
+            self.send(part).send(None)  # the server's ``send`` waits for nothing but the client
         except StopIteration:
             return
         raise RuntimeError("the server's send waits for more than its client")

@@ -14,7 +14,7 @@ from serve_app.api.unknown import require_none, unknown_fields
 from serve_app.config.app import AppConfig
 from serve_app.fairness.front_door import Arrival
 from serve_app.fairness.workers import FairWorkers
-from serve_app.generation.answer import Tap, TokenSource, answer_pieces
+from serve_app.generation.answer import PieceSink, TokenSource, answer_pieces
 from serve_app.generation.prepare import Preparer
 from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.ingress.answers import Answer, streamed, whole
@@ -69,12 +69,12 @@ class Completions:
                 allowance.reserve(prompt_tokens, sum(generation.sampling.max_tokens for generation in generations))
                 meter = AnswerMeter(self.counters, wanted, generations, arrived_s, body_bytes, allowance, trace)
                 place = arrival.hand_over()
-                tap = Tap()
-                pieces = answer_pieces(generations, self.source, self.readers.of(wanted), place, tap)
+                sink = PieceSink()
+                pieces = answer_pieces(generations, self.source, self.readers.of(wanted), place, sink)
                 head = AnswerHead(
                     answer_id, int(time.time()), wanted.answering_model, wanted.include_usage, wanted.repeated
                 )
-                answer = Answer(answer_format, head, pieces, tap, place, meter, deadline)
+                answer = Answer(answer_format, head, pieces, sink, place, meter, deadline)
                 return await (streamed if wanted.stream else whole)(answer)
 
     async def count_tokens(self, request: Request, tenant: Tenant, parse: Callable[[bytes], ChatRequest]) -> int:

@@ -226,8 +226,10 @@ class TokenReceiver:
 
     def _read(self) -> None:
         """Take what is there. The socket tells of the first message alone, until all were read."""
+        if self._socket.closed:
+            return
         messages = []
-        while not self._socket.closed:
+        for _ in range(MAX_AT_ONCE):
             try:
                 data = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
@@ -236,7 +238,6 @@ class TokenReceiver:
                 messages.append(_decode(data))
             except msgspec.MsgspecError:
                 logger.exception("a message of %d bytes is none of a replica's", len(data))
-            if len(messages) == MAX_AT_ONCE:
-                self._loop.call_soon(self._read)
-                break
+        else:
+            self._loop.call_soon(self._read)
         self.inbox.deliver(*messages)

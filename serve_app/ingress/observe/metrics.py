@@ -14,7 +14,7 @@ from prometheus_client.core import Metric
 
 from router.core import RoutingCore
 from router.observe.counters import PolicyCounters
-from router.protocol import samples
+from router.protocol.samples import Histogram as PlainHistogram
 from router.protocol.samples import Labels, Sample
 from serve_app.ingress.observe.families import FAMILIES, Family
 
@@ -44,8 +44,8 @@ class IngressMetrics:
         self._misses = self._new(Counter, "warmpath_cache_misses_total")
         self._missed_tokens = self._new(Counter, "warmpath_cache_missed_tokens_total")
         self._retries = self._new(Counter, "warmpath_request_retries_total")
-        # Of every token: a lock and a check of the value for each would cost as much as all else that is done for it.
-        self.inter_token_s: defaultdict[str, samples.Histogram] = defaultdict(lambda: samples.Histogram(ITL_BUCKETS_S))
+        # Counted for every token: prometheus_client would take a lock for each.
+        self.inter_token_s: defaultdict[str, PlainHistogram] = defaultdict(lambda: PlainHistogram(ITL_BUCKETS_S))
         self.completion_tokens: defaultdict[str, int] = defaultdict(int)
 
     def retried(self, after_first_token: bool) -> None:
@@ -65,11 +65,10 @@ class IngressMetrics:
             for sample in metric.samples
             if not sample.name.endswith("_created")
         ]
-        for tenant, tokens in list(self.completion_tokens.items()):
-            found.append(("warmpath_tenant_completion_tokens_total", (("tenant", tenant),), float(tokens)))
-        for tenant, seconds in list(self.inter_token_s.items()):
-            for name, labels, value in seconds.samples("warmpath_inter_token_latency_seconds", (("tenant", tenant),)):
-                found.append((name, tuple(sorted(labels)), value))
+        for tenant, tokens in self.completion_tokens.items():
+            found += samples_of({"warmpath_tenant_completion_tokens_total": tokens}, ("tenant", tenant))
+        for tenant, seconds in self.inter_token_s.items():
+            found += seconds.samples("warmpath_inter_token_latency_seconds", (("tenant", tenant),))
         return found
 
     def _new(self, kind: type[_Kind], name: str, **options: Any) -> _Kind:

@@ -23,12 +23,6 @@ from serve_app.ingress.services import Services
 
 OPENAPI_PATH = "/openapi.json"
 ROUTERS = (generation.router, operations.router, events.router, page.router)
-STRAIGHT = {
-    route.path: route.endpoint
-    for route in generation.router.routes
-    if isinstance(route, Route) and "POST" in (route.methods or ())
-}
-"""Handlers that need nothing of what FastAPI does for a route: it would take a tenth of a short request's time."""
 PATHS = frozenset(route.path for router in ROUTERS for route in router.routes if isinstance(route, Route))
 
 
@@ -80,15 +74,8 @@ class _Application(FastAPI):
     """Counts HTTP requests until all of their answer is sent; describes the bodies that handlers read themselves."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        services: Services = self.state.services
-        with services.drain.answering() if scope["type"] == "http" else nullcontext():
-            posted = scope["type"] == "http" and scope["method"] == "POST" and not scope.get("root_path")
-            handler = STRAIGHT.get(scope["path"]) if posted and not self.user_middleware else None
-            if handler is None:
-                await super().__call__(scope, receive, send)
-            else:
-                response: Response = await handler(Request(scope, receive, send), services)
-                await response(scope, receive, send)
+        with self.state.services.drain.answering() if scope["type"] == "http" else nullcontext():
+            await super().__call__(scope, receive, send)
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:

@@ -27,7 +27,7 @@ from serve_app.api.openai.request import parse_chat, parse_completion
 from serve_app.api.request import GenerateRequest
 from serve_app.engine.protocol import Engine, EngineOutput
 from serve_app.errors import WarmpathError
-from serve_app.generation.answer import ChoiceReader, Piece, Tap, choice_pieces
+from serve_app.generation.answer import ChoiceReader, Piece, PieceSink, choice_pieces
 from serve_app.generation.dispatch import MAX_ATTEMPTS, Dispatcher
 from serve_app.generation.generation import Generation
 from serve_app.generation.prepare import Preparer
@@ -237,11 +237,11 @@ class CallCrashes:
             tokens += piece.new_tokens
             reason = piece.finish_reason or reason
 
-        tap, moods = Tap(), random.Random(generation.request_id)
-        tap.open, tap.write = lambda: moods.random() < 0.8, write  # a client that keeps up, mostly
+        sink, moods = PieceSink(), random.Random(generation.request_id)
+        sink.open, sink.write = lambda: moods.random() < 0.8, write  # a client that keeps up, mostly
         decoder, include_stop = self._tokenizer.decoder(), wanted.include_stop_str_in_output
         reader = ChoiceReader(index, generation, decoder, wanted.stop, include_stop=include_stop)
-        async for piece in choice_pieces(generation, self._dispatcher, reader, tap):
+        async for piece in choice_pieces(generation, self._dispatcher, reader, sink):
             write(piece)
         return text, reason, tokens
 

@@ -19,7 +19,7 @@ from serve_app.engine.protocol import FirstToken, SamplingParams, TokenLogprob, 
 from serve_app.errors import GenerationFailed
 from serve_app.fairness.shares import Budget, Shares
 from serve_app.fairness.waiting_line import WaitingLine
-from serve_app.generation.answer import STARTED_AT_ONCE, ChoiceReader, Piece, Tap, answer_pieces, choice_pieces
+from serve_app.generation.answer import STARTED_AT_ONCE, ChoiceReader, Piece, PieceSink, answer_pieces, choice_pieces
 from serve_app.generation.generation import Generation, TakeTokens, Tokens
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.serve_app.generation.fake_replicas import generation
@@ -187,16 +187,16 @@ def test_pieces_that_are_taken_at_once_are_the_same(
                 if take is None or tokens.finish_reason is not None or not take(tokens):
                     yield tokens
 
-    async def pieces(tap: Tap | None, seen: list[Piece]) -> list[Piece]:
+    async def pieces(sink: PieceSink | None, seen: list[Piece]) -> list[Piece]:
         see, reader = seen.append, ChoiceReader(0, generation(), tokenizer.decoder(), stop)
-        async with aclosing(choice_pieces(generation(), Told(), reader, tap)) as stream:
+        async with aclosing(choice_pieces(generation(), Told(), reader, sink)) as stream:
             async for piece in stream:
                 see(piece)
         return seen
 
-    tap, seen, opens = Tap(), list[Piece](), cycle(taken)
-    tap.open, tap.write = lambda: next(opens), seen.append
-    assert asyncio.run(pieces(tap, seen)) == asyncio.run(pieces(None, []))
+    sink, seen, opens = PieceSink(), list[Piece](), cycle(taken)
+    sink.open, sink.write = lambda: next(opens), seen.append
+    assert asyncio.run(pieces(sink, seen)) == asyncio.run(pieces(None, []))
 
 
 def test_a_tokens_bytes_are_shown_in_every_vocabulary(tokenizer: PromptTokenizer) -> None:

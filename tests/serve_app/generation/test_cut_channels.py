@@ -6,12 +6,14 @@ from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from msgspec import structs
 from ray.exceptions import ActorUnavailableError
 
 from serve_app.generation import call as generation_call
+from serve_app.generation import dispatch
 from serve_app.generation.generation import Tokens
 from serve_app.replica import messages as wire
 from serve_app.replica.token_channel import TokenReceiver, TokenSender
@@ -29,7 +31,7 @@ class Cable:
 
     def __init__(self, port: int) -> None:
         self._port = port
-        self._links: set[asyncio.Task[None]] = set()
+        self._links: set[asyncio.Future[Any]] = set()
         self.cuts = 0
 
     async def open(self) -> int:
@@ -47,10 +49,10 @@ class Cable:
         task = asyncio.ensure_future(asyncio.wait([
             asyncio.ensure_future(pump(reader, there_writer)), asyncio.ensure_future(pump(there_reader, writer)),
         ]))  # fmt: skip
-        self._links.add(task)  # type: ignore[arg-type]
+        self._links.add(task)
         with suppress(asyncio.CancelledError):
             await task
-        self._links.discard(task)  # type: ignore[arg-type]
+        self._links.discard(task)
         writer.transport.abort()
         there_writer.transport.abort()
 
@@ -96,7 +98,9 @@ async def cabled(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[FakeHan
     handle.inbox = handle.dispatcher._inbox = receiver.inbox
     monkeypatch.setattr("tests.serve_app.generation.fake_replicas.FakeResult", ByCable)
     monkeypatch.setattr(ByCable, "senders", senders, raising=False)
-    monkeypatch.setattr(generation_call, "LATE_S", 0.05)
+    # A call that is taken for lost too early costs an attempt, and no answer: how fast this machine is decides nothing.
+    monkeypatch.setattr(generation_call, "LATE_S", 0.1)
+    monkeypatch.setattr(dispatch, "MAX_ATTEMPTS", 10**6)
     try:
         yield handle, cable
     finally:
@@ -112,9 +116,12 @@ async def test_a_cut_channel_loses_no_answer(monkeypatch: pytest.MonkeyPatch) ->
     async with asyncio.timeout(120), cabled(monkeypatch) as (handle, cable):
         answers = 0
 
+        def proven() -> bool:
+            return cable.cuts >= CUTS and True in handle.after_first_token and answers > AT_ONCE
+
         async def one(number: int) -> None:
             nonlocal answers
-            while cable.cuts < CUTS:
+            while not proven():
                 got: list[Tokens] = []
 
                 def take(tokens: Tokens, got: list[Tokens] = got) -> bool:
@@ -129,10 +136,8 @@ async def test_a_cut_channel_loses_no_answer(monkeypatch: pytest.MonkeyPatch) ->
                 answers += 1
 
         async def cuts() -> None:
-            while cable.cuts < CUTS:
+            while not proven():
                 await asyncio.sleep(rng.uniform(0.1, 0.3))
                 cable.cut(rng.randrange(100))
 
         await asyncio.gather(cuts(), *map(one, range(AT_ONCE)))
-    assert answers > AT_ONCE
-    assert handle.after_first_token.count(True) > 0, "no cut lost a token: the test proves nothing"

@@ -26,7 +26,7 @@ from serve_app.fairness.rate_limits import TenantLimits
 from serve_app.fairness.shares import Budget, Shares
 from serve_app.fairness.waiting_line import WaitingLine
 from serve_app.fairness.workers import FairWorkers
-from serve_app.generation.answer import Piece, Tap
+from serve_app.generation.answer import Piece, PieceSink
 from serve_app.generation.generation import Generation, TakeTokens, Tokens
 from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.ingress.answers import Answer, streamed
@@ -69,7 +69,7 @@ class Streamed:
         self.place = await WaitingLine(Budget(Shares({}), lambda: 1)).enter("acme", 1, 1)
         head = AnswerHead("a", 0, "m")
         shown, pieces = CompletionFormat(), pieces or self.pieces()
-        return await streamed(Answer(shown, head, pieces, Tap(), self.place, meter, deadline))
+        return await streamed(Answer(shown, head, pieces, PieceSink(), self.place, meter, deadline))
 
     def counted(self, name: str = "requests_in_flight") -> float:
         samples = self.counters.metrics.samples()

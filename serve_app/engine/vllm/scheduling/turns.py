@@ -15,7 +15,7 @@ from serve_app.engine.scheduling.fair_queue import FairQueue
 from serve_app.engine.scheduling.running_set import RESERVED_TOKENS
 from serve_app.engine.step import ceil_div
 from serve_app.engine.vllm.scheduling.tenant import tenant_of
-from serve_app.fairness.shares import UNBORROWED_PART, Budget, Shares
+from serve_app.fairness.shares import Budget, Shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +138,10 @@ class _Step:
         if self.closed:
             return False
         need = self.pool.need_of(request)
-        verdicts = (self.places.verdict(tenant, 1), self.blocks.verdict(tenant, need.blocks))
-        if "over_share" in verdicts or not self._leaves_caches(tenant, need.blocks):
+        # Beyond its share it also leaves what others have cached.
+        kept = 0 if self.blocks.within(tenant, need.blocks) else self.pool.protected(tenant)
+        verdicts = (self.places.verdict(tenant, 1), self.blocks.verdict(tenant, need.blocks + kept))
+        if "over_share" in verdicts:
             return False
         if "no_room" in verdicts:
             self.closed = True
@@ -150,9 +152,3 @@ class _Step:
         self.left[request.request_id] = need.tokens
         self.plan.starts.append(request)
         return True
-
-    def _leaves_caches(self, tenant: str, blocks: int) -> bool:
-        """Whether a tenant stays within its share, or leaves what others have cached and an eighth."""
-        total = self.blocks.total
-        left = total - self.blocks.used - blocks - self.pool.protected(tenant)
-        return self.blocks.within(tenant, blocks) or left >= total // UNBORROWED_PART
