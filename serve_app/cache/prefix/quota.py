@@ -114,11 +114,7 @@ class PoolShares(Accounts[Q]):
     """Accounts of a pool's blocks; ``weights`` and ``queue`` as in ``Accounts``."""
 
     def __init__(
-        self,
-        total_blocks: int,
-        weights: Mapping[str, float],
-        clock: Callable[[], float],
-        queue: Callable[[], Q],
+        self, total_blocks: int, weights: Mapping[str, float], clock: Callable[[], float], queue: Callable[[], Q]
     ) -> None:
         super().__init__(weights, clock, ACTIVE_S, queue)
         self._total_blocks = total_blocks
