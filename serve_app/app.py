@@ -42,7 +42,7 @@ def build_app(args: Mapping[str, Any] | AppConfig) -> Application:
         max_queued_requests=-1,
         ray_actor_options={"num_cpus": settings.replica_num_cpus, "num_gpus": settings.replica_num_gpus},
         health_check_period_s=5,
-        health_check_timeout_s=30,
+        health_check_timeout_s=10,  # of three in a row: one that hangs holds its answers up for some 45 s
         graceful_shutdown_timeout_s=settings.graceful_shutdown_timeout_s,
         user_config={},  # never none: Serve would not tell replicas when a config file drops its user_config
         request_router_config=RequestRouterConfig(

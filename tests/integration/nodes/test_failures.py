@@ -5,13 +5,17 @@ with it: nothing can hold a client's connection but the process that has it.
 """
 
 import asyncio
+import os
 import secrets
+import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from benchmarks.common.client import RequestFailed, stream_events
@@ -76,10 +80,19 @@ def here(cluster: LocalCluster) -> dict[str, dict[str, Any]]:
     return {name: replica for name, replica in replicas.items() if not replica["away"]}
 
 
-def at_work(cluster: LocalCluster) -> bool:
-    """Whether a replica has told that it works."""
-    replicas = here(cluster).values()
-    return any(replica["running_sequences"] + replica["waiting_sequences"] for replica in replicas)
+def at_work(cluster: LocalCluster) -> list[str]:
+    """Names of the replicas that have told that they work."""
+    replicas = here(cluster).items()
+    return [name for name, replica in replicas if replica["running_sequences"] + replica["waiting_sequences"]]
+
+
+def stopped(processes: Sequence[psutil.Process], for_s: float) -> None:
+    """Stop processes for a time, as far as they live: their sockets stay open, and nothing comes out of them."""
+    for process in processes:
+        process.suspend()
+    time.sleep(for_s)
+    for process in processes:
+        process.resume()
 
 
 @dataclass(slots=True)
@@ -174,6 +187,37 @@ def test_controller_killed(cluster: LocalCluster) -> None:
     assert texts(got) == texts(clients.undisturbed)
     eventually(lambda: [process["pid"] for process in cluster.processes("controller")] not in ([], killed))
     eventually(lambda: is_whole(cluster))
+    assert names(cluster, "Replica", "Ingress") == before
+
+
+def test_a_replica_that_hangs(cluster: LocalCluster) -> None:
+    """Serve kills it once its health check was not answered; its streams go on elsewhere, token for token."""
+    clients = Clients(cluster, 200, tokens=100, max_tokens=150)
+    hung: list[str] = []
+
+    def hang() -> None:
+        name = at_work(cluster)[0]
+        hung.append(name)
+        os.kill(next(each["pid"] for each in cluster.processes("Replica") if each["name"] == name), signal.SIGSTOP)
+
+    got = clients.disturbed(hang, 10)
+    assert texts(got) == texts(clients.undisturbed)
+    eventually(lambda: hung[0] not in names(cluster, "Replica"))
+
+
+def test_a_node_without_network_for_ten_seconds(cluster: LocalCluster) -> None:
+    """Nobody takes it for dead: its streams pause, then go on. (All its processes stand still: nobody hears of it.)"""
+    before = names(cluster, "Replica", "Ingress")
+    clients = Clients(cluster, 300, tokens=100, max_tokens=150)
+
+    def away() -> None:
+        working = at_work(cluster)
+        node = max(each["node"] for each in cluster.processes("Replica") if each["name"] in working)  # the head is 0
+        raylet = psutil.Process(next(each["pid"] for each in cluster.processes("raylet") if each["node"] == node))
+        stopped([raylet, *raylet.children(recursive=True)], 10)
+
+    got = clients.disturbed(away, 10)
+    assert texts(got) == texts(clients.undisturbed)
     assert names(cluster, "Replica", "Ingress") == before
 
 
