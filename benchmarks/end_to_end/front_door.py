@@ -56,7 +56,7 @@ def measured(system: str, arguments: argparse.Namespace) -> Iterator[tuple[str, 
         with instance(*flags, *speed, env={MARK: mark}) as url:
             yield url, mark
         return
-    config = {"model": arguments.model, "dtype": "float32", "block_size": 16, "num_blocks": 8192, "num_threads": 1}
+    config = {"model": arguments.model, "dtype": "float32", "block_size": 32, "num_blocks": 4096, "num_threads": 1}
     with vllm_servers(1, config, str(arguments.vllm_python), {MARK: mark}) as (url,):
         yield url, mark
 
