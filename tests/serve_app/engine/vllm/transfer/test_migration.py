@@ -49,7 +49,7 @@ def prefix_of(scope: PrefixScope, ids: np.ndarray | list[int]) -> HashedTokens:
 
 
 class Pool:
-    """What vLLM, of two ranks, and its connector do with a job, and what is known of it; ``now_s``: one more a prompt."""
+    """What vLLM, of two ranks, does with a job, and what is known of it; ``now_s``: 1 s more a prompt."""
 
     def __init__(self, directory: Path | None = None) -> None:
         self.now_s = 0.0
