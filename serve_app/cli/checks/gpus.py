@@ -26,12 +26,8 @@ def replica_gpus(settings: AppConfig, gpu_count: Callable[[], int]) -> tuple[int
     if not gpus:
         return 0, "no GPU is seen here: vLLM computes on the CPU"
     if ranks * replicas > gpus:
-        ways = [f"--replicas {gpus // ranks}" if gpus >= ranks else f"--tensor-parallel-size {gpus}"]
-        if ranks == 1:
-            share = -(-replicas // gpus)
-            ways.append(
-                f"--set replica_num_gpus={100 // share / 100:g} --set gpu_memory_utilization={90 // share / 100:g}, "
-                f"with which {share} share one"
-            )
-        raise ValueError(f"{replicas} x {ranks} GPUs are wanted, and {gpus} seen here; try {' or '.join(ways)}")
+        share = -(-replicas // gpus)
+        shared = f"--set replica_num_gpus={100 // share / 100:g} --set gpu_memory_utilization={90 // share / 100:g}"
+        others = "--tensor-parallel-size" if ranks > 1 else f"have {share} share one: {shared}"
+        raise ValueError(f"{replicas} replicas of {ranks} GPUs, and {gpus} seen here: lower --replicas, or {others}")
     return ranks, f"{gpus} GPUs are seen here: each replica takes {ranks}"

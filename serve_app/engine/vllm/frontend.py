@@ -113,6 +113,7 @@ class VllmFrontend:
     async def _open(self, settings: VllmSettings, endpoints: EventEndpoints) -> ModelFacts:
         set_environment(os.environ, max(1, settings.num_threads // settings.ranks))
         try:
+            import torch
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.platforms import current_platform
             from vllm.v1.engine.async_llm import AsyncLLM
@@ -121,10 +122,9 @@ class VllmFrontend:
         from serve_app.engine.vllm.scheduling.hooks import check_hooks
 
         check_hooks()  # here too, for what its core says at its start is only in the log
-        if not current_platform.is_cpu() and current_platform.device_count() < settings.ranks:
+        if not current_platform.is_cpu() and (gpus := torch.cuda.device_count()) < settings.ranks:
             raise ValueError(
-                f"this vLLM computes on GPUs, and the replica sees {current_platform.device_count()}: "
-                f"set replica_num_gpus: {settings.ranks}"
+                f"this vLLM computes on GPUs, and the replica sees {gpus}: set replica_num_gpus: {settings.ranks}"
             )
         arguments = engine_arguments(settings, endpoints, on_cpu=current_platform.is_cpu())
         arguments = parsed_engine_args(settings.engine_args) | arguments

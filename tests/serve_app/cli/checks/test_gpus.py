@@ -31,14 +31,9 @@ def test_each_rank_gets_one(settings: dict[str, Any], gpus: int, each: int) -> N
 @pytest.mark.parametrize(
     ("settings", "gpus", "told"),
     [
-        (
-            {**TWO},
-            1,
-            r"--replicas 1 or --set replica_num_gpus=0.5 --set gpu_memory_utilization=0.45, with which 2 share",
-        ),
-        ({"engine": "vllm", "replicas": 5}, 2, "--set replica_num_gpus=0.33"),
-        ({**TWO, "tensor_parallel_size": 4}, 7, "--replicas 1$"),
-        ({**TWO, "tensor_parallel_size": 4}, 2, "--tensor-parallel-size 2"),
+        ({**TWO}, 1, "have 2 share one: --set replica_num_gpus=0.5 --set gpu_memory_utilization=0.45$"),
+        ({"engine": "vllm", "replicas": 5}, 2, "have 3 share one: --set replica_num_gpus=0.33 "),
+        ({**TWO, "tensor_parallel_size": 4}, 7, "2 replicas of 4 GPUs, and 7 .*: lower --replicas, or --tensor"),
     ],
 )
 def test_more_replicas_than_gpus_are_refused(settings: dict[str, Any], gpus: int, told: str) -> None:

@@ -5,12 +5,16 @@ from typing import Any
 
 import pytest
 
+from serve_app.checkpoints.checkpoint import load_checkpoint_info
+from serve_app.checkpoints.limits import max_model_len
 from serve_app.config.app import AppConfig
 from serve_app.config.files import load_settings
+from serve_app.config.live import BadSettings, app_config
 from serve_app.engine.vllm.engine_args import PROMISES, fingerprint_with, refused_engine_args
 from serve_app.engine.vllm.events.endpoints import EventEndpoints
 from serve_app.engine.vllm.refusals import refused_ranks, refused_settings
 from serve_app.engine.vllm.settings import VllmSettings, engine_arguments
+from serve_app.replica.engine_factory import MAKERS, served_fields
 from tests.test_docs import names_of
 
 
@@ -93,3 +97,21 @@ def test_flags_go_over_a_files_arguments(tmp_path: Path) -> None:
     assert found.engine_args == expected
     with pytest.raises(ValueError, match="--engine-arg takes NAME=VALUE"):
         load_settings(None, [], ["seed"])
+
+
+def test_overrides_of_a_models_config_count_before_it_is_loaded(demo_model_path: Path) -> None:
+    """Its positions, and what it is refused for."""
+    info = load_checkpoint_info(demo_model_path)
+    longer = 4 * info.max_model_len
+    overrides = {"max_position_embeddings": longer, "layer_types": ["mamba"]}
+    config = AppConfig(engine="vllm", engine_args={"hf_overrides": overrides}, max_model_len=longer)
+    assert max_model_len(config, info) == longer
+    with pytest.raises(ValueError, match="positions"):
+        max_model_len(AppConfig(max_model_len=longer), info)
+    (sentence,) = MAKERS["vllm"].refused_model(config, served_fields(config, info.path))
+    assert "mamba" in sentence
+
+
+def test_data_parallel_ranks_are_answered_with_replicas() -> None:
+    with pytest.raises(BadSettings, match="use replicas"):
+        app_config({"data_parallel_size": 2})
