@@ -9,6 +9,7 @@ import pytest
 from serve_app.engine.protocol import EngineError
 from tests.serve_app.engine.tiny import Collector, request, run_all
 from tests.vllm.engines import BLOCK, Both, both_engines, compute, eventually, mispredicted, prefix_of, reset
+from tests.vllm.test_served import ended
 
 STAGES: dict[str, Any] = {
     "pipeline_parallel_size": 2,
@@ -45,8 +46,8 @@ def test_two_ranks_are_as_one_until_one_dies(demo_model_path: Path) -> None:
         collector = Collector()
         both.vllm.submit(request("long", both.prompt(40), 1900), collector)
         collector.wait_tokens("long", 3, 120)
-        children = psutil.Process().children(recursive=True)
-        (victim,) = (child for child in children if "Worker_TP1" in " ".join(child.cmdline()))
+        processes = [child for child in psutil.Process().children(recursive=True) if child.name().startswith("VLLM")]
+        (victim,) = (process for process in processes if "Worker_TP1" in " ".join(process.cmdline()))
         victim.kill()
         eventually(lambda: "long" in collector.finish)
         assert collector.finish["long"] == "error"
@@ -57,7 +58,8 @@ def test_two_ranks_are_as_one_until_one_dies(demo_model_path: Path) -> None:
             assert collector.finish["next"] == "error"
         except EngineError:
             pass
-        eventually(lambda: not any(child.is_running() and child.status() != "zombie" for child in children))
+        assert len(processes) == 3
+        eventually(lambda: all(map(ended, processes)))
 
 
 def test_two_stages_are_as_one(demo_model_path: Path) -> None:
