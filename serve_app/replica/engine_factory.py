@@ -87,7 +87,8 @@ def _vllm_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink)
 def served_fields(config: AppConfig, path: Path) -> dict[str, Any]:
     """Return a checkpoint's config.json, with what ``engine_args`` put in its place."""
     overrides = config.engine_args.get("hf_overrides")
-    return json.loads((path / "config.json").read_text()) | (overrides if isinstance(overrides, dict) else {})
+    fields: dict[str, Any] = json.loads((path / "config.json").read_text())
+    return {**fields, **overrides} if isinstance(overrides, dict) else fields
 
 
 def _vllm_refused_model(config: AppConfig, fields: Mapping[str, Any]) -> list[str]:
