@@ -126,15 +126,18 @@ def test_what_does_not_exist_is_noticed() -> None:
     assert _missing("serve_app/engine/") is None
 
 
-ENGINES = ROOT / "docs/engines.md"
+ENGINES = (ROOT / "docs/vllm.md", ROOT / "docs/engines.md")
+PROMISED = "What is promised"
 REFUSED = "Settings that vLLM refuses"
 _STATE = re.compile(r"^(yes|no|refused)(: .+)?$")
 
 
 def tables() -> dict[str, dict[str, list[str]]]:
-    """Return the page's tables by heading: a row's first cell, without its backquotes, and the others."""
+    """Return the pages' tables by heading: a row's first cell, without its backquotes, and the others."""
     by_heading: dict[str, dict[str, list[str]]] = {}
-    for part in ENGINES.read_text().split("\n## ")[1:]:
+    parts = {page.name: page.read_text().split("\n## ")[1:] for page in ENGINES}
+    promised = [part for part in parts["vllm.md"] if part.startswith(PROMISED)]
+    for part in [*promised, *parts["engines.md"]]:
         heading, *lines = part.splitlines()
         rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
         assert len({row[0] for row in rows}) == len(rows), f"a row of {heading!r} is there twice"

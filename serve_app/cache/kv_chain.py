@@ -65,12 +65,17 @@ class KvFormat(msgspec.Struct, frozen=True):
     parts: tuple[KvPart, ...]
 
     @property
+    def part_bytes(self) -> list[int]:
+        """Payload bytes of one block, by part."""
+        return [_DTYPE_BYTES[part.dtype] * prod(part.shape) for part in self.parts]
+
+    @property
     def block_bytes(self) -> int:
         """Payload bytes of one block."""
-        return sum(_DTYPE_BYTES[part.dtype] * prod(part.shape) for part in self.parts)
+        return sum(self.part_bytes)
 
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "simulated": 0}
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "simulated": 0}
 
 
 class ChainHeader(msgspec.Struct, frozen=True, omit_defaults=True):

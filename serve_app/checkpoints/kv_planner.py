@@ -51,10 +51,12 @@ def weights_bytes(fields: Mapping[str, Any], dtype: str) -> int:
     return (embeddings + layers * (attention + feed_forward + 2 * hidden) + hidden) * dtype_bytes(dtype)
 
 
-def kv_room(fields: Mapping[str, Any], dtype: str, memory_bytes: int, block_size: int = 16) -> KvRoom:
-    """Return the room of a replica of ``memory_bytes``. Raises as ``plan_kv``."""
+def kv_room(
+    fields: Mapping[str, Any], dtype: str, memory_bytes: int, block_size: int = 16, ranks: tuple[int, int] = (1, 1)
+) -> KvRoom:
+    """Return the room of a replica of ``memory_bytes``, in all of its ranks. Arguments and errors as of ``plan_kv``."""
     weights = weights_bytes(fields, dtype)
-    block_bytes = kv_bytes_per_block(SimpleNamespace(**fields), dtype, block_size)
+    block_bytes = kv_bytes_per_block(SimpleNamespace(**fields), dtype, block_size, *ranks)
     kv_bytes = max(0, memory_bytes - weights)
     return KvRoom(block_bytes // block_size, weights, kv_bytes, kv_bytes // block_bytes * block_size)
 
@@ -68,12 +70,14 @@ def plan_kv(
     prefix_tokens: int,
     replicas: int = 1,
     block_size: int = 16,
+    ranks: tuple[int, int] = (1, 1),
 ) -> KvPlan:
     """Plan ``prefixes`` of ``prefix_tokens`` over replicas of ``memory_bytes`` each. ``fields``: of config.json.
 
+    ``ranks``: those of a replica that divide each layer, and the stages that divide its layers.
     Raises KeyError for a config that lacks a size, ValueError for an unknown ``dtype``.
     """
-    room = kv_room(fields, dtype, memory_bytes, block_size)
+    room = kv_room(fields, dtype, memory_bytes, block_size, ranks)
     held = room.tokens // (-(-prefix_tokens // block_size) * block_size)
     return KvPlan(
         bytes_per_token=room.bytes_per_token,

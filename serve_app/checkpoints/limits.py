@@ -14,10 +14,13 @@ def pin_budget_blocks(config: AppConfig, num_blocks: int) -> int:
 
 def max_model_len(config: AppConfig, info: CheckpointInfo) -> int:
     """Return the tokens of prompt plus output. Raises ValueError for more than the model has."""
+    overrides = config.engine_args.get("hf_overrides")
+    given = overrides.get("max_position_embeddings") if isinstance(overrides, dict) else None
+    positions = given if isinstance(given, int) else info.max_model_len
     if config.max_model_len is None:
-        return info.max_model_len
-    if config.max_model_len > info.max_model_len:
+        return positions
+    if config.max_model_len > positions:
         raise ValueError(
-            f"max_model_len={config.max_model_len} is more than the {info.max_model_len} positions of {config.model}"
+            f"max_model_len={config.max_model_len} is more than the {positions} positions of {config.model}"
         )
     return config.max_model_len

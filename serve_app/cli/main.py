@@ -1,5 +1,6 @@
 """`warmpath`: its commands and flags, and what to use in place of flags that others have."""
 
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -8,6 +9,7 @@ import typer
 from typer.core import TyperCommand
 
 from serve_app.cli.checks.file import mistakes_in
+from serve_app.cli.checks.gpus import gpu_count, replica_gpus
 from serve_app.cli.checks.machine import address
 from serve_app.cli.checks.settings import before_model
 from serve_app.cli.commands import keys, prompts
@@ -22,9 +24,6 @@ from serve_app.config.files import load_settings
 from serve_app.config.reference import settings_text, settings_yaml
 
 _INSTEAD = {
-    "--tensor-parallel-size": "a replica computes on one device, there is no tensor parallelism; choose a model that "
-    "fits one GPU, and more of them with --replicas",
-    "--pipeline-parallel-size": "a replica computes on one device; choose a model that fits one GPU",
     "--data-parallel-size": "use --replicas: each is an engine of its own, and requests go where their prefix is",
     "--api-key": "keys belong to tenants: `warmpath keys new NAME` makes one, and says what to set",
     "--enable-prefix-caching": "prefix caching is on; --set enable_prefix_caching=false switches it off",
@@ -85,6 +84,16 @@ def serve(
     engine: Annotated[
         str | None, typer.Option(help="torch, vllm, or simulated (a cost model instead of a forward)")
     ] = None,
+    tensor_parallel_size: Annotated[
+        int | None, typer.Option(help="with --engine vllm: GPUs of a replica, each with a part of every layer")
+    ] = None,
+    pipeline_parallel_size: Annotated[
+        int | None, typer.Option(help="with --engine vllm: stages of a replica, each with a part of the layers")
+    ] = None,
+    engine_arg: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=VALUE, an argument of vLLM, the value as YAML or JSON; repeatable"),
+    ] = None,
     port: Annotated[int, typer.Option(help="HTTP port")] = 8000,
     host: Annotated[str, typer.Option(help="HTTP address; 0.0.0.0 opens it to the network")] = "127.0.0.1",
     config: Annotated[Path | None, typer.Option(help="YAML or JSON file of settings")] = None,
@@ -103,13 +112,27 @@ def serve(
     if haproxy and ":" in host:
         fail(f"HAProxy does not reach Serve's ingresses over IPv6: add --no-haproxy to listen on {host}")
     try:
-        settings = load_settings(
-            config, setting or [], model=model or model_name, revision=revision, replicas=replicas, engine=engine
+        load = partial(
+            load_settings,
+            config,
+            setting or [],
+            engine_arg or [],
+            model=model or model_name,
+            revision=revision,
+            replicas=replicas,
+            engine=engine,
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
         )
+        settings = load()
+        for _, sentence in before_model(settings):
+            fail(sentence)
+        if settings.engine_traits.ranks:
+            gpus, said = replica_gpus(settings, gpu_count)
+            console.print(said)
+            settings = load(replica_num_gpus=gpus or None)
     except ValueError as error:
         fail(str(error))
-    for _, sentence in before_model(settings):
-        fail(sentence)
     if (listens := address(host, port)).advice:
         fail(f"{listens.found}: {listens.advice}")
     if settings.allowed_hosts is None and not settings.tenants and host in ("127.0.0.1", "localhost", "::1"):

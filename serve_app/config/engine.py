@@ -30,12 +30,14 @@ def vllm_missing() -> bool:
 class EngineTraits:
     """Traits of an engine. ``simulated``: no model runs. ``built_in``: it loads models by transformers, and drafts.
 
+    ``ranks``: a replica may have several, and arguments of the engine's own.
     ``missing``: why it cannot be used in this environment, or "". ``defaults``, ``cpu_defaults`` without GPUs: its own
     defaults of settings.
     """
 
     simulated: bool = False
     built_in: bool = False
+    ranks: bool = False
     missing: Callable[[], str] = str
     defaults: dict[str, Any] = field(default_factory=dict)
     cpu_defaults: dict[str, Any] = field(default_factory=dict)
@@ -44,6 +46,7 @@ class EngineTraits:
 ENGINES: dict[EngineName, EngineTraits] = {
     "torch": EngineTraits(built_in=True),
     "vllm": EngineTraits(
+        ranks=True,
         missing=lambda: VLLM_MISSING if vllm_missing() else "",
         defaults={"kv_pull": False, "prewarm": False, "handover": False, "pin_budget": 0.0},
         cpu_defaults={"block_size": VLLM_CPU_BLOCK_SIZE},
@@ -60,7 +63,21 @@ class EngineSection(BaseModel):
         description="'torch': the built-in one; 'vllm': vLLM in each replica; 'simulated': a cost model, no forward",
     )
     replica_num_cpus: float = Field(0.1, ge=0, description="logical CPUs Ray reserves for an engine replica")
-    replica_num_gpus: float = Field(0.0, ge=0, description="GPUs Ray reserves for an engine replica")
+    replica_num_gpus: float = Field(
+        0.0,
+        ge=0,
+        description="GPUs Ray reserves for an engine replica, one a rank; `warmpath serve` with engine vllm takes "
+        "those it finds",
+    )
+    tensor_parallel_size: int = Field(
+        1, ge=1, le=64, description="with engine vllm: ranks on one node, each with a part of every layer"
+    )
+    pipeline_parallel_size: int = Field(
+        1, ge=1, le=64, description="with engine vllm: stages on one node, each with a part of the layers"
+    )
+    engine_args: dict[str, Any] = Field(
+        default_factory=dict, description="with engine vllm: further arguments of vLLM, by its names (docs/vllm.md)"
+    )
     max_model_len: int | None = Field(None, ge=2, description="tokens in prompt plus output; default: the model's own")
     max_num_seqs: int = Field(64, ge=1, le=4096, description="sequences running at once in a replica")
     max_num_batched_tokens: int = Field(2048, ge=16, description="tokens in one engine step")
@@ -83,8 +100,29 @@ class EngineSection(BaseModel):
     simulated_prefill_tokens_per_s: float = Field(5000.0, gt=0, description="prefill rate of a simulated engine")
     simulated_decode_step_s: Seconds = Field(0.02, gt=0, description="time of a simulated engine's decode step")
 
+    @property
+    def rank_sizes(self) -> tuple[int, int]:
+        """A replica's ranks: those that divide each layer, and the stages that divide the layers."""
+        return self.tensor_parallel_size, self.pipeline_parallel_size
+
+    @property
+    def ranks(self) -> int:
+        """A replica's processes that compute, each with a device of its own."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
     @model_validator(mode="after")
     def _engine_fits(self) -> Self:
+        if not ENGINES[self.engine].ranks and (self.ranks > 1 or self.engine_args):
+            raise ValueError(
+                f"engine={self.engine} computes on one device and takes no engine_args: set engine: vllm, or leave "
+                "tensor_parallel_size, pipeline_parallel_size and engine_args out"
+            )
+        wanted = self.ranks if max(self.ranks, self.replica_num_gpus) > 1 else self.replica_num_gpus
+        if ENGINES[self.engine].ranks and self.replica_num_gpus not in (0, wanted):
+            raise ValueError(
+                f"replica_num_gpus={self.replica_num_gpus:g}, and tensor_parallel_size x pipeline_parallel_size is "
+                f"{self.ranks}: each rank has a GPU, so set replica_num_gpus: {self.ranks}"
+            )
         if self.device.startswith("cuda") and self.replica_num_gpus == 0:
             raise ValueError("device=cuda needs replica_num_gpus (1, say): a replica sees only GPUs that it reserves")
         if self.max_num_batched_tokens <= self.max_num_seqs:

@@ -1,6 +1,6 @@
 """Settings from a file, ``NAME=VALUE`` and flags. Paths in a file start in its directory, others in ours."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,13 @@ MODELS = frozenset({"model", "speculative_model"})
 """Names of models, or paths where such a file exists or it is written as a path."""
 
 
-def load_settings(config: Path | None, assignments: list[str], **flags: Any) -> AppConfig:
-    """Merge a settings file, ``NAME=VALUE`` assignments and flags, later ones winning. Raises ValueError."""
+def load_settings(
+    config: Path | None, assignments: Sequence[str], engine_args: Sequence[str] = (), **flags: Any
+) -> AppConfig:
+    """Merge a settings file, ``NAME=VALUE`` assignments and flags, later ones winning. Raises ValueError.
+
+    ``engine_args``: assignments too, to the arguments in the setting of that name.
+    """
     merged: dict[str, Any] = {}
     if config is not None:
         try:
@@ -25,14 +30,19 @@ def load_settings(config: Path | None, assignments: list[str], **flags: Any) -> 
         if not isinstance(loaded, dict):
             raise ValueError(f"the settings file {config} must hold NAME: VALUE pairs")
         merged.update(rooted(loaded, config.parent))
-    for assignment in assignments:
+    arguments: dict[str, Any] = {}
+    given = [("--set", merged, one) for one in assignments] + [("--engine-arg", arguments, one) for one in engine_args]
+    for flag, values, assignment in given:
         name, separator, value = assignment.partition("=")
         if not separator:
-            raise ValueError(f"--set takes NAME=VALUE, not {assignment!r}")
+            raise ValueError(f"{flag} takes NAME=VALUE, not {assignment!r}")
         try:
-            merged[name] = yaml.safe_load(value)
+            values[name] = yaml.safe_load(value)
         except yaml.YAMLError as error:
-            raise ValueError(f"--set {name}: the value is not YAML; put it in quotes") from error
+            raise ValueError(f"{flag} {name}: the value is not YAML; put it in quotes") from error
+    before = merged.get("engine_args") or {}
+    if arguments and isinstance(before, Mapping):
+        merged["engine_args"] = {**before, **{name.replace("-", "_"): value for name, value in arguments.items()}}
     merged.update({name: value for name, value in flags.items() if value is not None})
     try:
         return app_config(merged)

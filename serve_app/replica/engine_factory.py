@@ -22,6 +22,7 @@ from serve_app.engine.runner.kv_size import blocks_in_budget, kv_bytes_per_block
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
 from serve_app.engine.settings import EngineSettings
 from serve_app.engine.vllm import refusals as vllm_refusals
+from serve_app.engine.vllm.engine_args import fingerprint_with
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -51,25 +52,31 @@ def _vllm_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink)
     from serve_app.engine.runner.model_runner import choose_device, choose_dtype
     from serve_app.engine.vllm.engine import VllmEngine
     from serve_app.engine.vllm.settings import VllmSettings
-    from serve_app.replica.pool_size import pool_blocks
 
     device = choose_device(config.device)
     on_cpu = device.type == "cpu"
-    fields = json.loads((info.path / "config.json").read_text())
-    if refused := [*vllm_refusals.refused_settings(config, on_cpu=on_cpu), *vllm_refusals.refused_model(fields)]:
+    fields = served_fields(config, info.path)
+    if refused := [*vllm_refusals.refused_settings(config, on_cpu=on_cpu), *_vllm_refused_model(config, fields)]:
         raise ValueError("; ".join(refused))
     dtype = str(choose_dtype(config.dtype, device)).removeprefix("torch.")
+    kv_dtype = config.engine_args.get("kv_cache_dtype") or "auto"
+    if kv_dtype not in ("float16", "bfloat16"):
+        kv_dtype = dtype if kv_dtype == "auto" else "fp8"  # numbers of four bits are counted as eight
+    block_bytes = kv_bytes_per_block(_model_config(info.path), kv_dtype, config.block_size, *config.rank_sizes)
+    num_blocks = config.num_blocks
+    if on_cpu and num_blocks is None:
+        num_blocks = blocks_in_budget(block_bytes, config.kv_cache_bytes or CPU_POOL_BYTES)
     settings = _settings(
         VllmSettings,
         config,
         model=str(info.path),
         end_token_ids=info.eos_token_ids,
-        block_bytes=kv_bytes_per_block(_model_config(info.path), dtype, config.block_size),
-        model_fingerprint=info.fingerprint,
+        block_bytes=block_bytes,
+        model_fingerprint=fingerprint_with(info.fingerprint, config.engine_args),
         transfer=config.enable_prefix_caching
         and bool(config.kv_pull or config.prewarm or config.handover or config.pin_budget),
         pin_budget=config.pin_budget if config.enable_prefix_caching else 0.0,
-        num_blocks=pool_blocks(config, info.path, None) if on_cpu else config.num_blocks,
+        num_blocks=num_blocks,
         max_model_len=max_model_len(config, info),
         dtype=dtype,
         lora=bool(config.lora_adapters) or config.allow_runtime_lora,
@@ -77,19 +84,29 @@ def _vllm_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink)
     return VllmEngine(settings, event_sink)
 
 
+def served_fields(config: AppConfig, path: Path) -> dict[str, Any]:
+    """Return a checkpoint's config.json, with what ``engine_args`` put in its place."""
+    overrides = config.engine_args.get("hf_overrides")
+    fields: dict[str, Any] = json.loads((path / "config.json").read_text())
+    return {**fields, **overrides} if isinstance(overrides, dict) else fields
+
+
+def _vllm_refused_model(config: AppConfig, fields: Mapping[str, Any]) -> list[str]:
+    return [*vllm_refusals.refused_model(fields), *vllm_refusals.refused_ranks(config, fields)]
+
+
 def _simulated_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) -> TorchEngine:
     dtype = "float32" if config.dtype == "auto" else config.dtype
     model_config = _model_config(info.path)
-    num_blocks = config.num_blocks or blocks_in_budget(
-        model_config, dtype, config.block_size, config.kv_cache_bytes or CPU_POOL_BYTES
-    )
+    block_bytes = kv_bytes_per_block(model_config, dtype, config.block_size)
+    num_blocks = config.num_blocks or blocks_in_budget(block_bytes, config.kv_cache_bytes or CPU_POOL_BYTES)
     settings = _torch_settings(config, info, num_blocks, None)
     cost = CostModel(
         prefill_tokens_per_s=config.simulated_prefill_tokens_per_s,
         decode_base_s=config.simulated_decode_step_s,
         vocab_size=info.vocab_size,
         max_positions=settings.max_model_len,
-        block_bytes=kv_bytes_per_block(model_config, dtype, config.block_size),
+        block_bytes=block_bytes,
     )
     runner = SimulatedRunner(
         cost,
@@ -147,12 +164,12 @@ class EngineMaker:
 
     build: Callable[[AppConfig, CheckpointInfo, EventSink], Engine]
     refused_settings: Callable[..., list[str]] = lambda _, *, on_cpu: []
-    refused_model: Callable[[Mapping[str, Any]], list[str]] = lambda _: []
+    refused_model: Callable[[AppConfig, Mapping[str, Any]], list[str]] = lambda *_: []
 
 
 MAKERS: dict[EngineName, EngineMaker] = {
     "torch": EngineMaker(_torch_engine),
-    "vllm": EngineMaker(_vllm_engine, vllm_refusals.refused_settings, vllm_refusals.refused_model),
+    "vllm": EngineMaker(_vllm_engine, vllm_refusals.refused_settings, _vllm_refused_model),
     "simulated": EngineMaker(_simulated_engine),
 }
 

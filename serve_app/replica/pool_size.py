@@ -22,7 +22,7 @@ def pool_blocks(config: AppConfig, model: Path, drafter: Path | None) -> int:
     dtype = str(choose_dtype(config.dtype, choose_device(config.device))).removeprefix("torch.")
     drafter_bytes = _drafter_bytes(drafter, dtype, config.block_size) if drafter else 0
     budget = pool_bytes(config, model_config, drafter)
-    return blocks_in_budget(model_config, dtype, config.block_size, budget, drafter_bytes)
+    return blocks_in_budget(kv_bytes_per_block(model_config, dtype, config.block_size) + drafter_bytes, budget)
 
 
 def pool_bytes(config: AppConfig, model_config: Any, drafter: Path | None) -> int:

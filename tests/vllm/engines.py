@@ -38,15 +38,16 @@ class Both:
 
 
 @contextmanager
-def both_engines(demo_model_path: Path) -> Iterator[Both]:
-    """The demo model in float32 on either engine; vLLM's pool holds three thousand tokens."""
+def both_engines(demo_model_path: Path, **changed: Any) -> Iterator[Both]:
+    """The demo model in float32 on either engine; vLLM's pool holds three thousand tokens. ``changed``: of vLLM's."""
     info, heard = load_checkpoint_info(demo_model_path), Routers()
     sizes = {"block_size": BLOCK, "num_blocks": BLOCKS, "max_model_len": 2048, "dtype": "float32", "device": "cpu"}
     limits = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "max_waiting_requests": 32, "enforce_eager": True}
     loras = {"allow_runtime_lora": True, "max_cpu_loras": 4, "max_lora_rank": 8}
     moves = {"kv_pull": True, "pin_budget": 24, "num_threads": os.cpu_count()}
     torch = make_engine(AppConfig(engine="torch", **sizes), info, lambda _: None)
-    vllm = make_engine(AppConfig(engine="vllm", **sizes, **limits, **loras, **moves), info, heard)
+    config = AppConfig(engine="vllm", **(sizes | limits | loras | moves | changed))
+    vllm = make_engine(config, info, heard)
     assert isinstance(torch, TorchEngine) and isinstance(vllm, VllmEngine)
     vllm.start()
     torch.start()
@@ -92,6 +93,27 @@ def compute(both: Both, ids: Any, scope: PrefixScope = SCOPE, max_tokens: int = 
     blocks = (len(ids) - 1) // BLOCK
     eventually(lambda: both.vllm.known_blocks(prefix.chain, blocks) == blocks)
     return prefix, tokens
+
+
+def mispredicted(both: Both, requests: int) -> tuple[list[tuple[str, int, int]], int]:
+    """Have conversations of two tenants grow in a pool that evicts; what was not hit as told before, and the hits."""
+    random = np.random.default_rng(1)
+    scopes = [PrefixScope("tiny", salt=name) for name in (b"a", b"b")]
+    talks = [[scope, both.prompt(40 + 60 * i, seed=i // 2)] for i, scope in enumerate(scopes * 3)]
+    wrong, hits = [], 0
+    for number in range(requests):
+        talk = talks[random.integers(len(talks))]
+        scope, ids = talk
+        compute(both, both.prompt(BLOCK + 1, seed=5000 + number), max_tokens=1)  # its events come last
+        predicted = BLOCK * both.vllm.known_blocks(prefix_of(ids, scope).chain, (len(ids) - 1) // BLOCK)
+        name = f"talk {number}"
+        found = run_all(both.vllm, [request(name, ids, 6, scope=scope)])
+        hits += found.cached[name] > 0
+        if found.cached[name] != predicted:
+            wrong.append((name, predicted, found.cached[name]))
+        more = np.concatenate([ids, np.array(found.tokens[name], dtype=np.int32), both.prompt(50, seed=100 + number)])
+        talk[1] = more if len(more) < 900 else both.prompt(40, seed=1000 + number)
+    return wrong, hits
 
 
 def reset(both: Both) -> None:

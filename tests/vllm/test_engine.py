@@ -35,8 +35,8 @@ from tests.vllm.engines import (
     both_engines,
     compute,
     eventually,
+    mispredicted,
     outputs_of,
-    prefix_of,
     reset,
     tokens_of,
 )
@@ -165,22 +165,7 @@ def test_what_cannot_be_taken_is_refused_at_once(both: Both) -> None:
 
 def test_what_the_directory_says_is_what_is_delivered(both: Both) -> None:
     """Conversations of two tenants grow in a pool that evicts; the hint before each request is what it gets."""
-    random = np.random.default_rng(1)
-    scopes = [PrefixScope("tiny", salt=name) for name in (b"a", b"b")]
-    talks = [[scope, both.prompt(40 + 60 * i, seed=i // 2)] for i, scope in enumerate(scopes * 3)]
-    wrong, hits = [], 0
-    for number in range(300):
-        talk = talks[random.integers(len(talks))]
-        scope, ids = talk
-        compute(both, both.prompt(BLOCK + 1, seed=5000 + number), max_tokens=1)  # its events come last
-        predicted = BLOCK * both.vllm.known_blocks(prefix_of(ids, scope).chain, (len(ids) - 1) // BLOCK)
-        name = f"talk {number}"
-        found = run_all(both.vllm, [request(name, ids, 6, scope=scope)])
-        hits += found.cached[name] > 0
-        if found.cached[name] != predicted:
-            wrong.append((name, predicted, found.cached[name]))
-        more = np.concatenate([ids, np.array(found.tokens[name], dtype=np.int32), both.prompt(50, seed=100 + number)])
-        talk[1] = more if len(more) < 900 else both.prompt(40, seed=1000 + number)
+    wrong, hits = mispredicted(both, 300)
     assert hits > 100
     assert wrong == []
 

@@ -22,7 +22,7 @@ from serve_app.config.cache import CPU_POOL_BYTES
 from serve_app.engine.runner.kv_size import kv_bytes_per_block
 from serve_app.generation.tool_calls.formats import check_format
 from serve_app.prompts.registry import Prompts
-from serve_app.replica.engine_factory import MAKERS
+from serve_app.replica.engine_factory import MAKERS, served_fields
 from serve_app.tenants.secret import load_secret
 
 Place = Literal["start", "here", "elsewhere"]
@@ -31,6 +31,14 @@ Place = Literal["start", "here", "elsewhere"]
 Refusal = tuple[str, str]
 """A setting, and a sentence that says why it cannot be used and what to change."""
 
+_ENGINE_ARGS = """
+import json, sys
+from serve_app.engine.vllm.engine_args import parsed_engine_args
+try:
+    parsed_engine_args(json.loads(sys.argv[1]))
+except ValueError as error:
+    print(error)
+"""
 _ARCHITECTURE = """
 import sys
 from pathlib import Path
@@ -81,6 +89,9 @@ def _fit(settings: AppConfig, place: Place) -> Iterator[Refusal]:
         yield "replicas", "replicas has no effect beside autoscaling: leave it out, min_replicas and max_replicas count"
     for sentence in MAKERS[settings.engine].refused_settings(settings, on_cpu=not settings.replica_num_gpus):
         yield "engine", sentence
+    arguments = settings.to_json()["engine_args"]
+    if arguments and place != "elsewhere" and not settings.engine_traits.missing():
+        yield from _said("engine_args", _ENGINE_ARGS, json.dumps(arguments))
     yield from _refusal("tool_parser", lambda: check_format(settings.tool_parser))
     adapters = {name: path for name, path in settings.lora_adapters.items() if _looks_into(path, place)}
     yield from _refusal("lora_adapters", lambda: configured_adapters(adapters, settings.max_lora_rank))
@@ -100,30 +111,31 @@ def _model(settings: AppConfig, place: Place) -> Iterator[Refusal]:
     except (ValueError, OSError) as error:
         yield "model", str(error)
         return
-    fields = json.loads((info.path / "config.json").read_text())
-    yield from (("model", sentence) for sentence in MAKERS[settings.engine].refused_model(fields))
+    fields = served_fields(settings, info.path)
+    yield from (("model", sentence) for sentence in MAKERS[settings.engine].refused_model(settings, fields))
     yield from _refusal("max_model_len", lambda: max_model_len(settings, info))
     yield from _blocks(settings, fields.get("text_config", fields))
     if settings.engine_traits.built_in and settings.model not in BUILT_IN:
-        yield from _architecture(info.path)
+        yield from _said("model", _ARCHITECTURE, str(info.path))
     if place == "start":
         yield from _memory(settings, info)
 
 
-def _architecture(path: Path) -> Iterator[Refusal]:
-    command = [sys.executable, *path_flags(), "-c", _ARCHITECTURE, str(path)]
+def _said(setting: str, program: str, argument: str) -> Iterator[Refusal]:
+    """Yield the sentence that a program prints, in a process of its own: what it imports takes seconds."""
+    command = [sys.executable, *path_flags(), "-c", program, argument]
     asked = subprocess.run(  # noqa: S603  # our own program
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False
     )
     if sentence := asked.stdout.strip():
-        yield "model", sentence
+        yield setting, sentence
 
 
 def _blocks(settings: AppConfig, fields: dict[str, object]) -> Iterator[Refusal]:
     """Whether each budget holds one KV block, by the least that a block may take."""
     dtype = "bfloat16" if settings.dtype == "auto" else settings.dtype
     try:
-        block_bytes = kv_bytes_per_block(SimpleNamespace(**fields), dtype, settings.block_size)
+        block_bytes = kv_bytes_per_block(SimpleNamespace(**fields), dtype, settings.block_size, *settings.rank_sizes)
     except (AttributeError, TypeError):
         return  # what the file leaves to transformers' defaults is seen in the replica
     for name in ("kv_cache_bytes", "host_cache_bytes", "disk_cache_bytes"):

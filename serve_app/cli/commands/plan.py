@@ -1,7 +1,9 @@
 """`warmpath plan`: what a cache of some memory holds and hits, of equal prefixes or of a trace."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,7 +11,7 @@ import typer
 from pydantic import TypeAdapter, ValidationError
 
 from serve_app.checkpoints.checkpoint import CheckpointError
-from serve_app.checkpoints.kv_planner import kv_room, plan_kv
+from serve_app.checkpoints.kv_planner import KvPlan, KvRoom, kv_room, plan_kv
 from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, ReuseCurve, read_prompts, reuse_curve
 from serve_app.checkpoints.sources.model_config import model_config
 from serve_app.cli.console import fail
@@ -21,12 +23,14 @@ _GOOD_PART = 0.9
 
 def plan(
     model: Annotated[str, typer.Option(help="as `warmpath serve` takes it, or a config.json; no weights are fetched")],
-    memory: Annotated[str, typer.Option(help="of one replica, for weights and KV: 80GB")],
+    memory: Annotated[str, typer.Option(help="of one replica, on all of its GPUs, for weights and KV: 80GB")],
     prefixes: Annotated[int | None, typer.Option(min=1, help="distinct prefixes that are in use")] = None,
     prefix_tokens: Annotated[int | None, typer.Option(min=1, help="tokens of each")] = None,
     trace: Annotated[Path | None, typer.Option(help="in place of prefixes: Mooncake's JSON lines or their .gz")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "bfloat16",
     replicas: Annotated[int, typer.Option(min=1, help="engine replicas")] = 1,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs of a replica that divide each layer")] = 1,
+    pipeline_parallel_size: Annotated[int, typer.Option(min=1, help="stages that divide the layers")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="figures for machines")] = False,
 ) -> None:
     """Say what a cache holds, and what hit rate to expect; leaves with 2 for what cannot be planned."""
@@ -34,11 +38,14 @@ def plan(
         fail("give --prefixes and --prefix-tokens, or --trace")
     try:
         memory_bytes = TypeAdapter(Bytes).validate_python(memory if not memory.isdecimal() else int(memory))
-        fields = model_config(model)
+        fields, ranks = model_config(model), (tensor_parallel_size, pipeline_parallel_size)
         if trace is not None:
-            figures, text = _by_trace(fields, dtype, memory_bytes, replicas, reuse_curve(read_prompts(trace)))
+            figures, text = _by_trace(
+                partial(kv_room, fields, dtype, ranks=ranks), memory_bytes, replicas, reuse_curve(read_prompts(trace))
+            )
         else:
-            figures, text = _by_prefixes(fields, dtype, memory_bytes, replicas, prefixes or 1, prefix_tokens or 1)
+            sizes = {"prefixes": prefixes or 1, "prefix_tokens": prefix_tokens or 1, "replicas": replicas}
+            figures, text = _by_prefixes(partial(plan_kv, fields, dtype, ranks=ranks, **sizes), memory_bytes, **sizes)
     except ValidationError as error:
         fail(f"--memory {error.errors()[0]['msg']}")
     except (KeyError, AttributeError) as error:
@@ -51,14 +58,9 @@ def plan(
 
 
 def _by_prefixes(
-    fields: dict[str, Any], dtype: str, memory_bytes: int, replicas: int, prefixes: int, prefix_tokens: int
+    planned: Callable[..., KvPlan], memory_bytes: int, prefixes: int, prefix_tokens: int, replicas: int
 ) -> tuple[dict[str, Any], str]:
-    plans = {
-        size: plan_kv(
-            fields, dtype, memory_bytes=size, prefixes=prefixes, prefix_tokens=prefix_tokens, replicas=replicas
-        )
-        for size in _sizes(memory_bytes)
-    }
+    plans = {size: planned(memory_bytes=size) for size in _sizes(memory_bytes)}
     rows = [
         {"memory_bytes": size, "prefixes": plan.prefixes_per_replica * replicas, "hit_rate": plan.hit_rate}
         for size, plan in plans.items()
@@ -84,12 +86,10 @@ Expected hit rate, all prefixes being equally popular: {wanted.hit_rate:.0%}; \
 
 
 def _by_trace(
-    fields: dict[str, Any], dtype: str, memory_bytes: int, replicas: int, curve: ReuseCurve
+    room_of: Callable[[int], KvRoom], memory_bytes: int, replicas: int, curve: ReuseCurve
 ) -> tuple[dict[str, Any], str]:
-    room = kv_room(fields, dtype, memory_bytes)
-    blocks = {
-        size: kv_room(fields, dtype, size).tokens * replicas // TRACE_BLOCK_TOKENS for size in _sizes(memory_bytes)
-    }
+    room = room_of(memory_bytes)
+    blocks = {size: room_of(size).tokens * replicas // TRACE_BLOCK_TOKENS for size in _sizes(memory_bytes)}
     rows = [
         {
             "memory_bytes": size,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 
 def kv_shape(config: Any) -> tuple[int, int, int]:
@@ -13,9 +13,14 @@ def kv_shape(config: Any) -> tuple[int, int, int]:
     return int(config.num_hidden_layers), kv_heads, head_dim
 
 
-def kv_bytes_per_block(config: Any, dtype: str, block_size: int) -> int:
-    """Return the bytes of one block over all layers. Raises ValueError on an unknown ``dtype``."""
+def kv_bytes_per_block(config: Any, dtype: str, block_size: int, tensor_ranks: int = 1, stages: int = 1) -> int:
+    """Return the bytes of one block over all layers, and over all ranks: each sets aside as much as the fullest.
+
+    ``tensor_ranks``: they divide the KV heads, and each has one at least; ``stages`` divide the layers. Raises
+    ValueError on an unknown ``dtype``.
+    """
     layers, kv_heads, head_dim = kv_shape(config)
+    layers, kv_heads = -(-layers // stages) * stages, -(-kv_heads // tensor_ranks) * tensor_ranks
     return 2 * layers * block_size * kv_heads * head_dim * dtype_bytes(dtype)
 
 
@@ -26,9 +31,8 @@ def dtype_bytes(dtype: str) -> int:
     return _DTYPE_BYTES[dtype]
 
 
-def blocks_in_budget(config: Any, dtype: str, block_size: int, budget_bytes: int, drafter_bytes: int = 0) -> int:
-    """Return how many blocks, each with ``drafter_bytes`` of a drafter, fit. Raises ValueError when not one does."""
-    per_block = kv_bytes_per_block(config, dtype, block_size) + drafter_bytes
-    if budget_bytes < per_block:
-        raise ValueError(f"{budget_bytes} bytes cannot hold one KV block of {per_block} bytes")
-    return budget_bytes // per_block
+def blocks_in_budget(block_bytes: int, budget_bytes: int) -> int:
+    """Return how many blocks fit. Raises ValueError when not one does."""
+    if budget_bytes < block_bytes:
+        raise ValueError(f"{budget_bytes} bytes cannot hold one KV block of {block_bytes} bytes")
+    return budget_bytes // block_bytes

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from serve_app.config.engine import VLLM_MISSING
 from serve_app.engine.protocol import TokenLogprob
+from serve_app.engine.vllm.engine_args import parsed_engine_args
 from serve_app.engine.vllm.events.endpoints import EventEndpoints
 from serve_app.engine.vllm.settings import VllmSettings, engine_arguments, set_environment
 
@@ -110,8 +111,9 @@ class VllmFrontend:
         return request
 
     async def _open(self, settings: VllmSettings, endpoints: EventEndpoints) -> ModelFacts:
-        set_environment(os.environ, settings.num_threads)
+        set_environment(os.environ, max(1, settings.num_threads // settings.ranks))
         try:
+            import torch
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.platforms import current_platform
             from vllm.v1.engine.async_llm import AsyncLLM
@@ -120,7 +122,12 @@ class VllmFrontend:
         from serve_app.engine.vllm.scheduling.hooks import check_hooks
 
         check_hooks()  # here too, for what its core says at its start is only in the log
+        if not current_platform.is_cpu() and (gpus := torch.cuda.device_count()) < settings.ranks:
+            raise ValueError(
+                f"this vLLM computes on GPUs, and the replica sees {gpus}: set replica_num_gpus: {settings.ranks}"
+            )
         arguments = engine_arguments(settings, endpoints, on_cpu=current_platform.is_cpu())
+        arguments = parsed_engine_args(settings.engine_args) | arguments
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[_logger_of(self._on_step)])
         config = self.llm.vllm_config
         size = config.cache_config.block_size

@@ -10,6 +10,7 @@ from typing import Any
 from serve_app.config.app import AppConfig
 from serve_app.config.engine import VLLM_CPU_BLOCK_SIZE
 from serve_app.engine.protocol import EngineRequest
+from serve_app.engine.vllm.engine_args import refused_engine_args
 
 WINDOWED = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
 """Model types whose ``sliding_window``, where it is not null, is that of every layer."""
@@ -72,7 +73,16 @@ def refused_settings(config: AppConfig, *, on_cpu: bool) -> list[str]:
             f"block_size: with engine=vllm on a CPU it is a multiple of {VLLM_CPU_BLOCK_SIZE}; "
             f"set block_size: {VLLM_CPU_BLOCK_SIZE}"
         )
-    return found
+    if (
+        on_cpu
+        and config.pipeline_parallel_size > 1
+        and (config.enforce_eager or config.lora_adapters or config.allow_runtime_lora)
+    ):
+        found.append(
+            "pipeline_parallel_size: vLLM's CPU build gives a stage its buffers while it warms up compiled code; leave "
+            "enforce_eager and adapters out, or use tensor_parallel_size"
+        )
+    return found + refused_engine_args(config.engine_args)
 
 
 def refuse_unmapped(request: EngineRequest) -> None:
@@ -103,6 +113,19 @@ def refused_model(fields: Mapping[str, Any]) -> list[str]:
             "prefix is never held whole; use one with full attention in some layers"
         ]
     return []
+
+
+def refused_ranks(config: AppConfig, fields: Mapping[str, Any]) -> list[str]:
+    """Return why a model, by its config.json, cannot be divided among the ranks; nothing where it can."""
+    text: Mapping[str, Any] = fields.get("text_config") or fields
+    ranks, stages = config.tensor_parallel_size, config.pipeline_parallel_size
+    heads, kv_heads = text.get("num_attention_heads", ranks), text.get("num_key_value_heads") or ranks
+    layers = text.get("num_hidden_layers", stages)
+    if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+        return [
+            f"tensor_parallel_size={ranks} does not divide {heads} heads of attention and {kv_heads} of KV; lower it"
+        ]
+    return [f"pipeline_parallel_size={stages} is more than the model has layers; lower it"] if layers < stages else []
 
 
 def _changed(config: AppConfig, name: str) -> bool:

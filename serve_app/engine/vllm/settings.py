@@ -13,7 +13,7 @@ CONFIG_ENDS = "warmpath_end_token_ids"
 """Where the logits processor finds what ends an answer, in vLLM's ``additional_config``."""
 
 EXECUTOR = "serve_app.engine.vllm.executor.InCore"
-"""Where vLLM finds what computes on a CPU."""
+"""Where vLLM finds what computes on a CPU, with one rank."""
 
 SCHEDULER = "serve_app.engine.vllm.scheduling.scheduler.tenant_scheduler"
 """Where vLLM finds its scheduler."""
@@ -29,12 +29,14 @@ _CPU_MEMORY_PART = 0.05
 class VllmSettings:
     """What a replica asks of vLLM.
 
-    ``model``: a checkpoint's directory; ``end_token_ids``: what ends an answer. ``block_bytes``: of one block's KV.
+    ``model``: a checkpoint's directory; ``end_token_ids``: what ends an answer. ``block_bytes``: of one block's KV, in
+    all ranks.
     ``num_blocks`` None: as many as ``kv_cache_bytes`` holds, or as ``gpu_memory_utilization`` leaves room for; not on a
     CPU. ``dtype``: "auto" is the model's own.
     ``model_fingerprint``: of config and weights; ``transfer``: whether KV comes from and goes to other replicas, or is
     kept; ``pin_budget``: how much may be, a part of the pool below 1, else blocks.
-    ``lora``: whether there may be adapters. ``num_threads``: of the CPU build. ``tenant_shares``: weights by tenant.
+    ``lora``: whether there may be adapters. ``num_threads``: of the CPU build, in all ranks. ``tenant_shares``: weights
+    by tenant. ``engine_args``: more of vLLM's arguments, as the settings hold them.
     """
 
     model: str
@@ -60,6 +62,14 @@ class VllmSettings:
     max_cpu_loras: int = 32
     max_lora_rank: int = 64
     tenant_shares: Mapping[str, float] = field(default_factory=dict)
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        """Processes that compute, each with a part of the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 def engine_arguments(settings: VllmSettings, endpoints: EventEndpoints, *, on_cpu: bool) -> dict[str, Any]:
@@ -87,6 +97,8 @@ def engine_arguments(settings: VllmSettings, endpoints: EventEndpoints, *, on_cp
         "enable_logging_iteration_details": True,  # how many tokens of prompts each step computed
         "disable_log_stats": True,
         "enable_log_requests": False,  # requests hold the tenants' roots
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "pipeline_parallel_size": settings.pipeline_parallel_size,
     }
     if settings.enable_prefix_caching:
         arguments["kv_events_config"] = {
@@ -95,7 +107,9 @@ def engine_arguments(settings: VllmSettings, endpoints: EventEndpoints, *, on_cp
             "endpoint": endpoints.publish,
             "replay_endpoint": endpoints.replay,
         }
-    if on_cpu:
+    if settings.ranks > 1:
+        arguments["distributed_executor_backend"] = "mp"  # not Ray's, which vLLM would take in a placement group
+    elif on_cpu:
         arguments["distributed_executor_backend"] = EXECUTOR  # for a GPU vLLM's own choice is as good
     if settings.transfer:
         arguments["kv_transfer_config"] = {
@@ -109,9 +123,9 @@ def engine_arguments(settings: VllmSettings, endpoints: EventEndpoints, *, on_cp
         arguments["num_gpu_blocks_override"] = blocks + 1  # one is vLLM's null block
         arguments["max_model_len"] = min(settings.max_model_len, blocks * settings.block_size)
     if on_cpu and blocks is not None:
-        arguments["kv_cache_memory_bytes"] = settings.block_bytes * (blocks + 1)
+        arguments["kv_cache_memory_bytes"] = settings.block_bytes * (blocks + 1) // settings.ranks  # vLLM's is a rank's
     elif settings.kv_cache_bytes is not None:
-        arguments["kv_cache_memory_bytes"] = settings.kv_cache_bytes
+        arguments["kv_cache_memory_bytes"] = settings.kv_cache_bytes // settings.ranks
     if settings.lora:
         arguments |= {
             "enable_lora": True,

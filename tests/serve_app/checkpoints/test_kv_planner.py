@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -49,6 +50,17 @@ def test_the_command_needs_a_config_only(tmp_path: Path) -> None:
     table = json.loads(told.output)["by_memory"]
     assert [row["prefixes"] for row in table] == sorted(row["prefixes"] for row in table)
     assert table[2] == {"memory_bytes": 80 * 10**9, "prefixes": 48, "hit_rate": 0.48}
+
+
+@pytest.mark.parametrize(("ranks", "part"), [((8, 1), 1.0), ((16, 1), 2.0), ((1, 4), 1.0), ((2, 3), 33 / 32)])
+def test_ranks_hold_a_head_and_as_many_layers_as_the_fullest(ranks: tuple[int, int], part: float) -> None:
+    """Eight KV heads on sixteen ranks are there twice; of 32 layers one of three stages has eleven."""
+    one, several = (
+        plan_kv(LLAMA, "bfloat16", memory_bytes=80 * 10**9, prefixes=1, prefix_tokens=1, ranks=each)
+        for each in ((1, 1), ranks)
+    )
+    assert several.bytes_per_token == one.bytes_per_token * part
+    assert several.tokens_per_replica == pytest.approx(one.tokens_per_replica / part, abs=16)
 
 
 def test_a_trace_is_planned_by_memory(tmp_path: Path) -> None:

@@ -64,7 +64,8 @@ def test_pages_of_any_name_may_post_only_where_that_may_be_meant(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--tensor-parallel-size", "2"], "there is no tensor parallelism"),
+        (["--tensor-parallel-size", "2"], "computes on one device"),
+        (["--data-parallel-size", "2"], "use --replicas"),
         (["--api-key", "k"], "warmpath keys new NAME"),
         (["--dtype", "float16"], "use --set dtype=VALUE"),
         (["m", "--max-model-len=8"], "use --set max_model_len=VALUE"),
@@ -100,6 +101,22 @@ def test_printed_requests_do_not_sample() -> None:
     [body] = re.findall(r"-d '(.*)'", text)
     assert json.loads(body)["temperature"] == 0
     assert re.search(r"completions\.create\([^)]*temperature=0\b", text)
+
+
+@pytest.mark.parametrize(("gpus", "block_size"), [(0, 32), (2, 16)])
+def test_vllm_takes_the_gpus_of_the_machine(
+    launched: list[Launch], monkeypatch: pytest.MonkeyPatch, gpus: int, block_size: int
+) -> None:
+    """And says so; its blocks are those of the device."""
+    monkeypatch.setattr(main, "before_model", lambda _: ())
+    monkeypatch.setattr(main, "gpu_count", lambda: gpus)
+    flags = ["--replicas=1", "--tensor-parallel-size=2", "--engine-arg=kv-cache-dtype=fp8"]
+    told = CliRunner().invoke(app, ["serve", "demo", "--engine", "vllm", *flags])
+    assert told.exit_code == 0, told.output
+    assert ("2 GPUs are seen here: each replica takes 2" if gpus else "no GPU is seen here") in told.output
+    settings = AppConfig.model_validate(launched[0].settings)
+    assert (settings.replica_num_gpus, settings.ranks, settings.block_size) == (gpus, 2, block_size)
+    assert settings.engine_args == {"kv_cache_dtype": "fp8"}
 
 
 def test_what_answers_recommend_can_be_set() -> None:

@@ -10,6 +10,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 from vllm.v1.core.sched.request_queue import PriorityRequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.worker.worker_base import WorkerBase
 
 VERSION = "0.32"
 """Of vLLM, that all here is written for."""
@@ -31,6 +32,9 @@ _RESTED_ON: tuple[tuple[Callable[..., Any], str], ...] = (
 )
 _QUEUE_MEMBERS = {"popleft", "popleft_n", "remove", "append", "append_n", "prepend_n", "num_free_blocks"}
 
+_RANK = "self.parallel_config.rank = rank"
+"""By which each rank's part of a copy is told from the others'."""
+
 _VICTIM = "key=lambda r: (r.priority, r.arrival_time)"
 
 
@@ -46,6 +50,8 @@ def check_hooks() -> None:
         wrong.append("its waiting line is no heap")
     if _VICTIM not in inspect.getsource(Scheduler.schedule):
         wrong.append("it preempts by another rule")
+    if _RANK not in inspect.getsource(WorkerBase.__init__):
+        wrong.append("its workers do not say their rank")
     if wrong:
         raise RuntimeError(
             f"warmpath divides the cache and the turns of vLLM {VERSION} by tenant, and this is vLLM "

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from serve_app.cache.kv_chain import KvPart
 from serve_app.engine.vllm.transfer.block_rows import BlockRows
-from serve_app.engine.vllm.transfer.job import LAYOUT_FILE, Job
+from serve_app.engine.vllm.transfer.job import LAYOUT_FILE, Job, rank_file
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +35,7 @@ class WarmpathConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._size = vllm_config.cache_config.block_size
+        self._parallel = vllm_config.parallel_config
         self._directory = Path(vllm_config.kv_transfer_config.kv_connector_extra_config["directory"])
         self._loading: dict[str, int] = {}
         self._jobs: dict[str, Job] = {}
@@ -100,14 +101,15 @@ class WarmpathConnector(KVConnectorBase_V1):  # type: ignore[misc]
         dtype, cpu = str(rows.dtype).removeprefix("torch."), torch.backends.cpu.get_cpu_capability()
         axes = f"vllm {vllm.__version__} on {cpu}: layers {', '.join(rows.names)}; block"
         part = KvPart(dtype, (len(rows.names), *rows.shape), axes=axes)
-        (self._directory / LAYOUT_FILE).write_bytes(msgspec.json.encode(part))
+        (self._directory / rank_file(LAYOUT_FILE, self._parallel.rank)).write_bytes(msgspec.json.encode(part))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Put this step's files into their blocks; what fails is computed."""
         assert self._rows is not None
         for file, block_ids, first in self._get_connector_metadata().loads:
             try:
-                rows = np.fromfile(file, np.uint8).reshape(-1, self._rows.block_bytes)
+                own = rank_file(file, self._parallel.rank)
+                rows = np.fromfile(own, np.uint8).reshape(-1, self._rows.block_bytes)
                 self._rows.write(block_ids, rows[first : first + len(block_ids)])
             except (OSError, ValueError):
                 _log.exception("%d blocks could not be loaded", len(block_ids))
@@ -128,8 +130,9 @@ class WarmpathConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Write this step's exports."""
         assert self._rows is not None
         for file, block_ids in self._get_connector_metadata().saves:
+            own = rank_file(file, self._parallel.rank)
             try:
-                self._rows.read(block_ids).tofile(file)
+                self._rows.read(block_ids).tofile(own)
             except OSError:
                 _log.exception("%d blocks could not be exported", len(block_ids))
-                Path(file).unlink(missing_ok=True)
+                Path(own).unlink(missing_ok=True)

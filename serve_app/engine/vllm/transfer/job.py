@@ -15,7 +15,13 @@ from serve_app.engine.vllm.frontend import VllmFrontend
 from serve_app.engine.vllm.scheduling.tenant import shares_args, tenant_args
 
 LAYOUT_FILE = "kv_layout.json"
-"""What the worker writes of its blocks: a ``KvPart``."""
+"""What each rank writes of its part of the blocks: a ``KvPart``."""
+
+
+def rank_file(file: str, rank: int) -> str:
+    """Return where a rank has its own part of ``file``."""
+    return f"{file}.{rank}"
+
 
 _FIRST = -1
 """vLLM's priority of a job; requests have 0. A copy costs a step's part, and whoever waits for it has a deadline."""
@@ -24,7 +30,7 @@ _SAMPLING = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "detokeniz
 
 
 class Job(msgspec.Struct, frozen=True):
-    """``kind``, of the prompt's blocks ``first`` to ``end`` - 1, for ``tenant``. ``file``: their rows.
+    """``kind``, of the prompt's blocks ``first`` to ``end`` - 1, for ``tenant``. ``file``: their rows, a file a rank.
 
     "pin": keep them in the pool, under the name ``file``, until "unpin" names it.
     """

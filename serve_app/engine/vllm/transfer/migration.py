@@ -24,7 +24,7 @@ from serve_app.engine.vllm.events.pool import VllmPool
 from serve_app.engine.vllm.frontend import ModelFacts
 from serve_app.engine.vllm.saves import block_number
 from serve_app.engine.vllm.settings import VllmSettings
-from serve_app.engine.vllm.transfer.job import LAYOUT_FILE, Job
+from serve_app.engine.vllm.transfer.job import LAYOUT_FILE, Job, rank_file
 
 RunJob = Callable[[Job, Sequence[int], bytes, str], int]
 """``JobRunner.wait``."""
@@ -45,6 +45,7 @@ class VllmMigration:
     ) -> None:
         """Read what KV has to be like to be loaded, as the worker has described its blocks in ``directory``."""
         self._num_blocks = facts.num_blocks
+        self._ranks = settings.ranks
         self._pool = pool
         self._pins = pins
         self._directory = directory
@@ -54,12 +55,13 @@ class VllmMigration:
         self._owners: OrderedDict[bytes, tuple[PrefixScope, str]] = OrderedDict()
         self._file_numbers = itertools.count()
         self._format: KvFormat | None = None
-        """None: nothing leaves or enters."""
+        """None: nothing leaves or enters. It has a part for each rank."""
         # A job has a token more than its blocks, and answers with one.
         self._most_blocks = (facts.max_model_len - 2) // settings.block_size
         if settings.transfer:
-            part = msgspec.json.decode((directory / LAYOUT_FILE).read_bytes(), type=KvPart)
-            self._format = KvFormat(f"{settings.model_fingerprint}/vllm", settings.block_size, (part,))
+            files = self._parts(str(directory / LAYOUT_FILE))
+            parts = tuple(msgspec.json.decode(file.read_bytes(), type=KvPart) for file in files)
+            self._format = KvFormat(f"{settings.model_fingerprint}/vllm", settings.block_size, parts)
 
     def note_owner(self, root: bytes, scope: PrefixScope, tenant: str) -> None:
         """Remember whose a root is. As many as the pool has blocks: it holds no more beginnings."""
@@ -80,16 +82,19 @@ class VllmMigration:
         root = self._pool.root_of(hash_at(prefix.chain, 0)) if end > first else b""
         if not root or hash_blocks(root, ids[: end * size], size) != prefix.chain[: end * HASH_BYTES]:
             return None
-        file = self._directory / f"kv-{next(self._file_numbers)}"
+        file = str(self._directory / f"kv-{next(self._file_numbers)}")
+        job, job_ids = Job("export", file, first, end, prefix.tenant), [*ids[: end * size].tolist(), 0]
         try:
-            self._run_job(
-                Job("export", str(file), first, end, prefix.tenant), [*ids[: end * size].tolist(), 0], root, scope.lora
-            )
-            payload = np.fromfile(file, np.uint8).reshape(-1, kv_format.block_bytes)
+            self._run_job(job, job_ids, root, scope.lora)
+            rows = [
+                np.fromfile(part, np.uint8).reshape(-1, width)
+                for part, width in zip(self._parts(file), kv_format.part_bytes, strict=True)
+            ]
+            payload = rows[0] if len(rows) == 1 else np.concatenate(rows, axis=1)
         except (FileNotFoundError, LookupError):
             return None
         finally:
-            file.unlink(missing_ok=True)
+            self._remove(file)
         end = first + len(payload)
         header = make_header(kv_format, scope, ids[: end * size], prefix.chain[: end * HASH_BYTES], payload, first)
         return KvChain(msgspec.structs.replace(header, root=root), payload)
@@ -109,15 +114,17 @@ class VllmMigration:
             raise TransferError("vLLM cannot hold it")
         if not root or hash_blocks(root, token_ids[: end * size], size) != prefix.chain[: end * HASH_BYTES]:
             raise WrongChain("its root is not that of the tokens that were asked for")
-        file = self._directory / f"kv-{next(self._file_numbers)}"
-        job, job_ids = Job("import", str(file), first, end, prefix.tenant), [*token_ids[: end * size].tolist(), 0]
+        file = str(self._directory / f"kv-{next(self._file_numbers)}")
+        job, job_ids = Job("import", file, first, end, prefix.tenant), [*token_ids[: end * size].tolist(), 0]
         try:
-            np.ascontiguousarray(part.payload).tofile(file)
+            rows = np.split(part.payload, list(itertools.accumulate(self._format.part_bytes))[:-1], axis=1)
+            for path, own in zip(self._parts(file), rows, strict=True):
+                np.ascontiguousarray(own).tofile(path)
             cached = self._run_job(job, job_ids, root, scope.lora)
         except LookupError as error:
             raise TransferError(f"adapter {scope.lora} is not loaded") from error
         finally:
-            file.unlink(missing_ok=True)
+            self._remove(file)
         self.note_owner(root, scope, prefix.tenant)
         return cached // size
 
@@ -145,3 +152,10 @@ class VllmMigration:
         with self._lock:
             owners = dict(self._owners)
         return self._pool.entries(owners.get)
+
+    def _parts(self, file: str) -> list[Path]:
+        return [Path(rank_file(file, rank)) for rank in range(self._ranks)]
+
+    def _remove(self, file: str) -> None:
+        for part in self._parts(file):
+            part.unlink(missing_ok=True)

@@ -20,7 +20,7 @@ from serve_app.engine.vllm.frontend import ModelFacts
 from serve_app.engine.vllm.saves import block_number
 from serve_app.engine.vllm.settings import VllmSettings
 from serve_app.engine.vllm.transfer.block_rows import BlockRows
-from serve_app.engine.vllm.transfer.job import LAYOUT_FILE, Job
+from serve_app.engine.vllm.transfer.job import LAYOUT_FILE, Job, rank_file
 from serve_app.engine.vllm.transfer.migration import VllmMigration
 from tests.serve_app.engine.tiny import VOCAB, prompt, root_of
 from tests.serve_app.engine.vllm.pool_model import hold
@@ -49,21 +49,26 @@ def prefix_of(scope: PrefixScope, ids: np.ndarray | list[int]) -> HashedTokens:
 
 
 class Pool:
-    """What vLLM and its connector do with a job, and what is known of it; ``now_s``: a second more with each prompt."""
+    """What vLLM, of two ranks, does with a job, and what is known of it; ``now_s``: 1 s more a prompt."""
 
     def __init__(self, directory: Path | None = None) -> None:
         self.now_s = 0.0
         self.rows = BlockRows(layers(torch.float32))
+        self.ranks = [BlockRows({name: layer}) for name, layer in layers(torch.float32).items()]
         if directory is not None:
             directory.mkdir()
-            part = KvPart("float32", (2, *self.rows.shape), axes="vllm 0.32.0 on AVX2: layers a, b; block")
-            (directory / LAYOUT_FILE).write_bytes(msgspec.json.encode(part))
+            for rank, own in enumerate(self.ranks):
+                part = KvPart("float32", (1, *own.shape), axes=f"vllm 0.32.0 on AVX2: layers {own.names}; block")
+                Path(rank_file(str(directory / LAYOUT_FILE), rank)).write_bytes(msgspec.json.encode(part))
         self.directory = directory or Path("/none")
         self.held, self.pins, self.jobs = VllmPool(SIZE, 100, lambda: self.now_s), Pins(BLOCKS), list[Job]()
         self.migration = self.make(transfer=directory is not None)
 
     def make(self, *, transfer: bool) -> VllmMigration:
-        settings, facts = VllmSettings("m", block_size=SIZE, transfer=transfer), ModelFacts(VOCAB, 1000, BLOCKS)
+        settings, facts = (
+            VllmSettings("m", block_size=SIZE, transfer=transfer, pipeline_parallel_size=2),
+            ModelFacts(VOCAB, 1000, BLOCKS),
+        )
         return VllmMigration(settings, facts, self.held, self.pins, self.directory, self.run, lambda: self.now_s)
 
     def compute(self, prefix: HashedTokens, *, owned: bool = True) -> None:
@@ -81,11 +86,12 @@ class Pool:
         chain = split_chain(hold(self.held, root, ids, SIZE))
         numbers = {block_hash: number for number, block_hash in enumerate(self.held)}
         blocks = [numbers[block_hash] for block_hash in chain]
-        if job.kind == "export":
-            self.rows.read(blocks[job.first : held]).tofile(job.file)
-        else:
-            rows = np.fromfile(job.file, np.uint8).reshape(-1, self.rows.block_bytes)
-            self.rows.write(blocks[job.first :], rows)
+        for rank, own in enumerate(self.ranks):
+            if job.kind == "export":
+                own.read(blocks[job.first : held]).tofile(rank_file(job.file, rank))
+            else:
+                rows = np.fromfile(rank_file(job.file, rank), np.uint8).reshape(-1, own.block_bytes)
+                own.write(blocks[job.first :], rows)
         return held * SIZE
 
 

@@ -1,0 +1,75 @@
+"""vLLM with several ranks in a replica: tokens, hits and copies are those of one; a rank that dies is noticed."""
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from serve_app.engine.protocol import EngineError
+from tests.serve_app.engine.tiny import Collector, request, run_all
+from tests.vllm.engines import BLOCK, Both, both_engines, compute, eventually, mispredicted, prefix_of, reset
+from tests.vllm.test_served import ended
+
+STAGES: dict[str, Any] = {
+    "pipeline_parallel_size": 2,
+    "enforce_eager": False,
+    "allow_runtime_lora": False,
+    "engine_args": {"compilation_config": {"mode": 2, "backend": "eager"}},
+}
+"""vLLM's CPU build runs stages where it compiles; so it does without inductor."""
+
+
+def kept_as_by_one_rank(both: Both, part_shape: tuple[int, ...], requests: int) -> None:
+    """Answers are the built-in engine's, alone and at once; a prefix leaves in parts and comes back whole."""
+    asked = [request(f"r{i}", both.prompt(90, seed=i // 2), 24, temperature=i % 2, seed=i) for i in range(8)]
+    assert run_all(both.vllm, asked).tokens == run_all(both.torch, asked).tokens
+    wrong, hits = mispredicted(both, requests)
+    assert hits > requests // 3
+    assert wrong == []
+    ids = both.prompt(5 * BLOCK + 1, seed=77)
+    prefix, tokens = compute(both, ids)
+    part = both.vllm.export_prefix(prefix)
+    assert part is not None
+    assert [each.shape[: len(part_shape)] for each in part.header.format.parts] == [part_shape] * 2
+    assert part.header.format.block_bytes == both.vllm.kv_block_bytes
+    reset(both)
+    assert both.vllm.import_part(part, prefix_of(ids), 0) == 5
+    again = run_all(both.vllm, [request("again", ids, 8)])
+    assert (again.tokens["again"], again.cached["again"]) == (tokens, 5 * BLOCK)
+
+
+def test_two_ranks_are_as_one_until_one_dies(demo_model_path: Path) -> None:
+    """Each has half of the heads. With a dead one, requests end with an error and the engine is unhealthy."""
+    with both_engines(demo_model_path, tensor_parallel_size=2, num_threads=2) as both:
+        kept_as_by_one_rank(both, (4, 1), 300)
+        collector = Collector()
+        both.vllm.submit(request("long", both.prompt(40), 1900), collector)
+        collector.wait_tokens("long", 3, 120)
+        processes = [child for child in psutil.Process().children(recursive=True) if child.name().startswith("VLLM")]
+        (victim,) = (process for process in processes if "Worker_TP1" in " ".join(process.cmdline()))
+        victim.kill()
+        eventually(lambda: "long" in collector.finish)
+        assert collector.finish["long"] == "error"
+        assert not both.vllm.healthy()
+        try:
+            both.vllm.submit(request("next", both.prompt(40), 4), collector)
+            eventually(lambda: "next" in collector.finish)
+            assert collector.finish["next"] == "error"
+        except EngineError:
+            pass
+        assert len(processes) == 3
+        eventually(lambda: all(map(ended, processes)))
+
+
+def test_two_stages_are_as_one(demo_model_path: Path) -> None:
+    """Each has half of the layers."""
+    with both_engines(demo_model_path, num_threads=2, **STAGES) as both:
+        kept_as_by_one_rank(both, (2, 2), 100)
+
+
+@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 3}, {"pipeline_parallel_size": 2}])
+def test_what_cannot_be_divided_is_refused_before_vllm_starts(demo_model_path: Path, sizes: dict[str, int]) -> None:
+    """Heads in thirds, and stages without compiled code on a CPU."""
+    with pytest.raises(ValueError, match="parallel_size"), both_engines(demo_model_path, **sizes):
+        pass
