@@ -1,13 +1,11 @@
-"""What it costs to choose tokens inside vLLM: ours by (seed, position), against vLLM's own sampler with a seed a request.
+"""What it costs to choose tokens inside vLLM: ours by (seed, position), and vLLM's own with a generator a request.
 
-Both choose from the same logits in one process, as vLLM's model runner has them do it: ours by a logits processor, after
-which vLLM takes the likeliest, vLLM's with a generator a request. Needs vLLM's environment.
+Both are its sampler's choice from the same logits in one process, in turns. Needs vLLM's environment.
 """
 
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,7 @@ import torch
 from benchmarks.common.report import BenchmarkError, parser_of, progress, spread, write
 from serve_app.config.engine import VLLM_MISSING, vllm_missing
 from serve_app.engine.protocol import SamplingParams, TokenRules
-from serve_app.engine.vllm.sampling.rows import Row, TokenChoice, sample_rows
+from serve_app.engine.vllm.sampling.rows import Row, TokenChoice
 
 PROMPT_TOKENS, ANSWER_TOKENS = 500, 100
 
@@ -74,24 +72,20 @@ def measure(kind: str, rows: int, vocabulary: int, runs: int) -> dict[str, Any]:
 
 
 def ours(params: list[SamplingParams], prompts: list[list[int]], answers: list[list[int]]) -> Choose:
-    """Return vLLM's sampler as our requests see it: greedy, behind our processor."""
+    """Return vLLM's sampler as our requests have it."""
+    from serve_app.engine.vllm.sampling.processor import PositionSampler
+
     matchers: Any = None  # no row has a grammar
     rows = {i: Row(TokenChoice(p, 0, "", ""), prompts[i], answers[i], matchers) for i, p in enumerate(params)}
-
-    def apply(logits: torch.Tensor) -> torch.Tensor:
-        sample_rows(rows, logits)
-        return logits
-
-    return _sampler(processors=[SimpleNamespace(apply=apply)])
+    return _sampler(lambda sampler: PositionSampler(sampler, rows))
 
 
-def theirs(
-    params: list[SamplingParams], prompts: list[list[int]], answers: list[list[int]], vocabulary: int
-) -> Choose:
+def theirs(params: list[SamplingParams], prompts: list[list[int]], answers: list[list[int]], vocabulary: int) -> Choose:
     """Return vLLM's sampler with its own parameters and a generator a request."""
     rules = [p.rules or TokenRules() for p in params]
     ruled, filtered = any(p.rules for p in params), any(p.top_k for p in params)
     return _sampler(
+        lambda sampler: sampler,
         temperature=None if all(p.greedy for p in params) else torch.tensor([p.temperature for p in params]),
         all_greedy=all(p.greedy for p in params),
         all_random=not any(p.greedy for p in params),
@@ -107,7 +101,8 @@ def theirs(
     )
 
 
-def _sampler(processors: Any = (), **fields: Any) -> Choose:
+def _sampler(of: Callable[[Any], Any], **fields: Any) -> Choose:
+    from vllm.v1.sample.logits_processor import LogitsProcessors
     from vllm.v1.sample.metadata import SamplingMetadata
     from vllm.v1.sample.sampler import Sampler
 
@@ -118,9 +113,8 @@ def _sampler(processors: Any = (), **fields: Any) -> Choose:
         **{"prompt_token_ids": None, "output_token_ids": [], "allowed_token_ids_mask": None, "bad_words_token_ids": {}},
         **dict.fromkeys(("frequency_penalties", "presence_penalties", "repetition_penalties"), none),
     }
-    lists = SimpleNamespace(non_argmax_invariant=list(processors), argmax_invariant=[])
-    metadata = SamplingMetadata(**{**defaults, **fields}, logitsprocs=lists)
-    sampler = Sampler()
+    metadata = SamplingMetadata(**{**defaults, **fields}, logitsprocs=LogitsProcessors())
+    sampler = of(Sampler())
     return lambda logits: sampler(logits, metadata)
 
 

@@ -15,6 +15,9 @@ EngineName = Literal["torch", "vllm", "simulated"]
 VLLM_CPU_BLOCK_SIZE = 32
 """The default of `block_size` for vLLM without a GPU: there it computes in multiples of this."""
 
+NGRAM = "ngram"
+"""The `speculative_model` of engine vllm that is no model: it drafts what followed the same tokens before."""
+
 VLLM_MISSING = (
     "engine=vllm needs vLLM 0.32 in the environment of the replicas: on a GPU run `pip install '.[vllm]'` in a clone; "
     "on a CPU run `make venv-vllm`, then start with .venv-vllm/bin/warmpath"
@@ -71,7 +74,9 @@ class EngineSection(BaseModel):
         256, ge=1, description="requests waiting in a replica; it refuses more, and their ingress asks again"
     )
     speculative_model: str | None = Field(
-        None, description="drafter: a checkpoint or built-in model of the model's vocabulary, or an EAGLE-3 head"
+        None,
+        description="drafter: a checkpoint or built-in model of the model's vocabulary, or an EAGLE-3 head; with "
+        "engine vllm 'ngram': what followed the same tokens before in prompt and answer",
     )
     num_speculative_tokens: int = Field(4, ge=1, le=32, description="tokens drafted ahead of each verification")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(

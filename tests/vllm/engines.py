@@ -38,15 +38,15 @@ class Both:
 
 
 @contextmanager
-def both_engines(demo_model_path: Path) -> Iterator[Both]:
-    """The demo model in float32 on either engine; vLLM's pool holds three thousand tokens."""
+def both_engines(demo_model_path: Path, **more: Any) -> Iterator[Both]:
+    """The demo model in float32 on either engine; vLLM's pool holds three thousand tokens. ``more``: of vLLM alone."""
     info, heard = load_checkpoint_info(demo_model_path), Routers()
     sizes = {"block_size": BLOCK, "num_blocks": BLOCKS, "max_model_len": 2048, "dtype": "float32", "device": "cpu"}
     limits = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "max_waiting_requests": 32, "enforce_eager": True}
     loras = {"allow_runtime_lora": True, "max_cpu_loras": 4, "max_lora_rank": 8}
     moves = {"kv_pull": True, "pin_budget": 24, "num_threads": os.cpu_count()}
     torch = make_engine(AppConfig(engine="torch", **sizes), info, lambda _: None)
-    vllm = make_engine(AppConfig(engine="vllm", **sizes, **limits, **loras, **moves), info, heard)
+    vllm = make_engine(AppConfig(engine="vllm", **sizes, **limits, **loras, **moves, **more), info, heard)
     assert isinstance(torch, TorchEngine) and isinstance(vllm, VllmEngine)
     vllm.start()
     torch.start()

@@ -22,6 +22,9 @@ T = TypeVar("T")
 OnStep = Callable[[int, float, int, float], None]
 """(sequences that run after a step, part of the pool in use, prompt tokens computed, seconds that it took)"""
 
+OnDrafts = Callable[[int, int, int], None]
+"""``SpeculationMeters.add``, after each step that verified drafts."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
@@ -47,10 +50,10 @@ class Generated:
 class VllmFrontend:
     """One ``AsyncLLM``, ``llm``. Its coroutines, and those here, belong to its loop: hand them to ``call``."""
 
-    def __init__(self, settings: VllmSettings, endpoints: EventEndpoints, on_step: OnStep) -> None:
+    def __init__(self, settings: VllmSettings, endpoints: EventEndpoints, on_step: OnStep, on_drafts: OnDrafts) -> None:
         """Start vLLM, in half a minute or more. Raises RuntimeError where it is missing, and what vLLM raises."""
         self.loop = asyncio.new_event_loop()
-        self._on_step = on_step
+        self._logger = _logger_of(on_step, on_drafts)
         self._thread = threading.Thread(target=self.loop.run_forever, name="vllm-frontend", daemon=True)
         self._thread.start()
         self.llm: Any = None
@@ -121,7 +124,8 @@ class VllmFrontend:
 
         check_hooks()  # here too, for what its core says at its start is only in the log
         arguments = engine_arguments(settings, endpoints, on_cpu=current_platform.is_cpu())
-        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[_logger_of(self._on_step)])
+        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[self._logger])
+        await self.llm.collective_rpc("choose_by_position")
         config = self.llm.vllm_config
         size = config.cache_config.block_size
         if size != settings.block_size:
@@ -149,7 +153,7 @@ def _logprob(most: int, token: int, by_id: Mapping[int, Any]) -> TokenLogprob:
     return TokenLogprob(by_id[token].logprob, tuple((other, value) for _, other, value in best[:most]))
 
 
-def _logger_of(on_step: OnStep) -> Callable[[Any, int], Any]:
+def _logger_of(on_step: OnStep, on_drafts: OnDrafts) -> Callable[[Any, int], Any]:
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     class StepLogger(StatLoggerBase):  # type: ignore[misc]
@@ -166,6 +170,8 @@ def _logger_of(on_step: OnStep) -> Callable[[Any, int], Any]:
             nothing = step is None or step.is_dummy
             computed = (0, 0.0) if nothing else (step.num_ctx_tokens, step.elapsed_ms / 1000)
             on_step(scheduler_stats.num_running_reqs, scheduler_stats.kv_cache_usage, *computed)
+            if (drafts := scheduler_stats.spec_decoding_stats) is not None:
+                on_drafts(drafts.num_drafts, drafts.num_draft_tokens, drafts.num_accepted_tokens)
 
         def log_engine_initialized(self) -> None:
             """Nothing to say."""

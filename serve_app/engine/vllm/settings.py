@@ -10,7 +10,7 @@ from typing import Any
 from serve_app.engine.vllm.events.endpoints import EventEndpoints
 
 CONFIG_ENDS = "warmpath_end_token_ids"
-"""Where the logits processor finds what ends an answer, in vLLM's ``additional_config``."""
+"""Where the choice of tokens finds what ends an answer, in vLLM's ``additional_config``."""
 
 EXECUTOR = "serve_app.engine.vllm.executor.InCore"
 """Where vLLM finds what computes on a CPU."""
@@ -35,6 +35,7 @@ class VllmSettings:
     ``model_fingerprint``: of config and weights; ``transfer``: whether KV comes from and goes to other replicas, or is
     kept; ``pin_budget``: how much may be, a part of the pool below 1, else blocks.
     ``lora``: whether there may be adapters. ``num_threads``: of the CPU build. ``tenant_shares``: weights by tenant.
+    ``num_speculative_tokens``: drafts ahead, copied from where the text had the last tokens before; 0 for none.
     """
 
     model: str
@@ -59,6 +60,7 @@ class VllmSettings:
     max_loras: int = 4
     max_cpu_loras: int = 32
     max_lora_rank: int = 64
+    num_speculative_tokens: int = 0
     tenant_shares: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -80,7 +82,7 @@ def engine_arguments(settings: VllmSettings, endpoints: EventEndpoints, *, on_cp
         "enforce_eager": settings.enforce_eager,
         "gpu_memory_utilization": _CPU_MEMORY_PART if on_cpu else settings.gpu_memory_utilization,
         "max_logprobs": 20,  # as many as OpenAI's API tells
-        "logits_processors": ["serve_app.engine.vllm.sampling.processor:WarmpathSampling"],
+        "worker_extension_cls": "serve_app.engine.vllm.sampling.processor.ChoosesByPosition",
         "additional_config": {CONFIG_ENDS: list(settings.end_token_ids)},
         "scheduler_cls": SCHEDULER,
         "scheduling_policy": "priority",  # requests have one, so the first come is served first; copies go before them
@@ -97,6 +99,11 @@ def engine_arguments(settings: VllmSettings, endpoints: EventEndpoints, *, on_cp
         }
     if on_cpu:
         arguments["distributed_executor_backend"] = EXECUTOR  # for a GPU vLLM's own choice is as good
+    if settings.num_speculative_tokens:
+        arguments |= {
+            "speculative_config": {"method": "ngram", "num_speculative_tokens": settings.num_speculative_tokens},
+            "async_scheduling": False,  # positions are known where a step's accepted drafts are
+        }
     if settings.transfer:
         arguments["kv_transfer_config"] = {
             "kv_connector": "WarmpathConnector",
