@@ -70,7 +70,7 @@ class VllmEngine:
         self._endpoints = EventEndpoints.create()
         directory = self._endpoints.directory
         try:
-            self._frontend = VllmFrontend(settings, self._endpoints, self._stepped, self._drafts.add)
+            self._frontend = VllmFrontend(settings, self._endpoints, self._stepped, self._drafts)
         except BaseException:
             self._endpoints.remove()
             raise

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from serve_app.config.engine import VLLM_MISSING
 from serve_app.engine.protocol import TokenLogprob
+from serve_app.engine.speculative.meters import SpeculationMeters
 from serve_app.engine.vllm.events.endpoints import EventEndpoints
 from serve_app.engine.vllm.settings import VllmSettings, engine_arguments, set_environment
 
@@ -21,9 +22,6 @@ T = TypeVar("T")
 
 OnStep = Callable[[int, float, int, float], None]
 """(sequences that run after a step, part of the pool in use, prompt tokens computed, seconds that it took)"""
-
-OnDrafts = Callable[[int, int, int], None]
-"""``SpeculationMeters.add``, after each step that verified drafts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +48,12 @@ class Generated:
 class VllmFrontend:
     """One ``AsyncLLM``, ``llm``. Its coroutines, and those here, belong to its loop: hand them to ``call``."""
 
-    def __init__(self, settings: VllmSettings, endpoints: EventEndpoints, on_step: OnStep, on_drafts: OnDrafts) -> None:
+    def __init__(
+        self, settings: VllmSettings, endpoints: EventEndpoints, on_step: OnStep, drafts: SpeculationMeters
+    ) -> None:
         """Start vLLM, in half a minute or more. Raises RuntimeError where it is missing, and what vLLM raises."""
         self.loop = asyncio.new_event_loop()
-        self._logger = _logger_of(on_step, on_drafts)
+        self._logger = _logger_of(on_step, drafts)
         self._thread = threading.Thread(target=self.loop.run_forever, name="vllm-frontend", daemon=True)
         self._thread.start()
         self.llm: Any = None
@@ -153,7 +153,7 @@ def _logprob(most: int, token: int, by_id: Mapping[int, Any]) -> TokenLogprob:
     return TokenLogprob(by_id[token].logprob, tuple((other, value) for _, other, value in best[:most]))
 
 
-def _logger_of(on_step: OnStep, on_drafts: OnDrafts) -> Callable[[Any, int], Any]:
+def _logger_of(on_step: OnStep, drafts: SpeculationMeters) -> Callable[[Any, int], Any]:
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     class StepLogger(StatLoggerBase):  # type: ignore[misc]
@@ -170,8 +170,8 @@ def _logger_of(on_step: OnStep, on_drafts: OnDrafts) -> Callable[[Any, int], Any
             nothing = step is None or step.is_dummy
             computed = (0, 0.0) if nothing else (step.num_ctx_tokens, step.elapsed_ms / 1000)
             on_step(scheduler_stats.num_running_reqs, scheduler_stats.kv_cache_usage, *computed)
-            if (drafts := scheduler_stats.spec_decoding_stats) is not None:
-                on_drafts(drafts.num_drafts, drafts.num_draft_tokens, drafts.num_accepted_tokens)
+            if (verified := scheduler_stats.spec_decoding_stats) is not None:
+                drafts.add(verified.num_drafts, verified.num_draft_tokens, verified.num_accepted_tokens)
 
         def log_engine_initialized(self) -> None:
             """Nothing to say."""

@@ -140,7 +140,7 @@ def lora_rank(wanted: int) -> int:
 def set_environment(environment: MutableMapping[str, str], num_threads: int) -> None:
     """Set what vLLM and its processes read from the environment; it has to be before vLLM is imported."""
     environment["VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"] = "0"  # whole SHA-256s, not 64 bits of them
-    environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # it knows other logits processors
+    environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # it has another sampler
     environment["VLLM_NO_USAGE_STATS"] = "1"
     environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # several replicas share a machine's cores
     environment["OMP_NUM_THREADS"] = str(num_threads)
