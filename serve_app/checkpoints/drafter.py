@@ -20,8 +20,8 @@ from serve_app.engine.speculative.eagle_config import read_eagle_config
 
 def drafter_path(config: AppConfig) -> Path | None:
     """Return the directory of the drafter's checkpoint, None without one. Raises CheckpointError."""
-    no_model = config.speculative_model is None or (config.engine == "vllm" and config.speculative_model == NGRAM)
-    return None if no_model else resolve_model(str(config.speculative_model))
+    name = config.speculative_model
+    return None if name is None or (name == NGRAM and config.engine_traits.ngram) else resolve_model(name)
 
 
 def load_served_model(config: AppConfig) -> CheckpointInfo:

@@ -33,12 +33,13 @@ def vllm_missing() -> bool:
 class EngineTraits:
     """Traits of an engine. ``simulated``: no model runs. ``built_in``: it loads models by transformers, and drafts.
 
-    ``missing``: why it cannot be used in this environment, or "". ``defaults``, ``cpu_defaults`` without GPUs: its own
-    defaults of settings.
+    ``ngram``: it drafts without a model. ``missing``: why it cannot be used in this environment, or "". ``defaults``,
+    ``cpu_defaults`` without GPUs: its own defaults of settings.
     """
 
     simulated: bool = False
     built_in: bool = False
+    ngram: bool = False
     missing: Callable[[], str] = str
     defaults: dict[str, Any] = field(default_factory=dict)
     cpu_defaults: dict[str, Any] = field(default_factory=dict)
@@ -47,6 +48,7 @@ class EngineTraits:
 ENGINES: dict[EngineName, EngineTraits] = {
     "torch": EngineTraits(built_in=True),
     "vllm": EngineTraits(
+        ngram=True,
         missing=lambda: VLLM_MISSING if vllm_missing() else "",
         defaults={"kv_pull": False, "prewarm": False, "handover": False, "pin_budget": 0.0},
         cpu_defaults={"block_size": VLLM_CPU_BLOCK_SIZE},

@@ -122,3 +122,14 @@ def test_what_the_directory_says_is_what_is_delivered(both: Both) -> None:
     assert drafts(both)[1] > before
     assert hits > 40
     assert wrong == []
+
+
+def test_a_prompts_last_token_alone_goes_with_a_turn_of_its_tenant(both: Both) -> None:
+    """vLLM pads it with room for drafts, and stops for good where a turn cuts that."""
+    ids = both.prompt(2 * BLOCK + 1, seed=77)
+    _, tokens = compute(both, ids)
+    again = run_all(both.vllm, [request(name, ids, 8, tenant=name) for name in ("a", "b")])
+    assert (
+        again.tokens == {"a": tokens, "b": tokens} == run_all(both.torch, [request(n, ids) for n in ("a", "b")]).tokens
+    )
+    assert again.cached == {"a": 2 * BLOCK, "b": 2 * BLOCK}

@@ -112,7 +112,7 @@ def test_drafts_change_no_token(names: list[str], seed: int, data: st.DataObject
     matchers: Any = None
 
     def logits_of(text: Sequence[int]) -> torch.Tensor:
-        return torch.randn(60, generator=torch.Generator().manual_seed(seed + sum(text[-2:]))) * 2
+        return torch.randn(150, generator=torch.Generator().manual_seed(seed + sum(text[-2:]))) * 2
 
     def row(name: str, output: list[int]) -> Row:
         return Row(TokenChoice(DRAFTED[name], 0, "", ""), PROMPT, output, matchers)
@@ -125,7 +125,7 @@ def test_drafts_change_no_token(names: list[str], seed: int, data: st.DataObject
     rows = {i: row(name, outputs[i]) for i, name in enumerate(names)}
     while min(map(len, outputs)) < 6:
         drafts = [
-            [right if data.draw(st.booleans()) else data.draw(st.integers(-1, 59)) for right in answer[len(output) :]]
+            [right if data.draw(st.booleans()) else data.draw(st.integers(-1, 149)) for right in answer[len(output) :]]
             for answer, output in zip(wanted, outputs, strict=True)
         ]
         both = list(zip(outputs, drafts, strict=True))
