@@ -15,15 +15,20 @@ from serve_app.engine.protocol import SamplingParams
 from serve_app.engine.runner.position_random import FACTORS, STRIDE, position_key
 
 _FIRST_CANDIDATES = 256
-_CACHED_NUMBERS = 1 << 17
-"""Rows are drawn in parts of so many numbers on a CPU: what leaves its cache takes three times as long."""
+_CACHED_NUMBERS = 1 << 16
+"""Noise is made of so many numbers at once on a CPU: what leaves its cache takes two to three times as long."""
 _BLOCK = 256
 
 
-def gumbel_noise(seeds: Sequence[int], positions: Sequence[int], vocab: int, device: torch.device) -> torch.Tensor:
-    """Return standard Gumbel numbers [n, vocab], float32: row i is a splitmix64 stream from (seed, position) i."""
+def gumbel_noise(
+    seeds: Sequence[int], positions: Sequence[int], count: int, device: torch.device, first: int = 0
+) -> torch.Tensor:
+    """Return standard Gumbel numbers [n, count], float32, of tokens ``first``, ``first`` + 1, ...
+
+    Row i is a part of the splitmix64 stream from (seed, position) i, whose numbers are those of tokens 0, 1, ...
+    """
     keys = [_signed(position_key(seed, position)) for seed, position in zip(seeds, positions, strict=True)]
-    state = torch.tensor(keys, device=device)[:, None] + _steps(vocab, device)
+    state = torch.tensor(keys, device=device)[:, None] + _steps(first + 1, first + count + 1, device)
     spare = torch.empty_like(state)
     for shift, factor in zip((30, 27), FACTORS, strict=True):
         state ^= _shifted(state, shift, spare)
@@ -34,9 +39,9 @@ def gumbel_noise(seeds: Sequence[int], positions: Sequence[int], vocab: int, dev
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
-@lru_cache(maxsize=4)
-def _steps(vocab: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(1, vocab + 1, device=device) * _signed(STRIDE)
+@lru_cache(maxsize=16)
+def _steps(start: int, end: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(start, end, device=device) * _signed(STRIDE)
 
 
 def _shifted(state: torch.Tensor, bits: int, out: torch.Tensor) -> torch.Tensor:
@@ -61,7 +66,8 @@ def choose_tokens(logits: torch.Tensor, params: Sequence[SamplingParams], positi
     drawn = [i for i, p in enumerate(params) if finite[i] and not p.greedy]
     size = max(1, _CACHED_NUMBERS // logits.shape[-1]) if logits.device.type == "cpu" else len(params)
     for part in (drawn[start : start + size] for start in range(0, len(drawn), size)):
-        draws = _draw(logits[part], [params[i] for i in part], [positions[i] for i in part])
+        own = logits[part] if len(part) > 1 else logits[part[0] : part[0] + 1]  # which copies nothing
+        draws = _draw(own, [params[i] for i in part], [positions[i] for i in part])
         for i, token in zip(part, draws.tolist(), strict=True):
             tokens[i] = token
     return tokens
@@ -75,15 +81,16 @@ def _first_largest(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     block = math.gcd(values.shape[-1], _BLOCK)
     if block < _BLOCK // 16 or values.device.type != "cpu":
         return torch.max(values, dim=-1)
-    blocks = values.unflatten(1, (-1, block))
+    blocks = values.reshape(len(values), -1, block)
     largest, which = torch.max(blocks.amax(dim=-1), dim=-1)
     return largest, blocks[torch.arange(len(values)), which].argmax(dim=-1) + which * block
 
 
 def _draw(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> torch.Tensor:
     """Return the tokens [n] of the largest sums of what filters leave and noise."""
-    scaled = logits.double().div_(_column([p.temperature for p in params], logits.device))
-    vocab = logits.shape[-1]
+    scaled, vocab = logits.double(), logits.shape[-1]
+    if any(p.temperature != 1.0 for p in params):
+        scaled.div_(_column([p.temperature for p in params], logits.device))
     if any(p.min_p for p in params):
         floors = scaled.amax(dim=-1, keepdim=True) + _column([p.min_p for p in params], logits.device).log()
         scaled.masked_fill_(scaled < floors, float("-inf"))
@@ -91,8 +98,11 @@ def _draw(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Seq
     if filtered:
         rows = scaled[filtered]
         scaled[filtered] = rows.masked_fill_(rows < _floors(rows, [params[i] for i in filtered]), float("-inf"))
-    noise = gumbel_noise([p.seed for p in params], positions, vocab, logits.device)
-    return _first_largest(scaled.add_(noise))[1]
+    seeds = [p.seed for p in params]
+    for first in range(0, vocab, _CACHED_NUMBERS):
+        part = scaled[:, first : first + _CACHED_NUMBERS]
+        part += gumbel_noise(seeds, positions, part.shape[-1], logits.device, first)
+    return _first_largest(scaled)[1]
 
 
 def _column(values: Sequence[float], device: torch.device) -> torch.Tensor:
