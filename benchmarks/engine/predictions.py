@@ -30,8 +30,8 @@ from router.settings import RouterSettings
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.config.app import AppConfig
-from serve_app.config.engine import VLLM_CPU_BLOCK_SIZE
-from serve_app.engine.protocol import Engine, EngineRequest, SamplingParams
+from serve_app.config.engine import NGRAM, VLLM_CPU_BLOCK_SIZE
+from serve_app.engine.protocol import Engine, EngineRequest, SamplingParams, TokenRules
 from serve_app.replica.engine_factory import make_engine
 
 BLOCK = VLLM_CPU_BLOCK_SIZE
@@ -51,6 +51,7 @@ def main() -> None:
     parser.add_argument("--burst", type=int, default=4, help="requests that come together, in every fifth turn or so")
     parser.add_argument("--pause-s", type=float, default=0.03, help="between turns: what was stored is told by then")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--drafts", type=int, default=0, help="tokens that vLLM drafts by n-grams; answers repeat then")
     arguments = parser.parse_args()
     results = measure(resolve_model(arguments.model), arguments)
     alone, in_bursts = results["one_at_a_time"]["exact"], results["in_bursts"]["exact"]
@@ -77,6 +78,7 @@ def measure(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         enforce_eager=True,
         allow_runtime_lora=True,
         max_lora_rank=8,
+        **({"speculative_model": NGRAM, "num_speculative_tokens": arguments.drafts} if arguments.drafts else {}),
     )
     routed = Routed()
     with tempfile.TemporaryDirectory(prefix="warmpath-predictions-") as directory, ExitStack() as stack:
@@ -88,6 +90,7 @@ def measure(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
             adapters.append(spec.key)
         scopes = [PrefixScope(info.fingerprint, adapter, tenant) for tenant in TENANTS for adapter in adapters]
         talks = Talks(scopes, info.vocab_size, arguments.conversations, random.Random(arguments.seed))
+        talks.rules = TokenRules(logit_bias=((300, 100.0),)) if arguments.drafts else None
         return _ask_all(engine, routed, talks, arguments)
 
 
@@ -156,6 +159,7 @@ class Talks:
         self._systems = {scope: [self._tokens(SYSTEM_TOKENS) for _ in range(2)] for scope in scopes}
         self._talks = [Talk(scope, self._opening(scope)) for scope in islice(cycle(scopes), count)]
         self._requests = 0
+        self.rules: TokenRules | None = None
 
     def draw(self, count: int) -> list[tuple[Talk, EngineRequest]]:
         """Return the next requests of ``count`` conversations."""
@@ -173,7 +177,7 @@ class Talks:
 
     def _request(self, talk: Talk) -> EngineRequest:
         self._requests += 1
-        sampling = SamplingParams(self._random.choice([1, 4, 8, 16]), temperature=0.0)
+        sampling = SamplingParams(self._random.choice([1, 4, 8, 16]), temperature=0.0, rules=self.rules)
         root = talk.scope.root(_SECRET)
         return EngineRequest(
             f"r{self._requests}", talk.ids, talk.scope, root, sampling, tenant=talk.scope.salt.decode()
@@ -211,12 +215,14 @@ def _ask_all(engine: Engine, routed: Routed, talks: Talks, arguments: argparse.N
             (in_bursts if burst else alone)[_compared(routed, each, delivered)] += 1
             next(bar, None)
     both = alone + in_bursts
+    counts = {name: value for name, _, value in engine.stats().samples}
     return {
         **_shares(both),
         "others": {reason: count for reason, count in both.items() if reason != "exact"},
         "one_at_a_time": _shares(alone),
         "in_bursts": _shares(in_bursts),
         "evictions": routed.evictions,
+        "accepted_drafts": counts.get("warmpath_spec_decode_num_accepted_tokens_total", 0.0),
         **{name.replace(" ", "_"): count for name, count in sorted(done.items())},
     }
 

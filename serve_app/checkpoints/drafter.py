@@ -14,12 +14,14 @@ from serve_app.checkpoints.checkpoint import CheckpointError, CheckpointInfo, lo
 from serve_app.checkpoints.limits import max_model_len
 from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.config.app import AppConfig
+from serve_app.config.engine import NGRAM
 from serve_app.engine.speculative.eagle_config import read_eagle_config
 
 
 def drafter_path(config: AppConfig) -> Path | None:
     """Return the directory of the drafter's checkpoint, None without one. Raises CheckpointError."""
-    return None if config.speculative_model is None else resolve_model(config.speculative_model)
+    name = config.speculative_model
+    return None if name is None or (name == NGRAM and config.engine_traits.ngram) else resolve_model(name)
 
 
 def load_served_model(config: AppConfig) -> CheckpointInfo:
@@ -36,7 +38,7 @@ def with_drafter(info: CheckpointInfo, config: AppConfig) -> CheckpointInfo:
     if path is None:
         return info
     if not config.engine_traits.built_in:
-        raise CheckpointError("speculative_model needs the torch engine: a cost model has nothing to draft with")
+        raise CheckpointError("speculative_model: a model that drafts needs engine=torch; with engine=vllm set ngram")
     if not _fitting_head(info.path, path):
         _check_model(info, path, config)
     pair = sha256(f"{info.fingerprint}+{weights_fingerprint(path)}".encode()).hexdigest()[: len(info.fingerprint)]

@@ -15,6 +15,9 @@ EngineName = Literal["torch", "vllm", "simulated"]
 VLLM_CPU_BLOCK_SIZE = 32
 """The default of `block_size` for vLLM without a GPU: there it computes in multiples of this."""
 
+NGRAM = "ngram"
+"""The `speculative_model` of engine vllm that is no model: it drafts what followed the same tokens before."""
+
 VLLM_MISSING = (
     "engine=vllm needs vLLM 0.32 in the environment of the replicas: on a GPU run `pip install '.[vllm]'` in a clone; "
     "on a CPU run `make venv-vllm`, then start with .venv-vllm/bin/warmpath"
@@ -30,7 +33,7 @@ def vllm_missing() -> bool:
 class EngineTraits:
     """Traits of an engine. ``simulated``: no model runs. ``built_in``: it loads models by transformers, and drafts.
 
-    ``ranks``: a replica may have several, and arguments of the engine's own.
+    ``ranks``: a replica may have several, and arguments of the engine's own. ``ngram``: it drafts without a model.
     ``missing``: why it cannot be used in this environment, or "". ``defaults``, ``cpu_defaults`` without GPUs: its own
     defaults of settings.
     """
@@ -38,6 +41,7 @@ class EngineTraits:
     simulated: bool = False
     built_in: bool = False
     ranks: bool = False
+    ngram: bool = False
     missing: Callable[[], str] = str
     defaults: dict[str, Any] = field(default_factory=dict)
     cpu_defaults: dict[str, Any] = field(default_factory=dict)
@@ -47,6 +51,7 @@ ENGINES: dict[EngineName, EngineTraits] = {
     "torch": EngineTraits(built_in=True),
     "vllm": EngineTraits(
         ranks=True,
+        ngram=True,
         missing=lambda: VLLM_MISSING if vllm_missing() else "",
         defaults={"kv_pull": False, "prewarm": False, "handover": False, "pin_budget": 0.0},
         cpu_defaults={"block_size": VLLM_CPU_BLOCK_SIZE},
@@ -88,7 +93,9 @@ class EngineSection(BaseModel):
         256, ge=1, description="requests waiting in a replica; it refuses more, and their ingress asks again"
     )
     speculative_model: str | None = Field(
-        None, description="drafter: a checkpoint or built-in model of the model's vocabulary, or an EAGLE-3 head"
+        None,
+        description="drafter: a checkpoint or built-in model of the model's vocabulary, or an EAGLE-3 head; with "
+        "engine vllm 'ngram': what followed the same tokens before in prompt and answer",
     )
     num_speculative_tokens: int = Field(4, ge=1, le=32, description="tokens drafted ahead of each verification")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(

@@ -80,6 +80,7 @@ def _vllm_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink)
         max_model_len=max_model_len(config, info),
         dtype=dtype,
         lora=bool(config.lora_adapters) or config.allow_runtime_lora,
+        num_speculative_tokens=config.num_speculative_tokens if config.speculative_model else 0,
     )
     return VllmEngine(settings, event_sink)
 

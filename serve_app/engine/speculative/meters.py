@@ -15,10 +15,14 @@ class SpeculationMeters:
 
     def verified(self, result: SegmentResult) -> None:
         """Count one segment's result."""
-        self._counts["warmpath_spec_decode_num_drafts_total"] += bool(result.proposed)
-        self._counts["warmpath_spec_decode_num_draft_tokens_total"] += result.proposed
-        self._counts["warmpath_spec_decode_num_accepted_tokens_total"] += len(result.accepted)
+        self.add(bool(result.proposed), result.proposed, len(result.accepted))
         self._counts["warmpath_spec_decode_base_steps_total"] += result.token is not None
+
+    def add(self, drafts: int, draft_tokens: int, accepted_tokens: int) -> None:
+        """Count drafts, of one segment or more."""
+        self._counts["warmpath_spec_decode_num_drafts_total"] += drafts
+        self._counts["warmpath_spec_decode_num_draft_tokens_total"] += draft_tokens
+        self._counts["warmpath_spec_decode_num_accepted_tokens_total"] += accepted_tokens
 
     def samples(self, labels: Labels) -> Iterable[Sample]:
         """Yield the counters; nothing without a drafter."""

@@ -35,6 +35,7 @@ from serve_app.engine.protocol import (
 )
 from serve_app.engine.scheduling.sequence import check_request
 from serve_app.engine.settings import STALL_AFTER_S
+from serve_app.engine.speculative.meters import SpeculationMeters
 from serve_app.engine.vllm.adapters import VllmAdapters
 from serve_app.engine.vllm.events.endpoints import EventEndpoints
 from serve_app.engine.vllm.events.pool import VllmPool
@@ -62,13 +63,14 @@ class VllmEngine:
         self.settings = settings
         self._lock = threading.Lock()
         self._meters = EngineMeters()
+        self._drafts = SpeculationMeters()
         self._load = LoadMirror(settings, self._meters)
         self._stopping = False
         self._progress_s = time.monotonic()
         self._endpoints = EventEndpoints.create()
         directory = self._endpoints.directory
         try:
-            self._frontend = VllmFrontend(settings, self._endpoints, self._stepped)
+            self._frontend = VllmFrontend(settings, self._endpoints, self._stepped, self._drafts)
         except BaseException:
             self._endpoints.remove()
             raise
@@ -153,6 +155,7 @@ class VllmEngine:
         return StatsReport(
             samples=(
                 *self._meters.samples(_LABELS),
+                *self._drafts.samples(_LABELS),
                 *gauges,
                 ("warmpath_kv_cache_block_bytes", _LABELS, float(self.kv_block_bytes)),
                 *pin_samples(pins, _LABELS, self._saves.recalled),

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from serve_app.config.engine import VLLM_MISSING
 from serve_app.engine.protocol import TokenLogprob
+from serve_app.engine.speculative.meters import SpeculationMeters
 from serve_app.engine.vllm.engine_args import parsed_engine_args
 from serve_app.engine.vllm.events.endpoints import EventEndpoints
 from serve_app.engine.vllm.settings import VllmSettings, engine_arguments, set_environment
@@ -48,10 +49,12 @@ class Generated:
 class VllmFrontend:
     """One ``AsyncLLM``, ``llm``. Its coroutines, and those here, belong to its loop: hand them to ``call``."""
 
-    def __init__(self, settings: VllmSettings, endpoints: EventEndpoints, on_step: OnStep) -> None:
+    def __init__(
+        self, settings: VllmSettings, endpoints: EventEndpoints, on_step: OnStep, drafts: SpeculationMeters
+    ) -> None:
         """Start vLLM, in half a minute or more. Raises RuntimeError where it is missing, and what vLLM raises."""
         self.loop = asyncio.new_event_loop()
-        self._on_step = on_step
+        self._logger = _logger_of(on_step, drafts)
         self._thread = threading.Thread(target=self.loop.run_forever, name="vllm-frontend", daemon=True)
         self._thread.start()
         self.llm: Any = None
@@ -128,7 +131,8 @@ class VllmFrontend:
             )
         arguments = engine_arguments(settings, endpoints, on_cpu=current_platform.is_cpu())
         arguments = parsed_engine_args(settings.engine_args) | arguments
-        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[_logger_of(self._on_step)])
+        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[self._logger])
+        await self.llm.collective_rpc("choose_by_position")
         config = self.llm.vllm_config
         size = config.cache_config.block_size
         if size != settings.block_size:
@@ -156,7 +160,7 @@ def _logprob(most: int, token: int, by_id: Mapping[int, Any]) -> TokenLogprob:
     return TokenLogprob(by_id[token].logprob, tuple((other, value) for _, other, value in best[:most]))
 
 
-def _logger_of(on_step: OnStep) -> Callable[[Any, int], Any]:
+def _logger_of(on_step: OnStep, drafts: SpeculationMeters) -> Callable[[Any, int], Any]:
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     class StepLogger(StatLoggerBase):  # type: ignore[misc]
@@ -173,6 +177,8 @@ def _logger_of(on_step: OnStep) -> Callable[[Any, int], Any]:
             nothing = step is None or step.is_dummy
             computed = (0, 0.0) if nothing else (step.num_ctx_tokens, step.elapsed_ms / 1000)
             on_step(scheduler_stats.num_running_reqs, scheduler_stats.kv_cache_usage, *computed)
+            if (verified := scheduler_stats.spec_decoding_stats) is not None:
+                drafts.add(verified.num_drafts, verified.num_draft_tokens, verified.num_accepted_tokens)
 
         def log_engine_initialized(self) -> None:
             """Nothing to say."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from serve_app.config.app import AppConfig
-from serve_app.config.engine import VLLM_CPU_BLOCK_SIZE
+from serve_app.config.engine import NGRAM, VLLM_CPU_BLOCK_SIZE
 from serve_app.engine.protocol import EngineRequest
 from serve_app.engine.vllm.engine_args import refused_engine_args
 
@@ -53,8 +53,16 @@ TABLE = (
         instead="lower max_num_batched_tokens",
     ),
     Refusal(
-        ("speculative_model", "num_speculative_tokens"),
-        "an answer would depend on the drafts, and could not go on elsewhere",
+        ("speculative_model",),
+        "KV of a drafter is not in what a directory and a pull tell of a block",
+        lambda config: config.speculative_model not in (None, NGRAM),
+        instead=f"set {NGRAM}, which needs no model",
+    ),
+    Refusal(
+        ("num_speculative_tokens",),
+        "nothing drafts",
+        lambda config: _changed(config, "num_speculative_tokens") and config.speculative_model is None,
+        instead=f"set speculative_model: {NGRAM} too",
     ),
 )
 """In the order in which they are told; a line goes when vLLM's engine can do it."""

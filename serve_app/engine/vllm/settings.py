@@ -10,7 +10,7 @@ from typing import Any
 from serve_app.engine.vllm.events.endpoints import EventEndpoints
 
 CONFIG_ENDS = "warmpath_end_token_ids"
-"""Where the logits processor finds what ends an answer, in vLLM's ``additional_config``."""
+"""Where the choice of tokens finds what ends an answer, in vLLM's ``additional_config``."""
 
 EXECUTOR = "serve_app.engine.vllm.executor.InCore"
 """Where vLLM finds what computes on a CPU, with one rank."""
@@ -36,7 +36,8 @@ class VllmSettings:
     ``model_fingerprint``: of config and weights; ``transfer``: whether KV comes from and goes to other replicas, or is
     kept; ``pin_budget``: how much may be, a part of the pool below 1, else blocks.
     ``lora``: whether there may be adapters. ``num_threads``: of the CPU build, in all ranks. ``tenant_shares``: weights
-    by tenant. ``engine_args``: more of vLLM's arguments, as the settings hold them.
+    by tenant. ``num_speculative_tokens``: drafts ahead, copied from where the text had the last tokens before; 0 for
+    none. ``engine_args``: more of vLLM's arguments, as the settings hold them.
     """
 
     model: str
@@ -61,6 +62,7 @@ class VllmSettings:
     max_loras: int = 4
     max_cpu_loras: int = 32
     max_lora_rank: int = 64
+    num_speculative_tokens: int = 0
     tenant_shares: Mapping[str, float] = field(default_factory=dict)
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -90,7 +92,7 @@ def engine_arguments(settings: VllmSettings, endpoints: EventEndpoints, *, on_cp
         "enforce_eager": settings.enforce_eager,
         "gpu_memory_utilization": _CPU_MEMORY_PART if on_cpu else settings.gpu_memory_utilization,
         "max_logprobs": 20,  # as many as OpenAI's API tells
-        "logits_processors": ["serve_app.engine.vllm.sampling.processor:WarmpathSampling"],
+        "worker_extension_cls": "serve_app.engine.vllm.sampling.processor.ChoosesByPosition",
         "additional_config": {CONFIG_ENDS: list(settings.end_token_ids)},
         "scheduler_cls": SCHEDULER,
         "scheduling_policy": "priority",  # requests have one, so the first come is served first; copies go before them
@@ -111,6 +113,11 @@ def engine_arguments(settings: VllmSettings, endpoints: EventEndpoints, *, on_cp
         arguments["distributed_executor_backend"] = "mp"  # not Ray's, which vLLM would take in a placement group
     elif on_cpu:
         arguments["distributed_executor_backend"] = EXECUTOR  # for a GPU vLLM's own choice is as good
+    if settings.num_speculative_tokens:
+        arguments |= {
+            "speculative_config": {"method": "ngram", "num_speculative_tokens": settings.num_speculative_tokens},
+            "async_scheduling": False,  # positions are known where a step's accepted drafts are
+        }
     if settings.transfer:
         arguments["kv_transfer_config"] = {
             "kv_connector": "WarmpathConnector",
@@ -147,7 +154,7 @@ def lora_rank(wanted: int) -> int:
 def set_environment(environment: MutableMapping[str, str], num_threads: int) -> None:
     """Set what vLLM and its processes read from the environment; it has to be before vLLM is imported."""
     environment["VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"] = "0"  # whole SHA-256s, not 64 bits of them
-    environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # it knows other logits processors
+    environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # it has another sampler
     environment["VLLM_NO_USAGE_STATS"] = "1"
     environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # several replicas share a machine's cores
     environment["OMP_NUM_THREADS"] = str(num_threads)

@@ -35,6 +35,8 @@ def test_the_pair_has_a_fingerprint_of_its_own(demo_model_path: Path, copy: Path
     """None, one and another drafter give three keys, the same pair one from any path. (docs/speculation.md)"""
     info = load_checkpoint_info(demo_model_path)
     assert with_drafter(info, settings(demo_model_path, None)) == info
+    ngram = settings(demo_model_path, None, engine="vllm").model_copy(update={"speculative_model": "ngram"})
+    assert with_drafter(info, ngram) == info, "KV does not depend on drafts"
     pair = with_drafter(info, settings(demo_model_path, copy))
     again = with_drafter(info, settings(demo_model_path, demo_model_path))
     assert pair.fingerprint == again.fingerprint != info.fingerprint
@@ -53,7 +55,7 @@ def test_the_pair_has_a_fingerprint_of_its_own(demo_model_path: Path, copy: Path
         ({"max_position_embeddings": 2048}, "set max_model_len to at most 2048"),
         ({"tokens": "swapped"}, "the token '!' has id"),
         ({"nowhere": True}, "neither a built-in model"),
-        ({"engine": "simulated"}, "needs the torch engine"),
+        ({"engine": "simulated"}, "needs engine=torch"),
     ],
     ids=str,
 )

@@ -1,1 +1,1 @@
-"""How a request's tokens are chosen inside vLLM: by this project's own code, in a logits processor."""
+"""How a request's tokens are chosen inside vLLM: by this project's own code, in the place of its sampler."""

@@ -1,47 +1,106 @@
-"""vLLM's hook for logits: has its rows sampled by the built-in engine's code. vLLM's worker imports it by name."""
+"""vLLM's model runner (V1) made to choose tokens by the built-in engine's code. vLLM's worker imports it by name."""
 
 from functools import wraps
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
-from vllm.v1.sample.logits_processor import LogitsProcessor
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.sample.logits_processor import LogitsProcessor, LogitsProcessors
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
+from vllm.v1.sample.sampler import Sampler
 
-from serve_app.engine.vllm.sampling.rows import Row, TokenChoice, sample_rows
+from serve_app.engine.vllm.sampling.rows import Row, TokenChoice, choose_rows
 from serve_app.engine.vllm.settings import CONFIG_ENDS
 from serve_app.structured.compiler import GrammarCompiler
 from serve_app.structured.matcher import Matchers
 
 
-class WarmpathSampling(LogitsProcessor):  # type: ignore[misc]
-    """Chooses tokens as the built-in engine does, for vLLM's model runner V1. Requests are greedy to vLLM."""
+class ChoosesByPosition:
+    """What vLLM's worker can do besides its own. What ``worker_extension_cls`` names."""
 
-    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        model, end_token_ids = vllm_config.model_config, vllm_config.additional_config[CONFIG_ENDS]
-        self._matchers = Matchers(GrammarCompiler(Path(model.model), model.get_vocab_size(), end_token_ids))
-        self._rows: dict[int, Row] = {}
-        if device.type == "cpu":
+    model_runner: Any
+    vllm_config: Any
+
+    def choose_by_position(self) -> None:
+        """Put this project's choice in the place of vLLM's; once, before the first request.
+
+        vLLM takes no logits processor beside drafts, and applies one to no draft.
+        """
+        runner, batch = self.model_runner, self.model_runner.input_batch
+        followed = BatchRows(self.vllm_config)
+        batch.logitsprocs = LogitsProcessors([*batch.logitsprocs.all, followed])
+        batch.logitsprocs_need_output_token_ids = True
+        runner.sampler = PositionSampler(runner.sampler, followed.rows)
+        if self.vllm_config.speculative_config is not None:
+            runner.rejection_sampler = DraftVerifier(runner.sampler)
+        if runner.device.type == "cpu":
             spare_base_rows()
 
+
+class BatchRows(LogitsProcessor):  # type: ignore[misc]
+    """Follows which request is in which row of vLLM's batch, and changes no logits."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        model, end_token_ids = vllm_config.model_config, vllm_config.additional_config[CONFIG_ENDS]
+        self._matchers = Matchers(GrammarCompiler(Path(model.model), model.get_vocab_size(), end_token_ids))
+        self.rows: dict[int, Row] = {}
+
     def is_argmax_invariant(self) -> bool:
-        """No: it decides which token is the likeliest."""
-        return False
+        """Yes: it changes nothing."""
+        return True
 
     def update_state(self, batch_update: Any) -> None:
         """Follow requests that join, leave, or move in the batch."""
-        process_dict_updates(self._rows, batch_update, self._new_row)
+        process_dict_updates(self.rows, batch_update, self._new_row)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Leave one token in each row that has a choice."""
-        sample_rows(self._rows, logits)
+        """Return them as they are."""
         return logits
 
     def _new_row(self, params: Any, prompt: list[int] | None, output: list[int]) -> Row | None:
         choice = TokenChoice.from_extra_args(params.extra_args)
         return None if choice is None else Row(choice, prompt or (), output, self._matchers)
+
+
+class PositionSampler(Sampler):  # type: ignore[misc]
+    """vLLM's sampler, but for the choice; logprobs are its own."""
+
+    def __init__(self, replaced: Any, rows: dict[int, Row]) -> None:
+        super().__init__(replaced.logprobs_mode, replaced.use_fp64_gumbel)
+        self.rows = rows
+
+    def sample(
+        self, logits: torch.Tensor, sampling_metadata: Any, logprobs_mode_override: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return each row's token, [n]."""
+        chosen = choose_rows(self.rows, logits, [()] * len(logits))
+        return torch.tensor([token for (token,) in chosen], device=logits.device), None
+
+
+class DraftVerifier(RejectionSampler):  # type: ignore[misc]
+    """Takes a draft where it is the token chosen at its position: drafts decide how many steps an answer takes."""
+
+    def forward(self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any) -> SamplerOutput:
+        """Return tokens [requests, most drafts + 1], behind each request's last placeholders; as ``choose_rows``."""
+        logits = logits.float()
+        most, width = sampling_metadata.max_num_logprobs, metadata.max_spec_len + 1
+        logprobs = None if most is None else self.sampler.compute_logprobs(logits)
+        drafts = iter(metadata.draft_token_ids.tolist())
+        counts = metadata.num_draft_tokens
+        chosen = choose_rows(self.sampler.rows, logits, [list(islice(drafts, count)) for count in counts])
+        padded = [tokens + [PLACEHOLDER_TOKEN_ID] * (width - len(tokens)) for tokens in chosen]
+        tokens = torch.tensor(padded, dtype=torch.int32, device=logits.device)
+        told = None
+        if logprobs is not None:
+            starts = metadata.bonus_logits_indices - torch.tensor(counts, device=logits.device)
+            places = (starts[:, None] + torch.arange(width, device=logits.device)).clamp_(max=len(logits) - 1).flatten()
+            told = self.sampler.gather_logprobs(logprobs[places], most, tokens.clamp(min=0).long().flatten())
+        return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=told)
 
 
 def spare_base_rows() -> None:

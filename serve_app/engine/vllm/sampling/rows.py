@@ -31,6 +31,7 @@ _log = logging.getLogger(__name__)
 NOT_NUMBERS = "the model's logits are not numbers"
 
 _EXTRA_ARG = "warmpath"
+_LIKELIEST = SamplingParams(1, temperature=0.0)
 _SEED_MASK = (1 << 64) - 1
 
 
@@ -67,6 +68,12 @@ def choice_of(request: EngineRequest, failure_file: str) -> TokenChoice:
     # The noise depends on a seed's lowest 64 bits, and a message holds no more.
     sampling = replace(sampling, seed=sampling.seed & _SEED_MASK)
     return TokenChoice(sampling, request.resumed_tokens, "" if matcher is None else matcher.text, failure_file)
+
+
+def drafts_wanted(extra_args: Mapping[str, Any] | None) -> bool:
+    """Whether drafts may be verified for the request of these arguments."""
+    packed = (extra_args or {}).get(_EXTRA_ARG)
+    return packed is None or not packed["sampling"]["disable_spec_decode"]
 
 
 def vllm_sampling(sampling: SamplingParams, choice: TokenChoice, tenant: str = "") -> dict[str, Any]:
@@ -121,19 +128,33 @@ class Row:
             _log.exception("a failed request cannot be told so (%s)", reason)
 
 
-def sample_rows(rows_by_index: Mapping[int, Row], logits: torch.Tensor) -> None:
-    """Leave one token in each row of ``logits`` [n, vocab], float32, in place; a failed row's reason is in its file."""
-    if not rows_by_index:
-        return
-    indices = sorted(rows_by_index)
-    rows = [rows_by_index[index] for index in indices]
-    own = logits[indices]
-    ruled = [(i, row.choice.sampling, row.history()) for i, row in enumerate(rows) if row.ruled]
-    failed = apply_rules(own, ruled) if ruled else {}
-    tokens = choose_tokens(own, [row.choice.sampling for row in rows], [row.position for row in rows])
-    for i, row in enumerate(rows):
-        if tokens[i] is None or i in failed:
-            row.fail(failed.get(i, NOT_NUMBERS))
-            tokens[i] = (row.choice.sampling.stop_token_ids or (0,))[0]
-    logits[indices] = float("-inf")
-    logits[indices, tokens] = 0.0
+def choose_rows(rows: Mapping[int, Row], logits: torch.Tensor, drafts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return each request's next tokens: its drafts as far as they are what is chosen there, and one token more.
+
+    ``logits`` [requests + drafts, vocab], float32, changed by rules: a request's row and one after each of its drafts,
+    then the next request's. A draft below 0 is padding, which nothing chosen equals. A request without a ``Row`` gets
+    the likeliest; why one failed is in its file.
+    """
+    asked = [(rows.get(i), guess[:end]) for i, guess in enumerate(drafts) for end in range(len(guess) + 1)]
+    ruled = [
+        (at, row.choice.sampling, row.history().guess(guess) if guess else row.history())
+        for at, (row, guess) in enumerate(asked)
+        if row is not None and row.ruled and min(guess, default=0) >= 0
+    ]
+    failed = apply_rules(logits, ruled) if ruled else {}
+    params = [_LIKELIEST if row is None else row.choice.sampling for row, _ in asked]
+    tokens = choose_tokens(logits, params, [row.position + len(guess) if row else 0 for row, guess in asked])
+    answers: list[list[int]] = []
+    at = 0
+    for i, guess in enumerate(drafts):
+        answers.append([])
+        for place, draft in enumerate((*guess, None), at):
+            token, row = tokens[place], rows.get(i)
+            if row is not None and (token is None or place in failed):
+                row.fail(failed.get(place, NOT_NUMBERS))
+                token = (row.choice.sampling.stop_token_ids or (0,))[0]
+            answers[-1].append(token or 0)
+            if token != draft:
+                break
+        at += len(guess) + 1
+    return answers

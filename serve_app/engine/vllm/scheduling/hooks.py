@@ -1,4 +1,4 @@
-"""What of vLLM's scheduler and pool is rested on, none of it public: looked at before anything is built on it."""
+"""What of vLLM's scheduler, pool and sampler is rested on, none of it public: looked at before all is built on it."""
 
 import inspect
 import re
@@ -10,6 +10,9 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 from vllm.v1.core.sched.request_queue import PriorityRequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.sample.rejection_sampler import RejectionSampler
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.worker_base import WorkerBase
 
 VERSION = "0.32"
@@ -28,7 +31,12 @@ _RESTED_ON: tuple[tuple[Callable[..., Any], str], ...] = (
     (Scheduler._preempt_request, "self request timestamp drop_stale_output"),
     (Scheduler._reserve_prefill_lookahead, "self request num_computed_tokens num_new_tokens"),
     (Scheduler._get_local_prefix_cache_hit, "self request"),
+    (Scheduler.update_draft_token_ids, "self draft_token_ids"),
     (PriorityRequestQueue.remove_request, "self request"),
+    (Sampler.sample, "self logits sampling_metadata logprobs_mode_override"),
+    (Sampler.gather_logprobs, "logprobs num_logprobs token_ids"),
+    (RejectionSampler.forward, "self metadata draft_probs logits sampling_metadata"),
+    (RejectionSampler.__init__, "self sampler spec_config device"),
 )
 _QUEUE_MEMBERS = {"popleft", "popleft_n", "remove", "append", "append_n", "prepend_n", "num_free_blocks"}
 
@@ -52,8 +60,10 @@ def check_hooks() -> None:
         wrong.append("it preempts by another rule")
     if _RANK not in inspect.getsource(WorkerBase.__init__):
         wrong.append("its workers do not say their rank")
+    if "in self.logitsprocs.all" not in inspect.getsource(InputBatch.refresh_metadata):
+        wrong.append("its batch tells others of its requests")
     if wrong:
         raise RuntimeError(
-            f"warmpath divides the cache and the turns of vLLM {VERSION} by tenant, and this is vLLM "
+            f"warmpath chooses the tokens of vLLM {VERSION}, divides its cache and turns by tenant, and this is vLLM "
             f"{vllm.__version__}: {'; '.join(wrong)}. Install vLLM {VERSION}."
         )

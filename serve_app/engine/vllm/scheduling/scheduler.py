@@ -9,6 +9,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from serve_app.engine.vllm.sampling.rows import drafts_wanted
 from serve_app.engine.vllm.scheduling.free_queue import TenantFreeQueue
 from serve_app.engine.vllm.scheduling.hooks import check_hooks
 from serve_app.engine.vllm.scheduling.tenant import shares_of, tenant_of
@@ -73,7 +74,16 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
         """Return how many tokens of a request the step computes: vLLM asks right before it takes blocks for them."""
         self._pool_queue.taker = tenant_of(request)
         most = self._plan.limits.get(request.request_id, num_new_tokens)
+        if num_computed_tokens + num_new_tokens > request.num_tokens:
+            most = num_new_tokens  # a prompt's last token, padded for drafts: vLLM wants all of it or nothing
         return int(super()._reserve_prefill_lookahead(request, num_computed_tokens, min(num_new_tokens, most)))
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        """Take the drafts for the next step, but for requests that want none."""
+        super().update_draft_token_ids(draft_token_ids)
+        for request in map(self.requests.get, draft_token_ids.req_ids):
+            if request is not None and not drafts_wanted(request.sampling_params.extra_args):
+                request.spec_token_ids = []
 
     def _preempt_request(self, request: Any, timestamp: float, drop_stale_output: bool = False) -> None:
         request.priority = min(request.priority, 0)

@@ -85,7 +85,7 @@ class TenantTurns:
                 step.left[request.request_id] = request.num_tokens - request.num_computed_tokens
                 lines.setdefault(tenant, deque()).append(request)
             else:
-                decodes[tenant] += 1
+                decodes[tenant] += 1 + len(request.spec_token_ids)
         for request in waiting:
             if request.priority < 0:
                 step.plan.starts.append(request)

@@ -55,6 +55,41 @@ def test_noise_is_gumbel_even_and_depends_on_seed_and_position_alone() -> None:
     assert max(map(abs, related)) < 4 * 11.8
 
 
+def splitmix(seed: int, position: int, token: int) -> float:
+    """The oracle: a token's number by splitmix64's definition, in whole numbers and then float32."""
+
+    def mixed(value: int) -> int:
+        value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        value = (value ^ (value >> 27)) * 0x94D049BB133111EB % 2**64
+        return value ^ (value >> 31)
+
+    golden = 0x9E3779B97F4A7C15
+    key = mixed(((seed % 2**64 ^ mixed((position + golden) % 2**64)) + golden) % 2**64)
+    uniform = torch.tensor(mixed((key + (token + 1) * golden) % 2**64) >> 1).float() * 2.0**-63
+    return float(-torch.log(-torch.log1p(-uniform.clamp(2.0**-63, 1.0 - 2.0**-24))))
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 10**6), st.integers(1, 700), st.data())
+def test_noise_is_splitmix64s(seed: int, position: int, vocab: int, data: st.DataObject) -> None:
+    """By its definition, so that an answer goes on where another version began it."""
+    tokens = data.draw(st.lists(st.integers(0, vocab - 1), min_size=1, max_size=5))
+    found = gumbel_noise([seed], [position], vocab, CPU)[0, tokens].tolist()
+    assert found == pytest.approx([splitmix(seed, position, token) for token in tokens], rel=1e-6)
+
+
+NUMBERS = st.sampled_from([-1.0, 0.0, 2.5, float("nan"), float("-inf")])
+
+
+@given(st.lists(st.lists(NUMBERS, min_size=12, max_size=12), min_size=1), st.sampled_from([2, 4, 8, 32]))
+def test_a_rows_first_largest_is_torchs(rows: list[list[float]], block: int) -> None:
+    """With ties, and numbers that are none."""
+    values = torch.tensor(rows)
+    with patch.object(sampling, "_BLOCK", block):
+        found, wanted = sampling._first_largest(values), torch.max(values, dim=-1)
+    assert torch.equal(found[1], wanted.indices)
+    assert found[0].tolist() == pytest.approx(wanted.values.tolist(), nan_ok=True)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1e-310, 5e-324, 1e-300, 9.9e-6])
 def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
     """Logits divided by it could be infinite. From 1e-5 on the noise still decides between equal ones."""
@@ -79,7 +114,9 @@ row_params = st.builds(
 
 
 @settings(max_examples=300)
-@given(st.lists(row_params, min_size=1, max_size=6), st.integers(0, 10**6), st.booleans(), st.sampled_from([3, 300]))
+@given(
+    st.lists(row_params, min_size=1, max_size=6), st.integers(0, 10**6), st.booleans(), st.sampled_from([3, 300, 700])
+)
 def test_every_row_gets_the_likeliest_of_the_oracles_support_and_noise(
     params: list[SamplingParams], seed: int, flat: bool, vocab: int
 ) -> None:
@@ -94,7 +131,7 @@ def test_every_row_gets_the_likeliest_of_the_oracles_support_and_noise(
         noise = gumbel_noise([p.seed], [row], vocab, CPU)[0].double()
         drawn = (logits[row].double() / p.temperature + noise).tolist()
         expected.append(max(kept_tokens(logits[row], p), key=lambda token: drawn[token]))
-    with patch.object(sampling, "_FIRST_CANDIDATES", 4):
+    with patch.object(sampling, "_FIRST_CANDIDATES", 4), patch.object(sampling, "_CACHED_NUMBERS", 600):
         assert choose_tokens(logits, params, range(len(params))) == expected
     assert choose_tokens(logits, params, range(len(params))) == expected
 

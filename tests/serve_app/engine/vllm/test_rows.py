@@ -3,15 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.engine.protocol import SamplingParams, TokenRules
-from serve_app.engine.vllm.sampling.rows import NOT_NUMBERS, Row, TokenChoice, choice_of, sample_rows, vllm_sampling
+from serve_app.engine.vllm.sampling.rows import NOT_NUMBERS, Row, TokenChoice, choice_of, choose_rows, vllm_sampling
 from serve_app.structured.compiler import GrammarCompiler, llguidance_form
 from serve_app.structured.grammar import Grammar
 from serve_app.structured.matcher import Matchers
@@ -28,8 +31,7 @@ def matchers(demo_model_path: Path) -> Matchers:
 
 
 def sample(rows: dict[int, Row], logits: torch.Tensor) -> list[int]:
-    sample_rows(rows, logits)
-    return logits.argmax(dim=-1).tolist()
+    return [token for (token,) in choose_rows(rows, logits, [()] * len(logits))]
 
 
 ASKED = {
@@ -94,6 +96,47 @@ def test_a_grammar_is_followed(matchers: Matchers, tmp_path: Path, demo_model_pa
     assert np.unpackbits(mask, bitorder="little")[again]
     next_token([*PROMPT, *info.eos_token_ids[:1]], 1, [])
     assert "does not match" in (tmp_path / "failed").read_text()
+
+
+DRAFTED = {
+    **ASKED,
+    "greedy": SamplingParams(12, temperature=0.0),
+    "words": SamplingParams(12, 0.0, rules=TokenRules(logit_bias=((5, 9.0), (6, 8.0)), bad_words=((5, 5), (6, 6)))),
+}
+
+
+@settings(max_examples=150)
+@given(st.lists(st.sampled_from(sorted(DRAFTED)), min_size=1, max_size=5), st.integers(0, 99), st.data())
+def test_drafts_change_no_token(names: list[str], seed: int, data: st.DataObject) -> None:
+    """Whatever is drafted, right, wrong or padding, an answer is that of one token a step."""
+    matchers: Any = None
+
+    def logits_of(text: Sequence[int]) -> torch.Tensor:
+        return torch.randn(150, generator=torch.Generator().manual_seed(seed + sum(text[-2:]))) * 2
+
+    def row(name: str, output: list[int]) -> Row:
+        return Row(TokenChoice(DRAFTED[name], 0, "", ""), PROMPT, output, matchers)
+
+    wanted: list[list[int]] = [[] for _ in names]
+    for name, output in zip(names, wanted, strict=True):
+        for _ in range(6):
+            output += sample({0: row(name, output)}, logits_of([*PROMPT, *output])[None])
+    outputs: list[list[int]] = [[] for _ in names]
+    rows = {i: row(name, outputs[i]) for i, name in enumerate(names)}
+    while min(map(len, outputs)) < 6:
+        drafts = [
+            [right if data.draw(st.booleans()) else data.draw(st.integers(-1, 149)) for right in answer[len(output) :]]
+            for answer, output in zip(wanted, outputs, strict=True)
+        ]
+        both = list(zip(outputs, drafts, strict=True))
+        texts = [[*PROMPT, *output, *guess[:end]] for output, guess in both for end in range(len(guess) + 1)]
+        answers = choose_rows(rows, torch.stack([logits_of(text) for text in texts]), drafts)
+        for (output, guess), answer in zip(both, answers, strict=True):
+            right = len(answer) - 1
+            assert answer[:right] == guess[:right]
+            assert right == len(guess) or answer[right] != guess[right]
+            output += answer
+    assert [output[:6] for output in outputs] == wanted
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

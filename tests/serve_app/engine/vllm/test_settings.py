@@ -34,6 +34,8 @@ def test_pools_and_adapters_get_the_room_that_was_asked_for() -> None:
         "kv_events_config",
         "enable_lora",
     }
+    assert not {"speculative_config", "async_scheduling"} & cpu.keys()
+    assert not arguments(num_speculative_tokens=3)["async_scheduling"]
     with pytest.raises(ValueError, match="at most 512"):
         lora_rank(1000)
 
@@ -86,6 +88,7 @@ TENANTS = [{**TENANT, "requests_per_second": 2, "cache_share": 2, "trust_group":
     [
         ({}, True),
         ({"replica_num_gpus": 1}, False),
+        ({"speculative_model": "ngram", "num_speculative_tokens": 8}, True),
         ({"block_size": 64, "tenants": TENANTS, "lora_adapters": {"x": "x"}, **MOVES}, True),
     ],
 )

@@ -26,6 +26,7 @@ def asked(name: str, tenant: str, tokens: int, priority: int = 0) -> Any:
         num_computed_tokens=100,
         is_prefill_chunk=tokens > 0,
         priority=priority,
+        spec_token_ids=[],
     )
 
 

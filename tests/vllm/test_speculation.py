@@ -1,0 +1,135 @@
+"""Drafts from the text itself in vLLM: fewer steps, and the tokens and the directory of an engine without any."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from serve_app.engine.protocol import TokenRules
+from serve_app.structured.compiler import GrammarCompiler, llguidance_form
+from serve_app.structured.grammar import Grammar
+from serve_app.structured.matcher import Matchers
+from tests.serve_app.engine.tiny import request, run_all
+from tests.vllm.engines import BLOCK, Both, both_engines, compute, outputs_of, prefix_of, tokens_of
+
+
+@pytest.fixture(scope="module")
+def both(demo_model_path: Path) -> Iterator[Both]:
+    with both_engines(demo_model_path, speculative_model="ngram", num_speculative_tokens=3) as running:
+        yield running
+
+
+def drafts(both: Both) -> tuple[float, float]:
+    """Tokens drafted in vLLM so far, and those that were right."""
+    counts = {name.removeprefix("warmpath_spec_decode_num_"): value for name, _, value in both.vllm.stats().samples}
+    return counts.get("draft_tokens_total", 0.0), counts.get("accepted_tokens_total", 0.0)
+
+
+def repetitive(both: Both, length: int, seed: int = 0) -> Any:
+    return np.resize(both.prompt(7, seed), length)
+
+
+SAMPLED: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "seeded": {"temperature": 1.0, "seed": 7},
+    "nearly greedy": {"temperature": 0.05, "seed": 5},
+    "filtered": {"temperature": 0.7, "top_k": 2, "top_p": 0.9, "seed": 3},
+    "min_p": {"temperature": 1.2, "min_p": 0.5, "seed": 11},
+    "penalties": {"temperature": 0.3, "seed": 5, "rules": TokenRules(0.1, 0.1, 1.05)},
+    "bias": {"rules": TokenRules(logit_bias=((5, 100.0),))},
+    "bad words": {"rules": TokenRules(logit_bias=((5, 100.0), (6, 99.0)), bad_words=((5,) * 6,))},
+    "at least": {"stop_token_ids": (5,), "rules": TokenRules(logit_bias=((5, 100.0), (6, 99.0)), min_tokens=20)},
+    "logprobs": {"temperature": 0.1, "seed": 9, "logprobs": 3},
+}
+
+
+def test_tokens_are_those_without_drafts_alone_in_a_batch_and_from_the_middle(both: Both) -> None:
+    """Greedy, seeded, under rules: the built-in engine has no drafts, vLLM accepts some in each batch."""
+    ids = repetitive(both, 90)
+    asked = [request(name, ids, 60, **sampling) for name, sampling in SAMPLED.items()]
+    wanted = run_all(both.torch, asked).tokens
+    assert run_all(both.vllm, asked).tokens == wanted
+    assert drafts(both)[1] > 0
+    for name, sampling in SAMPLED.items():
+        assert tokens_of(both.vllm, name, ids, max_tokens=60, **sampling) == wanted[name], name
+        begun = request(name, np.concatenate([ids, np.array(wanted[name][:10], dtype=np.int32)]), 50, **sampling)
+        assert run_all(both.vllm, [replace(begun, resumed_tokens=10)]).tokens[name] == wanted[name][10:], name
+
+
+def test_logprobs_are_told_of_drafts_too(both: Both) -> None:
+    """As many as tokens, and those of the built-in engine."""
+    asked = request("r", repetitive(both, 60), 40, logprobs=3, rules=TokenRules(logit_bias=((5, 100.0),)))
+    before = drafts(both)[1]
+    ours, theirs = (
+        [told for output in outputs_of(engine, asked) for told in output.logprobs] for engine in (both.torch, both.vllm)
+    )
+    assert drafts(both)[1] > before
+    assert len(ours) == len(theirs) == 40
+    assert [told.logprob for told in theirs] == pytest.approx([told.logprob for told in ours], abs=1e-3)
+    assert [[token for token, _ in told.top] for told in theirs] == [[token for token, _ in told.top] for told in ours]
+
+
+def test_a_grammar_holds_at_every_draft(both: Both) -> None:
+    """Drafts that leave it are never taken, those that follow it are."""
+    matchers = Matchers(GrammarCompiler(both.info.path, both.info.vocab_size, both.info.eos_token_ids))
+    text = llguidance_form(Grammar.regex(r"(red|green|blue)(, (red|green|blue)){12}", "regex"))
+    ends = both.info.eos_token_ids
+
+    def asked(name: str, seed: int) -> Any:
+        wanted = request(name, repetitive(both, 50), 80, temperature=0.3, seed=seed, stop_token_ids=ends)
+        return replace(wanted, matcher=matchers.matcher(text))
+
+    before = drafts(both)
+    names = [asked(f"r{seed}", seed) for seed in range(4)]
+    wanted, found = run_all(both.torch, names), run_all(both.vllm, names)
+    assert found.tokens == wanted.tokens
+    assert found.finish == wanted.finish
+    proposed, accepted = (now - then for now, then in zip(drafts(both), before, strict=True))
+    assert 0 < accepted < proposed
+
+
+def test_who_wants_no_drafts_has_none(both: Both) -> None:
+    """Also beside others that have some."""
+    sampling: dict[str, Any] = {"rules": TokenRules(logit_bias=((5, 100.0),)), "disable_spec_decode": True}
+    before = drafts(both)
+    alone = tokens_of(both.vllm, "r", repetitive(both, 60), max_tokens=30, **sampling)
+    assert drafts(both) == before
+    assert alone == tokens_of(both.torch, "r", repetitive(both, 60), max_tokens=30, **sampling)
+
+
+def test_what_the_directory_says_is_what_is_delivered(both: Both) -> None:
+    """Conversations grow in a pool that evicts; a prompt whose last token alone is new goes beside others' drafts."""
+    random, wrong, hits = np.random.default_rng(3), [], 0
+    talks = [repetitive(both, 40 + 50 * i, i) for i in range(6)]
+    before = drafts(both)[1]
+    for number in range(120):
+        which = int(random.integers(len(talks)))
+        ids = talks[which]
+        compute(both, both.prompt(BLOCK + 1, seed=5000 + number), max_tokens=1)  # its events come last
+        predicted = BLOCK * both.vllm.known_blocks(prefix_of(ids).chain, (len(ids) - 1) // BLOCK)
+        name = f"talk {number}"
+        rules = TokenRules(logit_bias=((which, 100.0),)) if number % 3 else None
+        found = run_all(both.vllm, [request(name, ids, 30, tenant=f"t{which % 2}", temperature=0.1, rules=rules)])
+        hits += found.cached[name] > 0
+        if found.cached[name] != predicted:
+            wrong.append((name, predicted, found.cached[name]))
+        more = np.concatenate([ids, np.array(found.tokens[name], dtype=np.int32), repetitive(both, 30, number)])
+        end = BLOCK * (len(more) // BLOCK) + 1 - BLOCK * (number % 2)  # half of them: one token beyond a block
+        talks[which] = more[:end] if len(more) < 700 else repetitive(both, 40, 1000 + number)
+    assert drafts(both)[1] > before
+    assert hits > 40
+    assert wrong == []
+
+
+def test_a_prompts_last_token_alone_goes_with_a_turn_of_its_tenant(both: Both) -> None:
+    """vLLM pads it with room for drafts, and stops for good where a turn cuts that."""
+    ids = both.prompt(2 * BLOCK + 1, seed=77)
+    _, tokens = compute(both, ids)
+    again = run_all(both.vllm, [request(name, ids, 8, tenant=name) for name in ("a", "b")])
+    assert (
+        again.tokens == {"a": tokens, "b": tokens} == run_all(both.torch, [request(n, ids) for n in ("a", "b")]).tokens
+    )
+    assert again.cached == {"a": 2 * BLOCK, "b": 2 * BLOCK}
