@@ -1,0 +1,188 @@
+"""vLLM's own cache manager with public prompts, tenants' salts and requests that store nothing: nobody reads another's.
+
+``WARMPATH_SEQUENCES=10000`` runs as many sequences.
+"""
+
+import itertools
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm import SamplingParams
+from vllm.distributed.kv_events import KVEventBatch
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.request import Request, RequestStatus
+
+from router.protocol.block_hash import PrefixScope, common_tokens, extend_chain, split_chain
+from serve_app.cache.prefix.quota import PUBLIC
+from serve_app.engine.vllm.events.batches import decode_batch
+from serve_app.engine.vllm.events.pool import VllmPool
+from serve_app.engine.vllm.scheduling import hooks
+from serve_app.engine.vllm.scheduling.free_queue import TenantFreeQueue
+from serve_app.engine.vllm.scheduling.hooks import check_hooks
+from serve_app.engine.vllm.scheduling.scoped_blocks import ScopedBlocks
+from serve_app.engine.vllm.scheduling.tenant import salt_of, scope_args
+from tests.serve_app.engine.tiny import root_of
+from tests.vllm.test_free_queue import BLOCKS, SIZE, Cache, _hasher
+
+PROMPTS = ([7] * 14, [7] * 8 + [8] * 4)
+"""What is registered: three blocks and a half, and three, of which two are the other's."""
+
+_names = itertools.count()
+
+Asked = st.tuples(
+    st.sampled_from("ab"),  # the tenant
+    st.sampled_from(("", "salt")),
+    st.sampled_from((*PROMPTS, [])),
+    st.integers(0, 14),  # of the prompt's tokens
+    st.lists(st.integers(7, 8), min_size=1, max_size=10),
+    st.booleans(),  # store_kv
+)
+Steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("start"), Asked),
+        st.tuples(st.just("start"), Asked),
+        st.tuples(st.sampled_from(("grow", "end", "end", "preempt", "reset", "later")), st.integers(0, 9)),
+    ),
+    max_size=40,
+)
+
+
+@dataclass
+class Live:
+    """A request in vLLM's manager, and our side of it."""
+
+    tenant: str
+    scope: PrefixScope
+    request: Any
+    store_kv: bool
+
+    @property
+    def ids(self) -> Any:
+        return np.array(self.request.all_token_ids, np.int32)
+
+    def chain(self) -> bytes:
+        return extend_chain(root_of(self.scope), self.scope.public_blocks, self.ids, SIZE)
+
+
+@dataclass
+class Served:
+    """Requests over one pool. ``written``: of each block the scope and all tokens up to its end, as it was computed."""
+
+    cache: Cache = field(default_factory=lambda: Cache(watched=False))
+    pool: VllmPool = field(default_factory=lambda: VllmPool(SIZE, BLOCKS))
+    written: dict[int, tuple[PrefixScope, bytes, bool]] = field(default_factory=dict)
+    stored: set[bytes] = field(default_factory=set)
+    live: list[Live] = field(default_factory=list)
+    reads: int = 0
+    wrong: int = 0
+    now_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        free = self.cache.queue.get_all_free_blocks()
+        self.cache.queue = self.cache.pool.free_block_queue = TenantFreeQueue(free, BLOCKS, lambda: self.now_s)
+        self.blocks = ScopedBlocks(self.cache.pool, self.cache.queue, "sha256")
+
+    def do(self, what: str, asked: Any) -> None:
+        if what == "start":
+            self.start(self.asked(*asked))
+        elif what == "later":
+            self.now_s += 100.0 * asked
+        elif what == "reset":
+            if self.cache.manager.reset_prefix_cache():
+                self.cache.queue.forget()
+        elif self.live:
+            one = self.live[asked % len(self.live)]
+            if what == "grow":
+                one.request.append_output_token_ids(7)
+                self.cache.queue.taker = one.tenant
+                if self.cache.manager.allocate_slots(one.request, 1) is not None:
+                    one.request.num_computed_tokens += 1
+                    self.write(one, (one.request.num_computed_tokens - 1) // SIZE)
+            else:
+                self.live.remove(one)
+                self.cache.manager.free(one.request)
+                if what == "preempt":
+                    one.request.num_computed_tokens = 0
+                    self.hear()
+                    self.start(one)
+        self.hear()
+
+    def asked(self, tenant: str, salt: str, prompt: list[int], shared: int, tail: list[int], store_kv: bool) -> Live:
+        ids = np.array([*prompt[:shared], *tail], np.int32)
+        public = max(common_tokens(ids, np.array(known, np.int32)) for known in PROMPTS) // SIZE
+        scope = PrefixScope("m", salt=f"{tenant}{salt}".encode(), public_blocks=public)
+        root = root_of(scope)
+        params = SamplingParams(max_tokens=8, extra_args=scope_args(root, public * SIZE, store_kv=store_kv))
+        name, cache_salt = f"r{next(_names)}", salt_of(root)
+        request = Request(name, ids.tolist(), params, None, cache_salt=cache_salt, block_hasher=_hasher)
+        self.blocks.begin(request)
+        return Live(tenant, scope, request, store_kv)
+
+    def start(self, one: Live) -> None:
+        """Read what is cached, which is what the directory says and nobody else's, and compute the rest."""
+        manager, request = self.cache.manager, one.request
+        hit, cached, _ = manager.get_computed_blocks(request)
+        assert cached == SIZE * self.pool.known(one.chain(), (len(one.ids) - 1) // SIZE)
+        for index, block in enumerate(hit.get_block_ids()[0] if cached else ()):
+            self.reads += 1
+            self.wrong += self.written[block] != self.content(one, index, store_kv=True)
+        self.cache.queue.taker = one.tenant
+        if manager.allocate_slots(request, len(one.ids) - cached, cached, hit) is not None:
+            request.num_computed_tokens = len(one.ids)
+            request.status = RequestStatus.RUNNING
+            self.live.append(one)
+            self.write(one, cached // SIZE)
+
+    def write(self, one: Live, first: int) -> None:
+        blocks = self.cache.manager.get_block_ids(one.request.request_id)[0]
+        for index in range(first, one.request.num_computed_tokens // SIZE):
+            self.written[blocks[index]] = self.content(one, index, store_kv=one.store_kv)
+        if one.store_kv:
+            self.stored |= set(split_chain(one.chain()))
+
+    def content(self, one: Live, index: int, *, store_kv: bool) -> tuple[PrefixScope, bytes, bool]:
+        return one.scope.at(index), one.ids[: (index + 1) * SIZE].tobytes(), store_kv
+
+    def hear(self) -> None:
+        """Follow vLLM's events, and compare what is held and on whose account it is."""
+        batch = KVEventBatch(ts=1.0, events=self.cache.manager.take_events(), data_parallel_rank=0)
+        self.pool.translate(decode_batch(msgspec.msgpack.encode(batch)))
+        assert set(self.pool) <= self.stored
+        held = [self.written[block.block_id] for block in self.cache.pool.blocks if block.block_hash is not None]
+        assert all(store_kv for _, _, store_kv in held)
+        public = sum(not scope.salt for scope, _, _ in held)
+        assert self.cache.queue.shares.holdings().get(PUBLIC, 0) == public
+
+
+@given(steps=Steps)
+@settings(max_examples=int(os.environ.get("WARMPATH_SEQUENCES", "200")), deadline=None)
+def test_no_block_is_read_by_who_did_not_write_it_unless_it_is_public(steps: list[tuple[str, Any]]) -> None:
+    """Of any scope but its own, with any tokens but its own, or of a request that stores nothing: none at all."""
+    served = Served()
+    for what, asked in steps:
+        served.do(what, asked)
+    assert served.wrong == 0
+
+
+def test_what_is_read_is_found_in_such_sequences() -> None:
+    """A public prompt's three blocks are read by another tenant, and nothing behind them."""
+    served = Served()
+    for tenant, reads in (("a", 0), ("b", 3), ("b", 8)):
+        served.do("start", (tenant, "", PROMPTS[0], 14, [8] * 9, True))
+        assert served.reads == reads
+    served.do("start", ("b", "salt", PROMPTS[0], 14, [8] * 9, False))
+    assert served.reads == 11
+    assert served.cache.queue.shares.holdings() == {"a": 3, "b": 7, PUBLIC: 3}
+
+
+def test_a_vllm_that_stores_or_hashes_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockPool, "cache_full_blocks", lambda self, request: None)
+    monkeypatch.setattr(Request, "update_block_hashes", lambda self: None)
+    with pytest.raises(RuntimeError, match=r"tells of stored blocks in another way; it hashes requests in another way"):
+        check_hooks()
