@@ -22,7 +22,6 @@ from router.protocol.block_hash import PrefixScope, common_tokens, extend_chain,
 from serve_app.cache.prefix.quota import PUBLIC
 from serve_app.engine.vllm.events.batches import decode_batch
 from serve_app.engine.vllm.events.pool import VllmPool
-from serve_app.engine.vllm.scheduling import hooks
 from serve_app.engine.vllm.scheduling.free_queue import TenantFreeQueue
 from serve_app.engine.vllm.scheduling.hooks import check_hooks
 from serve_app.engine.vllm.scheduling.scoped_blocks import ScopedBlocks
@@ -179,6 +178,22 @@ def test_what_is_read_is_found_in_such_sequences() -> None:
     served.do("start", ("b", "salt", PROMPTS[0], 14, [8] * 9, False))
     assert served.reads == 11
     assert served.cache.queue.shares.holdings() == {"a": 3, "b": 7, PUBLIC: 3}
+
+
+def test_what_hangs_under_a_block_that_is_gone_is_no_hit_until_that_is_back() -> None:
+    """A public prompt that nobody asks for is the first to go; the tenant's own blocks behind it stay."""
+    served = Served()
+    mine = ("a", "", PROMPTS[0], 14, [8] * 10, True)
+    for what, asked in (("start", mine), ("end", 0), ("later", 7), ("start", ("a", "", [], 0, [8], True))):
+        served.do(what, asked)
+    served.do("start", ("b", "", [], 0, [8] * 45, True))
+    assert served.cache.queue.shares.holdings() == {"a": 4, "b": 12}
+    assert (len(served.pool), len(served.pool._orphans)) == (11, 3)
+    served.do("end", 1)
+    served.do("start", ("b", "", PROMPTS[0], 13, [8], True))
+    assert not served.pool._orphans
+    served.do("start", mine)  # which finds all that it had
+    assert served.reads == 5
 
 
 def test_a_vllm_that_stores_or_hashes_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

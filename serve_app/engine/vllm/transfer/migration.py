@@ -129,7 +129,7 @@ class VllmMigration:
 
     def hot_prefixes(self) -> HotPrefixes:
         """Return what the pool holds, saves and the hottest first; not an adapter's, which peers may not have."""
-        # A scope is that of a whole chain, so that what is left out takes its children along.
+        # An adapter is that of a whole chain, so that what is left out takes its children along.
         base = [entry for entry in self._entries() if not entry.scope.lora]
         blocks = {block_number(entry.block_hash): entry.block for entry in base}
         pins = [
