@@ -5,7 +5,7 @@
 
 import itertools
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -34,25 +34,20 @@ PROMPTS = ([7] * 14, [7] * 8 + [8] * 4)
 
 _names = itertools.count()
 
+# Tenant, salt, a registered prompt and how many of its tokens, those behind it, store_kv.
 Asked = st.tuples(
-    st.sampled_from("ab"),  # the tenant
+    st.sampled_from("ab"),
     st.sampled_from(("", "salt")),
     st.sampled_from((*PROMPTS, [])),
-    st.integers(0, 14),  # of the prompt's tokens
+    st.integers(0, 14),
     st.lists(st.integers(7, 8), min_size=1, max_size=10),
-    st.booleans(),  # store_kv
+    st.booleans(),
 )
-Steps = st.lists(
-    st.one_of(
-        st.tuples(st.just("start"), Asked),
-        st.tuples(st.just("start"), Asked),
-        st.tuples(st.sampled_from(("grow", "end", "end", "preempt", "reset", "later")), st.integers(0, 9)),
-    ),
-    max_size=40,
-)
+Others = st.tuples(st.sampled_from(("grow", "end", "end", "preempt", "reset", "later")), st.integers(0, 9))
+Steps = st.lists(st.one_of(*[st.tuples(st.just("start"), Asked)] * 2, Others), max_size=40)
 
 
-@dataclass
+@dataclass(eq=False)
 class Live:
     """A request in vLLM's manager, and our side of it."""
 
@@ -68,48 +63,43 @@ class Live:
     def chain(self) -> bytes:
         return extend_chain(root_of(self.scope), self.scope.public_blocks, self.ids, SIZE)
 
+    def content(self, index: int) -> tuple[PrefixScope, bytes, bool]:
+        return self.scope.at(index), self.ids[: (index + 1) * SIZE].tobytes(), self.store_kv
 
-@dataclass
+
 class Served:
-    """Requests over one pool. ``written``: of each block the scope and all tokens up to its end, as it was computed."""
+    """Requests over one pool. ``written``: of each block the scope, all tokens up to its end, and whether it stays."""
 
-    cache: Cache = field(default_factory=lambda: Cache(watched=False))
-    pool: VllmPool = field(default_factory=lambda: VllmPool(SIZE, BLOCKS))
-    written: dict[int, tuple[PrefixScope, bytes, bool]] = field(default_factory=dict)
-    stored: set[bytes] = field(default_factory=set)
-    live: list[Live] = field(default_factory=list)
-    reads: int = 0
-    wrong: int = 0
-    now_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        free = self.cache.queue.get_all_free_blocks()
-        self.cache.queue = self.cache.pool.free_block_queue = TenantFreeQueue(free, BLOCKS, lambda: self.now_s)
-        self.blocks = ScopedBlocks(self.cache.pool, self.cache.queue, "sha256")
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        cache = Cache(watched=False)
+        self.manager, self.vllm = cache.manager, cache.pool
+        self.queue = TenantFreeQueue(cache.queue.get_all_free_blocks(), BLOCKS, lambda: self.now_s)
+        self.vllm.free_block_queue = self.queue
+        self.blocks = ScopedBlocks(self.vllm, self.queue, "sha256")
+        self.pool = VllmPool(SIZE, BLOCKS)
+        self.written: dict[int, tuple[PrefixScope, bytes, bool]] = {}
+        self.stored: set[bytes] = set()
+        self.live: list[Live] = []
+        self.reads = self.wrong = 0
 
     def do(self, what: str, asked: Any) -> None:
+        one = self.live[asked % len(self.live)] if self.live and what in ("grow", "end", "preempt") else None
         if what == "start":
             self.start(self.asked(*asked))
         elif what == "later":
             self.now_s += 100.0 * asked
-        elif what == "reset":
-            if self.cache.manager.reset_prefix_cache():
-                self.cache.queue.forget()
-        elif self.live:
-            one = self.live[asked % len(self.live)]
-            if what == "grow":
-                one.request.append_output_token_ids(7)
-                self.cache.queue.taker = one.tenant
-                if self.cache.manager.allocate_slots(one.request, 1) is not None:
-                    one.request.num_computed_tokens += 1
-                    self.write(one, (one.request.num_computed_tokens - 1) // SIZE)
-            else:
-                self.live.remove(one)
-                self.cache.manager.free(one.request)
-                if what == "preempt":
-                    one.request.num_computed_tokens = 0
-                    self.hear()
-                    self.start(one)
+        elif what == "reset" and self.manager.reset_prefix_cache():
+            self.queue.forget()
+        elif one is not None and what == "grow":
+            one.request.append_output_token_ids(7)
+            self.compute(one, 1)
+        elif one is not None:
+            self.live.remove(one)
+            self.manager.free(one.request)
+            one.request.num_computed_tokens = 0
+            if what == "preempt":
+                self.start(one)
         self.hear()
 
     def asked(self, tenant: str, salt: str, prompt: list[int], shared: int, tail: list[int], store_kv: bool) -> Live:
@@ -125,38 +115,34 @@ class Served:
 
     def start(self, one: Live) -> None:
         """Read what is cached, which is what the directory says and nobody else's, and compute the rest."""
-        manager, request = self.cache.manager, one.request
-        hit, cached, _ = manager.get_computed_blocks(request)
+        hit, cached, _ = self.manager.get_computed_blocks(one.request)
         assert cached == SIZE * self.pool.known(one.chain(), (len(one.ids) - 1) // SIZE)
         for index, block in enumerate(hit.get_block_ids()[0] if cached else ()):
             self.reads += 1
-            self.wrong += self.written[block] != self.content(one, index, store_kv=True)
-        self.cache.queue.taker = one.tenant
-        if manager.allocate_slots(request, len(one.ids) - cached, cached, hit) is not None:
-            request.num_computed_tokens = len(one.ids)
-            request.status = RequestStatus.RUNNING
+            self.wrong += self.written[block] != (*one.content(index)[:2], True)
+        if self.compute(one, len(one.ids) - cached, cached, hit):
+            one.request.status = RequestStatus.RUNNING
             self.live.append(one)
-            self.write(one, cached // SIZE)
 
-    def write(self, one: Live, first: int) -> None:
-        blocks = self.cache.manager.get_block_ids(one.request.request_id)[0]
-        for index in range(first, one.request.num_computed_tokens // SIZE):
-            self.written[blocks[index]] = self.content(one, index, store_kv=one.store_kv)
-        if one.store_kv:
-            self.stored |= set(split_chain(one.chain()))
-
-    def content(self, one: Live, index: int, *, store_kv: bool) -> tuple[PrefixScope, bytes, bool]:
-        return one.scope.at(index), one.ids[: (index + 1) * SIZE].tobytes(), store_kv
+    def compute(self, one: Live, tokens: int, cached: int = 0, *hit: Any) -> bool:
+        request, self.queue.taker = one.request, one.tenant
+        if self.manager.allocate_slots(request, tokens, cached, *hit) is None:
+            return False
+        done, request.num_computed_tokens = request.num_computed_tokens, request.num_computed_tokens + cached + tokens
+        blocks = self.manager.get_block_ids(request.request_id)[0]
+        for index in range((done + cached) // SIZE, request.num_computed_tokens // SIZE):
+            self.written[blocks[index]] = one.content(index)
+        self.stored |= set(split_chain(one.chain())) if one.store_kv else set()
+        return True
 
     def hear(self) -> None:
         """Follow vLLM's events, and compare what is held and on whose account it is."""
-        batch = KVEventBatch(ts=1.0, events=self.cache.manager.take_events(), data_parallel_rank=0)
+        batch = KVEventBatch(ts=1.0, events=self.manager.take_events(), data_parallel_rank=0)
         self.pool.translate(decode_batch(msgspec.msgpack.encode(batch)))
         assert set(self.pool) <= self.stored
-        held = [self.written[block.block_id] for block in self.cache.pool.blocks if block.block_hash is not None]
+        held = [self.written[block.block_id] for block in self.vllm.blocks if block.block_hash is not None]
         assert all(store_kv for _, _, store_kv in held)
-        public = sum(not scope.salt for scope, _, _ in held)
-        assert self.cache.queue.shares.holdings().get(PUBLIC, 0) == public
+        assert self.queue.shares.holdings().get(PUBLIC, 0) == sum(not scope.salt for scope, _, _ in held)
 
 
 @given(steps=Steps)
@@ -177,7 +163,7 @@ def test_what_is_read_is_found_in_such_sequences() -> None:
         assert served.reads == reads
     served.do("start", ("b", "salt", PROMPTS[0], 14, [8] * 9, False))
     assert served.reads == 11
-    assert served.cache.queue.shares.holdings() == {"a": 3, "b": 7, PUBLIC: 3}
+    assert served.queue.shares.holdings() == {"a": 3, "b": 7, PUBLIC: 3}
 
 
 def test_what_hangs_under_a_block_that_is_gone_is_no_hit_until_that_is_back() -> None:
@@ -187,7 +173,7 @@ def test_what_hangs_under_a_block_that_is_gone_is_no_hit_until_that_is_back() ->
     for what, asked in (("start", mine), ("end", 0), ("later", 7), ("start", ("a", "", [], 0, [8], True))):
         served.do(what, asked)
     served.do("start", ("b", "", [], 0, [8] * 45, True))
-    assert served.cache.queue.shares.holdings() == {"a": 4, "b": 12}
+    assert served.queue.shares.holdings() == {"a": 4, "b": 12}
     assert (len(served.pool), len(served.pool._orphans)) == (11, 3)
     served.do("end", 1)
     served.do("start", ("b", "", PROMPTS[0], 13, [8], True))

@@ -131,8 +131,8 @@ class VllmSaves:
             await self._unpin(lent)
         ids = [*prefix.token_ids[: len(blocks) * self._size].tolist(), 0]
         try:
-            public_tokens = self._size * min(prefix.scope.public_blocks, len(blocks))
-            job = Job("pin", key.hex(), 0, len(blocks), prefix.tenant, public_tokens)
+            public = min(prefix.scope.public_blocks, len(blocks))
+            job = Job("pin", key.hex(), 0, len(blocks), prefix.tenant, public * self._size)
             await self._run(job, ids, root, prefix.scope.lora)
         except Exception:
             _log.exception("a prefix of %d blocks could not be kept", len(blocks))

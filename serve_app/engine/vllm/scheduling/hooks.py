@@ -7,11 +7,7 @@ from typing import Any
 
 import vllm
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import (
-    FreeKVCacheBlockQueue,
-    generate_block_hash_extra_keys,
-    hash_block_tokens,
-)
+from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, generate_block_hash_extra_keys, hash_block_tokens
 from vllm.v1.core.sched.request_queue import PriorityRequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
