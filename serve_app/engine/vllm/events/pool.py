@@ -149,10 +149,9 @@ class VllmPool:
         entries: list[CachedBlock] = []
         for block_hash, held in list(self._blocks.items()):
             parent = numbers.get(held.under)
-            if parent is None and held.root != held.under:
-                continue
-            owner = owner_of(held.root) if held.root else (entries[parent].scope, entries[parent].tenant)
-            if owner is not None:
+            above = None if parent is None else (entries[parent].scope, entries[parent].tenant)
+            owner = owner_of(held.root) if held.root else above
+            if owner is not None and (above is not None or held.root == held.under):
                 number = numbers[block_hash] = len(entries)
                 entries.append(
                     CachedBlock(
