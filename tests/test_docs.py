@@ -3,20 +3,18 @@
 import ast
 import inspect
 import re
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from benchmarks.__main__ import MODULES
-from router.protocol.block_hash import PrefixScope
 from serve_app.api.anthropic.request import MessagesBody
 from serve_app.api.openai.request import ChatBody, CompletionBody
 from serve_app.api.openai.responses.request import ResponsesBody
 from serve_app.engine.protocol import Engine, EngineRequest, SamplingParams, TokenRules
-from serve_app.engine.vllm.refusals import TABLE, refuse_unmapped
+from serve_app.engine.vllm.refusals import TABLE
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -173,18 +171,3 @@ def test_the_page_names_every_setting_that_vllm_refuses() -> None:
     """And none that it takes."""
     named = [name for row in tables()[REFUSED] for name in re.findall(r"`([^`]+)`", row)]
     assert sorted(named) == sorted(name for refusal in TABLE for name in refusal.settings)
-
-
-def test_what_the_page_says_is_refused_of_a_request_is() -> None:
-    """By vLLM's engine, before it takes the request."""
-    plain = EngineRequest("r", np.array([1], np.int32), PrefixScope("m"), b"r" * 16, SamplingParams(1))
-    asked = {
-        "scope": replace(plain, scope=PrefixScope("m", public_blocks=1)),
-        "store_kv": replace(plain, store_kv=False),
-    }
-    refuse_unmapped(plain)
-    for request in asked.values():
-        with pytest.raises(ValueError, match="engine=vllm"):
-            refuse_unmapped(request)
-    rows = next(rows for title, rows in tables().items() if "`EngineRequest`" in title)
-    assert {name for name, (_, _, vllm) in rows.items() if "refused" in vllm} == asked.keys()

@@ -1,7 +1,8 @@
 """Are cached tokens as the router says? A router in front of one engine; every answer is compared with its word.
 
 Conversations of two tenants, some with a LoRA adapter, grow and begin anew in a pool that is too small for them. They
-come one at a time and in bursts, of which some are aborted; now and then the cache is reset.
+come one at a time and in bursts, of which some are aborted; now and then the cache is reset. Half of them may begin
+with a public prompt, and a part of the requests store nothing.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from benchmarks.common.output_collector import OutputCollector, running
 from benchmarks.common.random_adapters import make_adapters
 from benchmarks.common.report import add_engine_flag, parser_of, progress, write
 from router.core import RoutingCore
-from router.protocol.block_hash import PrefixScope, TokenArray, extend_chain, hash_at, split_chain
+from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray, extend_chain, hash_at, split_chain
 from router.protocol.events import BlocksRemoved, CacheCleared, Event
 from router.protocol.request import RoutedRequest
 from router.settings import RouterSettings
@@ -50,6 +51,8 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=24, help=f"each of up to {LONGEST_TOKENS} tokens")
     parser.add_argument("--burst", type=int, default=4, help="requests that come together, in every fifth turn or so")
     parser.add_argument("--pause-s", type=float, default=0.03, help="between turns: what was stored is told by then")
+    parser.add_argument("--public-tokens", type=int, default=0, help="of a public prompt before half of the systems")
+    parser.add_argument("--unstored", type=float, default=0.0, help="part of the requests with store_kv false")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--drafts", type=int, default=0, help="tokens that vLLM drafts by n-grams; answers repeat then")
     arguments = parser.parse_args()
@@ -88,8 +91,12 @@ def measure(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         for spec in specs:
             engine.load_adapter(spec)
             adapters.append(spec.key)
-        scopes = [PrefixScope(info.fingerprint, adapter, tenant) for tenant in TENANTS for adapter in adapters]
-        talks = Talks(scopes, info.vocab_size, arguments.conversations, random.Random(arguments.seed))
+        blocks = sorted({0, arguments.public_tokens // BLOCK})
+        scopes = [
+            PrefixScope(info.fingerprint, adapter, tenant, public)
+            for public in blocks for tenant in TENANTS for adapter in adapters
+        ]  # fmt: skip
+        talks = Talks(scopes, info.vocab_size, arguments, random.Random(arguments.seed))
         talks.rules = TokenRules(logit_bias=((300, 100.0),)) if arguments.drafts else None
         return _ask_all(engine, routed, talks, arguments)
 
@@ -153,11 +160,15 @@ class Asked:
 class Talks:
     """Conversations with one of their scope's two system prompts, which begin anew when they are long."""
 
-    def __init__(self, scopes: Sequence[PrefixScope], vocab_size: int, count: int, rng: random.Random) -> None:
+    def __init__(
+        self, scopes: Sequence[PrefixScope], vocab_size: int, arguments: argparse.Namespace, rng: random.Random
+    ) -> None:
         self._vocab = vocab_size
         self._random = rng
+        self._unstored = arguments.unstored
+        self._public = self._tokens(arguments.public_tokens)
         self._systems = {scope: [self._tokens(SYSTEM_TOKENS) for _ in range(2)] for scope in scopes}
-        self._talks = [Talk(scope, self._opening(scope)) for scope in islice(cycle(scopes), count)]
+        self._talks = [Talk(scope, self._opening(scope)) for scope in islice(cycle(scopes), arguments.conversations)]
         self._requests = 0
         self.rules: TokenRules | None = None
 
@@ -178,13 +189,15 @@ class Talks:
     def _request(self, talk: Talk) -> EngineRequest:
         self._requests += 1
         sampling = SamplingParams(self._random.choice([1, 4, 8, 16]), temperature=0.0, rules=self.rules)
-        root = talk.scope.root(_SECRET)
-        return EngineRequest(
-            f"r{self._requests}", talk.ids, talk.scope, root, sampling, tenant=talk.scope.salt.decode()
-        )
+        scope = talk.scope
+        root = (scope.public.root(_SECRET) if scope.public_blocks else b"") + scope.private.root(_SECRET)
+        stored = self._unstored == 0.0 or not self.chance(self._unstored)
+        name = f"r{self._requests}"
+        return EngineRequest(name, talk.ids, scope, root, sampling, tenant=scope.salt.decode(), store_kv=stored)
 
     def _opening(self, scope: PrefixScope) -> TokenArray:
-        return np.concatenate([self._random.choice(self._systems[scope]), self._tokens(40)])
+        public = self._public if scope.public_blocks else self._public[:0]
+        return np.concatenate([public, self._random.choice(self._systems[scope]), self._tokens(40)])
 
     def _tokens(self, count: int) -> TokenArray:
         generator = np.random.default_rng(self._random.randrange(1 << 60))
@@ -229,9 +242,10 @@ def _ask_all(engine: Engine, routed: Routed, talks: Talks, arguments: argparse.N
 
 def _ask(engine: Engine, routed: Routed, one: tuple[Talk, EngineRequest], outputs: OutputCollector) -> Asked:
     talk, request = one
-    chain = extend_chain(request.root, 0, request.token_ids, BLOCK)
+    chain = extend_chain(request.root, request.scope.public_blocks, request.token_ids, BLOCK)
     number = routed.number()
-    route = RoutedRequest(request.request_id, chain, len(request.token_ids), request.root, tenant=request.tenant)
+    name, tokens, key = request.request_id, len(request.token_ids), request.root[:HASH_BYTES]
+    route = RoutedRequest(name, chain, tokens, key, tenant=request.tenant, store_kv=request.store_kv)
     decision = routed.core.decide(route)
     assert decision is not None
     engine.submit(request, outputs)

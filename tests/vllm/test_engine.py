@@ -147,14 +147,14 @@ def test_how_answers_end(both: Both) -> None:
 def test_what_cannot_be_taken_is_refused_at_once(both: Both) -> None:
     """Before vLLM hears of it, with the contract's errors."""
     ids, collector = both.prompt(40), Collector()
-    scope = PrefixScope("tiny", public_blocks=1)
+    scope = PrefixScope("tiny", public_blocks=2)
     unknown = PrefixScope("tiny", "nobody@1")
     refused: list[tuple[Any, type[Exception]]] = [
         (request("r", both.prompt(2000), 100), RequestTooLong),
         (request("r", [both.info.vocab_size]), ValueError),
         (request("r", []), ValueError),
         (replace(request("r", ids), scope=scope, root=root_of(scope)), ValueError),
-        (replace(request("r", ids), store_kv=False), ValueError),
+        (replace(request("r", ids), store_kv=False, saves=(Save(b"s" * 16, 32),)), ValueError),
         (replace(request("r", ids), scope=unknown, root=root_of(unknown)), UnknownAdapter),
     ]
     for item, error in refused:

@@ -42,9 +42,9 @@ from serve_app.engine.vllm.events.pool import VllmPool
 from serve_app.engine.vllm.events.subscriber import EventSubscriber
 from serve_app.engine.vllm.frontend import Generated, VllmFrontend
 from serve_app.engine.vllm.load_mirror import LiveRequest, LoadMirror
-from serve_app.engine.vllm.refusals import refuse_unmapped
 from serve_app.engine.vllm.sampling.rows import choice_of, vllm_sampling
 from serve_app.engine.vllm.saves import VllmSaves
+from serve_app.engine.vllm.scheduling.tenant import salt_of, scope_args, tenant_args
 from serve_app.engine.vllm.settings import VllmSettings
 from serve_app.engine.vllm.transfer.job import JobRunner
 from serve_app.engine.vllm.transfer.migration import VllmMigration
@@ -112,10 +112,9 @@ class VllmEngine:
             max_blocks=self.facts.num_blocks - self._saves.pins.budget_blocks,
             block_size=size,
         )
-        refuse_unmapped(request)
         choice = choice_of(request, f"{self._endpoints.directory}/failed-{id(request):x}-{time.monotonic_ns():x}")
         ids = np.ascontiguousarray(request.token_ids, dtype=np.int32)
-        chain = request.block_hashes or extend_chain(request.root, 0, ids, size)
+        chain = request.block_hashes or extend_chain(request.root, request.scope.public_blocks, ids, size)
         known = self._pool.hit(chain, (len(ids) - 1) // size) * size
         self._migration.note_owner(request.root, request.scope, request.tenant)
         if request.remote_kv is not None:
@@ -250,11 +249,13 @@ class VllmEngine:
         request = live.request
         key = request.scope.lora
         lora = self._adapters.slots.weights(key) if key else None
+        public_tokens = request.scope.public_blocks * self.settings.block_size
+        told = tenant_args(request.tenant) | scope_args(request.root, public_tokens, store_kv=request.store_kv)
         parts = self._frontend.generate(
             request.request_id,
             request.token_ids.tolist(),
-            request.root.hex(),
-            vllm_sampling(request.sampling, live.choice, request.tenant),
+            salt_of(request.root),
+            vllm_sampling(request.sampling, live.choice, told),
             lora,
         )
         left_s = live.arrival_s + request.timeout_s - time.monotonic()

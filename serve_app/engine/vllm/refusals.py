@@ -1,4 +1,4 @@
-"""What there cannot be with ``engine: vllm``: settings, a checkpoint's config or a request in, sentences out.
+"""What there cannot be with ``engine: vllm``: settings or a checkpoint's config in, sentences out.
 
 A setting without effect is refused unless at its default, so that nobody relies on it. Pure, and without vllm.
 """
@@ -9,7 +9,6 @@ from typing import Any
 
 from serve_app.config.app import AppConfig
 from serve_app.config.engine import NGRAM, VLLM_CPU_BLOCK_SIZE
-from serve_app.engine.protocol import EngineRequest
 from serve_app.engine.vllm.engine_args import refused_engine_args
 
 WINDOWED = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
@@ -36,16 +35,6 @@ TABLE = (
         "saved prompts stay only where pin_budget says how much of the pool they may keep",
         lambda config: _changed(config, "save_ttl_s") and not config.pin_budget,
         instead="set pin_budget too",
-    ),
-    Refusal(
-        ("public_prompts", "prompts_dir"),
-        "vLLM divides its cache by tenant from the first token on",
-        instead="put tenants that may share their KV in one trust_group",
-    ),
-    Refusal(
-        ("tenants[].store_kv",),
-        "every request's KV stays in vLLM's cache until it is evicted",
-        lambda config: not all(tenant.store_kv for tenant in config.tenants),
     ),
     Refusal(
         ("max_itl_ms",),
@@ -91,14 +80,6 @@ def refused_settings(config: AppConfig, *, on_cpu: bool) -> list[str]:
             "enforce_eager and adapters out, or use tensor_parallel_size"
         )
     return found + refused_engine_args(config.engine_args)
-
-
-def refuse_unmapped(request: EngineRequest) -> None:
-    """Raise ValueError for what of a request vLLM has no counterpart of."""
-    if request.scope.public_blocks:
-        raise ValueError("public prompts are not available with engine=vllm")
-    if not request.store_kv:
-        raise ValueError("with engine=vllm every request's KV stays in the cache; leave store_kv out")
 
 
 def refused_model(fields: Mapping[str, Any]) -> list[str]:

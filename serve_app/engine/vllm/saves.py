@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
@@ -83,11 +84,12 @@ class VllmSaves:
     async def take_over(self, saved: SavedPrefix, prefix: HashedTokens) -> PinOutcome | None:
         """Keep what another replica kept, with what is left of its time; None where not all of it is held here."""
         blocks = len(prefix.chain) // HASH_BYTES
-        root = self._pool.root_of(hash_at(prefix.chain, 0))
+        root = self._pool.roots_of(prefix.chain, prefix.scope.public_blocks)
         over = (saved.ttl_s or math.inf) <= saved.unread_s
         if not root or over or self._pool.known(prefix.chain, blocks) < blocks:
             return None
-        outcome = await asyncio.shield(self._spawn(self._take_over(saved, prefix, root)))
+        owned = replace(prefix, tenant=saved.tenant)  # the last block may be everybody's
+        outcome = await asyncio.shield(self._spawn(self._take_over(saved, owned, root)))
         return None if outcome == "failed" else "pinned" if outcome == "saved" else outcome
 
     async def clear(self) -> None:
@@ -129,7 +131,9 @@ class VllmSaves:
             await self._unpin(lent)
         ids = [*prefix.token_ids[: len(blocks) * self._size].tolist(), 0]
         try:
-            await self._run(Job("pin", key.hex(), 0, len(blocks), prefix.tenant), ids, root, prefix.scope.lora)
+            public = min(prefix.scope.public_blocks, len(blocks))
+            job = Job("pin", key.hex(), 0, len(blocks), prefix.tenant, public * self._size)
+            await self._run(job, ids, root, prefix.scope.lora)
         except Exception:
             _log.exception("a prefix of %d blocks could not be kept", len(blocks))
             await self._let_go(key)

@@ -1,8 +1,9 @@
 """What an engine's pool holds by its KV events, under our hashes; and what routers are to be told of it.
 
 Every request's ``cache_salt`` is the hex of its scope's root. vLLM puts the salt in the extra keys of a chain's first
-block, so the event that stores that block names the root; later blocks hang under a parent known by then. Nothing is
-shared with the side that submits requests, and no order between the two is needed. Knows no socket and no thread.
+block, and our scheduler the tenant's in those of the first block after public ones, so the events name the roots; other
+blocks hang under a parent known by then. Nothing is shared with the side that submits requests, and no order between
+the two is needed. A block whose parent is gone is no hit until that is back, and is not told. Knows no socket.
 """
 
 import math
@@ -11,12 +12,20 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from operator import itemgetter
 
 import numpy as np
 
-from router.protocol.block_hash import HASH_BYTES, PrefixScope, block_word, hash_at, hash_blocks, split_chain
+from router.protocol.block_hash import (
+    HASH_BYTES,
+    PrefixScope,
+    block_word,
+    hash_at,
+    hash_blocks,
+    private_parent,
+    split_chain,
+)
 from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, Event
 from serve_app.cache.prefix.block_index import HEAT_MEMORY_S, CachedBlock, count_leading
 from serve_app.engine.protocol import Clock
@@ -43,16 +52,20 @@ class UnsupportedEvents(ValueError):
 
 @dataclass(slots=True)
 class _Block:
-    """``under``: the parent's hash, of a chain's first block the root. ``hits``, ``used_s``: as of ``CachedBlock``."""
+    """``under``: the parent's hash, of a chain's first block the root. ``root``: what begins here, b"" for nothing.
+
+    ``hits``, ``used_s``: as of ``CachedBlock``.
+    """
 
     under: bytes
+    root: bytes
     token_bytes: bytes
     used_s: float
     hits: float = 0.0
 
 
 class VllmPool:
-    """One engine's, its blocks in the order in which they were stored. Iterates over their hashes, by ours.
+    """One engine's, its blocks that can be hit, parents first. Iterates over their hashes, by ours.
 
     ``max_blocks``: of the engine's pool; each holds one block at a time, so more are never held. ``xor``: of the words
     of the hashes. One thread changes it, any may ask.
@@ -65,6 +78,10 @@ class VllmPool:
         self._max_blocks = max_blocks
         self._clock = clock
         self._blocks: dict[bytes, _Block] = {}
+        self._orphans: dict[bytes, _Block] = {}
+        """Held, but not all that they hang under: where tenants evict by themselves, a public or shared parent may
+        go before them."""
+        self._children: dict[bytes, set[bytes]] = {}
         self._ours: dict[BlockHash, bytes] = {}
         self._copies: Counter[BlockHash] = Counter()
 
@@ -118,10 +135,13 @@ class VllmPool:
             held.used_s = now_s
         return blocks
 
-    def root_of(self, first_hash: bytes) -> bytes:
-        """Return the root that a chain's first block hangs under; b"" where that is not held."""
-        held = self._blocks.get(first_hash)
-        return held.under if held is not None else b""
+    def roots_of(self, chain: bytes, public_blocks: int) -> bytes:
+        """Return the root of a chain that is held as requests have it: with public blocks the tenant's behind it.
+
+        That is left out where no block is private, and what is not held is b"".
+        """
+        firsts = [self._blocks.get(hash_at(chain, index)) for index in sorted({0, public_blocks})]
+        return b"".join(first.root for first in firsts if first is not None)
 
     def entries(self, owner_of: OwnerOf) -> list[CachedBlock]:
         """Return everything that begins under a root whose owner is known, parents first, numbered from 0."""
@@ -129,8 +149,9 @@ class VllmPool:
         entries: list[CachedBlock] = []
         for block_hash, held in list(self._blocks.items()):
             parent = numbers.get(held.under)
-            owner = owner_of(held.under) if parent is None else (entries[parent].scope, entries[parent].tenant)
-            if owner is not None:
+            above = None if parent is None else (entries[parent].scope, entries[parent].tenant)
+            owner = owner_of(held.root) if held.root else above
+            if owner is not None and (above is not None or held.root == held.under):
                 number = numbers[block_hash] = len(entries)
                 entries.append(
                     CachedBlock(
@@ -140,7 +161,7 @@ class VllmPool:
         return entries
 
     def _clear(self, changes: _Changes) -> None:
-        for known in (self._blocks, self._ours, self._copies):
+        for known in (self._blocks, self._orphans, self._children, self._ours, self._copies):
             known.clear()
         self.xor = 0
         changes.append((CacheCleared, b""))
@@ -148,28 +169,40 @@ class VllmPool:
     def _stored(self, event: BlockStored, changes: _Changes) -> None:
         if len(self._ours) + len(event.block_hashes) > self._max_blocks:  # removals were lost, or it is another pool
             self._clear(changes)
-        under = self._parent(event)
-        if under is None:
+        roots = [_root(_beside_adapter(event, keys)) for keys in event.extra_keys or [None] * len(event.block_hashes)]
+        parent = b"" if event.parent_block_hash is None else self._ours.get(event.parent_block_hash)
+        if not roots or None in roots or parent is None or not (parent or roots[0]):
             return
-        ids, step = np.array(event.token_ids, dtype=np.int32), 4 * self._block_size
-        chain, raw = hash_blocks(under, ids, self._block_size), ids.tobytes()
-        for index, (theirs, ours) in enumerate(zip(event.block_hashes, split_chain(chain), strict=True)):
+        ids, size = np.array(event.token_ids, dtype=np.int32), self._block_size
+        raw, last, hashes = ids.tobytes(), parent, list[bytes]()
+        for first, end in pairwise([0, *(i for i in range(1, len(roots)) if roots[i]), len(roots)]):
+            if root := roots[first]:
+                last = private_parent(root, last) if last else root
+            hashes += split_chain(hash_blocks(last, ids[first * size : end * size], size))
+            last = hashes[-1]
+        under = parent or roots[0] or b""
+        for index, (theirs, ours) in enumerate(zip(event.block_hashes, hashes, strict=True)):
             self._copies[theirs] += 1
             if theirs not in self._ours:
                 self._ours[theirs] = ours
-                self._blocks[ours] = _Block(under, raw[step * index : step * (index + 1)], self._clock())
-                self.xor ^= block_word(ours)
-                changes.append((BlocksStored, ours))
+                content = raw[4 * size * index : 4 * size * (index + 1)]
+                self._orphans[ours] = _Block(under, roots[index] or b"", content, self._clock())
+                self._children.setdefault(under, set()).add(ours)
+                if under in self._blocks or under == roots[index]:
+                    self._move(ours, self._orphans, self._blocks, changes)
             under = ours
 
-    def _parent(self, event: BlockStored) -> bytes | None:
-        """Return the parent of the event's first block by our hashes; None where unknown, as for images."""
-        first, *others = [_beside_adapter(event, keys) for keys in event.extra_keys or [None]]
-        if any(others):
-            return None
-        if event.parent_block_hash is None:
-            return _root(first)
-        return None if first else self._ours.get(event.parent_block_hash)
+    def _move(self, top: bytes, source: dict[bytes, _Block], target: dict[bytes, _Block], changes: _Changes) -> None:
+        """Tell of a block and all that hangs under it: that they can be hit from now on, or no more."""
+        below = [top]
+        for block_hash in below:
+            target[block_hash] = source.pop(block_hash)
+            self.xor ^= block_word(block_hash)
+            below += self._children.get(block_hash, ())
+        if target is self._blocks:
+            changes += [(BlocksStored, block_hash) for block_hash in below]
+        else:
+            changes += [(BlocksRemoved, block_hash) for block_hash in reversed(below)]
 
     def _removed(self, event: BlockRemoved, changes: _Changes) -> None:
         for theirs in event.block_hashes:
@@ -178,10 +211,14 @@ class VllmPool:
                 continue
             del self._copies[theirs]
             ours = self._ours.pop(theirs, None)
-            if ours is not None:
-                del self._blocks[ours]
-                self.xor ^= block_word(ours)
-                changes.append((BlocksRemoved, ours))
+            if ours is None:
+                continue
+            if ours in self._blocks:
+                self._move(ours, self._blocks, self._orphans, changes)
+            under = self._orphans.pop(ours).under
+            self._children[under].discard(ours)
+            if not self._children[under]:
+                del self._children[under]
 
 
 def _joined(changes: _Changes) -> list[Event]:
@@ -234,8 +271,10 @@ def _beside_adapter(event: BlockStored, keys: tuple[object, ...] | None) -> list
 
 
 def _root(keys: list[object]) -> bytes | None:
-    """Return the root that a first block's keys name: the one key there is, 32 hex digits."""
+    """Return the root that a block's keys name: the one key there is, 32 hex digits. None: it is another; b"": none."""
     match keys:
+        case []:
+            return b""
         case [str(salt)] if _ROOT.fullmatch(salt):
             return bytes.fromhex(salt)
     return None

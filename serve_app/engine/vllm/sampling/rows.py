@@ -23,7 +23,6 @@ from serve_app.engine.protocol import EngineRequest, SamplingParams
 from serve_app.engine.runner.sampling import choose_tokens
 from serve_app.engine.runner.token_rules import apply_rules
 from serve_app.engine.step import History
-from serve_app.engine.vllm.scheduling.tenant import tenant_args
 from serve_app.structured.matcher import AnswerMatcher, Matchers
 
 _log = logging.getLogger(__name__)
@@ -76,8 +75,11 @@ def drafts_wanted(extra_args: Mapping[str, Any] | None) -> bool:
     return packed is None or not packed["sampling"]["disable_spec_decode"]
 
 
-def vllm_sampling(sampling: SamplingParams, choice: TokenChoice, tenant: str = "") -> dict[str, Any]:
-    """Return vLLM's own sampling fields: greedy, and one token at least, which nobody gets without ``max_tokens``."""
+def vllm_sampling(sampling: SamplingParams, choice: TokenChoice, told: Mapping[str, Any]) -> dict[str, Any]:
+    """Return vLLM's own sampling fields: greedy, and one token at least, which nobody gets without ``max_tokens``.
+
+    ``told``: more of ``extra_args``.
+    """
     return {
         "max_tokens": max(sampling.max_tokens, 1),
         "temperature": 0.0,
@@ -85,7 +87,7 @@ def vllm_sampling(sampling: SamplingParams, choice: TokenChoice, tenant: str = "
         "ignore_eos": True,
         "detokenize": False,
         "logprobs": sampling.logprobs,
-        "extra_args": {**choice.to_extra_args(), **tenant_args(tenant)},
+        "extra_args": {**choice.to_extra_args(), **told},
     }
 
 

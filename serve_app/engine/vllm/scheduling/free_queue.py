@@ -32,7 +32,7 @@ class TenantFreeQueue:
     """``taker``: whose request takes the next blocks, "" for nobody's. ``shares``: what each tenant holds.
 
     ``blocks``: those that are free, in their order; ``total_blocks``: of the pool, numbered from 0.
-    A block belongs to who took it, whoever reads it, until it is taken again or let go of without content.
+    A block belongs to who took it, whoever reads it, until it is handed over, taken again or let go of without content.
     """
 
     def __init__(self, blocks: Sequence[Any], total_blocks: int, clock: Clock = time.monotonic) -> None:
@@ -101,6 +101,16 @@ class TenantFreeQueue:
             self._let_go(block)
         self._empty.prepend_n(blocks)
         self.num_free_blocks += len(blocks)
+
+    def hand_over(self, blocks: Sequence[Any], tenant: str) -> None:
+        """Enter blocks in use under another tenant."""
+        account = self.shares.touch(tenant)
+        for block in blocks:
+            owner = self._owners[block.block_id]
+            if owner is not None:
+                owner.held -= 1
+                account.held += 1
+                self._owners[block.block_id] = account
 
     def forget(self) -> None:
         """Note that no free block holds anything any more."""

@@ -7,9 +7,10 @@ from typing import Any
 
 import vllm
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
+from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, generate_block_hash_extra_keys, hash_block_tokens
 from vllm.v1.core.sched.request_queue import PriorityRequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_input_batch import InputBatch
@@ -20,6 +21,13 @@ VERSION = "0.32"
 
 _RESTED_ON: tuple[tuple[Callable[..., Any], str], ...] = (
     (BlockPool.free_blocks, "self ordered_blocks"),
+    (
+        BlockPool.cache_full_blocks,
+        "self request blocks num_cached_blocks num_full_blocks block_size kv_cache_group_id block_mask",
+    ),
+    (generate_block_hash_extra_keys, "request start_token_idx end_token_idx start_mm_idx"),
+    (hash_block_tokens, "hash_function parent_block_hash curr_block_token_ids extra_keys"),
+    (Request.update_block_hashes, "self"),
     (FreeKVCacheBlockQueue.__init__, "self blocks"),
     (FreeKVCacheBlockQueue.popleft_n, "self n"),
     (FreeKVCacheBlockQueue.remove, "self block"),
@@ -43,6 +51,8 @@ _QUEUE_MEMBERS = {"popleft", "popleft_n", "remove", "append", "append_n", "prepe
 _RANK = "self.parallel_config.rank = rank"
 """By which each rank's part of a copy is told from the others'."""
 
+_STORED = "self.kv_event_queue.append("
+_HASHES = "self.block_hashes.extend(self._block_hasher(self))"
 _VICTIM = "key=lambda r: (r.priority, r.arrival_time)"
 
 
@@ -56,6 +66,10 @@ def check_hooks() -> None:
         wrong.append(f"its pool asks for {', '.join(sorted(unknown))}")
     if not hasattr(PriorityRequestQueue(), "_heap"):
         wrong.append("its waiting line is no heap")
+    if _STORED not in inspect.getsource(BlockPool.cache_full_blocks):
+        wrong.append("it tells of stored blocks in another way")
+    if _HASHES not in inspect.getsource(Request.update_block_hashes):
+        wrong.append("it hashes requests in another way")
     if _VICTIM not in inspect.getsource(Scheduler.schedule):
         wrong.append("it preempts by another rule")
     if _RANK not in inspect.getsource(WorkerBase.__init__):

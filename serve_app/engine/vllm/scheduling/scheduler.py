@@ -12,6 +12,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from serve_app.engine.vllm.sampling.rows import drafts_wanted
 from serve_app.engine.vllm.scheduling.free_queue import TenantFreeQueue
 from serve_app.engine.vllm.scheduling.hooks import check_hooks
+from serve_app.engine.vllm.scheduling.scoped_blocks import ScopedBlocks
 from serve_app.engine.vllm.scheduling.tenant import shares_of, tenant_of
 from serve_app.engine.vllm.scheduling.turns import Need, Plan, TenantTurns
 from serve_app.engine.vllm.scheduling.waiting_line import WaitingLine
@@ -28,6 +29,7 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
         pool = self.kv_cache_manager.block_pool
         self._pool_queue = TenantFreeQueue(pool.free_block_queue.get_all_free_blocks(), pool.num_gpu_blocks)
         pool.free_block_queue = self._pool_queue
+        self._blocks = ScopedBlocks(pool, self._pool_queue, self.cache_config.prefix_caching_hash_algo)
         self.waiting = WaitingLine()
         self._turns = TenantTurns(
             self.max_num_scheduled_tokens, self.max_num_active_reqs, pool.num_gpu_blocks - 1, self.block_size
@@ -45,6 +47,7 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
             if request.priority >= 0:  # a copy asks for no turn
                 self._turns.shares.touch(tenant)
             self._pool_queue.shares.touch(tenant)
+        self._blocks.begin(request)
         super().add_request(request)
 
     def schedule(self, throttle_prefills: bool = False) -> Any:

@@ -12,7 +12,7 @@ from router.protocol.block_hash import HASH_BYTES
 from serve_app.engine.protocol import EngineError
 from serve_app.engine.vllm.adapters import VllmAdapters
 from serve_app.engine.vllm.frontend import VllmFrontend
-from serve_app.engine.vllm.scheduling.tenant import shares_args, tenant_args
+from serve_app.engine.vllm.scheduling.tenant import salt_of, scope_args, shares_args, tenant_args
 
 LAYOUT_FILE = "kv_layout.json"
 """What each rank writes of its part of the blocks: a ``KvPart``."""
@@ -32,6 +32,7 @@ _SAMPLING = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "detokeniz
 class Job(msgspec.Struct, frozen=True):
     """``kind``, of the prompt's blocks ``first`` to ``end`` - 1, for ``tenant``. ``file``: their rows, a file a rank.
 
+    ``public_tokens``: how many of the prompt's are public.
     "pin": keep them in the pool, under the name ``file``, until "unpin" names it.
     """
 
@@ -40,6 +41,7 @@ class Job(msgspec.Struct, frozen=True):
     first: int = 0
     end: int = 0
     tenant: str = ""
+    public_tokens: int = 0
 
     def to_extra_args(self) -> dict[str, Any]:
         """Return it as ``SamplingParams.extra_args`` carry it."""
@@ -74,9 +76,13 @@ class JobRunner:
         self._frontend.call(self._run(told, _FIRST, [0], bytes(HASH_BYTES), "")).result()
 
     async def run(self, job: Job, token_ids: Sequence[int], root: bytes, lora: str) -> int:
-        """Run a job; return how many tokens were cached. Raises EngineError or LookupError."""
+        """Run a job; return how many tokens were cached. ``root`` as in ``EngineRequest``.
+
+        Raises EngineError or LookupError.
+        """
+        told = job.to_extra_args() | scope_args(root, job.public_tokens)
         priority = 0 if job.kind == "pin" else _FIRST  # what is to be kept may be computed
-        return await self._run({"extra_args": job.to_extra_args()}, priority, token_ids, root, lora)
+        return await self._run({"extra_args": told}, priority, token_ids, root, lora)
 
     async def _run(
         self, told: Mapping[str, Any], priority: int, token_ids: Sequence[int], root: bytes, lora: str
@@ -87,7 +93,7 @@ class JobRunner:
             self._begins()
             sampling = {**_SAMPLING, **told}
             name, cached = f"job {next(self._numbers)}", 0
-            parts = self._frontend.generate(name, list(token_ids), root.hex(), sampling, weights, priority=priority)
+            parts = self._frontend.generate(name, list(token_ids), salt_of(root), sampling, weights, priority=priority)
             async for part in parts:
                 cached = max(cached, part.cached_tokens)
             return cached

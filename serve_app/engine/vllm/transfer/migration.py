@@ -14,11 +14,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from router.protocol.block_hash import HASH_BYTES, PrefixScope, hash_at, hash_blocks
+from router.protocol.block_hash import HASH_BYTES, PrefixScope, extend_chain
 from serve_app.cache.kv_chain import KvChain, KvFormat, KvPart, TransferError, WrongChain, make_header, verify_part
 from serve_app.cache.prefix.block_index import CachedBlock
 from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, idle_heats, list_hot
 from serve_app.cache.prefix.pins import Pins
+from serve_app.cache.prefix.quota import PUBLIC
 from serve_app.engine.protocol import CacheRoom, Clock
 from serve_app.engine.vllm.events.pool import VllmPool
 from serve_app.engine.vllm.frontend import ModelFacts
@@ -64,28 +65,33 @@ class VllmMigration:
             self._format = KvFormat(f"{settings.model_fingerprint}/vllm", settings.block_size, parts)
 
     def note_owner(self, root: bytes, scope: PrefixScope, tenant: str) -> None:
-        """Remember whose a root is. As many as the pool has blocks: it holds no more beginnings."""
+        """Remember whose a root is, of a public chain both. As many as the pool has blocks: no more begin in it."""
+        owners = {root: (scope, tenant)}
+        if scope.public_blocks:
+            owners = {root[HASH_BYTES:]: (scope.private, tenant), root[:HASH_BYTES]: (scope.public, PUBLIC)}
         with self._lock:
-            self._owners[root] = (scope, tenant)
-            self._owners.move_to_end(root)
-            if len(self._owners) > self._num_blocks:
-                self._owners.popitem(last=False)
+            for own, owner in owners.items():
+                self._owners[own] = owner
+                self._owners.move_to_end(own)
+                if len(self._owners) > self._num_blocks:
+                    self._owners.popitem(last=False)
 
     def export_prefix(self, prefix: HashedTokens, first: int, most_blocks: int | None) -> KvChain | None:
         """Return the blocks from ``first`` on that vLLM holds of a prefix, ``most_blocks`` at most; None for none."""
         kv_format, scope = self._format, prefix.scope
-        if kv_format is None or scope.public_blocks:
+        if kv_format is None:
             return None
         size, ids = kv_format.block_size, np.ascontiguousarray(prefix.token_ids, dtype=np.int32)
         most = self._most_blocks if most_blocks is None else min(first + most_blocks, self._most_blocks)
         end = self._pool.known(prefix.chain, min(most, len(ids) // size))
-        root = self._pool.root_of(hash_at(prefix.chain, 0)) if end > first else b""
-        if not root or hash_blocks(root, ids[: end * size], size) != prefix.chain[: end * HASH_BYTES]:
+        public, held_chain = min(scope.public_blocks, end), prefix.chain[: end * HASH_BYTES]
+        root = self._pool.roots_of(held_chain, public) if end > first else b""
+        if not root or extend_chain(root, public, ids[: end * size], size) != held_chain:
             return None
         file = str(self._directory / f"kv-{next(self._file_numbers)}")
-        job, job_ids = Job("export", file, first, end, prefix.tenant), [*ids[: end * size].tolist(), 0]
+        job = Job("export", file, first, end, prefix.tenant, public * size)
         try:
-            self._run_job(job, job_ids, root, scope.lora)
+            self._run_job(job, [*ids[: end * size].tolist(), 0], root, scope.lora)
             rows = [
                 np.fromfile(part, np.uint8).reshape(-1, width)
                 for part, width in zip(self._parts(file), kv_format.part_bytes, strict=True)
@@ -96,7 +102,7 @@ class VllmMigration:
         finally:
             self._remove(file)
         end = first + len(payload)
-        header = make_header(kv_format, scope, ids[: end * size], prefix.chain[: end * HASH_BYTES], payload, first)
+        header = make_header(kv_format, scope, ids[: end * size], held_chain[: end * HASH_BYTES], payload, first)
         return KvChain(msgspec.structs.replace(header, root=root), payload)
 
     def import_part(self, part: KvChain, prefix: HashedTokens, first: int) -> int:
@@ -110,17 +116,18 @@ class VllmMigration:
         scope, token_ids = prefix.scope, prefix.token_ids
         verify_part(part, self._format, scope, token_ids, prefix.chain, first)
         end, size, root = first + part.header.blocks, self._format.block_size, part.header.root
-        if scope.public_blocks or end > self._most_blocks:
+        if end > self._most_blocks:
             raise TransferError("vLLM cannot hold it")
-        if not root or hash_blocks(root, token_ids[: end * size], size) != prefix.chain[: end * HASH_BYTES]:
+        public = min(scope.public_blocks, end)
+        if not root or extend_chain(root, public, token_ids[: end * size], size) != prefix.chain[: end * HASH_BYTES]:
             raise WrongChain("its root is not that of the tokens that were asked for")
         file = str(self._directory / f"kv-{next(self._file_numbers)}")
-        job, job_ids = Job("import", file, first, end, prefix.tenant), [*token_ids[: end * size].tolist(), 0]
+        job = Job("import", file, first, end, prefix.tenant, public * size)
         try:
             rows = np.split(part.payload, list(itertools.accumulate(self._format.part_bytes))[:-1], axis=1)
             for path, own in zip(self._parts(file), rows, strict=True):
                 np.ascontiguousarray(own).tofile(path)
-            cached = self._run_job(job, job_ids, root, scope.lora)
+            cached = self._run_job(job, [*token_ids[: end * size].tolist(), 0], root, scope.lora)
         except LookupError as error:
             raise TransferError(f"adapter {scope.lora} is not loaded") from error
         finally:
@@ -130,7 +137,7 @@ class VllmMigration:
 
     def hot_prefixes(self) -> HotPrefixes:
         """Return what the pool holds, saves and the hottest first; not an adapter's, which peers may not have."""
-        # A scope is that of a whole chain, so that what is left out takes its children along.
+        # An adapter is that of a whole chain, so that what is left out takes its children along.
         base = [entry for entry in self._entries() if not entry.scope.lora]
         blocks = {block_number(entry.block_hash): entry.block for entry in base}
         pins = [

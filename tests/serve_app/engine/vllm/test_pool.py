@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from router.directory.directory import Directory
-from router.protocol.block_hash import PrefixScope, hash_blocks
-from router.protocol.events import BlocksStored, CacheCleared, CacheDigest, Event
+from router.protocol.block_hash import PrefixScope, hash_blocks, private_parent
+from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, CacheDigest, Event
 from serve_app.engine.vllm.events.batches import (
     AllBlocksCleared,
     BlockRemoved,
@@ -251,6 +251,25 @@ def test_what_has_no_root_of_ours_or_is_not_tokens_alone_is_nobodys(changes: dic
     pool = VllmPool(2, 8)
     parent = stored(block_hashes=[b"0"], token_ids=[0, 0])
     assert told(pool, parent, stored(**changes), BlockRemoved([b"1"])) == [BlocksStored(chain(0, 0))]
+
+
+def test_a_block_is_told_while_all_that_it_hangs_under_is_held() -> None:
+    """A public parent may go first; a private chain behind it is there again with it, and its end is heard of."""
+    pool, public, private = VllmPool(2, 8), chain(1, 2), b"p" * 16
+    behind = hash_blocks(private_parent(private, public), np.arange(4, dtype=np.int32), 2)
+    first, last = behind[:16], behind[16:]
+    keys: list[Any] = [(ROOT.hex(),), (private.hex(),), None]
+    both = stored(block_hashes=[b"1", b"2", b"3"], token_ids=[1, 2, 0, 1, 2, 3], extra_keys=keys)
+    assert told(pool, both) == [BlocksStored(public + behind)]
+    assert pool.roots_of(public + behind, 1) == ROOT + private
+    assert told(pool, BlockRemoved([b"1"])) == [BlocksRemoved(last + first + public)]
+    assert (pool.known(public + behind, 3), len(pool), pool.xor) == (0, 0, 0)
+    assert told(pool, BlockRemoved([b"3"])) == []
+    assert told(pool, STORED) == [BlocksStored(public + first)]
+    scope = PrefixScope("m")
+    owners = {ROOT: (scope, "everybody"), private: (scope, "t")}
+    assert [entry.tenant for entry in pool.entries(owners.get)] == ["everybody", "t"]
+    assert pool.entries({private: (scope, "t")}.get) == []
 
 
 def test_more_blocks_than_the_pool_has_mean_that_removals_were_lost() -> None:

@@ -164,7 +164,7 @@ def test_a_row_without_numbers_fails_alone(temperature: float, matchers: Matcher
 def test_everything_crosses_to_the_worker(sampling: SamplingParams) -> None:
     """What the processor reads from the message is what was asked, but for bits of the seed that matter to nobody."""
     choice = choice_of(replace(request("r", prompt(5)), sampling=sampling, resumed_tokens=2), "/file")
-    fields = vllm_sampling(sampling, choice)
+    fields = vllm_sampling(sampling, choice, {"other": 1})
     assert (fields["temperature"], fields["max_tokens"]) == (0.0, max(1, sampling.max_tokens))
     assert (fields["stop_token_ids"], fields["logprobs"]) == (list(sampling.stop_token_ids), sampling.logprobs)
     arrived = TokenChoice.from_extra_args(msgspec.msgpack.decode(msgspec.msgpack.encode(fields["extra_args"])))

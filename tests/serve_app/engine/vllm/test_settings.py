@@ -62,9 +62,6 @@ CHANGED: dict[str, dict[str, Any]] = {
     "disk_queue_bytes": {"disk_queue_bytes": "1MiB"},
     "tier_load_ratio": {"tier_load_ratio": 2},
     "save_ttl_s": {"save_ttl_s": 60},
-    "public_prompts": {"public_prompts": [{"name": "p", "version": "1", "text": "x"}]},
-    "prompts_dir": {"prompts_dir": "x"},
-    "tenants[].store_kv": {"tenants": [{**TENANT, "store_kv": False}]},
     "max_itl_ms": {"max_itl_ms": 50.0},
     "speculative_model": {"speculative_model": "small"},
     "num_speculative_tokens": {"num_speculative_tokens": 2},
@@ -80,7 +77,8 @@ def test_a_setting_without_effect_is_refused_by_its_name(name: str) -> None:
 
 
 MOVES = {"kv_pull": True, "prewarm": True, "handover": True, "pin_budget": 0.5, "save_ttl_s": 60}
-TENANTS = [{**TENANT, "requests_per_second": 2, "cache_share": 2, "trust_group": "g"}]
+TENANTS = [{**TENANT, "requests_per_second": 2, "cache_share": 2, "trust_group": "g", "store_kv": False}]
+PUBLIC = [{"name": "p", "version": "1", "text": "x"}]
 
 
 @pytest.mark.parametrize(
@@ -90,6 +88,7 @@ TENANTS = [{**TENANT, "requests_per_second": 2, "cache_share": 2, "trust_group":
         ({"replica_num_gpus": 1}, False),
         ({"speculative_model": "ngram", "num_speculative_tokens": 8}, True),
         ({"block_size": 64, "tenants": TENANTS, "lora_adapters": {"x": "x"}, **MOVES}, True),
+        ({"public_prompts": PUBLIC, "prompts_dir": "x"}, True),
     ],
 )
 def test_what_vllm_can_do_is_not_refused(settings: dict[str, Any], on_cpu: bool) -> None:

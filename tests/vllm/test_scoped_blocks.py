@@ -1,0 +1,192 @@
+"""vLLM's own cache manager with public prompts, tenants' salts and requests that store nothing: nobody reads another's.
+
+``WARMPATH_SEQUENCES=10000`` runs as many sequences.
+"""
+
+import itertools
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from vllm import SamplingParams
+from vllm.distributed.kv_events import KVEventBatch
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.request import Request, RequestStatus
+
+from router.protocol.block_hash import PrefixScope, common_tokens, extend_chain, split_chain
+from serve_app.cache.prefix.quota import PUBLIC
+from serve_app.engine.vllm.events.batches import decode_batch
+from serve_app.engine.vllm.events.pool import VllmPool
+from serve_app.engine.vllm.scheduling.free_queue import TenantFreeQueue
+from serve_app.engine.vllm.scheduling.hooks import check_hooks
+from serve_app.engine.vllm.scheduling.scoped_blocks import ScopedBlocks
+from serve_app.engine.vllm.scheduling.tenant import salt_of, scope_args
+from tests.serve_app.engine.tiny import root_of
+from tests.vllm.test_free_queue import BLOCKS, SIZE, Cache, _hasher
+
+PROMPTS = ([7] * 14, [7] * 8 + [8] * 4)
+"""What is registered: three blocks and a half, and three, of which two are the other's."""
+
+_names = itertools.count()
+
+# Tenant, salt, a registered prompt and how many of its tokens, those behind it, store_kv.
+Asked = st.tuples(
+    st.sampled_from("ab"),
+    st.sampled_from(("", "salt")),
+    st.sampled_from((*PROMPTS, [])),
+    st.integers(0, 14),
+    st.lists(st.integers(7, 8), min_size=1, max_size=10),
+    st.booleans(),
+)
+Others = st.tuples(st.sampled_from(("grow", "end", "end", "preempt", "reset", "later")), st.integers(0, 9))
+Steps = st.lists(st.one_of(*[st.tuples(st.just("start"), Asked)] * 2, Others), min_size=15, max_size=60)
+
+
+@dataclass(eq=False)
+class Live:
+    """A request in vLLM's manager, and our side of it."""
+
+    tenant: str
+    scope: PrefixScope
+    request: Any
+    store_kv: bool
+
+    @property
+    def ids(self) -> Any:
+        return np.array(self.request.all_token_ids, np.int32)
+
+    def chain(self) -> bytes:
+        return extend_chain(root_of(self.scope), self.scope.public_blocks, self.ids, SIZE)
+
+    def content(self, index: int) -> tuple[PrefixScope, bytes, bool]:
+        return self.scope.at(index), self.ids[: (index + 1) * SIZE].tobytes(), self.store_kv
+
+
+class Served:
+    """Requests over one pool. ``written``: of each block the scope, all tokens up to its end, and whether it stays."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        cache = Cache(watched=False)
+        self.manager, self.vllm = cache.manager, cache.pool
+        self.queue = TenantFreeQueue(cache.queue.get_all_free_blocks(), BLOCKS, lambda: self.now_s)
+        self.vllm.free_block_queue = self.queue
+        self.blocks = ScopedBlocks(self.vllm, self.queue, "sha256")
+        self.pool = VllmPool(SIZE, BLOCKS)
+        self.written: dict[int, tuple[PrefixScope, bytes, bool]] = {}
+        self.stored: set[bytes] = set()
+        self.live: list[Live] = []
+        self.writers: dict[int, str] = {}
+        self.reads = self.wrong = self.of_others = 0
+
+    def do(self, what: str, asked: Any) -> None:
+        one = self.live[asked % len(self.live)] if self.live and what in ("grow", "end", "preempt") else None
+        if what == "start":
+            self.start(self.asked(*asked))
+        elif what == "later":
+            self.now_s += 100.0 * asked
+        elif what == "reset" and self.manager.reset_prefix_cache():
+            self.queue.forget()
+        elif one is not None and what == "grow":
+            one.request.append_output_token_ids(7)
+            self.compute(one, 1)
+        elif one is not None:
+            self.live.remove(one)
+            self.manager.free(one.request)
+            one.request.num_computed_tokens = 0
+            if what == "preempt":
+                self.start(one)
+        self.hear()
+
+    def asked(self, tenant: str, salt: str, prompt: list[int], shared: int, tail: list[int], store_kv: bool) -> Live:
+        ids = np.array([*prompt[:shared], *tail], np.int32)
+        public = max(common_tokens(ids, np.array(known, np.int32)) for known in PROMPTS) // SIZE
+        scope = PrefixScope("m", salt=f"{tenant}{salt}".encode(), public_blocks=public)
+        root = root_of(scope)
+        params = SamplingParams(max_tokens=8, extra_args=scope_args(root, public * SIZE, store_kv=store_kv))
+        name, cache_salt = f"r{next(_names)}", salt_of(root)
+        request = Request(name, ids.tolist(), params, None, cache_salt=cache_salt, block_hasher=_hasher)
+        self.blocks.begin(request)
+        return Live(tenant, scope, request, store_kv)
+
+    def start(self, one: Live) -> None:
+        """Read what is cached, which is what the directory says and nobody else's, and compute the rest."""
+        hit, cached, _ = self.manager.get_computed_blocks(one.request)
+        assert cached == SIZE * self.pool.known(one.chain(), (len(one.ids) - 1) // SIZE)
+        for index, block in enumerate(hit.get_block_ids()[0] if cached else ()):
+            self.reads += 1
+            self.of_others += self.writers[block] != one.tenant
+            self.wrong += self.written[block] != (*one.content(index)[:2], True)
+        if self.compute(one, len(one.ids) - cached, cached, hit):
+            one.request.status = RequestStatus.RUNNING
+            self.live.append(one)
+
+    def compute(self, one: Live, tokens: int, cached: int = 0, *hit: Any) -> bool:
+        request, self.queue.taker = one.request, one.tenant
+        if self.manager.allocate_slots(request, tokens, cached, *hit) is None:
+            return False
+        done, request.num_computed_tokens = request.num_computed_tokens, request.num_computed_tokens + cached + tokens
+        blocks = self.manager.get_block_ids(request.request_id)[0]
+        for index in range((done + cached) // SIZE, request.num_computed_tokens // SIZE):
+            self.written[blocks[index]], self.writers[blocks[index]] = one.content(index), one.tenant
+        self.stored |= set(split_chain(one.chain())) if one.store_kv else set()
+        return True
+
+    def hear(self) -> None:
+        """Follow vLLM's events, and compare what is held and on whose account it is."""
+        batch = KVEventBatch(ts=1.0, events=self.manager.take_events(), data_parallel_rank=0)
+        self.pool.translate(decode_batch(msgspec.msgpack.encode(batch)))
+        assert set(self.pool) <= self.stored
+        held = [self.written[block.block_id] for block in self.vllm.blocks if block.block_hash is not None]
+        assert all(store_kv for _, _, store_kv in held)
+        assert self.queue.shares.holdings().get(PUBLIC, 0) == sum(not scope.salt for scope, _, _ in held)
+
+
+@given(steps=Steps)
+@settings(max_examples=int(os.environ.get("WARMPATH_SEQUENCES", "200")), deadline=None)
+def test_no_block_is_read_by_who_did_not_write_it_unless_it_is_public(steps: list[tuple[str, Any]]) -> None:
+    """Of any scope but its own, with any tokens but its own, or of a request that stores nothing: none at all."""
+    served = Served()
+    for what, asked in steps:
+        served.do(what, asked)
+    assert served.wrong == 0
+    event(f"{'some' if served.of_others else 'no'} public blocks of others were read")
+
+
+def test_what_is_read_is_found_in_such_sequences() -> None:
+    """A public prompt's three blocks are read by another tenant, and nothing behind them."""
+    served = Served()
+    for tenant, reads in (("a", 0), ("b", 3), ("b", 8)):
+        served.do("start", (tenant, "", PROMPTS[0], 14, [8] * 9, True))
+        assert served.reads == reads
+    served.do("start", ("b", "salt", PROMPTS[0], 14, [8] * 9, False))
+    assert (served.reads, served.of_others) == (11, 9)
+    assert served.queue.shares.holdings() == {"a": 3, "b": 7, PUBLIC: 3}
+
+
+def test_what_hangs_under_a_block_that_is_gone_is_no_hit_until_that_is_back() -> None:
+    """A public prompt that nobody asks for is the first to go; the tenant's own blocks behind it stay."""
+    served = Served()
+    mine = ("a", "", PROMPTS[0], 14, [8] * 10, True)
+    for what, asked in (("start", mine), ("end", 0), ("later", 7), ("start", ("a", "", [], 0, [8], True))):
+        served.do(what, asked)
+    served.do("start", ("b", "", [], 0, [8] * 45, True))
+    assert served.queue.shares.holdings() == {"a": 4, "b": 12}
+    assert (len(served.pool), len(served.pool._orphans)) == (11, 3)
+    served.do("end", 1)
+    served.do("start", ("b", "", PROMPTS[0], 13, [8], True))
+    assert not served.pool._orphans
+    served.do("start", mine)  # which finds all that it had
+    assert served.reads == 5
+
+
+def test_a_vllm_that_stores_or_hashes_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockPool, "cache_full_blocks", lambda self, request: None)
+    monkeypatch.setattr(Request, "update_block_hashes", lambda self: None)
+    with pytest.raises(RuntimeError, match=r"tells of stored blocks in another way; it hashes requests in another way"):
+        check_hooks()
