@@ -46,10 +46,12 @@ def thought_fields(text: str) -> dict[str, str]:
     return {"reasoning_content": text, "reasoning": text}
 
 
-def thinking_switches(*, on: bool, effort: str = "") -> dict[str, Any]:
-    """Return the variables by which chat templates have their model think or not, and how much."""
-    switches = {"enable_thinking": on, "thinking": on}
-    return {**switches, "reasoning_effort": effort} if on and effort else switches
+def thinking_switches(effort: str | None) -> dict[str, Any]:
+    """Return the variables by which chat templates have their model think: "none": not, None: as they do by default."""
+    if effort is None:
+        return {}
+    on = effort != "none"
+    return {"enable_thinking": on, "thinking": on, **({"reasoning_effort": effort} if on and effort else {})}
 
 
 @dataclass(frozen=True, slots=True)

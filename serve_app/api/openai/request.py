@@ -4,7 +4,7 @@ Fields are refused where ignoring them would change the answer. Others that noth
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator
 from pydantic_core import PydanticCustomError
@@ -61,13 +61,9 @@ TopLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS), Whole]
 
 
 Effort = Annotated[
-    str | None, Field(min_length=1, max_length=32, description="none: the model does not think, others: it does")
+    Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None,
+    Must("none, minimal, low, medium, high, xhigh or max"),
 ]
-
-
-def thinking_of(effort: str | None) -> dict[str, Any]:
-    """Return the chat template's variables for an effort, none where it was not given."""
-    return {} if effort is None else thinking_switches(on=effort != "none", effort=effort)
 
 
 class StreamOptions(JsonBody):
@@ -164,7 +160,7 @@ class ChatBody(GenerationBody):
     tools: Tools = Field([], description="functions that the model may call")
     tool_choice: ToolChoice = Field("auto", description="whether the model may or must call, and what")
     parallel_tool_calls: bool = Field(True, description="false: the answer ends with its first call")
-    reasoning_effort: Effort = None
+    reasoning_effort: Effort = Field(None, description="none: the model does not think, others: it does")
 
     def request(self, ignored: Iterable[str] = ()) -> ChatRequest:
         """Return the request; ``ignored``: fields of messages that nothing reads. Raises InvalidRequest."""
@@ -196,7 +192,7 @@ class ChatBody(GenerationBody):
             continue_final_message=self.continue_final_message,
             logprobs=self.top_logprobs if self.logprobs else None,
             chat_template_kwargs=self.chat_template_kwargs,
-            thinking=thinking_of(self.reasoning_effort),
+            thinking=thinking_switches(self.reasoning_effort),
             tool_use=self._tool_use(),
             **self.common([*ignored, *in_parts, *self._ignored_in_tools()]),
         )

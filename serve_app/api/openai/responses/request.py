@@ -14,7 +14,6 @@ from serve_app.api.openai.request import (
     StreamOptions,
     Tokens,
     TopLogprobs,
-    thinking_of,
 )
 from serve_app.api.openai.sampling import INSTEAD, REFUSED, of_format
 from serve_app.api.openai.tools import (
@@ -29,7 +28,7 @@ from serve_app.api.openai.tools import (
     check_arguments,
     tool_use,
 )
-from serve_app.api.request import ChatRequest, thought_fields
+from serve_app.api.request import ChatRequest, thinking_switches, thought_fields
 from serve_app.errors import InvalidRequest
 from serve_app.structured.grammar import Grammar
 
@@ -177,7 +176,7 @@ class ResponsesBody(GenerationBody):
                 functions, choice if isinstance(choice, str) else "auto", named, parallel=self.parallel_tool_calls
             ),
             logprobs=self.top_logprobs if told else None,
-            thinking=thinking_of(self.reasoning.effort),
+            thinking=thinking_switches(self.reasoning.effort),
             repeated=self._repeated(),
             **self.common(ignored, _FIELDS),
         )

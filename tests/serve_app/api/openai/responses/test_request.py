@@ -120,7 +120,7 @@ def test_unknown_fields_are_named() -> None:
         ({"conversation": "c"}, "conversation", "nothing is stored"),
         ({"background": True}, "background", "leave it out"),
         ({"prompt": {"id": "p"}}, "prompt", "use prompt_ref"), ({"truncation": "auto"}, "truncation", "not supported"),
-        ({"reasoning": {"effort": 3}}, "reasoning.effort", "string"), ({"n": 2}, "n", "one answer"),
+        ({"reasoning": {"effort": "much"}}, "reasoning.effort", "xhigh or max"), ({"n": 2}, "n", "one answer"),
         ({"include": [LOGPROBS], "tools": [SEARCH]}, "include", "does not go with tools"),
         ({"top_logprobs": 2}, "top_logprobs", "needs include"),
         ({"top_logprobs": 21, "include": [LOGPROBS]}, "top_logprobs", "from 0 to 20"),
