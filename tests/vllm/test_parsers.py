@@ -70,11 +70,6 @@ def test_vllms_parsers_read_answers_by_name(tokenizer: PromptTokenizer, tools: s
     )  # fmt: skip
     calls = [(call.name, json.loads(call.arguments)) for call in found.calls]
     assert calls == [("get_weather", {"city": "Oslo", "days": 2}), ("search", {})]
-    one = answer(
-        readers, tokenizer, f"assistant\n{opens}", thought + CALLS[tools], step,
-        tools=[WEATHER, SEARCH], parallel_tool_calls=False,
-    )  # fmt: skip
-    assert [call.name for call in one.calls] == ["get_weather"]
     plain = answer(readers, tokenizer, f"assistant\n{opens}", thought + "It rains.", step)
     assert (plain.text, plain.finish_reason, plain.calls) == ("It rains.", "stop", ())
 

@@ -16,8 +16,8 @@ from serve_app.checkpoints.demo_model import ensure_demo_model
 from serve_app.engine.core.build import build_engine
 from serve_app.engine.protocol import FirstToken
 from serve_app.engine.settings import EngineSettings
-from serve_app.generation.answer import ChoiceReader, Piece
-from serve_app.generation.generation import Generation, Tokens
+from serve_app.generation.answer import Piece
+from serve_app.generation.generation import Generation
 from serve_app.generation.reasoning import THOUGHTS, Tags, ThoughtReader, find_thoughts, grammar_behind
 from serve_app.generation.request_usage import RequestUsage
 from serve_app.structured.compiler import GrammarCompiler, llguidance_form
@@ -27,7 +27,6 @@ from serve_app.tenants.tenants import Tenant
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.serve_app.engine.tiny import request, run_all
 from tests.serve_app.generation.test_prepare import preparer_of
-from tests.serve_app.ingress.scripted import GENERATION
 from tests.serve_app.tool_templates.families import family
 
 TAGS = THOUGHTS["qwen3"]
@@ -59,22 +58,22 @@ def test_any_text_is_split_the_same_however_it_is_cut(parts: list[str], opened: 
         assert (thought, answer) == (inside.strip(), behind.lstrip())
 
 
-@pytest.mark.parametrize(
-    ("name", "prompt", "continued", "opened"),
-    [
-        ("qwen3", "user: hi\nassistant\n", "", False),
-        ("qwen3", "user: hi\nassistant\n<think>\n", "", True),
-        ("qwen3", "user: what is <think>\nassistant\n", "", False),
-        ("qwen3", "assistant\n<think>\nSo", "<think>\nSo", True),
-        ("qwen3", "assistant\n<think>a</think>So", "<think>a</think>So", False),
-        ("deepseek_r1", "user: hi\nassistant\n", "", True),
-        ("deepseek_r1", "assistant\n<think>\n\n</think>\n\n", "", False),
-        ("deepseek_r1", "assistant\nSo", "So", False),
-    ],
-)
-def test_a_prompt_opens_a_thought_by_its_end_alone(name: str, prompt: str, continued: str, opened: bool) -> None:
-    """Tags in what a user writes open none."""
-    assert THOUGHTS[name].opened_by(prompt, continued) == opened
+def test_a_prompt_opens_a_thought_by_its_end_alone() -> None:
+    """Tags in what a user writes open none, and an answer that goes on opens its own."""
+    opened = {
+        (name, prompt, continued)
+        for name in ("qwen3", "deepseek_r1")
+        for prompt in ("what is <think>\nassistant\n", "assistant\n<think>\n", "assistant\n<think>\n\n</think>\n\n")
+        for continued in ("", "So", "<think>\nSo", "<think>a</think>So")
+        if THOUGHTS[name].opened_by(prompt + continued, continued)
+    }
+    inside = {(*each, "<think>\nSo") for each in {(name, prompt) for name, prompt, _ in opened}}
+    assert ("qwen3", "what is <think>\nassistant\n", "") not in opened
+    assert {each for each in opened if not each[2]} == {
+        ("qwen3", "assistant\n<think>\n", ""), ("deepseek_r1", "assistant\n<think>\n", ""),
+        ("deepseek_r1", "what is <think>\nassistant\n", ""),
+    }  # fmt: skip
+    assert {each for each in opened if each[2]} == inside
 
 
 def test_tags_are_found_in_templates_and_special_tokens() -> None:
@@ -104,22 +103,6 @@ def test_a_grammar_counts_behind_the_thought(tokenizer: PromptTokenizer, tags: T
             assert (matcher.allowed(ids) is not None) == fits, (opened, text)
 
 
-def test_tokens_of_thoughts_are_counted_whatever_comes_at_once(tokenizer: PromptTokenizer) -> None:
-    """Its tags are among them; of tokens that are told, only those behind it are."""
-    ids = tokenizer.encode("<think>\nhm, 3 < 4\n</think>\n\nIt rains.", b"r" * 16).token_ids.tolist()
-    expected = len(tokenizer.encode("<think>\nhm, 3 < 4\n</think>", b"r" * 16).token_ids)
-    for size in (1, 2, 5, len(ids)):
-        split = ThoughtReader(TAGS, opened=False)
-        reader, pieces = ChoiceReader(0, GENERATION, tokenizer.decoder(), split=split), list[Piece]()
-        for at in range(0, len(ids), size):
-            reason = "length" if at + size >= len(ids) else None
-            pieces += reader.read(Tokens(tuple(ids[at : at + size]), FirstToken(0) if not at else None, reason))
-        assert sum(piece.reasoning_tokens for piece in pieces) in (expected, expected + 1), "a token may hold both"
-        assert sum(piece.new_tokens for piece in pieces) == len(ids)
-        told = "".join(piece.reasoning for piece in pieces), "".join(piece.text for piece in pieces)
-        assert told == ("hm, 3 < 4", "It rains.")
-
-
 def test_what_is_predicted_of_a_turn_behind_a_thought_is_what_is_cached(tmp_path: Path) -> None:
     """The template drops earlier thoughts, so an answer behind one is computed again; the miss says why."""
     path = family("thinking", ensure_demo_model("demo"), tmp_path / "model")
@@ -136,14 +119,14 @@ def test_what_is_predicted_of_a_turn_behind_a_thought_is_what_is_cached(tmp_path
             (made,) = asyncio.run(preparer.prepare(asked, Tenant("default"), "id"))
             predicted = 16 * engine.known_blocks(made.block_hashes, (len(made.token_ids) - 1) // 16)
             answer = tokenizer.encode(f"<think>\n{words}\n</think>\n\nAnswer {turn}. {words}", made.root).token_ids
-            first = run_all(engine, [engine_request(made, f"{turn}", made.token_ids)]).cached[f"{turn}"]
+            first = run_all(engine, [engine_request(made, "asked", made.token_ids)]).cached["asked"]
             assert first == predicted
             if seen is not None:
                 assert predicted == len(seen.ids) // 16 * 16, "all of the prompt before, and nothing of its answer"
                 miss = explain(SeenPrompt(made.token_ids, made.scope, 0, 1.0), predicted, [seen], tokenizer.text_of)
                 assert (miss.reason, miss.lost_tokens > 100) == ("reasoning", True)
             # The answer was this text: its KV is there.
-            run_all(engine, [engine_request(made, f"{turn} on", np.concatenate([made.token_ids, answer]))])
+            run_all(engine, [engine_request(made, "answered", np.concatenate([made.token_ids, answer]))])
             usage = RequestUsage(1, [made])
             usage.add(Piece(0, "x", len(answer), FirstToken(first), reasoning_tokens=len(answer) // 2))
             seen = SeenPrompt(made.token_ids, made.scope, 0, 0.0, usage)
