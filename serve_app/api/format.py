@@ -32,6 +32,7 @@ class Usage:
 
     ``kept_5m_tokens``, ``kept_1h_tokens``: other tokens of the prompt, kept for so long because it was asked for.
     ``cache_miss``: why other tokens were not, where the request asks and it is known, which is at the answer's end.
+    ``reasoning_tokens``: completion tokens of thoughts.
     """
 
     prompt_tokens: int
@@ -40,6 +41,7 @@ class Usage:
     kept_5m_tokens: int = 0
     kept_1h_tokens: int = 0
     cache_miss: Mapping[str, Any] | None = None
+    reasoning_tokens: int = 0
 
 
 class ShownToken(NamedTuple):
@@ -62,6 +64,7 @@ class Choice:
     """One finished answer. ``calls``: the tool calls that came after or between its text, each one whole.
 
     ``logprobs``: of its tokens, None where nobody asked. ``stop_sequence``: the stop string that ended it, "" for none.
+    ``reasoning``: the thought before its text.
     """
 
     text: str
@@ -69,6 +72,7 @@ class Choice:
     calls: tuple[ToolCall, ...] = ()
     logprobs: tuple[ToldToken, ...] | None = None
     stop_sequence: str = ""
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,9 @@ class AnswerStream(Protocol):
 
     def text(self, index: int, text: str, logprobs: Sequence[ToldToken] = ()) -> bytes:
         """Add text to a choice, with its tokens where they were asked for."""
+
+    def reasoning(self, index: int, text: str) -> bytes:
+        """Add to the thought of a choice, which comes before its text, where the API has thoughts."""
 
     def call(self, index: int, event: CallEvent) -> bytes:
         """Add a part of a tool call to a choice, where the API has tools."""

@@ -41,6 +41,19 @@ class ToolUse:
 NO_TOOLS = ToolUse()
 
 
+def thought_fields(text: str) -> dict[str, str]:
+    """Return the fields of a message that hold its thought: DeepSeek's name, which most templates have, and vLLM's."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def thinking_switches(effort: str | None) -> dict[str, Any]:
+    """Return the variables by which chat templates have their model think: "none": not, None: as they do by default."""
+    if effort is None:
+        return {}
+    on = effort != "none"
+    return {"enable_thinking": on, "thinking": on, **({"reasoning_effort": effort} if on and effort else {})}
+
+
 @dataclass(frozen=True, slots=True)
 class CacheBreakpoint:
     """A place in a conversation: what leads to it stays cached for ``ttl_s`` after its last read.
@@ -113,7 +126,8 @@ class RequestFields:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest(RequestFields):
-    """A conversation; each of ``messages`` has string ``role`` and ``content``, an assistant's maybe ``tool_calls``.
+    """A conversation; each of ``messages`` has string ``role`` and ``content``, an assistant's maybe ``tool_calls``
+    and ``thought_fields``. ``thinking``: variables of the chat template, for those that have them.
 
     ``repeated``: fields that the answer repeats, as its API shows them. ``breakpoints``: places up to which to keep KV.
     """
@@ -125,6 +139,7 @@ class ChatRequest(RequestFields):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    thinking: Mapping[str, Any] = field(default_factory=dict)
     tool_use: ToolUse = NO_TOOLS
     repeated: Mapping[str, Any] = field(default_factory=dict)
     breakpoints: tuple[CacheBreakpoint, ...] = ()

@@ -77,7 +77,7 @@ class _Batch:
         self._engine = engine
         self._adapters = adapters
         self._matchers = ReplicaMatchers(config, info)
-        self._readers = AnswerReaders(tokenizer, config.tool_parser)
+        self._readers = AnswerReaders(tokenizer, config.tool_parser, config.reasoning_parser)
         secret = load_secret(secret_file=config.secret_file)
         tenants = Tenants((), secret)
         self._tenant = tenants.authenticate(None)
@@ -111,6 +111,7 @@ class _Batch:
         place = await self._places.enter(self._tenant.name, wanted.choices)
         try:
             generations = await self._preparer.prepare(wanted, self._tenant, answer_id)
+            generations = self._readers.behind_thoughts(wanted, generations)
             usage = RequestUsage(wanted.n, generations)
             choices = [WholeChoice(tells_logprobs=wanted.logprobs is not None) for _ in generations]
             pieces = answer_pieces(generations, self, self._readers.of(wanted), place)

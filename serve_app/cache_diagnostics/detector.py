@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from serve_app.cache_diagnostics.explain import Decode, Miss, SeenPrompt, explain, is_miss
 from serve_app.fairness.workers import FairWorkers
 from serve_app.generation.generation import Generation
+from serve_app.generation.request_usage import RequestUsage
 
 logger = logging.getLogger(__name__)
 
@@ -72,16 +73,22 @@ class MissDetector:
         self._tasks: set[asyncio.Task[Miss]] = set()
 
     def observe(
-        self, generation: Generation, cached_tokens: int, arrived_s: float, now_s: float
+        self,
+        generation: Generation,
+        cached_tokens: int,
+        arrived_s: float,
+        now_s: float,
+        usage: RequestUsage | None = None,
     ) -> asyncio.Task[Miss] | None:
         """Remember a prompt at its first token; return a miss's coming explanation, else None.
 
-        A request that leaves nothing in the cache is neither remembered nor explained.
+        ``usage``: of the answer, which goes on. A request that leaves nothing in the cache is neither remembered nor
+        explained.
         """
         if not generation.store_kv:
             return None
         tenant, task = generation.tenant, None
-        prompt = SeenPrompt(generation.token_ids, generation.scope, generation.system_chars, now_s)
+        prompt = SeenPrompt(generation.token_ids, generation.scope, generation.system_chars, now_s, usage)
         if is_miss(len(generation.token_ids), cached_tokens):
             if self._under_way[tenant] < MAX_AT_ONCE:
                 self._under_way[tenant] += 1

@@ -9,9 +9,10 @@ import numpy.typing as npt
 
 from router.protocol.block_hash import PrefixScope, TokenArray, common_tokens
 from serve_app.cache_diagnostics.difference import Difference, classify, value_there
+from serve_app.generation.request_usage import RequestUsage
 from serve_app.prompts.lock import first_difference
 
-Reason = Difference | Literal["adapter", "salt", "evicted", "never_seen", "not_compared"]
+Reason = Difference | Literal["adapter", "salt", "evicted", "reasoning", "never_seen", "not_compared"]
 
 MAX_PROMPT_TOKENS = 32_768
 """Remembered of one prompt, and compared."""
@@ -23,6 +24,8 @@ MIN_LOST_TOKENS = 32
 """Fewer tokens computed again are not told."""
 MAX_COMPARED = 4
 """Earlier prompts compared to their ends: those with the longest beginning in common."""
+OPENING_TOKENS = 8
+"""A template that opens a thought ends a prompt with up to so many, which the next prompt does not have."""
 GRAM = 8
 """So many equal tokens are the same place of two prompts."""
 LONG_TOKENS, SAMPLED_PART = 2048, 8
@@ -49,20 +52,38 @@ REMEDIES: dict[Reason, str] = {
     "salt": "The same prompt came with another cache_salt, which keeps KV apart: use one salt where that is allowed.",
     "evicted": "The prompt was computed before, and its KV is gone or on a busier replica: see `warmpath plan`, pin it "
     "(cache_control, save_system_prompt_kv_cache), or give it more memory.",
+    "reasoning": "Nothing to change: the chat template leaves the thoughts of earlier answers out, so what followed "
+    "them is computed once more.",
     "never_seen": "None of the last prompts begins like this one: the first request with a prompt computes it.",
     "not_compared": "The prompts are equal as far as they are compared.",
 }
 
 
 class SeenPrompt:
-    """The beginning of one prompt. ``seen_s``: when its first token came, by ``time.perf_counter``."""
+    """The beginning of one prompt. ``seen_s``: when its first token came, by ``time.perf_counter``.
 
-    def __init__(self, token_ids: TokenArray, scope: PrefixScope, system_chars: int, seen_s: float) -> None:
+    ``usage``: of its answer, which goes on.
+    """
+
+    def __init__(
+        self,
+        token_ids: TokenArray,
+        scope: PrefixScope,
+        system_chars: int,
+        seen_s: float,
+        usage: RequestUsage | None = None,
+    ) -> None:
         # A part of a long prompt would keep all of it.
         self.ids = token_ids if len(token_ids) <= MAX_PROMPT_TOKENS else token_ids[:MAX_PROMPT_TOKENS].copy()
         self.cache = scope.lora, scope.salt
         self.system_chars = system_chars
         self.seen_s = seen_s
+        self._usage = usage
+
+    def answer_behind_thought(self) -> int:
+        """Return how many tokens of its answer followed a thought, 0 where there was none."""
+        used = self._usage.total() if self._usage is not None else None
+        return used.completion_tokens - used.reasoning_tokens if used is not None and used.reasoning_tokens else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +134,8 @@ def explain(prompt: SeenPrompt, cached_tokens: int, earlier: Sequence[SeenPrompt
     # What was read further than an earlier prompt goes explains nothing by it.
     least = cached_tokens - len(prompt.ids) // MISSED_PART
     near = sorted((seen for seen in siblings if common[seen] >= least), key=lambda seen: (common[seen], seen.seen_s))
+    if near and common[near[-1]] >= len(near[-1].ids) - OPENING_TOKENS and near[-1].answer_behind_thought():
+        return Miss("reasoning", min(len(prompt.ids) - cached_tokens, near[-1].answer_behind_thought()))
     part = SAMPLED_PART if len(prompt.ids) >= LONG_TOKENS else 1
     sample = _sample(prompt.ids, part)
     for seen in near[: -MAX_COMPARED - 1 : -1]:

@@ -29,6 +29,7 @@ _INSTEAD = {
     "--enable-prefix-caching": "prefix caching is on; --set enable_prefix_caching=false switches it off",
     "--enable-auto-tool-choice": "tool calls are on; the setting tool_parser names their format",
     "--tool-call-parser": "use --set tool_parser=NAME",
+    "--reasoning-parser": "use --set reasoning_parser=NAME",
     "--enable-lora": "use --set 'lora_adapters={NAME: PATH}', or --set allow_runtime_lora=true",
     "--lora-modules": "use --set 'lora_adapters={NAME: PATH}'",
 }

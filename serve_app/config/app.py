@@ -82,6 +82,11 @@ class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, C
         "auto",
         description="the form of tool calls, by vLLM's name, as hermes; auto: by chat template and special tokens",
     )
+    reasoning_parser: str = Field(
+        "auto",
+        description="the tags around thoughts, by vLLM's name, as qwen3; auto: by chat template and special tokens; "
+        "none: thoughts are text",
+    )
     allowed_hosts: list[str] | None = Field(
         None,
         description="names of this server, in lower case; their web pages may post to it, as those of addresses and "

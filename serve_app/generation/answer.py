@@ -2,14 +2,15 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from typing import Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from serve_app.api.format import FinishReason, ShownToken, ToldToken
-from serve_app.api.tool_calls import CallEvent
+from serve_app.api.tool_calls import CallEnded, CallEvent
 from serve_app.engine.protocol import FirstToken, TokenLogprob
 from serve_app.errors import GenerationFailed
 from serve_app.fairness.waiting_line import Place
@@ -33,8 +34,9 @@ class TokenSource(Protocol):
 class Piece(msgspec.Struct, frozen=True):
     """Text that one choice gained (maybe none), and then ``calls``. ``first``: in its first piece alone.
 
+    ``reasoning``: more of the thought, which comes before the text; ``reasoning_tokens`` of the new ones are of it.
     ``logprobs``: of the tokens that begin within the text, where they were asked for. ``stop_sequence``: which stop
-    string ended the choice, in its last.
+    string ended the choice, in its last. ``token_ids``: of the piece before it was split.
     """
 
     index: int
@@ -45,16 +47,60 @@ class Piece(msgspec.Struct, frozen=True):
     calls: tuple[CallEvent, ...] = ()
     logprobs: tuple[ToldToken, ...] = ()
     stop_sequence: str = ""
+    reasoning: str = ""
+    reasoning_tokens: int = 0
+    token_ids: tuple[int, ...] = ()
 
 
-SplitPiece = Callable[[Piece], list[Piece]]
-"""Reads tool calls out of a piece's text; the last of what it returns may end the choice."""
+class SplitPiece(Protocol):
+    """Reads thoughts and tool calls out of pieces."""
+
+    @property
+    def by_token(self) -> bool:
+        """Whether the next piece must be of one token."""
+
+    def split(self, piece: Piece) -> list[Piece]:
+        """Return a piece as one or several; the last may end the choice."""
+
+
+def in_pieces(piece: Piece, events: list[str | CallEvent], *, called: bool, parallel: bool) -> list[Piece]:
+    """Return a piece with ``events`` in place of its text, as one or several; in each the text comes first.
+
+    ``called``: the choice has begun a call. Without ``parallel`` it ends with its first one.
+    """
+    reason: FinishReason | None = piece.finish_reason
+    if not parallel:
+        end = next((i for i, event in enumerate(events, 1) if isinstance(event, CallEnded)), None)
+        if end is not None:
+            events, reason = events[:end], "stop"
+    if reason == "stop" and called:
+        reason = "tool_calls"
+    (text, calls), *more = _in_order(events)
+    pieces = [replace(piece, text=text, calls=calls, finish_reason=None, stop_sequence="")]
+    pieces += (Piece(piece.index, text, calls=calls) for text, calls in more)
+    pieces[-1] = replace(pieces[-1], finish_reason=reason, stop_sequence=piece.stop_sequence)
+    return pieces
+
+
+def _in_order(events: list[str | CallEvent]) -> Iterator[tuple[str, tuple[CallEvent, ...]]]:
+    """Yield texts with the calls that follow each; at least once."""
+    text = ""
+    calls: list[CallEvent] = []
+    for event in events:
+        if not isinstance(event, str):
+            calls.append(event)
+        elif calls:
+            yield text, tuple(calls)
+            text, calls = event, []
+        else:
+            text += event
+    yield text, tuple(calls)
 
 
 class ChoiceReader:
     """Tokens of one choice become pieces, the last with a finish reason; what is told of a token goes with its text.
 
-    ``stop`` strings end it, with ``include_stop`` as its last part. ``split``: None where no calls are read.
+    ``stop`` strings end it, with ``include_stop`` as its last part. ``split``: None where it is text alone.
     """
 
     def __init__(
@@ -82,6 +128,8 @@ class ChoiceReader:
 
     def read(self, tokens: Tokens) -> list[Piece]:
         """Return the pieces that these tokens complete. Raises GenerationFailed where the generation broke off."""
+        if len(tokens.token_ids) > 1 and self._split is not None and self._split.by_token:
+            return self._read_apart(tokens)
         if self._one_by_one:
             text, taken, stopped = self._read_one_by_one(tokens)
         else:
@@ -103,9 +151,20 @@ class ChoiceReader:
             text, self._before = self._before + text, ""
         piece = Piece(
             self._index, text, taken, tokens.first, reason,
-            logprobs=tuple(told), stop_sequence=self._checker.found,
+            logprobs=tuple(told), stop_sequence=self._checker.found, token_ids=tokens.token_ids,
         )  # fmt: skip
-        return [piece] if self._split is None else self._split(piece)
+        return [piece] if self._split is None else self._split.split(piece)
+
+    def _read_apart(self, tokens: Tokens) -> list[Piece]:
+        """Read tokens one by one, as if each had come alone."""
+        pieces: list[Piece] = []
+        for at, token_id in enumerate(tokens.token_ids, 1):
+            last, first = at == len(tokens.token_ids), tokens.first if at == 1 else None
+            reason, told = tokens.finish_reason if last else None, tokens.logprobs[at - 1 : at]
+            pieces += self.read(Tokens((token_id,), first, reason, told))
+            if pieces[-1].finish_reason is not None:
+                break
+        return pieces
 
     def _read_one_by_one(self, tokens: Tokens) -> tuple[str, int, bool]:
         """Return (text that is safe to show, tokens read for it, whether a stop string was found)."""

@@ -193,7 +193,9 @@ class Preparer:
             return RenderedPrompt("".join(contents), "".join(contents[:leading]))
         tools = request.tool_use.tools if self._tokenizer.template.reads_tools else ()
         chars += len(str(tools)) if tools else 0
-        chars += sum(len(str(message["tool_calls"])) for message in messages if "tool_calls" in message)
+        chars += sum(len(str(message.get(name, ""))) for message in messages for name in ("tool_calls", "reasoning"))
+        unread = {*self._tokenizer.template.unread(request.thinking)}
+        thinking = {name: value for name, value in request.thinking.items() if name not in unread}
         rendered = await self._tokenizer.render_async(
             messages,
             tenant,
@@ -201,7 +203,7 @@ class Preparer:
             tools,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
-            **request.chat_template_kwargs,
+            **{**thinking, **request.chat_template_kwargs},
         )
         self._check_size(request, len(rendered.text))  # tools and calls are in it, too
         return rendered

@@ -45,7 +45,7 @@ class RequestUsage:
         self._choices = n
         self._prompt_tokens = sum(len(generation.token_ids) for generation in generations[::n])
         self._completion_tokens = 0
-        self._cached_tokens = 0
+        self._cached_tokens = self._reasoning_tokens = 0
         self._keep = [save for save in generations[0].saves if not save.key]
         self._kept = (0, 0)
         self.save: SaveResult | None = None
@@ -56,6 +56,7 @@ class RequestUsage:
     def add(self, piece: Piece) -> None:
         """Count one piece of an answer."""
         self._completion_tokens += piece.new_tokens
+        self._reasoning_tokens += piece.reasoning_tokens
         first = piece.first
         if first is None:
             return
@@ -74,7 +75,8 @@ class RequestUsage:
 
     def total(self) -> Usage:
         """Return the usage as of now."""
-        return Usage(self._prompt_tokens, self._completion_tokens, self._cached_tokens, *self._kept, self._cache_miss)
+        counted = self._prompt_tokens, self._completion_tokens, self._cached_tokens
+        return Usage(*counted, *self._kept, self._cache_miss, self._reasoning_tokens)
 
 
 def kept_tokens(keep: Sequence[Save], cached_tokens: int) -> tuple[int, int]:

@@ -95,6 +95,8 @@ class EventStream(Response):
             if piece.index not in opened:
                 opened.add(piece.index)
                 events = stream.opening(piece.index, meter.usage.total())
+            if piece.reasoning:
+                events += stream.reasoning(piece.index, piece.reasoning)
             if piece.text or piece.logprobs:
                 events += stream.text(piece.index, piece.text, piece.logprobs)
             for call in piece.calls:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from serve_app.api.format import AnswerFormat, AnswerHead
 from serve_app.api.request import ChatRequest, GenerateRequest
-from serve_app.api.unknown import require_none, unknown_fields
+from serve_app.api.unknown import UnknownField, require_none, unknown_fields
 from serve_app.config.app import AppConfig
 from serve_app.fairness.front_door import Arrival
 from serve_app.fairness.workers import FairWorkers
@@ -62,6 +62,7 @@ class Completions:
                     await arrival.turn(wanted.choices)
                     stage("wait")
                     generations = await self.preparer.prepare(wanted, tenant, answer_id, deadline_s=deadline.at_s)
+                    generations = self.readers.behind_thoughts(wanted, generations)
                     stage("prepare")
                 if trace is not None:
                     generations = [replace(made, traceparent=trace.traceparent) for made in generations]
@@ -95,6 +96,8 @@ class Completions:
             unread = self.tokenizer.template.unread(wanted.chat_template_kwargs)
             more = unknown_fields((f"chat_template_kwargs.{name}" for name in unread), ())
             wanted = replace(wanted, unknown=(*wanted.unknown, *more))
+        if isinstance(wanted, ChatRequest) and wanted.thinking.get("thinking") and not self.readers.thinks:
+            wanted = replace(wanted, unknown=(*wanted.unknown, UnknownField("thinking")))
         if self.config.strict:
             require_none(wanted.unknown)
         return wanted

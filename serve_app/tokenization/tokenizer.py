@@ -63,7 +63,8 @@ class _Lookup:
 class PromptTokenizer:
     """The tokenizer of one checkpoint, safe to use from many threads and one event loop.
 
-    ``cache_bytes`` bounds its memory. ``workers``: threads for long texts, in turns of tenants.
+    ``cache_bytes`` bounds its memory. ``workers``: threads for long texts, in turns of tenants. ``pretrained``: what
+    transformers loaded.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class PromptTokenizer:
         workers: FairWorkers | None = None,
     ) -> None:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        self.pretrained = self._tokenizer
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise ValueError(f"{path} has no fast tokenizer; save one (tokenizer.json) into the directory")
@@ -108,6 +110,10 @@ class PromptTokenizer:
     def special_tokens(self) -> frozenset[str]:
         """The special tokens' texts."""
         return self._texts.special_tokens
+
+    def special_ids(self, words: Iterable[str]) -> dict[str, int]:
+        """Return the ids of those words that are special tokens."""
+        return {word: token_id for token_id, word in self._texts.special(words).items()}
 
     def encode(
         self, text: str, root: bytes, *, public_root: bytes = b"", add_special_tokens: bool = False

@@ -5,7 +5,7 @@ from typing import Any
 
 from serve_app.api.json_body import call_id
 from serve_app.api.openai.tools import MAX_ARGUMENT_DEPTH, too_deep
-from serve_app.api.request import CacheBreakpoint
+from serve_app.api.request import CacheBreakpoint, thought_fields
 from serve_app.errors import InvalidRequest
 
 MAX_BREAKPOINTS = 4
@@ -32,6 +32,7 @@ class Conversation:
         self.breakpoints: list[CacheBreakpoint] = []
         self.ignored: set[str] = set()
         self._texts: list[str] = []
+        self._thought = ""
         self._shorter = False
         self._last_ttl_s = 0.0
 
@@ -68,7 +69,7 @@ class Conversation:
         where = f"{path}.content"
         if not isinstance(content, list) or not content:
             raise InvalidRequest(f"{where} must be a string or a list of at least one block.", param=where)
-        began = len(self.messages)
+        began, self._thought = len(self.messages), ""
         for number, block in enumerate(content):
             self._add_block(role, block, f"{where}[{number}]", began)
         self._join()
@@ -86,8 +87,13 @@ class Conversation:
 
     def _add_block(self, role: str, block: Any, path: str, began: int) -> None:
         kind = _kind(block, path)
-        if kind in ("thinking", "redacted_thinking"):
-            return  # no model here wrote it, and no template has a place for it
+        if kind == "redacted_thinking":
+            return  # no model here wrote it
+        if kind == "thinking":
+            if role != "assistant" or not isinstance(block.get("thinking"), str):
+                raise InvalidRequest(f"{path} must be from assistant, its thinking a string.", param=path)
+            self._thought += block["thinking"]
+            return
         allowed = {"user": ("text", "tool_result"), "assistant": ("text", "tool_use"), "system": ("text",)}[role]
         if kind not in allowed:
             raise InvalidRequest(
@@ -108,6 +114,9 @@ class Conversation:
             return
         if len(self.messages) == began or self.messages[-1]["role"] != role:
             self.messages.append({"role": role, "content": ""})
+        if self._thought:
+            thought, self._thought = self.messages[-1].get("reasoning", "") + self._thought, ""
+            self.messages[-1].update(thought_fields(thought))
         if kind == "text":
             self._add_text(block, path)
             return

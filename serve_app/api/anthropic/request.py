@@ -11,7 +11,7 @@ from serve_app.api.anthropic.history import Asked, digest, digests
 from serve_app.api.json_body import JsonBody, ModelName, Must, Refused, Stops, StoreKV, Text256, Text1024, Whole
 from serve_app.api.openai.sampling import MAX_TOKENS
 from serve_app.api.openai.tools import MAX_TOOL_VALUES, MAX_TOOLS, Description, Function, FunctionName, tool_use
-from serve_app.api.request import ChatRequest, ToolUse
+from serve_app.api.request import ChatRequest, ToolUse, thinking_switches
 from serve_app.errors import InvalidRequest
 from serve_app.structured.grammar import Grammar
 
@@ -48,6 +48,14 @@ class OutputConfig(JsonBody):
     format: Annotated[dict[str, Any] | None, Must("an object with type and schema")] = None
 
 
+class ThinkingConfig(JsonBody):
+    """Whether the model thinks. ``budget_tokens`` and ``display`` change nothing."""
+
+    type: Annotated[Literal["enabled", "adaptive", "disabled"], Must("enabled, adaptive or disabled")]
+    budget_tokens: int | None = None
+    display: str | None = None
+
+
 class DiagnosticsBody(JsonBody):
     """Ask why the cache was missed."""
 
@@ -71,7 +79,6 @@ class CountTokensBody(JsonBody):
         "stop_sequences": 1 << 10, "metadata": 1 << 10,
     }  # fmt: skip
     refused: ClassVar[Refused] = {
-        "thinking": ({"type": "disabled"},),
         "container": (),
         "mcp_servers": ([],),
         "context_management": ({},),
@@ -94,6 +101,9 @@ class CountTokensBody(JsonBody):
         MessageToolChoice | None, Must("an object whose type is auto, any, tool or none")
     ] = Field(None, description="whether the model may or must call, and what")  # fmt: skip
     cache_control: Control = None
+    thinking: Annotated[ThinkingConfig | None, Must("an object with type")] = Field(
+        None, description="whether the model thinks, where its chat template leaves a choice"
+    )
     output_config: Annotated[OutputConfig, Must("an object with format")] = OutputConfig()
     cache_salt: Text1024 = Field(None, description="divides the tenant's own cache: equal salts share KV")
     prompt_ref: Text256 = Field(None, description="NAME@VERSION, or NAME, of a registered prompt that goes before all")
@@ -119,6 +129,7 @@ class CountTokensBody(JsonBody):
             tool_use=use,
             add_generation_prompt=not goes_on,
             continue_final_message=goes_on,
+            thinking=thinking_switches({None: None, "disabled": "none"}.get(self.thinking and self.thinking.type, "")),
             grammar=self._grammar(),
             cache_salt=self.cache_salt,
             prompt_ref=self.prompt_ref,

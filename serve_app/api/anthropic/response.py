@@ -80,7 +80,11 @@ class MessagesFormat:
     def whole(self, head: AnswerHead, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """Return the body of a message that is not streamed."""
         choice = choices[0]
-        content: list[dict[str, Any]] = [{"type": "text", "text": choice.text}] if choice.text else []
+        content: list[dict[str, Any]] = []
+        if choice.reasoning:
+            content.append({"type": "thinking", "thinking": choice.reasoning, "signature": head.answer_id})
+        if choice.text:
+            content.append({"type": "text", "text": choice.text})
         content += [
             {
                 "type": "tool_use",
@@ -126,6 +130,10 @@ class _Stream:
         begun = b"" if self._open == "text" else self._begin({"type": "text", "text": ""})
         return begun + self._delta({"type": "text_delta", "text": text})
 
+    def reasoning(self, index: int, text: str) -> bytes:
+        begun = b"" if self._open else self._begin({"type": "thinking", "thinking": "", "signature": ""})
+        return begun + self._delta({"type": "thinking_delta", "thinking": text})
+
     def call(self, index: int, event: CallEvent) -> bytes:
         if isinstance(event, CallBegun):
             block = {"type": "tool_use", "id": _shown_id(event.call_id), "name": event.name, "input": {}}
@@ -161,8 +169,11 @@ class _Stream:
         """End the block that is open, if one is."""
         if not self._open:
             return b""
+        # Nothing is signed, nor looked at where it comes back; clients drop thoughts without one.
+        signed = {"type": "signature_delta", "signature": self._head.answer_id}
+        events = self._delta(signed) if self._open == "thinking" else b""
         self._open = ""
-        return _event("content_block_stop", index=self._blocks - 1)
+        return events + _event("content_block_stop", index=self._blocks - 1)
 
 
 def message_head(head: AnswerHead, usage: Usage, compare: Compare) -> dict[str, Any]:
@@ -206,6 +217,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
             "ephemeral_1h_input_tokens": usage.kept_1h_tokens,
         },
         "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
         "service_tier": "standard",
     }
 

@@ -4,7 +4,7 @@ Fields are refused where ignoring them would change the answer. Others that noth
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator
 from pydantic_core import PydanticCustomError
@@ -22,7 +22,7 @@ from serve_app.api.openai.tools import (
     check_arguments,
     tool_use,
 )
-from serve_app.api.request import ChatRequest, CompletionRequest, Prompt, ToolUse
+from serve_app.api.request import ChatRequest, CompletionRequest, Prompt, ToolUse, thinking_switches
 from serve_app.errors import InvalidRequest
 
 INT64 = 2**63
@@ -58,6 +58,12 @@ def _prompt(value: Any) -> Prompt:
 Tokens = Annotated[int | None, Field(ge=1, le=MAX_TOKENS), Whole]
 
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS), Whole]
+
+
+Effort = Annotated[
+    Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None,
+    Must("none, minimal, low, medium, high, xhigh or max"),
+]
 
 
 class StreamOptions(JsonBody):
@@ -154,6 +160,7 @@ class ChatBody(GenerationBody):
     tools: Tools = Field([], description="functions that the model may call")
     tool_choice: ToolChoice = Field("auto", description="whether the model may or must call, and what")
     parallel_tool_calls: bool = Field(True, description="false: the answer ends with its first call")
+    reasoning_effort: Effort = Field(None, description="none: the model does not think, others: it does")
 
     def request(self, ignored: Iterable[str] = ()) -> ChatRequest:
         """Return the request; ``ignored``: fields of messages that nothing reads. Raises InvalidRequest."""
@@ -185,6 +192,7 @@ class ChatBody(GenerationBody):
             continue_final_message=self.continue_final_message,
             logprobs=self.top_logprobs if self.logprobs else None,
             chat_template_kwargs=self.chat_template_kwargs,
+            thinking=thinking_switches(self.reasoning_effort),
             tool_use=self._tool_use(),
             **self.common([*ignored, *in_parts, *self._ignored_in_tools()]),
         )

@@ -20,6 +20,7 @@ from serve_app.api.format import (
     ToldToken,
     Usage,
 )
+from serve_app.api.request import thought_fields
 from serve_app.api.sse import data_event
 from serve_app.api.tool_calls import CallArguments, CallBegun, CallEvent
 from serve_app.errors import WarmpathError
@@ -139,7 +140,9 @@ class CompletionFormat:
 
 
 def _message(choice: Choice) -> dict[str, Any]:
-    message = {"role": "assistant", "content": choice.text, "refusal": None}
+    message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+    if choice.reasoning:
+        message |= {"content": choice.text or None, **thought_fields(choice.reasoning)}
     if not choice.calls:
         return message
     calls = [
@@ -180,6 +183,9 @@ class _Stream:
     def text(self, index: int, text: str, logprobs: Sequence[ToldToken] = ()) -> bytes:
         told = _encode(self._chunks.logprobs(logprobs)) if logprobs else b"null"
         return self._chunk(index, self._chunks.text % _encode(text), b"null", told)
+
+    def reasoning(self, index: int, text: str) -> bytes:
+        return self._chunk(index, b'"delta":%b' % _encode(thought_fields(text)), b"null")
 
     def call(self, index: int, event: CallEvent) -> bytes:
         """Add a call to the choice's, with its name, or arguments to its last one."""
@@ -222,6 +228,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens, **cache_miss(usage)},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }
 
 

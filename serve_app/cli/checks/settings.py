@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -20,7 +21,7 @@ from serve_app.cli.supervisor import path_flags
 from serve_app.config.app import AppConfig, is_hub_id
 from serve_app.config.cache import CPU_POOL_BYTES
 from serve_app.engine.runner.kv_size import kv_bytes_per_block
-from serve_app.generation.tool_calls.formats import check_format
+from serve_app.generation.tool_calls.vllm_reader import PARSERS, check_parser
 from serve_app.prompts.registry import Prompts
 from serve_app.replica.engine_factory import MAKERS, served_fields
 from serve_app.tenants.secret import load_secret
@@ -92,7 +93,8 @@ def _fit(settings: AppConfig, place: Place) -> Iterator[Refusal]:
     arguments = settings.to_json()["engine_args"]
     if arguments and place != "elsewhere" and not settings.engine_traits.missing():
         yield from _said("engine_args", _ENGINE_ARGS, json.dumps(arguments))
-    yield from _refusal("tool_parser", lambda: check_format(settings.tool_parser))
+    for setting in PARSERS:
+        yield from _refusal(setting, partial(check_parser, setting, getattr(settings, setting)))
     adapters = {name: path for name, path in settings.lora_adapters.items() if _looks_into(path, place)}
     yield from _refusal("lora_adapters", lambda: configured_adapters(adapters, settings.max_lora_rank))
     secret = settings.secret_file

@@ -179,12 +179,6 @@ def find_format(template: str, special_tokens: frozenset[str]) -> str | None:
     return next((name for name, each in FORMATS.items() if each.asked_for(template, special_tokens)), None)
 
 
-def check_format(name: str) -> None:
-    """Raise ValueError for a ``tool_parser`` that is none."""
-    if name not in ("auto", *FORMATS):
-        raise ValueError(f"tool_parser must be auto or one of {', '.join(FORMATS)}, not {name[:64]!r}")
-
-
 def forced_calls(use: ToolUse) -> Grammar:
     """Return what an answer that must call has to match. Raises InvalidRequest where the tools are too large."""
     tools = [tool for tool in use.tools if not use.only or tool["function"]["name"] == use.only]

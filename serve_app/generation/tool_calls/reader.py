@@ -1,43 +1,57 @@
 """Answers of one model, read with the tool calls in their text, and made whole."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace as with_fields
 from typing import TypeVar
 
 import msgspec
-from msgspec.structs import replace
 
 from serve_app.api.format import Choice, FinishReason, ToldToken
-from serve_app.api.request import GenerateRequest, ToolUse
+from serve_app.api.request import ChatRequest, GenerateRequest, ToolUse
 from serve_app.api.tool_calls import CallArguments, CallBegun, CallEnded, CallEvent, ToolCall
 from serve_app.errors import InvalidRequest
-from serve_app.generation.answer import ChoiceReader, Piece
+from serve_app.generation.answer import ChoiceReader, Piece, SplitPiece, in_pieces
 from serve_app.generation.generation import Generation
-from serve_app.generation.tool_calls.formats import (
-    FORMATS,
-    Reading,
-    ToolFormat,
-    check_format,
-    find_format,
-    forced_calls,
-    json_list,
-)
+from serve_app.generation.reasoning import THOUGHTS, Tags, ThoughtReader, find_thoughts, grammar_behind
+from serve_app.generation.tool_calls.formats import FORMATS, Reading, ToolFormat, find_format, forced_calls, json_list
 from serve_app.generation.tool_calls.source import MakeId, Source
+from serve_app.generation.tool_calls.vllm_reader import VllmReader, check_parser
 from serve_app.tokenization.tokenizer import PromptTokenizer
 
 R = TypeVar("R", bound=GenerateRequest)
 
+PROMPT_END_TOKENS = 64
+"""Of a prompt, more than a thought's tag has: they tell whether its template has opened one."""
+
 
 class AnswerReaders:
-    """Makes what reads a model's answers. Raises ValueError for a ``parser``, the setting, that is none."""
+    """Makes what reads a model's answers; ``parser``, ``reasoning``: the settings for it.
 
-    def __init__(self, tokenizer: PromptTokenizer, parser: str) -> None:
-        check_format(parser)
-        template = tokenizer.template
-        found = find_format(template.source, tokenizer.special_tokens) if parser == "auto" else parser
-        self._format = None if found is None else FORMATS[found]
+    Raises ValueError for a parser that there is not, or that the tokenizer does not fit.
+    """
+
+    def __init__(self, tokenizer: PromptTokenizer, parser: str, reasoning: str = "auto") -> None:
+        check_parser("tool_parser", parser)
+        check_parser("reasoning_parser", reasoning)
+        template, special = tokenizer.template, tokenizer.special_tokens
+        parser = find_format(template.source, special) or "" if parser == "auto" else parser
+        reasoning = find_thoughts(template.source, special) if reasoning == "auto" else reasoning
+        self._format, self._tags = FORMATS.get(parser), THOUGHTS.get(reasoning)
+        self._they_call = bool(parser) and self._format is None
+        self._they_think = reasoning != "none" and self._tags is None
+        self._theirs = None
+        if self._they_call or self._they_think:
+            from serve_app.engine.vllm.parsers import VllmParsers
+
+            names = reasoning if self._they_think else "", parser if self._they_call else ""
+            self._theirs = VllmParsers(tokenizer.pretrained, *names)
         self._reads_tools = template.reads_tools
         self._tokenizer = tokenizer
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the model's thoughts are told from its answers."""
+        return self._tags is not None or self._they_think
 
     def checked(self, request: R) -> R:
         """Return a request, with the grammar of calls where it must call. Raises InvalidRequest where it cannot."""
@@ -51,7 +65,7 @@ class AnswerReaders:
             )
         if use.must_call:
             return with_fields(request, grammar=forced_calls(use))
-        if self._format is None:
+        if self._format is None and not self._they_call:
             raise InvalidRequest(
                 "The format of this model's tool calls is not known; the setting tool_parser names it, "
                 f"one of {', '.join(FORMATS)}.",
@@ -59,20 +73,48 @@ class AnswerReaders:
             )
         return request
 
+    def behind_thoughts(self, request: GenerateRequest, generations: list[Generation]) -> list[Generation]:
+        """Return generations whose grammars begin to count behind the model's thoughts."""
+        tags = self._tags or (Tags(*self._theirs.tags) if self._theirs else None)
+        if not tags or not all(tags[:2]) or not generations[0].grammar or not isinstance(request, ChatRequest):
+            return generations
+        prompt, continued = self._ends_of(request, generations[0])
+        if prompt.rstrip().endswith(tags.end):
+            return generations
+        special, opened = self._tokenizer.special_ids(tags[:2]), tags.opened_by(prompt, continued)
+        grammar = grammar_behind(generations[0].grammar, tags, special, opened=opened)
+        return [with_fields(generation, grammar=grammar) for generation in generations]
+
     def of(self, request: GenerateRequest) -> Callable[[int, Generation], ChoiceReader]:
         """Return what makes the reader of each choice of a request."""
-        use = request.tool_use
-        written = self._format_of(use)
-        shown: frozenset[str] = frozenset() if written is None else written.shown
+        use, chat = request.tool_use, isinstance(request, ChatRequest)
+        written, tags = self._format_of(use), self._tags if chat else None
+        they_call = self._they_call and bool(use) and use.may_call and not use.must_call
+        shown = frozenset().union(written.shown if written else (), tags[:2] if tags else ())
+        theirs = self._theirs if chat and (self._they_think or they_call) else None
+        if theirs is not None and theirs.shows_special:
+            shown = self._tokenizer.special_tokens
 
         def reader(index: int, generation: Generation) -> ChoiceReader:
             decoder, include_stop = self._tokenizer.decoder(shown), request.include_stop_str_in_output
-            split = None
+            split: SplitPiece | None = None
             if written is not None:
-                split = CallReader(written.grammar, written.make_id, use.names, parallel=use.parallel).split
+                split = CallReader(written.grammar, written.make_id, use.names, parallel=use.parallel)
+            if theirs is not None and isinstance(request, ChatRequest):
+                kwargs = {**request.thinking, **request.chat_template_kwargs}
+                tools = use.tools if they_call else ()
+                push = theirs.parser(generation.token_ids.tolist(), tools, kwargs, thinks=self._they_think)
+                split = VllmReader(push, parallel=use.parallel, rest=split)
+            if tags is not None and isinstance(request, ChatRequest):
+                split = ThoughtReader(tags, opened=tags.opened_by(*self._ends_of(request, generation)), rest=split)
             return ChoiceReader(index, generation, decoder, request.stop, split, include_stop=include_stop)
 
         return reader
+
+    def _ends_of(self, request: ChatRequest, generation: Generation) -> tuple[str, str]:
+        """Return the last words of a prompt, and the text of the answer that it goes on with, "" for none."""
+        continued = str(request.messages[-1]["content"]) if request.continue_final_message else ""
+        return self._tokenizer.text_of(generation.token_ids[-PROMPT_END_TOKENS:].tolist()), continued
 
     def _format_of(self, use: ToolUse) -> ToolFormat | None:
         if not use or not use.may_call:
@@ -89,6 +131,8 @@ class CallReader:
     once text follows, or at the end without a call. Without ``parallel`` the choice ends with its first call.
     """
 
+    by_token = False
+
     def __init__(self, grammar: Reading, make_id: MakeId, names: frozenset[str], *, parallel: bool = True) -> None:
         self._source = Source()
         self._steps = grammar(self._source, make_id, names)
@@ -100,20 +144,9 @@ class CallReader:
     def split(self, piece: Piece) -> list[Piece]:
         """Return a piece as one or several; in each the text comes first."""
         events = self.push(piece.text)
-        reason: FinishReason | None = piece.finish_reason
-        if reason is not None:
+        if piece.finish_reason is not None:
             events += self.flush()
-        if not self._parallel:
-            end = next((i for i, event in enumerate(events, 1) if isinstance(event, CallEnded)), None)
-            if end is not None:
-                events, reason = events[:end], "stop"
-        if reason == "stop" and self.calls:
-            reason = "tool_calls"
-        (text, calls), *more = _in_order(events)
-        pieces = [replace(piece, text=text, calls=calls, finish_reason=None, stop_sequence="")]
-        pieces += (Piece(piece.index, text, calls=calls) for text, calls in more)
-        pieces[-1] = replace(pieces[-1], finish_reason=reason, stop_sequence=piece.stop_sequence)
-        return pieces
+        return in_pieces(piece, events, called=self.calls > 0, parallel=self._parallel)
 
     def push(self, text: str) -> list[str | CallEvent]:
         """Return what text completes: texts to show and events, in order. The beginning of a call is held back."""
@@ -145,27 +178,13 @@ class CallReader:
         return [text] if self._shown and text else []
 
 
-def _in_order(events: list[str | CallEvent]) -> Iterator[tuple[str, tuple[CallEvent, ...]]]:
-    """Yield texts with the calls that follow each; at least once."""
-    text = ""
-    calls: list[CallEvent] = []
-    for event in events:
-        if not isinstance(event, str):
-            calls.append(event)
-        elif calls:
-            yield text, tuple(calls)
-            text, calls = event, []
-        else:
-            text += event
-    yield text, tuple(calls)
-
-
 class WholeChoice:
     """Gathers the pieces of one choice. A call whose arguments are no JSON of an object is text."""
 
     def __init__(self, *, tells_logprobs: bool = False) -> None:
         self._told: list[ToldToken] | None = [] if tells_logprobs else None
         self._texts: list[str] = []
+        self._thoughts: list[str] = []
         self._calls: list[ToolCall] = []
         self._call_id = self._name = ""
         self._arguments: list[str] = []
@@ -175,6 +194,7 @@ class WholeChoice:
     def add(self, piece: Piece) -> None:
         """Take the next piece."""
         self._texts.append(piece.text)
+        self._thoughts.append(piece.reasoning)
         if self._told is not None:
             self._told.extend(piece.logprobs)
         for event in piece.calls:
@@ -191,7 +211,8 @@ class WholeChoice:
         """Return what the pieces are together."""
         reason: FinishReason = "stop" if self._reason == "tool_calls" and not self._calls else self._reason
         told = None if self._told is None else tuple(self._told)
-        return Choice("".join(self._texts), reason, tuple(self._calls), told, self._stop_sequence)
+        text, thought = "".join(self._texts), "".join(self._thoughts)
+        return Choice(text, reason, tuple(self._calls), told, self._stop_sequence, thought)
 
     def _end(self, event: CallEnded) -> None:
         arguments = "".join(self._arguments)

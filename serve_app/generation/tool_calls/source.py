@@ -82,7 +82,7 @@ class Source:
         """Yield the text before a word, and read both; False if it does not come. Its beginning is held back."""
         while True:
             at = self.text.find(word, self.position)
-            end = at if at >= 0 else len(self.text) - (0 if self.ended else self._held(word))
+            end = at if at >= 0 else len(self.text) - (0 if self.ended else held_back(self.text[self.position :], word))
             if end > self.position:
                 yield self.text[self.position : end]
             self.position = end
@@ -93,10 +93,11 @@ class Source:
                 return False
             yield None
 
-    def _held(self, word: str) -> int:
-        rest = self.text[self.position :]
-        lengths = range(min(len(rest), len(word) - 1), 0, -1)
-        return next((length for length in lengths if rest.endswith(word[:length])), 0)
+
+def held_back(text: str, word: str) -> int:
+    """Return how many last characters of a text may begin a word that is not whole yet."""
+    lengths = range(min(len(text), len(word) - 1), 0, -1)
+    return next((length for length in lengths if text.endswith(word[:length])), 0)
 
 
 def json_call(source: Source, make_id: MakeId, names: frozenset[str] | None = None) -> Steps[bool]:

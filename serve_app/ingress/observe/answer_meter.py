@@ -76,7 +76,8 @@ class AnswerMeter:
         if misses is None or piece.first is None or piece.index % wanted.n:
             return
         generation = self.generations[piece.index]
-        miss = misses.observe(generation, piece.first.cached_tokens, self._arrived_s, self._last_s[piece.index])
+        cached_tokens, now_s = piece.first.cached_tokens, self._last_s[piece.index]
+        miss = misses.observe(generation, cached_tokens, self._arrived_s, now_s, self.usage)
         if miss is not None and wanted.cache_diagnostics and piece.index == 0:
             self.usage.miss = miss
 

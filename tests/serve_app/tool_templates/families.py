@@ -11,7 +11,7 @@ from tests.serve_app.tokenization.variants import variant_of
 
 TEMPLATES = Path(__file__).parent
 FAMILIES = {"hermes": "hermes", "llama3": "llama3_json", "mistral": "mistral"}
-"""Template -> the parser that it asks for."""
+"""Template -> the parser that it asks for. Another, ``thinking``, writes calls as Hermes does, and drops thoughts."""
 
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -30,6 +30,7 @@ SEARCH: dict[str, Any] = {"type": "function", "function": {"name": "search"}}
 _TOKENS = {
     "hermes": [AddedToken("<tool_call>"), AddedToken("</tool_call>")],
     "llama3": [AddedToken("<|python_tag|>", special=True)],
+    "thinking": [],
     "mistral": [AddedToken(word, special=True) for word in ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")],
 }
 

@@ -7,7 +7,14 @@ from pydantic import Field
 
 from serve_app.api.json_body import JsonBody, Must, Refused, Text1024, Whole, call_id
 from serve_app.api.openai.messages import joined
-from serve_app.api.openai.request import BOUNDED, GenerationBody, StreamOptions, Tokens, TopLogprobs
+from serve_app.api.openai.request import (
+    BOUNDED,
+    Effort,
+    GenerationBody,
+    StreamOptions,
+    Tokens,
+    TopLogprobs,
+)
 from serve_app.api.openai.sampling import INSTEAD, REFUSED, of_format
 from serve_app.api.openai.tools import (
     FUNCTION,
@@ -21,7 +28,7 @@ from serve_app.api.openai.tools import (
     check_arguments,
     tool_use,
 )
-from serve_app.api.request import ChatRequest
+from serve_app.api.request import ChatRequest, thinking_switches, thought_fields
 from serve_app.errors import InvalidRequest
 from serve_app.structured.grammar import Grammar
 
@@ -59,6 +66,13 @@ class ResponseNamedChoice(JsonBody):
     name: FunctionName
 
 
+class ReasoningConfig(JsonBody):
+    """Whether the model thinks. ``summary`` and others change nothing: a thought is told whole."""
+
+    effort: Effort = None
+    summary: str | None = None
+
+
 class TextConfig(JsonBody):
     """How the text is written. ``verbosity`` changes nothing."""
 
@@ -92,7 +106,6 @@ class ResponsesBody(GenerationBody):
         "background": (False,),
         "prompt": (),
         "truncation": ("disabled",),
-        "reasoning": ({}, {"effort": "none"}),
         "moderation": (),
         "context_management": ([],),
     }
@@ -117,6 +130,7 @@ class ResponsesBody(GenerationBody):
         [], description=f"{LOGPROBS}: of each token of the text; nothing more than there is"
     )
     top_logprobs: TopLogprobs = Field(0, description="and of as many of the likeliest at its place")
+    reasoning: Annotated[ReasoningConfig, Must("an object with effort")] = ReasoningConfig()
     user: Text1024 = None
     safety_identifier: Text1024 = None
     tools: Annotated[
@@ -162,6 +176,7 @@ class ResponsesBody(GenerationBody):
                 functions, choice if isinstance(choice, str) else "auto", named, parallel=self.parallel_tool_calls
             ),
             logprobs=self.top_logprobs if told else None,
+            thinking=thinking_switches(self.reasoning.effort),
             repeated=self._repeated(),
             **self.common(ignored, _FIELDS),
         )
@@ -176,7 +191,7 @@ class ResponsesBody(GenerationBody):
             "previous_response_id": None,
             "prompt_cache_key": self.prompt_cache_key,
             "prompt_cache_retention": self.prompt_cache_retention,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": self.reasoning.effort, "summary": None},
             "safety_identifier": self.safety_identifier,
             "service_tier": "default",
             "store": False,
@@ -199,13 +214,15 @@ def messages_of(items: list[Any], ignored: set[str]) -> list[dict[str, Any]]:
     """
     messages: list[dict[str, Any]] = []
     check_arguments(items)
+    thought = ""
     for index, item in enumerate(items):
         path = f"input[{index}]"
         if not isinstance(item, dict):
             raise InvalidRequest(f"{path} must be an object: a message, or a call's.", param=path)
         kind = item.get("type") or "message"
         if kind == "reasoning":
-            continue  # a client sends back whatever it got; no model here wrote it, and no template has a place for it
+            thought += joined(item.get("content") or [], f"{path}.content", ignored, kinds=("reasoning_text",))
+            continue
         if not isinstance(kind, str) or kind not in _ITEM_FIELDS:
             stored = "; nothing is stored here, so send the item itself" if kind == "item_reference" else ""
             raise InvalidRequest(f"{path} must be one of {', '.join(_ITEM_FIELDS)}{stored}.", param=path)
@@ -225,6 +242,9 @@ def messages_of(items: list[Any], ignored: set[str]) -> list[dict[str, Any]]:
             if role is None:
                 raise InvalidRequest(f"{path}.role must be one of {', '.join(_ROLES)}.", param=f"{path}.role")
             messages.append({"role": role, "content": _text(item.get("content"), f"{path}.content", ignored)})
+        if thought and messages[-1]["role"] == "assistant":
+            messages[-1].update(thought_fields(messages[-1].get("reasoning", "") + thought))
+        thought = ""
     return messages
 
 

@@ -21,7 +21,9 @@ class ResponsesFormat:
         """Return the body of a response that is not streamed."""
         choice = choices[0]
         items = _Items(head.answer_id)
-        output = [items.message(choice.text, choice.logprobs or ())] if choice.text or not choice.calls else []
+        output = [items.reasoning(choice.reasoning)] if choice.reasoning else []
+        if choice.text or not (choice.calls or output):
+            output.append(items.message(choice.text, choice.logprobs or ()))
         output += [items.call(call.call_id, call.name, call.arguments) for call in choice.calls]
         if choice.finish_reason == "length":
             output[-1]["status"] = "incomplete"
@@ -44,6 +46,10 @@ class _Items:
     def message(self, text: str, logprobs: Sequence[ToldToken] = ()) -> dict[str, Any]:
         text_part = {"role": "assistant", "content": [_part(text, told_tokens(logprobs))]}
         return {"id": self._id("msg"), "type": "message", "status": "completed", **text_part}
+
+    def reasoning(self, text: str) -> dict[str, Any]:
+        parts = {"summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+        return {"id": self._id("rs"), "type": "reasoning", "status": "completed", **parts}
 
     def call(self, call_id: str, name: str, arguments: str) -> dict[str, Any]:
         call = {"call_id": call_id, "name": name, "arguments": arguments}
@@ -72,10 +78,15 @@ class _Stream:
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
     def text(self, index: int, text: str, logprobs: Sequence[ToldToken] = ()) -> bytes:
-        events = b"" if self._open and self._item["type"] == "message" else self._close() + self._open_message()
+        events = b"" if self._open and self._item["type"] == "message" else self._open_parts(self._items.message(""))
         self._parts.append(text)
         self._told += (told := told_tokens(logprobs))
         return events + self._part_event("response.output_text.delta", delta=text, logprobs=told)
+
+    def reasoning(self, index: int, text: str) -> bytes:
+        events = b"" if self._open else self._open_parts(self._items.reasoning(""))
+        self._parts.append(text)
+        return events + self._part_event("response.reasoning_text.delta", delta=text)
 
     def call(self, index: int, event: CallEvent) -> bytes:
         if isinstance(event, CallBegun):
@@ -88,7 +99,7 @@ class _Stream:
 
     def finish(self, index: int, reason: FinishReason, stop_sequence: str = "") -> bytes:
         self._reason = reason
-        events = b"" if self._output else self._open_message()
+        events = b"" if self._output else self._open_parts(self._items.message(""))
         return events + self._close("incomplete" if reason == "length" else "completed")
 
     def usage(self, usage: Usage) -> bytes:
@@ -112,10 +123,9 @@ class _Stream:
             "response.output_item.added", output_index=len(self._output) - 1, item={**item, "status": "in_progress"}
         )
 
-    def _open_message(self) -> bytes:
-        item = self._items.message("")
-        part = item["content"].pop()
-        return self._open_item(item) + self._part_event("response.content_part.added", part=part)
+    def _open_parts(self, item: dict[str, Any]) -> bytes:
+        part, closed = item["content"].pop(), self._close()
+        return closed + self._open_item(item) + self._part_event("response.content_part.added", part=part)
 
     def _close(self, status: str = "completed") -> bytes:
         """End the item that is open, if one is."""
@@ -127,6 +137,10 @@ class _Stream:
         if item["type"] == "message":
             item["content"] = [_part(text, self._told)]
             events = self._part_event("response.output_text.done", text=text, logprobs=self._told)
+            events += self._part_event("response.content_part.done", part=item["content"][0])
+        elif item["type"] == "reasoning":
+            item["content"] = [{"type": "reasoning_text", "text": text}]
+            events = self._part_event("response.reasoning_text.done", text=text)
             events += self._part_event("response.content_part.done", part=item["content"][0])
         else:
             item["arguments"] = text
@@ -169,11 +183,11 @@ def _response(
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Return usage; nothing is charged for a write to the cache, and no model here reasons apart from its text."""
+    """Return usage; nothing is charged for a write to the cache."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0, **cache_miss(usage)},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }

@@ -7,7 +7,7 @@ import pytest
 
 from serve_app.api.anthropic.conversation import Conversation
 from serve_app.api.anthropic.request import parse_messages
-from serve_app.api.request import ChatRequest
+from serve_app.api.request import ChatRequest, thought_fields
 from serve_app.errors import InvalidRequest
 
 MARK = {"type": "ephemeral"}
@@ -48,7 +48,7 @@ def test_blocks_become_what_templates_read() -> None:
     assert request.messages == (
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Rain?"},
-        {"role": "assistant", "content": "Let me look.", "tool_calls": [call]},
+        {"role": "assistant", "content": "Let me look.", **thought_fields("hm"), "tool_calls": [call]},
         {"role": "tool", "content": "wet", "tool_call_id": "1"},
         {"role": "user", "content": "So?"},
     )
@@ -106,7 +106,8 @@ def test_many_blocks_are_not_copied_for_each_that_follows() -> None:
         ({"max_tokens": None}, "max_tokens is missing"),
         ({"max_tokens": 0, "stream": True}, "max_tokens must be at least 1"),
         ({"temperature": 1.5}, "temperature must be a number from 0 to 1"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking is not supported"),
+        ({"thinking": {"type": "always"}}, "thinking.type must be enabled, adaptive or disabled"),
+        ({"messages": [{"role": "user", "content": [{"type": "thinking"}]}]}, "must be from assistant"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "has the type 'image'"),
         ({"messages": [{"role": "user", "content": [{"type": ["text"]}]}]}, "has the type"),
         ({"messages": [{"role": "user", "content": []}]}, "at least one block"),

@@ -57,7 +57,8 @@ def test_what_settings_say_of_themselves(values: dict[str, Any], words: str) -> 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"tool_parser": "hermit"}, "tool_parser must be auto or one of hermes, mistral, llama3_json, not 'hermit'"),
+        ({"tool_parser": "hermit"}, "tool_parser must be one of auto, hermes, mistral, llama3_json"),
+        ({"reasoning_parser": "gwen"}, "reasoning_parser must be one of auto, none, qwen3, deepseek_r1"),
         ({"secret_file": "TMP"}, "(Is a directory)"),
         ({"secret_file": "TMP/open"}, "others may read"),
         ({"host_cache_bytes": 5}, "host_cache_bytes=5 cannot hold one KV block of"),

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from serve_app.api.openai.responses.request import LOGPROBS, parse_response_request
-from serve_app.api.request import ChatRequest, ToolUse
+from serve_app.api.request import ChatRequest, ToolUse, thought_fields
 from tests.serve_app.api.openai.bodies import assert_refused, chat
 
 SEARCH = {"type": "function", "name": "search", "parameters": {"type": "object"}, "strict": True}
@@ -35,12 +35,12 @@ def test_logprobs_are_told_where_they_are_included() -> None:
 
 
 def test_items_are_a_conversation() -> None:
-    """As clients send it back: calls join the assistant's text, results are a tool's, reasoning is left out."""
+    """As clients send it back: calls join the assistant's text, results are a tool's, a thought its answer's."""
     items = [
         {"role": "developer", "content": "Be brief."},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Ra"},
                                                         {"type": "input_text", "text": "in?"}]},
-        {"type": "reasoning", "id": "r", "summary": []},
+        {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
         {"id": "m", "type": "message", "role": "assistant", "status": "completed",
          "content": [{"type": "output_text", "text": "Wait.", "annotations": [], "logprobs": []}]},
         {"type": "function_call", "id": "f1", "call_id": "c1", "name": "search", "arguments": '{"q": 1}'},
@@ -56,7 +56,12 @@ def test_items_are_a_conversation() -> None:
     assert request.messages == (
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Rain?"},
-        {"role": "assistant", "content": "Wait.", "tool_calls": [call("c1", {"q": 1}), call("c2", {})]},
+        {
+            "role": "assistant",
+            "content": "Wait.",
+            **thought_fields("hm"),
+            "tool_calls": [call("c1", {"q": 1}), call("c2", {})],
+        },
         {"role": "tool", "content": "yes", "tool_call_id": "c1"},
         {"role": "tool", "content": "no", "tool_call_id": "c2"},
     )
@@ -115,7 +120,7 @@ def test_unknown_fields_are_named() -> None:
         ({"conversation": "c"}, "conversation", "nothing is stored"),
         ({"background": True}, "background", "leave it out"),
         ({"prompt": {"id": "p"}}, "prompt", "use prompt_ref"), ({"truncation": "auto"}, "truncation", "not supported"),
-        ({"reasoning": {"effort": "high"}}, "reasoning", "not supported"), ({"n": 2}, "n", "one answer"),
+        ({"reasoning": {"effort": "much"}}, "reasoning.effort", "xhigh or max"), ({"n": 2}, "n", "one answer"),
         ({"include": [LOGPROBS], "tools": [SEARCH]}, "include", "does not go with tools"),
         ({"top_logprobs": 2}, "top_logprobs", "needs include"),
         ({"top_logprobs": 21, "include": [LOGPROBS]}, "top_logprobs", "from 0 to 20"),

@@ -1,0 +1,88 @@
+"""vLLM's own parsers of thoughts and tool calls, by name, over text that this process reads: no engine is needed.
+
+Heavy to import, so only once a setting names one.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import vllm
+from vllm.entrypoints.generate.base.protocol import DeltaMessage
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.parser.abstract_parser import Parser
+from vllm.parser.parser_manager import ParserManager
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
+
+VERSION = "0.32"
+"""Of vLLM, that this is written for."""
+
+_RESTED_ON: tuple[tuple[Callable[..., Any], str], ...] = (
+    (Parser.__init__, "self tokenizer tools args model_config kwargs"),
+    (Parser.parse_delta, "self delta_text delta_token_ids request prompt_token_ids finished"),
+    (
+        ParserManager.get_parser,
+        "tool_parser_name reasoning_parser_name enable_auto_tools model_name is_harmony tool_strict_level tokenizer",
+    ),
+)
+
+Push = Callable[..., DeltaMessage | None]
+"""(text, ids of its tokens, finished=whether the answer has ended) -> what they add to the answer."""
+
+
+def parser_names(setting: str) -> list[str]:
+    """Return the names that ``reasoning_parser``, or ``tool_parser``, may have."""
+    manager = ReasoningParserManager if setting == "reasoning_parser" else ToolParserManager
+    return list(manager.list_registered())
+
+
+class VllmParsers:
+    """Makes vLLM's parsers for answers in one tokenizer's text; ``reasoning``, ``tools``: their names, "" for none.
+
+    ``tags``: around a thought, "" where none stand fast. ``shows_special``: special tokens are text. Raises
+    RuntimeError for another vLLM, ValueError for a tokenizer that lacks what a parser needs.
+    """
+
+    def __init__(self, tokenizer: Any, reasoning: str, tools: str) -> None:
+        wrong = [] if vllm.__version__.startswith(f"{VERSION}.") else ["its version is another"]
+        for function, parameters in _RESTED_ON:
+            if list(inspect.signature(function).parameters) != parameters.split():
+                wrong.append(f"{function.__qualname__} takes other arguments")
+        if wrong:
+            raise RuntimeError(
+                f"warmpath reads answers by the parsers of vLLM {VERSION}, and this is vLLM {vllm.__version__}: "
+                f"{'; '.join(wrong)}. Install vLLM {VERSION}, or set reasoning_parser and tool_parser to auto."
+            )
+        self._tokenizer = tokenizer
+        make = partial(ParserManager.get_parser, enable_auto_tools=True, tokenizer=tokenizer)
+        try:
+            self._kinds = {
+                (thinks, calls): make((calls and tools) or None, (thinks and reasoning) or None)
+                for thinks in (True, False)
+                for calls in (True, False)
+            }
+        except TypeError as error:
+            raise ValueError(str(error)) from error
+        probe = _request([{"type": "function", "function": {"name": "f"}}])
+        parser = self._kinds[True, True](tokenizer, probe.tools)
+        self.shows_special = not parser.adjust_request(probe).skip_special_tokens
+        start, end = (getattr(parser.reasoning_parser, f"reasoning_{at}_str", None) for at in ("start", "end"))
+        self.tags: tuple[str, str] = (start or "", end or "")
+
+    def parser(
+        self, prompt: list[int], tools: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any], *, thinks: bool
+    ) -> Push:
+        """Return what reads an answer, token by token. ``tools``: none where calls are not read.
+
+        ``kwargs``: variables of the chat template. ``thinks``: thoughts are read.
+        """
+        request = _request(tools)
+        parser = self._kinds[thinks, bool(tools)](self._tokenizer, request.tools, chat_template_kwargs=dict(kwargs))
+        return partial(parser.parse_delta, request=request, prompt_token_ids=prompt)
+
+
+def _request(tools: Sequence[Mapping[str, Any]]) -> ChatCompletionRequest:
+    fields = {"tools": list(tools), "tool_choice": "auto"} if tools else {}
+    return ChatCompletionRequest.model_validate({"model": "", "messages": [], **fields})

@@ -1,0 +1,71 @@
+"""What vLLM's parsers find in an answer, as pieces; and which names of parsers there are. vLLM is imported late."""
+
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from serve_app.api.tool_calls import CallArguments, CallBegun, CallEnded, CallEvent
+from serve_app.config.engine import vllm_missing
+from serve_app.generation.answer import Piece, SplitPiece, in_pieces
+from serve_app.generation.reasoning import THOUGHTS
+from serve_app.generation.tool_calls.formats import FORMATS
+
+if TYPE_CHECKING:
+    from serve_app.engine.vllm.parsers import Push
+
+
+PARSERS = {"tool_parser": ("auto", *FORMATS), "reasoning_parser": ("auto", "none", *THOUGHTS)}
+"""Settings, and the values of each that need no vLLM."""
+
+
+def check_parser(setting: str, name: str) -> None:
+    """Raise ValueError for a parser that is neither ours nor, where vLLM is installed, one of its own."""
+    known, more = [*PARSERS[setting]], "; vLLM's others need vLLM 0.32 in the environment of the ingress"
+    if name in known:
+        return
+    if not vllm_missing():
+        from serve_app.engine.vllm.parsers import parser_names
+
+        known, more = [*known, *(other for other in parser_names(setting) if other not in known)], ""
+    if name not in known:
+        raise ValueError(f"{setting} must be one of {', '.join(known)}, not {name[:64]!r}{more}")
+
+
+class VllmReader:
+    """Splits one choice by vLLM's parser, ``push``; ``rest`` reads calls in the text, where that does not."""
+
+    by_token = True
+
+    def __init__(self, push: "Push", *, parallel: bool, rest: SplitPiece | None = None) -> None:
+        self._push = push
+        self._parallel = parallel
+        self._rest = rest
+        self._index = -1
+        self._arguments: str | None = None  # of the call that is open
+
+    def split(self, piece: Piece) -> list[Piece]:
+        """Return a piece as one or several; in each the thought comes first."""
+        ended = piece.finish_reason is not None
+        added = self._push(piece.text, list(piece.token_ids), finished=ended)
+        text, thought, calls = (added.content, added.reasoning, added.tool_calls) if added else ("", "", ())
+        tokens, told = (piece.new_tokens, ()) if thought else (0, piece.logprobs)
+        piece = replace(piece, text=text or "", reasoning=thought or "", reasoning_tokens=tokens, logprobs=told)
+        if self._rest is not None:
+            return self._rest.split(piece)
+        events: list[str | CallEvent] = [text] if text else []
+        for call in calls:
+            if call.index > self._index and call.function and call.function.name:
+                events += self._end()
+                self._index, self._arguments = call.index, ""
+                events.append(CallBegun(call.id, call.function.name))
+            if self._arguments is not None and call.function and call.function.arguments:
+                self._arguments += call.function.arguments
+                events.append(CallArguments(call.function.arguments))
+        if ended or (text and not calls):
+            events += self._end()
+        return in_pieces(piece, events, called=self._index >= 0, parallel=self._parallel)
+
+    def _end(self) -> list[CallEvent]:
+        """End the call that is open, if one is."""
+        arguments, self._arguments = self._arguments, None
+        return [] if arguments is None else [CallEnded(arguments)]

@@ -1,0 +1,139 @@
+"""Thoughts are told from answers the same however the text is cut, and a grammar counts behind them."""
+
+import asyncio
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from serve_app.api.request import ChatRequest, thought_fields
+from serve_app.cache_diagnostics.explain import SeenPrompt, explain
+from serve_app.checkpoints.demo_model import ensure_demo_model
+from serve_app.engine.core.build import build_engine
+from serve_app.engine.protocol import FirstToken
+from serve_app.engine.settings import EngineSettings
+from serve_app.generation.answer import Piece
+from serve_app.generation.generation import Generation
+from serve_app.generation.reasoning import THOUGHTS, Tags, ThoughtReader, find_thoughts, grammar_behind
+from serve_app.generation.request_usage import RequestUsage
+from serve_app.structured.compiler import GrammarCompiler, llguidance_form
+from serve_app.structured.grammar import Grammar
+from serve_app.structured.matcher import AnswerMatcher
+from serve_app.tenants.tenants import Tenant
+from serve_app.tokenization.tokenizer import PromptTokenizer
+from tests.serve_app.engine.tiny import request, run_all
+from tests.serve_app.generation.test_prepare import preparer_of
+from tests.serve_app.tool_templates.families import family
+
+TAGS = THOUGHTS["qwen3"]
+PARTS = ["<think>", "</think>", "<thi", "</th", "nk>", "<", ">", "\n", " ", "\n\n", "hm", "So 3 < 4.", "é"]
+
+
+def read(pieces: list[str], *, opened: bool, tags: Tags = TAGS) -> tuple[str, str]:
+    reader = ThoughtReader(tags, opened=opened)
+    found = [reader.push(text, ended=at == len(pieces)) for at, text in enumerate(pieces, 1)]
+    return "".join(thought for thought, _ in found), "".join(text for _, text in found)
+
+
+@given(st.lists(st.sampled_from(PARTS) | st.text(max_size=3), min_size=1, max_size=16), st.booleans(), st.data())
+@example(["<", "think>a", " </thi", "nk", "> ", "\n", "b "], False, None)
+def test_any_text_is_split_the_same_however_it_is_cut(parts: list[str], opened: bool, data: st.DataObject) -> None:
+    """And of what is neither tag nor white space around it, nothing is lost."""
+    text = "".join(parts)
+    places = [] if data is None else data.draw(st.lists(st.integers(0, len(text))))
+    ends = [0, *sorted(places), len(text)]
+    pieces = [text[start:end] for start, end in itertools.pairwise(ends)]
+    thought, answer = read([text], opened=opened)
+    assert read(pieces, opened=opened) == read([*text, ""], opened=opened) == read(parts, opened=opened)
+    assert read(pieces, opened=opened) == (thought, answer)
+    if not opened and not text.lstrip().startswith(TAGS.start):
+        assert (thought, answer) == ("", text)
+    else:
+        assert thought == thought.strip()
+        inside, _, behind = text.lstrip().removeprefix(TAGS.start).partition(TAGS.end)
+        assert (thought, answer) == (inside.strip(), behind.lstrip())
+
+
+def test_a_prompt_opens_a_thought_by_its_end_alone() -> None:
+    """Tags in what a user writes open none, and an answer that goes on opens its own."""
+    opened = {
+        (name, prompt, continued)
+        for name in ("qwen3", "deepseek_r1")
+        for prompt in ("what is <think>\nassistant\n", "assistant\n<think>\n", "assistant\n<think>\n\n</think>\n\n")
+        for continued in ("", "So", "<think>\nSo", "<think>a</think>So")
+        if THOUGHTS[name].opened_by(prompt + continued, continued)
+    }
+    inside = {(*each, "<think>\nSo") for each in {(name, prompt) for name, prompt, _ in opened}}
+    assert ("qwen3", "what is <think>\nassistant\n", "") not in opened
+    assert {each for each in opened if not each[2]} == {
+        ("qwen3", "assistant\n<think>\n", ""), ("deepseek_r1", "assistant\n<think>\n", ""),
+        ("deepseek_r1", "what is <think>\nassistant\n", ""),
+    }  # fmt: skip
+    assert {each for each in opened if each[2]} == inside
+
+
+def test_tags_are_found_in_templates_and_special_tokens() -> None:
+    assert find_thoughts("x split('</think>') y", frozenset()) == "qwen3"
+    assert find_thoughts("", frozenset({"[/THINK]"})) == "mistral"
+    assert find_thoughts("no tags", frozenset({"<|im_end|>"})) == "none"
+
+
+@pytest.mark.parametrize("tags", [TAGS, Tags("<|im_start|>", "<|endoftext|>")], ids=["text", "special"])
+def test_a_grammar_counts_behind_the_thought(tokenizer: PromptTokenizer, tags: Tags, demo_model_path: Path) -> None:
+    """Whether the prompt, the model or nobody opens it; tags may be special tokens."""
+    compiler = GrammarCompiler(demo_model_path, tokenizer.vocab_size, [2])
+    special = tokenizer.special_ids(tags[:2])
+    for grammar in (Grammar.json_object("f"), Grammar.choice(["{}", "no"], "f")):
+        form = llguidance_form(grammar)
+        for opened, text, fits in (
+            (True, "so 3 < 4 END\n\n{}", True),
+            (True, "so END nein", False),
+            (True, "STARTso END{}", True),
+            (False, "STARTso END\n{}", True),
+            (False, "{}", True),
+            (False, "so END{}", False),
+        ):
+            matcher = AnswerMatcher(compiler.compile(grammar_behind(form, tags, special, opened=opened)))
+            written = text.replace("START", tags.start).replace("END", tags.end)
+            ids = tokenizer.encode(written, b"r" * 16).token_ids
+            assert (matcher.allowed(ids) is not None) == fits, (opened, text)
+
+
+def test_what_is_predicted_of_a_turn_behind_a_thought_is_what_is_cached(tmp_path: Path) -> None:
+    """The template drops earlier thoughts, so an answer behind one is computed again; the miss says why."""
+    path = family("thinking", ensure_demo_model("demo"), tmp_path / "model")
+    tokenizer = PromptTokenizer(path)
+    preparer, words = preparer_of(tokenizer), "It rains all day in Oslo, and then it snows. " * 12
+    messages: list[dict[str, str]] = []
+    engine = build_engine(path, EngineSettings(dtype="float32", num_blocks=512, max_num_seqs=4), lambda _: None)
+    engine.start()
+    seen: SeenPrompt | None = None
+    try:
+        for turn in range(3):
+            messages.append({"role": "user", "content": f"Question {turn}: rain or snow?"})
+            asked = ChatRequest(model="demo", messages=tuple(messages))
+            (made,) = asyncio.run(preparer.prepare(asked, Tenant("default"), "id"))
+            predicted = 16 * engine.known_blocks(made.block_hashes, (len(made.token_ids) - 1) // 16)
+            answer = tokenizer.encode(f"<think>\n{words}\n</think>\n\nAnswer {turn}. {words}", made.root).token_ids
+            first = run_all(engine, [engine_request(made, "asked", made.token_ids)]).cached["asked"]
+            assert first == predicted
+            if seen is not None:
+                assert predicted == len(seen.ids) // 16 * 16, "all of the prompt before, and nothing of its answer"
+                miss = explain(SeenPrompt(made.token_ids, made.scope, 0, 1.0), predicted, [seen], tokenizer.text_of)
+                assert (miss.reason, miss.lost_tokens > 100) == ("reasoning", True)
+            # The answer was this text: its KV is there.
+            run_all(engine, [engine_request(made, "answered", np.concatenate([made.token_ids, answer]))])
+            usage = RequestUsage(1, [made])
+            usage.add(Piece(0, "x", len(answer), FirstToken(first), reasoning_tokens=len(answer) // 2))
+            seen = SeenPrompt(made.token_ids, made.scope, 0, 0.0, usage)
+            messages.append({"role": "assistant", "content": f"Answer {turn}. {words}", **thought_fields(words)})
+    finally:
+        engine.stop()
+
+
+def engine_request(made: Generation, name: str, ids: np.ndarray) -> object:
+    return replace(request(name, ids, 1, scope=made.scope), root=made.root)

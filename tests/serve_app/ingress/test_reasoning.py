@@ -1,0 +1,179 @@
+"""Thoughts over a real socket, with the real clients of three APIs; the model's text is given."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from anthropic import Anthropic
+from anthropic.types import Message
+from openai import OpenAI
+from openai.types.responses import Response
+
+from tests.serve_app.ingress.scripted import PATIENCE_S, Script, scripted
+from tests.serve_app.tool_templates.families import WEATHER, call_text, family
+
+THOUGHT, ANSWER = "Is it wet?\n\nIt may be.", "It rains. END of it"
+TEXT = f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}"
+CALL = call_text("get_weather", {"city": "Oslo"}, "hermes")
+HI: list[Any] = [{"role": "user", "content": "What is <think>"}]
+ASKED: dict[str, Any] = {"model": "demo", "messages": HI}
+
+
+@pytest.fixture(scope="module")
+def hermes(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Script]]:
+    """In place of the package's: the model behind the clients here thinks."""
+    with scripted(family("thinking", demo_model_path, tmp_path_factory.mktemp("family") / "thinking")) as served:
+        yield served
+
+
+@pytest.fixture(autouse=True)
+def thinks(script: Script) -> None:
+    script.text = TEXT
+
+
+def parts(message: Any) -> tuple[Any, Any, Any]:
+    return message.reasoning_content, message.reasoning, message.content
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+def test_a_chat_has_its_thought_apart(client: OpenAI, script: Script, step: int) -> None:
+    """By both names that clients read, whole and streamed, in each choice; usage counts its tokens."""
+    script.step = step
+    whole = client.chat.completions.create(**ASKED, n=2, stop="END", logprobs=True)
+    said = ANSWER.partition("END")[0]
+    for choice in whole.choices:
+        assert parts(choice.message) == (THOUGHT, THOUGHT, said)
+        told = "".join(token.token for token in choice.logprobs.content)
+        assert told.strip() in said
+    tokens = len(script.tokenizer.encode(TEXT.partition("\n\nIt rains")[0], b"r" * 16).token_ids)
+    assert whole.usage.completion_tokens_details.reasoning_tokens in (2 * tokens, 2 * tokens + 2)
+    with client.chat.completions.stream(**ASKED, stop="END", stream_options={"include_usage": True}) as stream:
+        chunks = [event.chunk for event in stream if event.type == "chunk"]
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    thoughts = [delta.reasoning_content for delta in deltas if hasattr(delta, "reasoning_content")]
+    assert ("".join(thoughts), len(thoughts) > 3) == (THOUGHT, True)
+    assert "".join(delta.content or "" for delta in deltas) == said
+    assert chunks[-1].usage.completion_tokens_details.reasoning_tokens in (tokens, tokens + 1)
+
+
+def test_a_thought_that_is_cut_off_leaves_no_content(
+    client: OpenAI, anthropic_client: Anthropic, script: Script
+) -> None:
+    """Its reason is the length; the same in each API."""
+    script.text, script.reason = TEXT.partition("It may")[0], "length"
+    choice = client.chat.completions.create(**ASKED).choices[0]
+    assert (*parts(choice.message), choice.finish_reason) == ("Is it wet?", "Is it wet?", None, "length")
+    response = client.responses.create(model="demo", input="Hi")
+    assert [(item.type, item.status) for item in response.output] == [("reasoning", "incomplete")]
+    message = anthropic_client.messages.create(**ASKED, max_tokens=9)
+    assert ([block.type for block in message.content], message.stop_reason) == (["thinking"], "max_tokens")
+
+
+def test_a_call_follows_a_thought_and_both_go_back(client: OpenAI, script: Script) -> None:
+    """Calls are read behind it alone. The template gets it back, and drops it once the user has spoken again."""
+    script.text = TEXT.replace(THOUGHT, f"{THOUGHT} {CALL}").replace(ANSWER, CALL)
+    choice = client.chat.completions.create(**ASKED, tools=[WEATHER]).choices[0]
+    assert (choice.finish_reason, len(choice.message.tool_calls)) == ("tool_calls", 1)
+    assert CALL in choice.message.reasoning_content
+    back = choice.message.model_dump(exclude_none=True)
+    result = {"role": "tool", "tool_call_id": back["tool_calls"][0]["id"], "content": "Heavy rain."}
+    turn = [*HI, back, result]
+    client.chat.completions.create(model="demo", messages=turn, tools=[WEATHER])
+    assert f"<think>\n{THOUGHT}" in script.prompt()
+    client.chat.completions.create(model="demo", messages=[*turn, *HI], tools=[WEATHER])
+    assert THOUGHT not in script.prompt()
+
+
+def test_a_response_has_an_item_for_its_thought(client: OpenAI, script: Script) -> None:
+    """Its events come in OpenAI's order, are of its types and add up to the whole; the item may be sent back."""
+    script.step = 1
+    events = list(client.responses.create(model="demo", input="Rain?", stream=True))
+    kinds = [event.type for event in events]
+    delta, text = "response.reasoning_text.delta", "response.output_text.delta"
+    assert [kind for at, kind in enumerate(kinds) if not (kind in (delta, text) and kinds[at - 1] == kind)] == [
+        "response.created", "response.in_progress",
+        "response.output_item.added", "response.content_part.added", delta, "response.reasoning_text.done",
+        "response.content_part.done", "response.output_item.done",
+        "response.output_item.added", "response.content_part.added", text, "response.output_text.done",
+        "response.content_part.done", "response.output_item.done", "response.completed",
+    ]  # fmt: skip
+    for event in events:
+        type(event).model_validate(event.to_dict(mode="json"), strict=True)
+    assert "".join(event.delta for event in events if event.type == delta) == THOUGHT
+    raw = client.responses.with_raw_response.create(model="demo", input="Rain?", reasoning={"effort": "high"})
+    whole = Response.model_validate_json(raw.content, strict=True)
+    for response in (whole, events[-1].response):
+        thought, message = response.output
+        assert (thought.content[0].text, message.content[0].text) == (THOUGHT, ANSWER)
+        assert response.usage.output_tokens_details.reasoning_tokens > 5
+    assert script.prompt().endswith("<think>\n")
+    items = [*HI, *(item.model_dump() for item in whole.output), {"role": "user", "content": "So?"}]
+    client.responses.create(model="demo", input=items)
+    assert ANSWER in script.prompt()
+    assert THOUGHT not in script.prompt()
+
+
+def test_a_message_has_a_block_for_its_thought(anthropic_client: Anthropic, script: Script) -> None:
+    """Streamed with its deltas and a signature, as the SDK builds it; it may be sent back."""
+    script.step = 1
+    with anthropic_client.messages.stream(
+        **ASKED, max_tokens=50, thinking={"type": "enabled", "budget_tokens": 1024}
+    ) as stream:
+        kinds = [event.delta.type for event in stream if event.type == "content_block_delta"]
+        streamed = stream.get_final_message()
+    assert list(dict.fromkeys(kinds)) == ["thinking_delta", "signature_delta", "text_delta"]
+    assert script.prompt().endswith("<think>\n")
+    raw = anthropic_client.messages.with_raw_response.create(**ASKED, max_tokens=50, thinking={"type": "disabled"})
+    assert script.prompt().endswith("</think>\n\n")
+    whole = Message.model_validate_json(raw.http_response.content)
+    for message in (whole, streamed):
+        thought, said = message.content
+        assert (thought.thinking, bool(thought.signature), said.text) == (THOUGHT, True, ANSWER)
+    assert whole.usage.output_tokens_details.thinking_tokens > 5
+    anthropic_client.messages.create(
+        model="demo", max_tokens=5, messages=[*HI, {"role": "assistant", "content": whole.content}, *HI]
+    )
+    assert ANSWER in script.prompt()
+
+
+def test_a_grammar_is_held_behind_the_thought(client: OpenAI, script: Script) -> None:
+    """And an answer to a prompt that opens the thought begins inside it."""
+    script.text = f"{THOUGHT}</think>\n" + '{"a": 1}'
+    fields = {"response_format": {"type": "json_object"}, "reasoning_effort": "low"}
+    message = client.chat.completions.create(**ASKED, **fields).choices[0].message
+    assert (message.reasoning_content, json.loads(message.content)) == (THOUGHT, {"a": 1})
+    form = json.loads(script.asked[-1].grammar)["grammars"]
+    assert "start: " in form[0]["lark_grammar"] and form[1]["name"] == "answer"
+    client.chat.completions.create(**ASKED, **{**fields, "reasoning_effort": "none"})
+    assert len(json.loads(script.asked[-1].grammar)["grammars"]) == 1
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
+def test_events_are_the_same_whichever_way_tokens_take(hermes: tuple[str, Script], script: Script, path: str) -> None:
+    """Byte for byte, from the channel to the connection at once and by the tasks that wait for them."""
+    body = {"model": "demo", "stream": True, "max_tokens": 60, "messages": HI}
+    if path == "responses":
+        body = {"model": "demo", "stream": True, "input": "Hi"}
+
+    def events(*, offers: bool) -> str:
+        script.offers = offers
+        found = httpx.post(f"{hermes[0]}/v1/{path}", json=body, timeout=PATIENCE_S).text
+        return re.sub(r"[0-9a-f]{24,}|\"created(_at)?\":[0-9.]+", "", found)
+
+    before = script.taken
+    assert events(offers=True) == events(offers=False) != ""
+    assert script.taken > before
+
+
+def test_a_model_without_thoughts_says_that_it_was_asked_for_some(demo_model_path: Path) -> None:
+    with scripted(demo_model_path) as (url, script), OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client:
+        script.text = "Hello"
+        raw = client.chat.completions.with_raw_response.create(**ASKED, reasoning_effort="high")
+        assert "thinking" in raw.headers["x-warmpath-warning"]
+        with pytest.raises(openai.BadRequestError, match="reasoning_effort must be none, minimal"):
+            client.chat.completions.create(**ASKED, reasoning_effort="much")  # type: ignore[call-overload]

@@ -1,0 +1,93 @@
+"""vLLM's parsers by name, over text that is given: no engine starts."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from serve_app.api.format import Choice
+from serve_app.api.openai.request import parse_chat
+from serve_app.engine.vllm import parsers
+from serve_app.generation.generation import Tokens
+from serve_app.generation.tool_calls.reader import AnswerReaders, WholeChoice
+from serve_app.generation.tool_calls.vllm_reader import check_parser
+from serve_app.tokenization.tokenizer import PromptTokenizer
+from tests.serve_app.ingress.scripted import GENERATION
+from tests.serve_app.tokenization.variants import variant_of
+from tests.serve_app.tool_templates.families import SEARCH, WEATHER, family
+
+CALLS = {
+    "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n2\n"
+    "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=search>\n</function>\n</tool_call>",
+    "glm45": "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n<arg_key>days</arg_key>\n"
+    "<arg_value>2</arg_value>\n</tool_call><tool_call>search\n</tool_call>",
+    "pythonic": '[get_weather(city="Oslo", days=2), search()]',
+    "hermes": '<tool_call>{"name": "get_weather", "arguments": {"city": "Oslo", "days": 2}}</tool_call>'
+    '<tool_call>{"name": "search", "arguments": {}}</tool_call>',
+}
+"""How each parser's models write two calls; the last is ours."""
+WORDS = ("<think>", "</think>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> PromptTokenizer:
+    def add(tokenizer: Tokenizer) -> None:
+        tokenizer.add_tokens([AddedToken(word) for word in WORDS])
+
+    root = tmp_path_factory.mktemp("parsers")
+    return PromptTokenizer(variant_of(family("hermes", demo_model_path, root / "hermes"), root / "words", add))
+
+
+def answer(
+    readers: AnswerReaders, tokenizer: PromptTokenizer, prompt: str, text: str, step: int, **fields: Any
+) -> Choice:
+    """The choice of an answer whose text comes so many tokens at a time."""
+    body = {"model": "m", "messages": [{"role": "user", "content": "Rain?"}], **fields}
+    generation = replace(GENERATION, token_ids=tokenizer.encode(prompt, b"r" * 16).token_ids)
+    reader, whole = readers.of(parse_chat(json.dumps(body).encode()))(0, generation), WholeChoice()
+    ids = tokenizer.encode(text, b"r" * 16).token_ids.tolist()
+    for at in range(0, len(ids), step):
+        reason = "stop" if at + step >= len(ids) else None
+        for piece in reader.read(Tokens(tuple(ids[at : at + step]), None, reason)):
+            whole.add(piece)
+    return whole.choice()
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+@pytest.mark.parametrize("reasoning", ["none", "qwen3", "step3"])
+@pytest.mark.parametrize("tools", CALLS)
+def test_vllms_parsers_read_answers_by_name(tokenizer: PromptTokenizer, tools: str, reasoning: str, step: int) -> None:
+    """Alone, behind thoughts that are read here, and behind those of vLLM's; however tokens come."""
+    readers = AnswerReaders(tokenizer, tools, reasoning)
+    opens = "<think>\n" if reasoning == "step3" else ""
+    thought = {"none": "", "qwen3": "<think>\nIs it wet?\n</think>", "step3": "Is it wet?</think>"}[reasoning]
+    found = answer(readers, tokenizer, f"assistant\n{opens}", thought + CALLS[tools], step, tools=[WEATHER, SEARCH])
+    assert (found.reasoning, found.text.strip(), found.finish_reason) == (
+        "Is it wet?" if thought else "", "", "tool_calls",
+    )  # fmt: skip
+    calls = [(call.name, json.loads(call.arguments)) for call in found.calls]
+    assert calls == [("get_weather", {"city": "Oslo", "days": 2}), ("search", {})]
+    plain = answer(readers, tokenizer, f"assistant\n{opens}", thought + "It rains.", step)
+    assert (plain.text, plain.finish_reason, plain.calls) == ("It rains.", "stop", ())
+
+
+def test_names_are_ours_and_vllms(tokenizer: PromptTokenizer) -> None:
+    """An unknown one is refused with the list; so is one whose tokens the tokenizer lacks."""
+    check_parser("tool_parser", "kimi_k2")
+    check_parser("reasoning_parser", "minimax_m2")
+    for setting, known in (("tool_parser", "kimi_k2"), ("reasoning_parser", "minimax_m2")):
+        with pytest.raises(ValueError, match=f"{setting} must be one of auto.*{known}.*not 'gwen'"):
+            check_parser(setting, "gwen")
+    with pytest.raises(ValueError, match="kimi_k2"):
+        AnswerReaders(tokenizer, "kimi_k2")
+
+
+def test_another_vllm_is_refused_with_both_versions(
+    tokenizer: PromptTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parsers.vllm, "__version__", "0.99.1")
+    with pytest.raises(RuntimeError, match=r"vLLM 0\.32, and this is vLLM 0\.99\.1: its version is another"):
+        AnswerReaders(tokenizer, "pythonic")
