@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound="DataclassInstance")
 
 _KV_FIELDS = {"num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"}
+_KINDS = {"layer_types", "layers_block_type"}
 
 
 def make_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) -> Engine:
@@ -56,7 +57,8 @@ def _vllm_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink)
     device = choose_device(config.device)
     on_cpu = device.type == "cpu"
     fields = json.loads((info.path / "config.json").read_text())
-    if refused := [*vllm_refusals.refused_settings(config, on_cpu=on_cpu), *vllm_refusals.refused_model(fields)]:
+    refused = vllm_refusals.refused_settings(config, on_cpu=on_cpu)
+    if refused := [*refused, *vllm_refusals.refused_model(fields, config, on_cpu=on_cpu)]:
         raise ValueError("; ".join(refused))
     dtype = str(choose_dtype(config.dtype, device)).removeprefix("torch.")
     settings = _settings(
@@ -105,10 +107,10 @@ def _model_config(path: Path) -> Any:
     """Return what the model's config says of its KV; transformers, which loads torch, is asked for defaults alone."""
     fields = json.loads((path / "config.json").read_text())
     if fields.keys() >= _KV_FIELDS:
-        return SimpleNamespace(**{name: fields[name] for name in _KV_FIELDS})
+        return SimpleNamespace(**{name: fields[name] for name in fields.keys() & (_KV_FIELDS | _KINDS)})
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(str(path), local_files_only=True)
+    return AutoConfig.from_pretrained(str(path), local_files_only=True).get_text_config()
 
 
 def _torch_settings(config: AppConfig, info: CheckpointInfo, num_blocks: int, drafter: Path | None) -> EngineSettings:
@@ -147,7 +149,7 @@ class EngineMaker:
 
     build: Callable[[AppConfig, CheckpointInfo, EventSink], Engine]
     refused_settings: Callable[..., list[str]] = lambda _, *, on_cpu: []
-    refused_model: Callable[[Mapping[str, Any]], list[str]] = lambda _: []
+    refused_model: Callable[..., list[str]] = lambda _, __, *, on_cpu: []
 
 
 MAKERS: dict[EngineName, EngineMaker] = {

@@ -9,6 +9,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from serve_app.engine.step import ceil_div
 from serve_app.engine.vllm.scheduling.free_queue import TenantFreeQueue
 from serve_app.engine.vllm.scheduling.hooks import check_hooks
 from serve_app.engine.vllm.scheduling.tenant import shares_of, tenant_of
@@ -73,6 +74,10 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
         """Return how many tokens of a request the step computes: vLLM asks right before it takes blocks for them."""
         self._pool_queue.taker = tenant_of(request)
         most = self._plan.limits.get(request.request_id, num_new_tokens)
+        if 0 < most < num_new_tokens and self.need_mamba_block_aligned_split:
+            # Where a layer keeps a state, what vLLM takes for a block's state is that of the step's end.
+            whole = ceil_div(most, self.block_size) * self.block_size
+            most = self._mamba_block_aligned_split(request, whole, num_computed_tokens - request.num_computed_tokens)
         return int(super()._reserve_prefill_lookahead(request, num_computed_tokens, min(num_new_tokens, most)))
 
     def _preempt_request(self, request: Any, timestamp: float, drop_stale_output: bool = False) -> None:
@@ -97,7 +102,8 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
         """Return what a waiting request would take if it started now."""
         hit, cached_tokens, *_ = self._get_local_prefix_cache_hit(request)
         blocks = [block for group in hit.blocks for block in group]
-        taken = self._turns.blocks_of(request) - sum(block.ref_cnt > 0 for block in blocks)
+        taken = self._turns.blocks_of(request) - sum(block.ref_cnt > 0 and not block.is_null for block in blocks)
+        taken += 2 * (len(hit.blocks) - 1)  # a group beside that of full attention has the last state and the next
         return Need(request.num_tokens - cached_tokens, taken)
 
 
