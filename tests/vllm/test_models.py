@@ -85,7 +85,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         num_blocks=BLOCKS,
         max_model_len=1024,
         max_num_seqs=4,
-        max_num_batched_tokens=256,
+        max_num_batched_tokens=250,  # a turn ends within a block, unless it is told not to
         dtype="float32",
         device="cpu",
         enforce_eager=True,

@@ -191,7 +191,7 @@ class VllmPool:
             self.unplaced += len(event.block_hashes)
 
     def _stored(self, event: BlockStored, changes: _Changes) -> None:
-        if self._unlike_routers(event):
+        if self._leaves_out(event):
             self._skip(event)
             return
         if self.held_blocks + len(event.block_hashes) > self._max_blocks:  # removals were lost, or it is another pool
@@ -210,20 +210,22 @@ class VllmPool:
                 self._blocks.add(ours, HeldBlock(under, tokens, self._clock(), theirs))
             under = ours
 
-    def _unlike_routers(self, event: BlockStored) -> bool:
-        """Return whether an event does not say which blocks it is about; raise where it contradicts itself or routers.
+    def _leaves_out(self, event: BlockStored) -> bool:
+        """Return whether an event tells of some of its tokens' blocks only, and so not of which.
 
-        Raises UnsupportedEvents, MalformedBatch.
+        Raises UnsupportedEvents for other blocks than the routers', MalformedBatch for a contradiction.
         """
-        if event.block_size != self._block_size:
+        size, tokens, blocks = self._block_size, len(event.token_ids), len(event.block_hashes)
+        if event.block_size != size:
             raise UnsupportedEvents(
-                f"vLLM's blocks have {event.block_size} tokens and the routers' {self._block_size}: "
+                f"vLLM's blocks have {event.block_size} tokens and the routers' {size}: "
                 f"set block_size to {event.block_size}"
             )
-        blocks = len(event.block_hashes)
+        if tokens % size or tokens < size * blocks:
+            raise MalformedBatch(f"{tokens} tokens for {blocks} blocks of {size}")
         if event.extra_keys is not None and len(event.extra_keys) != blocks:
             raise MalformedBatch(f"{len(event.extra_keys)} extra keys for {blocks} blocks")
-        return len(event.token_ids) != self._block_size * blocks
+        return tokens > size * blocks
 
     def _parent(self, event: BlockStored) -> bytes | None:
         """Return the parent of the event's first block by our hashes; None where unknown, as for images."""

@@ -269,9 +269,7 @@ def test_what_routers_cannot_be_told_is_an_error_with_a_sentence() -> None:
         told(VllmPool(2, 8), STORED, rank=1)
 
 
-@pytest.mark.parametrize(
-    "event", [stored(medium="CPU"), stored(block_hashes=[b"1", b"2"], extra_keys=None)], ids=["offloaded", "left out"]
-)
+@pytest.mark.parametrize("event", [stored(medium="CPU"), stored(token_ids=[1, 2, 3, 4])], ids=["offloaded", "left out"])
 def test_blocks_that_cannot_be_placed_are_counted_and_nobodys(event: BlockStored) -> None:
     """Neither they nor their end change what is told of others."""
     pool = VllmPool(2, 8)
