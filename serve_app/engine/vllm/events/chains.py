@@ -61,11 +61,6 @@ class Chains(dict[bytes, HeldBlock]):
         self.touched.clear()
         self._children.clear()
 
-    def ends_row(self, block: bytes) -> bool:
-        """Return whether a window, if there is one, can go on from a block."""
-        held = self.get(block)
-        return held is not None and held.row == self.needed
-
     def _recount(self, block: bytes, row: int) -> None:
         """Count rows anew below a block that ends one of ``row``."""
         below = [(block, row)]

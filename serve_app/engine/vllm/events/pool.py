@@ -8,7 +8,6 @@ A model's layers may be in groups with blocks of their own. One leads: its block
 state in some layers a prompt is served up to some of them only: those are told, under ``ENDS_TIER``, and no others.
 """
 
-import logging
 import math
 import re
 import time
@@ -39,9 +38,8 @@ OwnerOf = Callable[[bytes], tuple[PrefixScope, str] | None]
 _ROOT = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")
 
 _FULL = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
+_BESIDE = _FULL | {"mamba"}
 _WINDOW = frozenset({"sliding_window", "sliding_window_mla"})
-
-_log = logging.getLogger(__name__)
 
 _Changes = list[tuple[type[BlocksStored | BlocksRemoved | CacheCleared], bytes]]
 
@@ -70,7 +68,6 @@ class VllmPool:
         self._max_blocks = max_blocks
         self._clock = clock
         self._lead: int | None = None
-        self._blind = False
         self._blocks = Chains()
         self._ours: dict[BlockHash, bytes] = {}
         self._copies: Counter[BlockHash] = Counter()
@@ -176,14 +173,12 @@ class VllmPool:
         return group == self._lead
 
     def _stored_beside(self, event: BlockStored) -> None:
-        """Take what another group holds. Where it is neither full attention nor a state nothing is told any more."""
-        if event.kv_cache_spec_kind not in _FULL | {"mamba"}:
+        """Take what another group holds: of one with a window nothing, so that nothing is told."""
+        held = self._others.setdefault(event.group_idx, Counter())
+        if event.kv_cache_spec_kind not in _BESIDE:
             self._skip(event)
-            if not self._blind:
-                self._blind = True
-                self._blocks.touched |= self._told
-                _log.warning("layers of %r are not followed: requests go by load", event.kv_cache_spec_kind)
-        self._others.setdefault(event.group_idx, Counter()).update(event.block_hashes)
+            return
+        held.update(event.block_hashes)
         self._touch(event.block_hashes)
 
     def _skip(self, event: BlockStored | BlockRemoved) -> None:
@@ -255,7 +250,8 @@ class VllmPool:
     def _tell(self, changes: _Changes) -> None:
         """Note which of the touched blocks a prompt can be served up to now and could not before, or the reverse."""
         for block in self._blocks.touched:
-            told = self._blocks.ends_row(block) and self._served(self._blocks[block].theirs)
+            held = self._blocks.get(block)
+            told = held is not None and held.row == self._blocks.needed and self._served(held.theirs)
             if told != (block in self._told):
                 if told:
                     self._told[block] = None
@@ -267,9 +263,8 @@ class VllmPool:
 
     def _served(self, theirs: BlockHash) -> bool:
         """Return whether the groups beside the one that leads can go on from a block."""
-        if self._blind or (self._states and not self._others):
-            return False
-        return all(theirs in held for held in self._others.values())
+        known = bool(self._others) or not self._states
+        return known and all(theirs in held for held in self._others.values())
 
 
 def _joined(changes: _Changes, tier: str) -> list[Event]:

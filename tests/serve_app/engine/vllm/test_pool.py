@@ -315,12 +315,11 @@ def test_a_prompt_is_served_up_to_where_every_group_goes_on() -> None:
     assert told(pool, LEADING) == [], "no state is known"
 
 
-def test_nothing_is_told_of_a_model_with_a_window_beside_other_groups() -> None:
-    """Its requests go by load, whatever was told before."""
+def test_nothing_is_told_of_a_model_with_a_window_beside_states() -> None:
+    """Its requests go by load."""
     pool = VllmPool(2, 20, states=True)
-    told(pool, state(b"3"), LEADING)
     window = msgspec.structs.replace(LEADING, group_idx=2, kv_cache_spec_kind="sliding_window")
-    assert told(pool, window) == [BlocksRemoved(PROMPT[-16:], ENDS_TIER)]
+    assert told(pool, state(b"3"), LEADING, window) == []
     assert told(pool, state(b"2")) == []
     assert (pool.known(PROMPT, 3), pool.unplaced) == (0, 3)
 
