@@ -2,7 +2,7 @@
 
 Owns the map block -> holders over all replicas and tiers; only the replica's own cache decides. A replica
 that holds a block holds the blocks before it too, so ``match`` bisects. A hole (a lost or refused hint) can only make
-a prediction wrong.
+a prediction wrong. Not so in ``ENDS_TIER``, where the deepest block that is held says all.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +13,7 @@ from typing import Literal
 from router.directory.holder_sets import HolderSets, ReplicaSlots, bits
 from router.directory.key_table import MAX_ENTRIES, VALUE_BITS, VALUE_MASK, KeyTable, block_keys
 from router.protocol.block_hash import HASH_BYTES
-from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, CacheDigest, Event
+from router.protocol.events import ENDS_TIER, BlocksRemoved, BlocksStored, CacheCleared, CacheDigest, Event
 
 _MEMO_ENTRIES = 4096
 _MAX_TIERS = 8
@@ -40,6 +40,7 @@ class Directory:
         self._dead: int = 0
         self._live: int = 0
         self._extra: int = 0
+        self._ends: int = 0
         self._sweep_at = -1
         self._sweep_dead = 0
         self._folded: dict[int, int] = {}
@@ -144,10 +145,10 @@ class Directory:
         table, shard_mask, bits_of_value, value_mask = self._table, self._table.shard_mask, VALUE_BITS, VALUE_MASK
         words_of, mask_of = table.words, table.masks
         masks, live, extra, members = self._sets.masks, self._live, self._extra, self._members
-        first = masks[table.get(words[0])] & live
+        first = masks[table.get(words[0])] & live & ~self._ends
         if first & extra:
             first = self._fold(first)
-        tokens: dict[str, int] = {}
+        tokens = self._deepest(words) if self._ends else {}
         intervals = [(0, first, blocks, 0)] if first else []
         while intervals:
             low, at_low, high, at_high = intervals.pop()
@@ -179,6 +180,18 @@ class Directory:
                 tokens[replica_id] = depth
         return tokens
 
+    def _deepest(self, words: memoryview) -> dict[str, int]:
+        """Do as ``match`` for those with blocks in ``ENDS_TIER``; looks at every block behind the deepest one."""
+        tokens: dict[str, int] = {}
+        left, masks, table = self._ends, self._sets.masks, self._table
+        for index in range(len(words) - 1, -1, -1):
+            if held := masks[table.get(words[index])] & left:
+                tokens |= dict.fromkeys(self._names(held), (index + 1) * self.block_size)
+                left &= ~held
+                if not left:
+                    break
+        return tokens
+
     def tiers(self, chain: bytes, match: Mapping[str, int]) -> dict[str, dict[str, int]]:
         """Return by replica and tier how many tokens of its match lie there; looks at all blocks: not for decisions."""
         slots = {name: self._replicas[name].slot_of_tier for name in match}
@@ -190,7 +203,7 @@ class Directory:
             for name, tiers in slots.items():
                 if match[name] > index * self.block_size:
                     for tier, slot in tiers.items():
-                        found[name][tier] += self.block_size * ((held >> slot) & 1)
+                        found[name][tier] += self.block_size * (tier == ENDS_TIER or (held >> slot) & 1)
         return found
 
     def _fold(self, held: int) -> int:
@@ -268,6 +281,8 @@ class Directory:
             self._owner.append(replica_id)
         if replica.slot_of_tier:
             self._extra |= 1 << slot
+        if tier == ENDS_TIER:
+            self._ends |= 1 << slot
         replica.slot_of_tier[tier] = slot
         replica.blocks_of_tier[tier] = replica.xor_of_tier[tier] = 0
         self._live |= 1 << slot
@@ -280,6 +295,7 @@ class Directory:
             bit = 1 << slot
             self._live &= ~bit
             self._extra &= ~bit
+            self._ends &= ~bit
             if replica.blocks_of_tier[tier]:
                 self._dead |= bit
             else:

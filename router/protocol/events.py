@@ -7,19 +7,26 @@ import xxhash
 
 from router.protocol.samples import Sample
 
+POOL_TIER = "pool"
+"""Where a replica computes."""
+
+ENDS_TIER = "ends"
+"""The pool of a model with a window or a state in some layers: a prompt can be served up to each block that is named,
+whatever is named of those before it."""
+
 
 class BlocksStored(msgspec.Struct, frozen=True, tag="stored", array_like=True):
     """Blocks that a replica can now serve. ``hashes`` is packed; parents come before children."""
 
     hashes: bytes
-    tier: str = "pool"
+    tier: str = POOL_TIER
 
 
 class BlocksRemoved(msgspec.Struct, frozen=True, tag="removed", array_like=True):
     """Blocks that a replica can serve no longer; children come before parents."""
 
     hashes: bytes
-    tier: str = "pool"
+    tier: str = POOL_TIER
 
 
 class CacheCleared(msgspec.Struct, frozen=True, tag="cleared", array_like=True):

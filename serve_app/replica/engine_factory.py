@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound="DataclassInstance")
 
 _KV_FIELDS = {"num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"}
+_KINDS = {"layer_types", "layers_block_type"}
 
 
 def make_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) -> Engine:
@@ -56,7 +57,8 @@ def _vllm_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink)
     device = choose_device(config.device)
     on_cpu = device.type == "cpu"
     fields = served_fields(config, info.path)
-    if refused := [*vllm_refusals.refused_settings(config, on_cpu=on_cpu), *_vllm_refused_model(config, fields)]:
+    refused = vllm_refusals.refused_settings(config, on_cpu=on_cpu)
+    if refused := [*refused, *vllm_refusals.refused_model(fields, config, on_cpu=on_cpu)]:
         raise ValueError("; ".join(refused))
     dtype = str(choose_dtype(config.dtype, device)).removeprefix("torch.")
     kv_dtype = config.engine_args.get("kv_cache_dtype") or "auto"
@@ -92,10 +94,6 @@ def served_fields(config: AppConfig, path: Path) -> dict[str, Any]:
     return {**fields, **overrides} if isinstance(overrides, dict) else fields
 
 
-def _vllm_refused_model(config: AppConfig, fields: Mapping[str, Any]) -> list[str]:
-    return [*vllm_refusals.refused_model(fields), *vllm_refusals.refused_ranks(config, fields)]
-
-
 def _simulated_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) -> TorchEngine:
     dtype = "float32" if config.dtype == "auto" else config.dtype
     model_config = _model_config(info.path)
@@ -123,10 +121,10 @@ def _model_config(path: Path) -> Any:
     """Return what the model's config says of its KV; transformers, which loads torch, is asked for defaults alone."""
     fields = json.loads((path / "config.json").read_text())
     if fields.keys() >= _KV_FIELDS:
-        return SimpleNamespace(**{name: fields[name] for name in _KV_FIELDS})
+        return SimpleNamespace(**{name: fields[name] for name in fields.keys() & (_KV_FIELDS | _KINDS)})
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(str(path), local_files_only=True)
+    return AutoConfig.from_pretrained(str(path), local_files_only=True).get_text_config()
 
 
 def _torch_settings(config: AppConfig, info: CheckpointInfo, num_blocks: int, drafter: Path | None) -> EngineSettings:
@@ -165,12 +163,12 @@ class EngineMaker:
 
     build: Callable[[AppConfig, CheckpointInfo, EventSink], Engine]
     refused_settings: Callable[..., list[str]] = lambda _, *, on_cpu: []
-    refused_model: Callable[[AppConfig, Mapping[str, Any]], list[str]] = lambda *_: []
+    refused_model: Callable[..., list[str]] = lambda _, __, *, on_cpu: []
 
 
 MAKERS: dict[EngineName, EngineMaker] = {
     "torch": EngineMaker(_torch_engine),
-    "vllm": EngineMaker(_vllm_engine, vllm_refusals.refused_settings, _vllm_refused_model),
+    "vllm": EngineMaker(_vllm_engine, vllm_refusals.refused_settings, vllm_refusals.refused_model),
     "simulated": EngineMaker(_simulated_engine),
 }
 

@@ -18,7 +18,7 @@ def pool_blocks(config: AppConfig, model: Path, drafter: Path | None) -> int:
     """Return the blocks of the pool: as set, else what fits ``pool_bytes``. Raises ValueError when not one does."""
     if config.num_blocks:
         return config.num_blocks
-    model_config = AutoConfig.from_pretrained(str(model), local_files_only=True)
+    model_config = AutoConfig.from_pretrained(str(model), local_files_only=True).get_text_config()
     dtype = str(choose_dtype(config.dtype, choose_device(config.device))).removeprefix("torch.")
     drafter_bytes = _drafter_bytes(drafter, dtype, config.block_size) if drafter else 0
     budget = pool_bytes(config, model_config, drafter)

@@ -18,7 +18,7 @@ from vllm.v1.core.kv_cache_utils import (
     init_none_hash,
     maybe_convert_block_hash,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.request import Request, RequestStatus
 
 from serve_app.cache.prefix.quota import ACTIVE_S
@@ -121,9 +121,12 @@ class Watched(TenantFreeQueue):
 class Cache:
     """vLLM's manager and the requests that hold its blocks. ``heard``: copies of each hash, by its events."""
 
-    def __init__(self, *, watched: bool) -> None:
-        spec = FullAttentionSpec(block_size=SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
-        config = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["l"], spec)])
+    def __init__(self, *, watched: bool, window: bool = False) -> None:
+        sizes = {"block_size": SIZE, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+        groups = [KVCacheGroupSpec(["l"], FullAttentionSpec(**sizes))]
+        if window:
+            groups.append(KVCacheGroupSpec(["w"], SlidingWindowSpec(**sizes, sliding_window=2 * SIZE + 1)))
+        config = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
         self.manager = KVCacheManager(
             config,
             max_model_len=200,
@@ -188,11 +191,14 @@ def request_of(tenant: str, prompt: int, tokens: int) -> Any:
     return Request(f"r{next(_names)}", ids, params, None, cache_salt=tenant, block_hasher=_hasher)
 
 
-@given(steps=STEPS)
+@given(steps=STEPS, window=st.booleans())
 @settings(max_examples=200, deadline=None)
-def test_blocks_are_taken_of_whoever_is_over_their_share(steps: list[tuple[str, str, int, int]]) -> None:
-    """Every block is free or used, every pop is the naive choice, and events say what the pool holds."""
-    cache = Cache(watched=True)
+def test_blocks_are_taken_of_whoever_is_over_their_share(steps: list[tuple[str, str, int, int]], window: bool) -> None:
+    """Every block is free or used, every pop is the naive choice, and events say what the pool holds.
+
+    So it is too where layers with a window have blocks of their own in the same pool.
+    """
+    cache = Cache(watched=True, window=window)
     for step in steps:
         if step[0] == "later":
             cache.queue.now_s += 40.0 * step[3]

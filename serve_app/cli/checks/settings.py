@@ -113,8 +113,9 @@ def _model(settings: AppConfig, place: Place) -> Iterator[Refusal]:
     except (ValueError, OSError) as error:
         yield "model", str(error)
         return
-    fields = served_fields(settings, info.path)
-    yield from (("model", sentence) for sentence in MAKERS[settings.engine].refused_model(settings, fields))
+    fields, on_cpu = served_fields(settings, info.path), not settings.replica_num_gpus
+    refused = MAKERS[settings.engine].refused_model(fields, settings, on_cpu=on_cpu)
+    yield from (("model", sentence) for sentence in refused)
     yield from _refusal("max_model_len", lambda: max_model_len(settings, info))
     yield from _blocks(settings, fields.get("text_config", fields))
     if settings.engine_traits.built_in and settings.model not in BUILT_IN:

@@ -1,4 +1,7 @@
-"""Sizing of the KV pool: a block has 2 * layers * block_size * kv_heads * head_dim numbers. Imports no torch."""
+"""Sizing of the KV pool: a block has 2 * layers * block_size * kv_heads * head_dim numbers. Imports no torch.
+
+Only layers with KV by token count: vLLM puts states of other layers into blocks of the same size.
+"""
 
 from typing import Any
 
@@ -13,6 +16,11 @@ def kv_shape(config: Any) -> tuple[int, int, int]:
     return int(config.num_hidden_layers), kv_heads, head_dim
 
 
+def keeps_kv(kind: str) -> bool:
+    """Return whether a layer of this kind (of ``layer_types``) has KV by token."""
+    return ("attention" in kind and "linear" not in kind) or kind == "hybrid"
+
+
 def kv_bytes_per_block(config: Any, dtype: str, block_size: int, tensor_ranks: int = 1, stages: int = 1) -> int:
     """Return the bytes of one block over all layers, and over all ranks: each sets aside as much as the fullest.
 
@@ -20,6 +28,8 @@ def kv_bytes_per_block(config: Any, dtype: str, block_size: int, tensor_ranks: i
     ValueError on an unknown ``dtype``.
     """
     layers, kv_heads, head_dim = kv_shape(config)
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    layers = sum(map(keeps_kv, kinds)) or layers
     layers, kv_heads = -(-layers // stages) * stages, -(-kv_heads // tensor_ranks) * tensor_ranks
     return 2 * layers * block_size * kv_heads * head_dim * dtype_bytes(dtype)
 

@@ -76,7 +76,7 @@ class VllmEngine:
             raise
         self.facts = facts = self._frontend.facts
         self._outbox = Outbox(lambda: self._frontend.loop.call_soon(self._outbox.deliver))
-        self._pool = VllmPool(settings.block_size, facts.num_blocks)
+        self._pool = VllmPool(settings.block_size, facts.num_blocks, states=facts.states)
         self._events = EventSubscriber(self._endpoints, self._pool, event_sink)
         self._adapters = VllmAdapters(directory / "adapters", self._frontend, settings)
         self._jobs = JobRunner(self._frontend, self._adapters, self._copies)
@@ -148,7 +148,7 @@ class VllmEngine:
 
     def stats(self) -> StatsReport:
         """Return counters and gauges as Prometheus-style samples."""
-        pins, held_blocks = self._saves.pins, len(self._pool)
+        pins, held_blocks = self._saves.pins, self._pool.held_blocks
         with self._lock:
             gauges = tuple(self._load.gauges(self.facts.num_blocks, held_blocks, pins.blocks, _LABELS))
         return StatsReport(
@@ -156,6 +156,7 @@ class VllmEngine:
                 *self._meters.samples(_LABELS),
                 *self._drafts.samples(_LABELS),
                 *gauges,
+                ("warmpath_unplaced_kv_blocks_total", _LABELS, float(self._pool.unplaced)),
                 ("warmpath_kv_cache_block_bytes", _LABELS, float(self.kv_block_bytes)),
                 *pin_samples(pins, _LABELS, self._saves.recalled),
                 *self._adapters.slots.samples(_LABELS),

@@ -27,11 +27,12 @@ OnStep = Callable[[int, float, int, float], None]
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What vLLM made of the settings. ``num_blocks``: without its null block."""
+    """What vLLM made of the settings. ``num_blocks``: without its null block; ``states``: see ``VllmPool``."""
 
     vocab_size: int
     max_model_len: int
     num_blocks: int
+    states: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,15 +131,20 @@ class VllmFrontend:
                 f"this vLLM computes on GPUs, and the replica sees {gpus}: set replica_num_gpus: {settings.ranks}"
             )
         arguments = engine_arguments(settings, endpoints, on_cpu=current_platform.is_cpu())
-        arguments = parsed_engine_args(settings.engine_args) | arguments
-        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[self._logger])
+        wanted = AsyncEngineArgs(**parsed_engine_args(settings.engine_args) | arguments)
+        states = bool(wanted.create_model_config().is_hybrid)
+        if states:
+            wanted.disable_hybrid_kv_cache_manager = False  # states and KV by token are not of one group
+            if wanted.max_model_len != settings.max_model_len:  # states take blocks too: vLLM finds what is left
+                wanted.max_model_len = -1
+        self.llm = AsyncLLM.from_engine_args(wanted, stat_loggers=[self._logger])
         await self.llm.collective_rpc("choose_by_position")
         config = self.llm.vllm_config
         size = config.cache_config.block_size
         if size != settings.block_size:
             raise ValueError(f"vLLM computes this model in blocks of {size} tokens here; set block_size: {size}")
         model = config.model_config
-        return ModelFacts(model.get_vocab_size(), model.max_model_len, config.cache_config.num_gpu_blocks - 1)
+        return ModelFacts(model.get_vocab_size(), model.max_model_len, config.cache_config.num_gpu_blocks - 1, states)
 
 
 def _generated(output: Any, logprobs: int | None) -> Generated:

@@ -9,10 +9,14 @@ from typing import Any
 
 from serve_app.config.app import AppConfig
 from serve_app.config.engine import NGRAM, VLLM_CPU_BLOCK_SIZE
+from serve_app.engine.runner.kv_size import keeps_kv
 from serve_app.engine.vllm.engine_args import refused_engine_args
 
 WINDOWED = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
 """Model types whose ``sliding_window``, where it is not null, is that of every layer."""
+
+STATES_ALONE = frozenset({"mamba", "mamba2", "falcon_mamba", "rwkv"})
+"""Model types without attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,26 +86,34 @@ def refused_settings(config: AppConfig, *, on_cpu: bool) -> list[str]:
     return found + refused_engine_args(config.engine_args)
 
 
-def refused_model(fields: Mapping[str, Any]) -> list[str]:
-    """Return why a model cannot be routed by vLLM's events, from its config.json; nothing where it can.
+def refused_model(fields: Mapping[str, Any], config: AppConfig, *, on_cpu: bool) -> list[str]:
+    """Return why these settings and a model do not go together, from its config.json; nothing where they do.
 
-    Layers with a window beside layers with full attention are no reason: vLLM keeps all their KV when its hybrid cache
-    manager is off. A window in every layer is, and so is state that is not KV by token.
+    A window in some layers, beside full attention in others, is no reason for anything: vLLM keeps all their KV when
+    its hybrid cache manager is off.
     """
     text: Mapping[str, Any] = fields.get("text_config") or fields
     kinds = set(text.get("layer_types") or text.get("layers_block_type") or ())
-    stateful = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
-    state_fields = sorted(name for name in text if name.startswith(("mamba_", "ssm_", "linear_num_")))
-    if stateful or state_fields or text.get("model_type") in ("mamba", "mamba2", "falcon_mamba", "rwkv"):
-        what = ", ".join(stateful or state_fields[:1] or [str(text["model_type"])])
-        return [f"the model has layers with a state in place of KV by token ({what}); use one with attention alone"]
+    states = sorted(kind for kind in kinds if not keeps_kv(kind) and kind not in ("mlp", "moe"))
+    states += sorted(name for name in text if name.startswith(("mamba_", "ssm_", "linear_num_")))
     uniform = not kinds and text.get("model_type") in WINDOWED and text.get("sliding_window") is not None
-    if kinds == {"sliding_attention"} or uniform:
-        return [
-            f"every layer of the model forgets what is more than {text.get('sliding_window')} tokens back, so that a "
-            "prefix is never held whole; use one with full attention in some layers"
-        ]
-    return []
+    windowed = kinds == {"sliding_attention"} or uniform
+    found = []
+    if text.get("model_type") in STATES_ALONE:
+        return ["the model has no attention, so no KV by token to route by; use one with some layers of it"]
+    if on_cpu and any("mamba" in name or "ssm" in name for name in states):
+        found.append(
+            f"on a CPU vLLM computes no Mamba layers ({states[0]}) with cached states; use a GPU, or a model with "
+            "short convolutions or linear attention beside its attention"
+        )
+    moves = [name for name in ("kv_pull", "prewarm", "handover", "pin_budget") if getattr(config, name)]
+    if moves and (states or windowed):
+        what = states[0] if states else f"a window of {text.get('sliding_window')} in every layer"
+        found.append(
+            f"{', '.join(moves)}: the KV of a prefix is not whole in a model with {what}, so it is neither copied nor "
+            "kept; leave it out"
+        )
+    return found + refused_ranks(config, fields)
 
 
 def refused_ranks(config: AppConfig, fields: Mapping[str, Any]) -> list[str]:

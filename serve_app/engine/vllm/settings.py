@@ -89,6 +89,7 @@ def engine_arguments(settings: VllmSettings, endpoints: EventEndpoints, *, on_cp
         "enable_prefix_caching": settings.enable_prefix_caching,
         "prefix_caching_hash_algo": "sha256",  # collision-proof: vLLM compares no tokens
         "disable_hybrid_kv_cache_manager": True,  # all KV is one group then, of which a directory can tell everything
+        "prefix_cache_retention_interval": None,  # else events of windows and states do not say which blocks they mean
         "enforce_eager": settings.enforce_eager,
         "gpu_memory_utilization": _CPU_MEMORY_PART if on_cpu else settings.gpu_memory_utilization,
         "max_logprobs": 20,  # as many as OpenAI's API tells

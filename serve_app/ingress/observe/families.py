@@ -96,6 +96,9 @@ warmpath_kv_cache_blocks: replica engine state
     free: empty. Their sum is the pool.
 warmpath_kv_cache_block_bytes: replica engine
     Bytes of one block: multiply any number of blocks of the pool by it.
+warmpath_unplaced_kv_blocks_total: replica engine
+    Blocks that vLLM cached and no router is told of, since its events do not say of which prompt they are: images, KV
+    offloaded elsewhere, unknown roots. Requests are routed by load as to them.
 warmpath_prefix_cache_queries_total: replica engine tenant
     Prompt tokens looked up in the prefix cache, when a sequence is first started.
 warmpath_prefix_cache_hits_total: replica engine tenant

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from router.directory.directory import Directory
 from router.protocol.block_hash import split_chain
-from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, LoadReport
+from router.protocol.events import ENDS_TIER, BlocksRemoved, BlocksStored, CacheCleared, LoadReport
 
 BLOCK = 16
 REPLICAS = [f"replica-{number}" for number in range(5)]
@@ -145,3 +145,21 @@ def test_sizes_are_checked(block_size: int, max_blocks: int) -> None:
     """Sizes below one are refused, and more blocks than a table can number."""
     with pytest.raises(ValueError, match="at least 1"):
         Directory(block_size, max_blocks)
+
+
+def test_of_ends_the_deepest_says_all_and_others_go_by_what_is_before() -> None:
+    """Beside a replica that holds whole prefixes; an end that goes leaves the one before it, and a departure none."""
+    directory = Directory(BLOCK)
+    for replica_id in ("whole", "ends"):
+        directory.add_replica(replica_id)
+    directory.apply("whole", [BlocksStored(chain(0, 5))])
+    directory.apply("ends", [BlocksStored(block(0, 2) + block(0, 7), ENDS_TIER)])
+    assert directory.match(chain(0, 10)) == {"whole": 5 * BLOCK, "ends": 8 * BLOCK}
+    assert directory.match(chain(0, 7)) == {"whole": 5 * BLOCK, "ends": 3 * BLOCK}
+    assert directory.match(chain(0, 2)) == {"whole": 2 * BLOCK}
+    assert directory.tiers(chain(0, 7), {"ends": 3 * BLOCK}) == {"ends": {ENDS_TIER: 3 * BLOCK}}
+    directory.apply("ends", [BlocksRemoved(block(0, 7), ENDS_TIER)])
+    assert directory.match(chain(0, 10)) == {"whole": 5 * BLOCK, "ends": 3 * BLOCK}
+    directory.remove_replica("ends")
+    directory.apply("whole", [BlocksStored(chain(1, 3))])
+    assert directory.match(chain(0, 10)) == {"whole": 5 * BLOCK}

@@ -67,8 +67,8 @@ class EventSubscriber:
         """Give the sink a digest of what the pool holds by the events so far; ``anew``: every block before it."""
         with self._lock:
             pool = self._pool
-            blocks: list[Event] = [CacheCleared(), BlocksStored(b"".join(pool))] if anew else []
-            self._deliver([*blocks, CacheDigest((TierDigest("pool", len(pool), pool.xor),))])
+            blocks: list[Event] = [CacheCleared(), BlocksStored(b"".join(pool), pool.tier)] if anew else []
+            self._deliver([*blocks, CacheDigest((TierDigest(pool.tier, len(pool), pool.xor),))])
 
     def _listen(self) -> None:
         context = zmq.Context()

@@ -38,6 +38,10 @@ _RESTED_ON: tuple[tuple[Callable[..., Any], str], ...] = (
     (Scheduler.reset_prefix_cache, "self reset_running_requests reset_connector"),
     (Scheduler._preempt_request, "self request timestamp drop_stale_output"),
     (Scheduler._reserve_prefill_lookahead, "self request num_computed_tokens num_new_tokens"),
+    (
+        Scheduler._mamba_block_aligned_split,
+        "self request num_new_tokens num_new_local_computed_tokens num_external_computed_tokens",
+    ),
     (Scheduler._get_local_prefix_cache_hit, "self request"),
     (Scheduler.update_draft_token_ids, "self draft_token_ids"),
     (PriorityRequestQueue.remove_request, "self request"),

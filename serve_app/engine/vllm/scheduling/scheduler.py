@@ -9,6 +9,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from serve_app.engine.step import ceil_div
 from serve_app.engine.vllm.sampling.rows import drafts_wanted
 from serve_app.engine.vllm.scheduling.free_queue import TenantFreeQueue
 from serve_app.engine.vllm.scheduling.hooks import check_hooks
@@ -79,6 +80,10 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
         most = self._plan.limits.get(request.request_id, num_new_tokens)
         if num_computed_tokens + num_new_tokens > request.num_tokens:
             most = num_new_tokens  # a prompt's last token, padded for drafts: vLLM wants all of it or nothing
+        elif 0 < most < num_new_tokens and self.need_mamba_block_aligned_split:
+            # Where a layer keeps a state, what vLLM takes for a block's state is that of the step's end.
+            whole = ceil_div(most, self.block_size) * self.block_size
+            most = self._mamba_block_aligned_split(request, whole, num_computed_tokens - request.num_computed_tokens)
         return int(super()._reserve_prefill_lookahead(request, num_computed_tokens, min(num_new_tokens, most)))
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
@@ -110,7 +115,8 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
         """Return what a waiting request would take if it started now."""
         hit, cached_tokens, *_ = self._get_local_prefix_cache_hit(request)
         blocks = [block for group in hit.blocks for block in group]
-        taken = self._turns.blocks_of(request) - sum(block.ref_cnt > 0 for block in blocks)
+        taken = self._turns.blocks_of(request) - sum(block.ref_cnt > 0 and not block.is_null for block in blocks)
+        taken += 2 * (len(hit.blocks) - 1)  # a group beside that of full attention has the last state and the next
         return Need(request.num_tokens - cached_tokens, taken)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
 from serve_app.cache.kv_chain import KvPart
 from serve_app.engine.vllm.transfer.block_rows import BlockRows
@@ -34,6 +35,11 @@ class WarmpathConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        kinds = [get_kv_cache_spec_kind(group.kv_cache_spec).value for group in kv_cache_config.kv_cache_groups]
+        if kinds not in (["full_attention"], ["mla_attention"]):
+            raise ValueError(
+                f"KV of {kinds} is neither copied nor kept: set kv_pull, prewarm, handover, pin_budget off"
+            )
         self._size = vllm_config.cache_config.block_size
         self._parallel = vllm_config.parallel_config
         self._directory = Path(vllm_config.kv_transfer_config.kv_connector_extra_config["directory"])

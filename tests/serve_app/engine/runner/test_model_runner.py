@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,6 +32,9 @@ def test_kv_bytes_are_the_pools(checkpoints: dict[str, Path]) -> None:
     with pytest.raises(ValueError, match="cannot hold one"):
         blocks_in_budget(llama, "bfloat16", 16, per_block - 1)
     assert kv_bytes_per_block(Qwen3Config(head_dim=128, hidden_size=64), "float32", 16) % 128 == 0
+    kinds = ["linear_attention", "conv", "full_attention", "sliding_attention"]
+    some = SimpleNamespace(**llama.to_dict(), layer_types=kinds)
+    assert kv_bytes_per_block(some, "bfloat16", 16) * llama.num_hidden_layers == 2 * per_block
 
 
 def test_weights_of_another_model_than_the_configs_are_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:

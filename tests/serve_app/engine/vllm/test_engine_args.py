@@ -108,7 +108,7 @@ def test_overrides_of_a_models_config_count_before_it_is_loaded(demo_model_path:
     assert max_model_len(config, info) == longer
     with pytest.raises(ValueError, match="positions"):
         max_model_len(AppConfig(max_model_len=longer), info)
-    (sentence,) = MAKERS["vllm"].refused_model(config, served_fields(config, info.path))
+    (sentence,) = MAKERS["vllm"].refused_model(served_fields(config, info.path), config, on_cpu=True)
     assert "mamba" in sentence
 
 

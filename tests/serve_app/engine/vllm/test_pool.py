@@ -14,7 +14,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from router.directory.directory import Directory
 from router.protocol.block_hash import PrefixScope, hash_blocks, private_parent
-from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, CacheDigest, Event
+from router.protocol.events import ENDS_TIER, BlocksRemoved, BlocksStored, CacheCleared, CacheDigest, Event, TierDigest
 from serve_app.engine.vllm.events.batches import (
     AllBlocksCleared,
     BlockRemoved,
@@ -281,23 +281,105 @@ def test_more_blocks_than_the_pool_has_mean_that_removals_were_lost() -> None:
     assert len(pool) == 1
 
 
-@pytest.mark.parametrize(
-    ("event", "sentence"),
-    [
-        (stored(group_idx=1), "group 1 of the model's KV"),
-        (stored(medium="CPU"), "'CPU'.*offload"),
-        (BlockRemoved([b"1"], "CPU"), "'CPU'.*offload"),
-        (stored(kv_cache_spec_kind="sliding_window", kv_cache_spec_sliding_window=512), "sliding_window.*512"),
-        (stored(kv_cache_spec_kind="mamba"), "'mamba'"),
-        (stored(block_size=128, token_ids=[0] * 128), "set block_size to 128"),
-        (stored(block_hashes=[b"1", b"2"]), "blocks were left out"),
-    ],
-)
-def test_another_kind_of_cache_is_refused_with_a_sentence(event: Any, sentence: str) -> None:
-    with pytest.raises(UnsupportedEvents, match=sentence):
-        told(VllmPool(2, 8), event)
+def test_what_routers_cannot_be_told_is_an_error_with_a_sentence() -> None:
+    with pytest.raises(UnsupportedEvents, match="set block_size to 128"):
+        told(VllmPool(2, 8), stored(block_size=128, token_ids=[0] * 128))
     with pytest.raises(UnsupportedEvents, match="data parallel rank 1"):
-        told(VllmPool(2, 8), event, rank=1)
+        told(VllmPool(2, 8), STORED, rank=1)
+
+
+@pytest.mark.parametrize("event", [stored(medium="CPU"), stored(token_ids=[1, 2, 3, 4])], ids=["offloaded", "left out"])
+def test_blocks_that_cannot_be_placed_are_counted_and_nobodys(event: BlockStored) -> None:
+    """Neither they nor their end change what is told of others."""
+    pool = VllmPool(2, 8)
+    first = stored(block_hashes=[b"0"], token_ids=[0, 0])
+    assert told(pool, first, event) == [BlocksStored(chain(0, 0))]
+    assert told(pool, BlockRemoved(event.block_hashes, event.medium, 0)) == []
+    assert (pool.unplaced, len(pool)) == (len(event.block_hashes), 1)
+
+
+PROMPT = chain(1, 2, 3, 4, 5, 6)
+LEADING = stored(
+    block_hashes=[b"1", b"2", b"3"], token_ids=[1, 2, 3, 4, 5, 6], extra_keys=[(ROOT.hex(),), None, None], group_idx=1
+)
+
+
+def state(*names: bytes, group: int = 0) -> BlockStored:
+    """A step's event of layers with a state: the tokens of all its blocks, but only its last block is kept."""
+    return stored(
+        block_hashes=list(names), token_ids=[1, 2, 3, 4, 5, 6], extra_keys=None, group_idx=group,
+        kv_cache_spec_kind="mamba",
+    )  # fmt: skip
+
+
+def ends(*tokens: int) -> BlocksStored:
+    return BlocksStored(chain(*tokens)[-16:], ENDS_TIER)
+
+
+def test_a_prompt_is_served_up_to_where_every_group_goes_on() -> None:
+    """With states a block counts while each group has its own of it, in whatever order they tell of that."""
+    pool = VllmPool(2, 20, states=True)
+    assert told(pool, state(b"3"), LEADING) == [ends(1, 2, 3, 4, 5, 6)]
+    assert [pool.known(PROMPT, most) for most in (3, 2)] == [3, 0]
+    assert told(pool, state(b"2")) == [ends(1, 2, 3, 4)]
+    assert [pool.known(PROMPT, most) for most in (3, 2, 1)] == [3, 2, 0]
+    assert told(pool, state(group=2)) == []
+    assert told(pool, state(b"3", group=2), BlockRemoved([b"2"], "GPU", 0)) == [
+        BlocksRemoved(chain(1, 2, 3, 4)[-16:], ENDS_TIER)
+    ]
+    assert pool.known(PROMPT, 3) == 3
+    assert told(pool, BlockRemoved([b"3"], "GPU", 1)) == [BlocksRemoved(PROMPT[-16:], ENDS_TIER)]
+    assert pool.held_blocks == 4
+    assert told(pool, AllBlocksCleared()) == [CacheCleared()]
+    assert told(pool, LEADING) == [], "no state is known"
+
+
+def test_nothing_is_told_of_a_model_with_a_window_beside_states() -> None:
+    """Its requests go by load."""
+    pool = VllmPool(2, 20, states=True)
+    window = msgspec.structs.replace(LEADING, group_idx=2, kv_cache_spec_kind="sliding_window")
+    assert told(pool, state(b"3"), LEADING, window) == []
+    assert told(pool, state(b"2")) == []
+    assert (pool.known(PROMPT, 3), pool.unplaced) == (0, 3)
+
+
+@given(
+    needed=st.integers(1, 4),
+    steps=st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(0, 9)), max_size=40),
+)
+def test_a_window_goes_on_from_whatever_it_sees_whole(needed: int, steps: list[tuple[bool, bool, int]]) -> None:
+    """Two prompts that part after four blocks; any block may go. What is said is vLLM's own rule, from the end on."""
+    pool, directory = VllmPool(2, 30), Directory(2)
+    directory.add_replica("r")
+    tokens = {False: list(range(20)), True: [*range(8), *range(100, 112)]}
+    names = {side: [b"%d" % ids[2 * i] for i in range(10)] for side, ids in tokens.items()}
+    held: set[bytes] = set()
+    for side, store, at in steps:
+        name = names[side][at]
+        if store == (name in held) or (store and at and names[side][at - 1] not in held):
+            continue
+        held ^= {name}
+        event = BlockStored(
+            [name], names[side][at - 1] if at else None, tokens[side][2 * at : 2 * at + 2], 2, "GPU", None,
+            [None if at else (ROOT.hex(),)], 0, "sliding_window", 2 * needed + 1,
+        ) if store else BlockRemoved([name], "GPU", 0)  # fmt: skip
+        events = told(pool, event)
+        directory.apply("r", events)
+        for other, ids in tokens.items():
+            hit = _vllm_window_hit([block in held for block in names[other]], needed)
+            assert pool.known(chain(*ids), 10) == hit
+            assert directory.match(chain(*ids)).get("r", 0) == 2 * hit
+        assert directory.drift("r", CacheDigest((TierDigest(ENDS_TIER, len(pool), pool.xor),))) is None
+
+
+def _vllm_window_hit(held: list[bool], needed: int) -> int:
+    """Source: ``SlidingWindowManager.find_longest_cache_hit``."""
+    row = 0
+    for index in reversed(range(len(held))):
+        row = row + 1 if held[index] else 0
+        if row == needed:
+            return index + needed
+    return row
 
 
 def test_an_event_that_contradicts_itself_is_malformed() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -101,27 +102,34 @@ def test_blocks_of_a_cpu_are_multiples_of_32() -> None:
     assert sentence == "block_size: with engine=vllm on a CPU it is a multiple of 32; set block_size: 32"
 
 
+STATE = {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}
+MAMBA = {"model_type": "jamba", "layers_block_type": ["mamba", "attention"]}
+
+
 @pytest.mark.parametrize(
-    ("fields", "reason"),
+    ("fields", "moves", "on_cpu", "reason"),
     [
-        ({"model_type": "mistral", "sliding_window": None}, None),
-        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, None),
-        ({"model_type": "mistral", "sliding_window": 4096}, "4096 tokens back"),
-        (
-            {"model_type": "gemma2", "sliding_window": 4096, "layer_types": ["sliding_attention", "full_attention"]},
-            None,
-        ),
-        ({"model_type": "gemma2", "sliding_window": 4096}, None),
-        ({"text_config": {"sliding_window": 512, "layer_types": ["sliding_attention"]}}, "512 tokens back"),
-        ({"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
-        ({"model_type": "jamba", "layers_block_type": ["mamba", "attention"]}, "mamba"),
-        ({"model_type": "bamba", "mamba_d_state": 128}, "mamba_d_state"),
-        ({"model_type": "mamba2", "state_size": 128}, "mamba2"),
+        ({"model_type": "mistral", "sliding_window": None}, True, True, None),
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, True, True, None),
+        ({"model_type": "mistral", "sliding_window": 4096}, False, True, None),
+        ({"model_type": "mistral", "sliding_window": 4096}, True, False, "kv_pull: .* window of 4096"),
+        ({"model_type": "gemma2", "layer_types": ["sliding_attention", "full_attention"]}, True, True, None),
+        ({"text_config": {"sliding_window": 512, "layer_types": ["sliding_attention"]}}, True, True, "window of 512"),
+        (STATE, False, True, None),
+        (STATE, True, True, "kv_pull: .* conv"),
+        (MAMBA, False, False, None),
+        (MAMBA, False, True, "on a CPU .*mamba"),
+        ({"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]}, True, False, "kv_pull"),
+        ({"model_type": "bamba", "mamba_d_state": 128}, False, True, "mamba_d_state"),
+        ({"model_type": "mamba2", "state_size": 128}, False, False, "no attention"),
     ],
 )
-def test_a_model_whose_prefixes_are_not_held_whole_is_refused(fields: dict[str, Any], reason: str | None) -> None:
-    found = refused_model(fields)
-    assert (found == []) if reason is None else (len(found) == 1 and reason in found[0])
+def test_what_a_models_layers_rule_out_is_refused(
+    fields: dict[str, Any], moves: bool, on_cpu: bool, reason: str | None
+) -> None:
+    config = AppConfig(engine="vllm", block_size=32, kv_pull=moves)
+    found = refused_model(fields, config, on_cpu=on_cpu)
+    assert found == [] if reason is None else len(found) == 1 and re.search(reason, found[0])
 
 
 class Vllm:

@@ -1,0 +1,146 @@
+"""Models whose KV is not all of one kind, tiny and random, one vLLM each: tokens are those without a cache."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GptOssConfig, Lfm2Config, MistralConfig
+
+from router.directory.directory import Directory
+from router.protocol.block_hash import PrefixScope
+from serve_app.checkpoints.checkpoint import load_checkpoint_info
+from serve_app.config.app import AppConfig
+from serve_app.engine.vllm.engine import VllmEngine
+from serve_app.replica.engine_factory import make_engine
+from tests.serve_app.engine.tiny import request, run_all
+from tests.vllm.engines import BLOCK, eventually, prefix_of
+
+VOCAB = 211
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+}
+KINDS = ["full_attention", "sliding_attention"] * 2
+MODELS = {
+    "a window in every layer": MistralConfig(**SIZES, sliding_window=80),
+    "short convolutions beside attention": Lfm2Config(
+        **SIZES, layer_types=["conv", "full_attention"] * 2, conv_dim=128, conv_dim_out=128, block_dim=128
+    ),
+    "windows beside full attention, sinks, experts": GptOssConfig(
+        **{**SIZES, "initializer_range": 0.1},
+        head_dim=32,
+        sliding_window=80,
+        layer_types=KINDS,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
+}
+BLOCKS = 80
+SCOPES = {name: PrefixScope("tiny", salt=name.encode()) for name in ("a", "b")}
+
+
+@dataclass
+class Served:
+    engine: VllmEngine
+    directory: Directory
+    model: Any
+
+    def alone(self, ids: Any, tokens: int) -> list[int]:
+        """What the model says by transformers, without a cache of prefixes."""
+        asked = torch.tensor(ids[None].astype(np.int64))
+        with torch.no_grad():
+            out = self.model.generate(asked, max_new_tokens=tokens, do_sample=False, eos_token_id=None)
+        return [int(token) for token in out[0, len(ids) :]]
+
+    def settle(self, number: int) -> None:
+        """Return when all events of before are heard: those of a prompt of its own come last."""
+        ids = np.random.default_rng(9000 + number).integers(3, VOCAB, BLOCK + 1, dtype=np.int32)
+        run_all(self.engine, [request(f"settle {number}", ids, 1)])  # type: ignore[arg-type]
+        eventually(lambda: self.engine.known_blocks(prefix_of(ids).chain, 1) == 1)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    path: Path = tmp_path_factory.mktemp("models") / "tiny"
+    torch.manual_seed(7)
+    model: Any = AutoModelForCausalLM.from_config(MODELS[request.param]).float().eval()
+    model.save_pretrained(path)
+    (path / "tokenizer.json").write_text("{}")
+    config = AppConfig(
+        engine="vllm",
+        block_size=BLOCK,
+        num_blocks=BLOCKS,
+        max_model_len=1024,
+        max_num_seqs=4,
+        max_num_batched_tokens=250,  # a turn ends within a block, unless it is told not to
+        dtype="float32",
+        device="cpu",
+        enforce_eager=True,
+        num_threads=os.cpu_count(),
+    )
+    directory = Directory(BLOCK)
+    directory.add_replica("r")
+    engine = make_engine(config, load_checkpoint_info(path), lambda events: directory.apply("r", events))
+    assert isinstance(engine, VllmEngine)
+    engine.start()
+    yield Served(engine, directory, model)
+    engine.stop()
+
+
+def test_what_is_predicted_is_delivered_and_no_token_changes(served: Served) -> None:
+    """Conversations of two tenants grow in a pool that evicts; some part in the middle, and some go together."""
+    random = np.random.default_rng(1)
+    talks = [[name, random.integers(3, VOCAB, 100 + 90 * i, dtype=np.int32)] for i, name in enumerate("ababab")]
+    wrong, hits = [], 0
+    for number in range(36):
+        served.settle(number)
+        together = number % 6 == 5
+        chosen = random.choice(len(talks), 3 if together else 1, replace=False)
+        asked, predicted = [], {}
+        for at in chosen:
+            tenant, ids = talks[at]
+            if number % 7 == 6:
+                ids = ids[: len(ids) // 2]
+            name, scope = f"{number} {at}", SCOPES[tenant]
+            asked.append(replace(request(name, ids, 6, scope=scope), tenant=tenant))
+            chain, most = prefix_of(ids, scope).chain, (len(ids) - 1) // BLOCK
+            predicted[name] = BLOCK * served.engine.known_blocks(chain, most)
+            assert served.directory.match(chain[: 16 * most]).get("r", 0) == predicted[name]
+        found = run_all(served.engine, asked)  # type: ignore[arg-type]
+        for at, one in zip(chosen, asked, strict=True):
+            tokens = found.tokens[one.request_id]
+            assert tokens == served.alone(one.token_ids, 6), one.request_id
+            hits += found.cached[one.request_id] > 0
+            if not together and found.cached[one.request_id] != predicted[one.request_id]:
+                wrong.append((one.request_id, predicted[one.request_id], found.cached[one.request_id]))
+            more = random.integers(3, VOCAB, 40, dtype=np.int32)
+            grown = np.concatenate([one.token_ids, np.array(tokens, dtype=np.int32), more])
+            talks[at][1] = grown if len(grown) < 800 else grown[:150]
+    assert wrong == []
+    assert hits > 12
+    assert served.engine.healthy()
+    counted = {name: value for name, _, value in served.engine.stats().samples}
+    assert counted["warmpath_unplaced_kv_blocks_total"] == 0
+
+
+def test_a_reset_forgets_all_groups(served: Served) -> None:
+    ids = np.random.default_rng(3).integers(3, VOCAB, 300, dtype=np.int32)
+    run_all(served.engine, [request("first", ids)])  # type: ignore[arg-type]
+    served.settle(100)
+    assert served.engine.known_blocks(prefix_of(ids).chain, 9) == 9
+    eventually(served.engine.reset_prefix_cache)
+    assert served.directory.match(prefix_of(ids).chain) == {}
+    assert run_all(served.engine, [request("again", ids)]).cached["again"] == 0  # type: ignore[arg-type]
