@@ -129,7 +129,7 @@ class CountTokensBody(JsonBody):
             tool_use=use,
             add_generation_prompt=not goes_on,
             continue_final_message=goes_on,
-            thinking=thinking_switches(self.thinking and ("none" if self.thinking.type == "disabled" else "")),
+            thinking={} if self.thinking is None else thinking_switches("none" * (self.thinking.type == "disabled")),
             grammar=self._grammar(),
             cache_salt=self.cache_salt,
             prompt_ref=self.prompt_ref,
