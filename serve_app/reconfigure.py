@@ -25,9 +25,6 @@ KIND = "configuration"
 Apply = Callable[[AppConfig], Awaitable[None]]
 """Puts settings into force. Where it raises, it has changed nothing."""
 
-Refused = Callable[[AppConfig], list[str]]
-"""Says in a sentence each what the engine cannot follow."""
-
 
 class LiveSettings:
     """``args`` overlaid with the newest good ``user_config``; ``config``: that, the settings in force.
@@ -36,12 +33,11 @@ class LiveSettings:
     BadSettings where the first cannot: a replica that starts has none to go on with.
     """
 
-    def __init__(self, args: dict[str, Any], refused: Refused) -> None:
+    def __init__(self, args: dict[str, Any]) -> None:
         context = serve.get_replica_context()
         self.args = app_config(args)
-        self._refused_by_engine = refused
         # Serve calls `reconfigure` after the constructor, and an ingress' port may be open by then.
-        self.config = self._in_force(own_deployment().user_config)
+        self.config = overlaid(self.args, own_deployment().user_config)
         self.refused = 0
         self.why = ""
         self._app_name = context.app_name
@@ -49,9 +45,9 @@ class LiveSettings:
         self._lock = asyncio.Lock()
 
     @classmethod
-    async def start(cls, args: dict[str, Any], refused: Refused) -> LiveSettings:
+    async def start(cls, args: dict[str, Any]) -> LiveSettings:
         """Return a starting replica's settings; notices of earlier mistakes are over. Raises BadSettings."""
-        made = cls(args, refused)
+        made = cls(args)
         await made._board(clear)
         return made
 
@@ -60,7 +56,7 @@ class LiveSettings:
         async with self._lock:
             before = self.config
             try:
-                config = self._in_force(user_config)
+                config = overlaid(self.args, user_config)
                 if before.tenants and not config.tenants:
                     raise BadSettings([(("tenants",), NO_TENANTS)])
                 if config != before:
@@ -89,11 +85,3 @@ class LiveSettings:
             await asyncio.to_thread(change, self._app_name, KIND, *arguments)
         except Exception:
             logger.exception("the notice board cannot be reached")
-
-    def _in_force(self, user_config: Any) -> AppConfig:
-        """Return ``overlaid``. Raises BadSettings, also for what the engine cannot follow."""
-        config = overlaid(self.args, user_config)
-        refused = self._refused_by_engine(config)
-        if refused:
-            raise BadSettings([((), sentence) for sentence in refused])
-        return config

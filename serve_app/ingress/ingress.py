@@ -15,7 +15,6 @@ from serve_app.checkpoints.adapter_registry import AdapterEntry
 from serve_app.live.live import Batch
 from serve_app.prompts.cutover import Cutovers
 from serve_app.reconfigure import LiveSettings
-from serve_app.replica.engine_factory import refused_while_running
 from serve_app.usage.report import Rows
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ class Ingress:
         # Only here: whoever deploys an ingress imports this class, and need not wait for transformers.
         from serve_app.ingress.assembly import make_services
 
-        self._live = await LiveSettings.start(config, refused_while_running)
+        self._live = await LiveSettings.start(config)
         self._services = await make_services(self._live.config, self._live.args, replica)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:

@@ -171,11 +171,3 @@ MAKERS: dict[EngineName, EngineMaker] = {
     "vllm": EngineMaker(_vllm_engine, vllm_refusals.refused_settings, vllm_refusals.refused_model),
     "simulated": EngineMaker(_simulated_engine),
 }
-
-
-def refused_while_running(config: AppConfig) -> list[str]:
-    """Return why a running replica or ingress cannot take these settings; nothing where it can.
-
-    Block sizes do not change there, and which device a replica has is found where its engine is made.
-    """
-    return MAKERS[config.engine].refused_settings(config, on_cpu=False)

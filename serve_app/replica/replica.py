@@ -63,10 +63,10 @@ class Replica:
 
     async def __init__(self, config: dict[str, Any]) -> None:  # type: ignore[misc]
         # Only here: whoever deploys replicas imports this class, and need not wait for torch.
-        from serve_app.replica.engine_factory import make_engine, refused_while_running
+        from serve_app.replica.engine_factory import make_engine
 
         self._ending = AsyncExitStack()
-        self._live = await LiveSettings.start(config, refused_while_running)
+        self._live = await LiveSettings.start(config)
         self._version = zlib.crc32(msgspec.json.encode(config, order="deterministic"))
         self._loop = asyncio.get_running_loop()
         self._replica_id: str = serve.get_replica_context().replica_id.unique_id

@@ -12,7 +12,6 @@ from serve_app.config.app import AppConfig
 from serve_app.config.live import BadSettings
 from serve_app.notices import KEPT, clear, post, read, remove
 from serve_app.reconfigure import KIND, LiveSettings
-from serve_app.replica.engine_factory import refused_while_running
 
 ACME = {"name": "acme", "key_sha256": ["a" * 64]}
 
@@ -59,7 +58,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Any:
             _deployment_config=SimpleNamespace(user_config=user_config),
         )
         monkeypatch.setattr(reconfigure.serve, "get_replica_context", lambda: context)
-        return asyncio.run(LiveSettings.start(args, refused_while_running))
+        return asyncio.run(LiveSettings.start(args))
 
     return started
 
@@ -76,25 +75,22 @@ def test_a_replica_starts_with_the_user_config_or_not_at_all(start: Any) -> None
     assert start({"policy": "lmetric"}, policy="sglang").config.policy == "lmetric"
     with pytest.raises(BadSettings, match="did you mean policy"):
         start({"polcy": "lmetric"})
-    with pytest.raises(BadSettings, match="store_kv"):
-        start({"tenants": [{**ACME, "store_kv": False}]}, engine="vllm")
 
 
 @pytest.mark.parametrize(
     ("engine", "tenants", "accepted", "words"),
     [
-        ("vllm", [{**ACME, "store_kv": False}], False, "store_kv: with engine=vllm"),
         ("vllm", [{**ACME, "cache_share": 2}], True, ""),
         ("torch", [{**ACME, "cache_share": 2}], True, ""),
         ("torch", [], False, "everybody"),
         ("torch", [{**ACME, "trust_group": "g"}], True, "acme"),
     ],
-    ids=["what one engine cannot", "share", "share of the other engine", "none", "salt"],
+    ids=["share", "share of the other engine", "none", "salt"],
 )
 def test_tenants_change_as_far_as_that_is_safe(
     start: Any, engine: str, tenants: list[Any], accepted: bool, words: str
 ) -> None:
-    """What the engine cannot follow is refused, as is an instance that is open to everybody; another salt is told.
+    """An instance that is open to everybody is refused; another salt is told.
 
     docs/cluster.md
     """

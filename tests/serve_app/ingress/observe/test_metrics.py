@@ -90,6 +90,7 @@ def test_all_that_replicas_tell_is_shown(make_engine: MakeEngine, tmp_path: Path
         "warmpath_feed_mirror_drift_total",
         "warmpath_num_preemptions_total",
         "warmpath_replica_info",
+        "warmpath_unplaced_kv_blocks_total",
     }
 
 
