@@ -177,10 +177,10 @@ def test_what_hangs_under_a_block_that_is_gone_is_no_hit_until_that_is_back() ->
         served.do(what, asked)
     served.do("start", ("b", "", [], 0, [8] * 45, True))
     assert served.queue.shares.holdings() == {"a": 4, "b": 12}
-    assert (len(served.pool), len(served.pool._orphans)) == (11, 3)
+    assert (len(served.pool), served.pool.held_blocks) == (11, 14)
     served.do("end", 1)
     served.do("start", ("b", "", PROMPTS[0], 13, [8], True))
-    assert not served.pool._orphans
+    assert len(served.pool) == served.pool.held_blocks
     served.do("start", mine)  # which finds all that it had
     assert served.reads == 5
 
