@@ -48,6 +48,10 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
             self._pool_queue.shares.touch(tenant)
         self._blocks.begin(request)
         super().add_request(request)
+        # What it will read is used from now on: else whoever starts before it could evict that.
+        pool, blocks = self.kv_cache_manager.block_pool, self._hit(request)[0]
+        pool.touch(blocks)
+        pool.free_blocks(reversed(blocks))
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """Return vLLM's next step, in which tenants that compete have the tokens and starts of their turns."""
@@ -98,10 +102,14 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
 
     def need_of(self, request: Any) -> Need:
         """Return what a waiting request would take if it started now."""
-        hit, cached_tokens, *_ = self._get_local_prefix_cache_hit(request)
-        blocks = [block for group in hit.blocks for block in group]
+        blocks, cached_tokens = self._hit(request)
         taken = self._turns.blocks_of(request) - sum(block.ref_cnt > 0 for block in blocks)
         return Need(request.num_tokens - cached_tokens, taken)
+
+    def _hit(self, request: Any) -> tuple[list[Any], int]:
+        """Return the blocks and tokens that a request would read now."""
+        hit, cached_tokens, *_ = self._get_local_prefix_cache_hit(request)
+        return [block for group in hit.blocks for block in group], cached_tokens
 
 
 class AsyncTenantScheduler(TenantScheduler, AsyncScheduler):  # type: ignore[misc]
