@@ -289,6 +289,18 @@ def test_a_copy_goes_before_what_waits(both: Both) -> None:
     assert ended < 4
 
 
+def test_what_a_waiting_request_will_read_is_not_the_next_to_go(both: Both) -> None:
+    """It was used long ago, and whoever computes before it needs more room than is older."""
+    reset(both)
+    for number, tokens in enumerate((10, 10, 38, 38)):  # the whole pool, the oldest first
+        compute(both, both.prompt(tokens * BLOCK, seed=800 + number), max_tokens=1)
+    long, waits = (
+        request("long", both.prompt(30 * BLOCK, seed=810), 1),
+        request("w", both.prompt(10 * BLOCK, seed=801), 1),
+    )
+    assert run_all(both.vllm, [long, waits]).cached == {"long": 0, "w": 9 * BLOCK}
+
+
 def flood(both: Both, seed: int) -> None:
     """Have more computed than the pool holds."""
     run_all(both.vllm, [request(f"f{i}", both.prompt(900, seed=seed + i), 1) for i in range(5)])

@@ -15,6 +15,9 @@ from serve_app.engine.protocol import EngineRequest, Save
 from tests.serve_app.engine.tiny import request, root_of, run_all
 from tests.vllm.engines import BLOCK, Both, both_engines, eventually, outputs_of, reset
 
+OTHER = PrefixScope("tiny", salt=b"other")
+"""Of no public prompt. Without a salt it would be the public scope itself."""
+
 
 @pytest.fixture(scope="module")
 def both(demo_model_path: Path) -> Iterator[Both]:
@@ -35,7 +38,7 @@ def chain_of(item: EngineRequest) -> bytes:
 
 def heard(both: Both, chain: bytes = b"") -> None:
     """See that a chain is held by all that vLLM tells; its next step tells what there is."""
-    run_all(both.vllm, [request("step", [1], 1)])
+    run_all(both.vllm, [request("step", [1], 1, scope=OTHER)])
     eventually(lambda: set(split_chain(chain)) <= both.heard.held())
 
 
@@ -96,7 +99,7 @@ def test_a_save_behind_a_public_prompt_stays(both: Both) -> None:
     item = asked(both, "a", "saved", seed=4)
     first = outputs_of(both.vllm, replace(item, saves=(Save(b"s" * 16, 10 * BLOCK),)))[0].first
     assert first is not None and first.save is not None and first.save.outcome == "saved"
-    run_all(both.vllm, [request(f"f{i}", both.prompt(900, seed=80 + i), 1) for i in range(5)])
+    run_all(both.vllm, [request(f"f{i}", both.prompt(900, seed=80 + i), 1, scope=OTHER) for i in range(5)])
     assert cached(both, item) == 10
     (saved,) = both.vllm.hot_prefixes().saves
     assert (saved.key, saved.tenant) == (b"s" * 16, "a")

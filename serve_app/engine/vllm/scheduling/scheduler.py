@@ -50,6 +50,11 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
             self._pool_queue.shares.touch(tenant)
         self._blocks.begin(request)
         super().add_request(request)
+        # What it will read is used from now on: else whoever starts before it could evict that.
+        pool = self.kv_cache_manager.block_pool
+        for blocks in self._hit(request)[0]:
+            pool.touch(blocks)
+            pool.free_blocks(reversed(blocks))
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """Return vLLM's next step, in which tenants that compete have the tokens and starts of their turns."""
@@ -113,11 +118,15 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
 
     def need_of(self, request: Any) -> Need:
         """Return what a waiting request would take if it started now."""
-        hit, cached_tokens, *_ = self._get_local_prefix_cache_hit(request)
-        blocks = [block for group in hit.blocks for block in group]
-        taken = self._turns.blocks_of(request) - sum(block.ref_cnt > 0 and not block.is_null for block in blocks)
-        taken += 2 * (len(hit.blocks) - 1)  # a group beside that of full attention has the last state and the next
+        groups, cached_tokens = self._hit(request)
+        taken = self._turns.blocks_of(request) - sum(block.ref_cnt > 0 for group in groups for block in group)
+        taken += 2 * (len(groups) - 1)  # a group beside that of full attention has the last state and the next
         return Need(request.num_tokens - cached_tokens, taken)
+
+    def _hit(self, request: Any) -> tuple[list[list[Any]], int]:
+        """Return the blocks of each group, and the tokens, that a request would read now."""
+        hit, cached_tokens, *_ = self._get_local_prefix_cache_hit(request)
+        return [[block for block in group if not block.is_null] for group in hit.blocks], cached_tokens
 
 
 class AsyncTenantScheduler(TenantScheduler, AsyncScheduler):  # type: ignore[misc]
