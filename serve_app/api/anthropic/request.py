@@ -122,6 +122,7 @@ class CountTokensBody(JsonBody):
             read.ignored.update(f"tools[].{name}" for name in (tool.model_extra or {}).keys() - tool.without_effect)
         goes_on = read.messages[-1]["role"] == "assistant" and "tool_calls" not in read.messages[-1]
         use = self._tool_use()
+        effort = None if self.thinking is None else "none" if self.thinking.type == "disabled" else ""
         return ChatRequest(
             model=self.model,
             messages=tuple(read.messages),
@@ -129,7 +130,7 @@ class CountTokensBody(JsonBody):
             tool_use=use,
             add_generation_prompt=not goes_on,
             continue_final_message=goes_on,
-            thinking={} if self.thinking is None else thinking_switches("none" * (self.thinking.type == "disabled")),
+            thinking=thinking_switches(effort),
             grammar=self._grammar(),
             cache_salt=self.cache_salt,
             prompt_ref=self.prompt_ref,

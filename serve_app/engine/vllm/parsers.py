@@ -56,7 +56,8 @@ class VllmParsers:
                 f"{'; '.join(wrong)}. Install vLLM {VERSION}, or set reasoning_parser and tool_parser to auto."
             )
         self._tokenizer = tokenizer
-        make = partial(ParserManager.get_parser, enable_auto_tools=True, tokenizer=tokenizer)
+        more = {"enable_auto_tools": True, "model_name": tokenizer.name_or_path, "tokenizer": tokenizer}
+        make = partial(ParserManager.get_parser, **more)
         try:
             self._kinds = {
                 (thinks, calls): make((calls and tools) or None, (thinks and reasoning) or None)
