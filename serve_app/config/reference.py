@@ -78,7 +78,6 @@ EXAMPLES = {
     "autoscaling": "{min_replicas: 2, max_replicas: 8, target_ttft_s: 2s}",
     "allowed_hosts": "[chat.example.com]",
     "speculative_model": "./draft",
-    "engine_args": "{kv_cache_dtype: fp8}",
     "lora_adapters": "{pirate: adapters/pirate}",
     "tenants": f"""
   - name: acme

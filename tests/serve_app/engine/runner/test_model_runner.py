@@ -27,9 +27,9 @@ def test_kv_bytes_are_the_pools(checkpoints: dict[str, Path]) -> None:
     llama = LlamaConfig(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8)
     per_block = kv_bytes_per_block(llama, "bfloat16", 16)
     assert per_block * 625 == 1_310_720_000
-    assert blocks_in_budget(llama, "bfloat16", 16, 10 * per_block + 1) == 10
+    assert blocks_in_budget(per_block, 10 * per_block + 1) == 10
     with pytest.raises(ValueError, match="cannot hold one"):
-        blocks_in_budget(llama, "bfloat16", 16, per_block - 1)
+        blocks_in_budget(per_block, per_block - 1)
     assert kv_bytes_per_block(Qwen3Config(head_dim=128, hidden_size=64), "float32", 16) % 128 == 0
 
 
