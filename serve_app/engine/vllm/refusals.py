@@ -106,6 +106,8 @@ def refused_model(fields: Mapping[str, Any], config: AppConfig, *, on_cpu: bool)
             f"on a CPU vLLM computes no Mamba layers ({states[0]}) with cached states; use a GPU, or a model with "
             "short convolutions or linear attention beside its attention"
         )
+    if on_cpu and text.get("model_type") == "gpt_oss" and config.num_threads != 1:
+        found.append("with several threads vLLM's CPU build is wrong about attention sinks: set num_threads: 1")
     moves = [name for name in ("kv_pull", "prewarm", "handover", "pin_budget") if getattr(config, name)]
     if moves and (states or windowed):
         what = states[0] if states else f"a window of {text.get('sliding_window')} in every layer"

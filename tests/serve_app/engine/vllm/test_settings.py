@@ -118,6 +118,8 @@ MAMBA = {"model_type": "jamba", "layers_block_type": ["mamba", "attention"]}
         (STATE, False, True, None),
         (STATE, True, True, "kv_pull: .* conv"),
         (MAMBA, False, False, None),
+        ({"model_type": "gpt_oss"}, True, True, "num_threads: 1"),
+        ({"model_type": "gpt_oss"}, True, False, None),
         (MAMBA, False, True, "on a CPU .*mamba"),
         ({"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]}, True, False, "kv_pull"),
         ({"model_type": "bamba", "mamba_d_state": 128}, False, True, "mamba_d_state"),
