@@ -104,7 +104,7 @@ def refused_model(fields: Mapping[str, Any], config: AppConfig, *, on_cpu: bool)
     if on_cpu and any("mamba" in name or "ssm" in name for name in states):
         found.append(
             f"on a CPU vLLM computes no Mamba layers ({states[0]}) with cached states; use a GPU, or a model with "
-            "short convolutions or linear attention beside its attention"
+            "short convolutions beside its attention"
         )
     if on_cpu and text.get("model_type") == "gpt_oss" and config.num_threads != 1:
         found.append("with several threads vLLM's CPU build is wrong about attention sinks: set num_threads: 1")
