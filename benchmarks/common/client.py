@@ -94,9 +94,10 @@ async def stream_answer(
     usage: dict[str, Any] = {}
     async for event in stream_events(client, url, payload, headers):
         for choice in event.get("choices") or ():
-            content = choice["delta"].get("content") if "delta" in choice else choice.get("text")
+            delta = choice.get("delta") or {}
+            content = delta.get("content") if delta else choice.get("text")
             # A first token that is half a character comes with no text: the end is then the first sign of it.
-            if first_s is None and (content or choice.get("finish_reason")):
+            if first_s is None and (content or delta.get("reasoning_content") or choice.get("finish_reason")):
                 first_s = time.perf_counter()
             if content:
                 parts.append(content)

@@ -16,7 +16,12 @@ from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.config.engine import VLLM_CPU_BLOCK_SIZE, vllm_missing
 
-MODULES = {"warmpath": "benchmarks.peers.warmpath_engine", "vllm_cpu": "benchmarks.peers.vllm_cpu"}
+MODULES = {
+    "warmpath": "benchmarks.peers.warmpath_engine",
+    "warmpath_vllm": "benchmarks.peers.warmpath_engine",
+    "vllm_cpu": "benchmarks.peers.vllm_cpu",
+}
+"""``warmpath_vllm``: vLLM under warmpath; the first of ours that is measured is compared with all others."""
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 1800
 
@@ -59,7 +64,7 @@ def summary(results: dict[str, dict[str, Any]]) -> str:
         for name, row in results.items()
     ]
     sentences += [
-        f"warmpath / {peer}: TTFT {found['warm_ttft_ms']:.2f} cached and {found['cold_ttft_ms']:.2f} cold, "
+        f"{ours_of(results)} / {peer}: TTFT {found['warm_ttft_ms']:.2f} cached and {found['cold_ttft_ms']:.2f} cold, "
         f"decode rate {found['decode_tok_s']:.2f}."
         for peer, found in ratios(results).items()
     ]
@@ -68,7 +73,7 @@ def summary(results: dict[str, dict[str, Any]]) -> str:
 
 def run(name: str, workload: dict[str, Any], vllm_python: str) -> dict[str, Any]:
     """Measure one system; a failure becomes a row with the reason."""
-    python = vllm_python if name == "vllm_cpu" else sys.executable
+    python = sys.executable if name == "warmpath" else vllm_python
     if not python:
         return {"not_measured": "no --vllm-python given; see benchmarks/peers/vllm_cpu.py"}
     done = subprocess.run(
@@ -101,14 +106,20 @@ def figures(seconds: dict[str, list[float]], workload: dict[str, Any]) -> dict[s
     }
 
 
+def ours_of(results: dict[str, dict[str, Any]]) -> str:
+    """Return which of our systems the others are compared with, "" for none."""
+    return next((name for name in results if name.startswith("warmpath")), "")
+
+
 def ratios(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Return ours / theirs for every peer that was measured."""
     names = ("cold_ttft_ms", "warm_ttft_ms", "prefill_tok_s", "decode_tok_s", "throughput_32x1024_tok_s")
-    ours = results.get("warmpath", {})
+    first = ours_of(results)
+    ours = results.get(first, {})
     return {
         peer: {name: ours[name] / theirs[name] for name in names}
         for peer, theirs in results.items()
-        if peer != "warmpath" and names[0] in theirs and names[0] in ours
+        if peer != first and names[0] in theirs and names[0] in ours
     }
 
 

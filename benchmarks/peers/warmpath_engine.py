@@ -1,4 +1,4 @@
-"""warmpath's own engine, measured as a peer is: in a process of its own, through `submit`."""
+"""warmpath's engines, the built-in one or vLLM's, measured as a peer is: in a process of its own, through `submit`."""
 
 from importlib.metadata import version
 from pathlib import Path
@@ -9,9 +9,10 @@ import numpy as np
 from benchmarks.common.output_collector import OutputCollector
 from benchmarks.peers.workload import Prompt, serve
 from router.protocol.block_hash import PrefixScope
-from serve_app.engine.core.build import build_engine
+from serve_app.checkpoints.checkpoint import load_checkpoint_info
+from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import EngineRequest, SamplingParams
-from serve_app.engine.settings import EngineSettings
+from serve_app.replica.engine_factory import make_engine
 
 _SCOPE = PrefixScope("benchmark")
 _ROOT = _SCOPE.root(b"a benchmark's secret")
@@ -21,7 +22,8 @@ class WarmpathEngine:
     """The engine without Ray or HTTP."""
 
     def __init__(self, workload: dict[str, Any]) -> None:
-        settings = EngineSettings(
+        config = AppConfig(
+            engine="vllm" if workload["system"] == "warmpath_vllm" else "torch",
             block_size=workload["block_size"],
             num_blocks=workload["cache_tokens"] // workload["block_size"],
             max_model_len=workload["max_model_len"],
@@ -29,7 +31,7 @@ class WarmpathEngine:
             device=workload["device"],
             num_threads=workload["threads"],
         )
-        self._engine = build_engine(Path(workload["model"]), settings, lambda _: None)
+        self._engine = make_engine(config, load_checkpoint_info(Path(workload["model"])), lambda _: None)
         self._engine.start()
         self._numbers = iter(range(1 << 40))
 

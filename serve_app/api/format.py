@@ -32,7 +32,7 @@ class Usage:
 
     ``kept_5m_tokens``, ``kept_1h_tokens``: other tokens of the prompt, kept for so long because it was asked for.
     ``cache_miss``: why other tokens were not, where the request asks and it is known, which is at the answer's end.
-    ``reasoning_tokens``: completion tokens of thoughts.
+    ``reasoning_tokens``: completion tokens of reasoning.
     """
 
     prompt_tokens: int
@@ -64,7 +64,7 @@ class Choice:
     """One finished answer. ``calls``: the tool calls that came after or between its text, each one whole.
 
     ``logprobs``: of its tokens, None where nobody asked. ``stop_sequence``: the stop string that ended it, "" for none.
-    ``reasoning``: the thought before its text.
+    ``reasoning``: before its text.
     """
 
     text: str
@@ -100,7 +100,7 @@ class AnswerStream(Protocol):
         """Add text to a choice, with its tokens where they were asked for."""
 
     def reasoning(self, index: int, text: str) -> bytes:
-        """Add to the thought of a choice, which comes before its text, where the API has thoughts."""
+        """Add to the reasoning of a choice, which comes before its text, where the API has it."""
 
     def call(self, index: int, event: CallEvent) -> bytes:
         """Add a part of a tool call to a choice, where the API has tools."""

@@ -41,8 +41,8 @@ class ToolUse:
 NO_TOOLS = ToolUse()
 
 
-def thought_fields(text: str) -> dict[str, str]:
-    """Return the fields of a message that hold its thought: DeepSeek's name, which most templates have, and vLLM's."""
+def reasoning_fields(text: str) -> dict[str, str]:
+    """Return the fields of a message's reasoning: by DeepSeek's name, which most templates have, and by vLLM's."""
     return {"reasoning_content": text, "reasoning": text}
 
 
@@ -127,7 +127,7 @@ class RequestFields:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest(RequestFields):
     """A conversation; each of ``messages`` has string ``role`` and ``content``, an assistant's maybe ``tool_calls``
-    and ``thought_fields``. ``thinking``: variables of the chat template, for those that have them.
+    and ``reasoning_fields``. ``thinking``: variables of the chat template, for those that have them.
 
     ``repeated``: fields that the answer repeats, as its API shows them. ``breakpoints``: places up to which to keep KV.
     """

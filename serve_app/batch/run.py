@@ -111,7 +111,7 @@ class _Batch:
         place = await self._places.enter(self._tenant.name, wanted.choices)
         try:
             generations = await self._preparer.prepare(wanted, self._tenant, answer_id)
-            generations = self._readers.behind_thoughts(wanted, generations)
+            generations = self._readers.after_reasoning(wanted, generations)
             usage = RequestUsage(wanted.n, generations)
             choices = [WholeChoice(tells_logprobs=wanted.logprobs is not None) for _ in generations]
             pieces = answer_pieces(generations, self, self._readers.of(wanted), place)

@@ -25,7 +25,7 @@ MIN_LOST_TOKENS = 32
 MAX_COMPARED = 4
 """Earlier prompts compared to their ends: those with the longest beginning in common."""
 OPENING_TOKENS = 8
-"""A template that opens a thought ends a prompt with up to so many, which the next prompt does not have."""
+"""A template that opens reasoning ends a prompt with up to so many, which the next prompt does not have."""
 GRAM = 8
 """So many equal tokens are the same place of two prompts."""
 LONG_TOKENS, SAMPLED_PART = 2048, 8
@@ -52,7 +52,7 @@ REMEDIES: dict[Reason, str] = {
     "salt": "The same prompt came with another cache_salt, which keeps KV apart: use one salt where that is allowed.",
     "evicted": "The prompt was computed before, and its KV is gone or on a busier replica: see `warmpath plan`, pin it "
     "(cache_control, save_system_prompt_kv_cache), or give it more memory.",
-    "reasoning": "Nothing to change: the chat template leaves the thoughts of earlier answers out, so what followed "
+    "reasoning": "Nothing to change: the chat template leaves the reasoning of earlier answers out, so what followed "
     "them is computed once more.",
     "never_seen": "None of the last prompts begins like this one: the first request with a prompt computes it.",
     "not_compared": "The prompts are equal as far as they are compared.",
@@ -80,8 +80,8 @@ class SeenPrompt:
         self.seen_s = seen_s
         self._usage = usage
 
-    def answer_behind_thought(self) -> int:
-        """Return how many tokens of its answer followed a thought, 0 where there was none."""
+    def answer_after_reasoning(self) -> int:
+        """Return how many tokens of its answer followed its reasoning, 0 where there was none."""
         used = self._usage.total() if self._usage is not None else None
         return used.completion_tokens - used.reasoning_tokens if used is not None and used.reasoning_tokens else 0
 
@@ -134,8 +134,8 @@ def explain(prompt: SeenPrompt, cached_tokens: int, earlier: Sequence[SeenPrompt
     # What was read further than an earlier prompt goes explains nothing by it.
     least = cached_tokens - len(prompt.ids) // MISSED_PART
     near = sorted((seen for seen in siblings if common[seen] >= least), key=lambda seen: (common[seen], seen.seen_s))
-    if near and common[near[-1]] >= len(near[-1].ids) - OPENING_TOKENS and near[-1].answer_behind_thought():
-        return Miss("reasoning", min(len(prompt.ids) - cached_tokens, near[-1].answer_behind_thought()))
+    if near and common[near[-1]] >= len(near[-1].ids) - OPENING_TOKENS and near[-1].answer_after_reasoning():
+        return Miss("reasoning", min(len(prompt.ids) - cached_tokens, near[-1].answer_after_reasoning()))
     part = SAMPLED_PART if len(prompt.ids) >= LONG_TOKENS else 1
     sample = _sample(prompt.ids, part)
     for seen in near[: -MAX_COMPARED - 1 : -1]:

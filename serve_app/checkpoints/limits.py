@@ -14,8 +14,7 @@ def pin_budget_blocks(config: AppConfig, num_blocks: int) -> int:
 
 def max_model_len(config: AppConfig, info: CheckpointInfo) -> int:
     """Return the tokens of prompt plus output. Raises ValueError for more than the model has."""
-    overrides = config.engine_args.get("hf_overrides")
-    given = overrides.get("max_position_embeddings") if isinstance(overrides, dict) else None
+    given = config.hf_overrides.get("max_position_embeddings")
     positions = given if isinstance(given, int) else info.max_model_len
     if config.max_model_len is None:
         return positions

@@ -84,8 +84,8 @@ class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, C
     )
     reasoning_parser: str = Field(
         "auto",
-        description="the tags around thoughts, by vLLM's name, as qwen3; auto: by chat template and special tokens; "
-        "none: thoughts are text",
+        description="the tags around reasoning, by vLLM's name, as qwen3; auto: by chat template and special tokens; "
+        "none: reasoning is text",
     )
     allowed_hosts: list[str] | None = Field(
         None,

@@ -108,6 +108,12 @@ class EngineSection(BaseModel):
     simulated_decode_step_s: Seconds = Field(0.02, gt=0, description="time of a simulated engine's decode step")
 
     @property
+    def hf_overrides(self) -> dict[str, Any]:
+        """Fields that ``engine_args`` puts in the place of those of the model's config.json."""
+        overrides = self.engine_args.get("hf_overrides")
+        return overrides if isinstance(overrides, dict) else {}
+
+    @property
     def rank_sizes(self) -> tuple[int, int]:
         """A replica's ranks: those that divide each layer, and the stages that divide the layers."""
         return self.tensor_parallel_size, self.pipeline_parallel_size

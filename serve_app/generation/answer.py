@@ -34,7 +34,7 @@ class TokenSource(Protocol):
 class Piece(msgspec.Struct, frozen=True):
     """Text that one choice gained (maybe none), and then ``calls``. ``first``: in its first piece alone.
 
-    ``reasoning``: more of the thought, which comes before the text; ``reasoning_tokens`` of the new ones are of it.
+    ``reasoning``: more of the reasoning, which comes before the text; ``reasoning_tokens`` of the new ones are of it.
     ``logprobs``: of the tokens that begin within the text, where they were asked for. ``stop_sequence``: which stop
     string ended the choice, in its last. ``token_ids``: of the piece before it was split.
     """
@@ -53,7 +53,7 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class SplitPiece(Protocol):
-    """Reads thoughts and tool calls out of pieces."""
+    """Reads reasoning and tool calls out of pieces."""
 
     @property
     def by_token(self) -> bool:

@@ -1,4 +1,4 @@
-"""Thoughts that a model writes before its answer, told from it by the tags around them. Source of names: vLLM."""
+"""Reasoning that a model writes before its answer, told from it by the tags around it. Source of names: vLLM."""
 
 import json
 from collections.abc import Mapping
@@ -12,14 +12,14 @@ from serve_app.generation.tool_calls.source import held_back
 
 
 class Tags(NamedTuple):
-    """What a thought stands between. ``assumed``: an answer begins with one that its prompt has not ended."""
+    """The tags around reasoning. ``assumed``: an answer begins inside it, unless its prompt has ended it."""
 
     start: str
     end: str
     assumed: bool = False
 
     def opened_by(self, prompt: str, continued: str = "") -> bool:
-        """Return whether an answer begins inside a thought. ``continued``: the text of an answer that it goes on with.
+        """Return whether an answer begins inside reasoning. ``continued``: the text of an answer that it goes on with.
 
         What a user writes opens none: the tag is the prompt's last word, or the continued answer's own.
         """
@@ -29,7 +29,7 @@ class Tags(NamedTuple):
         return prompt.endswith(self.start) or (self.assumed and not continued and not prompt.endswith(self.end))
 
 
-THOUGHTS = {
+REASONING_TAGS = {
     "qwen3": Tags("<think>", "</think>"),
     "deepseek_r1": Tags("<think>", "</think>", assumed=True),
     "mistral": Tags("[THINK]", "[/THINK]"),
@@ -39,29 +39,29 @@ THOUGHTS = {
 """By the name that the setting ``reasoning_parser`` has for it; of two that a template has, the first."""
 
 
-def find_thoughts(template: str, special_tokens: frozenset[str]) -> str:
+def find_reasoning_tags(template: str, special_tokens: frozenset[str]) -> str:
     """Return the name of the tags that a chat template or the special tokens have, "none" where they have none."""
-    found = (name for name, tags in THOUGHTS.items() if tags.end in template or tags.end in special_tokens)
+    found = (name for name, tags in REASONING_TAGS.items() if tags.end in template or tags.end in special_tokens)
     return next(found, "none")
 
 
-def grammar_behind(grammar: str, tags: Tags, special: Mapping[str, int], *, opened: bool) -> str:
-    """Return a grammar, in llguidance's form, that begins to count once the thought has ended, or at once without one.
+def grammar_after(grammar: str, tags: Tags, special: Mapping[str, int], *, opened: bool) -> str:
+    """Return a grammar, in llguidance's form, that begins to count after the reasoning, or at once without any.
 
     ``special``: ids of tags that are special tokens.
     """
     named = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
     start, end = (f"<[{special[tag]}]>" if tag in special else json.dumps(tag) for tag in (tags.start, tags.end))
     inside = f"inside: /(?s:.*)/ {end}" if tags.end in special else f"inside[suffix={end}]: /(?s:.*)/"
-    begin = f"{start}? thought" if opened else f"(/\\s{{0,4}}/ {start} thought)?"
-    lark = f"start: {begin} @answer\nthought: inside /\\s{{0,4}}/\n{inside}"
+    begin = f"{start}? reasoning" if opened else f"(/\\s{{0,4}}/ {start} reasoning)?"
+    lark = f"start: {begin} @answer\nreasoning: inside /\\s{{0,4}}/\n{inside}"
     return json.dumps({"grammars": [{"lark_grammar": lark}, {**named[0], "name": "answer"}, *named[1:]]})
 
 
-class ThoughtReader:
-    """Splits one choice, token by token, into its thought and the text behind it, which ``rest`` reads on.
+class ReasoningReader:
+    """Splits one choice, token by token, into its reasoning and the text after it, which ``rest`` reads on.
 
-    White space around either is left out. The tags are tokens of the thought; only those behind it are told.
+    White space around either is left out. The tags are tokens of the reasoning; only those after it are told.
     """
 
     def __init__(self, tags: Tags, *, opened: bool, rest: SplitPiece | None = None) -> None:
@@ -76,11 +76,11 @@ class ThoughtReader:
 
     @property
     def by_token(self) -> bool:
-        """Whether a thought may go on, or calls are read token by token."""
+        """Whether reasoning may go on, or calls are read token by token."""
         return self._stage != "over" or (self._rest is not None and self._rest.by_token)
 
     def split(self, piece: Piece) -> list[Piece]:
-        """Return a piece as one or several; in each the thought comes first."""
+        """Return a piece as one or several; in each the reasoning comes first."""
         if self._stage != "over":
             piece = self._split(piece)
         return [piece] if self._rest is None or self._stage != "over" else self._rest.split(piece)
@@ -88,19 +88,19 @@ class ThoughtReader:
     def _split(self, piece: Piece) -> Piece:
         self._tokens += piece.new_tokens if self._stage in ("before", "inside") else 0
         self._told += piece.logprobs
-        thought, text = self.push(piece.text, ended=piece.finish_reason is not None)
+        reasoning, text = self.push(piece.text, ended=piece.finish_reason is not None)
         if self._stage == "before":
             return replace(piece, text="", logprobs=())
         tokens = self._tokens if self._began else 0
         told = self._told if not self._began else piece.logprobs if self._stage == "over" else ()
         self._tokens, self._told = 0, ()
-        return replace(piece, text=text, reasoning=thought, reasoning_tokens=tokens, logprobs=told)
+        return replace(piece, text=text, reasoning=reasoning, reasoning_tokens=tokens, logprobs=told)
 
     def push(self, text: str, *, ended: bool = False) -> tuple[str, str]:
-        """Return (more of the thought, more of what is behind it). The beginning of a tag is held back."""
+        """Return (more of the reasoning, more of what is behind it). The beginning of a tag is held back."""
         start, end = self._tags.start, self._tags.end
         self._held += text
-        thought = ""
+        reasoning = ""
         if self._stage == "before":
             begin = self._held.lstrip()
             if begin.startswith(start):
@@ -111,14 +111,14 @@ class ThoughtReader:
             self._stage = "inside" if self._began else "over"
         if self._stage == "inside":
             inside, closed, behind = (self._held if self._shown else self._held.lstrip()).partition(end)
-            thought = inside if closed or ended else inside[: len(inside) - held_back(inside, end)]
-            thought = thought.rstrip()
-            self._shown = self._shown or bool(thought)
-            self._held = behind if closed or ended else inside[len(thought) :]
+            reasoning = inside if closed or ended else inside[: len(inside) - held_back(inside, end)]
+            reasoning = reasoning.rstrip()
+            self._shown = self._shown or bool(reasoning)
+            self._held = behind if closed or ended else inside[len(reasoning) :]
             self._stage = "behind" if closed or ended else "inside"
         if self._stage == "behind":
             self._held = self._held.lstrip()
             self._stage = "over" if self._held or ended else "behind"
         shown = self._held if self._stage == "over" else ""
         self._held = "" if self._stage == "over" else self._held
-        return thought, shown
+        return reasoning, shown

@@ -62,7 +62,7 @@ class Completions:
                     await arrival.turn(wanted.choices)
                     stage("wait")
                     generations = await self.preparer.prepare(wanted, tenant, answer_id, deadline_s=deadline.at_s)
-                    generations = self.readers.behind_thoughts(wanted, generations)
+                    generations = self.readers.after_reasoning(wanted, generations)
                     stage("prepare")
                 if trace is not None:
                     generations = [replace(made, traceparent=trace.traceparent) for made in generations]

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from router.protocol.events import ENDS_TIER, POOL_TIER
 from router.protocol.samples import Sample
 
 Row = dict[str, Any]
@@ -49,7 +50,7 @@ def _row(state: Mapping[str, Any], samples: Sequence[Sample], about: Mapping[str
         "queued_tokens": state["queued_prefill_tokens"],
         "full": state["full"],
         "prefill_tokens_per_s": round(state["prefill_tokens_per_s"], 1),
-        "tier_blocks": {tier: count for tier, count in state["blocks"].items() if tier != "pool"},
+        "tier_blocks": {tier: count for tier, count in state["blocks"].items() if tier not in (POOL_TIER, ENDS_TIER)},
         "report_age_s": age_s,
     }
 

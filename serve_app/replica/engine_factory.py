@@ -3,10 +3,10 @@
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from serve_app.cache.tiers.tiers import TierSettings
@@ -64,7 +64,8 @@ def _vllm_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink)
     kv_dtype = config.engine_args.get("kv_cache_dtype") or "auto"
     if kv_dtype not in ("float16", "bfloat16"):
         kv_dtype = dtype if kv_dtype == "auto" else "fp8"  # numbers of four bits are counted as eight
-    block_bytes = kv_bytes_per_block(_model_config(info.path), kv_dtype, config.block_size, *config.rank_sizes)
+    model_config = _model_config(info.path, config.hf_overrides)
+    block_bytes = kv_bytes_per_block(model_config, kv_dtype, config.block_size, *config.rank_sizes)
     num_blocks = config.num_blocks
     if on_cpu and num_blocks is None:
         num_blocks = blocks_in_budget(block_bytes, config.kv_cache_bytes or CPU_POOL_BYTES)
@@ -89,9 +90,8 @@ def _vllm_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink)
 
 def served_fields(config: AppConfig, path: Path) -> dict[str, Any]:
     """Return a checkpoint's config.json, with what ``engine_args`` put in its place."""
-    overrides = config.engine_args.get("hf_overrides")
     fields: dict[str, Any] = json.loads((path / "config.json").read_text())
-    return {**fields, **overrides} if isinstance(overrides, dict) else fields
+    return fields | config.hf_overrides
 
 
 def _simulated_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) -> TorchEngine:
@@ -117,14 +117,14 @@ def _simulated_engine(config: AppConfig, info: CheckpointInfo, event_sink: Event
     return TorchEngine(runner, settings, event_sink)
 
 
-def _model_config(path: Path) -> Any:
+def _model_config(path: Path, overrides: Mapping[str, Any] = MappingProxyType({})) -> Any:
     """Return what the model's config says of its KV; transformers, which loads torch, is asked for defaults alone."""
-    fields = json.loads((path / "config.json").read_text())
+    fields = json.loads((path / "config.json").read_text()) | overrides
     if fields.keys() >= _KV_FIELDS:
         return SimpleNamespace(**{name: fields[name] for name in fields.keys() & (_KV_FIELDS | _KINDS)})
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(str(path), local_files_only=True).get_text_config()
+    return AutoConfig.from_pretrained(str(path), local_files_only=True, **overrides).get_text_config()
 
 
 def _torch_settings(config: AppConfig, info: CheckpointInfo, num_blocks: int, drafter: Path | None) -> EngineSettings:

@@ -5,7 +5,7 @@ from typing import Any
 
 from serve_app.api.json_body import call_id
 from serve_app.api.openai.tools import MAX_ARGUMENT_DEPTH, too_deep
-from serve_app.api.request import CacheBreakpoint, thought_fields
+from serve_app.api.request import CacheBreakpoint, reasoning_fields
 from serve_app.errors import InvalidRequest
 
 MAX_BREAKPOINTS = 4
@@ -32,7 +32,7 @@ class Conversation:
         self.breakpoints: list[CacheBreakpoint] = []
         self.ignored: set[str] = set()
         self._texts: list[str] = []
-        self._thought = ""
+        self._reasoning = ""
         self._shorter = False
         self._last_ttl_s = 0.0
 
@@ -69,7 +69,7 @@ class Conversation:
         where = f"{path}.content"
         if not isinstance(content, list) or not content:
             raise InvalidRequest(f"{where} must be a string or a list of at least one block.", param=where)
-        began, self._thought = len(self.messages), ""
+        began, self._reasoning = len(self.messages), ""
         for number, block in enumerate(content):
             self._add_block(role, block, f"{where}[{number}]", began)
         self._join()
@@ -92,7 +92,7 @@ class Conversation:
         if kind == "thinking":
             if role != "assistant" or not isinstance(block.get("thinking"), str):
                 raise InvalidRequest(f"{path} must be from assistant, its thinking a string.", param=path)
-            self._thought += block["thinking"]
+            self._reasoning += block["thinking"]
             return
         allowed = {"user": ("text", "tool_result"), "assistant": ("text", "tool_use"), "system": ("text",)}[role]
         if kind not in allowed:
@@ -114,9 +114,9 @@ class Conversation:
             return
         if len(self.messages) == began or self.messages[-1]["role"] != role:
             self.messages.append({"role": role, "content": ""})
-        if self._thought:
-            thought, self._thought = self.messages[-1].get("reasoning", "") + self._thought, ""
-            self.messages[-1].update(thought_fields(thought))
+        if self._reasoning:
+            reasoning, self._reasoning = self.messages[-1].get("reasoning", "") + self._reasoning, ""
+            self.messages[-1].update(reasoning_fields(reasoning))
         if kind == "text":
             self._add_text(block, path)
             return

@@ -169,7 +169,7 @@ class _Stream:
         """End the block that is open, if one is."""
         if not self._open:
             return b""
-        # Nothing is signed, nor looked at where it comes back; clients drop thoughts without one.
+        # Nothing is signed, nor looked at where it comes back; clients drop reasoning without one.
         signed = {"type": "signature_delta", "signature": self._head.answer_id}
         events = self._delta(signed) if self._open == "thinking" else b""
         self._open = ""

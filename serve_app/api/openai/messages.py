@@ -8,7 +8,7 @@ from typing_extensions import TypedDict
 
 from serve_app.api.json_body import Must, Text1024, refused
 from serve_app.api.openai.tools import call_for_template
-from serve_app.api.request import thought_fields
+from serve_app.api.request import reasoning_fields
 from serve_app.errors import InvalidRequest
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -19,7 +19,7 @@ _TEXT_PART: dict[str, Any] = {
     "required": ["type", "text"],
 }
 TextParts = Annotated[list[Any], WithJsonSchema({"type": "array", "items": _TEXT_PART})]
-Thought = Annotated[str | None, Must("a string, an assistant's thought")]
+Reasoning = Annotated[str | None, Must("a string, an assistant's reasoning")]
 Unused = Annotated[Any, Field(description="null or an empty list")]
 
 
@@ -34,8 +34,8 @@ class Message(TypedDict):
     content: NotRequired[Annotated[str | TextParts | None, Must("a string or a list of text parts")]]
     name: NotRequired[Text1024]
     tool_call_id: NotRequired[Text1024]
-    reasoning_content: NotRequired[Thought]
-    reasoning: NotRequired[Thought]
+    reasoning_content: NotRequired[Reasoning]
+    reasoning: NotRequired[Reasoning]
     tool_calls: NotRequired[Annotated[list[Any] | None, Must("a list of calls")]]
     function_call: NotRequired[Unused]
     audio: NotRequired[Unused]
@@ -70,9 +70,9 @@ def for_template(message: Message, index: int, in_parts: set[str]) -> dict[str, 
             if message.get(name) not in (None, []):
                 raise refused(f"messages[{index}].{name}", "tool_calls" if name == "function_call" else "")
         shown |= {name: text for name in ("name", "tool_call_id") if (text := message.get(name)) is not None}
-        thought = message.get("reasoning_content") or message.get("reasoning")
-        if thought and role == "assistant":
-            shown |= thought_fields(thought)
+        reasoning = message.get("reasoning_content") or message.get("reasoning")
+        if reasoning and role == "assistant":
+            shown |= reasoning_fields(reasoning)
         calls = message.get("tool_calls")
         if calls:
             path = f"messages[{index}].tool_calls"

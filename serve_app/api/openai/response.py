@@ -20,7 +20,7 @@ from serve_app.api.format import (
     ToldToken,
     Usage,
 )
-from serve_app.api.request import thought_fields
+from serve_app.api.request import reasoning_fields
 from serve_app.api.sse import data_event
 from serve_app.api.tool_calls import CallArguments, CallBegun, CallEvent
 from serve_app.errors import WarmpathError
@@ -142,7 +142,7 @@ class CompletionFormat:
 def _message(choice: Choice) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
     if choice.reasoning:
-        message |= {"content": choice.text or None, **thought_fields(choice.reasoning)}
+        message |= {"content": choice.text or None, **reasoning_fields(choice.reasoning)}
     if not choice.calls:
         return message
     calls = [
@@ -185,7 +185,7 @@ class _Stream:
         return self._chunk(index, self._chunks.text % _encode(text), b"null", told)
 
     def reasoning(self, index: int, text: str) -> bytes:
-        return self._chunk(index, b'"delta":%b' % _encode(thought_fields(text)), b"null")
+        return self._chunk(index, b'"delta":%b' % _encode(reasoning_fields(text)), b"null")
 
     def call(self, index: int, event: CallEvent) -> bytes:
         """Add a call to the choice's, with its name, or arguments to its last one."""

@@ -6,7 +6,7 @@ A digest among the events tells listeners whether they missed, or made up, anyth
 import logging
 from collections.abc import Sequence
 
-from router.protocol.events import BlocksStored, CacheCleared, CacheDigest, Event, TierDigest
+from router.protocol.events import POOL_TIER, BlocksStored, CacheCleared, CacheDigest, Event, TierDigest
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.cache.tiers.tiers import Tiers
 from serve_app.engine.protocol import EventSink
@@ -36,7 +36,7 @@ class CacheEvents:
             self._send((CacheCleared(), BlocksStored(b"".join(entry.block_hash for entry in index))))
             self._tiers.announce()
             self.send()
-        pool = TierDigest("pool", len(index), index.xor)
+        pool = TierDigest(POOL_TIER, len(index), index.xor)
         self._send((CacheDigest((pool, *self._tiers.digests())),))
 
     def reset(self, *, tiers: bool) -> bool:

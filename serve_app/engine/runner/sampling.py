@@ -98,9 +98,9 @@ def _draw(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Seq
     if filtered:
         rows = scaled[filtered]
         scaled[filtered] = rows.masked_fill_(rows < _floors(rows, [params[i] for i in filtered]), float("-inf"))
-    seeds = [p.seed for p in params]
-    for first in range(0, vocab, _CACHED_NUMBERS):
-        part = scaled[:, first : first + _CACHED_NUMBERS]
+    seeds, width = [p.seed for p in params], _CACHED_NUMBERS if logits.device.type == "cpu" else vocab
+    for first in range(0, vocab, width):
+        part = scaled[:, first : first + width]
         part += gumbel_noise(seeds, positions, part.shape[-1], logits.device, first)
     return _first_largest(scaled)[1]
 

@@ -1,4 +1,4 @@
-"""vLLM's own parsers of thoughts and tool calls, by name, over text that this process reads: no engine is needed.
+"""vLLM's own parsers of reasoning and tool calls, by name, over text that this process reads: no engine is needed.
 
 Heavy to import, so only once a setting names one.
 """
@@ -41,7 +41,7 @@ def parser_names(setting: str) -> list[str]:
 class VllmParsers:
     """Makes vLLM's parsers for answers in one tokenizer's text; ``reasoning``, ``tools``: their names, "" for none.
 
-    ``tags``: around a thought, "" where none stand fast. ``shows_special``: special tokens are text. Raises
+    ``tags``: around reasoning, "" where they are not fixed. ``shows_special``: special tokens are text. Raises
     RuntimeError for another vLLM, ValueError for a tokenizer that lacks what a parser needs.
     """
 
@@ -77,7 +77,7 @@ class VllmParsers:
     ) -> Push:
         """Return what reads an answer, token by token. ``tools``: none where calls are not read.
 
-        ``kwargs``: variables of the chat template. ``thinks``: thoughts are read.
+        ``kwargs``: variables of the chat template. ``thinks``: reasoning is read.
         """
         request = _request(tools)
         parser = self._kinds[thinks, bool(tools)](self._tokenizer, request.tools, chat_template_kwargs=dict(kwargs))

@@ -98,9 +98,9 @@ def refused_model(fields: Mapping[str, Any], config: AppConfig, *, on_cpu: bool)
     states += sorted(name for name in text if name.startswith(("mamba_", "ssm_", "linear_num_")))
     uniform = not kinds and text.get("model_type") in WINDOWED and text.get("sliding_window") is not None
     windowed = kinds == {"sliding_attention"} or uniform
-    found = []
     if text.get("model_type") in STATES_ALONE:
         return ["the model has no attention, so no KV by token to route by; use one with some layers of it"]
+    found = []
     if on_cpu and any("mamba" in name or "ssm" in name for name in states):
         found.append(
             f"on a CPU vLLM computes no Mamba layers ({states[0]}) with cached states; use a GPU, or a model with "

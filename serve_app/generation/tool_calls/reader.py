@@ -12,7 +12,7 @@ from serve_app.api.tool_calls import CallArguments, CallBegun, CallEnded, CallEv
 from serve_app.errors import InvalidRequest
 from serve_app.generation.answer import ChoiceReader, Piece, SplitPiece, in_pieces
 from serve_app.generation.generation import Generation
-from serve_app.generation.reasoning import THOUGHTS, Tags, ThoughtReader, find_thoughts, grammar_behind
+from serve_app.generation.reasoning import REASONING_TAGS, ReasoningReader, Tags, find_reasoning_tags, grammar_after
 from serve_app.generation.tool_calls.formats import FORMATS, Reading, ToolFormat, find_format, forced_calls, json_list
 from serve_app.generation.tool_calls.source import MakeId, Source
 from serve_app.generation.tool_calls.vllm_reader import VllmReader, check_parser
@@ -21,7 +21,7 @@ from serve_app.tokenization.tokenizer import PromptTokenizer
 R = TypeVar("R", bound=GenerateRequest)
 
 PROMPT_END_TOKENS = 64
-"""Of a prompt, more than a thought's tag has: they tell whether its template has opened one."""
+"""Of a prompt, more than a tag of reasoning has: they tell whether its template has opened one."""
 
 
 class AnswerReaders:
@@ -35,8 +35,8 @@ class AnswerReaders:
         check_parser("reasoning_parser", reasoning)
         template, special = tokenizer.template, tokenizer.special_tokens
         parser = find_format(template.source, special) or "" if parser == "auto" else parser
-        reasoning = find_thoughts(template.source, special) if reasoning == "auto" else reasoning
-        self._format, self._tags = FORMATS.get(parser), THOUGHTS.get(reasoning)
+        reasoning = find_reasoning_tags(template.source, special) if reasoning == "auto" else reasoning
+        self._format, self._tags = FORMATS.get(parser), REASONING_TAGS.get(reasoning)
         self._they_call = bool(parser) and self._format is None
         self._they_think = reasoning != "none" and self._tags is None
         self._theirs = None
@@ -50,7 +50,7 @@ class AnswerReaders:
 
     @property
     def thinks(self) -> bool:
-        """Whether the model's thoughts are told from its answers."""
+        """Whether the model's reasoning is told from its answers."""
         return self._tags is not None or self._they_think
 
     def checked(self, request: R) -> R:
@@ -73,8 +73,8 @@ class AnswerReaders:
             )
         return request
 
-    def behind_thoughts(self, request: GenerateRequest, generations: list[Generation]) -> list[Generation]:
-        """Return generations whose grammars begin to count behind the model's thoughts."""
+    def after_reasoning(self, request: GenerateRequest, generations: list[Generation]) -> list[Generation]:
+        """Return generations whose grammars begin to count after the model's reasoning."""
         tags = self._tags or (Tags(*self._theirs.tags) if self._theirs else None)
         if not tags or not all(tags[:2]) or not generations[0].grammar or not isinstance(request, ChatRequest):
             return generations
@@ -82,7 +82,7 @@ class AnswerReaders:
         if prompt.rstrip().endswith(tags.end):
             return generations
         special, opened = self._tokenizer.special_ids(tags[:2]), tags.opened_by(prompt, continued)
-        grammar = grammar_behind(generations[0].grammar, tags, special, opened=opened)
+        grammar = grammar_after(generations[0].grammar, tags, special, opened=opened)
         return [with_fields(generation, grammar=grammar) for generation in generations]
 
     def of(self, request: GenerateRequest) -> Callable[[int, Generation], ChoiceReader]:
@@ -106,7 +106,7 @@ class AnswerReaders:
                 push = theirs.parser(generation.token_ids.tolist(), tools, kwargs, thinks=self._they_think)
                 split = VllmReader(push, parallel=use.parallel, rest=split)
             if tags is not None and isinstance(request, ChatRequest):
-                split = ThoughtReader(tags, opened=tags.opened_by(*self._ends_of(request, generation)), rest=split)
+                split = ReasoningReader(tags, opened=tags.opened_by(*self._ends_of(request, generation)), rest=split)
             return ChoiceReader(index, generation, decoder, request.stop, split, include_stop=include_stop)
 
         return reader
@@ -184,7 +184,7 @@ class WholeChoice:
     def __init__(self, *, tells_logprobs: bool = False) -> None:
         self._told: list[ToldToken] | None = [] if tells_logprobs else None
         self._texts: list[str] = []
-        self._thoughts: list[str] = []
+        self._reasoning: list[str] = []
         self._calls: list[ToolCall] = []
         self._call_id = self._name = ""
         self._arguments: list[str] = []
@@ -194,7 +194,7 @@ class WholeChoice:
     def add(self, piece: Piece) -> None:
         """Take the next piece."""
         self._texts.append(piece.text)
-        self._thoughts.append(piece.reasoning)
+        self._reasoning.append(piece.reasoning)
         if self._told is not None:
             self._told.extend(piece.logprobs)
         for event in piece.calls:
@@ -211,8 +211,8 @@ class WholeChoice:
         """Return what the pieces are together."""
         reason: FinishReason = "stop" if self._reason == "tool_calls" and not self._calls else self._reason
         told = None if self._told is None else tuple(self._told)
-        text, thought = "".join(self._texts), "".join(self._thoughts)
-        return Choice(text, reason, tuple(self._calls), told, self._stop_sequence, thought)
+        text, reasoning = "".join(self._texts), "".join(self._reasoning)
+        return Choice(text, reason, tuple(self._calls), told, self._stop_sequence, reasoning)
 
     def _end(self, event: CallEnded) -> None:
         arguments = "".join(self._arguments)

@@ -7,14 +7,14 @@ from msgspec.structs import replace
 from serve_app.api.tool_calls import CallArguments, CallBegun, CallEnded, CallEvent
 from serve_app.config.engine import vllm_missing
 from serve_app.generation.answer import Piece, SplitPiece, in_pieces
-from serve_app.generation.reasoning import THOUGHTS
+from serve_app.generation.reasoning import REASONING_TAGS
 from serve_app.generation.tool_calls.formats import FORMATS
 
 if TYPE_CHECKING:
     from serve_app.engine.vllm.parsers import Push
 
 
-PARSERS = {"tool_parser": ("auto", *FORMATS), "reasoning_parser": ("auto", "none", *THOUGHTS)}
+PARSERS = {"tool_parser": ("auto", *FORMATS), "reasoning_parser": ("auto", "none", *REASONING_TAGS)}
 """Settings, and the values of each that need no vLLM."""
 
 
@@ -44,12 +44,12 @@ class VllmReader:
         self._arguments: str | None = None  # of the call that is open
 
     def split(self, piece: Piece) -> list[Piece]:
-        """Return a piece as one or several; in each the thought comes first."""
+        """Return a piece as one or several; in each the reasoning comes first."""
         ended = piece.finish_reason is not None
         added = self._push(piece.text, list(piece.token_ids), finished=ended)
-        text, thought, calls = (added.content, added.reasoning, added.tool_calls) if added else ("", "", ())
-        tokens, told = (piece.new_tokens, ()) if thought else (0, piece.logprobs)
-        piece = replace(piece, text=text or "", reasoning=thought or "", reasoning_tokens=tokens, logprobs=told)
+        text, reasoning, calls = (added.content, added.reasoning, added.tool_calls) if added else ("", "", ())
+        tokens, told = (piece.new_tokens, ()) if reasoning else (0, piece.logprobs)
+        piece = replace(piece, text=text or "", reasoning=reasoning or "", reasoning_tokens=tokens, logprobs=told)
         if self._rest is not None:
             return self._rest.split(piece)
         events: list[str | CallEvent] = [text] if text else []

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from serve_app.api.request import ChatRequest, thought_fields
+from serve_app.api.request import ChatRequest, reasoning_fields
 from serve_app.cache_diagnostics.explain import SeenPrompt, explain
 from serve_app.checkpoints.demo_model import ensure_demo_model
 from serve_app.engine.core.build import build_engine
@@ -18,7 +18,7 @@ from serve_app.engine.protocol import FirstToken
 from serve_app.engine.settings import EngineSettings
 from serve_app.generation.answer import Piece
 from serve_app.generation.generation import Generation
-from serve_app.generation.reasoning import THOUGHTS, Tags, ThoughtReader, find_thoughts, grammar_behind
+from serve_app.generation.reasoning import REASONING_TAGS, ReasoningReader, Tags, find_reasoning_tags, grammar_after
 from serve_app.generation.request_usage import RequestUsage
 from serve_app.structured.compiler import GrammarCompiler, llguidance_form
 from serve_app.structured.grammar import Grammar
@@ -29,12 +29,12 @@ from tests.serve_app.engine.tiny import request, run_all
 from tests.serve_app.generation.test_prepare import preparer_of
 from tests.serve_app.tool_templates.families import family
 
-TAGS = THOUGHTS["qwen3"]
+TAGS = REASONING_TAGS["qwen3"]
 PARTS = ["<think>", "</think>", "<thi", "</th", "nk>", "<", ">", "\n", " ", "\n\n", "hm", "So 3 < 4.", "é"]
 
 
 def read(pieces: list[str], *, opened: bool, tags: Tags = TAGS) -> tuple[str, str]:
-    reader = ThoughtReader(tags, opened=opened)
+    reader = ReasoningReader(tags, opened=opened)
     found = [reader.push(text, ended=at == len(pieces)) for at, text in enumerate(pieces, 1)]
     return "".join(thought for thought, _ in found), "".join(text for _, text in found)
 
@@ -65,7 +65,7 @@ def test_a_prompt_opens_a_thought_by_its_end_alone() -> None:
         for name in ("qwen3", "deepseek_r1")
         for prompt in ("what is <think>\nassistant\n", "assistant\n<think>\n", "assistant\n<think>\n\n</think>\n\n")
         for continued in ("", "So", "<think>\nSo", "<think>a</think>So")
-        if THOUGHTS[name].opened_by(prompt + continued, continued)
+        if REASONING_TAGS[name].opened_by(prompt + continued, continued)
     }
     inside = {(*each, "<think>\nSo") for each in {(name, prompt) for name, prompt, _ in opened}}
     assert ("qwen3", "what is <think>\nassistant\n", "") not in opened
@@ -77,9 +77,9 @@ def test_a_prompt_opens_a_thought_by_its_end_alone() -> None:
 
 
 def test_tags_are_found_in_templates_and_special_tokens() -> None:
-    assert find_thoughts("x split('</think>') y", frozenset()) == "qwen3"
-    assert find_thoughts("", frozenset({"[/THINK]"})) == "mistral"
-    assert find_thoughts("no tags", frozenset({"<|im_end|>"})) == "none"
+    assert find_reasoning_tags("x split('</think>') y", frozenset()) == "qwen3"
+    assert find_reasoning_tags("", frozenset({"[/THINK]"})) == "mistral"
+    assert find_reasoning_tags("no tags", frozenset({"<|im_end|>"})) == "none"
 
 
 @pytest.mark.parametrize("tags", [TAGS, Tags("<|im_start|>", "<|endoftext|>")], ids=["text", "special"])
@@ -97,7 +97,7 @@ def test_a_grammar_counts_behind_the_thought(tokenizer: PromptTokenizer, tags: T
             (False, "{}", True),
             (False, "so END{}", False),
         ):
-            matcher = AnswerMatcher(compiler.compile(grammar_behind(form, tags, special, opened=opened)))
+            matcher = AnswerMatcher(compiler.compile(grammar_after(form, tags, special, opened=opened)))
             written = text.replace("START", tags.start).replace("END", tags.end)
             ids = tokenizer.encode(written, b"r" * 16).token_ids
             assert (matcher.allowed(ids) is not None) == fits, (opened, text)
@@ -130,7 +130,7 @@ def test_what_is_predicted_of_a_turn_behind_a_thought_is_what_is_cached(tmp_path
             usage = RequestUsage(1, [made])
             usage.add(Piece(0, "x", len(answer), FirstToken(first), reasoning_tokens=len(answer) // 2))
             seen = SeenPrompt(made.token_ids, made.scope, 0, 0.0, usage)
-            messages.append({"role": "assistant", "content": f"Answer {turn}. {words}", **thought_fields(words)})
+            messages.append({"role": "assistant", "content": f"Answer {turn}. {words}", **reasoning_fields(words)})
     finally:
         engine.stop()
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from router.core import RoutingCore
-from router.protocol.events import BlocksStored, LoadReport, StatsReport
+from router.protocol.events import ENDS_TIER, POOL_TIER, BlocksStored, LoadReport, StatsReport
 from router.settings import RouterSettings
 from serve_app.engine.protocol import FirstToken, SaveResult
 from serve_app.errors import RateLimited
@@ -121,6 +121,13 @@ async def test_an_operator_sees_replicas_prefixes_and_decisions() -> None:
     assert (await until(watcher, "reset"))["complete"]
     await until(watcher, lambda event: event["type"] == "prefixes" and not event["nodes"][0]["pinned"])
     live.leave(None, watcher)
+
+
+@pytest.mark.parametrize("pool", [POOL_TIER, ENDS_TIER])
+async def test_a_pool_is_no_tier_below_it(pool: str) -> None:
+    live, core = (ingresses := Ingresses()).first, ingresses.core
+    core.apply("r1", [BlocksStored(chain_of("a", [1, 2]), pool), BlocksStored(chain_of("a", [1]), "host")])
+    assert (await live.snapshot(None))["replicas"][0]["tier_blocks"] == {"host": 1}
 
 
 async def test_replicas_work_is_summed_and_notices_are_told_to_operators_alone() -> None:

@@ -28,7 +28,7 @@ from serve_app.api.openai.tools import (
     check_arguments,
     tool_use,
 )
-from serve_app.api.request import ChatRequest, thinking_switches, thought_fields
+from serve_app.api.request import ChatRequest, reasoning_fields, thinking_switches
 from serve_app.errors import InvalidRequest
 from serve_app.structured.grammar import Grammar
 
@@ -67,7 +67,7 @@ class ResponseNamedChoice(JsonBody):
 
 
 class ReasoningConfig(JsonBody):
-    """Whether the model thinks. ``summary`` and others change nothing: a thought is told whole."""
+    """Whether the model thinks. ``summary`` and others change nothing: reasoning is told whole."""
 
     effort: Effort = None
     summary: str | None = None
@@ -214,14 +214,14 @@ def messages_of(items: list[Any], ignored: set[str]) -> list[dict[str, Any]]:
     """
     messages: list[dict[str, Any]] = []
     check_arguments(items)
-    thought = ""
+    reasoning = ""
     for index, item in enumerate(items):
         path = f"input[{index}]"
         if not isinstance(item, dict):
             raise InvalidRequest(f"{path} must be an object: a message, or a call's.", param=path)
         kind = item.get("type") or "message"
         if kind == "reasoning":
-            thought += joined(item.get("content") or [], f"{path}.content", ignored, kinds=("reasoning_text",))
+            reasoning += joined(item.get("content") or [], f"{path}.content", ignored, kinds=("reasoning_text",))
             continue
         if not isinstance(kind, str) or kind not in _ITEM_FIELDS:
             stored = "; nothing is stored here, so send the item itself" if kind == "item_reference" else ""
@@ -242,9 +242,9 @@ def messages_of(items: list[Any], ignored: set[str]) -> list[dict[str, Any]]:
             if role is None:
                 raise InvalidRequest(f"{path}.role must be one of {', '.join(_ROLES)}.", param=f"{path}.role")
             messages.append({"role": role, "content": _text(item.get("content"), f"{path}.content", ignored)})
-        if thought and messages[-1]["role"] == "assistant":
-            messages[-1].update(thought_fields(messages[-1].get("reasoning", "") + thought))
-        thought = ""
+        if reasoning and messages[-1]["role"] == "assistant":
+            messages[-1].update(reasoning_fields(messages[-1].get("reasoning", "") + reasoning))
+        reasoning = ""
     return messages
 
 

@@ -50,11 +50,12 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
             self._pool_queue.shares.touch(tenant)
         self._blocks.begin(request)
         super().add_request(request)
-        # What it will read is used from now on: else whoever starts before it could evict that.
-        pool = self.kv_cache_manager.block_pool
-        for blocks in self._hit(request)[0]:
-            pool.touch(blocks)
-            pool.free_blocks(reversed(blocks))
+        if self.running or len(self.waiting) > 1:
+            # What it will read is used from now on: else whoever takes blocks before it starts could evict that.
+            pool = self.kv_cache_manager.block_pool
+            for blocks in self._hit(request)[0]:
+                pool.touch(blocks)
+                pool.free_blocks(reversed(blocks))
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """Return vLLM's next step, in which tenants that compete have the tokens and starts of their turns."""

@@ -7,7 +7,7 @@ import pytest
 
 from serve_app.api.anthropic.conversation import Conversation
 from serve_app.api.anthropic.request import parse_messages
-from serve_app.api.request import ChatRequest, thought_fields
+from serve_app.api.request import ChatRequest, reasoning_fields
 from serve_app.errors import InvalidRequest
 
 MARK = {"type": "ephemeral"}
@@ -48,7 +48,7 @@ def test_blocks_become_what_templates_read() -> None:
     assert request.messages == (
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Rain?"},
-        {"role": "assistant", "content": "Let me look.", **thought_fields("hm"), "tool_calls": [call]},
+        {"role": "assistant", "content": "Let me look.", **reasoning_fields("hm"), "tool_calls": [call]},
         {"role": "tool", "content": "wet", "tool_call_id": "1"},
         {"role": "user", "content": "So?"},
     )

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from serve_app.api.openai.responses.request import LOGPROBS, parse_response_request
-from serve_app.api.request import ChatRequest, ToolUse, thought_fields
+from serve_app.api.request import ChatRequest, ToolUse, reasoning_fields
 from tests.serve_app.api.openai.bodies import assert_refused, chat
 
 SEARCH = {"type": "function", "name": "search", "parameters": {"type": "object"}, "strict": True}
@@ -59,7 +59,7 @@ def test_items_are_a_conversation() -> None:
         {
             "role": "assistant",
             "content": "Wait.",
-            **thought_fields("hm"),
+            **reasoning_fields("hm"),
             "tool_calls": [call("c1", {"q": 1}), call("c2", {})],
         },
         {"role": "tool", "content": "yes", "tool_call_id": "c1"},
