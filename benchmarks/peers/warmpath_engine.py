@@ -22,16 +22,7 @@ class WarmpathEngine:
     """The engine without Ray or HTTP."""
 
     def __init__(self, workload: dict[str, Any]) -> None:
-        config = AppConfig(
-            engine="vllm" if workload["system"] == "warmpath_vllm" else "torch",
-            block_size=workload["block_size"],
-            num_blocks=workload["cache_tokens"] // workload["block_size"],
-            max_model_len=workload["max_model_len"],
-            dtype=workload["dtype"],
-            device=workload["device"],
-            num_threads=workload["threads"],
-        )
-        self._engine = make_engine(config, load_checkpoint_info(Path(workload["model"])), lambda _: None)
+        self._engine = make_engine(config_of(workload), load_checkpoint_info(Path(workload["model"])), lambda _: None)
         self._engine.start()
         self._numbers = iter(range(1 << 40))
 
@@ -43,6 +34,20 @@ class WarmpathEngine:
             for prompt in prompts
         ]
         OutputCollector().answer_all(self._engine, requests)
+
+
+def config_of(workload: dict[str, Any]) -> AppConfig:
+    """Return the settings of the engine that a workload names."""
+    return AppConfig(
+        engine="vllm" if workload["system"] == "warmpath_vllm" else "torch",
+        block_size=workload["block_size"],
+        num_blocks=workload["cache_tokens"] // workload["block_size"],
+        max_model_len=workload["max_model_len"],
+        dtype=workload["dtype"],
+        device=workload["device"],
+        replica_num_gpus=1 if workload["device"] == "cuda" else 0,
+        num_threads=workload["threads"],
+    )
 
 
 if __name__ == "__main__":

@@ -83,6 +83,11 @@ def refused_settings(config: AppConfig, *, on_cpu: bool) -> list[str]:
             "pipeline_parallel_size: vLLM's CPU build gives a stage its buffers while it warms up compiled code; leave "
             "enforce_eager and adapters out, or use tensor_parallel_size"
         )
+    if not on_cpu and config.dtype == "float32" and (config.lora_adapters or config.allow_runtime_lora):
+        found.append(
+            "dtype: on a GPU vLLM's kernels for adapters compute in float16 or bfloat16; set dtype: bfloat16, or leave "
+            "adapters out"
+        )
     return found + refused_engine_args(config.engine_args)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from benchmarks.engine.compare import ROOT
 from benchmarks.engine.draft_pairs import LOWER_LAYERS, build_pairs, eagle_pair
 from benchmarks.engine.speculation import Workload, compare, run
+from benchmarks.peers.warmpath_engine import config_of
 
 
 def test_pairs_share_a_vocabulary_and_an_agreeing_one_reaches_the_bar(demo_model_path: Path, tmp_path: Path) -> None:
@@ -34,6 +35,12 @@ def test_a_head_made_to_agree_reaches_the_bar(demo_model_path: Path, tmp_path: P
     plain, drafted = (run(base, drafter, workload, 4, dtype="float32", threads=1) for drafter in (None, head))
     assert drafted.tokens == plain.tokens
     assert drafted.base_steps_per_token <= 0.35
+
+
+def test_on_a_gpu_the_engine_reserves_it() -> None:
+    sizes = {"block_size": 32, "cache_tokens": 3200, "max_model_len": 2048, "threads": 1}
+    config = config_of({"system": "warmpath", "device": "cuda", "dtype": "bfloat16", **sizes})
+    assert (config.replica_num_gpus, config.num_blocks) == (1, 100)
 
 
 def test_the_benchmark_runs_and_writes_figures(tmp_path: Path) -> None:

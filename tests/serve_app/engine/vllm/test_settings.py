@@ -102,6 +102,13 @@ def test_blocks_of_a_cpu_are_multiples_of_32() -> None:
     assert sentence == "block_size: with engine=vllm on a CPU it is a multiple of 32; set block_size: 32"
 
 
+def test_adapters_in_float32_are_refused_on_a_gpu_alone() -> None:
+    config = AppConfig(engine="vllm", replica_num_gpus=1, dtype="float32", allow_runtime_lora=True, block_size=32)
+    (sentence,) = refused_settings(config, on_cpu=False)
+    assert "set dtype: bfloat16" in sentence
+    assert refused_settings(config, on_cpu=True) == []
+
+
 STATE = {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}
 MAMBA = {"model_type": "jamba", "layers_block_type": ["mamba", "attention"]}
 
