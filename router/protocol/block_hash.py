@@ -8,6 +8,7 @@ first blocks may be public: they hang under the public scope's root, and the fir
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -159,6 +160,11 @@ def xor_of_words(chain: bytes) -> int:
         return reduce(xor, map(block_word, split_chain(chain[: whole * HASH_BYTES])), 0)
     keys = np.frombuffer(chain, dtype="<u8", count=2 * whole)[::2]
     return int(np.bitwise_xor.reduce((keys >> np.uint64(WORD_BITS)) * (keys & np.uint64(WORD_MASK))))
+
+
+def count_leading(chain: bytes, blocks: int, known: Callable[[bytes], bool]) -> int:
+    """Return how many of the first ``blocks`` hashes are known, where whoever is known has a known parent."""
+    return bisect_left(range(blocks), True, key=lambda i: not known(hash_at(chain, i)))
 
 
 def common_blocks(one: bytes, other: bytes) -> int:

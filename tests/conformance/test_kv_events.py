@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from router.protocol.block_hash import hash_blocks
-from serve_app.engine.vllm.events.batches import MalformedBatch, decode_batch
-from serve_app.engine.vllm.events.pool import UnsupportedEvents, VllmPool
+from router.vllm_events.batches import MalformedBatch, decode_batch
+from router.vllm_events.pool import UnsupportedEvents, VllmPool
 from tests.conformance.kv_events.laws import BrokenLaw, Checker
 
 RECORDED = sorted((Path(__file__).parent / "kv_events/recorded").glob("*.jsonl"))

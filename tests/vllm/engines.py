@@ -19,8 +19,8 @@ from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import EngineOutput, EngineRequest
 from serve_app.engine.vllm.engine import VllmEngine
 from serve_app.replica.engine_factory import make_engine
+from tests.router.vllm_events.pool_model import Routers
 from tests.serve_app.engine.tiny import SCOPE, request, root_of, run_all
-from tests.serve_app.engine.vllm.pool_model import Routers
 
 BLOCK = 32
 BLOCKS = 96

@@ -15,8 +15,8 @@ from serve_app.engine.vllm.engine import VllmEngine
 from serve_app.engine.vllm.scheduling import hooks
 from serve_app.engine.vllm.scheduling.hooks import check_hooks
 from serve_app.replica.engine_factory import make_engine
+from tests.router.vllm_events.pool_model import Routers
 from tests.serve_app.engine.tiny import Collector, request, run_all
-from tests.serve_app.engine.vllm.pool_model import Routers
 from tests.vllm.engines import BLOCK, BLOCKS, eventually, prefix_of
 
 SCOPES = {name: PrefixScope("tiny", salt=name.encode()) for name in ("flood", "calm")}

@@ -19,9 +19,9 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request, RequestStatus
 
 from router.protocol.block_hash import PrefixScope, common_tokens, extend_chain, split_chain
+from router.vllm_events.batches import decode_batch
+from router.vllm_events.pool import VllmPool
 from serve_app.cache.prefix.quota import PUBLIC
-from serve_app.engine.vllm.events.batches import decode_batch
-from serve_app.engine.vllm.events.pool import VllmPool
 from serve_app.engine.vllm.scheduling.free_queue import TenantFreeQueue
 from serve_app.engine.vllm.scheduling.hooks import check_hooks
 from serve_app.engine.vllm.scheduling.scoped_blocks import ScopedBlocks

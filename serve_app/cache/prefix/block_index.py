@@ -3,18 +3,14 @@
 Not thread-safe, except ``held`` and ``count_held``, which any thread may ask for a hint.
 """
 
-import math
-from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray, block_word, hash_at
+from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray, block_word, count_leading
+from router.protocol.heat import faded
 from serve_app.cache.eviction import Standing
-
-HEAT_MEMORY_S = 600.0
-"""A hit counts 1/e as much after this time."""
 
 
 @dataclass(slots=True)
@@ -47,7 +43,7 @@ class CachedBlock:
 
     def hits_at(self, now_s: float) -> float:
         """Return what the hits so far count now."""
-        return self.hits * math.exp((self.used_s - now_s) / HEAT_MEMORY_S)
+        return faded(self.hits, self.used_s, now_s)
 
     def equals(self, parent: int | None, token_bytes: bytes, scope: PrefixScope) -> bool:
         """Return whether it holds these tokens under this parent in this scope: an equal hash alone proves nothing."""
@@ -140,8 +136,3 @@ class BlockIndex:
         self._by_hash.clear()
         self._by_block.clear()
         self.xor = 0
-
-
-def count_leading(chain: bytes, blocks: int, known: Callable[[bytes], bool]) -> int:
-    """Return how many of the first ``blocks`` hashes are known, where whoever is known has a known parent."""
-    return bisect_left(range(blocks), True, key=lambda i: not known(hash_at(chain, i)))

@@ -14,7 +14,8 @@ from typing import Literal
 import numpy as np
 
 from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray
-from serve_app.cache.prefix.block_index import HEAT_MEMORY_S, CachedBlock
+from router.protocol.heat import faded
+from serve_app.cache.prefix.block_index import CachedBlock
 from serve_app.cache.prefix.pins import Pin
 from serve_app.cache.prefix.quota import PUBLIC
 
@@ -121,7 +122,7 @@ def heats(entries: Sequence[CachedBlock], now_s: float) -> dict[int, float]:
         if entry.parent is not None:
             hits[entry.parent] = hits.get(entry.parent, 0.0) + hits[block]
             used_s[entry.parent] = max(used_s.get(entry.parent, -math.inf), used_s[block])
-    return {block: count + math.exp((used_s[block] - now_s) / HEAT_MEMORY_S) for block, count in hits.items()}
+    return {block: count + faded(1.0, used_s[block], now_s) for block, count in hits.items()}
 
 
 def list_hot(entries: Sequence[CachedBlock], pins: Sequence[Pin], now_s: float) -> HotPrefixes:

@@ -11,10 +11,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from router.protocol.block_hash import ChainHasher, hash_blocks
+from router.protocol.block_hash import ChainHasher, count_leading, hash_blocks
 from router.protocol.events import LoadReport, StatsReport
 from serve_app.cache.kv_chain import KvChain
-from serve_app.cache.prefix.block_index import count_leading
 from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, SavedPrefix
 from serve_app.cache.prefix.pins import PinOutcome
 from serve_app.cache.prefix.prefix_cache import PrefixCache

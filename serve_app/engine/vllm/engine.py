@@ -17,6 +17,8 @@ from msgspec import structs
 
 from router.protocol.block_hash import extend_chain
 from router.protocol.events import LoadReport, StatsReport
+from router.vllm_events.pool import VllmPool
+from router.vllm_events.subscriber import EventSubscriber
 from serve_app.cache.kv_chain import KvChain
 from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, SavedPrefix
 from serve_app.cache.prefix.pins import PinOutcome
@@ -37,9 +39,7 @@ from serve_app.engine.scheduling.sequence import check_request
 from serve_app.engine.settings import STALL_AFTER_S
 from serve_app.engine.speculative.meters import SpeculationMeters
 from serve_app.engine.vllm.adapters import VllmAdapters
-from serve_app.engine.vllm.events.endpoints import EventEndpoints
-from serve_app.engine.vllm.events.pool import VllmPool
-from serve_app.engine.vllm.events.subscriber import EventSubscriber
+from serve_app.engine.vllm.event_endpoints import EventEndpoints
 from serve_app.engine.vllm.frontend import Generated, VllmFrontend
 from serve_app.engine.vllm.load_mirror import LiveRequest, LoadMirror
 from serve_app.engine.vllm.sampling.rows import choice_of, vllm_sampling
@@ -77,7 +77,7 @@ class VllmEngine:
         self.facts = facts = self._frontend.facts
         self._outbox = Outbox(lambda: self._frontend.loop.call_soon(self._outbox.deliver))
         self._pool = VllmPool(settings.block_size, facts.num_blocks, states=facts.states)
-        self._events = EventSubscriber(self._endpoints, self._pool, event_sink)
+        self._events = EventSubscriber(self._endpoints.publish, self._endpoints.replay, self._pool, event_sink)
         self._adapters = VllmAdapters(directory / "adapters", self._frontend, settings)
         self._jobs = JobRunner(self._frontend, self._adapters, self._copies)
         self._saves = VllmSaves(settings, facts.num_blocks, self._pool, self._jobs.run, self._meters)

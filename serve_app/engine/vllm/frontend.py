@@ -16,7 +16,7 @@ from serve_app.config.engine import VLLM_MISSING
 from serve_app.engine.protocol import TokenLogprob
 from serve_app.engine.speculative.meters import SpeculationMeters
 from serve_app.engine.vllm.engine_args import parsed_engine_args
-from serve_app.engine.vllm.events.endpoints import EventEndpoints
+from serve_app.engine.vllm.event_endpoints import EventEndpoints
 from serve_app.engine.vllm.settings import VllmSettings, engine_arguments, set_environment
 
 T = TypeVar("T")

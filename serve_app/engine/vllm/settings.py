@@ -7,7 +7,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from serve_app.engine.vllm.events.endpoints import EventEndpoints
+from serve_app.engine.vllm.event_endpoints import EventEndpoints
 
 CONFIG_ENDS = "warmpath_end_token_ids"
 """Where the choice of tokens finds what ends an answer, in vLLM's ``additional_config``."""

@@ -8,7 +8,7 @@ than the pool has blocks.
 
 from collections import Counter
 
-from serve_app.engine.vllm.events.batches import BlockHash, BlockRemoved, BlockStored, decode_batch
+from router.vllm_events.batches import BlockHash, BlockRemoved, BlockStored, decode_batch
 
 Content = tuple[BlockHash | None, tuple[int, ...], str]
 

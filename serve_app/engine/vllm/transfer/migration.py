@@ -15,13 +15,13 @@ import msgspec
 import numpy as np
 
 from router.protocol.block_hash import HASH_BYTES, PrefixScope, extend_chain
+from router.vllm_events.pool import VllmPool
 from serve_app.cache.kv_chain import KvChain, KvFormat, KvPart, TransferError, WrongChain, make_header, verify_part
 from serve_app.cache.prefix.block_index import CachedBlock
 from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, idle_heats, list_hot
 from serve_app.cache.prefix.pins import Pins
 from serve_app.cache.prefix.quota import PUBLIC
 from serve_app.engine.protocol import CacheRoom, Clock
-from serve_app.engine.vllm.events.pool import VllmPool
 from serve_app.engine.vllm.frontend import ModelFacts
 from serve_app.engine.vllm.saves import block_number
 from serve_app.engine.vllm.settings import VllmSettings
@@ -156,9 +156,21 @@ class VllmMigration:
         return CacheRoom(room - idle, heats[: 4 * idle])
 
     def _entries(self) -> list[CachedBlock]:
+        """Return all that begins under a root whose owner is known, parents first, numbered from 0."""
         with self._lock:
             owners = dict(self._owners)
-        return self._pool.entries(owners.get)
+        numbers: dict[bytes, int] = {}
+        entries: list[CachedBlock] = []
+        for block_hash, held in self._pool.held():
+            parent = numbers.get(held.under)
+            above = None if parent is None else (entries[parent].scope, entries[parent].tenant)
+            owner = owners.get(held.root) if held.root else above
+            if owner is not None and (above is not None or held.root == held.under):
+                number = numbers[block_hash] = len(entries)
+                entry = CachedBlock(block_hash, number, parent, held.token_bytes, *owner)
+                entry.used_s, entry.hits = held.used_s, held.hits
+                entries.append(entry)
+        return entries
 
     def _parts(self, file: str) -> list[Path]:
         return [Path(rank_file(file, rank)) for rank in range(self._ranks)]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.protocol.block_hash import HASH_BYTES, PrefixScope, extend_chain, split_chain
-from serve_app.cache.prefix.block_index import HEAT_MEMORY_S
+from router.protocol.heat import HEAT_MEMORY_S
 from serve_app.cache.prefix.hot_prefixes import KINDS, HotPrefixes, idle_heats, list_hot, within
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from tests.serve_app.cache.prefix.test_prefix_cache_laws import root_of, scope_of

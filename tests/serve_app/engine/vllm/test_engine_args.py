@@ -11,7 +11,7 @@ from serve_app.config.app import AppConfig
 from serve_app.config.files import load_settings
 from serve_app.config.live import BadSettings, app_config
 from serve_app.engine.vllm.engine_args import PROMISES, fingerprint_with, refused_engine_args
-from serve_app.engine.vllm.events.endpoints import EventEndpoints
+from serve_app.engine.vllm.event_endpoints import EventEndpoints
 from serve_app.engine.vllm.refusals import refused_ranks, refused_settings
 from serve_app.engine.vllm.settings import VllmSettings, engine_arguments
 from serve_app.replica.engine_factory import MAKERS, served_fields

@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.protocol.block_hash import PrefixScope, extend_chain, split_chain
+from router.vllm_events.pool import VllmPool
 from serve_app.cache.prefix.hot_prefixes import HashedTokens, SavedPrefix
 from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.protocol import EngineError, EngineRequest, Save, SaveResult
-from serve_app.engine.vllm.events.pool import VllmPool
 from serve_app.engine.vllm.saves import VllmSaves, block_number
 from serve_app.engine.vllm.settings import VllmSettings
 from serve_app.engine.vllm.transfer.job import Job
+from tests.router.vllm_events.pool_model import hold
 from tests.serve_app.engine.tiny import prompt, request, root_of
-from tests.serve_app.engine.vllm.pool_model import hold
 
 pytestmark = pytest.mark.anyio
 

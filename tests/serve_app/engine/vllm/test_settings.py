@@ -12,7 +12,7 @@ import pytest
 from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import AdapterError
 from serve_app.engine.vllm.adapters import VllmAdapters
-from serve_app.engine.vllm.events.endpoints import EventEndpoints
+from serve_app.engine.vllm.event_endpoints import EventEndpoints
 from serve_app.engine.vllm.refusals import TABLE, refused_model, refused_settings
 from serve_app.engine.vllm.settings import EXECUTOR, VllmSettings, engine_arguments, lora_rank, set_environment
 from tests.serve_app.engine.adapters import described, save_plain

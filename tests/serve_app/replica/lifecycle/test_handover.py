@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.protocol.heat import HEAT_MEMORY_S
 from serve_app.cache.kv_chain import KvChain
-from serve_app.cache.prefix.block_index import HEAT_MEMORY_S
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.replica.lifecycle import handover as handover_module
 from serve_app.replica.lifecycle.answers import TAKES_AT_ONCE

@@ -12,18 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.protocol.block_hash import PrefixScope, extend_chain, split_chain
+from router.vllm_events.pool import VllmPool
 from serve_app.cache.kv_chain import KvChain, KvPart, TransferError
 from serve_app.cache.prefix.hot_prefixes import HashedTokens, SavedPrefix
 from serve_app.cache.prefix.pins import Pins
-from serve_app.engine.vllm.events.pool import VllmPool
 from serve_app.engine.vllm.frontend import ModelFacts
 from serve_app.engine.vllm.saves import block_number
 from serve_app.engine.vllm.settings import VllmSettings
 from serve_app.engine.vllm.transfer.block_rows import BlockRows
 from serve_app.engine.vllm.transfer.job import LAYOUT_FILE, Job, rank_file
 from serve_app.engine.vllm.transfer.migration import VllmMigration
+from tests.router.vllm_events.pool_model import hold
 from tests.serve_app.engine.tiny import VOCAB, prompt, root_of
-from tests.serve_app.engine.vllm.pool_model import hold
 
 SIZE, BLOCKS = 2, 12
 SCOPE, OTHER, ADAPTER = PrefixScope("m"), PrefixScope("m", salt=b"other"), PrefixScope("m", "x@1")

@@ -8,7 +8,7 @@ the window: what is before that may be gone.
 import math
 from dataclasses import dataclass
 
-from serve_app.engine.vllm.events.batches import BlockHash
+from router.vllm_events.batches import BlockHash
 
 
 @dataclass(slots=True)
@@ -16,7 +16,7 @@ class HeldBlock:
     """``under``: the parent's hash, of a chain's first block the root. ``root``: what begins here, b"" for nothing.
 
     ``row``: blocks held in a row up to this one, no more than needed; a chain's beginning counts as enough.
-    ``hits``, ``used_s``: as of ``CachedBlock``.
+    ``hits``: requests that used a prefix that ends here, as of ``used_s``: older ones count less.
     """
 
     under: bytes

@@ -20,7 +20,7 @@ import zmq
 from router.feed.sequencer import BlockMirror
 from router.protocol.block_hash import HASH_BYTES, TokenArray, hash_blocks, split_chain
 from router.protocol.events import Event
-from serve_app.engine.vllm.events.batches import (
+from router.vllm_events.batches import (
     END_OF_REPLAY,
     SEQUENCE_BYTES,
     AllBlocksCleared,
@@ -29,7 +29,7 @@ from serve_app.engine.vllm.events.batches import (
     KvEvent,
     KvEventBatch,
 )
-from serve_app.engine.vllm.events.pool import VllmPool
+from router.vllm_events.pool import VllmPool
 
 
 def encode(events: Sequence[KvEvent], *, rank: int = 0) -> bytes:

@@ -7,15 +7,13 @@ all is forgotten; an engine whose events cannot be routed by at all is followed 
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import zmq
 
 from router.protocol.events import BlocksStored, CacheCleared, CacheDigest, Event, TierDigest
-from serve_app.engine.protocol import EventSink
-from serve_app.engine.vllm.events.batches import END_OF_REPLAY, SEQUENCE_BYTES, MalformedBatch, decode_batch
-from serve_app.engine.vllm.events.endpoints import EventEndpoints
-from serve_app.engine.vllm.events.pool import UnsupportedEvents, VllmPool
+from router.vllm_events.batches import END_OF_REPLAY, SEQUENCE_BYTES, MalformedBatch, decode_batch
+from router.vllm_events.pool import UnsupportedEvents, VllmPool
 
 _log = logging.getLogger(__name__)
 
@@ -39,9 +37,10 @@ class EventSubscriber:
     set when everything was told to be gone.
     """
 
-    def __init__(self, endpoints: EventEndpoints, pool: VllmPool, sink: EventSink) -> None:
+    def __init__(self, publish: str, replay: str, pool: VllmPool, sink: Callable[[Sequence[Event]], None]) -> None:
+        """``publish``, ``replay``: ``endpoint`` and ``replay_endpoint`` of the engine's ``KVEventsConfig``."""
         self.cleared = threading.Event()
-        self._endpoints = endpoints
+        self._publish, self._replay = publish, replay
         self._pool = pool
         self._sink = sink
         self._expected = 0
@@ -85,7 +84,7 @@ class EventSubscriber:
             context.destroy(linger=0)
 
     def _follow(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        with _connected(context, zmq.SUB, self._endpoints.publish) as live:
+        with _connected(context, zmq.SUB, self._publish) as live:
             live.subscribe(b"")
             silent_ticks = 0
             while not self._stopping.is_set():
@@ -105,7 +104,7 @@ class EventSubscriber:
 
     def _catch_up(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         """Take what was missed from the engine's last batches: all that it has, unless it does not answer."""
-        with _connected(context, zmq.DEALER, self._endpoints.replay) as replay:
+        with _connected(context, zmq.DEALER, self._replay) as replay:
             replay.send_multipart((b"", self._expected.to_bytes(SEQUENCE_BYTES, "big")))
             waited_ticks = 0
             while waited_ticks < _ANSWER_TICKS and not self._stopping.is_set():

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from router.protocol.events import BlocksStored, CacheCleared, Event
-from serve_app.engine.vllm.events.batches import AllBlocksCleared, BlockRemoved, BlockStored
-from serve_app.engine.vllm.events.endpoints import EventEndpoints
-from serve_app.engine.vllm.events.pool import VllmPool
-from serve_app.engine.vllm.events.subscriber import EventSubscriber
-from tests.serve_app.engine.vllm.pool_model import Publisher, Routers, chain, encode, stored
+from router.vllm_events.batches import AllBlocksCleared, BlockRemoved, BlockStored
+from router.vllm_events.pool import VllmPool
+from router.vllm_events.subscriber import EventSubscriber
+from serve_app.engine.vllm.event_endpoints import EventEndpoints
+from tests.router.vllm_events.pool_model import Publisher, Routers, chain, encode, stored
 
 
 def block(name: int) -> BlockStored:
@@ -58,7 +58,7 @@ def engine(endpoints: EventEndpoints) -> Iterator[Publisher]:
 
 @pytest.fixture
 def subscriber(endpoints: EventEndpoints, engine: Publisher, routers: Routers) -> Iterator[EventSubscriber]:
-    made = EventSubscriber(endpoints, VllmPool(2, 100), routers)
+    made = EventSubscriber(endpoints.publish, endpoints.replay, VllmPool(2, 100), routers)
     assert made.healthy(), "it need not listen where there are no events"
     made.start()
     yield made
@@ -78,7 +78,7 @@ def test_what_a_killed_owner_left_goes_with_the_next_start(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (being_made := tmp_path / "warmpath-vllm-x").mkdir()
     living = EventEndpoints.create()
-    made = "from serve_app.engine.vllm.events.endpoints import EventEndpoints as E; import os, signal; "
+    made = "from serve_app.engine.vllm.event_endpoints import EventEndpoints as E; import os, signal; "
     code = made + "print(E.create().directory, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     killed = Path(subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True).stdout.strip())
@@ -127,7 +127,7 @@ def test_what_cannot_be_read_or_given_out_does_not_end_the_listening(endpoints: 
         calls.append(events)
         raise RuntimeError("full")
 
-    subscriber = EventSubscriber(endpoints, VllmPool(2, 100), sink)
+    subscriber = EventSubscriber(endpoints.publish, endpoints.replay, VllmPool(2, 100), sink)
     for number, payload in enumerate((encode([block(1)]), b"what?", encode([block(2)]))):
         assert not subscriber.cleared.is_set() or number == 2
         subscriber._take(number, payload)
@@ -146,7 +146,7 @@ def test_it_ends_while_a_question_is_open_that_nobody_takes(endpoints: EventEndp
             asked.set()
             super()._catch_up(context)
 
-    listener = Asking(endpoints, VllmPool(2, 8), lambda _: None)
+    listener = Asking(endpoints.publish, endpoints.replay, VllmPool(2, 8), lambda _: None)
     listener.start()
     assert asked.wait(60)
     listener.stop()

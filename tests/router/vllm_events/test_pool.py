@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,7 +14,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from router.directory.directory import Directory
 from router.protocol.block_hash import PrefixScope, hash_blocks, private_parent
 from router.protocol.events import ENDS_TIER, BlocksRemoved, BlocksStored, CacheCleared, CacheDigest, Event, TierDigest
-from serve_app.engine.vllm.events.batches import (
+from router.vllm_events.batches import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -23,11 +22,10 @@ from serve_app.engine.vllm.events.batches import (
     MalformedBatch,
     decode_batch,
 )
-from serve_app.engine.vllm.events.endpoints import EventEndpoints
-from serve_app.engine.vllm.events.pool import UnsupportedEvents, VllmPool
-from serve_app.engine.vllm.events.subscriber import EventSubscriber
+from router.vllm_events.pool import UnsupportedEvents, VllmPool
+from router.vllm_events.subscriber import EventSubscriber
 from tests.conformance.kv_events.laws import Checker
-from tests.serve_app.engine.vllm.pool_model import (
+from tests.router.vllm_events.pool_model import (
     OTHER,
     ROOT,
     STORED,
@@ -74,7 +72,7 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.pool = PoolModel(BLOCKS, SIZE)
         self.held = VllmPool(SIZE, BLOCKS)
-        self.line = Line(EventEndpoints(Path("/none")), self.held, self.tell)
+        self.line = Line("", "", self.held, self.tell)
         self.line.published = []
         self.checker = Checker(BLOCKS)
         self.on_the_way: list[tuple[int, bytes]] = []
@@ -266,10 +264,7 @@ def test_a_block_is_told_while_all_that_it_hangs_under_is_held() -> None:
     assert (pool.known(public + behind, 3), len(pool), pool.xor) == (0, 0, 0)
     assert told(pool, BlockRemoved([b"3"])) == []
     assert told(pool, STORED) == [BlocksStored(public + first)]
-    scope = PrefixScope("m")
-    owners = {ROOT: (scope, "everybody"), private: (scope, "t")}
-    assert [entry.tenant for entry in pool.entries(owners.get)] == ["everybody", "t"]
-    assert pool.entries({private: (scope, "t")}.get) == []
+    assert [held.root for _, held in pool.held()] == [ROOT, private]
 
 
 def test_more_blocks_than_the_pool_has_mean_that_removals_were_lost() -> None:

@@ -9,7 +9,6 @@ A model's layers may be in groups with blocks of their own. One leads: its block
 state in some layers a prompt is served up to some of them only: those are told, under ``ENDS_TIER``, and no others.
 """
 
-import math
 import re
 import time
 from collections import Counter
@@ -21,17 +20,16 @@ import numpy as np
 
 from router.protocol.block_hash import (
     HASH_BYTES,
-    PrefixScope,
     block_word,
+    count_leading,
     hash_at,
     hash_blocks,
     private_parent,
     split_chain,
 )
 from router.protocol.events import ENDS_TIER, POOL_TIER, BlocksRemoved, BlocksStored, CacheCleared, Event
-from serve_app.cache.prefix.block_index import HEAT_MEMORY_S, CachedBlock, count_leading
-from serve_app.engine.protocol import Clock
-from serve_app.engine.vllm.events.batches import (
+from router.protocol.heat import faded
+from router.vllm_events.batches import (
     AllBlocksCleared,
     BlockHash,
     BlockRemoved,
@@ -39,10 +37,7 @@ from serve_app.engine.vllm.events.batches import (
     KvEventBatch,
     MalformedBatch,
 )
-from serve_app.engine.vllm.events.chains import Chains, HeldBlock
-
-OwnerOf = Callable[[bytes], tuple[PrefixScope, str] | None]
-"""A root -> whose it is: the scope and a tenant of it. None: unknown."""
+from router.vllm_events.chains import Chains, HeldBlock
 
 _ROOT = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")
 
@@ -67,7 +62,7 @@ class VllmPool:
     """
 
     def __init__(
-        self, block_size: int, max_blocks: int, clock: Clock = time.monotonic, *, states: bool = False
+        self, block_size: int, max_blocks: int, clock: Callable[[], float] = time.monotonic, *, states: bool = False
     ) -> None:
         self.xor = 0
         self.unplaced = 0
@@ -140,7 +135,7 @@ class VllmPool:
         held = self._blocks.get(hash_at(chain, blocks - 1)) if blocks else None
         if held is not None:
             now_s = self._clock()
-            held.hits = held.hits * math.exp((held.used_s - now_s) / HEAT_MEMORY_S) + 1.0
+            held.hits = faded(held.hits, held.used_s, now_s) + 1.0
             held.used_s = now_s
         return blocks
 
@@ -152,25 +147,12 @@ class VllmPool:
         firsts = [self._blocks.get(hash_at(chain, index)) for index in sorted({0, public_blocks})]
         return b"".join(first.root for first in firsts if first is not None)
 
-    def entries(self, owner_of: OwnerOf) -> list[CachedBlock]:
-        """Return everything that begins under a root whose owner is known, parents first, numbered from 0."""
-        numbers: dict[bytes, int] = {}
-        entries: list[CachedBlock] = []
+    def held(self) -> Iterator[tuple[bytes, HeldBlock]]:
+        """Yield what can be hit, a parent before what hangs under it."""
         for block_hash in list(self._told):
             held = self._blocks.get(block_hash)
-            if held is None:  # it was let go meanwhile
-                continue
-            parent = numbers.get(held.under)
-            above = None if parent is None else (entries[parent].scope, entries[parent].tenant)
-            owner = owner_of(held.root) if held.root else above
-            if owner is not None and (above is not None or held.root == held.under):
-                number = numbers[block_hash] = len(entries)
-                entries.append(
-                    CachedBlock(
-                        block_hash, number, parent, held.token_bytes, *owner, used_s=held.used_s, hits=held.hits
-                    )
-                )
-        return entries
+            if held is not None:  # it may be gone meanwhile
+                yield block_hash, held
 
     def _clear(self, changes: _Changes) -> None:
         for known in (self._blocks, self._ours, self._copies, self._others, self._told):
