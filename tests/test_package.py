@@ -8,14 +8,32 @@ import runpy
 import shutil
 import subprocess
 import sys
-import tomllib
+import venv
 import zipfile
 from pathlib import Path
 
+import msgspec
 import pytest
+
+import router
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("router", "serve_app")
+LIBRARY = """
+from router.core import RoutingCore
+from router.protocol.request import RoutedRequest
+from router.vllm_events.batches import BlockStored, KvEventBatch
+from router.vllm_events.pool import VllmPool
+core, pool, root = RoutingCore("r"), VllmPool(16, 10), bytes(16)
+core.update_replicas(["b", "a"])
+stored = BlockStored([b"x"], None, [*range(16)], 16, extra_keys=[(root.hex(),)])
+core.apply("a", pool.translate(KvEventBatch(0, [stored])))
+(chain,) = pool
+print(core.decide(RoutedRequest("1", chain, 20, root)).replica_id)
+assert not {"ray", "torch", "vllm"} & set(sys.modules)
+"""
+"""What the router's own distribution is for, in little."""
+
 CHECK = runpy.run_path(str(ROOT / ".ci/check_tree.py"))
 
 
@@ -23,7 +41,7 @@ def in_tree() -> set[str]:
     """What the packages consist of, as paths."""
     files = (file for package in PACKAGES for file in (ROOT / package).rglob("*") if file.is_file())
     paths = (str(file.relative_to(ROOT)) for file in files if "__pycache__" not in file.parts)
-    return {path for path in paths if not path.endswith(".pyc")}
+    return {path for path in paths if not path.endswith((".pyc", "pyproject.toml"))}
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +52,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, copy)
     for package in PACKAGES:
         shutil.copytree(ROOT / package, copy / package, ignore=shutil.ignore_patterns("__pycache__"))
+    return build_wheel(copy, built)
+
+
+def build_wheel(source: Path, built: Path) -> Path:
     build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
     done = subprocess.run(
-        [sys.executable, "-c", build, str(built)], cwd=copy, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, "-c", build, str(built)], cwd=source, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return next(built.glob("*.whl"))
@@ -68,7 +90,7 @@ def test_the_wheel_holds_what_the_tree_has_and_nothing_else(wheel: Path) -> None
 
 
 def test_it_has_pyprojects_version_and_a_command(installed: Path) -> None:
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    version = router.__version__
     assert run(installed, "-m", "serve_app.cli.entry", "--version").stdout == f"warmpath {version}\n"
     entry_points = next(installed.glob("warmpath_serve-*.dist-info/entry_points.txt")).read_text()
     assert "warmpath = serve_app.cli.entry:main" in entry_points
@@ -85,6 +107,29 @@ def test_serve_deploy_takes_what_the_command_writes(installed: Path) -> None:
     build = "import yaml; from serve_app.app import build_app; build_app(yaml.safe_load(open('settings.yaml')) or {})"
     built = run(installed, "-c", build)
     assert built.returncode == 0, built.stderr[-2000:]
+
+
+def test_the_router_is_a_distribution_that_needs_neither_ray_nor_torch(tmp_path: Path) -> None:
+    """Installed in an empty environment beside what it depends on, it decides by vLLM's events."""
+    source = shutil.copytree(ROOT / "router", tmp_path / "router", ignore=shutil.ignore_patterns("__pycache__"))
+    wheel = build_wheel(source, tmp_path)
+    venv.create(tmp_path / "empty")
+    (site,) = (tmp_path / "empty" / "lib").glob("python*/site-packages")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    here = Path(msgspec.__file__).parents[1]
+    for name in ("numpy", "numpy.libs", "msgspec", "zmq", "pyzmq.libs", "xxhash"):
+        if (here / name).exists():
+            (site / name).symlink_to(here / name)
+    rooms = {file.parent.name for file in source.rglob("*.py")} - {"serve"}
+    assert {file.parent.name for file in (site / "router").rglob("*.py")} == rooms
+    metadata = next(site.glob("warmpath_router-*.dist-info/METADATA")).read_text()
+    assert f"Version: {router.__version__}\n" in metadata
+    assert metadata.count("Requires-Dist:") <= 6
+    python = tmp_path / "empty" / "bin" / "python"
+    script = "import sys, router.feed\nfrom router.vllm_events.subscriber import EventSubscriber\n" + LIBRARY
+    done = subprocess.run([python, "-I", "-c", script], capture_output=True, text=True, timeout=240, check=False)
+    assert done.stdout == "a\n", done.stderr
 
 
 @pytest.fixture
