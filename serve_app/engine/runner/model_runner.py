@@ -72,7 +72,6 @@ class ModelRunner:
         self.pool = KvPool(
             layers, settings.num_blocks, settings.block_size, kv_heads, head_dim, self.dtype, self.device
         )
-        self.pools: Sequence[torch.Tensor] = (self.pool.tensor,)
         self.block_bytes = self.pool.tensor[:, :, 0].nbytes
         self.kv_format = KvFormat(settings.model_fingerprint, settings.block_size, (kv_part(self.pool.tensor),))
         self._linears = adaptable_layers(self.model)
@@ -83,12 +82,12 @@ class ModelRunner:
         self._lora = LoraLayers(self._linears, self.adapters, self.device)
 
     def read_blocks(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
-        """Copy each block's KV into its row, a pool's [layers, 2, block_size, kv_heads, head_dim] after another's."""
-        copy_out(self.pools, blocks, rows)
+        """Copy each block's KV, [layers, 2, block_size, kv_heads, head_dim], into its row."""
+        copy_out(self.pool.tensor, blocks, rows)
 
     def write_blocks(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
         """Copy rows into blocks: the inverse of ``read_blocks``."""
-        copy_in(self.pools, blocks, rows)
+        copy_in(self.pool.tensor, blocks, rows)
 
     def _load_adapter(self, spec: AdapterSpec) -> AdapterWeights:
         file = read_described(spec)
@@ -138,8 +137,8 @@ def _choose(logits: torch.Tensor, segments: Sequence[Segment]) -> list[SegmentRe
         results.append(SegmentResult(token=None if error else token, error=error))
     if raw is not None:
         chosen, tops = [tokens[row] for row in wanted], [params[row].logprobs or 0 for row in wanted]
-        for row, logprobs in zip(wanted, token_logprobs(raw, chosen, tops), strict=True):
-            results[row] = structs.replace(results[row], logprobs=logprobs)
+        for row, logprob in zip(wanted, token_logprobs(raw, chosen, tops), strict=True):
+            results[row] = structs.replace(results[row], logprob=logprob)
     return results
 
 
