@@ -34,7 +34,6 @@ class KvPool:
         device: torch.device,
     ) -> None:
         self.tensor = torch.zeros(layers, 2, num_blocks, block_size, kv_heads, head_dim, dtype=dtype, device=device)
-        self.num_blocks = num_blocks
         self.block_size = block_size
         self.slots = self.tensor.view(layers, 2, num_blocks * block_size, kv_heads, head_dim)
         self.keys = list(self.slots[:, 0])

@@ -91,7 +91,7 @@ def _banned(params: SamplingParams, rules: TokenRules, answer: TokenArray) -> li
 def token_logprobs(
     logprobs: torch.Tensor, tokens: Sequence[int | None], tops: Sequence[int]
 ) -> list[TokenLogprob | None]:
-    """Return what is told of each row's token, where it has one; ``logprobs`` [n, vocab]; ``tops``: how many likeliest."""
+    """Return what is told of each row's token, if it has one; ``logprobs`` [n, vocab]; ``tops``: how many likeliest."""
     chosen = torch.tensor([[token or 0] for token in tokens], device=logprobs.device)
     own = logprobs.gather(1, chosen)[:, 0].tolist()
     best = torch.topk(logprobs, min(max(tops), logprobs.shape[-1]), dim=-1)
