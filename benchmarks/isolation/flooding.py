@@ -187,7 +187,7 @@ def drive(workload: FloodWorkload, *, flood: bool, protected: bool = True) -> Si
             if result.token is not None:
                 if item.sequence.generated_tokens == 0:
                     sides.first_token(item.sequence.request, clock() - item.sequence.arrival_s)
-                if item.sequence.append_tokens([result.token])[1]:
+                if item.sequence.append_token(result.token):
                     sides.answered(item.sequence.request, clock() - item.sequence.arrival_s)
                     scheduler.remove(item.sequence)
         cache.take_events()

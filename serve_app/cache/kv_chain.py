@@ -49,11 +49,10 @@ class WrongChain(TransferError):
 
 
 class KvPart(msgspec.Struct, frozen=True):
-    """One tensor of a block, ``axes`` by ``shape``; a draft model's KV is a part of its own, with its fingerprint."""
+    """One tensor of a block, ``axes`` by ``shape``; a replica of several ranks has one for each."""
 
     dtype: str
     shape: tuple[int, ...]
-    model: str = ""
     axes: str = "layers,kv,block_size,kv_heads,head_dim"
 
 

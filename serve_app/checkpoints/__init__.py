@@ -1,1 +1,1 @@
-"""What is known of a model, its adapters and its drafter before anything is loaded. No torch."""
+"""What is known of a model and its adapters before anything is loaded. No torch."""

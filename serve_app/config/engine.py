@@ -16,7 +16,7 @@ VLLM_CPU_BLOCK_SIZE = 32
 """The default of `block_size` for vLLM without a GPU: there it computes in multiples of this."""
 
 NGRAM = "ngram"
-"""The `speculative_model` of engine vllm that is no model: it drafts what followed the same tokens before."""
+"""The only `speculative_model`, and no model: what followed the same tokens before is drafted."""
 
 VLLM_MISSING = (
     "engine=vllm needs vLLM 0.32 in the environment of the replicas: on a GPU run `pip install '.[vllm]'` in a clone; "
@@ -31,9 +31,9 @@ def vllm_missing() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class EngineTraits:
-    """Traits of an engine. ``simulated``: no model runs. ``built_in``: it loads models by transformers, and drafts.
+    """Traits of an engine. ``simulated``: no model runs. ``built_in``: it loads models by transformers.
 
-    ``ranks``: a replica may have several, and arguments of the engine's own. ``ngram``: it drafts without a model.
+    ``ranks``: a replica may have several, and arguments of the engine's own. ``ngram``: it drafts.
     ``missing``: why it cannot be used in this environment, or "". ``defaults``, ``cpu_defaults`` without GPUs: its own
     defaults of settings.
     """
@@ -94,10 +94,11 @@ class EngineSection(BaseModel):
     )
     speculative_model: str | None = Field(
         None,
-        description="drafter: a checkpoint or built-in model of the model's vocabulary, or an EAGLE-3 head; with "
-        "engine vllm 'ngram': what followed the same tokens before in prompt and answer",
+        description="with engine vllm 'ngram': drafts are what followed the same tokens before in prompt and answer",
     )
-    num_speculative_tokens: int = Field(4, ge=1, le=32, description="tokens drafted ahead of each verification")
+    num_speculative_tokens: int = Field(
+        4, ge=1, le=32, description="with engine vllm: tokens drafted ahead of each verification"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="format of weights and KV; 'auto': bfloat16 where the device multiplies it, else float32"
     )
@@ -129,6 +130,11 @@ class EngineSection(BaseModel):
             raise ValueError(
                 f"engine={self.engine} computes on one device and takes no engine_args: set engine: vllm, or leave "
                 "tensor_parallel_size, pipeline_parallel_size and engine_args out"
+            )
+        if self.speculative_model is not None and (self.speculative_model != NGRAM or not ENGINES[self.engine].ngram):
+            raise ValueError(
+                f"speculative_model={self.speculative_model!r} with engine={self.engine}: only {NGRAM!r} is there, "
+                "with engine: vllm"
             )
         wanted = self.ranks if max(self.ranks, self.replica_num_gpus) > 1 else self.replica_num_gpus
         if ENGINES[self.engine].ranks and self.replica_num_gpus not in (0, wanted):

@@ -10,8 +10,6 @@ from serve_app.config.app import AppConfig
 from serve_app.config.live import BadSettings, app_config
 
 PATHS = frozenset(name for name, field in AppConfig.model_fields.items() if field.annotation == Path | None)
-MODELS = frozenset({"model", "speculative_model"})
-"""Names of models, or paths where such a file exists or it is written as a path."""
 
 
 def load_settings(
@@ -60,6 +58,7 @@ def rooted(settings: Mapping[Any, Any], directory: Path) -> dict[Any, Any]:
     def model(value: Any) -> Any:
         if not isinstance(value, str) or not value:
             return value
+        # Anything else is a model's name.
         written_as_path = value.startswith(("./", "../", "~")) or value in (".", "..")
         return path(value) if written_as_path or ("/" in value and (base / value).exists()) else value
 
@@ -67,7 +66,7 @@ def rooted(settings: Mapping[Any, Any], directory: Path) -> dict[Any, Any]:
     for name, value in settings.items():
         if name in PATHS:
             rooted_settings[name] = path(value)
-        elif name in MODELS:
+        elif name == "model":
             rooted_settings[name] = model(value)
         elif name == "lora_adapters" and isinstance(value, Mapping):
             rooted_settings[name] = {adapter: path(where) for adapter, where in value.items()}

@@ -14,7 +14,6 @@ STALL_AFTER_S = 120.0
 class EngineSettings:
     """Sizes and switches of the built-in engine; names are vLLM's where vLLM has them.
 
-    ``speculative_model``: directory of the drafter's checkpoint; ``num_speculative_tokens`` 0 switches it off.
     ``pin_budget_blocks``: blocks that saves may keep; a request has to fit the rest of the pool. ``max_itl_s``: the
     longest step beside a decode.
     """
@@ -30,8 +29,6 @@ class EngineSettings:
     dtype: str = "auto"
     device: str = "auto"
     num_threads: int = 0
-    speculative_model: str = ""
-    num_speculative_tokens: int = 0
     pin_budget_blocks: int = 0
     tenant_shares: Mapping[str, float] = field(default_factory=dict)
     max_loras: int = 4
@@ -39,5 +36,4 @@ class EngineSettings:
     max_lora_rank: int = 64
     labels: tuple[tuple[str, str], ...] = field(default=())
     model_fingerprint: str = ""
-    speculative_fingerprint: str = ""
     tiers: TierSettings = field(default_factory=TierSettings)

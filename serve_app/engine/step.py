@@ -43,9 +43,8 @@ class Segment(msgspec.Struct, frozen=True):
     """A sequence's part of a step: ``token_ids`` enter at positions ``start``, ``start`` + 1, ...
 
     ``blocks`` and ``runs`` (the same blocks, as runs) hold the KV of positions 0 to ``end`` - 1. With ``sampling``
-    the token at position ``end`` is wanted. ``drafts``: up to this many tokens may be proposed after it; ``blocks``
-    reach as far. ``behind``: the tokens just before ``start`` that the drafter has not read yet (None: there is no
-    drafter). ``lora``: the adapter's key, "" for the base model. ``history``: None where nothing reads it.
+    the token at position ``end`` is wanted. ``lora``: the adapter's key, "" for the base model. ``history``: None where
+    nothing reads it.
     """
 
     token_ids: TokenArray
@@ -53,8 +52,6 @@ class Segment(msgspec.Struct, frozen=True):
     blocks: Sequence[int]
     runs: Sequence[BlockRun]
     sampling: SamplingParams | None
-    drafts: int = 0
-    behind: TokenArray | None = None
     lora: str = ""
     history: History | None = None
 
@@ -67,17 +64,12 @@ class Segment(msgspec.Struct, frozen=True):
 class SegmentResult(msgspec.Struct, frozen=True):
     """One segment's result: the sampled token, if one was wanted, or why it failed.
 
-    ``accepted``: drafted tokens that were right, which come before ``token``; ``proposed``: how many there were.
-    ``drafted``: how many positions have draft KV now; None without a drafter. ``logprobs``: where they were asked for,
-    one for each of the accepted tokens and of ``token``.
+    ``logprob``: the token's, where it was asked for.
     """
 
     token: int | None = None
     error: str = ""
-    accepted: tuple[int, ...] = ()
-    proposed: int = 0
-    drafted: int | None = None
-    logprobs: tuple[TokenLogprob, ...] = ()
+    logprob: TokenLogprob | None = None
 
 
 AdapterSlots = LoadedAdapters[Any]

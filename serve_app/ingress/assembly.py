@@ -19,8 +19,8 @@ from serve_app.api.anthropic.history import MessageHistory
 from serve_app.api.openai.response import model_body
 from serve_app.cache_diagnostics.detector import MissDetector
 from serve_app.checkpoints.adapter_registry import AdapterRegistry, configured_adapters
-from serve_app.checkpoints.drafter import load_served_model
 from serve_app.checkpoints.limits import max_model_len
+from serve_app.checkpoints.sources.resolve import load_served_model
 from serve_app.config.app import AppConfig
 from serve_app.fairness.front_door import FrontDoor
 from serve_app.fairness.rate_limits import TenantLimits

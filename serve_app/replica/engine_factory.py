@@ -10,8 +10,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from serve_app.cache.tiers.tiers import TierSettings
-from serve_app.checkpoints.checkpoint import CheckpointInfo, weights_fingerprint
-from serve_app.checkpoints.drafter import drafter_path
+from serve_app.checkpoints.checkpoint import CheckpointInfo
 from serve_app.checkpoints.limits import max_model_len, pin_budget_blocks
 from serve_app.config.app import AppConfig
 from serve_app.config.cache import CPU_POOL_BYTES
@@ -43,8 +42,7 @@ def _torch_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink
     from serve_app.engine.core.build import build_engine
     from serve_app.replica.pool_size import pool_blocks
 
-    drafter = drafter_path(config)
-    settings = _torch_settings(config, info, pool_blocks(config, info.path, drafter), drafter)
+    settings = _torch_settings(config, info, pool_blocks(config, info.path))
     return build_engine(info.path, settings, event_sink)
 
 
@@ -99,7 +97,7 @@ def _simulated_engine(config: AppConfig, info: CheckpointInfo, event_sink: Event
     model_config = _model_config(info.path)
     block_bytes = kv_bytes_per_block(model_config, dtype, config.block_size)
     num_blocks = config.num_blocks or blocks_in_budget(block_bytes, config.kv_cache_bytes or CPU_POOL_BYTES)
-    settings = _torch_settings(config, info, num_blocks, None)
+    settings = _torch_settings(config, info, num_blocks)
     cost = CostModel(
         prefill_tokens_per_s=config.simulated_prefill_tokens_per_s,
         decode_base_s=config.simulated_decode_step_s,
@@ -127,7 +125,7 @@ def _model_config(path: Path, overrides: Mapping[str, Any] = MappingProxyType({}
     return AutoConfig.from_pretrained(str(path), local_files_only=True, **overrides).get_text_config()
 
 
-def _torch_settings(config: AppConfig, info: CheckpointInfo, num_blocks: int, drafter: Path | None) -> EngineSettings:
+def _torch_settings(config: AppConfig, info: CheckpointInfo, num_blocks: int) -> EngineSettings:
     return _settings(
         EngineSettings,
         config,
@@ -136,7 +134,6 @@ def _torch_settings(config: AppConfig, info: CheckpointInfo, num_blocks: int, dr
         pin_budget_blocks=pin_budget_blocks(config, num_blocks) if config.enable_prefix_caching else 0,
         max_itl_s=math.inf if config.max_itl_ms is None else config.max_itl_ms / 1000,
         model_fingerprint=info.fingerprint,
-        speculative_fingerprint=weights_fingerprint(drafter) if drafter else "",
         tiers=TierSettings(
             host_bytes=config.host_cache_bytes,
             disk_bytes=config.disk_cache_bytes,
@@ -145,8 +142,6 @@ def _torch_settings(config: AppConfig, info: CheckpointInfo, num_blocks: int, dr
             load_ratio=config.tier_load_ratio,
             save_ttl_s=config.save_ttl_s,
         ),
-        speculative_model=str(drafter or ""),
-        num_speculative_tokens=config.num_speculative_tokens if drafter else 0,
     )
 
 

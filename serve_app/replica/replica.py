@@ -25,8 +25,8 @@ from router.protocol.events import LoadReport, StatsReport, pack_adapters
 from router.protocol.request import Decision, RoutedRequest
 from router.protocol.samples import Sample
 from serve_app.checkpoints.adapter_registry import AdapterEntry
-from serve_app.checkpoints.drafter import load_served_model
 from serve_app.checkpoints.limits import max_model_len, pin_budget_blocks
+from serve_app.checkpoints.sources.resolve import load_served_model
 from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import (
     EngineError,

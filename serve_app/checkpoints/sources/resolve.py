@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from serve_app.checkpoints.checkpoint import CheckpointError
+from serve_app.checkpoints.checkpoint import CheckpointError, CheckpointInfo, load_checkpoint_info
 from serve_app.checkpoints.demo_model import RECIPES, ensure_demo_model
 from serve_app.checkpoints.sources.gguf_file import ensure_converted
 from serve_app.checkpoints.sources.hub import ensure_snapshot
@@ -32,6 +32,11 @@ def resolve_model(name_or_path: str, revision: str | None = None) -> Path:
         f"{name_or_path!r} is neither a built-in model ({', '.join(BUILT_IN)}) nor a local directory, nor a GGUF file "
         "that exists, nor a hub id (NAMESPACE/NAME)"
     )
+
+
+def load_served_model(config: AppConfig) -> CheckpointInfo:
+    """Return the facts of the settings' model. Raises CheckpointError."""
+    return load_checkpoint_info(resolve_model(config.model, config.revision))
 
 
 def with_local_model(config: AppConfig, say: Callable[[str], None]) -> AppConfig:

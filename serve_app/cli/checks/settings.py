@@ -13,9 +13,8 @@ from typing import Literal
 
 from serve_app.checkpoints.adapter_registry import configured_adapters
 from serve_app.checkpoints.checkpoint import CheckpointInfo
-from serve_app.checkpoints.drafter import load_served_model
 from serve_app.checkpoints.limits import max_model_len
-from serve_app.checkpoints.sources.resolve import BUILT_IN
+from serve_app.checkpoints.sources.resolve import BUILT_IN, load_served_model
 from serve_app.cli.checks.machine import GIB, memory_bytes, writable_place
 from serve_app.cli.supervisor import path_flags
 from serve_app.config.app import AppConfig, is_hub_id

@@ -29,8 +29,7 @@ def infer(
     # Seconds of imports, which `warmpath --help` need not wait for.
     from serve_app.batch.batch_file import read_batch_file
     from serve_app.batch.run import run_batch
-    from serve_app.checkpoints.drafter import load_served_model
-    from serve_app.checkpoints.sources.resolve import with_local_model
+    from serve_app.checkpoints.sources.resolve import load_served_model, with_local_model
 
     logger = logging.getLogger("serve_app")
     logger.handlers, logger.propagate = [RichHandler(console=console, show_path=False, show_time=False)], False

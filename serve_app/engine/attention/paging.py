@@ -34,7 +34,6 @@ class KvPool:
         device: torch.device,
     ) -> None:
         self.tensor = torch.zeros(layers, 2, num_blocks, block_size, kv_heads, head_dim, dtype=dtype, device=device)
-        self.num_blocks = num_blocks
         self.block_size = block_size
         self.slots = self.tensor.view(layers, 2, num_blocks * block_size, kv_heads, head_dim)
         self.keys = list(self.slots[:, 0])
@@ -92,18 +91,18 @@ def plan_step(pool: KvPool, segments: Sequence[Segment], *, in_place: bool) -> P
         order=tuple(order),
         input_ids=torch.from_numpy(np.pad(ids, (0, blank)).astype(np.int64)[None]).to(device),
         position_ids=torch.from_numpy(np.pad(positions, (0, blank))[None]).to(device),
-        slots=torch.tensor([slot for part in parts for slot in slots_of(part, pool.block_size)], device=device),
+        slots=torch.tensor([slot for part in parts for slot in _slots_of(part, pool.block_size)], device=device),
         logit_rows=torch.from_numpy(lasts[[part.sampling is not None for part in parts]]).to(device),
         reads=plan_reads(parts, pool.block_size, pool.tensor.dtype, device, in_place=in_place),
     )
 
 
-def slots_of(segment: Segment, block_size: int, more: int = 0) -> list[int]:
-    """Return the slots of a segment's own tokens, and of ``more`` that come after them."""
+def _slots_of(segment: Segment, block_size: int) -> list[int]:
+    """Return the slots of a segment's own tokens."""
     blocks = segment.blocks
     return [
         blocks[position // block_size] * block_size + position % block_size
-        for position in range(segment.start, segment.end + more)
+        for position in range(segment.start, segment.end)
     ]
 
 

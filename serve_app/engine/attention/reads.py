@@ -113,7 +113,7 @@ def _runs(tables: Sequence[_Table], block_size: int, *, in_place: bool) -> Itera
         yield Read(_index(rows), slice(first * block_size, (first + length) * block_size), length * block_size)
 
 
-def alike(tables: Mapping[int, int], block_size: int) -> Iterator[list[int]]:
+def _alike(tables: Mapping[int, int], block_size: int) -> Iterator[list[int]]:
     """Yield the keys of tables of so many blocks, those of like length together: padding at most doubles a copy."""
     group: list[int] = []
     for key in sorted(tables, key=tables.__getitem__):
@@ -138,7 +138,7 @@ def _copies(tables: Sequence[_Table], block_size: int, dtype: torch.dtype, devic
         elif table.blocks:
             blocks = torch.tensor(table.blocks, device=device)
             yield Read(_index(table.rows), blocks, _copied_tokens(table, block_size))
-    for rows in alike({row: len(table.blocks) for row, table in singles.items()}, block_size):
+    for rows in _alike({row: len(table.blocks) for row, table in singles.items()}, block_size):
         group = [singles[row] for row in rows]
         width = len(group[-1].blocks)
         # Padding repeats the row's own first block: what is there is finite whenever the row itself is.

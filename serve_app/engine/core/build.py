@@ -15,20 +15,16 @@ def build_engine(
 ) -> TorchEngine:
     """Load a local checkpoint and return its engine, not started.
 
-    Raises UnsupportedModel for attention this engine does not compute, OSError when there is no checkpoint,
-    ValueError when ``settings.speculative_model`` cannot draft for it.
+    Raises UnsupportedModel for attention this engine does not compute, OSError when there is no checkpoint.
     """
     return TorchEngine(load_runner(model_path, settings), settings, event_sink, clock=clock)
 
 
 def load_runner(model_path: str | Path, settings: EngineSettings) -> Runner:
-    """Load a local checkpoint, with its drafter where there is one. Raises what ``build_engine`` raises."""
+    """Load a local checkpoint. Raises what ``build_engine`` raises."""
     from serve_app.engine.runner.model_runner import ModelRunner
-    from serve_app.engine.speculative.runner import SpeculativeRunner
-
-    kind = SpeculativeRunner if settings.num_speculative_tokens else ModelRunner
 
     # Loaded in a thread that ends: OpenMP workers left to the caller's thread would share the cores with the loop's,
     # and libgomp then puts every worker to sleep after each operation (a decode step takes 14 ms instead of 8).
     with ThreadPoolExecutor(max_workers=1) as loader:
-        return loader.submit(kind, model_path, settings).result()
+        return loader.submit(ModelRunner, model_path, settings).result()

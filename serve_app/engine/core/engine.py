@@ -123,7 +123,7 @@ class TorchEngine:
         """Return counters and gauges as Prometheus-style samples."""
         labels, load = self._labels, self._load_reporter
         gauges = gauge_samples(self._cache, labels, self._runner.block_bytes, load.running, load.waiting)
-        parts = (self._meters, self._outputs.speculation, self._tier_loader, self._runner.adapters)
+        parts = (self._meters, self._tier_loader, self._runner.adapters)
         counted = (sample for part in parts for sample in part.samples(labels))
         return StatsReport(samples=(*counted, *gauges))
 
@@ -252,7 +252,7 @@ class TorchEngine:
                     prompt_tokens += fresh
                     recomputed += again
             self._load_reporter.begin_step(chosen)
-        results = run_step(self._runner, [item.sequence.segment(item.tokens, item.drafts) for item in chosen])
+        results = run_step(self._runner, [item.sequence.segment(item.tokens) for item in chosen])
         now = self._clock()
         self._meters.stepped(prefill_tokens, now - started)
         self._meters.computed_prompt_tokens += prompt_tokens

@@ -13,7 +13,6 @@ from serve_app.engine.protocol import Clock, EngineOutput, FinishReason, FirstTo
 from serve_app.engine.scheduling.scheduler import Scheduled, Scheduler
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
-from serve_app.engine.speculative.meters import SpeculationMeters
 from serve_app.engine.step import AdapterSlots, SegmentResult
 from serve_app.fairness.shares import Budget, Shares
 
@@ -72,7 +71,6 @@ class OutputProcessor:
     meters: EngineMeters
     caching: bool
     outbox: Outbox = field(default_factory=Outbox)
-    speculation: SpeculationMeters = field(default_factory=SpeculationMeters)
 
     def admitted(self, sequence: SequenceState, now: float) -> None:
         """Note that a sequence is in a step for the first time."""
@@ -96,22 +94,16 @@ class OutputProcessor:
             return
         reason: FinishReason | None = "length"
         tokens: tuple[int, ...] = ()
-        taken = 0
         if result.token is not None:
-            tokens = (*result.accepted, result.token)
-            taken, reason = sequence.append_tokens(tokens)
-            shown = taken
-            if reason == "stop" and tokens[taken - 1] not in sequence.request.sampling.shown_stop_token_ids:
-                shown -= 1
-            tokens = tokens[:shown]
-            self.meters.generation_tokens += taken
-        if result.drafted is not None:
-            sequence.drafted = result.drafted
-            self.speculation.verified(result)
-        self.scheduler.computed(item, max(taken - 1, 0))
+            reason = sequence.append_token(result.token)
+            if reason != "stop" or result.token in sequence.request.sampling.shown_stop_token_ids:
+                tokens = (result.token,)
+            self.meters.generation_tokens += 1
+        self.scheduler.computed(item)
         if sequence.prefilling:
             return
-        output = EngineOutput(sequence.request.request_id, tokens, result.logprobs[: len(tokens)])
+        told = (result.logprob,) if tokens and result.logprob is not None else ()
+        output = EngineOutput(sequence.request.request_id, tokens, told)
         if sequence.first_token_s is None:
             output = self._first(sequence, output, now)
         if reason is not None:

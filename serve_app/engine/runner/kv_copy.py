@@ -1,9 +1,9 @@
-"""Blocks out of pool tensors and back, as raw bytes: a base model's, and a drafter's after it.
+"""Blocks out of a pool's tensor and back, as raw bytes.
 
 On the CPU a numpy copy per block is three times as fast as torch's gather and wakes no OpenMP workers.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -11,44 +11,33 @@ import torch
 from serve_app.cache.kv_chain import KvPart, Row
 
 
-def kv_part(pool: torch.Tensor, model: str = "") -> KvPart:
+def kv_part(pool: torch.Tensor) -> KvPart:
     """Describe what a block of ``pool`` carries."""
     layers, pair, _, *rest = pool.shape
-    return KvPart(str(pool.dtype).removeprefix("torch."), (layers, pair, *rest), model)
+    return KvPart(str(pool.dtype).removeprefix("torch."), (layers, pair, *rest))
 
 
-def copy_out(pools: Sequence[torch.Tensor], blocks: Sequence[int], rows: Sequence[Row]) -> None:
-    """Fill each row with its block of every pool [layers, planes, blocks, ...], one after another."""
-    for pool, parts in _row_parts(pools, rows):
-        if pool.device.type == "cpu":
-            raw = pool.view(torch.uint8).numpy()
-            for block, part in zip(blocks, parts, strict=True):
-                there = raw[:, :, block]
-                part.reshape(there.shape)[...] = there
-        else:
-            for part, taken in zip(parts, gather_blocks(pool, blocks), strict=True):
-                part[...] = taken
+def copy_out(pool: torch.Tensor, blocks: Sequence[int], rows: Sequence[Row]) -> None:
+    """Fill each row with its block of the pool [layers, planes, blocks, ...]."""
+    if pool.device.type == "cpu":
+        raw = pool.view(torch.uint8).numpy()
+        for block, row in zip(blocks, rows, strict=True):
+            there = raw[:, :, block]
+            row.reshape(there.shape)[...] = there
+    else:
+        for row, taken in zip(rows, gather_blocks(pool, blocks), strict=True):
+            row[...] = taken
 
 
-def copy_in(pools: Sequence[torch.Tensor], blocks: Sequence[int], rows: Sequence[Row]) -> None:
-    """Fill blocks of every pool from rows; mutates the pools."""
-    for pool, parts in _row_parts(pools, rows):
-        if pool.device.type == "cpu":
-            raw = pool.view(torch.uint8).numpy()
-            for block, part in zip(blocks, parts, strict=True):
-                there = raw[:, :, block]
-                there[...] = part.reshape(there.shape)
-        else:
-            scatter_blocks(pool, blocks, parts)
-
-
-def _row_parts(pools: Sequence[torch.Tensor], rows: Sequence[Row]) -> Iterator[tuple[torch.Tensor, list[Row]]]:
-    """Yield each pool with its part of every row."""
-    start = 0
-    for pool in pools:
-        end = start + pool[:, :, 0].nbytes
-        yield pool, [row[start:end] for row in rows]
-        start = end
+def copy_in(pool: torch.Tensor, blocks: Sequence[int], rows: Sequence[Row]) -> None:
+    """Fill blocks of the pool from rows; mutates it."""
+    if pool.device.type == "cpu":
+        raw = pool.view(torch.uint8).numpy()
+        for block, row in zip(blocks, rows, strict=True):
+            there = raw[:, :, block]
+            there[...] = row.reshape(there.shape)
+    else:
+        scatter_blocks(pool, blocks, rows)
 
 
 def gather_blocks(pool: torch.Tensor, blocks: Sequence[int]) -> Row:

@@ -1,6 +1,5 @@
 """How many bytes of a GPU the KV pool may take: the utilization less weights (on torch's meta device) and one step."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,23 +51,20 @@ def step_bytes(config: Any, dtype: torch.dtype, work: Work) -> int:
     return activations + copied + sampling + _SLACK_BYTES
 
 
-def kv_budget_bytes(
-    memory: tuple[int, int], utilization: float, models: Sequence[Any], dtype: torch.dtype, work: Work
-) -> int:
-    """Return the bytes left to KV. ``memory``: (free, total) of the device; ``models``: configs, the base first.
+def kv_budget_bytes(memory: tuple[int, int], utilization: float, config: Any, dtype: torch.dtype, work: Work) -> int:
+    """Return the bytes left to KV. ``memory``: (free, total) of the device.
 
     ``utilization`` is the part of the whole device that this replica may take, as vLLM counts it.
     Raises ValueError when weights and a step take it all.
     """
     free, total = memory
-    weights = sum(weight_bytes(config, dtype, 0 if i else work.lora_ranks) for i, config in enumerate(models))
-    steps = sum(step_bytes(config, dtype, work) for config in models)
+    weights, step = weight_bytes(config, dtype, work.lora_ranks), step_bytes(config, dtype, work)
     allowed = min(int(total * utilization), free)
-    left = allowed - weights - steps
+    left = allowed - weights - step
     if left <= 0:
         raise ValueError(
             f"gpu_memory_utilization={utilization:g} allows {_gib(allowed)} of {_gib(total)} ({_gib(free)} free); the "
-            f"weights take {_gib(weights)} and a step up to {_gib(steps)}, which leaves no KV: raise it, lower "
+            f"weights take {_gib(weights)} and a step up to {_gib(step)}, which leaves no KV: raise it, lower "
             "max_num_batched_tokens or max_num_seqs, or set kv_cache_bytes"
         )
     return left

@@ -55,24 +55,20 @@ class ModelRunner:
 
     def __init__(self, model_path: str | Path, settings: EngineSettings) -> None:
         """Load a local checkpoint. Raises UnsupportedModel, or FileNotFoundError where there is no config.json."""
-        self.path = Path(model_path)
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _KERNELS_KEPT)
         if settings.num_threads:
             torch.set_num_threads(settings.num_threads)
-        self.device = choose_device(settings.device)
-        self.dtype = choose_dtype(settings.dtype, self.device)
-        self.config: Any = served_config(self.path)
-        model = load_model(model_path, self.config, self.dtype, self.device)
-        refuse_unsupported(self.config, model)
+        device = choose_device(settings.device)
+        self.dtype = choose_dtype(settings.dtype, device)
+        config: Any = served_config(Path(model_path))
+        model = load_model(model_path, config, self.dtype, device)
+        refuse_unsupported(config, model)
         self.model = model.eval()
-        layers, kv_heads, head_dim = kv_shape(self.config)
-        self.vocab_size = int(self.config.vocab_size)
-        self.max_positions = int(self.config.max_position_embeddings)
-        self.reads_in_place = self.device.type == "cpu"
-        self.pool = KvPool(
-            layers, settings.num_blocks, settings.block_size, kv_heads, head_dim, self.dtype, self.device
-        )
-        self.pools: Sequence[torch.Tensor] = (self.pool.tensor,)
+        layers, kv_heads, head_dim = kv_shape(config)
+        self.vocab_size = int(config.vocab_size)
+        self.max_positions = int(config.max_position_embeddings)
+        self.reads_in_place = device.type == "cpu"
+        self.pool = KvPool(layers, settings.num_blocks, settings.block_size, kv_heads, head_dim, self.dtype, device)
         self.block_bytes = self.pool.tensor[:, :, 0].nbytes
         self.kv_format = KvFormat(settings.model_fingerprint, settings.block_size, (kv_part(self.pool.tensor),))
         self._linears = adaptable_layers(self.model)
@@ -80,15 +76,15 @@ class ModelRunner:
         self.adapters: LoadedAdapters[AdapterWeights] = LoadedAdapters(
             self._load_adapter, max_loras=settings.max_loras, max_cpu_loras=settings.max_cpu_loras
         )
-        self._lora = LoraLayers(self._linears, self.adapters, self.device)
+        self._lora = LoraLayers(self._linears, self.adapters, device)
 
     def read_blocks(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
-        """Copy each block's KV into its row, a pool's [layers, 2, block_size, kv_heads, head_dim] after another's."""
-        copy_out(self.pools, blocks, rows)
+        """Copy each block's KV, [layers, 2, block_size, kv_heads, head_dim], into its row."""
+        copy_out(self.pool.tensor, blocks, rows)
 
     def write_blocks(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
         """Copy rows into blocks: the inverse of ``read_blocks``."""
-        copy_in(self.pools, blocks, rows)
+        copy_in(self.pool.tensor, blocks, rows)
 
     def _load_adapter(self, spec: AdapterSpec) -> AdapterWeights:
         file = read_described(spec)
@@ -138,8 +134,8 @@ def _choose(logits: torch.Tensor, segments: Sequence[Segment]) -> list[SegmentRe
         results.append(SegmentResult(token=None if error else token, error=error))
     if raw is not None:
         chosen, tops = [tokens[row] for row in wanted], [params[row].logprobs or 0 for row in wanted]
-        for row, logprobs in zip(wanted, token_logprobs(raw, chosen, tops), strict=True):
-            results[row] = structs.replace(results[row], logprobs=logprobs)
+        for row, logprob in zip(wanted, token_logprobs(raw, chosen, tops), strict=True):
+            results[row] = structs.replace(results[row], logprob=logprob)
     return results
 
 

@@ -2,7 +2,7 @@
 
 The random numbers for position p depend on (seed, p) alone, never on the batch: a request that is sent again with the
 tokens it already has goes on identically. Each token has a number of its own, and the largest sum of logit and Gumbel
-noise wins: logits that differ by little, as a drafter's or another batch's do, choose the same token.
+noise wins: logits that differ by little, as another batch's do, choose the same token.
 """
 
 import math

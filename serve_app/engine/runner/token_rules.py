@@ -90,13 +90,13 @@ def _banned(params: SamplingParams, rules: TokenRules, answer: TokenArray) -> li
 
 def token_logprobs(
     logprobs: torch.Tensor, tokens: Sequence[int | None], tops: Sequence[int]
-) -> list[tuple[TokenLogprob, ...]]:
-    """Return what is told of each row's token; ``logprobs`` [n, vocab]; ``tops``: how many likeliest ones."""
+) -> list[TokenLogprob | None]:
+    """Return what is told of each row's token, if it has one; ``logprobs`` [n, vocab]; ``tops``: how many likeliest."""
     chosen = torch.tensor([[token or 0] for token in tokens], device=logprobs.device)
     own = logprobs.gather(1, chosen)[:, 0].tolist()
     best = torch.topk(logprobs, min(max(tops), logprobs.shape[-1]), dim=-1)
     pairs = [list(zip(*row, strict=True)) for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
     return [
-        () if token is None else (TokenLogprob(value, tuple(likeliest[:top])),)
+        None if token is None else TokenLogprob(value, tuple(likeliest[:top]))
         for token, value, likeliest, top in zip(tokens, own, pairs, tops, strict=True)
     ]

@@ -82,7 +82,6 @@ class RunningSet:
         self._slots = settings.max_num_seqs
         self._running: Counter[str] = Counter()
         self._reserved: Counter[str] = Counter()
-        self._speculates = settings.num_speculative_tokens > 0
         self._cache = cache
         self._pending = pending
         self._adapters = adapters
@@ -126,8 +125,6 @@ class RunningSet:
         sequence.computed = hits * size
         if not sequence.preemptions:
             sequence.cached_tokens = sequence.computed
-        if self._speculates:
-            sequence.drafted = sequence.computed
         sequence.reserved_blocks = reserved
         self._running[sequence.request.tenant] += 1
         self._reserve(sequence.request.tenant, reserved)
@@ -142,7 +139,7 @@ class RunningSet:
         preempted: list[SequenceState] = []
         growing = [s for s in running.values() if not s.prefilling and s.computed >= size * len(s.blocks)]
         for sequence in sorted(growing, key=lambda s: s.number):
-            while sequence.request.request_id in running and not self._grow(sequence, 1):
+            while sequence.request.request_id in running and not self._grow(sequence):
                 victim = choose_victim(sequence, running.values(), self._cache.quota.over_share)
                 self._leave(victim)
                 victim.preempt(self._cache)
@@ -154,33 +151,19 @@ class RunningSet:
         self._leave(sequence)
         sequence.release(self._cache)
 
-    def drafts(self, sequence: SequenceState, most: int) -> int:
-        """Return how many tokens may be drafted for a decode; nobody is preempted for a draft."""
-        size = self._cache.block_size
-        wanted = sequence.wanted_drafts(most)
-        missing = ceil_div(sequence.computed + 1 + wanted, size) - len(sequence.blocks)
-        if missing <= 0 or self._grow(sequence, missing):
-            return wanted
-        return size * len(sequence.blocks) - sequence.computed - 1
-
     def resolve(self, sequence: SequenceState, tokens: int) -> None:
         """Wake whoever waits for a sequence's complete blocks up to ``tokens``."""
         cache = self._cache
         reusable = cache.reusable_blocks(sequence.prefill_tokens)
         self._pending.resolve(sequence, min(tokens // cache.block_size, reusable))
 
-    def _grow(self, sequence: SequenceState, missing: int) -> bool:
-        """Take ``missing`` blocks or a few more; False, changing nothing, where they are neither reserved nor free."""
+    def _grow(self, sequence: SequenceState) -> bool:
+        """Take a block or a few; False, changing nothing, where none is reserved or free."""
         wanted = ceil_div(sequence.most_tokens, self._cache.block_size) - len(sequence.blocks)
-        wanted = min(max(missing, GROWTH_BLOCKS), wanted)
-        reserved = sequence.reserved_blocks
-        if reserved >= missing:
-            wanted = min(wanted, reserved)
-        else:
-            wanted = min(wanted, reserved + max(self._growth_room(sequence.request.tenant), 0))
-            if wanted < missing:
-                return False
-        self._take(sequence, wanted)
+        room = sequence.reserved_blocks or self._growth_room(sequence.request.tenant)
+        if room <= 0:
+            return False
+        self._take(sequence, min(GROWTH_BLOCKS, wanted, room))
         return True
 
     def _take(self, sequence: SequenceState, blocks: int) -> None:

@@ -36,12 +36,11 @@ Fetch = Callable[[SequenceState, list[int]], Fetched]
 
 
 class Scheduled(msgspec.Struct, frozen=True):
-    """A sequence's share of a step. ``admitted``: this is its first. ``drafts``: tokens that may be drafted."""
+    """A sequence's share of a step. ``admitted``: this is its first."""
 
     sequence: SequenceState
     tokens: int
     admitted: bool = False
-    drafts: int = 0
 
 
 class Scheduler:
@@ -131,18 +130,12 @@ class Scheduler:
         budget = self._settings.max_num_batched_tokens
         chosen: list[Scheduled] = []
         prefilling: list[SequenceState] = []
-        # Drafts never take more than half of a step from prefill, nor a decode's own token.
-        spare = budget // 2 - len(self.running) if self._settings.num_speculative_tokens else 0
         for sequence in self.running:
             if sequence.prefilling:
                 prefilling.append(sequence)
             elif budget > 0:
-                drafts = 0
-                if spare > 0:
-                    drafts = self._running.drafts(sequence, min(self._settings.num_speculative_tokens, spare))
-                    spare -= drafts
-                chosen.append(Scheduled(sequence, 1, drafts=drafts))
-                budget -= 1 + drafts
+                chosen.append(Scheduled(sequence, 1))
+                budget -= 1
         if budget > 0:
             heavy_budget = budget
             if prefill_tokens_per_s:
@@ -154,10 +147,10 @@ class Scheduler:
             self._schedule_prefill(budget, heavy_budget, prefilling, chosen)
         return chosen
 
-    def computed(self, item: Scheduled, accepted: int = 0) -> None:
-        """Note that a part's forward succeeded: its complete blocks, ``accepted`` drafts included, are reusable."""
+    def computed(self, item: Scheduled) -> None:
+        """Note that a part's forward succeeded: its complete blocks are reusable."""
         sequence = item.sequence
-        sequence.computed += item.tokens + accepted
+        sequence.computed += item.tokens
         sequence.publish(self._cache)
         self._running.resolve(sequence, sequence.computed)
 

@@ -1,7 +1,6 @@
 """One request inside the engine: its mutable state and block hashes. Positions count from the prompt's start."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -21,11 +20,10 @@ class SequenceState:
     =================== ========= ================ ==========================================================
     name                unit      written by       meaning
     =================== ========= ================ ==========================================================
-    length              tokens    append_tokens    prompt and generated tokens
+    length              tokens    append_token     prompt and generated tokens
     prefill_tokens      tokens    preempt          to compute before the next token can be sampled: the prompt,
                                                    and after a preemption what was generated until then
     computed            tokens    Scheduler        leading positions that have KV
-    drafted             tokens    OutputProcessor  leading positions that have draft KV; None: no drafter
     farthest            tokens    preempt          most positions that had KV at once before a preemption
     cached_tokens       tokens    RunningSet       prompt tokens found in the cache at the first start
     blocks              blocks    RunningSet       block ids, one a block_size positions; empty while waiting
@@ -37,7 +35,7 @@ class SequenceState:
     beyond_reservation  -         RunningSet       whether it holds more blocks than were reserved for it
     =================== ========= ================ ==========================================================
 
-    While it runs: published, resolved <= computed / block_size <= blocks, drafted <= computed <= length, and
+    While it runs: published, resolved <= computed / block_size <= blocks, computed <= length, and
     prompt <= prefill_tokens <= length. While it waits it has neither KV nor blocks nor a reservation.
     """
 
@@ -50,7 +48,6 @@ class SequenceState:
     farthest: int = 0
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
-    drafted: int | None = None
     published: int = 0
     resolved: int = 0
     cached_tokens: int = 0
@@ -114,12 +111,7 @@ class SequenceState:
             done = max(done, self.request.remote_kv.tokens)
         return max(self.prefill_tokens - done, 0)
 
-    def wanted_drafts(self, most: int) -> int:
-        """Return how many tokens are worth drafting in a decode step; their KV fits the reservation."""
-        sampling = self.request.sampling
-        return 0 if sampling.disable_spec_decode else min(most, sampling.max_tokens - self.generated_tokens - 1)
-
-    def segment(self, tokens: int, drafts: int = 0) -> Segment:
+    def segment(self, tokens: int) -> Segment:
         """Return the next ``tokens`` positions as a step's segment; the last one of the prompt wants a token."""
         end = self.computed + tokens
         wanted = end == self.length and self.request.sampling.max_tokens > 0
@@ -130,23 +122,18 @@ class SequenceState:
             blocks=self.blocks,
             runs=self._current_runs(),
             sampling=self.request.sampling if wanted else None,
-            drafts=drafts,
-            behind=None if self.drafted is None else self._tokens[self.drafted : self.computed],
             lora=self.request.scope.lora,
             history=self._history() if wanted and ruled else None,
         )
 
-    def append_tokens(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
-        """Append tokens up to the end, without a stop token; return how many were looked at, and why it ends."""
+    def append_token(self, token: int) -> FinishReason | None:
+        """Append a token unless it is a stop token; return why the answer ends, None where it goes on."""
         sampling = self.request.sampling
-        for taken, token in enumerate(tokens, 1):
-            if token in sampling.stop_token_ids:
-                return taken, "stop"
-            self._tokens[self.length] = token
-            self.length += 1
-            if self.generated_tokens >= sampling.max_tokens:
-                return taken, "length"
-        return len(tokens), None
+        if token in sampling.stop_token_ids:
+            return "stop"
+        self._tokens[self.length] = token
+        self.length += 1
+        return "length" if self.generated_tokens >= sampling.max_tokens else None
 
     def publish(self, cache: PrefixCache) -> None:
         """Index every complete block computed so far, generated ones too, unless the request stores nothing."""

@@ -37,8 +37,8 @@ from serve_app.engine.protocol import (
 )
 from serve_app.engine.scheduling.sequence import check_request
 from serve_app.engine.settings import STALL_AFTER_S
-from serve_app.engine.speculative.meters import SpeculationMeters
 from serve_app.engine.vllm.adapters import VllmAdapters
+from serve_app.engine.vllm.draft_meters import DraftMeters
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
 from serve_app.engine.vllm.frontend import Generated, VllmFrontend
 from serve_app.engine.vllm.load_mirror import LiveRequest, LoadMirror
@@ -63,7 +63,7 @@ class VllmEngine:
         self.settings = settings
         self._lock = threading.Lock()
         self._meters = EngineMeters()
-        self._drafts = SpeculationMeters()
+        self._drafts = DraftMeters()
         self._load = LoadMirror(settings, self._meters)
         self._stopping = False
         self._progress_s = time.monotonic()

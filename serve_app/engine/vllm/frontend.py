@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from serve_app.config.engine import VLLM_MISSING
 from serve_app.engine.protocol import TokenLogprob
-from serve_app.engine.speculative.meters import SpeculationMeters
+from serve_app.engine.vllm.draft_meters import DraftMeters
 from serve_app.engine.vllm.engine_args import parsed_engine_args
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
 from serve_app.engine.vllm.settings import VllmSettings, engine_arguments, set_environment
@@ -50,9 +50,7 @@ class Generated:
 class VllmFrontend:
     """One ``AsyncLLM``, ``llm``. Its coroutines, and those here, belong to its loop: hand them to ``call``."""
 
-    def __init__(
-        self, settings: VllmSettings, endpoints: EventEndpoints, on_step: OnStep, drafts: SpeculationMeters
-    ) -> None:
+    def __init__(self, settings: VllmSettings, endpoints: EventEndpoints, on_step: OnStep, drafts: DraftMeters) -> None:
         """Start vLLM, in half a minute or more. Raises RuntimeError where it is missing, and what vLLM raises."""
         self.loop = asyncio.new_event_loop()
         self._logger = _logger_of(on_step, drafts)
@@ -166,7 +164,7 @@ def _logprob(most: int, token: int, by_id: Mapping[int, Any]) -> TokenLogprob:
     return TokenLogprob(by_id[token].logprob, tuple((other, value) for _, other, value in best[:most]))
 
 
-def _logger_of(on_step: OnStep, drafts: SpeculationMeters) -> Callable[[Any, int], Any]:
+def _logger_of(on_step: OnStep, drafts: DraftMeters) -> Callable[[Any, int], Any]:
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     class StepLogger(StatLoggerBase):  # type: ignore[misc]

@@ -46,12 +46,6 @@ TABLE = (
         instead="lower max_num_batched_tokens",
     ),
     Refusal(
-        ("speculative_model",),
-        "KV of a drafter is not in what a directory and a pull tell of a block",
-        lambda config: config.speculative_model not in (None, NGRAM),
-        instead=f"set {NGRAM}, which needs no model",
-    ),
-    Refusal(
         ("num_speculative_tokens",),
         "nothing drafts",
         lambda config: _changed(config, "num_speculative_tokens") and config.speculative_model is None,

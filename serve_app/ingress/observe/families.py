@@ -187,7 +187,7 @@ warmpath_handover_bytes_total: replica
 warmpath_handover_refused_blocks_total: replica
     Blocks offered by leaving peers that it did not take.
 
-# Replicas: adapters and speculation
+# Replicas: adapters and drafts
 Since the replica's start.
 warmpath_lora_adapters: replica engine state
     LoRA adapters. loaded: in memory; slots: of those in a slot of the batch; running: with sequences in it.
@@ -196,13 +196,11 @@ warmpath_lora_loads_total: replica engine
 warmpath_lora_evictions_total: replica engine
     Adapters dropped from memory to make room for another.
 warmpath_spec_decode_num_drafts_total: replica engine
-    Drafts that were verified; only with a drafter, as all spec_decode.
+    Drafts that were verified; only where vLLM drafts, as all spec_decode.
 warmpath_spec_decode_num_draft_tokens_total: replica engine
-    Tokens proposed by the drafter.
+    Tokens that were drafted.
 warmpath_spec_decode_num_accepted_tokens_total: replica engine
-    Of the proposed tokens those that the model agreed with.
-warmpath_spec_decode_base_steps_total: replica engine
-    Steps of the model that gave a sequence tokens, counted by sequence.
+    Of the drafted tokens those that the model agreed with.
 
 # Routing: decisions
 Counted by the router in each ingress, under the policy that acted. Where prefixes are is known from hints; only

@@ -8,10 +8,9 @@ from pathlib import Path
 
 from benchmarks.common.output_collector import running
 from benchmarks.common.random_adapters import make_adapters
-from benchmarks.engine.draft_pairs import build_pairs
 from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.checkpoints.adapter_registry import AdapterEntry, AdapterRegistry
-from serve_app.checkpoints.checkpoint import load_checkpoint_info, weights_fingerprint
+from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.engine.core.build import load_runner
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
@@ -32,17 +31,8 @@ BLOCK = 16
 
 
 @contextmanager
-def call_crashes(
-    kind: str, model: Path, directory: Path, rng: random.Random, *, drafts: bool = False
-) -> Iterator[CallCrashes]:
-    """Start two engines for this process, "torch" or "simulated", behind one dispatcher.
-
-    ``drafts``: a draft model speculates for the model; both are cut from it (see ``build_pairs``).
-    """
-    drafter = ""
-    if drafts:
-        model, smaller = build_pairs(model, directory / "pairs")["agreeing"]
-        drafter = str(smaller)
+def call_crashes(kind: str, model: Path, directory: Path, rng: random.Random) -> Iterator[CallCrashes]:
+    """Start two engines for this process, "torch" or "simulated", behind one dispatcher."""
     info = load_checkpoint_info(model)
     settings = EngineSettings(
         block_size=BLOCK,
@@ -57,9 +47,6 @@ def call_crashes(
         max_loras=2,
         max_cpu_loras=2,
         model_fingerprint=info.fingerprint,
-        speculative_model=drafter,
-        speculative_fingerprint=weights_fingerprint(Path(drafter)) if drafts else "",
-        num_speculative_tokens=3 if drafts else 0,
         tiers=TierSettings(),
     )
     specs = make_adapters(model, directory / "adapters", len(ADAPTERS), rank=4)

@@ -81,7 +81,7 @@ def test_what_is_whole_arrives_unchanged() -> None:
         replace(SCOPE, lora=""),
         replace(SCOPE, model="x"),
     ],
-    ids=["model", "dtype", "shape", "axes", "draft", "block_size", "salt", "adapter", "no adapter", "scope's model"],
+    ids=["model", "dtype", "shape", "axes", "ranks", "block_size", "salt", "adapter", "no adapter", "scope's model"],
 )
 def test_another_format_or_scope_is_refused(other: KvFormat | PrefixScope) -> None:
     kv_format, scope = (other, SCOPE) if isinstance(other, KvFormat) else (FORMAT, other)

@@ -4,14 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.config.app import AppConfig
-from serve_app.config.files import MODELS, PATHS, load_settings, rooted
+from serve_app.config.files import PATHS, load_settings, rooted
 
 
 def test_every_path_of_the_settings_is_known_as_one() -> None:
     """A new one would else start where the command happens to run."""
     assert {"disk_cache_dir", "lora_root", "prompts_dir", "secret_file", "usage_file"} == PATHS
-    assert set(AppConfig.model_fields) > MODELS
 
 
 def test_paths_start_where_the_file_lies_and_later_sources_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,7 +21,6 @@ def test_paths_start_where_the_file_lies_and_later_sources_win(tmp_path: Path, m
 model: checkpoints/mine
 replicas: 3
 max_loras: 3
-speculative_model: ./draft
 lora_adapters: {pirate: adapters/pirate, poet: /adapters/poet}
 disk_cache_dir: kv
 secret_file: secret
@@ -34,7 +31,6 @@ secret_file: secret
     )
     assert (settings.replicas, settings.max_loras, settings.secret_file) == (4, 6, Path("mine"))
     assert Path(settings.model).resolve() == home / "checkpoints" / "mine"
-    assert Path(settings.speculative_model or "").resolve() == home / "draft"
     assert settings.lora_adapters["pirate"].resolve() == home / "adapters" / "pirate"
     assert settings.lora_adapters["poet"] == Path("/adapters/poet")
     assert settings.disk_cache_dir is not None and settings.disk_cache_dir.resolve() == home / "kv"
@@ -61,6 +57,7 @@ secret_file: secret
         ("tenants=3", "tenants: must be a list"),
         ("lora_adapters=[a]", "lora_adapters: must be pairs of NAME: VALUE"),
         ("replicas=two", "replicas: must be a whole number"),
+        ("speculative_model=small", "speculative_model='small' with engine=torch: only 'ngram' is there"),
         ("replicas={", "--set replicas: the value is not YAML"),
     ],
 )

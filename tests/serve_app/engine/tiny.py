@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from router.protocol.block_hash import PrefixScope
 from serve_app.engine.core.engine import TorchEngine
@@ -35,17 +35,6 @@ def save_tiny(kind: str, path: Path) -> Path:
         model = Qwen3ForCausalLM(Qwen3Config(head_dim=16, **SIZES))
     else:
         model = LlamaForCausalLM(LlamaConfig(**SIZES))
-    model.save_pretrained(path)
-    return path
-
-
-def save_draft(base: Path, path: Path, noise: float) -> Path:
-    """Save a copy of a model with noise on its weights: it agrees with the original the less, the more there is."""
-    model = AutoModelForCausalLM.from_pretrained(base)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight += noise * weight.std() * torch.randn(weight.shape, generator=generator)
     model.save_pretrained(path)
     return path
 

@@ -50,14 +50,13 @@ def test_an_answer_whose_calls_break_is_the_undisturbed_one(
     assert got == expected
 
 
-@pytest.mark.parametrize("drafts", [False, True])
-def test_the_real_engines_answers_survive_breaks(demo_model_path: Path, tmp_path: Path, drafts: bool) -> None:
-    """The same with the real model in float32, with adapters, and once more with a drafter: nothing is lost or cut.
+def test_the_real_engines_answers_survive_breaks(demo_model_path: Path, tmp_path: Path) -> None:
+    """The same with the real model in float32, with adapters: nothing is lost or cut.
 
     Nothing is altered either: no two likeliest tokens of these answers lie so near that rounding would swap them.
     """
     rng = random.Random(11)
-    with call_crashes("torch", demo_model_path, tmp_path, rng, drafts=drafts) as crashes:
+    with call_crashes("torch", demo_model_path, tmp_path, rng) as crashes:
         compared = asyncio.run(break_calls(crashes, Questions(rng, has_logits=True), rng, 20))
     assert len(compared) >= 16
     assert [answers for answers in compared if len(set(answers)) > 1] == []

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from serve_app.checkpoints.drafter import load_served_model
+from serve_app.checkpoints.sources.resolve import load_served_model
 from serve_app.config.app import AppConfig
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.replica.engine_factory import make_engine

@@ -30,7 +30,7 @@ def test_every_field_arrives() -> None:
         "prompt_cache_key": "k", "prompt_ref": "a@1", "apply_chat_template": False, "add_generation_prompt": False,
         "chat_template_kwargs": {"enable_thinking": False}, "save_system_prompt_kv_cache": True, "min_tokens": 3,
         "presence_penalty": -2, "frequency_penalty": 2.0, "repetition_penalty": 1.1, "min_p": 0.1, "stream": True,
-        "include_stop_str_in_output": True,
+        "include_stop_str_in_output": True, "disable_spec_decode": True,
     }  # fmt: skip
     request = chat(
         **as_sent, top_k=-1, stop=["a", "b", "a"], stream_options={"include_usage": True}, logprobs=True,

@@ -34,28 +34,26 @@ def test_an_8b_model_leaves_most_of_a_large_gpu_to_kv() -> None:
     assert weight_bytes(LLAMA_8B, torch.bfloat16) == 2 * 8_030_261_248
     step = step_bytes(LLAMA_8B, torch.bfloat16, WORK)
     assert GIB < step < 5 * GIB
-    left = kv_budget_bytes((79 * GIB, 80 * GIB), 0.9, [LLAMA_8B], torch.bfloat16, WORK)
+    left = kv_budget_bytes((79 * GIB, 80 * GIB), 0.9, LLAMA_8B, torch.bfloat16, WORK)
     assert left == 72 * GIB - 2 * 8_030_261_248 - step
-    busy = kv_budget_bytes((40 * GIB, 80 * GIB), 0.9, [LLAMA_8B], torch.bfloat16, WORK)
+    busy = kv_budget_bytes((40 * GIB, 80 * GIB), 0.9, LLAMA_8B, torch.bfloat16, WORK)
     assert busy == left - 32 * GIB
-    drafted = kv_budget_bytes((79 * GIB, 80 * GIB), 0.9, [LLAMA_8B, LLAMA_8B], torch.bfloat16, WORK)
-    assert drafted == left - 2 * 8_030_261_248 - step
 
 
 def test_a_gpu_that_is_too_small_is_an_error_that_says_what_to_change() -> None:
     with pytest.raises(
         ValueError, match=r"allows 14.4 GiB of 16.0 GiB .* weights take 15.0 GiB .* or set kv_cache_bytes"
     ):
-        kv_budget_bytes((16 * GIB, 16 * GIB), 0.9, [LLAMA_8B], torch.bfloat16, WORK)
+        kv_budget_bytes((16 * GIB, 16 * GIB), 0.9, LLAMA_8B, torch.bfloat16, WORK)
 
 
 def test_the_pool_is_as_set_else_a_default_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert pool_bytes(AppConfig(device="cpu"), LLAMA_8B, None) == CPU_POOL_BYTES
-    assert pool_bytes(AppConfig(device="cpu", kv_cache_bytes=2 * GIB), LLAMA_8B, None) == 2 * GIB
+    assert pool_bytes(AppConfig(device="cpu"), LLAMA_8B) == CPU_POOL_BYTES
+    assert pool_bytes(AppConfig(device="cpu", kv_cache_bytes=2 * GIB), LLAMA_8B) == 2 * GIB
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (79 * GIB, 80 * GIB))
     config = AppConfig(device="cuda", replica_num_gpus=1, dtype="bfloat16", enforce_eager=True)
-    expected = kv_budget_bytes((79 * GIB, 80 * GIB), 0.9, [LLAMA_8B], torch.bfloat16, WORK)
-    assert pool_bytes(config, LLAMA_8B, None) == expected
+    expected = kv_budget_bytes((79 * GIB, 80 * GIB), 0.9, LLAMA_8B, torch.bfloat16, WORK)
+    assert pool_bytes(config, LLAMA_8B) == expected
 
 
 def test_a_gpu_has_to_be_reserved_to_be_seen() -> None:

@@ -70,8 +70,8 @@ def test_a_gathered_copy_is_the_copy_block_by_block(device: torch.device, dtype:
     there = here.clone().to(device)
     blocks = [7, 0, 4]
     rows = [np.empty(here[:, :, 0].nbytes, dtype=np.uint8) for _ in blocks]
-    copy_out([here], blocks, rows)
+    copy_out(here, blocks, rows)
     assert np.array_equal(gather_blocks(there, blocks), np.stack(rows))
-    copy_in([here], [1, 2, 8], rows)
+    copy_in(here, [1, 2, 8], rows)
     scatter_blocks(there, [1, 2, 8], rows)
     assert torch.equal(there.cpu(), here)

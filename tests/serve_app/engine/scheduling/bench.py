@@ -20,7 +20,6 @@ def assert_laws(sequence: SequenceState, block_size: int) -> None:
     assert prompt <= sequence.prefill_tokens <= sequence.length <= most
     assert 0 <= sequence.computed <= sequence.length
     assert sequence.farthest <= sequence.length
-    assert sequence.drafted is None or sequence.drafted <= sequence.computed
     assert 0 <= sequence.published <= sequence.computed // block_size <= len(sequence.blocks)
     assert 0 <= sequence.resolved <= sequence.computed // block_size
     assert sequence.held_blocks_hint <= len(sequence.chain) // HASH_BYTES, "a hint beyond the chain"
@@ -69,7 +68,7 @@ class Bench:
             segment = item.sequence.segment(item.tokens)
             assert segment.end <= len(segment.blocks) * 16
             self.scheduler.computed(item)
-            if segment.sampling is not None and item.sequence.append_tokens([1])[1]:
+            if segment.sampling is not None and item.sequence.append_token(1):
                 self.scheduler.remove(item.sequence)
         return chosen
 

@@ -64,7 +64,6 @@ CHANGED: dict[str, dict[str, Any]] = {
     "tier_load_ratio": {"tier_load_ratio": 2},
     "save_ttl_s": {"save_ttl_s": 60},
     "max_itl_ms": {"max_itl_ms": 50.0},
-    "speculative_model": {"speculative_model": "small"},
     "num_speculative_tokens": {"num_speculative_tokens": 2},
 }
 

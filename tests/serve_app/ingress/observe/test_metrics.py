@@ -13,8 +13,7 @@ from router.protocol.request import RoutedRequest
 from router.protocol.samples import Labels, Sample
 from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.engine.protocol import Save
-from serve_app.engine.speculative.meters import SpeculationMeters
-from serve_app.engine.step import SegmentResult
+from serve_app.engine.vllm.draft_meters import DraftMeters
 from serve_app.ingress.observe.cache_state import cache_state
 from serve_app.ingress.observe.families import FAMILIES, SECTIONS
 from serve_app.ingress.observe.metrics import IngressMetrics, render, router_samples, with_label, without_tenants
@@ -62,12 +61,12 @@ def test_a_help_text_says_more_than_the_name() -> None:
 
 
 def test_all_that_replicas_tell_is_shown(make_engine: MakeEngine, tmp_path: Path) -> None:
-    """Engine, pool, tiers, adapters, speculation, pulls and moves: no sample is left out for its name or labels."""
+    """Engine, pool, tiers, adapters, drafts, pulls and moves: no sample is left out for its name or labels."""
     engine = make_engine(tiers=TierSettings(1 << 20, 1 << 20, tmp_path), num_blocks=24, pin_budget_blocks=8)
     run_all(engine, [request(f"r{i}", prompt(150, i), 3, tenant="acme") for i in range(4)])
     run_all(engine, [replace(request("saver", prompt(60, 9), 1), saves=(Save(b"s" * 16, 48, None),))])
-    speculation, pulls, moves = SpeculationMeters(), PullMeters(), MoveMeters(Receipt())
-    speculation.verified(SegmentResult(token=1))
+    drafts, pulls, moves = DraftMeters(), PullMeters(), MoveMeters(Receipt())
+    drafts.add(1, 3, 2)
     pulls.refused["slow"] += 1
     pulls.ended["whole"] += 1
     pulls.exports["sent"] += 1
@@ -76,7 +75,7 @@ def test_all_that_replicas_tell_is_shown(make_engine: MakeEngine, tmp_path: Path
     moves.joined.skipped["gone"] += 1
     moves.taken_blocks["save"] += 1
     moves.taken_saves["pinned"] += 1
-    beside = [*speculation.samples((("engine", "torch"),)), *pulls.samples((), 1.0), *moves.samples()]
+    beside = [*drafts.samples((("engine", "vllm"),)), *pulls.samples((), 1.0), *moves.samples()]
     samples: list[Sample] = [*engine.stats().samples, *beside]
     labelled = [(name, (*labels, ("replica", "a")), value) for name, labels, value in samples]
     families = list(text_string_to_metric_families(render(labelled).decode()))
