@@ -37,6 +37,13 @@ def header_names() -> tuple[list[str], str, str]:
     return orders, constants.SERVE_INGRESS_ROUTER_HEADER_PREFIX, constants.SERVE_HTTP_REQUEST_ID_HEADER
 
 
+def session_header() -> str:
+    """Return the one header that direct streaming passes on to a router, in lower case."""
+    from ray.serve._private.constants import SERVE_SESSION_ID
+
+    return str(SERVE_SESSION_ID).lower()
+
+
 def find_serve_actor(name: str) -> Any:
     """Return the handle of a Serve actor. Raises ValueError where there is none of that name."""
     import ray

@@ -88,11 +88,13 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
         """Decide for this very request, in its own coroutine: Serve's queue may swap two. Raises NoReplicaLeft."""
+        route = await self._route_of(pending_request)
         if is_retry:
-            self._undo(pending_request)
-        route = _route_of(pending_request)
+            self._undo(route)
         tenant = "" if route is None else route.tenant
-        return await self._wait_queue.take(lambda: self._choose(pending_request, is_retry), tenant, ahead=is_retry)
+        return await self._wait_queue.take(
+            lambda: self._choose(pending_request, route, is_retry), tenant, ahead=is_retry
+        )
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -100,7 +102,14 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
         """Rank candidates by their queues, one a rank; for callers inside Serve that bypass our choice."""
         return [[replica] for replica in sorted(candidate_replicas, key=self._queue_length)]
 
-    def _choose(self, pending_request: PendingRequest, is_retry: bool) -> RunningReplica | None:
+    async def _route_of(self, pending_request: PendingRequest) -> RoutedRequest | None:
+        """Return a call's routing view, None for a call without a prompt."""
+        route = pending_request.kwargs.get("route")
+        return route if isinstance(route, RoutedRequest) else None
+
+    def _choose(
+        self, pending_request: PendingRequest, route: RoutedRequest | None, is_retry: bool
+    ) -> RunningReplica | None:
         """Return the replica for a request, None while all are full or away.
 
         A call with a ``target`` reaches one that is away too, the first time; where that is gone it goes to any
@@ -116,7 +125,6 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
             if target is not None:
                 away = None if is_retry else self._away.get(target)
                 return self._by_name.get(target) or away or next(iter(self._by_name.values()), None)
-            route = _route_of(pending_request)
             full = self._full()
             if route is None:
                 name = self._core.decide_unkeyed(full)
@@ -150,10 +158,9 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
         self._by_name = by_name
         self._running.heard(by_name)
 
-    def _undo(self, pending_request: PendingRequest) -> None:
+    def _undo(self, route: RoutedRequest | None) -> None:
         """Release what was reserved at the replica that has just rejected the request."""
         try:
-            route = _route_of(pending_request)
             decision: Decision | None = None if route is None else self._decisions.take(route.request_id)
             if decision is not None:
                 self._core.release(decision)
@@ -208,8 +215,3 @@ def _runs_in(app_name: str, deployment_name: str) -> bool:
     except RayServeException:  # a driver
         return False
     return (context.app_name, context.deployment) == (app_name, deployment_name)
-
-
-def _route_of(pending_request: PendingRequest) -> RoutedRequest | None:
-    route = pending_request.kwargs.get("route")
-    return route if isinstance(route, RoutedRequest) else None

@@ -1,0 +1,87 @@
+"""Ray's vLLM engine, followed: requests get the salt of their scope, and its KV events become a feed for routers.
+
+Imported in a replica alone, since it imports vLLM.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
+
+from router.feed import FeedPublisher
+from router.protocol.block_hash import hash_blocks
+from router.protocol.events import StatsReport
+from router.vllm_events.pool import VllmPool
+from router.vllm_events.subscriber import EventSubscriber
+from serve_app.engine.vllm.event_endpoints import EventEndpoints
+from serve_app.ray_llm.prefills import Prefills
+from serve_app.ray_llm.scopes import Scopes
+from serve_app.replica.reporter import Reporter
+
+LOAD_INTERVAL_S = 0.05
+DIGEST_INTERVAL_S = 5.0
+
+tenant_now: ContextVar[str] = ContextVar("warmpath_tenant", default="")
+"""The tenant of the request under way in this task."""
+
+
+class WarmEngine(VLLMEngine):  # type: ignore[misc]
+    """``follow`` begins once it has started."""
+
+    def follow(self, endpoints: EventEndpoints, scopes: Scopes, feed: FeedPublisher) -> int:
+        """Salt what enters from now on, and tell ``feed`` what vLLM holds; return the tokens in a block."""
+        config = self._engine_client.vllm_config
+        size, blocks = config.cache_config.block_size, config.cache_config.num_gpu_blocks
+        self._size, self._scopes, self._feed = size, scopes, feed
+        self._pool = VllmPool(size, blocks, states=bool(config.model_config.is_hybrid))
+        self._prefills = Prefills(config.scheduler_config.max_num_seqs)
+        self._reporter = Reporter(self._prefills.report, self._stats, feed, LOAD_INTERVAL_S)
+        self._events = EventSubscriber(endpoints.publish, endpoints.replay, self._pool, feed.put)
+        self._events.start()
+        self._tasks = [asyncio.create_task(self._reporter.run()), asyncio.create_task(self._tell_digests())]
+        self._generate = self._engine_client.generate
+        self._engine_client.generate = self.generate
+        return int(size)
+
+    async def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncIterator[Any]:
+        """Do as vLLM's ``generate``, under the salt of the request's scope."""
+        lora = options.get("lora_request")
+        ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+        if ids is not None:
+            own_salt = prompt.get("cache_salt")
+            root = self._scopes.root(tenant_now.get(), lora.lora_name if lora else "", own_salt)
+            prompt = {**prompt, "cache_salt": root.hex()}
+            chain = hash_blocks(root, np.asarray(ids, dtype=np.int32), self._size)
+            held = self._pool.hit(chain, (len(ids) - 1) // self._size)
+            self._prefills.arrived(request_id, len(ids) - held * self._size)
+            self._reporter.prefills_changed()
+        try:
+            async for output in self._generate(prompt, sampling_params, request_id, **options):
+                if ids is not None:
+                    self._prefills.begun(request_id)
+                    self._reporter.prefills_changed()
+                    ids = None
+                yield output
+        finally:
+            self._prefills.ended(request_id)
+
+    def unfollow(self) -> None:
+        """Stop listening and telling; again is harmless."""
+        for task in self._tasks:
+            task.cancel()
+        self._events.stop()
+
+    def _stats(self) -> StatsReport:
+        labels = (("engine", "ray_llm"),)
+        return StatsReport((("warmpath_unplaced_kv_blocks_total", labels, float(self._pool.unplaced)),))
+
+    async def _tell_digests(self) -> None:
+        drifts = 0
+        while True:
+            await asyncio.sleep(DIGEST_INTERVAL_S)
+            found = self._feed.mirror_drifts
+            await asyncio.to_thread(self._events.tell, anew=found != drifts)
+            drifts = found

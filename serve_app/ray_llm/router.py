@@ -1,0 +1,166 @@
+"""``request_router_class`` of an ``LLMConfig``: exact, tenant-safe routing on either of Ray's paths.
+
+On the standard path Serve asks for a replica with the parsed request and its headers; with direct streaming Ray's
+``LLMRouter`` asks with the raw body's fields, and of the headers Serve's session id alone.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import xxhash
+from ray.serve.request_router import PendingRequest, RunningReplica
+
+from router.core import RoutingCore
+from router.protocol.block_hash import HASH_BYTES, hash_at, system_prompt_key
+from router.protocol.request import RoutedRequest
+from router.serve.request_router import CacheAwareRouter
+from serve_app.ray_compat import session_header
+from serve_app.ray_llm.scopes import METADATA, EngineFacts, Scopes
+
+logger = logging.getLogger("ray.serve")
+
+RESERVED_S = 0.25
+"""How long a decision counts as load here: replicas report within milliseconds of a request's arrival."""
+
+PLACEMENT_BLOCKS = 16
+"""A prompt without a system prompt is placed by this many first blocks while nobody holds it."""
+
+_routers: dict[tuple[str, str], "WarmRouter"] = {}
+"""This process's routers, the latest one of each deployment, by application and name."""
+
+
+class WarmRouter(CacheAwareRouter):
+    """Goes by what replicas advertise; a request that cannot be followed goes to the least loaded replica."""
+
+    def initialize_state(self, **settings: Any) -> None:
+        """Take the ``request_router_kwargs``, those of ``RouterSettings``."""
+        super().initialize_state(**settings)
+        self.by_load: Counter[str] = Counter()
+        _routers[self._deployment_id.app_name, self._deployment_id.name] = self
+        self._facts: EngineFacts | None = None
+        self._scopes: Scopes | None = None
+        self._prompts: Any = None
+        self._loading: asyncio.Task[None] | None = None
+
+    @property
+    def core(self) -> RoutingCore:
+        """Its knowledge of the replicas."""
+        return self._core
+
+    @property
+    def knows_every_cache(self) -> bool:
+        """Whether it can predict: all feeds are followed, and the tokenizer is there."""
+        return self._core.knows_every_cache and self._prompts is not None
+
+    def explain_soon(self, body: Any, headers: dict[str, str], policies: list[str]) -> Future[dict[str, Any]]:
+        """Say in the router's loop what would become of a request; any thread may wait for it."""
+
+        async def explain() -> dict[str, Any]:
+            route = await self._route("explain", body, self._tenant(headers))
+            return {"routed_by_load": True} if route is None else self._core.explain(route, policies)
+
+        return asyncio.run_coroutine_threadsafe(explain(), self._event_loop)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Learn of the engines before the feeds are followed: hashes are of their blocks."""
+        told = [replica.replica_metadata.get(METADATA) for replica in replicas]
+        facts = next((EngineFacts.from_json(values) for values in told if values), None)
+        if facts is not None and facts != self._facts:
+            self._learn(facts)
+        super().update_replicas(replicas)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Decide for direct streaming, and reserve here: Ray asks once a request, and tells nobody what came of it."""
+        if pending_request is None:
+            return await super().choose_replicas(candidate_replicas, pending_request)
+        pending_request.routing_context.should_backoff = True  # else Serve asks without a pause while all are full
+        chosen = self._choose(pending_request, await self._route_of(pending_request), is_retry=False)
+        return [] if chosen is None else [[chosen]]
+
+    def _choose(
+        self, pending_request: PendingRequest, route: RoutedRequest | None, is_retry: bool
+    ) -> RunningReplica | None:
+        chosen = super()._choose(pending_request, route, is_retry)
+        decision = None if route is None else self._decisions.take(route.request_id)
+        if decision is not None:
+            self._event_loop.call_later(RESERVED_S, self._core.release, decision)
+        return chosen
+
+    async def _route_of(self, pending_request: PendingRequest) -> RoutedRequest | None:
+        arguments, metadata = pending_request.args, pending_request.metadata
+        if not arguments or self._loading is None:
+            return self._unkeyed("no prompt")
+        try:
+            await asyncio.shield(self._loading)
+            if self._facts is None or self._scopes is None:
+                return self._unkeyed("no tokenizer")
+            if len(arguments) > 1:
+                tenant = self._tenant(getattr(arguments[1], "headers", None) or {})
+            elif self._facts.tenant_header in ("", session_header()):
+                tenant = self._scopes.tenant_of(metadata.session_id or "")
+            else:
+                return self._unkeyed("tenant unknown")
+            return await self._route(metadata.request_id, arguments[0], tenant)
+        except Exception:
+            self._fault("reading a request")
+            return None
+
+    def _unkeyed(self, reason: str) -> RoutedRequest | None:
+        """Count a request that goes by load."""
+        self.by_load[reason] += 1
+        return None
+
+    def _tenant(self, headers: Mapping[str, str]) -> str:
+        assert self._scopes is not None
+        return self._scopes.tenant_in({name.lower(): value for name, value in headers.items()})
+
+    async def _route(self, request_id: str, body: Any, tenant: str) -> RoutedRequest | None:
+        facts, scopes = self._facts, self._scopes
+        assert facts is not None and scopes is not None
+        model = getattr(body, "model", None) or facts.model
+        lora = "" if model == facts.model else model
+        root = scopes.root(tenant, lora, getattr(body, "cache_salt", None))
+        found = await self._prompts.encode(body, root, tenant)
+        if found is None:
+            return self._unkeyed("media, several prompts, or refused by the template")
+        encoded, system_text = found
+        blocks = min(PLACEMENT_BLOCKS, len(encoded.block_hashes) // HASH_BYTES)
+        if system_text:
+            placement = system_prompt_key(root, system_text)
+        elif blocks:
+            placement = hash_at(encoded.block_hashes, blocks - 1)
+        else:
+            placement = xxhash.xxh3_128_digest(root + encoded.token_ids.tobytes())
+        return RoutedRequest(
+            request_id, encoded.block_hashes, len(encoded.token_ids), placement, adapter=lora, tenant=tenant
+        )
+
+    def _learn(self, facts: EngineFacts) -> None:
+        self._facts, self._prompts = facts, None
+        self._core.configure(replace(self._core.settings, block_size=facts.block_size))
+        self._loading = self._event_loop.create_task(self._load(facts))
+
+    async def _load(self, facts: EngineFacts) -> None:
+        """Load what predicts; without it requests go by load."""
+        try:
+            scopes = Scopes(facts.model, facts.tenant_header)
+            if scopes.check != facts.secret_check:
+                raise ValueError("the replicas have another secret: set WARMPATH_SECRET to one value on every node")
+            from serve_app.ray_llm.prompts import Prompts
+
+            self._prompts = await asyncio.to_thread(Prompts, facts.source, facts.block_size)
+            self._scopes = scopes
+        except Exception:
+            logger.exception("requests for %s go by load alone", facts.model)
+
+
+def router_of(application: str, deployment: str) -> WarmRouter | None:
+    """Return this process's router for a deployment, None where it has none yet."""
+    return _routers.get((application, deployment))

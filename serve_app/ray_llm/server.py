@@ -1,0 +1,98 @@
+"""``server_cls`` of an ``LLMConfig``: Ray's LLM server whose cache routers know, tenants apart."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.llm import LLMServer
+
+from router.feed import FeedPublisher
+from router.serve.request_router import FEED_METADATA, LABELS_METADATA
+from serve_app.engine.vllm.event_endpoints import EventEndpoints
+from serve_app.ray_llm.scopes import DEFAULT_TENANT_HEADER, METADATA, TENANT_HEADER, EngineFacts, Scopes
+
+logger = logging.getLogger("ray.serve")
+
+
+class WarmLLMServer(LLMServer):  # type: ignore[misc]
+    """Ray's own, on both of its paths; answers are vLLM's."""
+
+    def _init_shared(self, llm_config: Any, *more: Any) -> None:
+        """Set what vLLM has to be started with, before Ray makes its engine."""
+        super()._init_shared(llm_config, *more)
+        header = str(llm_config.experimental_configs.get(TENANT_HEADER, DEFAULT_TENANT_HEADER))
+        if not header:
+            logger.warning("%s is off: all requests share one cache", TENANT_HEADER)
+        self._scopes = Scopes(llm_config.model_id, header)
+        self._header = header
+        self._endpoints = EventEndpoints.create()
+        llm_config.engine_kwargs["enable_prefix_caching"] = True
+        llm_config.engine_kwargs["kv_events_config"] = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": self._endpoints.publish,
+            "replay_endpoint": self._endpoints.replay,
+        }
+
+    def _get_default_engine_class(self) -> Any:
+        from serve_app.ray_llm.engine import WarmEngine
+
+        return WarmEngine
+
+    async def start(self) -> None:
+        """Start vLLM, then follow it."""
+        await super().start()
+        name = serve.get_replica_context().replica_id.unique_id
+        self._feed = FeedPublisher(name, host=ray.util.get_node_ip_address())
+        self._feed.start()
+        size = self.engine.follow(self._endpoints, self._scopes, self._feed)
+        config = self._llm_config
+        source = config.get_engine_config().actual_hf_model_id
+        self._facts = EngineFacts(config.model_id, source, size, self._header, self._scopes.check)
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Advertise the feed, and what a router needs to predict."""
+        labels = ray.get_runtime_context().get_node_labels()
+        return {
+            FEED_METADATA: self._feed.endpoint.to_dict(),
+            LABELS_METADATA: labels,
+            METADATA: self._facts.to_json(),
+        }
+
+    async def _run_request(self, request: Any, *, raw_request_info: Any = None, **more: Any) -> Any:
+        """Run a request of the standard path, as its tenant's."""
+        self._note_tenant(getattr(raw_request_info, "headers", None) or {})
+        return await super()._run_request(request, raw_request_info=raw_request_info, **more)
+
+    async def __serve_build_asgi_app__(self) -> Any:
+        """Return vLLM's own app for direct streaming, in which a request is its tenant's."""
+        app = await super().__serve_build_asgi_app__()
+        app.add_middleware(_TenantMiddleware, note=self._note_tenant)
+        return app
+
+    def _note_tenant(self, headers: dict[str, str]) -> None:
+        from serve_app.ray_llm.engine import tenant_now
+
+        tenant_now.set(self._scopes.tenant_in({name.lower(): value for name, value in headers.items()}))
+
+    async def __del__(self) -> None:
+        if (engine := getattr(self, "engine", None)) is not None and hasattr(engine, "unfollow"):
+            await asyncio.to_thread(engine.unfollow)
+        if (feed := getattr(self, "_feed", None)) is not None:
+            await asyncio.to_thread(feed.stop)
+        await super().__del__()
+        self._endpoints.remove()
+
+
+class _TenantMiddleware:
+    def __init__(self, app: Callable[..., Awaitable[None]], note: Callable[[dict[str, str]], None]) -> None:
+        self._app = app
+        self._note = note
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            self._note({name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]})
+        await self._app(scope, receive, send)
