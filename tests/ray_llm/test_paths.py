@@ -1,4 +1,4 @@
-"""Ray's ingress asks the router with the parsed request and its headers."""
+"""Both of Ray's paths to a replica: its ingress calls it, or HAProxy sends it the bytes where Ray's router says."""
 
 import random
 from collections.abc import Iterator
@@ -7,14 +7,18 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import eventually
-from tests.ray_llm.conftest import LlmApp, cached, deployed, unchanged
+from tests.ray_llm.conftest import LlmApp, cached, deployed, direct_streaming, unchanged
 
 TEXT = "once upon a time there was a router that knew its caches "
 
 
-@pytest.fixture(scope="module")
-def app(tmp_path_factory: pytest.TempPathFactory, demo_model_path: Path) -> Iterator[LlmApp]:
-    with deployed(tmp_path_factory.mktemp("ray_llm"), demo_model_path, 18710, unchanged) as app:
+@pytest.fixture(scope="module", params=["standard", "direct"])
+def app(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, demo_model_path: Path
+) -> Iterator[LlmApp]:
+    directory = tmp_path_factory.mktemp("ray_llm")
+    environment = direct_streaming(directory) if request.param == "direct" else {}
+    with deployed(directory, demo_model_path, 18710, unchanged, **environment) as app:
         yield app
 
 

@@ -1,0 +1,40 @@
+"""How busy an engine is by what enters it and its first tokens."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.ray_llm.prefills import Prefills
+
+
+def test_queued_tokens_are_those_before_a_first_token_and_the_rate_is_measured() -> None:
+    now_s = [0.0]
+    prefills = Prefills(4, lambda: now_s[0])
+    prefills.arrived("a", 1000)
+    prefills.arrived("b", 500)
+    assert prefills.report().queued_prefill_tokens == 1500
+    now_s[0] = 2.0
+    prefills.begun("a")
+    prefills.begun("a")  # every later token
+    report = prefills.report()
+    assert (report.queued_prefill_tokens, report.running_sequences) == (500, 1)
+    assert report.prefill_tokens_per_s == 500
+    now_s[0] = 3.0
+    prefills.begun("b")
+    assert prefills.report().prefill_tokens_per_s == 500
+    now_s[0] = 60.0  # idle time is no work
+    prefills.arrived("c", 500)
+    now_s[0] = 61.0
+    prefills.begun("c")
+    assert prefills.report().prefill_tokens_per_s == 500
+
+
+@given(st.lists(st.tuples(st.sampled_from(["arrived", "begun", "ended"]), st.sampled_from("abc")), max_size=30))
+def test_nothing_is_left_of_requests_that_ended(steps: list[tuple[str, str]]) -> None:
+    """In whatever order a client leaves."""
+    prefills = Prefills(2)
+    for step, name in steps:
+        getattr(prefills, step)(name, *([100] if step == "arrived" else []))
+    for name in "abc":
+        prefills.ended(name)
+    report = prefills.report()
+    assert (report.queued_prefill_tokens, report.running_sequences, report.waiting_sequences) == (0, 0, 0)

@@ -1,0 +1,57 @@
+"""Roots of requests inside Ray Serve LLM: the router and the replica say the same, and no two tenants share one."""
+
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.ray_llm.scopes import EngineFacts, Scopes
+
+SALTS = st.none() | st.text(max_size=3)
+ASKED = st.tuples(st.text(max_size=3), st.text(max_size=3), SALTS)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def secret() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WARMPATH_SECRET", "a secret of this test")
+        yield
+
+
+@given(one=ASKED, other=ASKED)
+def test_any_difference_of_tenant_adapter_or_salt_is_another_root(one: tuple, other: tuple) -> None:
+    scopes, again = Scopes("m", "authorization"), Scopes("m", "authorization")
+    assert (scopes.root(*one) == again.root(*other)) == (one == other)
+
+
+def test_models_and_secrets_have_roots_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    scopes = Scopes("m", "")
+    assert scopes.root("", "", None) != Scopes("n", "").root("", "", None)
+    monkeypatch.setenv("WARMPATH_SECRET", "another secret of this test")
+    assert scopes.root("", "", None) != Scopes("m", "").root("", "", None)
+    assert scopes.check != Scopes("m", "").check
+
+
+def test_a_tenant_is_the_headers_value_and_keys_are_kept_nowhere() -> None:
+    scopes = Scopes("m", "X-Tenant")
+    tenant = scopes.tenant_in({"x-tenant": "key of a"})
+    assert tenant == scopes.tenant_of("key of a") != scopes.tenant_in({})
+    assert "key" not in tenant
+    assert Scopes("m", "").tenant_in({"authorization": "a"}) == "", "off means one tenant"
+
+
+def test_facts_travel_as_json() -> None:
+    facts = EngineFacts("m", "/m", 32, "authorization", "c")
+    assert EngineFacts.from_json(facts.to_json()) == facts
+    with pytest.raises(TypeError):
+        EngineFacts.from_json({**facts.to_json(), "more": 1})
+
+
+def test_no_module_that_ray_loads_needs_torch_or_vllm() -> None:
+    import subprocess
+
+    names = "router, scopes, prefills, cache_app"
+    script = f"import sys; from serve_app.ray_llm import {names}; print({{'torch', 'vllm'}} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "set()\n"
