@@ -9,7 +9,8 @@ from ray.serve.handle import DeploymentHandle
 
 from router.policy.policies import POLICIES
 from serve_app.ray_compat import use_outside_of_replicas
-from serve_app.ray_llm.router import WarmRouter, router_of
+from serve_app.ray_llm.registry import router_of
+from serve_app.ray_llm.router import WarmRouter
 
 
 class CacheApp:
@@ -38,7 +39,8 @@ class CacheApp:
             application, deployment = self._key
             self._handle = serve.get_deployment_handle(deployment, application)
             use_outside_of_replicas(self._handle)
-        return router_of(*self._key)
+        router: WarmRouter | None = router_of(*self._key)
+        return router
 
 
 def build_cache_app(arguments: dict[str, Any]) -> Any:

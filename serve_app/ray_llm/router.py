@@ -20,6 +20,7 @@ from router.protocol.block_hash import HASH_BYTES, hash_at, system_prompt_key
 from router.protocol.request import RoutedRequest
 from router.serve.request_router import CacheAwareRouter
 from serve_app.ray_compat import session_header
+from serve_app.ray_llm.registry import register
 from serve_app.ray_llm.scopes import METADATA, EngineFacts, Scopes
 
 logger = logging.getLogger("ray.serve")
@@ -30,9 +31,6 @@ RESERVED_S = 0.25
 PLACEMENT_BLOCKS = 16
 """A prompt without a system prompt is placed by this many first blocks while nobody holds it."""
 
-_routers: dict[tuple[str, str], "WarmRouter"] = {}
-"""This process's routers, the latest one of each deployment, by application and name."""
-
 
 class WarmRouter(CacheAwareRouter):
     """Goes by what replicas advertise; a request that cannot be followed goes to the least loaded replica."""
@@ -41,7 +39,7 @@ class WarmRouter(CacheAwareRouter):
         """Take the ``request_router_kwargs``, those of ``RouterSettings``."""
         super().initialize_state(**settings)
         self.by_load: Counter[str] = Counter()
-        _routers[self._deployment_id.app_name, self._deployment_id.name] = self
+        register(self._deployment_id.app_name, self._deployment_id.name, self)
         self._facts: EngineFacts | None = None
         self._scopes: Scopes | None = None
         self._prompts: Any = None
@@ -159,8 +157,3 @@ class WarmRouter(CacheAwareRouter):
             self._scopes = scopes
         except Exception:
             logger.exception("requests for %s go by load alone", facts.model)
-
-
-def router_of(application: str, deployment: str) -> WarmRouter | None:
-    """Return this process's router for a deployment, None where it has none yet."""
-    return _routers.get((application, deployment))

@@ -1,0 +1,146 @@
+"""The router inside Ray Serve LLM, asked as Serve asks it on either path."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID
+
+from router.protocol.block_hash import hash_blocks
+from router.protocol.events import BlocksStored
+from serve_app.ray_llm import router as module
+from serve_app.ray_llm.registry import router_of
+from serve_app.ray_llm.router import WarmRouter
+from serve_app.ray_llm.scopes import METADATA, EngineFacts, Scopes
+from serve_app.tokenization.tokenizer import PromptTokenizer
+from tests.router.cores import load
+from tests.router.feed.sockets import until
+from tests.router.serve.test_away_replicas import FakeRunningReplica
+
+pytestmark = pytest.mark.anyio
+
+BLOCK = 32
+TEXT = "Once upon a time there was a router that knew what its replicas held. " * 8
+IMAGE = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}]
+
+
+@pytest.fixture(autouse=True)
+def secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WARMPATH_SECRET", "a secret of this test")
+
+
+class Case:
+    """Two replicas of one deployment, of which ``b`` holds a prompt of tenant ``a``'s."""
+
+    def __init__(self, name: str, source: Path, **facts: Any) -> None:
+        self.scopes = Scopes("m", "authorization")
+        told = {"tenant_header": "authorization", "secret_check": self.scopes.check, **facts}
+        known = EngineFacts(model="m", source=str(source), block_size=BLOCK, **told)
+        deployment = DeploymentID(name, "app")
+        self.router = WarmRouter(deployment, DeploymentHandleSource.REPLICA)
+        self.router.initialize_state()
+        replicas = [FakeRunningReplica(ReplicaID(letter, deployment)) for letter in "ab"]
+        for replica in replicas:
+            replica.replica_metadata = {METADATA: known.to_json()}
+        self.router.update_replicas(replicas)  # type: ignore[arg-type]
+        self.core = self.router.core
+        for letter in "ab":
+            self.core.apply(letter, [load()])
+        root = self.scopes.root(self.scopes.tenant_of("key of a"), "", None)
+        ids = PromptTokenizer(source).encode(TEXT, root).token_ids
+        self.tokens = len(ids)
+        self.core.apply("b", [BlocksStored(hash_blocks(root, np.asarray(ids), BLOCK))])
+
+    def asked(self, tenant: str = "", *, path: str = "standard", **fields: Any) -> Any:
+        """A request as Serve's router has it. ``tenant``: the header's value."""
+        body = SimpleNamespace(model="m", **(fields or {"prompt": TEXT}))
+        more = [SimpleNamespace(headers={"Authorization": tenant} if tenant else {})] if path == "standard" else []
+        metadata = SimpleNamespace(request_id=f"r{id(body)}", session_id=tenant)
+        context = SimpleNamespace(should_backoff=False)
+        return SimpleNamespace(args=[body, *more], kwargs={}, metadata=metadata, routing_context=context)
+
+    async def chosen(self, asked: Any) -> str:
+        replica = await self.router._choose_replica_for_request(asked)
+        return str(replica.replica_id.unique_id)
+
+    async def direct(self, asked: Any) -> list[str]:
+        ranks = await self.router.choose_replicas(list(self.router._replicas.values()), asked)
+        return [str(replica.replica_id.unique_id) for rank in ranks for replica in rank]
+
+
+async def test_a_tenants_prompt_goes_where_its_kv_is_and_a_strangers_does_not_know_of_it(demo_model_path: Path) -> None:
+    case = Case("standard", demo_model_path)
+    assert await case.chosen(case.asked("key of a")) == "b"
+    route = await case.router._route_of(case.asked("key of b"))
+    assert route is not None and route.prompt_tokens == case.tokens
+    assert case.core.holders(route) == {}
+    assert router_of("app", "standard") is case.router
+
+
+async def test_what_is_reserved_ends_by_itself_for_reports_contain_it(
+    demo_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "RESERVED_S", 0.05)
+    case = Case("reserved", demo_model_path)
+    await case.chosen(case.asked("key of a"))
+    assert case.core.state()["open_reservations"] == 1
+    await until(lambda: case.core.state()["open_reservations"] == 0)
+
+
+async def test_direct_streaming_decides_and_reserves_once(
+    demo_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray asks ``choose_replicas`` alone there, and names the tenant by Serve's session id."""
+    monkeypatch.setattr(module, "session_header", lambda: "authorization")
+    case = Case("direct", demo_model_path)
+    assert await case.direct(case.asked("key of a", path="direct")) == ["b"]
+    assert case.core.state()["open_reservations"] == 1
+
+
+async def test_while_all_are_full_serve_is_told_to_pause(demo_model_path: Path) -> None:
+    case = Case("full", demo_model_path)
+    for letter in "ab":
+        case.core.apply(letter, [load(running=8, waiting=16)])
+    asked = case.asked("key of a")
+    assert await case.direct(asked) == []
+    assert asked.routing_context.should_backoff
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"prompt": ["one", "two"]}, "media, several prompts, or refused by the template"),
+        ({"messages": [{"role": "user", "content": IMAGE}]}, "media, several prompts, or refused by the template"),
+        ({"input": "of /v1/responses"}, "media, several prompts, or refused by the template"),
+    ],
+)
+async def test_what_cannot_be_followed_goes_by_load_and_is_counted(
+    demo_model_path: Path, fields: dict[str, Any], reason: str
+) -> None:
+    case = Case(f"by load {fields}", demo_model_path)
+    assert await case.chosen(case.asked("key of a", **fields)) in ("a", "b")
+    assert case.router.by_load == {reason: 1}
+    assert case.core.counters.faults == 0
+
+
+async def test_direct_streaming_without_the_tenants_header_goes_by_load(demo_model_path: Path) -> None:
+    case = Case("unknown", demo_model_path)
+    assert len(await case.direct(case.asked("key of a", path="direct"))) == 1
+    assert case.router.by_load == {"tenant unknown": 1}
+
+
+async def test_with_another_secret_than_the_replicas_nothing_is_predicted(demo_model_path: Path) -> None:
+    case = Case("secret", demo_model_path, secret_check="of another")
+    assert await case.chosen(case.asked("key of a")) in ("a", "b")
+    assert case.router.by_load == {"no tokenizer": 1}
+
+
+async def test_parts_of_text_and_tools_are_rendered_as_vllm_renders_them(demo_model_path: Path) -> None:
+    case = Case("parts", demo_model_path)
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    whole = await case.router._route_of(case.asked("k", messages=[{"role": "user", "content": "one\ntwo"}]))
+    cut = await case.router._route_of(case.asked("k", messages=[{"role": "user", "content": parts}]))
+    assert whole is not None and cut is not None
+    assert (whole.block_hashes, whole.prompt_tokens) == (cut.block_hashes, cut.prompt_tokens)
