@@ -6,6 +6,7 @@ Imported by reference in a process whose deployment classes are copies: router a
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from threading import Lock
+from typing import Any
 from uuid import uuid4
 
 from router.core import RoutingCore
@@ -44,6 +45,7 @@ class _Shared:
     deployed: RouterSettings | None
     decisions: RecentDecisions = field(default_factory=RecentDecisions)
     running: RunningReplicas = field(default_factory=RunningReplicas)
+    router: Any = None
 
 
 _shared: dict[str, _Shared] = {}
@@ -66,6 +68,16 @@ def decisions_for(deployment_key: str) -> RecentDecisions:
 def running_replicas(deployment_key: str) -> RunningReplicas:
     """Return which replicas of a deployment run, as this process's Serve router last heard it."""
     return _of(deployment_key, None).running
+
+
+def register_router(deployment_key: str, router: Any) -> None:
+    """Note the latest of this process's Serve routers for a deployment."""
+    _of(deployment_key, None).router = router
+
+
+def router_for(deployment_key: str) -> Any:
+    """Return it, None where this process has none yet. Serve copies a router's class, not what is in this module."""
+    return _of(deployment_key, None).router
 
 
 def _of(deployment_key: str, settings: RouterSettings | None) -> _Shared:

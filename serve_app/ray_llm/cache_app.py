@@ -8,8 +8,9 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from router.policy.policies import POLICIES
+from router.serve.core_registry import router_for
+from router.serve.request_router import deployment_key
 from serve_app.ray_compat import use_outside_of_replicas
-from serve_app.ray_llm.registry import router_of
 from serve_app.ray_llm.router import WarmRouter
 
 
@@ -39,7 +40,7 @@ class CacheApp:
             application, deployment = self._key
             self._handle = serve.get_deployment_handle(deployment, application)
             use_outside_of_replicas(self._handle)
-        router: WarmRouter | None = router_of(*self._key)
+        router: WarmRouter | None = router_for(deployment_key(*self._key))
         return router
 
 

@@ -18,9 +18,9 @@ from ray.serve.request_router import PendingRequest, RunningReplica
 from router.core import RoutingCore
 from router.protocol.block_hash import HASH_BYTES, hash_at, system_prompt_key
 from router.protocol.request import RoutedRequest
-from router.serve.request_router import CacheAwareRouter
+from router.serve.core_registry import register_router
+from router.serve.request_router import CacheAwareRouter, deployment_key
 from serve_app.ray_compat import session_header
-from serve_app.ray_llm.registry import register
 from serve_app.ray_llm.scopes import METADATA, EngineFacts, Scopes
 
 logger = logging.getLogger("ray.serve")
@@ -39,7 +39,7 @@ class WarmRouter(CacheAwareRouter):
         """Take the ``request_router_kwargs``, those of ``RouterSettings``."""
         super().initialize_state(**settings)
         self.by_load: Counter[str] = Counter()
-        register(self._deployment_id.app_name, self._deployment_id.name, self)
+        register_router(deployment_key(self._deployment_id.app_name, self._deployment_id.name), self)
         self._facts: EngineFacts | None = None
         self._scopes: Scopes | None = None
         self._prompts: Any = None

@@ -29,13 +29,13 @@ class WarmLLMServer(LLMServer):  # type: ignore[misc]
         self._scopes = Scopes(llm_config.model_id, header)
         self._header = header
         self._endpoints = EventEndpoints.create()
-        llm_config.engine_kwargs["enable_prefix_caching"] = True
-        llm_config.engine_kwargs["kv_events_config"] = {
+        events = {
             "enable_kv_cache_events": True,
             "publisher": "zmq",
             "endpoint": self._endpoints.publish,
             "replay_endpoint": self._endpoints.replay,
         }
+        llm_config.update_engine_kwargs(enable_prefix_caching=True, kv_events_config=events)
 
     def _get_default_engine_class(self) -> Any:
         from serve_app.ray_llm.engine import WarmEngine

@@ -48,7 +48,7 @@ def test_cached_tokens_are_as_predicted_and_tenants_share_nothing(app: LlmApp) -
 def test_load_is_spread_while_nothing_is_cached(app: LlmApp) -> None:
     state = app.state()
     assert len(state["replicas"]) == 2
-    assert all(replica["blocks"]["pool"] for replica in state["replicas"])
+    assert all(replica["blocks"] for replica in state["replicas"])
 
 
 def test_what_cannot_be_followed_is_answered_and_counted(app: LlmApp) -> None:

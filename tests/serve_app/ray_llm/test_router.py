@@ -10,8 +10,9 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Repl
 
 from router.protocol.block_hash import hash_blocks
 from router.protocol.events import BlocksStored
+from router.serve.core_registry import router_for
+from router.serve.request_router import deployment_key
 from serve_app.ray_llm import router as module
-from serve_app.ray_llm.registry import router_of
 from serve_app.ray_llm.router import WarmRouter
 from serve_app.ray_llm.scopes import METADATA, EngineFacts, Scopes
 from serve_app.tokenization.tokenizer import PromptTokenizer
@@ -76,7 +77,7 @@ async def test_a_tenants_prompt_goes_where_its_kv_is_and_a_strangers_does_not_kn
     route = await case.router._route_of(case.asked("key of b"))
     assert route is not None and route.prompt_tokens == case.tokens
     assert case.core.holders(route) == {}
-    assert router_of("app", "standard") is case.router
+    assert router_for(deployment_key("app", "standard")) is case.router
 
 
 async def test_what_is_reserved_ends_by_itself_for_reports_contain_it(
