@@ -25,8 +25,9 @@ from serve_app.ray_llm.scopes import METADATA, EngineFacts, Scopes
 
 logger = logging.getLogger("ray.serve")
 
-RESERVED_S = 0.25
-"""How long a decision counts as load here: replicas report within milliseconds of a request's arrival."""
+RESERVED_S = 0.1
+"""How long a decision counts as load here: replicas report within milliseconds of a request's arrival, and no longer
+should it count twice."""
 
 PLACEMENT_BLOCKS = 16
 """A prompt without a system prompt is placed by this many first blocks while nobody holds it."""

