@@ -42,18 +42,16 @@ class WarmEngine(VLLMEngine):  # type: ignore[misc]
         self._events = EventSubscriber(endpoints.publish, endpoints.replay, self._pool, feed.put)
         self._events.start()
         self._tasks = [asyncio.create_task(self._reporter.run()), asyncio.create_task(self._tell_digests())]
-        self._generate = self._engine_client.generate
-        self._engine_client.generate = self.generate
+        client = self._engine_client
+        self._generate, self._encode = client.generate, client.encode
+        client.generate, client.encode = self.generate, self.encode
         return int(size)
 
     async def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncIterator[Any]:
         """Do as vLLM's ``generate``, under the salt of the request's scope."""
-        lora = options.get("lora_request")
-        ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+        prompt, root = self._salted(prompt, options.get("lora_request"))
+        ids = prompt.get("prompt_token_ids")
         if ids is not None:
-            own_salt = prompt.get("cache_salt")
-            root = self._scopes.root(tenant_now.get(), lora.lora_name if lora else "", own_salt)
-            prompt = {**prompt, "cache_salt": root.hex()}
             chain = hash_blocks(root, np.asarray(ids, dtype=np.int32), self._size)
             held = self._pool.hit(chain, (len(ids) - 1) // self._size)
             self._prefills.arrived(request_id, len(ids) - held * self._size)
@@ -67,6 +65,23 @@ class WarmEngine(VLLMEngine):  # type: ignore[misc]
                 yield output
         finally:
             self._prefills.ended(request_id)
+
+    def encode(
+        self, prompt: Any, pooling_params: Any, request_id: str, *more: Any, **options: Any
+    ) -> AsyncIterator[Any]:
+        """Do as vLLM's ``encode``, under the salt of the request's scope."""
+        prompt, _ = self._salted(prompt, more[0] if more else options.get("lora_request"))
+        outputs: AsyncIterator[Any] = self._encode(prompt, pooling_params, request_id, *more, **options)
+        return outputs
+
+    def _salted(self, prompt: Any, lora: Any) -> tuple[dict[str, Any], bytes]:
+        """Return a prompt under its scope, and the scope's root. Raises ValueError for one that has no place for it."""
+        if isinstance(prompt, str):
+            prompt = {"prompt": prompt}
+        if not isinstance(prompt, dict):
+            raise ValueError("this kind of prompt cannot be kept apart by tenant; send text, messages or token ids")
+        root = self._scopes.root(tenant_now.get(), lora.lora_name if lora else "", prompt.get("cache_salt"))
+        return {**prompt, "cache_salt": root.hex()}, root
 
     def unfollow(self) -> None:
         """Stop listening and telling; again is harmless."""

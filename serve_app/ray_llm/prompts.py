@@ -40,14 +40,19 @@ class Prompts:
     async def _chat(
         self, body: Any, messages: list[dict[str, Any]], root: bytes, tenant: str
     ) -> tuple[EncodedPrompt, str]:
-        tools = [] if getattr(body, "tool_choice", None) == "none" else map(_plain, getattr(body, "tools", None) or ())
-        options = {
-            **(getattr(body, "chat_template_kwargs", None) or {}),
-            "add_generation_prompt": getattr(body, "add_generation_prompt", True),
-            "continue_final_message": getattr(body, "continue_final_message", False),
-        }
+        if getattr(body, "documents", None):
+            raise ValueError("documents")
+        kwargs, effort = (
+            dict(getattr(body, "chat_template_kwargs", None) or {}),
+            getattr(body, "reasoning_effort", None),
+        )
+        if effort is not None:  # as vLLM does
+            kwargs = {"enable_thinking": effort != "none", **kwargs, "reasoning_effort": effort}
+        kwargs["add_generation_prompt"] = getattr(body, "add_generation_prompt", True)
+        kwargs["continue_final_message"] = getattr(body, "continue_final_message", False)
+        tools = [_plain(tool) for tool in getattr(body, "tools", None) or ()]
         chars = sum(len(message.get("content") or "") for message in messages)
-        rendered = await self._tokenizer.render_async(messages, tenant, chars, list(tools), **options)
+        rendered = await self._tokenizer.render_async(messages, tenant, chars, tools, **kwargs)
         special = bool(getattr(body, "add_special_tokens", False))
         encode = partial(self._tokenizer.encode_async, add_special_tokens=special)
         return await encode(rendered.text, root, tenant), rendered.system_text

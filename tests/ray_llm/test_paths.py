@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,3 +71,25 @@ def test_what_cannot_be_followed_is_answered_and_counted(app: LlmApp) -> None:
     assert "winners" in app.explain("", **body), "parts of text are text"
     image = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}]
     assert app.explain("", messages=[{"role": "user", "content": image}]) == {"routed_by_load": True}
+
+
+TOOL = {"type": "function", "function": {"name": "now", "description": "the time", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tools": [TOOL]},
+        {"tools": [TOOL], "tool_choice": "none"},
+        {"reasoning_effort": "low"},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}]},
+        {
+            "messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}],
+            "add_generation_prompt": False,
+            "continue_final_message": True,
+        },
+    ],
+    ids=lambda more: "+".join(more),
+)
+def test_a_prompt_is_rendered_as_vllm_renders_it(app: LlmApp, more: dict[str, Any]) -> None:
+    assert app.explain("", **more)["prompt_tokens"] == app.chat("", **more)["usage"]["prompt_tokens"]
