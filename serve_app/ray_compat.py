@@ -44,6 +44,13 @@ def session_header() -> str:
     return str(SERVE_SESSION_ID).lower()
 
 
+def vllm_engine_class() -> Any:
+    """Return the class of Ray Serve LLM's vLLM engine; imports vLLM."""
+    from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
+
+    return VLLMEngine
+
+
 def find_serve_actor(name: str) -> Any:
     """Return the handle of a Serve actor. Raises ValueError where there is none of that name."""
     import ray

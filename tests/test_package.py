@@ -40,7 +40,8 @@ CHECK = runpy.run_path(str(ROOT / ".ci/check_tree.py"))
 def in_tree() -> set[str]:
     """What the packages consist of, as paths."""
     files = (file for package in PACKAGES for file in (ROOT / package).rglob("*") if file.is_file())
-    paths = (str(file.relative_to(ROOT)) for file in files if "__pycache__" not in file.parts)
+    made = ("__pycache__", "build", "warmpath_router.egg-info")  # by `pip install ./router`, too
+    paths = (str(file.relative_to(ROOT)) for file in files if not set(made) & set(file.parts))
     return {path for path in paths if not path.endswith((".pyc", "pyproject.toml"))}
 
 

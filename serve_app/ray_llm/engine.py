@@ -9,7 +9,6 @@ from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
-from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
 
 from router.feed import FeedPublisher
 from router.protocol.block_hash import hash_blocks
@@ -17,6 +16,7 @@ from router.protocol.events import StatsReport
 from router.vllm_events.pool import VllmPool
 from router.vllm_events.subscriber import EventSubscriber
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
+from serve_app.ray_compat import vllm_engine_class
 from serve_app.ray_llm.prefills import Prefills
 from serve_app.ray_llm.scopes import Scopes
 from serve_app.replica.reporter import Reporter
@@ -24,11 +24,14 @@ from serve_app.replica.reporter import Reporter
 LOAD_INTERVAL_S = 0.05
 DIGEST_INTERVAL_S = 5.0
 
-tenant_now: ContextVar[str] = ContextVar("warmpath_tenant", default="")
+tenant_now: ContextVar[str] = ContextVar("tenant", default="")
 """The tenant of the request under way in this task."""
 
 
-class WarmEngine(VLLMEngine):  # type: ignore[misc]
+_VllmEngine: Any = vllm_engine_class()
+
+
+class WarmEngine(_VllmEngine):  # type: ignore[misc]
     """``follow`` begins once it has started."""
 
     def follow(self, endpoints: EventEndpoints, scopes: Scopes, feed: FeedPublisher) -> int:

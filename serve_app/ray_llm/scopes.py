@@ -10,7 +10,7 @@ from typing import Any, Self
 from router.protocol.block_hash import PrefixScope
 from serve_app.tenants.secret import load_secret
 
-TENANT_HEADER = "warmpath_tenant_header"
+TENANT_HEADER = "WARMPATH_TENANT_HEADER"
 """The key in an ``LLMConfig``'s ``experimental_configs``. "": all requests are one tenant's."""
 
 DEFAULT_TENANT_HEADER = "authorization"
