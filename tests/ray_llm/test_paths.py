@@ -79,7 +79,6 @@ TOOL = {"type": "function", "function": {"name": "now", "description": "the time
 @pytest.mark.parametrize(
     "more",
     [
-        {"tools": [TOOL]},
         {"tools": [TOOL], "tool_choice": "none"},
         {"reasoning_effort": "low"},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}]},
