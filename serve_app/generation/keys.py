@@ -48,14 +48,18 @@ class ScopeKeys:
 
     def placement(self, keys: Keys, prompt_cache_key: str | None, encoded: EncodedPrompt, system_text: str) -> bytes:
         """Return the 16 bytes that say where a prompt goes while nobody holds it; ``system_text`` "": it has none."""
-        root = keys.root
-        if prompt_cache_key:
-            return xxhash.xxh3_128_digest(root + b"prompt_cache_key:" + prompt_cache_key.encode())
-        if system_text:
-            # A public prompt that nobody holds yet is computed once, not once a tenant.
-            shared = encoded.public_blocks and self._prompts.is_public(system_text)
-            return system_prompt_key(keys.public_root if shared else root, system_text)
-        blocks = min(PLACEMENT_BLOCKS, len(encoded.block_hashes) // HASH_BYTES)
-        if blocks:
-            return hash_at(encoded.block_hashes, blocks - 1)
-        return xxhash.xxh3_128_digest(root + encoded.token_ids.tobytes())
+        # A public prompt that nobody holds yet is computed once, not once a tenant.
+        shared = not prompt_cache_key and encoded.public_blocks and self._prompts.is_public(system_text)
+        return placement_key(keys.public_root if shared else keys.root, prompt_cache_key, encoded, system_text)
+
+
+def placement_key(root: bytes, prompt_cache_key: str | None, encoded: EncodedPrompt, system_text: str) -> bytes:
+    """Return the 16 bytes by which a prompt under ``root`` is placed."""
+    if prompt_cache_key:
+        return xxhash.xxh3_128_digest(root + b"prompt_cache_key:" + prompt_cache_key.encode())
+    if system_text:
+        return system_prompt_key(root, system_text)
+    blocks = min(PLACEMENT_BLOCKS, len(encoded.block_hashes) // HASH_BYTES)
+    if blocks:
+        return hash_at(encoded.block_hashes, blocks - 1)
+    return xxhash.xxh3_128_digest(root + encoded.token_ids.tobytes())

@@ -19,10 +19,9 @@ from serve_app.engine.vllm.event_endpoints import EventEndpoints
 from serve_app.ray_compat import vllm_engine_class
 from serve_app.ray_llm.prefills import Prefills
 from serve_app.ray_llm.scopes import Scopes
-from serve_app.replica.reporter import Reporter
+from serve_app.replica.reporter import Reporter, tell_caches
 
 LOAD_INTERVAL_S = 0.05
-DIGEST_INTERVAL_S = 5.0
 
 tenant_now: ContextVar[str] = ContextVar("tenant", default="")
 """The tenant of the request under way in this task."""
@@ -38,13 +37,13 @@ class WarmEngine(_VllmEngine):  # type: ignore[misc]
         """Salt what enters from now on, and tell ``feed`` what vLLM holds; return the tokens in a block."""
         config = self._engine_client.vllm_config
         size, blocks = config.cache_config.block_size, config.cache_config.num_gpu_blocks
-        self._size, self._scopes, self._feed = size, scopes, feed
+        self._size, self._scopes = size, scopes
         self._pool = VllmPool(size, blocks, states=bool(config.model_config.is_hybrid))
         self._prefills = Prefills(config.scheduler_config.max_num_seqs)
         self._reporter = Reporter(self._prefills.report, self._stats, feed, LOAD_INTERVAL_S)
         self._events = EventSubscriber(endpoints.publish, endpoints.replay, self._pool, feed.put)
         self._events.start()
-        self._tasks = [asyncio.create_task(self._reporter.run()), asyncio.create_task(self._tell_digests())]
+        self._tasks = [asyncio.create_task(self._reporter.run()), asyncio.create_task(tell_caches(self, feed))]
         client = self._engine_client
         self._generate, self._encode = client.generate, client.encode
         client.generate, client.encode = self.generate, self.encode
@@ -96,10 +95,6 @@ class WarmEngine(_VllmEngine):  # type: ignore[misc]
         labels = (("engine", "ray_llm"),)
         return StatsReport((("warmpath_unplaced_kv_blocks_total", labels, float(self._pool.unplaced)),))
 
-    async def _tell_digests(self) -> None:
-        drifts = 0
-        while True:
-            await asyncio.sleep(DIGEST_INTERVAL_S)
-            found = self._feed.mirror_drifts
-            await asyncio.to_thread(self._events.tell, anew=found != drifts)
-            drifts = found
+    def tell_cache(self, *, anew: bool = False) -> None:
+        """Tell what the pool holds by vLLM's events so far, as a digest; ``anew``: every block before it."""
+        self._events.tell(anew=anew)

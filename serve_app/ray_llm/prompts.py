@@ -1,11 +1,12 @@
 """A request as Ray's ingress has it, parsed or raw, to the prompt that vLLM will compute, where that can be said."""
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from serve_app.errors import InvalidRequest
+from serve_app.generation.keys import placement_key
+from serve_app.tokenization.chat_template import RenderedPrompt
 from serve_app.tokenization.tokenizer import EncodedPrompt, PromptTokenizer
 
 _TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
@@ -18,44 +19,40 @@ class Prompts:
         """Load the tokenizer, which takes seconds. Raises OSError, ValueError."""
         self._tokenizer = PromptTokenizer(_directory(source), block_size=block_size)
 
-    async def encode(self, body: Any, root: bytes, tenant: str) -> tuple[EncodedPrompt, str] | None:
-        """Return a body's prompt and its system prompt's text, None for what is routed by load.
+    async def encode(self, body: Any, root: bytes, tenant: str) -> tuple[EncodedPrompt, bytes] | None:
+        """Return a body's prompt and its placement key, None for what is routed by load.
 
         So are several prompts in one request, media, and what a template refuses: vLLM's answer says what is wrong.
         """
         try:
+            text, system_text, special = getattr(body, "prompt", None), "", True
             messages = getattr(body, "messages", None)
             if messages is not None:
-                return await self._chat(body, [_message(message) for message in messages], root, tenant)
-            prompt, special = getattr(body, "prompt", None), getattr(body, "add_special_tokens", True)
-            if isinstance(prompt, str):
-                encoded = self._tokenizer.encode_async(prompt, root, tenant, add_special_tokens=bool(special))
-                return await encoded, ""
-            if isinstance(prompt, list) and prompt and all(isinstance(token, int) for token in prompt):
-                return self._tokenizer.encode_ids(prompt, root), ""
+                rendered = await self._render(body, [_message(message) for message in messages], tenant)
+                text, system_text, special = rendered.text, rendered.system_text, False
+            if isinstance(text, str):
+                special = bool(getattr(body, "add_special_tokens", special))
+                encoded = await self._tokenizer.encode_async(text, root, tenant, add_special_tokens=special)
+            elif isinstance(text, list) and text and all(isinstance(token, int) for token in text):
+                encoded = self._tokenizer.encode_ids(text, root)
+            else:
+                return None
+            return encoded, placement_key(root, getattr(body, "prompt_cache_key", None), encoded, system_text)
         except (InvalidRequest, TypeError, ValueError, KeyError):
             return None
-        return None
 
-    async def _chat(
-        self, body: Any, messages: list[dict[str, Any]], root: bytes, tenant: str
-    ) -> tuple[EncodedPrompt, str]:
+    async def _render(self, body: Any, messages: list[dict[str, Any]], tenant: str) -> RenderedPrompt:
         if getattr(body, "documents", None):
             raise ValueError("documents")
-        kwargs, effort = (
-            dict(getattr(body, "chat_template_kwargs", None) or {}),
-            getattr(body, "reasoning_effort", None),
-        )
+        kwargs = dict(getattr(body, "chat_template_kwargs", None) or {})
+        effort = getattr(body, "reasoning_effort", None)
         if effort is not None:  # as vLLM does
             kwargs = {"enable_thinking": effort != "none", **kwargs, "reasoning_effort": effort}
         kwargs["add_generation_prompt"] = getattr(body, "add_generation_prompt", True)
         kwargs["continue_final_message"] = getattr(body, "continue_final_message", False)
         tools = [_plain(tool) for tool in getattr(body, "tools", None) or ()]
         chars = sum(len(message.get("content") or "") for message in messages)
-        rendered = await self._tokenizer.render_async(messages, tenant, chars, tools, **kwargs)
-        special = bool(getattr(body, "add_special_tokens", False))
-        encode = partial(self._tokenizer.encode_async, add_special_tokens=special)
-        return await encode(rendered.text, root, tenant), rendered.system_text
+        return await self._tokenizer.render_async(messages, tenant, chars, tools, **kwargs)
 
 
 def _message(message: Any) -> dict[str, Any]:
@@ -75,10 +72,10 @@ def _plain(value: Any) -> dict[str, Any]:
     return dict(value) if isinstance(value, Mapping) else dict(value.model_dump(exclude_none=True))
 
 
-def _directory(source: str, allow: Sequence[str] = tuple(_TOKENIZER_FILES)) -> Path:
+def _directory(source: str) -> Path:
     """Return where the tokenizer's files are, fetched where they are not on this machine."""
     if Path(source).is_dir():
         return Path(source)
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(source, allow_patterns=list(allow)))
+    return Path(snapshot_download(source, allow_patterns=_TOKENIZER_FILES))

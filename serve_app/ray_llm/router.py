@@ -12,11 +12,9 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-import xxhash
 from ray.serve.request_router import PendingRequest, RunningReplica
 
 from router.core import RoutingCore
-from router.protocol.block_hash import HASH_BYTES, hash_at, system_prompt_key
 from router.protocol.request import RoutedRequest
 from router.serve.core_registry import register_router
 from router.serve.request_router import CacheAwareRouter, deployment_key
@@ -28,9 +26,6 @@ logger = logging.getLogger("ray.serve")
 RESERVED_S = 0.1
 """How long a decision counts as load here: replicas report within milliseconds of a request's arrival, and no longer
 should it count twice."""
-
-PLACEMENT_BLOCKS = 16
-"""A prompt without a system prompt is placed by this many first blocks while nobody holds it."""
 
 
 class WarmRouter(CacheAwareRouter):
@@ -106,7 +101,8 @@ class WarmRouter(CacheAwareRouter):
                 tenant = self._scopes.tenant_of(metadata.session_id or "")
             else:
                 return self._unkeyed("tenant unknown")
-            return await self._route(metadata.request_id, arguments[0], tenant)
+            route = await self._route(metadata.request_id, arguments[0], tenant)
+            return route or self._unkeyed("media, several prompts, or refused by the template")
         except Exception:
             self._fault("reading a request")
             return None
@@ -118,7 +114,7 @@ class WarmRouter(CacheAwareRouter):
 
     def _tenant(self, headers: Mapping[str, str]) -> str:
         assert self._scopes is not None
-        return self._scopes.tenant_in({name.lower(): value for name, value in headers.items()})
+        return self._scopes.tenant_in(headers)
 
     async def _route(self, request_id: str, body: Any, tenant: str) -> RoutedRequest | None:
         facts, scopes = self._facts, self._scopes
@@ -128,15 +124,8 @@ class WarmRouter(CacheAwareRouter):
         root = scopes.root(tenant, lora, getattr(body, "cache_salt", None))
         found = await self._prompts.encode(body, root, tenant)
         if found is None:
-            return self._unkeyed("media, several prompts, or refused by the template")
-        encoded, system_text = found
-        blocks = min(PLACEMENT_BLOCKS, len(encoded.block_hashes) // HASH_BYTES)
-        if system_text:
-            placement = system_prompt_key(root, system_text)
-        elif blocks:
-            placement = hash_at(encoded.block_hashes, blocks - 1)
-        else:
-            placement = xxhash.xxh3_128_digest(root + encoded.token_ids.tobytes())
+            return None
+        encoded, placement = found
         return RoutedRequest(
             request_id, encoded.block_hashes, len(encoded.token_ids), placement, adapter=lora, tenant=tenant
         )

@@ -22,7 +22,7 @@ METADATA = "warmpath"
 class EngineFacts:
     """What a router has to know of the engines. ``model``: their model's id; ``source``: where its files come from.
 
-    ``secret_check``: equal where the secret is; ``max_blocks``: of a pool.
+    ``secret_check``: equal where the secret is.
     """
 
     model: str
@@ -57,7 +57,7 @@ class Scopes:
 
         A request without the header is of a tenant that has none.
         """
-        return self.tenant_of(headers.get(self._header, ""))
+        return self.tenant_of(next((value for name, value in headers.items() if name.lower() == self._header), ""))
 
     def tenant_of(self, value: str) -> str:
         """Return the tenant that the header's value names."""

@@ -76,7 +76,7 @@ class WarmLLMServer(LLMServer):  # type: ignore[misc]
     def _note_tenant(self, headers: dict[str, str]) -> None:
         from serve_app.ray_llm.engine import tenant_now
 
-        tenant_now.set(self._scopes.tenant_in({name.lower(): value for name, value in headers.items()}))
+        tenant_now.set(self._scopes.tenant_in(headers))
 
     async def __del__(self) -> None:
         if (engine := getattr(self, "engine", None)) is not None and hasattr(engine, "unfollow"):

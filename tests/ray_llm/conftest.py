@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import pytest
 import yaml
 
 from tests.integration.conftest import eventually
+from tests.vllm.marks import mark
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "ray_serve_llm.yaml"
@@ -25,11 +27,7 @@ if any(importlib.util.find_spec(name) is None for name in ("vllm", "pyarrow")):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.vllm)
-            item.add_marker(pytest.mark.timeout(900))
-            item.add_marker(pytest.mark.filterwarnings("default"))
+    mark(items, Path(__file__).parent)
 
 
 @dataclass
@@ -115,6 +113,13 @@ def deployed(
     finally:
         process.communicate(timeout=120)
         log.close()
+
+
+def free_port() -> int:
+    """A port of this machine that nobody has just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def direct_streaming(directory: Path) -> dict[str, str]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import eventually
-from tests.ray_llm.conftest import LlmApp, cached, deployed, direct_streaming, unchanged
+from tests.ray_llm.conftest import LlmApp, cached, deployed, direct_streaming, free_port, unchanged
 
 TEXT = "once upon a time there was a router that knew its caches "
 
@@ -22,7 +22,9 @@ def app(
     # HAProxy's socket has a name of 100 characters at most, to which Ray adds 70.
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
         environment = direct_streaming(Path(short)) if request.param == "direct" else {}
-        with deployed(tmp_path_factory.mktemp("ray_llm"), demo_model_path, 18710, unchanged, **environment) as app:
+        with deployed(
+            tmp_path_factory.mktemp("ray_llm"), demo_model_path, free_port(), unchanged, **environment
+        ) as app:
             yield app
 
 
