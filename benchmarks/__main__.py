@@ -11,6 +11,7 @@ from serve_app.checkpoints.checkpoint import CheckpointError
 MODULES = {
     "ttft": "end_to_end.ttft",
     "affinity": "end_to_end.affinity",
+    "ray_llm": "end_to_end.ray_llm",
     "front_door": "end_to_end.front_door",
     "crashes": "end_to_end.crashes",
     "pull": "end_to_end.pull",
@@ -28,6 +29,7 @@ MODULES = {
 DURATIONS = {
     "ttft": "5 minutes",
     "affinity": "15 minutes: two to three for each policy, with pulls and without",
+    "ray_llm": "20 minutes: five for the start, one for each router in each run",
     "front_door": "6 minutes a system",
     "crashes": "10 minutes",
     "pull": "6 minutes",

@@ -141,6 +141,11 @@ class RoutingCore:
         with self._lock:
             self._known.release(decision.reservation)
 
+    def reported(self, decision: Decision) -> None:
+        """Hear that its replica's reports now count a decision's work: it is in flight, and reserved no longer."""
+        with self._lock:
+            self.loads.reported(decision.reservation)
+
     def rerouted(self, decision: Decision, load: LoadReport) -> None:
         """Take back a decision that a replica did not follow, and learn the load that it told instead."""
         with self._lock:

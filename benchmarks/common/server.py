@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -77,13 +78,20 @@ def _leaving_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _wait(url: str, command: Sequence[str], process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline_s = time.monotonic() + START_TIMEOUT_S
+def answers_in_time(url: str, process: subprocess.Popen[Any], timeout_s: float = START_TIMEOUT_S) -> bool:
+    """Wait until a URL answers with 200; False where its process ends first, or the time."""
+    deadline_s = time.monotonic() + timeout_s
     while not answers(url):
         if process.poll() is not None or time.monotonic() > deadline_s:
-            said = f"it ended with status {process.returncode}" if process.poll() is not None else "not in time"
-            raise BenchmarkError(f"{shlex.join(command)} did not come up ({said}):\n{log.read_text()[-3000:]}")
+            return False
         time.sleep(0.2)
+    return True
+
+
+def _wait(url: str, command: Sequence[str], process: subprocess.Popen[bytes], log: Path) -> None:
+    if not answers_in_time(url, process):
+        said = f"it ended with status {process.returncode}" if process.poll() is not None else "not in time"
+        raise BenchmarkError(f"{shlex.join(command)} did not come up ({said}):\n{log.read_text()[-3000:]}")
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -141,7 +141,12 @@ class LoadTable:
 
     def release(self, number: int) -> None:
         """End a reservation (first token, error or time-out); again is harmless."""
-        reservation = self._reservations.pop(number, None)
+        self.reported(number)
+        self._reservations.pop(number, None)
+
+    def reported(self, number: int) -> None:
+        """Count a reservation no longer, since its replica's reports do; again is harmless."""
+        reservation = self._reservations.get(number)
         if reservation is None:
             return
         replica = self.replicas[reservation[0]]

@@ -9,7 +9,7 @@ from math import isfinite
 import numpy as np
 
 from router.load.load_table import Floats, LoadTable
-from router.protocol.events import LoadReport, adapter_hash, unpack_adapters
+from router.protocol.events import LoadReport, adapter_hash, unpack_keys
 
 
 class LoraResidency:
@@ -27,7 +27,7 @@ class LoraResidency:
             return
         self.forget(replica_id)
         self._reported[replica_id] = said
-        for key in unpack_adapters(report.adapters):
+        for key in unpack_keys(report.adapters):
             self._holders.setdefault(key, set()).add(replica_id)
         if isfinite(report.adapter_load_s) and report.adapter_load_s > 0.0:
             self._loading_s[replica_id] = min(report.adapter_load_s, 600.0)
@@ -36,7 +36,7 @@ class LoraResidency:
         """Forget a replica; unknown ids are ignored."""
         self._loading_s.pop(replica_id, None)
         packed, _ = self._reported.pop(replica_id, (b"", 0.0))
-        for key in set(unpack_adapters(packed)):
+        for key in set(unpack_keys(packed)):
             self._holders[key].discard(replica_id)
             if not self._holders[key]:
                 del self._holders[key]

@@ -60,6 +60,8 @@ class LoadReport(msgspec.Struct, frozen=True, tag="load", array_like=True):
     ``taken_at_s``: when this was so, by a clock of the replica's own; of two reports the later one counts, in whatever
     order they come.
     ``adapters``: the LoRA adapters in memory (see ``pack_adapters``); ``adapter_load_s``: how long one takes to load.
+    ``arrived``, ``begun``: the requests that came, and had their first token or ended, since the report before (see
+    ``request_key``); from a replica that is told no reservation numbers.
     """
 
     queued_prefill_tokens: int
@@ -76,6 +78,8 @@ class LoadReport(msgspec.Struct, frozen=True, tag="load", array_like=True):
     adapter_load_s: float = 0.0
     prefill_rate_tokens: int = 0
     taken_at_s: float = 0.0
+    arrived: bytes = b""
+    begun: bytes = b""
 
 
 class StatsReport(msgspec.Struct, frozen=True, tag="stats", array_like=True):
@@ -87,7 +91,7 @@ class StatsReport(msgspec.Struct, frozen=True, tag="stats", array_like=True):
 Event = BlocksStored | BlocksRemoved | CacheCleared | CacheDigest | LoadReport | StatsReport
 
 KEY_BYTES = 8
-MAX_ADAPTERS = 1024
+MAX_KEYS = 1024
 """Of one replica; what it reports beyond them is not believed."""
 
 
@@ -101,7 +105,12 @@ def adapter_hash(key: str) -> bytes:
     return xxhash.xxh3_64_digest(key.encode())
 
 
-def unpack_adapters(packed: bytes) -> list[bytes]:
-    """Return the hashes that a report holds, ``MAX_ADAPTERS`` at most."""
-    end = min(len(packed) // KEY_BYTES, MAX_ADAPTERS) * KEY_BYTES
+def request_key(chain: bytes, prompt_tokens: int) -> bytes:
+    """Return the 8 bytes by which a router and a replica know a request; equal prompts have equal keys."""
+    return xxhash.xxh3_64_digest(chain[-2 * KEY_BYTES :] + prompt_tokens.to_bytes(8, "little"))
+
+
+def unpack_keys(packed: bytes) -> list[bytes]:
+    """Return the keys of adapters or requests that a report holds, ``MAX_KEYS`` at most."""
+    end = min(len(packed) // KEY_BYTES, MAX_KEYS) * KEY_BYTES
     return [packed[start : start + KEY_BYTES] for start in range(0, end, KEY_BYTES)]

