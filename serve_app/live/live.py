@@ -21,7 +21,7 @@ from serve_app.generation.generation import Generation
 from serve_app.live.nodes import Rows, node_rows
 from serve_app.live.prefix_table import PrefixTable
 from serve_app.live.replicas import Activity, Row, replica_rows
-from serve_app.live.view import Board, Facts, Occurrence, Total, View, decision_row, encoded, moves_of
+from serve_app.live.view import Answered, Board, Facts, Occurrence, Total, View, decision_row, encoded, moves_of
 from serve_app.live.watcher import Event, Watcher
 
 logger = logging.getLogger(__name__)
@@ -117,23 +117,40 @@ class Live:
         ttft_s: float,
     ) -> None:
         """Hear of a generation's first token. Never raises."""
-        try:
-            at_s = time.time()
-            key = self._table.add(
+        self.answered(
+            Answered(
+                generation.request_id,
                 generation.tenant,
                 generation.block_hashes,
                 len(generation.token_ids),
                 first.cached_tokens,
-                at_s,
+                ttft_s,
+                decision,
                 public_blocks=generation.scope.public_blocks,
                 system_tokens=generation.system_tokens,
                 label=generation.prompt_ref,
                 pinned=first.save is not None and not first.save.refused,
             )
+        )
+
+    def answered(self, told: Answered) -> None:
+        """Hear of a request's first token. Never raises."""
+        try:
+            at_s = time.time()
+            key = self._table.add(
+                told.tenant,
+                told.chain,
+                told.prompt_tokens,
+                told.cached_tokens,
+                at_s,
+                public_blocks=told.public_blocks,
+                system_tokens=told.system_tokens,
+                label=told.label,
+                pinned=told.pinned,
+            )
             if self._watched():
-                rate = self._rates.get(decision.replica_id)
-                body = decision_row(generation, decision, first.cached_tokens, ttft_s, key, rate)
-                self._tell(Occurrence("decision", round(at_s, 3), generation.tenant, {"ingress": self._name, **body}))
+                body = decision_row(told, key, self._rates.get(told.decision.replica_id))
+                self._tell(Occurrence("decision", round(at_s, 3), told.tenant, {"ingress": self._name, **body}))
         except Exception:
             logger.exception("a first token is not in the event stream")
 

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 
 from router.protocol.request import Decision
-from serve_app.generation.generation import Generation
 from serve_app.live.nodes import NodeRow, Rows, shown
 from serve_app.live.prefix_table import node_id
 from serve_app.live.replicas import TENANTS_FIELDS, Row, changed
@@ -52,6 +51,26 @@ class Occurrence:
 
 
 @dataclass(frozen=True, slots=True)
+class Answered:
+    """A request that had its first token. ``chain``: the hashes of its prompt's whole blocks.
+
+    ``label``: the registered prompt that it begins with; ``pinned``: whether a save of its system prompt is kept.
+    """
+
+    request_id: str
+    tenant: str
+    chain: bytes
+    prompt_tokens: int
+    cached_tokens: int
+    ttft_s: float
+    decision: Decision
+    public_blocks: int = 0
+    system_tokens: int = 0
+    label: str = ""
+    pinned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Picture:
     """One viewer's part of the facts."""
 
@@ -62,17 +81,16 @@ class Picture:
     scale: Row | None = None
 
 
-def decision_row(
-    generation: Generation, decision: Decision, cached_tokens: int, ttft_s: float, key: bytes, rate: float | None
-) -> Row:
+def decision_row(answered: Answered, key: bytes, rate: float | None) -> Row:
     """Return what is told of a decision. ``key``: of its node, b"" for none. ``rate``: the replica's prefill rate."""
+    decision, cached_tokens, ttft_s = answered.decision, answered.cached_tokens, answered.ttft_s
     return {
-        "request": generation.request_id,
-        "tenant": generation.tenant,
+        "request": answered.request_id,
+        "tenant": answered.tenant,
         "replica": decision.replica_id,
         "reason": decision.reason,
-        "node": node_id(generation.tenant, key) if key else None,
-        "prompt_tokens": len(generation.token_ids),
+        "node": node_id(answered.tenant, key) if key else None,
+        "prompt_tokens": answered.prompt_tokens,
         "best_cached_tokens": decision.best_cached_tokens,
         "selected_cached_tokens": decision.selected_cached_tokens,
         "cached_tokens": cached_tokens,

@@ -1,41 +1,105 @@
-"""A small application beside Ray's: what its router knows, and where a request would go, each by the caller's key."""
+"""A small application beside Ray's: the page, the event stream, where a request would go, and metrics.
+
+A tenant's key sees its own part of the events. The rest is for the holder of ``WARMPATH_OPERATOR_KEY``.
+"""
 
 import asyncio
+import hmac
+import json
+import os
+import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, RedirectResponse, Response
 
 from router.policy.policies import POLICIES
+from router.protocol.request import Decision, Reason
 from router.serve.core_registry import router_for
 from router.serve.request_router import deployment_key
+from serve_app.ingress.observe.metrics import render, replica_samples
+from serve_app.ingress.routes.event_stream import EventStream
+from serve_app.ingress.routes.page import page_response
+from serve_app.live.live import Live
+from serve_app.live.prefix_table import PrefixTable
+from serve_app.live.view import Answered, encoded
 from serve_app.ray_compat import use_outside_of_replicas
 from serve_app.ray_llm.router import WarmRouter
 
+OPERATOR_KEY = "WARMPATH_OPERATOR_KEY"
+SHOWN_TENANTS = 64
+"""Of which prefixes are kept, those used last."""
+
 
 class CacheApp:
-    """``GET /state`` and ``POST /explain``, with the body and headers of a chat or a completion."""
+    """Of one LLM application. It knows the caches as every router does, by following all feeds."""
 
-    def __init__(self, application: str, deployment: str) -> None:
-        """``deployment``: of the LLM server, as ``serve status`` has it."""
+    def __init__(self, application: str, deployment: str, route_prefix: str) -> None:
+        """``deployment``: of the LLM server, as ``serve status`` has it; ``route_prefix``: of its application."""
         self._key = application, deployment
+        self._llm = route_prefix.rstrip("/")
+        self._operator = f"Bearer {os.environ[OPERATOR_KEY]}" if os.environ.get(OPERATOR_KEY) else ""
         self._handle: DeploymentHandle | None = None
+        self._live: Live | None = None
+        self._numbers: dict[str, int] = {}
 
-    async def __call__(self, request: Any) -> Any:
-        """Answer; Serve makes JSON of it."""
+    async def __call__(self, request: Request) -> Response:
+        """Answer one request."""
+        try:
+            return await self._answer(request)
+        except HTTPException as error:
+            return JSONResponse({"error": {"message": error.detail, "code": error.status_code}}, error.status_code)
+
+    async def _answer(self, request: Request) -> Response:
+        path = request.url.path.removeprefix(request.scope.get("root_path", "")).strip("/")
+        if not path and not request.url.path.endswith("/"):
+            return RedirectResponse(f"{request.url.path}/")  # what the page asks is relative to it
+        if not path or path.startswith("page/"):
+            return page_response(path.removeprefix("page/") or "index.html", request.headers.get("if-none-match"))
+        if path in ("v1/models", "v1/chat/completions"):
+            return RedirectResponse(f"{self._llm}/{path}", 307)
         router = self._router()
         if router is None or not router.knows_every_cache:
-            return {"error": "this router has not heard from every replica yet; ask again"}
-        if request.url.path.endswith("/state"):
-            core = router.core
-            unplaced = {name: sum(value for _, _, value in report.samples) for name, report in core.stats().items()}
-            return {**core.state(), "routed_by_load": dict(router.by_load), "unplaced_kv_blocks": unplaced}
-        body = SimpleNamespace(**await request.json())
-        return await asyncio.wrap_future(router.explain_soon(body, dict(request.headers), list(POLICIES)))
+            raise HTTPException(503, "this router has not heard from every replica yet; ask again")
+        viewer = self._viewer(request, router)
+        if path == "v1/cache/events":
+            live = self._live = self._live or self._new_live(router)
+            if request.query_params.get("once") == "true":
+                return Response(encoded(await live.snapshot(viewer)).payload, media_type="application/json")
+            return EventStream(live, viewer, await live.watch(viewer), lambda: True)
+        if viewer is not None:
+            raise HTTPException(403, f"this needs the operator's key: set {OPERATOR_KEY} for this application, send it")
+        if path == "v1/cache/state":
+            return JSONResponse(router.core.state())
+        if path == "metrics":
+            return Response(render(replica_samples(router.core)), media_type="text/plain; version=0.0.4")
+        if path == "v1/cache/explain" and request.method == "POST":
+            return JSONResponse(await self._explained(await request.body(), router))
+        raise HTTPException(404, "there are /, v1/cache/events, v1/cache/state, v1/cache/explain (POST) and metrics")
+
+    async def _explained(self, body: bytes, router: WarmRouter) -> dict[str, Any]:
+        try:
+            asked = SimpleNamespace(**json.loads(body))
+        except (ValueError, TypeError) as error:
+            raise HTTPException(400, "send the body of a chat or a completion as JSON") from error
+        acting = router.core.settings.policy
+        policies = [acting, *(name for name in POLICIES if name != acting)]
+        found = router.explain_soon(asked, str(getattr(asked, "tenant", "")), policies)
+        return {"policy": acting, "prompts": [await asyncio.wrap_future(found)]}
+
+    def _viewer(self, request: Request, router: WarmRouter) -> str | None:
+        """Return the tenant of a request's key, None for the operator, or where tenants are not told apart."""
+        sent = request.headers.get("authorization", "")
+        if self._operator and hmac.compare_digest(sent.encode(), self._operator.encode()):
+            return None
+        return router.tenant(request.headers) or None
 
     def _router(self) -> WarmRouter | None:
-        """Return this process's own router, which knows the caches as every other one does."""
         if self._handle is None:
             application, deployment = self._key
             self._handle = serve.get_deployment_handle(deployment, application)
@@ -43,8 +107,27 @@ class CacheApp:
         router: WarmRouter | None = router_for(deployment_key(*self._key))
         return router
 
+    def _new_live(self, router: WarmRouter) -> Live:
+        core = router.core
+        about = {"engine": "vllm", "simulated": False, "policy": core.settings.policy, "ingresses": 1}
+        about |= {"model": router.model, "block_size": core.settings.block_size}
+        table = PrefixTable(core.settings.block_size, lambda: SHOWN_TENANTS)
+        return Live("ray", core, table, lambda: about, dict, partial(self._look, router))
+
+    async def _look(self, router: WarmRouter, *_: Any, timeout_s: float) -> list[Any]:
+        """Ask the replicas what they have answered; only while somebody watches."""
+        assert self._handle is not None and self._live is not None
+        found = await self._handle.broadcast("recent_answers", self._numbers).results_async(timeout_s=timeout_s)
+        for replica, number, answers in found:
+            self._numbers[replica] = number
+            for request_id, tenant, chain, prompt_tokens, cached, ttft_s in answers:
+                reason: Reason = "cached" if cached else "cold"
+                decision = Decision(replica, "ray", 0, cached, cached, reason, 0.0, 0.0, "", 0, None, time.monotonic())
+                self._live.answered(Answered(request_id, tenant, chain, prompt_tokens, cached, ttft_s, decision))
+        return []
+
 
 def build_cache_app(arguments: dict[str, Any]) -> Any:
-    """Return the application; ``arguments``: ``application`` and ``deployment``, of the LLM server."""
-    made = serve.deployment(CacheApp, name="cache", ray_actor_options={"num_cpus": 0})
-    return made.bind(arguments["application"], arguments["deployment"])
+    """Return the application. ``arguments``: the LLM server's ``application``, ``deployment`` and ``route_prefix``."""
+    made = serve.deployment(CacheApp, name="cache", ray_actor_options={"num_cpus": 0}, max_ongoing_requests=1000)
+    return made.bind(arguments["application"], arguments["deployment"], arguments.get("route_prefix", "/"))

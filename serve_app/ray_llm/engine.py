@@ -4,6 +4,7 @@ Imported in a replica alone, since it imports vLLM.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextvars import ContextVar
 from typing import Any
@@ -18,6 +19,7 @@ from router.vllm_events.subscriber import EventSubscriber
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
 from serve_app.ray_compat import vllm_engine_class
 from serve_app.ray_llm.prefills import Prefills
+from serve_app.ray_llm.recent_answers import RecentAnswers
 from serve_app.ray_llm.scopes import Scopes
 from serve_app.replica.reporter import Reporter, tell_caches
 
@@ -39,6 +41,7 @@ class WarmEngine(_VllmEngine):  # type: ignore[misc]
         size, blocks = config.cache_config.block_size, config.cache_config.num_gpu_blocks
         self._size, self._scopes = size, scopes
         self._pool = VllmPool(size, blocks, states=bool(config.model_config.is_hybrid))
+        self.answers = RecentAnswers()
         self._prefills = Prefills(config.scheduler_config.max_num_seqs)
         self._reporter = Reporter(self._prefills.report, self._stats, feed, LOAD_INTERVAL_S)
         self._events = EventSubscriber(endpoints.publish, endpoints.replay, self._pool, feed.put)
@@ -52,7 +55,7 @@ class WarmEngine(_VllmEngine):  # type: ignore[misc]
     async def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncIterator[Any]:
         """Do as vLLM's ``generate``, under the salt of the request's scope."""
         prompt, root = self._salted(prompt, options.get("lora_request"))
-        ids = prompt.get("prompt_token_ids")
+        ids, tenant, started_s = prompt.get("prompt_token_ids"), tenant_now.get(), time.monotonic()
         if ids is not None:
             chain = hash_blocks(root, np.asarray(ids, dtype=np.int32), self._size)
             held = self._pool.hit(chain, (len(ids) - 1) // self._size)
@@ -63,6 +66,8 @@ class WarmEngine(_VllmEngine):  # type: ignore[misc]
                 if ids is not None:
                     self._prefills.begun(request_id)
                     self._reporter.prefills_changed()
+                    cached = output.num_cached_tokens or 0
+                    self.answers.add((request_id, tenant, chain, len(ids), cached, time.monotonic() - started_s))
                     ids = None
                 yield output
         finally:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, RunningReplica
+from ray.util import metrics
 
 from router.core import RoutingCore
 from router.protocol.events import Event, LoadReport, request_key, unpack_keys
@@ -38,6 +39,7 @@ class WarmRouter(CacheAwareRouter):
         """Take the ``request_router_kwargs``, those of ``RouterSettings``."""
         super().initialize_state(**settings)
         self.by_load: Counter[str] = Counter()
+        self._routed = metrics.Counter("warm_router_requests", "Requests by the reason of their way.", ("reason",))
         self._open: OrderedDict[tuple[str, bytes], list[Decision]] = OrderedDict()
         register_router(deployment_key(self._deployment_id.app_name, self._deployment_id.name), self)
         self._facts: EngineFacts | None = None
@@ -55,11 +57,16 @@ class WarmRouter(CacheAwareRouter):
         """Whether it can predict: all feeds are followed, and the tokenizer is there."""
         return self._core.knows_every_cache and self._prompts is not None
 
-    def explain_soon(self, body: Any, headers: dict[str, str], policies: list[str]) -> Future[dict[str, Any]]:
-        """Say in the router's loop what would become of a request; any thread may wait for it."""
+    @property
+    def model(self) -> str:
+        """The model's id, "" before the first replica."""
+        return "" if self._facts is None else self._facts.model
+
+    def explain_soon(self, body: Any, tenant: str, policies: list[str]) -> Future[dict[str, Any]]:
+        """Say in the router's loop what would become of a tenant's request; any thread may wait for it."""
 
         async def explain() -> dict[str, Any]:
-            route = await self._route("explain", body, self._tenant(headers))
+            route = await self._route("explain", body, tenant)
             return {"routed_by_load": True} if route is None else self._core.explain(route, policies)
 
         return asyncio.run_coroutine_threadsafe(explain(), self._event_loop)
@@ -88,6 +95,7 @@ class WarmRouter(CacheAwareRouter):
         chosen = super()._choose(pending_request, route, is_retry)
         decision = None if route is None else self._decisions.take(route.request_id)
         if route is not None and decision is not None:
+            self._routed.inc(tags={"reason": decision.reason})
             self._decisions.add(route.request_id, decision)  # for ``_undo``, where the replica rejects it
             self._event_loop.call_later(RESERVED_S, self._core.reported, decision)
             key = decision.replica_id, request_key(route.block_hashes, route.prompt_tokens)
@@ -119,7 +127,7 @@ class WarmRouter(CacheAwareRouter):
             if self._facts is None or self._scopes is None:
                 return self._unkeyed("no tokenizer")
             if len(arguments) > 1:
-                tenant = self._tenant(getattr(arguments[1], "headers", None) or {})
+                tenant = self.tenant(getattr(arguments[1], "headers", None) or {})
             elif self._facts.tenant_header in ("", session_header()):
                 tenant = self._scopes.tenant_of(metadata.session_id or "")
             else:
@@ -133,9 +141,11 @@ class WarmRouter(CacheAwareRouter):
     def _unkeyed(self, reason: str) -> RoutedRequest | None:
         """Count a request that goes by load."""
         self.by_load[reason] += 1
+        self._routed.inc(tags={"reason": f"by load: {reason}"})
         return None
 
-    def _tenant(self, headers: Mapping[str, str]) -> str:
+    def tenant(self, headers: Mapping[str, str]) -> str:
+        """Return the tenant that a request's headers name, "" where tenants are not told apart."""
         assert self._scopes is not None
         return self._scopes.tenant_in(headers)
 

@@ -12,6 +12,7 @@ from ray.serve.llm import LLMServer
 from router.feed import FeedPublisher
 from router.serve.request_router import FEED_METADATA, LABELS_METADATA
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
+from serve_app.ray_llm.recent_answers import Answer
 from serve_app.ray_llm.scopes import DEFAULT_TENANT_HEADER, METADATA, TENANT_HEADER, EngineFacts, Scopes
 
 logger = logging.getLogger("ray.serve")
@@ -45,8 +46,8 @@ class WarmLLMServer(LLMServer):  # type: ignore[misc]
     async def start(self) -> None:
         """Start vLLM, then follow it."""
         await super().start()
-        name = serve.get_replica_context().replica_id.unique_id
-        self._feed = FeedPublisher(name, host=ray.util.get_node_ip_address())
+        self._name = serve.get_replica_context().replica_id.unique_id
+        self._feed = FeedPublisher(self._name, host=ray.util.get_node_ip_address())
         self._feed.start()
         size = self.engine.follow(self._endpoints, self._scopes, self._feed)
         config = self._llm_config
@@ -61,6 +62,11 @@ class WarmLLMServer(LLMServer):  # type: ignore[misc]
             LABELS_METADATA: labels,
             METADATA: self._facts.to_json(),
         }
+
+    async def recent_answers(self, numbers: dict[str, int]) -> tuple[str, int, list[Answer]]:
+        """Return this replica's name, its last answer's number, and the answers after its own of ``numbers``."""
+        answers = self.engine.answers
+        return self._name, answers.number, answers.since(numbers.get(self._name, 0))
 
     async def _run_request(self, request: Any, *, raw_request_info: Any = None, **more: Any) -> Any:
         """Run a request of the standard path, as its tenant's."""

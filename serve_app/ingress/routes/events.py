@@ -1,28 +1,15 @@
 """GET /v1/cache/events: what happens now, as server-sent events (docs/live.md)."""
 
-import asyncio
-import time
-from collections.abc import AsyncIterator, Callable
-
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response
 
-from serve_app.api import sse
 from serve_app.errors import InvalidRequest, WarmpathError
-from serve_app.ingress.http import json_response, until_gone
+from serve_app.ingress.http import json_response
+from serve_app.ingress.routes.event_stream import EventStream
 from serve_app.ingress.routes.handler import Front, guarded
-from serve_app.live.live import Live
-from serve_app.live.view import encoded
-from serve_app.live.watcher import Event, Watcher
 
 router = APIRouter(tags=["operations"])
-
-HEARTBEAT_S = 5.0
-CHECK_S = 2.0
-"""How often a watcher's key is looked at again."""
-WAIT_S = 1.0
 
 
 @router.get("/v1/cache/events")
@@ -49,58 +36,3 @@ async def events(request: Request, services: Front) -> Response:
             return False
 
     return EventStream(services.live, viewer, await services.live.watch(viewer), allowed)
-
-
-class EventStream(StreamingResponse):
-    """The answer to one watcher, which it ends in whatever way it ends itself. ``allowed``: whether it may go on."""
-
-    def __init__(self, live: Live, viewer: str | None, watcher: Watcher, allowed: Callable[[], bool]) -> None:
-        super().__init__(self._frames(), headers=sse.HEADERS, media_type=sse.CONTENT_TYPE)
-        self._live = live
-        self._viewer = viewer
-        self._watcher = watcher
-        self._allowed = allowed
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it until the watcher leaves, its key ends or the server stops."""
-        departure = asyncio.ensure_future(until_gone(receive))
-        departure.add_done_callback(lambda _: self._watcher.end("gone"))
-        try:
-            async with asyncio.timeout(None) as self._watcher.limit:
-                await self.stream_response(send)
-        except (TimeoutError, OSError):
-            pass
-        finally:
-            self._live.leave(self._viewer, self._watcher)
-            departure.cancel()
-            await asyncio.gather(departure, return_exceptions=True)
-
-    async def _frames(self) -> AsyncIterator[bytes]:
-        yield b"retry: 2000\n\n"
-        watcher, number = self._watcher, 0
-        sent_s = checked_s = time.monotonic()
-        while watcher.ended is None:
-            ready = await watcher.take(WAIT_S)
-            if watcher.dropped:
-                ready = self._live.resync(self._viewer, watcher)
-            now_s = time.monotonic()
-            if now_s - checked_s >= CHECK_S:
-                checked_s = now_s
-                if not self._allowed():
-                    watcher.end("key")
-                    break
-            if ready:
-                frames = [_frame(number + index, event) for index, event in enumerate(ready)]
-                number += len(frames)
-                sent_s = now_s
-                yield b"".join(frames)
-            elif now_s - sent_s >= HEARTBEAT_S:
-                sent_s = now_s
-                yield b":\n\n"  # a comment, which clients pass over
-        if watcher.ended != "gone":
-            end = encoded({"type": "end", "at_s": round(time.time(), 3), "reason": watcher.ended})
-            yield _frame(number, end)
-
-
-def _frame(number: int, event: Event) -> bytes:
-    return b"id: %d\n" % number + sse.named_event(event.type, event.payload)

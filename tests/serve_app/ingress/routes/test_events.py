@@ -15,7 +15,7 @@ from serve_app.engine.protocol import FirstToken
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.observe.metrics import IngressMetrics
-from serve_app.ingress.routes import events as route
+from serve_app.ingress.routes import event_stream as route
 from serve_app.ingress.routes.application import make_application
 from serve_app.tenants.tenants import Tenants, make_api_key
 from tests.serve_app.ingress.scripted import PATIENCE_S, Loopback, partial_services

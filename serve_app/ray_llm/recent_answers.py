@@ -1,0 +1,26 @@
+"""A replica's latest answers, for the application beside Ray's that shows them."""
+
+from collections import deque
+
+Answer = tuple[str, str, bytes, int, int, float]
+"""Request id, tenant, the hashes of the prompt's whole blocks, prompt tokens, cached tokens, TTFT in seconds."""
+
+KEPT = 256
+
+
+class RecentAnswers:
+    """The last ``KEPT`` requests that had their first token, numbered from 1. Of one event loop."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._kept: deque[Answer] = deque(maxlen=KEPT)
+
+    def add(self, answer: Answer) -> None:
+        """Keep an answer."""
+        self.number += 1
+        self._kept.append(answer)
+
+    def since(self, number: int) -> list[Answer]:
+        """Return those after the one of that number, the oldest first, as far as they are kept."""
+        new = min(self.number - number, len(self._kept))
+        return list(self._kept)[len(self._kept) - new :] if new > 0 else []
