@@ -12,6 +12,7 @@ MODULES = {
     "ttft": "end_to_end.ttft",
     "affinity": "end_to_end.affinity",
     "ray_llm": "end_to_end.ray_llm",
+    "ray_llm_changes": "end_to_end.ray_llm_changes",
     "front_door": "end_to_end.front_door",
     "crashes": "end_to_end.crashes",
     "pull": "end_to_end.pull",
@@ -20,6 +21,7 @@ MODULES = {
     "predictions": "engine.predictions",
     "sampler": "engine.sampler",
     "routing": "routing.decision_latency",
+    "ray_llm_router": "routing.ray_llm_router",
     "simulate": "simulation.run",
     "flooding": "isolation.flooding",
     "hostile": "isolation.hostile.run",
@@ -30,6 +32,7 @@ DURATIONS = {
     "ttft": "5 minutes",
     "affinity": "15 minutes: two to three for each policy, with pulls and without",
     "ray_llm": "20 minutes: five for the start, one for each router in each run",
+    "ray_llm_changes": "10 minutes: five for each router",
     "front_door": "6 minutes a system",
     "crashes": "10 minutes",
     "pull": "6 minutes",
@@ -38,6 +41,7 @@ DURATIONS = {
     "predictions": "4 minutes",
     "sampler": "3 minutes",
     "routing": "6 minutes",
+    "ray_llm_router": "1 minute",
     "simulate": "5 minutes",
     "flooding": "20 seconds",
     "hostile": "10 minutes: one for each part of its two scenarios",
@@ -52,7 +56,7 @@ def main() -> None:
         wrong = name and name not in ("-h", "--help")
         print(f"there is no benchmark {name!r}; there are:" if wrong else __doc__, file=sys.stderr)
         for known, module in MODULES.items():
-            print(f"  {known:14} {_purpose(module)}", file=sys.stderr)
+            print(f"  {known:16} {_purpose(module)}", file=sys.stderr)
         sys.exit(2 if wrong else 0)
     sys.argv[:2] = [f"benchmarks {name}"]
     if not {"-h", "--help"} & set(sys.argv):

@@ -5,16 +5,18 @@ of standard input, until that ends.
 """
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from benchmarks.common.report import BenchmarkError
@@ -85,7 +87,6 @@ class RayLlm:
     file: Path
     process: subprocess.Popen[str]
     log: Path
-    environment: dict[str, str] = field(default_factory=dict)
 
     def deploy(self, document: dict[str, Any]) -> None:
         """Deploy other applications, or the same in another form; returns before it is done."""
@@ -93,6 +94,15 @@ class RayLlm:
         assert self.process.stdin is not None
         self.process.stdin.write("again\n")
         self.process.stdin.flush()
+
+    def replicas(self, application: str) -> list[psutil.Process]:
+        """Return the processes of an application's vLLM replicas."""
+        name = re.compile(rf"ServeReplica:{application}:\w*LLMServer")
+        found = []
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # it has just died
+                found += [process] if name.search(" ".join(process.cmdline())) else []
+        return found
 
 
 @contextmanager

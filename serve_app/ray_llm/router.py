@@ -6,6 +6,7 @@ On the standard path Serve asks for a replica with the parsed request and its he
 
 import asyncio
 import logging
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
@@ -36,8 +37,8 @@ class WarmRouter(CacheAwareRouter):
     """Goes by what replicas advertise; a request that cannot be followed goes to the least loaded replica."""
 
     def initialize_state(self, **settings: Any) -> None:
-        """Take the ``request_router_kwargs``, those of ``RouterSettings``."""
-        super().initialize_state(**settings)
+        """Take the ``request_router_kwargs``, those of ``RouterSettings``. As in Ray, requests wait for a replica."""
+        super().initialize_state(**{"no_replica_wait_s": math.inf, **settings})
         self.by_load: Counter[str] = Counter()
         self._routed = metrics.Counter("warm_router_requests", "Requests by the reason of their way.", ("reason",))
         self._open: OrderedDict[tuple[str, bytes], list[Decision]] = OrderedDict()

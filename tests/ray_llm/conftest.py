@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 import yaml
 
@@ -67,11 +66,6 @@ class LlmApp:
         answer = self.cache("v1/cache/state")
         found: dict[str, Any] = answer.json() if answer.status_code == 200 else {}
         return found
-
-    def replicas(self) -> list[psutil.Process]:
-        """The processes of vLLM's replicas."""
-        everything = psutil.Process(self.ray.process.pid).children(recursive=True)
-        return [process for process in everything if "ServeReplica:llm:WarmLLMServer" in " ".join(process.cmdline())]
 
 
 def chat_body(text: str, **more: Any) -> dict[str, Any]:

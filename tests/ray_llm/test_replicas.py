@@ -24,18 +24,18 @@ def test_a_death_costs_what_was_in_flight_and_a_new_replica_is_known_before_its_
             while not stop.is_set():
                 for text in texts[client::CLIENTS]:
                     url = f"{app.ray.url}/v1/chat/completions"
-                    answer = door.post(url, json=chat_body(text), headers=key_of("a"))
-                    if answer.status_code == 200:
+                    try:
+                        answer = door.post(url, json=chat_body(text), headers=key_of("a")).raise_for_status()
                         answered.append(cached(answer.json()))
-                    else:
-                        errors.append(answer.text)
+                    except httpx.HTTPError as error:
+                        errors.append(repr(error))
 
     with ThreadPoolExecutor(CLIENTS) as pool:
         asking = [pool.submit(ask, client) for client in range(CLIENTS)]
         try:
             eventually(lambda: len(answered) >= 20)
             before = {replica["replica_id"] for replica in app.state()["replicas"]}
-            app.replicas()[0].kill()
+            app.ray.replicas("llm")[0].kill()
             eventually(lambda: before - {row["replica_id"] for row in app.state().get("replicas", [])}, START_S)
             enough = len(answered) + 50
             eventually(lambda: len(answered) >= enough, START_S)

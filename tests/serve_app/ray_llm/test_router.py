@@ -133,6 +133,11 @@ async def test_direct_streaming_decides_and_reserves_once(
     assert case.core.state()["open_reservations"] == 1
 
 
+async def test_requests_wait_for_a_replica_as_they_do_in_ray(demo_model_path: Path) -> None:
+    case = Case("early", demo_model_path)
+    assert case.core.settings.no_replica_wait_s == float("inf")
+
+
 async def test_while_all_are_full_serve_is_told_to_pause(demo_model_path: Path) -> None:
     case = Case("full", demo_model_path)
     for letter in "ab":
