@@ -1,6 +1,6 @@
 """A whole simulated run: requests arrive, routers decide, replicas compute, feeds carry the news."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
@@ -57,6 +57,7 @@ class Cluster:
                 shortest_first=contender.shortest_first,
                 pulls=contender.pull,
                 on_first_token=self._first_token,
+                on_end=self._end,
                 publish=self._publish,
             )
         names = list(self.replicas)
@@ -67,17 +68,20 @@ class Cluster:
         }
         for name, replica in self.replicas.items():
             self._deliver(name, (replica.report(),))
+        self.on_end: Callable[[Job], None] = lambda _: None
         self._rng = Random(settings.seed)
 
     def run(self, requests: Sequence[SimulatedRequest]) -> Outcome:
         """Answer all requests."""
-        doors = list(self.doors.values())
         for request in requests:
-            door = self._rng.choice(doors)
-            self.clock.at(request.trace.arrival_s / self.settings.speed, partial(door.send, request, self._submit))
+            self.clock.at(request.trace.arrival_s / self.settings.speed, partial(self.send, request))
         self.clock.run()
-        self.outcome.rerouted = sum(door.core.counters.rerouted for door in doors)
+        self.outcome.rerouted = sum(door.core.counters.rerouted for door in self.doors.values())
         return self.outcome
+
+    def send(self, request: SimulatedRequest) -> None:
+        """Let a request come now, at any router."""
+        self._rng.choice(list(self.doors.values())).send(request, self._submit)
 
     def _submit(self, request: SimulatedRequest, decision: Decision) -> LoadReport | None:
         return self.replicas[decision.replica_id].submit(request, decision)
@@ -90,6 +94,9 @@ class Cluster:
         self.outcome.cached_tokens += job.cached_tokens
         self.outcome.pulled_tokens += min(job.pulled_tokens, job.cached_tokens)
         self.doors[job.decision.router_id].core.release(job.decision)
+
+    def _end(self, job: Job) -> None:
+        self.on_end(job)
 
     def _publish(self, replica_id: str, events: tuple[Event, ...]) -> None:
         if self.settings.feed_delay_s:

@@ -15,7 +15,7 @@ from router.protocol.events import Event, LoadReport
 from router.protocol.request import Decision
 from router.settings import PolicySettings
 from serve_app.cache.prefix.prefix_cache import PrefixCache
-from serve_app.engine.scheduling.scheduler import AGING_TOKENS_PER_S
+from serve_app.engine.scheduling.scheduler import AGING_SHARE
 from serve_app.replica.reporter import NEWS_PAUSE_S
 
 MIN_PULL_TOKENS = PolicySettings().min_pull_tokens
@@ -52,6 +52,7 @@ class SimulatedReplica:
         shortest_first: bool,
         pulls: bool,
         on_first_token: Callable[[Job], None],
+        on_end: Callable[[Job], None],
         publish: Callable[[str, tuple[Event, ...]], None],
     ) -> None:
         self.replica_id = replica_id
@@ -65,6 +66,7 @@ class SimulatedReplica:
         self._shortest_first = shortest_first
         self._pulls = pulls
         self._on_first_token = on_first_token
+        self._on_end = on_end
         self._publish = publish
         self._link_free_s = 0.0
         self._report_due_s = inf
@@ -162,6 +164,9 @@ class SimulatedReplica:
         if needed > cache.available_blocks - sum(1 for block in matched if cache.pool.is_idle(block)):
             return  # nobody overtakes, or the job might wait for ever
         cache.acquire(matched)
+        if self._shortest_first and needed > cache.pool.free_blocks:  # as our scheduler does
+            for other in sorted(self.waiting, key=self._rank, reverse=True):
+                cache.touch(other.request.block_hashes, other.held_blocks)
         blocks = [*matched, *cache.allocate(needed)]
         job.cached_tokens = len(matched) * size
         job.uncached_tokens = job.request.trace.prompt_tokens - job.cached_tokens
@@ -173,7 +178,7 @@ class SimulatedReplica:
         self._clock.at(job.finish_s, lambda: self._finish(job, blocks, len(matched)))
 
     def _rank(self, job: Job) -> float:
-        return job.uncached_tokens + AGING_TOKENS_PER_S * job.arrival_s
+        return job.arrival_s + job.uncached_tokens / (AGING_SHARE * self._settings.prefill_tokens_per_s)
 
     def _finish(self, job: Job, blocks: list[int], hits: int) -> None:
         full = job.request.trace.prompt_tokens // self._settings.block_size
@@ -182,15 +187,16 @@ class SimulatedReplica:
         self.decoding += 1
         self._on_first_token(job)
         output_s = job.request.trace.output_tokens * self._settings.decode_token_s
-        self._clock.after(output_s, lambda: self._end(blocks))
+        self._clock.after(output_s, lambda: self._end(job, blocks))
         self._start_next()
         self._report()
 
-    def _end(self, blocks: list[int]) -> None:
+    def _end(self, job: Job, blocks: list[int]) -> None:
         self.cache.release(blocks)
         self.decoding -= 1
         self._start_next()
         self._report()
+        self._on_end(job)
 
     def _join_pull(self, job: Job) -> bool:
         """Let a job wait for another one's copy of enough of its prompt."""

@@ -1,7 +1,8 @@
 """Time to first token and hit rate of routing policies on a simulated cluster that replays a trace.
 
 The routers and the replicas' cache index are the real code; a forward is a cost model. Baselines run on replicas that
-serve first come, first served; then every policy runs with and without our replica order and pulls.
+serve first come, first served; then every policy runs with and without our replica order and pulls. `--trace agents`:
+sessions of coding agents, closed loop, by job time (best with `--replicas 2`).
 """
 
 import argparse
@@ -12,6 +13,7 @@ from itertools import product
 
 from benchmarks.common.report import parser_of, write
 from benchmarks.common.trace import TraceRequest, add_trace_flags, chosen_trace
+from benchmarks.simulation.agents import agents_summary, simulate_agents
 from benchmarks.simulation.cluster import Cluster, unlimited
 from benchmarks.simulation.front_door import RAY_PREFIX
 from benchmarks.simulation.settings import ClusterSettings, Contender, prepare
@@ -19,6 +21,7 @@ from router.settings import DEFAULT_POLICY, POLICY_NAMES
 
 CONTENDING = (*POLICY_NAMES, RAY_PREFIX)
 UNLIMITED = "unlimited_cache"
+AGENTS = "agents"
 
 
 def contenders(policies: list[str], *, pull: bool, parts: bool) -> dict[str, Contender]:
@@ -93,6 +96,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--parts", action=argparse.BooleanOptionalAction, default=True, help="rows for each part's share"
     )
     parser.add_argument("--policies", nargs="+", choices=CONTENDING, default=list(CONTENDING))
+    parser.add_argument("--sessions", type=int, default=120, help=f"with --trace {AGENTS}: how many, of 200")
+    parser.add_argument("--running", type=float, default=32, help="with agents: sessions at once, were there no queue")
+    parser.add_argument(
+        "--pools", type=float, nargs="+", default=[2, 1, 0.5, 0.3], help="with agents: parts of the working set"
+    )
+    parser.add_argument("--tenants", type=int, default=4, help="with agents")
     return parser.parse_args(arguments)
 
 
@@ -108,6 +117,10 @@ def main() -> None:
         speed=options.speed,
         seed=options.seed,
     )
+    if options.trace == AGENTS:
+        found = simulate_agents(settings, options.pools, options.sessions, options.running, options.tenants)
+        write(options.json, vars(options), found, agents_summary(found))
+        return
     runs = contenders(options.policies, pull=options.pull, parts=options.parts)
     results = simulate(chosen_trace(options), settings, runs)
     replayed = {"pull": options.pull, "trace": options.trace, "skip": options.skip, "requests": options.requests}

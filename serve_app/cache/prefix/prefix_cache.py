@@ -138,6 +138,16 @@ class PrefixCache:
             if entry.children == 0:
                 self.quota.queue_leaf(block, entry.released_at, entry.standing, entry.hits)
 
+    def touch(self, chain: bytes, blocks: int) -> None:
+        """Let the end of a chain's first ``blocks``, and so all of them, go as late as if it was just used."""
+        entry = self.index.of_hash(hash_at(chain, blocks - 1)) if blocks else None
+        if entry is None or not self.pool.is_idle(entry.block):
+            return
+        self._ticks += 1
+        entry.released_at, entry.standing = self._ticks, Standing.ORDINARY
+        if entry.children == 0:
+            self.quota.queue_leaf(entry.block, entry.released_at, entry.standing, entry.hits)
+
     def demote(self, blocks: Sequence[int]) -> int:
         """Let a matched prefix's tail that is idle and unshared go first: another replica has it; return its blocks."""
         demoted = 0

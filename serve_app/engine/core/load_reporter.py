@@ -8,7 +8,7 @@ from math import inf
 from router.protocol.events import LoadReport
 from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.reservations import RouterReservations, retry_after_s
-from serve_app.engine.scheduling.scheduler import AGING_TOKENS_PER_S, Scheduled, Scheduler
+from serve_app.engine.scheduling.scheduler import Scheduled, Scheduler
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
 
@@ -114,7 +114,7 @@ class LoadReporter:
         The rest of the step, and what is too old to be overtaken within its tenant. Among several tenants the next
         request may be anyone's: what is before it then is the least of what any of them would find.
         """
-        latest_rank = 1 + AGING_TOKENS_PER_S * now_s
+        latest_rank = self._scheduler.next_rank(now_s)
         under_way = sequences = 0
         queued: Counter[str] = Counter()
         old: Counter[str] = Counter()

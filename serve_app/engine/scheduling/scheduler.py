@@ -21,9 +21,13 @@ from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
 from serve_app.engine.step import AdapterSlots
 
-AGING_TOKENS_PER_S = 2000.0
-"""A sequence with u uncached tokens can be overtaken, within its tenant, only by those that arrive within u / 2000
-seconds after it. So it starts once its tenant's turns have computed what came before it or in that time."""
+AGING_SHARE = 0.1
+"""A sequence can be overtaken, within its tenant, only by those that arrive within ten times its own computing time
+after it. So it starts once its tenant's turns have computed what came before it or in that time. Without aging long
+prompts would starve; with much of it those that are cached wait for those that are not, and are evicted meanwhile."""
+
+USUAL_TOKENS_PER_S = 20_000.0
+"""The pace by which sequences age while none is measured."""
 
 PREFILL_S = 0.1
 """What the prefill of a step should take at most, because whoever comes in the meantime waits for its end."""
@@ -65,6 +69,7 @@ class Scheduler:
         self._slot_claim: str | None = None
         self._stopped: set[str] = set()
         self._numbers = count()
+        self._aging_tokens_per_s = AGING_SHARE * USUAL_TOKENS_PER_S
         self.preempted: list[SequenceState] = []
         """Sequences preempted in the last ``schedule``; they wait again."""
 
@@ -125,6 +130,8 @@ class Scheduler:
         ``prefill_tokens_per_s`` and the time of a step of decodes alone, as measured, 0.0 while unknown, bound what a
         step prefills.
         """
+        if prefill_tokens_per_s:
+            self._aging_tokens_per_s = AGING_SHARE * prefill_tokens_per_s
         self.preempted = self._running.make_room()
         self._waiting.update((sequence.request.request_id, sequence) for sequence in self.preempted)
         budget = self._settings.max_num_batched_tokens
@@ -237,10 +244,14 @@ class Scheduler:
         return room
 
     def rank(self, sequence: SequenceState) -> float:
-        """Return a sequence's place among those of its tenant: the lowest is computed first."""
+        """Return a sequence's place among those of its tenant, in seconds: the lowest is computed first."""
         # A preempted sequence was overtaken already: it counts as having nothing to compute.
         work = 0 if sequence.preemptions else sequence.uncached_tokens(self._cache.block_size)
-        return work + AGING_TOKENS_PER_S * sequence.arrival_s
+        return sequence.arrival_s + work / self._aging_tokens_per_s
+
+    def next_rank(self, now_s: float) -> float:
+        """Return the place of a one-token sequence that arrives now."""
+        return now_s + 1 / self._aging_tokens_per_s
 
     def _refresh_hint(self, sequence: SequenceState) -> None:
         """Correct the guess of cached leading blocks, at two look-ups when nothing changed."""
@@ -274,5 +285,9 @@ class Scheduler:
             if fetched == "loaded":
                 return self._admit(sequence)
         del self._waiting[sequence.request.request_id]
+        if needed > cache.pool.free_blocks:
+            # Those that wait are about to use what they find: it goes after all that nobody waits for.
+            for other in sorted(self._waiting.values(), key=self.rank, reverse=True):
+                cache.touch(other.chain, other.held_blocks_hint)
         self._running.start(sequence, matched, needed)
         return verdict

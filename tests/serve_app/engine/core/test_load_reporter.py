@@ -23,6 +23,7 @@ class Line(Bench):
     def __init__(self, tenants: str, *, paced: bool = False) -> None:
         super().__init__(*tenants, num_blocks=2048, max_num_seqs=64, max_num_batched_tokens=1024 if paced else 128)
         self.tenants = tenants
+        self.scheduler.schedule(RATE)  # it ages sequences by the pace
         self.decode_step_s = 0.01 if paced else 0.0
         if paced:
             self.add("decoding", prompt(16, 99), 1000, tenant=tenants[-1], arrival_s=0.0)

@@ -1,0 +1,111 @@
+"""Sessions of coding agents as a published trace has them: turns that follow each other, and sub-agents beside them."""
+
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.trace import TRACE_BLOCK_TOKENS
+
+AGENT_TRACE = Path(__file__).parents[1] / "traces" / "agent_sessions.jsonl.gz"
+"""200 sessions (``benchmarks/traces/README.md``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request. ``pause_s``: from the answer before it in its stream; ``hash_ids``: as in ``TraceRequest``.
+
+    ``known_tokens``: of the prompt's beginning, those that an unlimited cache has from the stream's earlier turns.
+    ``tool``: whether the answer ends in a tool call, after which the client comes back by itself.
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    pause_s: float
+    hash_ids: tuple[int, ...]
+    known_tokens: int
+    tool: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Turns one after the other. ``after``: the parent's turn with the end of which this begins, ``delay_s`` later."""
+
+    turns: tuple[Turn, ...]
+    after: int = -1
+    delay_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A main stream, and those of its sub-agents. ``opening_tokens``: tools and system prompt of the main stream."""
+
+    name: str
+    streams: tuple[Stream, ...]
+    opening_tokens: int
+
+
+@dataclass(slots=True)
+class _Ids:
+    """Hands out block ids. Openings of equal sizes are taken for equal texts, which is a guess."""
+
+    fresh: Iterator[int] = field(default_factory=count)
+    openings: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+
+    def opening(self, tools: int, system: int) -> list[int]:
+        key = tools, system
+        if key not in self.openings:
+            first = self.openings.get((tools, 0), [])
+            blocks = (tools + system) // TRACE_BLOCK_TOKENS
+            self.openings[key] = first[:blocks] + [next(self.fresh) for _ in range(max(0, blocks - len(first)))]
+        return self.openings[key]
+
+
+def read_sessions(path: Path = AGENT_TRACE) -> list[Session]:
+    """Read a trace, gzipped. Raises OSError; KeyError and ValueError where it is another format."""
+    ids = _Ids()
+    with gzip.open(path, "rt") as lines:
+        return [_session(json.loads(line), ids) for line in lines]
+
+
+def _session(row: dict[str, Any], ids: _Ids) -> Session:
+    size, tools, system = int(row["block_tokens"]), int(row["tool_tokens"] or 0), int(row["system_tokens"] or 0)
+    ids.opening(tools, 0)
+    main = [turn for turn in row["turns"] if "in" in turn]
+    streams = [Stream(_turns(main, size, ids.opening(tools, system), ids))]
+    before = -1
+    for turn in row["turns"]:
+        if "in" in turn:
+            before += 1
+            continue
+        agent = turn["agent"]
+        opening = ids.opening(int(agent["tool_tokens"] or 0), int(agent["system_tokens"] or 0))
+        parent = main[max(before, 0)]
+        delay_s = max(0.0, turn["t"] - parent["t"] - (parent["api"] or 0.0))
+        if agent["turns"]:
+            streams.append(Stream(_turns(agent["turns"], size, opening, ids), max(before, 0), delay_s))
+    return Session(row["id"], tuple(streams), (tools + system) // TRACE_BLOCK_TOKENS * TRACE_BLOCK_TOKENS)
+
+
+LONGEST_PAUSE_S = 300.0
+
+
+def _turns(rows: list[dict[str, Any]], size: int, opening: list[int], ids: _Ids) -> tuple[Turn, ...]:
+    made: list[Turn] = []
+    for row in rows:
+        tokens = max(1, int(row["in"]))
+        blocks = -(-tokens // TRACE_BLOCK_TOKENS)
+        if row["from"] is None:
+            beginning: list[int] = opening[: (tokens - 1) // TRACE_BLOCK_TOKENS]
+            known = 0
+        else:
+            source = made[row["from"]]
+            shared = min(int(row["shared"]) * size, tokens - 1, source.prompt_tokens) // TRACE_BLOCK_TOKENS
+            beginning, known = list(source.hash_ids[:shared]), shared * TRACE_BLOCK_TOKENS
+        fresh = [next(ids.fresh) for _ in range(blocks - len(beginning))]
+        pause_s, out = min(float(row["think"] or 0.0), LONGEST_PAUSE_S), int(row["out"] or 1)
+        made.append(Turn(tokens, out, pause_s, (*beginning, *fresh), known, bool(row["tool"])))
+    return tuple(made)

@@ -1,0 +1,157 @@
+"""Agents' sessions on a simulated cluster, closed loop: a turn begins its pause after the answer before it."""
+
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from random import Random
+from statistics import fmean, median
+
+from benchmarks.common.agent_sessions import Session, read_sessions
+from benchmarks.common.report import percentile
+from benchmarks.common.trace import TraceRequest
+from benchmarks.simulation.cluster import Cluster
+from benchmarks.simulation.replica import Job
+from benchmarks.simulation.settings import ClusterSettings, Contender, SimulatedRequest, prepare
+from router.settings import DEFAULT_POLICY
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Sessions with their arrivals, prepared. ``requests``: by session, stream and turn."""
+
+    sessions: Sequence[Session]
+    arrivals_s: Sequence[float]
+    requests: dict[tuple[int, int, int], SimulatedRequest]
+    ideal_s: Sequence[float]
+    working_set_blocks: int
+
+
+def make_load(sessions: Sequence[Session], settings: ClusterSettings, running: float, tenants: int) -> Load:
+    """Let sessions arrive at random, so often that about so many would run at once on an unlimited cache."""
+    rng = Random(settings.seed)
+    chosen = list(sessions)
+    rng.shuffle(chosen)
+    ideal_s = [_ideal_s(session, settings) for session in chosen]
+    arrivals_s: list[float] = []
+    now_s = 0.0
+    for _ in chosen:
+        now_s += rng.expovariate(running / fmean(ideal_s))
+        arrivals_s.append(now_s)
+    keys, traced = [], []
+    for number, session in enumerate(chosen):
+        for at, stream in enumerate(session.streams):
+            for turn_number, turn in enumerate(stream.turns):
+                keys.append((number, at, turn_number))
+                tenant = f"tenant-{number % tenants}"
+                traced.append(TraceRequest(0.0, turn.prompt_tokens, turn.output_tokens, turn.hash_ids, tenant))
+    requests = dict(zip(keys, prepare(traced, settings.block_size), strict=True))
+    return Load(chosen, arrivals_s, requests, ideal_s, _working_set(chosen, ideal_s, running, settings))
+
+
+def _ideal_s(session: Session, settings: ClusterSettings) -> float:
+    """Return a session's time on an unlimited cache without queue."""
+    ends: list[float] = []
+    last_s = 0.0
+    for at, stream in enumerate(session.streams):
+        now_s = stream.delay_s + (ends[stream.after] if at else 0.0)
+        for number, turn in enumerate(stream.turns):
+            now_s += turn.pause_s if number or not at else 0.0
+            known = turn.known_tokens or (session.opening_tokens if not at else 0)
+            now_s += max(1, turn.prompt_tokens - known) / settings.prefill_tokens_per_s
+            now_s += turn.output_tokens * settings.decode_token_s
+            if not at:
+                ends.append(now_s)
+        last_s = max(last_s, now_s)
+    return last_s
+
+
+def _working_set(
+    sessions: Sequence[Session], ideal_s: Sequence[float], running: float, settings: ClusterSettings
+) -> int:
+    """Return the blocks of the contexts of the sessions that run at once, on average: the longest prompt of each."""
+    longest = [max(turn.prompt_tokens for turn in session.streams[0].turns) for session in sessions]
+    weighted = sum(tokens * seconds for tokens, seconds in zip(longest, ideal_s, strict=True)) / sum(ideal_s)
+    return round(running * weighted / settings.block_size)
+
+
+class Agents:
+    """Runs a load on a cluster, once."""
+
+    def __init__(self, cluster: Cluster, load: Load) -> None:
+        self._cluster = cluster
+        self._load = load
+        self._began_s: dict[int, float] = {}
+        self._ended_s: dict[int, float] = defaultdict(float)
+        self._where: dict[int, tuple[int, int, int]] = {request.number: key for key, request in load.requests.items()}
+
+    def run(self) -> dict[str, float]:
+        """Return the figures of all sessions."""
+        self._cluster.on_end = self._ended
+        clock = self._cluster.clock
+        for number, arrival_s in enumerate(self._load.arrivals_s):
+            clock.at(arrival_s, partial(self._send, number, 0, 0))
+        clock.run()
+        slowdowns = [
+            (self._ended_s[number] - self._began_s[number]) / ideal_s
+            for number, ideal_s in enumerate(self._load.ideal_s)
+        ]
+        return {
+            **self._cluster.outcome.summary(),
+            "job_time_mean": fmean(slowdowns),
+            "job_time_p50": median(slowdowns),
+            "job_time_p90": percentile(slowdowns, 90),
+        }
+
+    def _send(self, session: int, stream: int, turn: int) -> None:
+        now_s = self._cluster.clock.now_s
+        self._began_s.setdefault(session, now_s)
+        request = self._load.requests[session, stream, turn]
+        self._cluster.send(replace(request, trace=replace(request.trace, arrival_s=now_s)))
+
+    def _ended(self, job: Job) -> None:
+        session, at, turn = self._where[job.request.number]
+        clock, streams = self._cluster.clock, self._load.sessions[session].streams
+        self._ended_s[session] = max(self._ended_s[session], clock.now_s)
+        turns = streams[at].turns
+        if turn + 1 < len(turns):
+            clock.after(turns[turn + 1].pause_s, partial(self._send, session, at, turn + 1))
+        if at == 0:
+            for other, stream in enumerate(streams[1:], 1):
+                if stream.after == turn:
+                    clock.after(stream.delay_s, partial(self._send, session, other, 0))
+
+
+CONTENDERS = {
+    "warmpath": Contender(DEFAULT_POLICY, shortest_first=True, pull=True),
+    "first_come": Contender(DEFAULT_POLICY),
+    "power_of_two": Contender("power_of_two"),
+}
+"""By their rows' names; the others' replicas take requests first come first served, with vLLM's order of eviction."""
+
+
+def simulate_agents(
+    settings: ClusterSettings, pools: Sequence[float], sessions: int, running: float, tenants: int
+) -> dict[str, dict[str, float]]:
+    """Run every contender with pools of these parts of the working set; return figures by the names of the rows."""
+    load = make_load(read_sessions()[:sessions], settings, running, tenants)
+    results = {}
+    for pool in pools:
+        blocks = round(pool * load.working_set_blocks / settings.replicas)
+        for name, contender in CONTENDERS.items():
+            row = results[f"{name}, pool {pool:g}"] = Agents(
+                Cluster(replace(settings, blocks=blocks), contender), load
+            ).run()
+            print(f"{name}, pool {pool:g}: {_line(row)}", file=sys.stderr, flush=True)
+    return results
+
+
+def agents_summary(results: dict[str, dict[str, float]]) -> str:
+    """Return all rows in a sentence."""
+    rows = "; ".join(f"{name}: {_line(row)}" for name, row in results.items())
+    return f"Simulated: job time over that of an unlimited cache without queue, and hit rate. {rows}."
+
+
+def _line(row: dict[str, float]) -> str:
+    return f"{row['job_time_mean']:.2f} (p90 {row['job_time_p90']:.2f}), {row['hit_rate']:.1%}"

@@ -1,0 +1,44 @@
+"""Agents' sessions: what the trace says of them, and their closed loop."""
+
+import pytest
+
+from benchmarks.common.agent_sessions import Session, read_sessions
+from benchmarks.common.trace import TRACE_BLOCK_TOKENS
+from benchmarks.simulation.agents import CONTENDERS, Agents, make_load
+from benchmarks.simulation.cluster import Cluster
+from benchmarks.simulation.settings import ClusterSettings
+
+
+@pytest.fixture(scope="module")
+def sessions() -> list[Session]:
+    return read_sessions()
+
+
+def test_a_turn_begins_as_the_one_that_it_continues(sessions: list[Session]) -> None:
+    assert len(sessions) == 200
+    turns = 0
+    for session in sessions:
+        for stream in session.streams:
+            for before, turn in zip(stream.turns, stream.turns[1:], strict=False):
+                shared = turn.known_tokens // TRACE_BLOCK_TOKENS
+                assert len(turn.hash_ids) == -(-turn.prompt_tokens // TRACE_BLOCK_TOKENS)
+                assert len(set(turn.hash_ids)) == len(turn.hash_ids)
+                turns += turn.hash_ids[:shared] == before.hash_ids[:shared]
+    assert turns > 12_000, "nearly all turns continue the one before"
+
+
+def test_a_session_alone_takes_the_time_of_an_unlimited_cache(sessions: list[Session]) -> None:
+    settings = ClusterSettings(replicas=1, blocks=4000, decode_weight=0.0)
+    load = make_load(sessions[:1], settings, running=1.0, tenants=1)
+    row = Agents(Cluster(settings, CONTENDERS["warmpath"]), load).run()
+    assert row["requests"] == len(load.requests)
+    assert row["job_time_mean"] == pytest.approx(1.0, abs=0.01)
+
+
+def test_sessions_that_do_not_fit_take_longer(sessions: list[Session]) -> None:
+    settings = ClusterSettings(replicas=1, blocks=1500)
+    load = make_load(sessions[:6], settings, running=4.0, tenants=2)
+    ours, first_come = (
+        Agents(Cluster(settings, CONTENDERS[name]), load).run()["job_time_mean"] for name in ("warmpath", "first_come")
+    )
+    assert 1.0 < ours <= first_come
