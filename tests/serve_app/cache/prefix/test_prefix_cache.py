@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.protocol.block_hash import HASH_BYTES, ChainHasher, PrefixScope, TokenArray, hash_blocks
+from router.protocol.block_hash import HASH_BYTES, ChainHasher, PrefixScope, TokenArray, hash_blocks, split_chain
 from router.protocol.events import BlocksRemoved, BlocksStored
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 
@@ -119,6 +119,20 @@ def test_switched_off_nothing_is_hashed_or_indexed() -> None:
     assert cache.take_events() == ()
     assert (cache.pool.free_blocks, len(cache.index)) == (4, 0)
     assert hits(cache, tokens(1, 2, 3)) == []
+
+
+def test_a_touched_prefix_is_evicted_last_whatever_hangs_under_it() -> None:
+    """Three are released in turn; the first is touched at the end of its beginning, whose tail is of nobody's use."""
+    cache = PrefixCache(9, 1)
+    for first in (1, 4, 7):
+        cache.release(fill(cache, tokens(first, first + 1, first + 2, 0)[:3]))
+    touched = cache.chain(ROOT, tokens(1, 2))
+    cache.touch(touched, 2)
+    cache.take_events()
+    cache.release(cache.allocate(7))
+    gone = b"".join(event.hashes for event in cache.take_events() if isinstance(event, BlocksRemoved))
+    left = {bytes(entry.block_hash) for entry in cache.index}
+    assert left <= set(split_chain(touched)) and len(left) == 2, gone
 
 
 def test_a_demoted_tail_is_evicted_first_and_what_is_shared_is_not() -> None:

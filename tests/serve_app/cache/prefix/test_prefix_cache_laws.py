@@ -215,6 +215,19 @@ class CacheMachine(RuleBasedStateMachine):
         assert all(self.cache.pool.is_idle(block) for block in tail)
         assert self.cache.index.hashes() == known
 
+    @rule(
+        scope=st.sampled_from(SCOPES), ids=st.lists(st.integers(0, 1), min_size=3, max_size=11), over=st.integers(0, 2)
+    )
+    def touch(self, scope: PrefixScope, ids: list[int], over: int) -> None:
+        """Somebody waits for a prefix, of which a hint says how much is held; it may be out of date."""
+        scope = scope_of(scope, ids)
+        array = np.array(ids, dtype=np.int32)
+        chain = self.cache.prompt_chain(scope, root_of(scope), array)
+        matched = self.cache.match(scope, array, chain)
+        known = self.cache.index.hashes()
+        self.cache.touch(chain, min(len(matched) + over, len(chain) // HASH_BYTES))
+        assert self.cache.index.hashes() == known
+
     @rule()
     def reset(self) -> None:
         evicted, complete = self.cache.evicted_blocks, self.cache.reset()
