@@ -22,6 +22,7 @@ from router.policy.policies import POLICIES
 from router.protocol.request import Decision, Reason
 from router.serve.core_registry import router_for
 from router.serve.request_router import deployment_key
+from serve_app.errors import RateLimited
 from serve_app.ingress.observe.metrics import render, replica_samples
 from serve_app.ingress.routes.event_stream import EventStream
 from serve_app.ingress.routes.page import page_response
@@ -32,6 +33,8 @@ from serve_app.ray_compat import use_outside_of_replicas
 from serve_app.ray_llm.router import WarmRouter
 
 OPERATOR_KEY = "WARMPATH_OPERATOR_KEY"
+MAX_WATCHERS = 64
+"""Any key may watch, and there are as many as a client makes up."""
 SHOWN_TENANTS = 64
 """Of which prefixes are kept, those used last."""
 
@@ -53,7 +56,9 @@ class CacheApp:
         try:
             return await self._answer(request)
         except HTTPException as error:
-            return JSONResponse({"error": {"message": error.detail, "code": error.status_code}}, error.status_code)
+            return _refusal(error.status_code, error.detail)
+        except RateLimited as error:
+            return _refusal(429, str(error))
 
     async def _answer(self, request: Request) -> Response:
         path = request.url.path.removeprefix(request.scope.get("root_path", "")).strip("/")
@@ -71,6 +76,8 @@ class CacheApp:
             live = self._live = self._live or self._new_live(router)
             if request.query_params.get("once") == "true":
                 return Response(encoded(await live.snapshot(viewer)).payload, media_type="application/json")
+            if live.watchers >= MAX_WATCHERS:
+                raise HTTPException(429, f"there are {MAX_WATCHERS} event streams already; close one first")
             return EventStream(live, viewer, await live.watch(viewer), lambda: True)
         if viewer is not None:
             raise HTTPException(403, f"this needs the operator's key: set {OPERATOR_KEY} for this application, send it")
@@ -125,6 +132,10 @@ class CacheApp:
                 decision = Decision(replica, "ray", 0, cached, cached, reason, 0.0, 0.0, "", 0, None, time.monotonic())
                 self._live.answered(Answered(request_id, tenant, chain, prompt_tokens, cached, ttft_s, decision))
         return []
+
+
+def _refusal(status: int, message: str) -> Response:
+    return JSONResponse({"error": {"message": message, "code": status}}, status)
 
 
 def build_cache_app(arguments: dict[str, Any]) -> Any:

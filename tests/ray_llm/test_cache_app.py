@@ -1,5 +1,8 @@
 """The application beside Ray's: each sees what its key may see."""
 
+from contextlib import ExitStack
+from itertools import islice
+
 import httpx
 
 from tests.integration.conftest import eventually
@@ -11,7 +14,6 @@ def test_a_tenant_sees_its_own_part_and_the_operator_all(app: LlmApp) -> None:
     app.cache("v1/cache/events?once=true")
     app.chat("seen. " + TEXT * 10, "seen")
     name = app.scopes.tenant_in(key_of("seen"))
-    own = app.cache("v1/cache/events?once=true", "seen").json()
     eventually(lambda: name in {total["tenant"] for total in app.cache("v1/cache/events?once=true").json()["totals"]})
     own = app.cache("v1/cache/events?once=true", "seen").json()
     assert (own["viewer"], own["tenant"], [total["requests"] for total in own["totals"]]) == ("tenant", name, [1])
@@ -29,6 +31,15 @@ def test_loads_are_for_the_operator_alone(app: LlmApp) -> None:
     assert "warmpath_unplaced_kv_blocks_total" in app.cache("metrics").text
     assert app.cache("v1/cache/explain", body={"model": "demo"}).json()["prompts"] == [{"routed_by_load": True}]
     assert app.cache("nothing").status_code == 404
+
+
+def test_a_key_has_so_many_streams_and_no_more(app: LlmApp) -> None:
+    url = f"{app.ray.url}/cache/v1/cache/events"
+    with ExitStack() as stack:
+        streams = [stack.enter_context(httpx.stream("GET", url, headers=key_of("a"), timeout=60)) for _ in range(5)]
+        assert [stream.status_code for stream in streams] == [200] * 4 + [429]
+        assert any("event: snapshot" in line for line in islice(streams[0].iter_lines(), 8))
+    eventually(lambda: httpx.get(f"{url}?once=true", headers=key_of("a")).status_code == 200)
 
 
 def test_the_page_chats_through_rays_own_door(app: LlmApp) -> None:
