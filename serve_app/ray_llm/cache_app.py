@@ -8,7 +8,6 @@ import hmac
 import json
 import os
 import time
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,8 +94,7 @@ class CacheApp:
         except (ValueError, TypeError) as error:
             raise HTTPException(400, "send the body of a chat or a completion as JSON") from error
         acting = router.core.settings.policy
-        policies = [acting, *(name for name in POLICIES if name != acting)]
-        found = router.explain_soon(asked, str(getattr(asked, "tenant", "")), policies)
+        found = router.explain_soon(asked, str(getattr(asked, "tenant", "")), sorted(POLICIES, key=acting.__ne__))
         return {"policy": acting, "prompts": [await asyncio.wrap_future(found)]}
 
     def _viewer(self, request: Request, router: WarmRouter) -> str | None:
@@ -119,9 +117,9 @@ class CacheApp:
         about = {"engine": "vllm", "simulated": False, "policy": core.settings.policy, "ingresses": 1}
         about |= {"model": router.model, "block_size": core.settings.block_size}
         table = PrefixTable(core.settings.block_size, lambda: SHOWN_TENANTS)
-        return Live("ray", core, table, lambda: about, dict, partial(self._look, router))
+        return Live("ray", core, table, lambda: about, dict, self._look)
 
-    async def _look(self, router: WarmRouter, *_: Any, timeout_s: float) -> list[Any]:
+    async def _look(self, *_: Any, timeout_s: float) -> list[Any]:
         """Ask the replicas what they have answered; only while somebody watches."""
         assert self._handle is not None and self._live is not None
         found = await self._handle.broadcast("recent_answers", self._numbers).results_async(timeout_s=timeout_s)
