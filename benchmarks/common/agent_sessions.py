@@ -13,13 +13,15 @@ from benchmarks.common.trace import TRACE_BLOCK_TOKENS
 AGENT_TRACE = Path(__file__).parents[1] / "traces" / "agent_sessions.jsonl.gz"
 """200 sessions (``benchmarks/traces/README.md``)."""
 
+LONGEST_PAUSE_S = 300.0
+"""What is longer in the trace is cut to this: a run would be nights of nobody's work."""
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One request. ``pause_s``: from the answer before it in its stream; ``hash_ids``: as in ``TraceRequest``.
 
     ``known_tokens``: of the prompt's beginning, those that an unlimited cache has from the stream's earlier turns.
-    ``tool``: whether the answer ends in a tool call, after which the client comes back by itself.
     """
 
     prompt_tokens: int
@@ -27,7 +29,6 @@ class Turn:
     pause_s: float
     hash_ids: tuple[int, ...]
     known_tokens: int
-    tool: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,6 @@ class Stream:
 class Session:
     """A main stream, and those of its sub-agents. ``opening_tokens``: tools and system prompt of the main stream."""
 
-    name: str
     streams: tuple[Stream, ...]
     opening_tokens: int
 
@@ -87,10 +87,7 @@ def _session(row: dict[str, Any], ids: _Ids) -> Session:
         delay_s = max(0.0, turn["t"] - parent["t"] - (parent["api"] or 0.0))
         if agent["turns"]:
             streams.append(Stream(_turns(agent["turns"], size, opening, ids), max(before, 0), delay_s))
-    return Session(row["id"], tuple(streams), (tools + system) // TRACE_BLOCK_TOKENS * TRACE_BLOCK_TOKENS)
-
-
-LONGEST_PAUSE_S = 300.0
+    return Session(tuple(streams), (tools + system) // TRACE_BLOCK_TOKENS * TRACE_BLOCK_TOKENS)
 
 
 def _turns(rows: list[dict[str, Any]], size: int, opening: list[int], ids: _Ids) -> tuple[Turn, ...]:
@@ -107,5 +104,5 @@ def _turns(rows: list[dict[str, Any]], size: int, opening: list[int], ids: _Ids)
             beginning, known = list(source.hash_ids[:shared]), shared * TRACE_BLOCK_TOKENS
         fresh = [next(ids.fresh) for _ in range(blocks - len(beginning))]
         pause_s, out = min(float(row["think"] or 0.0), LONGEST_PAUSE_S), int(row["out"] or 1)
-        made.append(Turn(tokens, out, pause_s, (*beginning, *fresh), known, bool(row["tool"])))
+        made.append(Turn(tokens, out, pause_s, (*beginning, *fresh), known))
     return tuple(made)

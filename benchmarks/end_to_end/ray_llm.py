@@ -17,10 +17,10 @@ import httpx
 from benchmarks.common.client import Answer, RequestFailed, chat_body, stream_answer
 from benchmarks.common.prompts import text_of
 from benchmarks.common.report import names_of, parser_of, progress, spread, write
-from benchmarks.peers.ray_llm import MODEL, ROUTERS, application, ray_llm
+from benchmarks.peers.ray_llm import ENGINE, MODEL, ROUTERS, application, ray_llm
 from serve_app.checkpoints.sources.resolve import resolve_model
 
-BLOCK = 32
+BLOCK = ENGINE["block_size"]
 REPLICAS = 2
 
 
@@ -39,7 +39,6 @@ def main() -> None:
     blocks = arguments.prompts * math.ceil(arguments.prompt_tokens / BLOCK)
     engine = {
         "max_model_len": arguments.prompt_tokens + 200,
-        "block_size": BLOCK,
         "num_gpu_blocks_override": math.ceil(blocks / (arguments.working_set * REPLICAS)),
     }
     model = resolve_model(arguments.model)

@@ -1,7 +1,8 @@
 """Inside Ray Serve LLM: what clients see of a killed replica, which Serve replaces, of an added and of a removed one.
 
 A few clients ask the same prompts again and again behind our router and behind plain Ray, one after the other. For each
-change: failed requests, and the hit rate of the 50 requests after the first 50, beside that before it.
+change: failed requests, and hit rates of 50 requests: before it, the second 50 after it began, and the second 50 after
+as many replicas as there should be serve.
 """
 
 import argparse
@@ -72,28 +73,29 @@ class Load:
 
     async def _change(self, change: Callable[[int], Awaitable[None]], replicas: int) -> dict[str, float]:
         begun = len(self._hits)
-        before = _rate(self._hits[-BACK_WITHIN:])
         await change(replicas)
-        changed = len(self._hits)
-        await self._until(lambda: len(self._hits) >= changed + 2 * BACK_WITHIN)
-        after = self._hits[changed + BACK_WITHIN : changed + 2 * BACK_WITHIN]
+        serving = len(self._hits)
+        await self._until(lambda: len(self._hits) >= serving + 2 * BACK_WITHIN)
         failed = sum(hit is None for hit in self._hits[begun:])
-        return {"failed": failed, "requests": len(self._hits) - begun, "before": before, "after": _rate(after)}
+        return {
+            "failed": failed,
+            "requests": len(self._hits) - begun,
+            "before": _rate(self._hits[begun - BACK_WITHIN : begun]),
+            "begun": _rate(self._hits[begun + BACK_WITHIN : begun + 2 * BACK_WITHIN]),
+            "serving": _rate(self._hits[serving + BACK_WITHIN : serving + 2 * BACK_WITHIN]),
+        }
 
     async def _kill(self, replicas: int) -> None:
         gone = self._ray.replicas(self._router)[0]
         gone.kill()
-        await self._until(lambda: self._serving(replicas, without=gone.pid))
+        await self._until(lambda: gone not in self._ray.replicas(self._router) and self._serving(replicas))
 
     async def _scale(self, replicas: int) -> None:
         self._ray.deploy(_document(self._router, replicas, self._arguments))
         await self._until(lambda: self._serving(replicas))
 
-    def _serving(self, replicas: int, without: int = 0) -> bool:
-        """Say whether so many replicas have engines, and Ray has said that the application runs."""
-        found = self._ray.replicas(self._router)
-        with_engines = [one for one in found if one.pid != without and one.children(recursive=True)]
-        return len(found) == len(with_engines) == replicas
+    def _serving(self, replicas: int) -> bool:
+        return len(self._ray.replicas(self._router)) == replicas
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         deadline_s = time.monotonic() + CHANGE_TIMEOUT_S
@@ -126,7 +128,7 @@ def summary(results: dict[str, Any]) -> str:
     """Return all changes in a sentence."""
     rows = [
         f"{router}, {change}: {found['failed']} of {found['requests']} failed, "
-        f"hit rate {found['before']:.2f}, then {found['after']:.2f}"
+        f"hit rate {found['before']:.2f}, {found['begun']:.2f} after it began, {found['serving']:.2f} once all serve"
         for router, changes in results.items()
         for change, found in changes.items()
     ]

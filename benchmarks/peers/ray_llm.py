@@ -40,6 +40,16 @@ ROUTERS: Mapping[str, dict[str, Any]] = {
 }
 """By name: what an application's ``LLMConfig`` has beside the rest. ``kv_aware`` needs ai-dynamo-runtime."""
 
+ENGINE: Mapping[str, Any] = {
+    "max_num_seqs": 16,
+    "dtype": "float32",
+    "enforce_eager": True,
+    "block_size": 32,
+    "distributed_executor_backend": "mp",
+    "enable_prompt_tokens_details": True,
+}
+"""vLLM's arguments everywhere."""
+
 VLLM_ON_A_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
 SECRET = {"WARMPATH_SECRET": "a secret of benchmarks and tests"}
 START_S = 600
@@ -57,15 +67,7 @@ def application(router: str, model: Path, engine: Mapping[str, Any], replicas: i
             "ray_actor_options": {"num_cpus": 0.1},
         },
         "accelerator_config": {"kind": "cpu"},
-        "engine_kwargs": {
-            "max_num_seqs": 16,
-            "dtype": "float32",
-            "enforce_eager": True,
-            "block_size": 32,
-            "distributed_executor_backend": "mp",
-            "enable_prompt_tokens_details": True,
-            **engine,
-        },
+        "engine_kwargs": {**ENGINE, **engine},
     }
     if "server_cls" in about:
         config["server_cls"] = about["server_cls"]
@@ -96,12 +98,13 @@ class RayLlm:
         self.process.stdin.flush()
 
     def replicas(self, application: str) -> list[psutil.Process]:
-        """Return the processes of an application's vLLM replicas."""
-        name = re.compile(rf"ServeReplica:{application}:\w*LLMServer")
+        """Return the processes of an application's vLLM replicas that serve; Ray names one by what it does."""
+        name = re.compile(rf"ServeReplica:{application}:\w*LLMServer(?!.*initialize)")
         found = []
         for process in psutil.Process(self.process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):  # it has just died
-                found += [process] if name.search(" ".join(process.cmdline())) else []
+                if name.search(" ".join(process.cmdline())) and process.children():  # an engine of its own
+                    found.append(process)
         return found
 
 

@@ -57,7 +57,7 @@ class Cluster:
                 shortest_first=contender.shortest_first,
                 pulls=contender.pull,
                 on_first_token=self._first_token,
-                on_end=self._end,
+                on_end=lambda job: self.on_end(job),
                 publish=self._publish,
             )
         names = list(self.replicas)
@@ -94,9 +94,6 @@ class Cluster:
         self.outcome.cached_tokens += job.cached_tokens
         self.outcome.pulled_tokens += min(job.pulled_tokens, job.cached_tokens)
         self.doors[job.decision.router_id].core.release(job.decision)
-
-    def _end(self, job: Job) -> None:
-        self.on_end(job)
 
     def _publish(self, replica_id: str, events: tuple[Event, ...]) -> None:
         if self.settings.feed_delay_s:

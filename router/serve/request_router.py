@@ -137,12 +137,16 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
             if not self._decisions.add(route.request_id, decision):
                 self._core.release(decision)
                 raise asyncio.CancelledError
+            self._decided(route, decision)
             if "decision" in pending_request.kwargs:
                 pending_request.kwargs["decision"] = decision
             return self._by_name[decision.replica_id]
         except Exception:
             self._fault("choosing a replica")
             return min(self._replicas.values(), key=self._queue_length, default=None)
+
+    def _decided(self, route: RoutedRequest, decision: Decision) -> None:
+        """Hear of a decision that a request follows. For routers whose replicas are told no reservation."""
 
     async def _pause(self, attempt: int) -> None:
         """Wait before the first in line asks again: longer each time, but not beyond a change of replicas."""

@@ -90,22 +90,16 @@ class WarmRouter(CacheAwareRouter):
         chosen = self._choose(pending_request, await self._route_of(pending_request), is_retry=False)
         return [] if chosen is None else [[chosen]]
 
-    def _choose(
-        self, pending_request: PendingRequest, route: RoutedRequest | None, is_retry: bool
-    ) -> RunningReplica | None:
-        chosen = super()._choose(pending_request, route, is_retry)
-        decision = None if route is None else self._decisions.take(route.request_id)
-        if route is not None and decision is not None:
-            self._routed.inc(tags={"reason": decision.reason})
-            self._decisions.add(route.request_id, decision)  # for ``_undo``, where the replica rejects it
-            self._event_loop.call_later(RESERVED_S, self._core.reported, decision)
-            key = decision.replica_id, request_key(route.block_hashes, route.prompt_tokens)
-            self._open.setdefault(key, []).append(decision)
-            if len(self._open) > MAX_OPEN:
-                _, forgotten = self._open.popitem(last=False)
-                for decision in forgotten:
-                    self._core.release(decision)
-        return chosen
+    def _decided(self, route: RoutedRequest, decision: Decision) -> None:
+        """Know a request again by its prompt's key when its replica reports it."""
+        self._routed.inc(tags={"reason": decision.reason})
+        self._event_loop.call_later(RESERVED_S, self._core.reported, decision)
+        key = decision.replica_id, request_key(route.block_hashes, route.prompt_tokens)
+        self._open.setdefault(key, []).append(decision)
+        if len(self._open) > MAX_OPEN:
+            _, forgotten = self._open.popitem(last=False)
+            for other in forgotten:
+                self._core.release(other)
 
     def _heard(self, replica_id: str, events: Iterable[Event]) -> None:
         """Follow this router's requests by their keys too: neither of Ray's paths carries a decision to a replica."""
@@ -177,7 +171,8 @@ class WarmRouter(CacheAwareRouter):
                 raise ValueError("the replicas have another secret: set WARMPATH_SECRET to one value on every node")
             from serve_app.ray_llm.prompts import Prompts
 
-            self._prompts = await asyncio.to_thread(Prompts, facts.source, facts.block_size)
+            prompts = await asyncio.to_thread(Prompts, facts.source, facts.block_size)
             self._scopes = scopes
+            self._prompts = prompts  # last: another thread takes it for the sign that all is there
         except Exception:
             logger.exception("requests for %s go by load alone", facts.model)

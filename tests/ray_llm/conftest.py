@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from benchmarks.common.random_adapters import make_adapters
-from benchmarks.peers.ray_llm import SECRET, RayLlm, ray_llm
+from benchmarks.peers.ray_llm import ENGINE, SECRET, RayLlm, ray_llm
 from serve_app.ray_llm.scopes import Scopes
 from tests.vllm.marks import mark
 
@@ -94,14 +94,9 @@ def app(request: pytest.FixtureRequest, demo_model_path: Path) -> Iterator[LlmAp
     config["lora_config"] = {"dynamic_lora_loading_path": f"s3://{BUCKET}"}
     config["deployment_config"]["ray_actor_options"] = {"num_cpus": 0.1}
     config["engine_kwargs"] = {
+        **ENGINE,
         "max_model_len": 2048,
-        "max_num_seqs": 16,
-        "dtype": "float32",
-        "enforce_eager": True,
-        "block_size": 32,
         "num_gpu_blocks_override": 200,
-        "distributed_executor_backend": "mp",
-        "enable_prompt_tokens_details": True,
         "enable_lora": True,
         "max_lora_rank": 8,
     }

@@ -11,7 +11,6 @@ from tests.ray_llm.test_paths import TEXT
 
 
 def test_a_tenant_sees_its_own_part_and_the_operator_all(app: LlmApp) -> None:
-    app.cache("v1/cache/events?once=true")
     app.chat("seen. " + TEXT * 10, "seen")
     name = app.scopes.tenant_in(key_of("seen"))
     eventually(lambda: name in {total["tenant"] for total in app.cache("v1/cache/events?once=true").json()["totals"]})

@@ -133,20 +133,17 @@ class PrefixCache:
                 continue
             self.quota.idled(block)
             self._ticks += 1
-            entry.released_at = self._ticks
-            entry.standing = Standing.ORDINARY
-            if entry.children == 0:
-                self.quota.queue_leaf(block, entry.released_at, entry.standing, entry.hits)
+            self._place(entry, Standing.ORDINARY)
 
     def touch(self, chain: bytes, blocks: int) -> None:
-        """Let the end of a chain's first ``blocks``, and so all of them, go as late as if it was just used."""
+        """Keep a chain's first ``blocks``, as far as they are idle, as long as if they had just been used.
+
+        Only the last of them is looked at: no block is evicted before those that follow it.
+        """
         entry = self.index.of_hash(hash_at(chain, blocks - 1)) if blocks else None
-        if entry is None or not self.pool.is_idle(entry.block):
-            return
-        self._ticks += 1
-        entry.released_at, entry.standing = self._ticks, Standing.ORDINARY
-        if entry.children == 0:
-            self.quota.queue_leaf(entry.block, entry.released_at, entry.standing, entry.hits)
+        if entry is not None and self.pool.is_idle(entry.block):
+            self._ticks += 1
+            self._place(entry, Standing.ORDINARY)
 
     def demote(self, blocks: Sequence[int]) -> int:
         """Let a matched prefix's tail that is idle and unshared go first: another replica has it; return its blocks."""
@@ -156,9 +153,7 @@ class PrefixCache:
             entry = self.index.of_block(block)
             if entry is None or entry.children > min(demoted, 1) or not self.pool.is_idle(block):
                 break
-            entry.released_at, entry.standing = self._ticks, Standing.DEMOTED
-            if entry.children == 0:
-                self.quota.queue_leaf(block, entry.released_at, entry.standing, entry.hits)
+            self._place(entry, Standing.DEMOTED)
             demoted += 1
         return demoted
 
@@ -290,6 +285,12 @@ class PrefixCache:
         events = tuple(self._events)
         self._events.clear()
         return events
+
+    def _place(self, entry: CachedBlock, standing: Standing) -> None:
+        """Give an idle block its place among those that can be evicted, as of now."""
+        entry.released_at, entry.standing = self._ticks, standing
+        if entry.children == 0:
+            self.quota.queue_leaf(entry.block, entry.released_at, standing, entry.hits)
 
     def _retain(self, block: int) -> None:
         if self.pool.retain(block):

@@ -70,6 +70,7 @@ class Scheduler:
         self._stopped: set[str] = set()
         self._numbers = count()
         self._aging_tokens_per_s = AGING_SHARE * USUAL_TOKENS_PER_S
+        self._touched = False
         self.preempted: list[SequenceState] = []
         """Sequences preempted in the last ``schedule``; they wait again."""
 
@@ -176,6 +177,7 @@ class Scheduler:
         decodes = Counter(item.sequence.request.tenant for item in chosen)
         self.fair_queue.begin(lines, decodes, self.pending.awaited_tenants())
         self._stopped.clear()
+        self._touched = False
         if self._claim not in candidates:
             self._claim = None
         plan: dict[SequenceState, Scheduled] = {}
@@ -285,8 +287,9 @@ class Scheduler:
             if fetched == "loaded":
                 return self._admit(sequence)
         del self._waiting[sequence.request.request_id]
-        if needed > cache.pool.free_blocks:
+        if needed > cache.pool.free_blocks and not self._touched:
             # Those that wait are about to use what they find: it goes after all that nobody waits for.
+            self._touched = True
             for other in sorted(self._waiting.values(), key=self.rank, reverse=True):
                 cache.touch(other.chain, other.held_blocks_hint)
         self._running.start(sequence, matched, needed)

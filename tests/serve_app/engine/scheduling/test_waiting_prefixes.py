@@ -14,7 +14,6 @@ def test_a_start_evicts_what_nobody_waits_for_first() -> None:
     again = bench.add("again", prompt(128, 1), 1)
     bench.step()
     assert "cold" in bench.started_s and "again" not in bench.started_s
-    bench.step()
-    bench.step()
-    assert again.computed > 0 or "again" in bench.started_s
+    while "again" not in bench.started_s:
+        bench.step()
     assert again.cached_tokens >= 112
