@@ -32,7 +32,7 @@ DURATIONS = {
     "ttft": "5 minutes",
     "affinity": "15 minutes: two to three for each policy, with pulls and without",
     "ray_llm": "20 minutes: five for the start, one for each router in each run",
-    "ray_llm_changes": "10 minutes: five for each router",
+    "ray_llm_changes": "25 minutes: two for each change of each router",
     "front_door": "6 minutes a system",
     "crashes": "10 minutes",
     "pull": "6 minutes",

