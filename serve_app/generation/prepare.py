@@ -215,8 +215,8 @@ class Preparer:
             at_least_tokens = max(at_least_tokens, -(-chars // longest))
         if at_least_tokens >= max_model_len:
             raise ContextLengthExceeded(
-                f"The prompt has at least {at_least_tokens} tokens, and this model takes {max_model_len} for prompt "
-                "and answer together; shorten the prompt.",
+                f"The prompt is too long: at least {at_least_tokens} tokens > {max_model_len - 1}, the most that leave "
+                "this model a token to answer with; shorten the prompt.",
                 param=request.prompt_field,
             )
 

@@ -49,8 +49,8 @@ def sampling_of(
     room = max_model_len - prompt_tokens
     if room < 1:
         raise ContextLengthExceeded(
-            f"The prompt has {prompt_tokens} tokens, and this model takes {max_model_len} for prompt and "
-            "answer together; shorten the prompt.",
+            f"The prompt is too long: {prompt_tokens} tokens > {max_model_len - 1}, the most that leave this model a "
+            "token to answer with; shorten the prompt.",
             param=request.prompt_field,
         )
     if prompt_tokens < 1:
@@ -59,8 +59,9 @@ def sampling_of(
     max_tokens = min(default_max_tokens, room) if request.max_tokens is None else request.max_tokens
     if max_tokens > room:
         raise ContextLengthExceeded(
-            f"This model takes {max_model_len} tokens for prompt and answer together; the prompt has "
-            f"{prompt_tokens} and max_tokens is {max_tokens}: use at most {room}, or a shorter prompt.",
+            # Words that Claude Code looks for, to ask again for fewer tokens.
+            f"The input length and `max_tokens` exceed context limit: {prompt_tokens} + {max_tokens} > {max_model_len}; "
+            f"use at most {room}, or a shorter prompt.",
             param="max_tokens",
         )
     if request.min_tokens > max_tokens:

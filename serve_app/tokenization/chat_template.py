@@ -70,7 +70,13 @@ class ChatTemplate:
             if name in self._reserved:
                 raise InvalidRequest(f"chat_template_kwargs must not set {name}.", param="chat_template_kwargs")
         more = {"continue_final_message": True} if continue_final_message else {}
-        text = self._apply(messages, add_generation_prompt, {**kwargs, **more}, tools)
+        try:
+            text = self._apply(messages, add_generation_prompt, {**kwargs, **more}, tools)
+        except InvalidRequest:
+            if (alternating := _alternating(messages)) == list(messages):
+                raise
+            messages = alternating
+            text = self._apply(messages, add_generation_prompt, {**kwargs, **more}, tools)
         leading = list(takewhile(lambda message: message["role"] == "system", messages))
         if not leading and not tools:
             return RenderedPrompt(text, "")
@@ -118,3 +124,20 @@ class ChatTemplate:
                 "chat_template_kwargs.",
                 param="messages",
             ) from error
+
+
+def _alternating(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return messages as strict templates take them: one system message, no user's after a user's.
+
+    A system message that comes later is the user's. Agents send both, and cannot know the template.
+    """
+    told: list[Mapping[str, Any]] = []
+    for message in messages:
+        before = told[-1] if told else None
+        if message["role"] == "system" and before is not None and before["role"] != "system":
+            message = {**message, "role": "user"}
+        if before is not None and message["role"] == before["role"] and message["role"] in ("system", "user"):
+            told[-1] = {**before, "content": f"{before['content']}\n\n{message['content']}"}
+        else:
+            told.append(message)
+    return told

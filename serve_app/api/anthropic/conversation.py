@@ -12,6 +12,8 @@ MAX_BREAKPOINTS = 4
 TTLS_S = {"5m": 300.0, "1h": 3600.0}
 ROLES = ("user", "assistant", "system")
 CALL_PREFIX = "toolu_"
+BILLING = "x-anthropic-billing-header:"
+"""Begins a system block of Claude Code's that is for Anthropic alone, and differs in every conversation."""
 
 _FIELDS = {
     "text": frozenset({"type", "text", "cache_control", "citations"}),
@@ -51,7 +53,9 @@ class Conversation:
             path = f"system[{index}]"
             if _kind(block, path) != "text":
                 raise InvalidRequest(f"{path} must be a text block.", param=path)
-            self._add_text(block, path)
+            # Before all else, a block that differs would keep conversations from sharing what follows.
+            if index or not str(block.get("text")).startswith(BILLING):
+                self._add_text(block, path)
         self._join()
 
     def add_message(self, message: Any, index: int) -> None:

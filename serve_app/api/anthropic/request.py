@@ -15,6 +15,9 @@ from serve_app.api.request import ChatRequest, ToolUse, thinking_switches
 from serve_app.errors import InvalidRequest
 from serve_app.structured.grammar import Grammar
 
+KEEP_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
+"""Claude Code's edit of the context, which clears nothing."""
+
 Control = Annotated[Any, Field(description='{"type": "ephemeral"}, with a ttl of "5m" or "1h"')]
 
 
@@ -81,7 +84,7 @@ class CountTokensBody(JsonBody):
     refused: ClassVar[Refused] = {
         "container": (),
         "mcp_servers": ([],),
-        "context_management": ({},),
+        "context_management": ({}, *({"edits": edits} for edits in ([], [KEEP_THINKING]))),
         "speed": ("standard",),
         "output_format": (),
     }
@@ -115,8 +118,8 @@ class CountTokensBody(JsonBody):
         read.add_system(self.system)
         for index, message in enumerate(self.messages):
             read.add_message(message, index)
-        if not read.messages or read.messages[-1]["role"] == "system":
-            raise InvalidRequest("messages must end with words of user or assistant.", param="messages")
+        if all(message["role"] == "system" for message in read.messages):
+            raise InvalidRequest("messages must hold words of user or assistant.", param="messages")
         read.end_with_breakpoint(self.cache_control)
         for tool in self.tools:
             read.ignored.update(f"tools[].{name}" for name in (tool.model_extra or {}).keys() - tool.without_effect)

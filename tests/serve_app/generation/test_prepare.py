@@ -1,6 +1,7 @@
 """From requests to keys: what is to be saved, what tenants share, and where cold prompts are placed."""
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -241,9 +242,23 @@ def test_the_first_prompt_that_is_too_long_is_the_last_that_is_read(
     look_up = tokenizer._look_up
     monkeypatch.setattr(tokenizer, "_look_up", lambda text, *more: looked_up.append(text) or look_up(text, *more))
     request = CompletionRequest(model="demo", prompts=("a b c d e f " * 2000,) * 100)
-    with pytest.raises(ContextLengthExceeded, match="The prompt has"):
+    with pytest.raises(ContextLengthExceeded, match="The prompt is too long"):
         asyncio.run(preparer.prepare(request, Tenant("default"), "id"))
     assert len(looked_up) == 1
+
+
+def test_claude_code_finds_the_numbers_of_what_does_not_fit(preparer: Preparer) -> None:
+    """By its own patterns: it asks again for fewer tokens, or shortens its conversation. (docs/agents.md)"""
+    tokens = len(prepare(preparer, ("user", "Hi")).token_ids)
+    with pytest.raises(ContextLengthExceeded) as refused:
+        prepare(preparer, ("user", "Hi"), max_tokens=32_000)
+    assert f"input length and `max_tokens` exceed context limit: {tokens} + 32000 > 4096" in refused.value.message
+    for words, most in (("a b c d e f " * 2000, 4095), ("x" * 10**6, 4095)):
+        with pytest.raises(ContextLengthExceeded) as refused:
+            prepare(preparer, ("user", words))
+        found = re.search(r"prompt is too long[^0-9]*(\d+)\s*tokens?\s*>\s*(\d+)", refused.value.message, re.IGNORECASE)
+        assert found is not None
+        assert (int(found[1]) > most, int(found[2])) == (True, most)
 
 
 def test_rules_go_with_the_request(preparer: Preparer, tokenizer: PromptTokenizer) -> None:

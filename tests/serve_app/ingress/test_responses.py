@@ -63,6 +63,20 @@ def test_events_come_in_openais_order_and_add_up_to_the_whole(client: OpenAI, sc
         assert call.call_id.startswith("call_")
 
 
+def test_a_call_of_a_namespace_is_told_by_both_names(client: OpenAI, script: Script) -> None:
+    """As Codex sends its own, whole and streamed; the prompt has one name for it, and an answer repeats the tools."""
+    inner = {name: value for name, value in TOOL.items() if name != "strict"}
+    space: Any = {"type": "namespace", "name": "sky", "description": "Above.", "tools": [inner]}
+    script.text = call_text("sky.get_weather", {"city": "Oslo"}, "hermes")
+    *_, last = client.responses.create(**ASKED, tools=[space, {"type": "web_search"}], stream=True)
+    for response in (client.responses.create(**ASKED, tools=[space, {"type": "web_search"}]), last.response):
+        (call,) = response.output
+        assert isinstance(call, ResponseFunctionToolCall)
+        assert (call.namespace, call.name, json.loads(call.arguments)) == ("sky", "get_weather", {"city": "Oslo"})
+        assert [tool.type for tool in response.tools] == ["namespace", "web_search"]
+    assert '"name": "sky.get_weather"' in script.prompt()
+
+
 @pytest.mark.parametrize(
     ("text", "reason", "shown", "status"),
     [("It rai", "length", "It rai", "incomplete"), ("<|im_end|>", "stop", "", "completed")],

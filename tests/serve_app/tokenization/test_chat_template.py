@@ -67,6 +67,26 @@ def test_template_faults_are_the_clients_errors(demo_model_path: Path, tmp_path:
         PromptTokenizer(path).template.render(user)
 
 
+def test_a_template_that_takes_no_later_system_message_gets_it_as_the_users(
+    demo_model_path: Path, tmp_path: Path
+) -> None:
+    """Agents send such, and two of one speaker in a row; what it refuses all the same is the client's error."""
+    path = variant_of(demo_model_path, tmp_path / "model")
+    (path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if not loop.first and m.role in ('system', loop.previtem.role) %}"
+        "{{ raise_exception('not so') }}{% endif %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    )
+    said = ["system S", "system T", "user U", "user V", "system W", "assistant A", "tool R", "system X", "user Y"]
+    messages = [dict(zip(("role", "content"), words.split(), strict=True)) for words in said]
+    template = PromptTokenizer(path).template
+    rendered = template.render(messages)
+    assert rendered.text == "system: S\n\nT\nuser: U\n\nV\n\nW\nassistant: A\ntool: R\nuser: X\n\nY\n"
+    assert rendered.system_text == "system: S\n\nT\n"
+    assert rendered.text.startswith(template.render(messages[:6]).text)
+    with pytest.raises(InvalidRequest, match="refuses these messages: not so"):
+        template.render([*messages, {"role": "assistant", "content": "A"}, {"role": "assistant", "content": "B"}])
+
+
 @pytest.mark.parametrize(
     "name",
     ["chat_template", "tokenize", "tools", "conversation", "return_tensors"]

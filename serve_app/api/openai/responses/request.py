@@ -38,18 +38,24 @@ _TEXTS = ("input_text", "output_text", "text")
 _PART_FIELDS = frozenset({"type", "text", "annotations", "logprobs", "prompt_cache_breakpoint"})
 _ITEM_FIELDS = {
     "message": frozenset({"type", "id", "status", "role", "content", "phase"}),
-    "function_call": frozenset({"type", "id", "status", "call_id", "name", "arguments"}),
+    "function_call": frozenset({"type", "id", "status", "call_id", "name", "namespace", "arguments"}),
     "function_call_output": frozenset({"type", "id", "status", "call_id", "output"}),
 }
 ITEM_FIELDS = tuple(
     f"input[].{name}" for name in sorted({*_ITEM_FIELDS["function_call"], "role", "content", "output"})
 )  # fmt: skip
 
+_SHOWN = {
+    "function": {"type", "name", "description", "parameters", "strict"},
+    "namespace": {"type", "name", "description", "tools"},
+    "web_search": {"type"},
+}
+
 LOGPROBS = "message.output_text.logprobs"
 """What ``include`` calls them."""
 
 
-class ResponseTool(JsonBody):
+class ResponseFunction(JsonBody):
     """A function that the model may call."""
 
     type: FUNCTION
@@ -57,6 +63,32 @@ class ResponseTool(JsonBody):
     description: Description = None
     parameters: Parameters = None
     strict: bool | None = None
+
+
+class ResponseTool(JsonBody):
+    """A function, or a namespace of functions. OpenAI's own ``web_search`` is taken, and no model is told of it."""
+
+    type: Annotated[
+        Literal["function", "namespace", "web_search"],
+        Must('"function" or "namespace": other tools are not supported by this version'),
+    ]
+    name: FunctionName | None = None
+    description: Description = None
+    parameters: Parameters = None
+    strict: bool | None = None
+    tools: Annotated[
+        list[Annotated[ResponseFunction, Must("an object with type and name")]], Must("a list of functions")
+    ] = Field([], description="of a namespace")
+
+    def functions(self, path: str) -> list[Function]:
+        """Return what the model is told of. Raises InvalidRequest where there is no name."""
+        if self.type == "web_search":
+            return []
+        if self.name is None:
+            raise InvalidRequest(f"{path}.name is missing; it must be the tool's name.", param=f"{path}.name")
+        if self.type == "function":
+            return [Function(self.name, self.description, self.parameters)]
+        return [Function(f"{self.name}.{tool.name}", tool.description, tool.parameters) for tool in self.tools]
 
 
 class ResponseNamedChoice(JsonBody):
@@ -93,7 +125,7 @@ class ResponsesBody(GenerationBody):
     """The body of ``POST /v1/responses``."""
 
     without_effect: ClassVar[frozenset[str]] = GenerationBody.without_effect | {
-        "store", "service_tier", "max_tool_calls",
+        "store", "service_tier", "max_tool_calls", "client_metadata",
     }  # fmt: skip
     bounded: ClassVar[Mapping[str, int]] = {
         **BOUNDED, "input": 1 << 17, "tools": MAX_TOOL_VALUES, "text": 1 << 14,
@@ -160,13 +192,16 @@ class ResponsesBody(GenerationBody):
         if told and self.tools and self.tool_choice != "none":
             raise InvalidRequest(f"{LOGPROBS} does not go with tools: a call's tokens have none here.", param="include")
         ignored = {f"tools[].{name}" for tool in self.tools for name in tool.model_extra or ()}
+        ignored.update("tools[].web_search" for tool in self.tools if tool.type == "web_search")
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         messages = messages_of(items, ignored)
         if self.instructions:
             messages.insert(0, {"role": "system", "content": self.instructions})
         if not messages:
             raise InvalidRequest("input must hold at least one item.", param="input")
-        functions = [Function(tool.name, tool.description, tool.parameters) for tool in self.tools]
+        functions = [one for at, tool in enumerate(self.tools) for one in tool.functions(f"tools[{at}]")]
+        if len(functions) > MAX_TOOLS:
+            raise InvalidRequest(f"tools must hold at most {MAX_TOOLS} functions, those of namespaces too.", param="tools")
         choice = self.tool_choice
         named = "" if isinstance(choice, str) else choice.name
         return ChatRequest(
@@ -198,7 +233,7 @@ class ResponsesBody(GenerationBody):
             "temperature": self.temperature,
             "text": {"format": self.text.format or _NO_FORMAT},
             "tool_choice": self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.model_dump(),
-            "tools": [tool.model_dump(include={*ResponseTool.model_fields}) for tool in self.tools],
+            "tools": [tool.model_dump(include=_SHOWN[tool.type]) for tool in self.tools],
             "top_logprobs": self.top_logprobs,
             "top_p": self.top_p,
             "truncation": "disabled",
@@ -229,6 +264,8 @@ def messages_of(items: list[Any], ignored: set[str]) -> list[dict[str, Any]]:
         ignored.update(f"input[].{name}" for name in item.keys() - _ITEM_FIELDS[kind] if item[name] not in (None, []))
         if kind == "function_call":
             function = called(item, path)
+            if item.get("namespace"):
+                function["name"] = f"{item['namespace']}.{function['name']}"
             call = {"type": "function", "function": function, "id": call_id(item.get("call_id"), f"{path}.call_id")}
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})

@@ -20,7 +20,7 @@ class ResponsesFormat:
     def whole(self, head: AnswerHead, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """Return the body of a response that is not streamed."""
         choice = choices[0]
-        items = _Items(head.answer_id)
+        items = _Items(head)
         output = [items.reasoning(choice.reasoning)] if choice.reasoning else []
         if choice.text or not (choice.calls or output):
             output.append(items.message(choice.text, choice.logprobs or ()))
@@ -39,9 +39,15 @@ class ResponsesFormat:
 class _Items:
     """Makes the items of one response, with ids of their own."""
 
-    def __init__(self, answer_id: str) -> None:
-        self._answer_id = answer_id
+    def __init__(self, head: AnswerHead) -> None:
+        self._answer_id = head.answer_id
         self._made = 0
+        spaces = [tool for tool in head.repeated.get("tools", ()) if tool["type"] == "namespace"]
+        self._in_space = {
+            f"{space['name']}.{tool['name']}": {"namespace": space["name"], "name": tool["name"]}
+            for space in spaces
+            for tool in space["tools"]
+        }
 
     def message(self, text: str, logprobs: Sequence[ToldToken] = ()) -> dict[str, Any]:
         text_part = {"role": "assistant", "content": [_part(text, told_tokens(logprobs))]}
@@ -52,7 +58,7 @@ class _Items:
         return {"id": self._id("rs"), "type": "reasoning", "status": "completed", **parts}
 
     def call(self, call_id: str, name: str, arguments: str) -> dict[str, Any]:
-        call = {"call_id": call_id, "name": name, "arguments": arguments}
+        call = {"call_id": call_id, "name": name, "arguments": arguments, **self._in_space.get(name, {})}
         return {"id": self._id("fc"), "type": "function_call", "status": "completed", **call}
 
     def _id(self, prefix: str) -> str:
@@ -65,7 +71,7 @@ class _Stream:
 
     def __init__(self, head: AnswerHead) -> None:
         self._head = head
-        self._items = _Items(head.answer_id)
+        self._items = _Items(head)
         self._output: list[dict[str, Any]] = []
         self._parts: list[str] = []
         self._told: list[dict[str, Any]] = []

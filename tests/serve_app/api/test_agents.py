@@ -1,0 +1,111 @@
+"""Requests that agents' real packages sent, with their texts cut: nothing in them is a 400. (docs/agents.md)"""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve_app.api.anthropic.request import parse_messages
+from serve_app.api.openai.request import parse_chat
+from serve_app.api.openai.responses.request import parse_response_request
+from serve_app.api.request import ChatRequest
+from serve_app.errors import InvalidRequest
+
+RECORDED = Path(__file__).parents[2] / "clients/requests"
+PARSERS = {"claude_code": parse_messages, "codex": parse_response_request, "qwen_code": parse_chat}
+
+
+def body(agent: str) -> dict[str, Any]:
+    recorded: dict[str, Any] = json.loads((RECORDED / f"{agent}.json").read_text())["body"]
+    return recorded
+
+
+def parse(agent: str, **changed: Any) -> ChatRequest:
+    return PARSERS[agent](json.dumps({**body(agent), **changed}).encode())
+
+
+@pytest.mark.parametrize(
+    ("agent", "roles", "tools", "ignored"),
+    [
+        ("claude_code", ["system", "user", "system"], ["Bash", "Write"], []),
+        (
+            "codex",
+            ["system", "system", "user", "user"],
+            ["exec_command", "multi_agent_v1.close_agent", "multi_agent_v1.resume_agent"],
+            ["tools[].external_web_access", "tools[].web_search"],
+        ),
+        ("qwen_code", ["system", "user", "assistant", "user"], ["write_file", "run_shell_command"], []),
+    ],
+)
+def test_a_first_request_is_a_conversation_with_tools(
+    agent: str, roles: list[str], tools: list[str], ignored: list[str]
+) -> None:
+    """Each message in its place; what has no effect is told, and it is only what nobody here can do."""
+    request = parse(agent)
+    assert [message["role"] for message in request.messages] == roles
+    assert [tool["function"]["name"] for tool in request.tool_use.tools] == tools
+    assert sorted(field.told for field in request.unknown) == ignored
+
+
+def test_what_differs_in_each_conversation_of_claude_code_is_no_part_of_the_prompt() -> None:
+    """Its first block of the system prompt; any other is, and so is a first one of other words."""
+    recorded = body("claude_code")["system"]
+    other = copy.deepcopy(recorded)
+    other[0]["text"] = "x-anthropic-billing-header: cc_version=2.1.197.74c; cc_entrypoint=sdk-cli;"
+    assert other != recorded
+    assert parse("claude_code", system=other).messages == parse("claude_code").messages
+    assert parse("claude_code", system=recorded[::-1]).messages[0] != parse("claude_code").messages[0]
+    assert "billing" in parse("claude_code", system=recorded[::-1]).messages[0]["content"]
+    with pytest.raises(InvalidRequest, match=r"^system\[1\] must be a text block"):
+        parse("claude_code", system=[recorded[0], {"type": "image"}])
+
+
+def test_an_edit_of_the_context_that_clears_something_is_refused() -> None:
+    """Claude Code's own clears nothing."""
+    edits = body("claude_code")["context_management"]["edits"]
+    for edit in ({**edits[0], "keep": {"type": "thinking_turns", "value": 1}}, {"type": "clear_tool_uses_20250919"}):
+        with pytest.raises(InvalidRequest, match="context_management is not supported"):
+            parse("claude_code", context_management={"edits": [*edits, edit]})
+
+
+def test_a_message_of_a_system_alone_asks_nothing() -> None:
+    """Wherever it stands; after a user's it may be the last."""
+    with pytest.raises(InvalidRequest, match="messages must hold words of user or assistant"):
+        parse("claude_code", messages=[{"role": "system", "content": "Be brief."}])
+
+
+def test_calls_of_a_namespace_come_back_by_the_name_that_the_model_knows() -> None:
+    """Two namespaces may have functions of one name."""
+    call = {"type": "function_call", "call_id": "c", "namespace": "multi_agent_v1", "name": "close_agent", "arguments": ""}
+    said = parse("codex", input=[*body("codex")["input"], call]).messages[-1]
+    assert said["tool_calls"][0]["function"]["name"] == "multi_agent_v1.close_agent"
+    (space,) = (tool for tool in body("codex")["tools"] if tool["type"] == "namespace")
+    both = parse("codex", tools=[space, {**space, "name": "other"}]).tool_use.tools
+    assert [tool["function"]["name"] for tool in both][::2] == ["multi_agent_v1.close_agent", "other.close_agent"]
+
+
+@pytest.mark.parametrize(
+    ("tool", "sentence"),
+    [
+        ({"type": "namespace", "tools": []}, r"tools\[0\]\.name is missing"),
+        ({"type": "function"}, r"tools\[0\]\.name is missing"),
+        ({"type": "namespace", "name": "a", "tools": [{"type": "custom", "name": "b"}]}, r'tools\[0\]\.tools\[0\]\.type'),
+        ({"type": "code_interpreter"}, r'tools\[0\]\.type must be "function" or "namespace"'),
+        (
+            {"type": "namespace", "name": "a", "tools": [{"type": "function", "name": f"f{i}"} for i in range(129)]},
+            "tools must hold at most 128 functions",
+        ),
+    ],
+)
+def test_a_tool_that_is_not_as_it_should_be_is_named(tool: dict[str, Any], sentence: str) -> None:
+    """In a namespace too."""
+    with pytest.raises(InvalidRequest, match=sentence):
+        parse("codex", tools=[tool])
+
+
+def test_a_call_that_is_demanded_needs_a_tool_of_the_clients() -> None:
+    """A search that nobody here can do is none."""
+    with pytest.raises(InvalidRequest, match="needs tools"):
+        parse("codex", tools=[{"type": "web_search"}], tool_choice="required")
