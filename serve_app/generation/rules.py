@@ -60,8 +60,8 @@ def sampling_of(
     if max_tokens > room:
         raise ContextLengthExceeded(
             # Words that Claude Code looks for, to ask again for fewer tokens.
-            f"The input length and `max_tokens` exceed context limit: {prompt_tokens} + {max_tokens} > {max_model_len}; "
-            f"use at most {room}, or a shorter prompt.",
+            f"The input length and `max_tokens` exceed context limit: {prompt_tokens} + {max_tokens} > "
+            f"{max_model_len}; use at most {room}, or a shorter prompt.",
             param="max_tokens",
         )
     if request.min_tokens > max_tokens:

@@ -4,7 +4,7 @@ import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain, groupby, takewhile
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -127,17 +127,16 @@ class ChatTemplate:
 
 
 def _alternating(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return messages as strict templates take them: one system message, no user's after a user's.
+    """Return messages as strict templates take them: one system message, at the beginning, and one turn of each user.
 
-    A system message that comes later is the user's. Agents send both, and cannot know the template.
+    Later system messages are the user's. Agents send such, and cannot know the template.
     """
+    leading = sum(1 for _ in takewhile(lambda message: message["role"] == "system", messages))
+    users = ({**one, "role": "user"} if one["role"] == "system" else one for one in messages[leading:])
     told: list[Mapping[str, Any]] = []
-    for message in messages:
-        before = told[-1] if told else None
-        if message["role"] == "system" and before is not None and before["role"] != "system":
-            message = {**message, "role": "user"}
-        if before is not None and message["role"] == before["role"] and message["role"] in ("system", "user"):
-            told[-1] = {**before, "content": f"{before['content']}\n\n{message['content']}"}
-        else:
-            told.append(message)
+    for role, group in groupby(chain(messages[:leading], users), key=lambda message: message["role"]):
+        turns = list(group)
+        if role in ("system", "user"):
+            turns = [{**turns[0], "content": "\n\n".join(turn["content"] for turn in turns)}]
+        told += turns
     return told

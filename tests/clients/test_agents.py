@@ -21,6 +21,7 @@ from tests.integration.conftest import PATIENCE_S, alone, metric
 FOLDER = Path(os.environ.get("WARMPATH_CLIENTS", "/nowhere"))
 HOW = "set WARMPATH_CLIENTS to the folder that has the command {}, which npm installs; see docs/agents.md"
 MODEL = "errands"
+TOKENS = ("warmpath_tenant_prompt_tokens_total", "warmpath_tenant_cached_prompt_tokens_total")
 SHOW = f"tr a-z A-Z < {NOTE}"
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(900)]
@@ -100,16 +101,16 @@ def url(folder: Path, demo_model_path: Path, tmp_path_factory: pytest.TempPathFa
         yield base
 
 
-@pytest.mark.parametrize("name", AGENTS)
-def test_an_agent_runs_its_errand(name: str, url: str, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", AGENTS)
+def test_an_agent_runs_its_errand(kind: str, url: str, folder: Path, tmp_path: Path) -> None:
     """It writes a file, reads it, and ends; what a turn has in common with those before comes from the cache."""
-    agent = AGENTS[name]
+    agent = AGENTS[kind]
     errand = agent.errand(folder)
     if not (FOLDER / agent.command).exists():
         pytest.skip(HOW.format(agent.command))
     (folder / NOTE).unlink(missing_ok=True)
     codex_home(url, tmp_path)
-    before = [metric(url, f"warmpath_tenant_{kind}prompt_tokens_total") for kind in ("", "cached_")]
+    before = [metric(url, name) for name in TOKENS]
     done = subprocess.run(
         [FOLDER / agent.command, *agent.arguments, errand.asked],
         cwd=folder,
@@ -122,11 +123,8 @@ def test_an_agent_runs_its_errand(name: str, url: str, folder: Path, tmp_path: P
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert (folder / NOTE).read_text() == errand.word
     assert errand.ends in done.stdout, done.stdout[-2000:]
-    tokens, cached = (
-        metric(url, f"warmpath_tenant_{kind}prompt_tokens_total") - was
-        for kind, was in zip(("", "cached_"), before, strict=True)
-    )
+    tokens, cached = (metric(url, name) - was for name, was in zip(TOKENS, before, strict=True))
     assert cached > 0.6 * tokens > 0  # of three prompts the second and the third
-    if name == "claude":
+    if kind == "claude":
         answer: dict[str, Any] = json.loads(done.stdout)
         assert (answer["num_turns"], answer["is_error"]) == (3, False)

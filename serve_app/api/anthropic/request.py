@@ -15,9 +15,6 @@ from serve_app.api.request import ChatRequest, ToolUse, thinking_switches
 from serve_app.errors import InvalidRequest
 from serve_app.structured.grammar import Grammar
 
-KEEP_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
-"""Claude Code's edit of the context, which clears nothing."""
-
 Control = Annotated[Any, Field(description='{"type": "ephemeral"}, with a ttl of "5m" or "1h"')]
 
 
@@ -84,7 +81,7 @@ class CountTokensBody(JsonBody):
     refused: ClassVar[Refused] = {
         "container": (),
         "mcp_servers": ([],),
-        "context_management": ({}, *({"edits": edits} for edits in ([], [KEEP_THINKING]))),
+        "context_management": ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
         "speed": ("standard",),
         "output_format": (),
     }

@@ -78,10 +78,18 @@ def test_a_message_of_a_system_alone_asks_nothing() -> None:
 
 def test_calls_of_a_namespace_come_back_by_the_name_that_the_model_knows() -> None:
     """Two namespaces may have functions of one name."""
-    call = {"type": "function_call", "call_id": "c", "namespace": "multi_agent_v1", "name": "close_agent", "arguments": ""}
+    call = {
+        "type": "function_call",
+        "call_id": "c",
+        "namespace": "multi_agent_v1",
+        "name": "close_agent",
+        "arguments": "",
+    }
     said = parse("codex", input=[*body("codex")["input"], call]).messages[-1]
     assert said["tool_calls"][0]["function"]["name"] == "multi_agent_v1.close_agent"
     (space,) = (tool for tool in body("codex")["tools"] if tool["type"] == "namespace")
+    with pytest.raises(InvalidRequest, match=r"input\[4\]\.namespace must be a string"):
+        parse("codex", input=[*body("codex")["input"], {**call, "namespace": 7}])
     both = parse("codex", tools=[space, {**space, "name": "other"}]).tool_use.tools
     assert [tool["function"]["name"] for tool in both][::2] == ["multi_agent_v1.close_agent", "other.close_agent"]
 
@@ -91,7 +99,10 @@ def test_calls_of_a_namespace_come_back_by_the_name_that_the_model_knows() -> No
     [
         ({"type": "namespace", "tools": []}, r"tools\[0\]\.name is missing"),
         ({"type": "function"}, r"tools\[0\]\.name is missing"),
-        ({"type": "namespace", "name": "a", "tools": [{"type": "custom", "name": "b"}]}, r'tools\[0\]\.tools\[0\]\.type'),
+        (
+            {"type": "namespace", "name": "a", "tools": [{"type": "custom", "name": "b"}]},
+            r"tools\[0\]\.tools\[0\]\.type",
+        ),
         ({"type": "code_interpreter"}, r'tools\[0\]\.type must be "function" or "namespace"'),
         (
             {"type": "namespace", "name": "a", "tools": [{"type": "function", "name": f"f{i}"} for i in range(129)]},
@@ -103,6 +114,13 @@ def test_a_tool_that_is_not_as_it_should_be_is_named(tool: dict[str, Any], sente
     """In a namespace too."""
     with pytest.raises(InvalidRequest, match=sentence):
         parse("codex", tools=[tool])
+
+
+def test_a_field_that_nothing_reads_is_told_of_a_namespaces_functions_too() -> None:
+    """By its name, as any other."""
+    inner = {"type": "function", "name": "find", "defer_loading": True}
+    request = parse("codex", tools=[{"type": "namespace", "name": "a", "tools": [inner]}])
+    assert [field.told for field in request.unknown] == ["tools[].defer_loading"]
 
 
 def test_a_call_that_is_demanded_needs_a_tool_of_the_clients() -> None:

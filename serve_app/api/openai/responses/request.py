@@ -22,6 +22,7 @@ from serve_app.api.openai.tools import (
     MAX_TOOLS,
     Description,
     Function,
+    FunctionBody,
     FunctionName,
     Parameters,
     called,
@@ -55,14 +56,10 @@ LOGPROBS = "message.output_text.logprobs"
 """What ``include`` calls them."""
 
 
-class ResponseFunction(JsonBody):
+class ResponseFunction(FunctionBody):
     """A function that the model may call."""
 
     type: FUNCTION
-    name: FunctionName
-    description: Description = None
-    parameters: Parameters = None
-    strict: bool | None = None
 
 
 class ResponseTool(JsonBody):
@@ -191,7 +188,9 @@ class ResponsesBody(GenerationBody):
             raise InvalidRequest(f'top_logprobs needs include: ["{LOGPROBS}"].', param="top_logprobs")
         if told and self.tools and self.tool_choice != "none":
             raise InvalidRequest(f"{LOGPROBS} does not go with tools: a call's tokens have none here.", param="include")
-        ignored = {f"tools[].{name}" for tool in self.tools for name in tool.model_extra or ()}
+        ignored = {
+            f"tools[].{name}" for tool in self.tools for part in (tool, *tool.tools) for name in part.model_extra or ()
+        }
         ignored.update("tools[].web_search" for tool in self.tools if tool.type == "web_search")
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         messages = messages_of(items, ignored)
@@ -201,7 +200,7 @@ class ResponsesBody(GenerationBody):
             raise InvalidRequest("input must hold at least one item.", param="input")
         functions = [one for at, tool in enumerate(self.tools) for one in tool.functions(f"tools[{at}]")]
         if len(functions) > MAX_TOOLS:
-            raise InvalidRequest(f"tools must hold at most {MAX_TOOLS} functions, those of namespaces too.", param="tools")
+            raise InvalidRequest(f"tools must hold at most {MAX_TOOLS} functions in all.", param="tools")
         choice = self.tool_choice
         named = "" if isinstance(choice, str) else choice.name
         return ChatRequest(
@@ -264,8 +263,8 @@ def messages_of(items: list[Any], ignored: set[str]) -> list[dict[str, Any]]:
         ignored.update(f"input[].{name}" for name in item.keys() - _ITEM_FIELDS[kind] if item[name] not in (None, []))
         if kind == "function_call":
             function = called(item, path)
-            if item.get("namespace"):
-                function["name"] = f"{item['namespace']}.{function['name']}"
+            if (space := item.get("namespace")) is not None:
+                function["name"] = f"{call_id(space, f'{path}.namespace')}.{function['name']}"
             call = {"type": "function", "function": function, "id": call_id(item.get("call_id"), f"{path}.call_id")}
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})

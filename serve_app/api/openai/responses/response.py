@@ -42,11 +42,10 @@ class _Items:
     def __init__(self, head: AnswerHead) -> None:
         self._answer_id = head.answer_id
         self._made = 0
-        spaces = [tool for tool in head.repeated.get("tools", ()) if tool["type"] == "namespace"]
         self._in_space = {
             f"{space['name']}.{tool['name']}": {"namespace": space["name"], "name": tool["name"]}
-            for space in spaces
-            for tool in space["tools"]
+            for space in head.repeated.get("tools", ())
+            for tool in space.get("tools", ())
         }
 
     def message(self, text: str, logprobs: Sequence[ToldToken] = ()) -> dict[str, Any]:
