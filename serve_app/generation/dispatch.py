@@ -246,6 +246,7 @@ def route_of(
         rerouted=rerouted,
         store_kv=generation.store_kv,
         dead=dead,
+        order=generation.order,
     )
 
 

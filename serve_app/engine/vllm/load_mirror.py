@@ -1,7 +1,7 @@
 """The requests in vLLM, and how busy it is, told from what was submitted and what each of its steps computed.
 
 A step's prompt tokens belong to the oldest prefills, until one with its first token shows that they were its own: only
-tenants' turns are not in order. The engine's lock guards it.
+tenants' turns and priorities are not in order. The engine's lock guards it.
 """
 
 import asyncio

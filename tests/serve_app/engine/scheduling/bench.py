@@ -50,8 +50,9 @@ class Bench:
         tenant: str = "default",
         arrival_s: float | None = None,
         store_kv: bool = True,
+        order: int = 0,
     ) -> SequenceState:
-        item = replace(request(name, ids, max_tokens, tenant=tenant), store_kv=store_kv)
+        item = replace(request(name, ids, max_tokens, tenant=tenant), store_kv=store_kv, order=order)
         chain = self.cache.chain(item.root, item.token_ids)
         sequence = SequenceState(item, lambda _: None, chain, self.now_s if arrival_s is None else arrival_s)
         self.scheduler.add(sequence)
