@@ -1,15 +1,19 @@
 """Which of a tenant's requests starts first is the tenant's word, and moves no turn of another tenant's."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from serve_app.engine.adapter_slots import LoadedAdapters
 from serve_app.engine.core.load_reporter import LoadReporter
 from serve_app.engine.metrics import EngineMeters
+from serve_app.engine.protocol import AdapterSpec
+from serve_app.engine.scheduling.scheduler import Scheduler
 from tests.serve_app.engine.scheduling.bench import Bench
-from tests.serve_app.engine.tiny import prompt
+from tests.serve_app.engine.tiny import SCOPE, prompt
 
 COMING = st.lists(st.tuples(st.integers(0, 5), st.sampled_from("abc"), st.integers(-2, 2)), min_size=8, max_size=24)
 """(milliseconds after the one before, tenant, order)"""
@@ -91,6 +95,26 @@ def test_what_has_begun_is_finished_under_a_stream_of_earlier_orders() -> None:
             break
     assert "behind" in bench.started_s, "it starves behind another tenant's order"
     assert any(name.startswith("priority") for name in bench.started_s), "nothing overtook: the test proves nothing"
+
+
+def test_who_is_next_for_an_adapters_slot_starts_under_a_stream_of_earlier_orders() -> None:
+    """Nobody overtakes it there, another tenant neither, which would wait for as long as the stream lasts."""
+    bench = Bench("a", "b", num_blocks=4096, max_num_seqs=4, max_num_batched_tokens=64)
+    slots: LoadedAdapters[str] = LoadedAdapters(lambda spec: spec.key, max_loras=1, max_cpu_loras=3)
+    specs = [AdapterSpec(name, "1", "") for name in ("first", "second", "third")]
+    for spec in specs:
+        slots.load(spec)
+    bench.scheduler = Scheduler(bench.settings, bench.cache, slots)
+    first, second, third = (replace(SCOPE, lora=spec.key) for spec in specs)
+    bench.add("hold", prompt(64, 1), 20, tenant="a", scope=first)
+    bench.step()
+    bench.add("flex", prompt(64, 2), 1, tenant="a", order=2**32, scope=second)
+    bench.step()
+    bench.add("behind", prompt(64, 3), 1, tenant="b", scope=third)
+    for number in range(400):
+        bench.add(f"priority {number}", prompt(64, 10 + number), 1, tenant="a", order=-(2**32))
+        bench.step()
+    assert {"flex", "behind"} <= bench.started_s.keys()
 
 
 def test_routers_hear_of_whom_a_usual_request_overtakes() -> None:
