@@ -51,9 +51,9 @@ class LoadReport(msgspec.Struct, frozen=True, tag="load", array_like=True):
     """A replica's load at one moment. Rates are measured, smoothed, and 0.0 while unknown.
 
     ``admitted``: by router, the highest of its reservation numbers that the replica has admitted.
-    ``committed_prefill_tokens``: those of the queued tokens that run before any request that comes now, however short
-    (the rest of a prefill or step that is not interrupted); ``committed_sequences``: the waiting ones that have no
-    other tokens, ignored where none are committed.
+    ``committed_prefill_tokens``: those of the queued tokens that run before any request of the usual order that comes
+    now, however short (the rest of a prefill or step that is not interrupted); ``committed_sequences``: the waiting
+    ones that have no other tokens, ignored where none are committed.
     ``pull_tokens_per_s``: how fast the replica copies KV from others, 0.0 where it does not.
     ``prefill_rate_tokens``: how many recent prefill tokens that rate was measured over, 0 where it is not measured but
     known; a router believes a rate over few of them only in part (see ``ReplicaLoad``).

@@ -28,6 +28,7 @@ class RoutedRequest(msgspec.Struct, frozen=True, gc=False):
     ``adapter``: the key of its LoRA adapter, "" for none.
     ``tenant``: whose it is, for the turns of those that wait. ``rerouted``: how often a replica has sent it back
     because more was queued there than the router believed. ``store_kv`` False: it leaves nothing in a replica's cache.
+    ``order``: of its tenant's requests that wait, those of the lowest go first.
     """
 
     request_id: str
@@ -40,6 +41,7 @@ class RoutedRequest(msgspec.Struct, frozen=True, gc=False):
     rerouted: int = 0
     store_kv: bool = True
     dead: tuple[str, ...] = ()
+    order: int = 0
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):

@@ -93,9 +93,9 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
         route = await self._route_of(pending_request)
         if is_retry:
             self._undo(route)
-        tenant = "" if route is None else route.tenant
+        tenant, order = ("", 0) if route is None else (route.tenant, route.order)
         return await self._wait_queue.take(
-            lambda: self._choose(pending_request, route, is_retry), tenant, ahead=is_retry
+            lambda: self._choose(pending_request, route, is_retry), tenant, order, ahead=is_retry
         )
 
     async def choose_replicas(

@@ -1,11 +1,17 @@
 """Requests that no replica can take yet: tenants take turns, one request at a time asks again. One loop uses it."""
 
 import asyncio
+from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
+from math import inf
+from operator import itemgetter
 from typing import TypeVar
 
 T = TypeVar("T")
+
+_Place = tuple[float, asyncio.Event]
+"""Where a request waits: its order, and what wakes it."""
 
 
 class WaitQueue:
@@ -13,33 +19,36 @@ class WaitQueue:
 
     def __init__(self, pause: Callable[[int], Awaitable[None]]) -> None:
         self._pause = pause
-        self._lines: OrderedDict[str, deque[asyncio.Event]] = OrderedDict()
-        self._asking: asyncio.Event | None = None
+        self._lines: OrderedDict[str, deque[_Place]] = OrderedDict()
+        self._asking: _Place | None = None
 
     def __len__(self) -> int:
         return sum(map(len, self._lines.values()))
 
-    async def take(self, choose: Callable[[], T | None], tenant: str = "", *, ahead: bool = False) -> T:
-        """Return what ``choose`` does once it is not None. ``ahead``: in front of all, for who had a turn before."""
+    async def take(self, choose: Callable[[], T | None], tenant: str = "", order: int = 0, *, ahead: bool = False) -> T:
+        """Return what ``choose`` does once it is not None. ``ahead``: in front of all, for who had a turn before.
+
+        Of a tenant's requests those of the lowest ``order`` go first, and of these who came first.
+        """
         if not self._lines or ahead:
             found = choose()
             if found is not None:
                 return found
-        place = asyncio.Event()
+        woken = asyncio.Event()
+        place: _Place = (-inf if ahead else order, woken)
         line = self._lines.setdefault(tenant, deque())
         if ahead:
             line.appendleft(place)
             self._lines.move_to_end(tenant, last=False)
-            self._asking = place
         else:
-            line.append(place)
-            self._asking = self._asking or place
+            insort(line, place, key=itemgetter(0))
+        self._asking = self._first()
         try:
             attempt = 0
             while True:
                 while self._asking is not place:
-                    await place.wait()
-                    place.clear()
+                    await woken.wait()
+                    woken.clear()
                 found = choose()
                 if found is not None:
                     self._lines.move_to_end(tenant)
@@ -51,6 +60,9 @@ class WaitQueue:
             if not line:
                 del self._lines[tenant]
             if self._asking is place:
-                self._asking = next(iter(self._lines.values()))[0] if self._lines else None
+                self._asking = self._first()
                 if self._asking is not None:
-                    self._asking.set()
+                    self._asking[1].set()
+
+    def _first(self) -> _Place | None:
+        return next(iter(self._lines.values()))[0] if self._lines else None

@@ -65,6 +65,15 @@ class CacheBreakpoint:
     ttl_s: float
 
 
+TIERS = {"priority": -1, "default": 0, "flex": 1}
+"""The service tiers in the order in which a tenant's requests start."""
+
+
+def served_tier(asked: str | None) -> str:
+    """Return the tier of a request that asks for one, for "auto" or for none."""
+    return asked if asked in TIERS else "default"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFields:
     """What both kinds of requests say of what to generate and how to answer, validated.
@@ -76,6 +85,7 @@ class RequestFields:
     ``prompt_cache_key`` is a routing hint, ``cache_salt`` divides the tenant's own cache; ``prompt_ref`` names the
     registered prompt that goes before everything else. ``store_kv`` False: leave nothing in the cache; None: as the
     tenant's setting says. ``cache_diagnostics``: tell why the cache was missed. ``unknown``: fields without effect.
+    ``service_tier`` and, within one, ``priority`` say which of the tenant's own requests starts first.
     """
 
     prompt_field: ClassVar[str]
@@ -107,6 +117,8 @@ class RequestFields:
     cache_salt: str | None = None
     prompt_cache_key: str | None = None
     prompt_ref: str | None = None
+    service_tier: str | None = None
+    priority: int = 0
     disable_spec_decode: bool = False
     save_system_prompt_kv_cache: bool = False
     store_kv: bool | None = None
@@ -122,6 +134,11 @@ class RequestFields:
     def choices(self) -> int:
         """Sequences to generate, over all prompts."""
         return self.n
+
+    @property
+    def order(self) -> int:
+        """Its place among its tenant's requests that wait: the lowest starts first. 0 is usual, 64 bits hold it."""
+        return TIERS[served_tier(self.service_tier)] * 2**32 + self.priority
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,6 +79,7 @@ class EngineRequest:
     ``remote_kv``: what it has to wait for, though it counts as waiting, and queues, from its submission.
     ``timeout_s``: how long it may take from its submission on; what is not finished by then ends with "timeout".
     ``saves``: what is to be kept, in the order in which it gets room.
+    ``order``: of its tenant's requests that wait, those of the lowest start first; between tenants it says nothing.
     ``store_kv`` False: it takes hits, and no block that it computes is ever anybody else's or outlives it.
     """
 
@@ -96,6 +97,7 @@ class EngineRequest:
     timeout_s: float = math.inf
     store_kv: bool = True
     resumed_tokens: int = 0
+    order: int = 0
     matcher: TokenMatcher | None = None
 
 

@@ -67,14 +67,16 @@ class FrontDoor:
     def _check(self, budget: Budget, tenant: str, amount: int, what: str) -> None:
         """Raise RateLimited unless a tenant may take ``amount``, saying whether it or others fill the room."""
         verdict = budget.verdict(tenant, amount)
-        if verdict == "granted":
-            return
+        if verdict != "granted":
+            raise self._refusal(tenant, what, own=verdict == "over_share")
+
+    def _refusal(self, tenant: str, what: str, *, own: bool, code: str | None = None) -> RateLimited:
         retry_after_s = self._line.retry_after_s(tenant)
         again = f"send this one again after {ceil(retry_after_s)} s"
         message = f"There is no room for your request: too many {what} wait for an answer already; {again}."
-        if verdict == "over_share":
+        if own:
             message = f"Too many of your {what} wait for an answer already; {again}, or send fewer at once."
-        raise RateLimited(message, retry_after_s=retry_after_s)
+        return RateLimited(message, code=code, retry_after_s=retry_after_s)
 
 
 class Arrival:
@@ -102,10 +104,17 @@ class Arrival:
         self._door._bytes.take(self._tenant, size_bytes)
         self.body_bytes += size_bytes
 
-    async def turn(self, choices: int) -> None:
-        """Wait for the turn of a request of ``choices``: for a place of as many, or of the tenant's share."""
+    async def turn(self, choices: int, order: int = 0, *, flex: bool = False) -> None:
+        """Wait for the turn of a request of ``choices``: for a place of as many, or of the tenant's share.
+
+        Of a tenant's requests those of the lowest ``order`` go first. Raises RateLimited for a ``flex`` one where it
+        would not leave half of the tenant's waiting room to its others.
+        """
+        room = self._door._requests
+        if flex and not room.within(self._tenant, room.share(self._tenant) // 2):
+            raise self._door._refusal(self._tenant, "requests", own=True, code="resource_unavailable")
         cost = max(choices, self._door.cost_tokens(self._tenant, self.body_bytes))
-        self._place = await self._door._line.enter(self._tenant, choices, cost)
+        self._place = await self._door._line.enter(self._tenant, choices, cost, order)
         self._stop_waiting()
 
     def hand_over(self) -> Place:

@@ -1,16 +1,18 @@
 """One line by tenant for a bounded number of places, in turns by cost.
 
 Laws: places are conserved; a tenant within its share waits for nobody who borrows; with n tenants in line each gets a
-quantum of cost in n, whatever the length of its line. One asyncio loop uses it.
+quantum of cost in n, whatever the length and the order of its line. One asyncio loop uses it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 
 from serve_app.fairness.shares import Budget, Turns
 
@@ -43,6 +45,7 @@ class _Waiter:
     units: int
     cost: int
     granted: asyncio.Future[Place]
+    order: int
 
 
 class WaitingLine:
@@ -68,17 +71,20 @@ class WaitingLine:
             pace_s = max(pace_s, self._clock() - self._first_since_s[tenant])
         return min(60.0, max(1.0, pace_s * (1 + len(line))))
 
-    async def enter(self, tenant: str, units: int = 1, cost: int = 1) -> Place:
-        """Wait for ``units``, or for the tenant's whole share where that is less; a cancelled wait gives back."""
+    async def enter(self, tenant: str, units: int = 1, cost: int = 1, order: int = 0) -> Place:
+        """Wait for ``units``, or for the tenant's whole share where that is less; a cancelled wait gives back.
+
+        Of a tenant's line those of the lowest ``order`` go first, and of these who came first.
+        """
         shares = self._budget.shares
         shares.touch(tenant)
-        waiter = _Waiter(units, cost, asyncio.get_running_loop().create_future())
+        waiter = _Waiter(units, cost, asyncio.get_running_loop().create_future(), order)
         if self._lines or self._budget.verdict(tenant, self._units(tenant, waiter)) != "granted":
             if tenant not in self._lines:
                 self._lines[tenant] = deque()
                 self._turns.join(tenant)
                 self._first_since_s[tenant] = self._clock()
-            self._lines[tenant].append(waiter)
+            insort(self._lines[tenant], waiter, key=attrgetter("order"))
             self._grant()
         else:
             self._start(tenant, waiter)

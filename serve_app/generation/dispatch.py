@@ -246,6 +246,7 @@ def route_of(
         rerouted=rerouted,
         store_kv=generation.store_kv,
         dead=dead,
+        order=generation.order,
     )
 
 
@@ -256,5 +257,10 @@ def _resumed(generation: Generation, received: list[int], block_size: int) -> Ge
     hashes = extend_chain(generation.root, public_blocks, token_ids, block_size, generation.block_hashes)
     sampling = replace(generation.sampling, max_tokens=generation.sampling.max_tokens - len(received))
     return replace(
-        generation, token_ids=token_ids, block_hashes=hashes, sampling=sampling, resumed_tokens=len(received)
+        generation,
+        token_ids=token_ids,
+        block_hashes=hashes,
+        sampling=sampling,
+        resumed_tokens=len(received),
+        order=min(generation.order, 0),  # its client reads already: it waits no longer than a usual one
     )

@@ -19,7 +19,8 @@ class Generation:
     last ``resumed_tokens`` of the prompt are the answer's first ones. ``echo``: the prompt, where it stands before the
     answer. ``saves``: an explicit one, then those of cache breakpoints, the shortest first. ``prompt_ref``: the version
     of its registered prompt. ``system_chars``: of the formatted system prompt; ``system_tokens``: of the prompt, in
-    common with that. ``traceparent``: W3C's, of the request's span. "" and 0 stand for none.
+    common with that. ``order``: see ``EngineRequest``. ``traceparent``: W3C's, of the request's span. "" and 0 stand
+    for none.
     """
 
     request_id: str
@@ -41,6 +42,7 @@ class Generation:
     prompt_ref: str = ""
     system_chars: int = 0
     system_tokens: int = 0
+    order: int = 0
     traceparent: str = ""
 
     @property
@@ -61,6 +63,7 @@ class Generation:
             timeout_s=self.deadline_s - now_s,
             store_kv=self.store_kv,
             resumed_tokens=self.resumed_tokens,
+            order=self.order,
         )
 
 

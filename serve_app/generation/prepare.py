@@ -124,6 +124,7 @@ class Preparer:
                         prompt_ref=request.prompt_ref or "",
                         system_chars=len(system_text),
                         system_tokens=system_tokens,
+                        order=request.order,
                     )
                 )
         return generations

@@ -59,7 +59,7 @@ class Completions:
             stage("read")
             async with until_disconnect(request):
                 async with deadline.limit():
-                    await arrival.turn(wanted.choices)
+                    await arrival.turn(wanted.choices, wanted.order, flex=wanted.service_tier == "flex")
                     stage("wait")
                     generations = await self.preparer.prepare(wanted, tenant, answer_id, deadline_s=deadline.at_s)
                     generations = self.readers.after_reasoning(wanted, generations)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,20 @@ def test_a_short_prompt_is_not_served_after_a_flood(tenants: Tenants) -> None:
     assert len(collector.finish) - before <= 6
     collector.wait([f"flood {300 + number}" for number in range(20)], 120)
     eventually(lambda: tenants.engine.load().queued_prefill_tokens == 0)
+
+
+def test_a_tenants_order_is_kept(tenants: Tenants) -> None:
+    """Behind a dozen that can wait, those that came last start next; the other tenant's are not asked."""
+    collector, flex = Collector(), [f"flood {350 + number}" for number in range(12)]
+    for number in range(12):
+        tenants.engine.submit(replace(tenants.asked("flood", 350 + number, 600, 4), order=2**32), collector)
+    collector.wait_tokens(flex[0], 1)
+    before = len(collector.finish)
+    urgent = [replace(tenants.asked("flood", 370, 600, 4), order=-1), tenants.asked("flood", 371, 600, 4)]
+    for asked in urgent:
+        tenants.engine.submit(asked, collector)
+    collector.wait([*flex, *(asked.request_id for asked in urgent)], 120)
+    assert {asked.request_id for asked in urgent} <= set(list(collector.finish)[: before + 6])
 
 
 def test_copies_go_before_all_turns(tenants: Tenants) -> None:

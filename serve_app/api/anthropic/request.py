@@ -167,6 +167,9 @@ class MessagesBody(CountTokensBody):
     top_k: Annotated[int, Field(ge=0, le=MAX_TOKENS), Whole] = Field(0, description="0: all tokens")
     stop_sequences: Stops = ()
     stream: bool = False
+    service_tier: Annotated[Literal["auto", "standard_only"] | None, Must("auto or standard_only")] = Field(
+        None, description="changes nothing: usage says standard"
+    )
     diagnostics: DiagnosticsBody | None = Field(None, description="ask why the cache was missed")
     store_kv: StoreKV = None
 

@@ -22,7 +22,7 @@ from serve_app.api.openai.tools import (
     check_arguments,
     tool_use,
 )
-from serve_app.api.request import ChatRequest, CompletionRequest, Prompt, ToolUse, thinking_switches
+from serve_app.api.request import ChatRequest, CompletionRequest, Prompt, ToolUse, served_tier, thinking_switches
 from serve_app.errors import InvalidRequest
 
 INT64 = 2**63
@@ -104,6 +104,12 @@ class GenerationBody(SamplingBody):
     cache_salt: Text1024 = Field(None, description="divides the tenant's own cache: equal salts share KV")
     prompt_cache_key: Text1024 = Field(None, description="a routing hint that keeps related requests together")
     prompt_ref: Text256 = Field(None, description="NAME@VERSION, or NAME, of a registered prompt that goes before all")
+    service_tier: Annotated[
+        Literal["auto", "default", "flex", "priority"] | None, Must("auto, default, flex or priority")
+    ] = Field(None, description="of the tenant's own requests that wait: priority starts first, flex last")
+    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1), Whole] = Field(
+        0, description="of the tenant's own requests of one tier: the lowest starts first"
+    )
     disable_spec_decode: bool = False
     save_system_prompt_kv_cache: bool = Field(False, description="keep the KV of the formatted system prompt")
     store_kv: StoreKV = None
@@ -194,6 +200,7 @@ class ChatBody(GenerationBody):
             chat_template_kwargs=self.chat_template_kwargs,
             thinking=thinking_switches(self.reasoning_effort),
             tool_use=self._tool_use(),
+            repeated={"service_tier": served_tier(self.service_tier)} if self.service_tier else {},
             **self.common([*ignored, *in_parts, *self._ignored_in_tools()]),
         )
 

@@ -219,7 +219,8 @@ class _Stream:
 
 
 def _head(prefix: str, kind: str, head: AnswerHead) -> dict[str, Any]:
-    return {"id": f"{prefix}-{head.answer_id}", "object": kind, "created": head.created_s, "model": head.model}
+    named = {"id": f"{prefix}-{head.answer_id}", "object": kind, "created": head.created_s, "model": head.model}
+    return {**named, **head.repeated}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from serve_app.engine.scheduling.scheduler import Scheduled, Scheduler
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
 
+_LAST = (inf, inf)
+
 
 @dataclass(slots=True)
 class _Work:
@@ -23,7 +25,7 @@ class _Work:
 
     tenant: str
     tokens: int
-    rank: float
+    rank: tuple[float, float]
     waits: bool
     under_way: int = 0
     contended: bool = False
@@ -50,7 +52,7 @@ class LoadReporter:
         request = sequence.request
         self._arrived[request.request_id] = sequence
         self.waiting += 1
-        self._add(sequence, inf, waits=True)
+        self._add(sequence, _LAST, waits=True)
         self._reservations.arrived(request.router_id, request.reservation)
 
     def entered(self, sequence: SequenceState) -> None:
@@ -66,7 +68,7 @@ class LoadReporter:
             if sequence.prefilling:
                 self._add(sequence, scheduler.rank(sequence), waits=False)
         for sequence in (*scheduler.waiting, *self._arrived.values()):
-            self._add(sequence, inf, waits=True)
+            self._add(sequence, _LAST, waits=True)
         first: dict[bytes, _Work] = {}
         for sequence in sorted(scheduler.ready(), key=scheduler.rank):
             work, wanted = self._work[sequence.request.request_id], scheduler.missing_block(sequence)
@@ -111,8 +113,8 @@ class LoadReporter:
     def _committed(self, now_s: float) -> tuple[int, int]:
         """Return the tokens computed before those of a one-token request that comes now, and by how many waiting ones.
 
-        The rest of the step, and what is too old to be overtaken within its tenant. Among several tenants the next
-        request may be anyone's: what is before it then is the least of what any of them would find.
+        The rest of the step, and what is too old, or too urgent, to be overtaken within its tenant. Among several
+        tenants the next request may be anyone's: what is before it then is the least of what any of them would find.
         """
         latest_rank = self._scheduler.next_rank(now_s)
         under_way = sequences = 0
@@ -122,7 +124,7 @@ class LoadReporter:
             rest = 0 if work.contended else work.tokens - work.under_way
             is_old = work.rank <= latest_rank
             under_way += work.under_way
-            if work.rank < inf:
+            if work.rank < _LAST:
                 queued[work.tenant] += rest
                 old[work.tenant] += rest if is_old else 0
             if work.waits and not work.contended and (is_old or not rest):
@@ -142,7 +144,7 @@ class LoadReporter:
     def _queued_tokens(self) -> int:
         return sum(work.tokens for work in self._work.values())
 
-    def _add(self, sequence: SequenceState, rank: float, *, waits: bool) -> None:
+    def _add(self, sequence: SequenceState, rank: tuple[float, float], *, waits: bool) -> None:
         request = sequence.request
         tokens = sequence.uncached_tokens(self._settings.block_size)
         self._work[request.request_id] = _Work(request.tenant, tokens, rank, waits)

@@ -1,9 +1,9 @@
 """Which sequences run in the next step, and with how many tokens.
 
 Owns the waiting line. Rules: decode first; then prefill, fair between tenants (``fair_queue``), within a tenant the
-least uncached work first, aged; a sequence whose next missing block another one is computing waits for that block
-(``PendingBlocks``); a sequence that starts gets a reservation, and where the pool runs out a victim is preempted
-(``running_set``). Mutates sequences and the prefix cache.
+lowest ``order`` first, and there the least uncached work, aged; a sequence whose next missing block another one is
+computing waits for that block (``PendingBlocks``); a sequence that starts gets a reservation, and where the pool runs
+out a victim is preempted (``running_set``). Mutates sequences and the prefix cache.
 """
 
 from collections import Counter, deque
@@ -104,8 +104,17 @@ class Scheduler:
         ]
 
     def add(self, sequence: SequenceState) -> None:
-        """Put a sequence in the waiting line. It must fit the pool (``check_request``)."""
+        """Put a sequence in the waiting line. It must fit the pool (``check_request``).
+
+        It takes the turn of the first of its tenant's that start after it, and each of these that of the next: so
+        a tenant's turns among the others' are where they were, whichever of its requests uses them.
+        """
         sequence.number = next(self._numbers)
+        tenant, order = sequence.request.tenant, sequence.request.order
+        others = (other for other in self._waiting.values() if other.request.tenant == tenant)
+        later = [other for other in others if other.request.order > order and not self._begun(other)]
+        for other in sorted(later, key=lambda other: other.number, reverse=True):
+            other.swap_turn(sequence)
         self._waiting[sequence.request.request_id] = sequence
         self._cache.quota.touch(sequence.request.tenant)
 
@@ -172,8 +181,9 @@ class Scheduler:
         lines: dict[str, deque[SequenceState]] = {}
         for sequence in candidates:
             self._refresh_hint(sequence)
-        for sequence in sorted([*prefilling, *candidates], key=self.rank):
+        for sequence in sorted([*prefilling, *candidates], key=self._turn_s):
             lines.setdefault(sequence.request.tenant, deque()).append(sequence)
+        lines = {tenant: self._in_order(line) for tenant, line in lines.items()}
         decodes = Counter(item.sequence.request.tenant for item in chosen)
         self.fair_queue.begin(lines, decodes, self.pending.awaited_tenants())
         self._stopped.clear()
@@ -245,15 +255,30 @@ class Scheduler:
         self._slot_claim = None if room else request.request_id
         return room
 
-    def rank(self, sequence: SequenceState) -> float:
-        """Return a sequence's place among those of its tenant, in seconds: the lowest is computed first."""
+    def rank(self, sequence: SequenceState) -> tuple[int, float]:
+        """Return a sequence's place among those of its tenant: the lowest is computed first."""
+        return 0 if self._begun(sequence) else sequence.request.order, self._turn_s(sequence)
+
+    def next_rank(self, now_s: float) -> tuple[int, float]:
+        """Return the place of a one-token sequence of the usual order that arrives now."""
+        return 0, now_s + 1 / self._aging_tokens_per_s
+
+    def _begun(self, sequence: SequenceState) -> bool:
+        """Whether others may wait for a sequence already: its order counts no more."""
+        claims = sequence.request.request_id == self._slot_claim
+        return bool(sequence.blocks) or sequence.preemptions > 0 or claims
+
+    def _in_order(self, line: deque[SequenceState]) -> deque[SequenceState]:
+        """Return a tenant's line with the lowest order first; what has begun is among those."""
+        if len({one.request.order for one in line}) == 1:
+            return line
+        least = min((one.request.order for one in line if not self._begun(one)), default=0)
+        return deque(sorted(line, key=lambda one: least if self._begun(one) else one.request.order))
+
+    def _turn_s(self, sequence: SequenceState) -> float:
         # A preempted sequence was overtaken already: it counts as having nothing to compute.
         work = 0 if sequence.preemptions else sequence.uncached_tokens(self._cache.block_size)
-        return sequence.arrival_s + work / self._aging_tokens_per_s
-
-    def next_rank(self, now_s: float) -> float:
-        """Return the place of a one-token sequence that arrives now."""
-        return now_s + 1 / self._aging_tokens_per_s
+        return sequence.turn_s + work / self._aging_tokens_per_s
 
     def _refresh_hint(self, sequence: SequenceState) -> None:
         """Correct the guess of cached leading blocks, at two look-ups when nothing changed."""

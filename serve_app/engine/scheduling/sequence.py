@@ -31,7 +31,8 @@ class SequenceState:
     resolved            blocks    PendingBlocks    leading prompt blocks that nobody waits for any more
     reserved_blocks     blocks    RunningSet       reserved at the start and not taken yet
     held_blocks_hint    blocks    Scheduler        while waiting: guess of leading blocks cached or on their way
-    number              -         Scheduler        place in the order of arrival
+    number, turn_s      -, s      Scheduler        place in the order of turns, and its time: those of its arrival, or
+                                                   of another's of its tenant that starts after it
     beyond_reservation  -         RunningSet       whether it holds more blocks than were reserved for it
     =================== ========= ================ ==========================================================
 
@@ -56,6 +57,7 @@ class SequenceState:
     held_blocks_hint: int = 0
     scheduled_s: float | None = None
     first_token_s: float | None = None
+    turn_s: float = field(init=False)
     length: int = field(init=False)
     prefill_tokens: int = field(init=False)
     _tokens: TokenArray = field(init=False)
@@ -67,6 +69,7 @@ class SequenceState:
         self._tokens = np.empty(len(prompt) + self.request.sampling.max_tokens, dtype=np.int32)
         self._tokens[: len(prompt)] = prompt
         self.length = self.prefill_tokens = len(prompt)
+        self.turn_s = self.arrival_s
 
     @property
     def prompt_tokens(self) -> int:
@@ -110,6 +113,11 @@ class SequenceState:
         if self.awaits_remote_kv and self.request.remote_kv is not None:
             done = max(done, self.request.remote_kv.tokens)
         return max(self.prefill_tokens - done, 0)
+
+    def swap_turn(self, other: "SequenceState") -> None:
+        """Have another's turn, which has this one's; both wait."""
+        self.number, other.number = other.number, self.number
+        self.turn_s, other.turn_s = other.turn_s, self.turn_s
 
     def segment(self, tokens: int) -> Segment:
         """Return the next ``tokens`` positions as a step's segment; the last one of the prompt wants a token."""

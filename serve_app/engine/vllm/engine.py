@@ -251,7 +251,8 @@ class VllmEngine:
         key = request.scope.lora
         lora = self._adapters.slots.weights(key) if key else None
         public_tokens = request.scope.public_blocks * self.settings.block_size
-        told = tenant_args(request.tenant) | scope_args(request.root, public_tokens, store_kv=request.store_kv)
+        told = tenant_args(request.tenant, request.order)
+        told |= scope_args(request.root, public_tokens, store_kv=request.store_kv)
         parts = self._frontend.generate(
             request.request_id,
             request.token_ids.tolist(),

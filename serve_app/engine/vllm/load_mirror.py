@@ -1,7 +1,7 @@
 """The requests in vLLM, and how busy it is, told from what was submitted and what each of its steps computed.
 
 A step's prompt tokens belong to the oldest prefills, until one with its first token shows that they were its own: only
-tenants' turns are not in order. The engine's lock guards it.
+tenants' turns and priorities are not in order. The engine's lock guards it.
 """
 
 import asyncio
@@ -141,6 +141,7 @@ class LoadMirror:
         """Return the load as one message."""
         queued = self.queued_tokens
         turns = self.line.shares.several
+        overtaken = list(filter(_overtaken, self._prefills.values()))
         return LoadReport(
             queued_prefill_tokens=queued,
             running_sequences=self.running,
@@ -150,8 +151,10 @@ class LoadMirror:
             prefill_tokens_per_s=self._meters.prefill_tokens_per_s,
             prefill_rate_tokens=self._meters.prefill_rate_tokens,
             admitted=self._reservations.admitted(),
-            committed_prefill_tokens=self._committed() if turns else queued,
-            committed_sequences=0 if turns else self.waiting,
+            committed_prefill_tokens=(
+                self._committed() if turns else queued - sum(prefill.uncached_tokens for prefill in overtaken)
+            ),
+            committed_sequences=0 if turns else max(0, self.waiting - len(overtaken)),
             taken_at_s=now_s,
         )
 
@@ -161,10 +164,12 @@ class LoadMirror:
         A tenant with a queue waits for its own; another one for a turn of each at most.
         """
         queued: Counter[str] = Counter()
+        ahead: Counter[str] = Counter()
         for prefill in self._prefills.values():
             queued[prefill.request.tenant] += prefill.uncached_tokens
+            ahead[prefill.request.tenant] += 0 if _overtaken(prefill) else prefill.uncached_tokens
         turns = sum(min(tokens, self._turn_tokens) for tokens in queued.values())
-        return min([turns, *queued.values()])
+        return min([turns, *ahead.values()])
 
     def gauges(self, num_blocks: int, held_blocks: int, pinned_blocks: int, labels: Labels) -> Iterable[Sample]:
         """Yield how many requests run and wait, and the pool's blocks by state.
@@ -179,3 +184,8 @@ class LoadMirror:
         yield "warmpath_num_requests_waiting", labels, float(self.waiting)
         for state, blocks in (("used", used), ("cached", cached), ("free", num_blocks - used - cached)):
             yield "warmpath_kv_cache_blocks", (*labels, ("state", state)), float(blocks)
+
+
+def _overtaken(prefill: LiveRequest) -> bool:
+    """Whether a request of the usual order that comes now starts before it."""
+    return prefill.request.order > 0 and not prefill.taken_tokens

@@ -137,3 +137,12 @@ def test_concurrent_prompts_find_their_replica(served: Served) -> None:
                      enumerate(order))
         )  # fmt: skip
     assert sum(cached > 100 for _, cached, _ in answers) >= 0.95 * len(answers)
+
+
+def test_tiers_go_all_the_way(served: Served) -> None:
+    """To the replica and back, the widest orders there are too."""
+    client, fields = served.openai(), {"model": "demo", "max_tokens": 4, "messages": said(("user", "Hi"))}
+    for tier, priority in (("flex", 2**31 - 1), ("priority", -(2**31)), ("auto", 0)):
+        asked: Any = {**fields, "service_tier": tier, "extra_body": {"priority": priority}}
+        answer = client.chat.completions.create(**asked)
+        assert answer.usage.completion_tokens and answer.service_tier == {"auto": "default"}.get(tier, tier)

@@ -109,3 +109,55 @@ async def test_tenants_take_turns() -> None:
     assert room.served[:6] == ["a0", "b0", "a1", "b1", "a2", "b2"]
     assert room.served[6:] == [f"a{number}" for number in range(3, 20)]
     assert len(room.queue) == 0
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(-2, 2)), max_size=20), st.integers(1, 3))
+async def test_an_order_is_within_a_tenant(coming: list[tuple[str, int]], freed: int) -> None:
+    """The tenants are served as without one, each its lowest order first; who is sent back goes before them all."""
+
+    async def served(orders: list[int]) -> list[object]:
+        room, all_here = Room(freed=freed), asyncio.Event()
+
+        async def pause(attempt: int) -> None:
+            await all_here.wait()
+            await room.pause(attempt)
+
+        room.queue = WaitQueue(pause)
+        tasks = [
+            asyncio.create_task(room.queue.take(room.choose(number), tenant, order))
+            for number, ((tenant, _), order) in enumerate(zip(coming, orders, strict=True))
+        ]
+        await asyncio.sleep(0)
+        tasks.append(asyncio.create_task(room.queue.take(room.choose("again"), "b", 9, ahead=True)))
+        await asyncio.sleep(0)
+        all_here.set()
+        await asyncio.gather(*tasks)
+        assert len(room.queue) == 0
+        return room.served
+
+    found, plain = await served([order for _, order in coming]), await served([0] * len(coming))
+    assert found[0] == plain[0] == "again"
+    assert [coming[number][0] for number in found[1:]] == [coming[number][0] for number in plain[1:]]  # type: ignore[call-overload]
+    for tenant in "abc":
+        mine = [number for number in found[1:] if coming[number][0] == tenant]  # type: ignore[call-overload]
+        assert mine == sorted(mine, key=lambda number: (coming[number][1], number))  # type: ignore[call-overload]
+
+
+async def test_a_lower_order_asks_in_the_place_of_its_tenants_first() -> None:
+    """It comes while that one pauses, which then waits for its turn; the pause of another tenant's goes on."""
+    gate = asyncio.Event()
+
+    async def pause(attempt: int) -> None:
+        await gate.wait()
+
+    room = Room()
+    room.queue = WaitQueue(pause)
+    tasks = []
+    for name, tenant, order in (("a0", "a", 0), ("b0", "b", 0), ("a-1", "a", -1), ("b-1", "b", -1)):
+        tasks.append(asyncio.create_task(room.queue.take(room.choose(name), tenant, order)))
+        await asyncio.sleep(0)
+    assert (room.asked, room.served) == (3, [])  # a0 twice: as it came, and as the first in line
+    room.free = 4
+    gate.set()
+    await asyncio.gather(*tasks)
+    assert room.served == ["a-1", "b-1", "a0", "b0"]

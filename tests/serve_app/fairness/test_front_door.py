@@ -1,5 +1,7 @@
 """The front door: 429 for whoever floods and for nobody else, and nothing is counted for ever."""
 
+import asyncio
+
 import pytest
 
 from serve_app.errors import RateLimited
@@ -43,6 +45,30 @@ def test_who_has_little_is_not_told_that_the_room_is_full_of_theirs() -> None:
     assert "your requests" not in str(refused.value)
     for arrival in inside:
         arrival.release()
+
+
+@pytest.mark.anyio
+async def test_flex_leaves_half_of_the_waiting_room() -> None:
+    """A tenant's other requests are not refused for those of it that can wait. (docs/scheduling.md)"""
+    door = door_of(places=1)
+    with door.arrive("a") as first:
+        await first.turn(1, flex=True)
+        place = first.hand_over()
+    inside = [door.arrive("a") for _ in range(5)]
+    with pytest.raises(RateLimited, match="Too many of your requests wait") as refused:
+        await inside[4].turn(1, flex=True)
+    assert (refused.value.code, refused.value.status) == ("resource_unavailable", 429)
+    inside.pop().release()
+    turns = [asyncio.create_task(inside[0].turn(1, 2**32, flex=True)), asyncio.create_task(inside[1].turn(1))]
+    await asyncio.sleep(0)
+    place.give_back()
+    await turns[1]
+    assert not turns[0].done(), "flex does not wait for the others"
+    inside[1].release()
+    await turns[0]
+    for arrival in inside:
+        arrival.release()
+    assert not door._requests.used
 
 
 def test_bodies_are_bounded_by_tenant() -> None:

@@ -170,3 +170,42 @@ async def test_places_are_conserved_and_everybody_gets_one(total: int, steps: li
                 task.result().give_back()
     assert all(task.done() for task in tasks)
     assert (budget.used, line.waiting().total()) == (0, 0)
+
+
+COMING = st.lists(st.tuples(st.sampled_from("abc"), st.integers(-2, 2)), min_size=2, max_size=24)
+"""(tenant, order)"""
+
+
+async def starts(coming: list[tuple[str, int]], total: int) -> list[int]:
+    """Let requests of equal cost come one after another, and end as they started; return their numbers in turn."""
+    line, _ = line_of(total)
+    hold = [await line.enter(f"before {number}") for number in range(total)]
+    started: list[int] = []
+
+    async def work(number: int) -> None:
+        tenant, order = coming[number]
+        place = await line.enter(tenant, 1, 300, order)
+        started.append(number)
+        await settle()
+        place.give_back()
+
+    tasks = [asyncio.create_task(work(number)) for number in range(len(coming))]
+    await asyncio.sleep(0)
+    for place in hold:
+        place.give_back()
+    await asyncio.gather(*tasks)
+    return started
+
+
+@given(COMING, st.integers(1, 4))
+async def test_an_order_is_within_a_tenant(coming: list[tuple[str, int]], total: int) -> None:
+    """The tenants start as without one; each starts its lowest order first, and of one order who came first.
+
+    docs/scheduling.md
+    """
+    started = await starts(coming, total)
+    plain = await starts([(tenant, 0) for tenant, _ in coming], total)
+    assert [coming[number][0] for number in started] == [coming[number][0] for number in plain]
+    for tenant in "abc":
+        mine = [number for number in started if coming[number][0] == tenant]
+        assert mine == sorted(mine, key=lambda number: (coming[number][1], number))

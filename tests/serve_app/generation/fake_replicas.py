@@ -116,6 +116,7 @@ def generation(max_tokens: int = 6, public_blocks: int = 0) -> Generation:
         placement_key=b"k" * 16,
         tenant="t",
         sampling=SamplingParams(max_tokens=max_tokens, temperature=0.7, seed=11),
+        order=7,
     )
 
 

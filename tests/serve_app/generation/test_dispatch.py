@@ -70,6 +70,7 @@ def test_a_lost_replica_is_replaced_with_the_same_tokens(
     assert resumed.sampling == replace(generation().sampling, max_tokens=6 - received)
     assert (resumed.scope, resumed.root) == (replace(SCOPE, public_blocks=public_blocks), root_of(public_blocks))
     assert resumed.resumed_tokens == received
+    assert (first.order, second.order, resumed.order) == ((7, 0, 0) if received else (7, 7, 7))
 
 
 @pytest.mark.parametrize("taken", [(True,), (False, True), (True, False)])

@@ -63,7 +63,8 @@ GENERATION = Generation(
 class Script:
     """A source of tokens that says ``text``, ``step`` tokens at a time; ``asked``: what was to be generated.
 
-    ``offers``: tokens in the middle are to be taken at once; ``taken``: how often they were.
+    ``offers``: tokens in the middle are to be taken at once; ``taken``: how often they were. ``ends``: an answer waits
+    for one of these, which ``end`` gives, and for nothing where it is None. ``door``: that of the ingress.
     """
 
     tokenizer: PromptTokenizer
@@ -75,12 +76,18 @@ class Script:
     cancelled: int = 0
     offers: bool = True
     taken: int = 0
+    ends: asyncio.Semaphore | None = None
+    loop: asyncio.AbstractEventLoop | None = None
+    door: FrontDoor | None = None
 
     def clear(self) -> None:
-        self.text, self.step, self.reason, self.fails, self.offers = "", 3, "stop", None, True
+        self.text, self.step, self.reason, self.fails, self.offers, self.ends = "", 3, "stop", None, True, None
 
     async def generate(self, generation: Generation, *, take: TakeTokens | None = None) -> AsyncGenerator[Tokens, None]:
         self.asked.append(generation)
+        if self.ends is not None:
+            self.loop = asyncio.get_running_loop()
+            await self.ends.acquire()
         ids = self.tokenizer.encode(self.text, b"r" * 16).token_ids.tolist()
         try:
             for at in range(0, len(ids), self.step):
@@ -96,6 +103,12 @@ class Script:
         except GeneratorExit:
             self.cancelled += 1
             raise
+
+    def end(self, answers: int = 1) -> None:
+        """Let answers go on that wait (any thread)."""
+        assert self.loop is not None and self.ends is not None
+        for _ in range(answers):
+            self.loop.call_soon_threadsafe(self.ends.release)
 
     def prompt(self) -> str:
         """The last prompt, special tokens included."""
@@ -160,6 +173,7 @@ def scripted(
         FrontDoor(shares, places=lambda: 8, max_waiting=64, max_bytes=1 << 26),
         MissDetector(tokenizer.text_of, workers, lambda: 1, metrics.missed),
     )
+    script.door = counted.front_door
     services = partial_services(
         config=config,
         tenants=tenants,

@@ -29,7 +29,7 @@ from serve_app.api.openai.tools import (
     check_arguments,
     tool_use,
 )
-from serve_app.api.request import ChatRequest, reasoning_fields, thinking_switches
+from serve_app.api.request import ChatRequest, reasoning_fields, served_tier, thinking_switches
 from serve_app.errors import InvalidRequest
 from serve_app.structured.grammar import Grammar
 
@@ -122,7 +122,7 @@ class ResponsesBody(GenerationBody):
     """The body of ``POST /v1/responses``."""
 
     without_effect: ClassVar[frozenset[str]] = GenerationBody.without_effect | {
-        "store", "service_tier", "max_tool_calls", "client_metadata",
+        "store", "max_tool_calls", "client_metadata",
     }  # fmt: skip
     bounded: ClassVar[Mapping[str, int]] = {
         **BOUNDED, "input": 1 << 17, "tools": MAX_TOOL_VALUES, "text": 1 << 14,
@@ -227,7 +227,7 @@ class ResponsesBody(GenerationBody):
             "prompt_cache_retention": self.prompt_cache_retention,
             "reasoning": {"effort": self.reasoning.effort, "summary": None},
             "safety_identifier": self.safety_identifier,
-            "service_tier": "default",
+            "service_tier": served_tier(self.service_tier),
             "store": False,
             "temperature": self.temperature,
             "text": {"format": self.text.format or _NO_FORMAT},

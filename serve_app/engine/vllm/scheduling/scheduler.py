@@ -49,6 +49,8 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
                 self._turns.shares.touch(tenant)
             self._pool_queue.shares.touch(tenant)
         self._blocks.begin(request)
+        if request.priority >= 0:
+            self.waiting.make_way(request)
         super().add_request(request)
         if self.running or len(self.waiting) > 1:
             # What it will read is used from now on: else whoever takes blocks before it starts could evict that.

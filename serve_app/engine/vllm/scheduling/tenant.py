@@ -12,14 +12,15 @@ from router.protocol.block_hash import HASH_BYTES
 from serve_app.cache.prefix.quota import checked_weights
 
 _TENANT = "warmpath.tenant"
+_ORDER = "warmpath.order"
 _PUBLIC = "warmpath.public"
 _NOT_STORED = "warmpath.not_stored"
 _SHARES = "warmpath.tenant_shares"
 
 
-def tenant_args(tenant: str) -> dict[str, Any]:
-    """Return what a request's ``SamplingParams.extra_args`` say of its tenant."""
-    return {_TENANT: tenant}
+def tenant_args(tenant: str, order: int = 0) -> dict[str, Any]:
+    """Return what a request's ``SamplingParams.extra_args`` say of its tenant, and of its place among that one's."""
+    return {_TENANT: tenant, _ORDER: order}
 
 
 def salt_of(root: bytes) -> str:
@@ -41,6 +42,11 @@ def shares_args(shares: Mapping[str, float]) -> dict[str, Any]:
 def tenant_of(request: Any) -> str:
     """Return the tenant of one of vLLM's ``Request``s; "" for what is nobody's."""
     return str(_extra_args(request).get(_TENANT, ""))
+
+
+def order_of(request: Any) -> int:
+    """Return the place of one of vLLM's ``Request``s among its tenant's: the lowest starts first."""
+    return int(_extra_args(request).get(_ORDER, 0))
 
 
 def public_part(request: Any) -> tuple[int, str]:

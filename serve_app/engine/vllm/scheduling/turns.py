@@ -1,6 +1,6 @@
 """How much of each prompt a step of vLLM's computes, and which requests start in it, where tenants compete.
 
-Prompt tokens that are not cached go by turns (``FairQueue``), within a tenant first come first served; places and
+Prompt tokens that are not cached go by turns (``FairQueue``), within a tenant in the waiting line's order; places and
 blocks by the rule of ``Budget``. Reads vLLM's requests and changes none.
 """
 

@@ -1,9 +1,12 @@
 """vLLM's waiting requests. In a step in which tenants take turns only those chosen for it are there to be started."""
 
+import heapq
 from collections import deque
 from typing import Any
 
 from vllm.v1.core.sched.request_queue import PriorityRequestQueue
+
+from serve_app.engine.vllm.scheduling.tenant import order_of, tenant_of
 
 
 class WaitingLine(PriorityRequestQueue):  # type: ignore[misc]
@@ -12,6 +15,19 @@ class WaitingLine(PriorityRequestQueue):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.chosen: deque[Any] | None = None
+
+    def make_way(self, request: Any) -> None:
+        """Give a request that comes the turn of the first of its tenant's that start after it, and so on for each.
+
+        A turn is a time of arrival: the tenant's turns among the others' are where they were.
+        """
+        tenant, order = tenant_of(request), order_of(request)
+        others = (other for other in self._heap if tenant_of(other) == tenant and not other.num_preemptions)
+        later = [other for other in others if other.priority >= 0 and order_of(other) > order]
+        for other in sorted(later, key=lambda other: other.arrival_time, reverse=True):
+            other.arrival_time, request.arrival_time = request.arrival_time, other.arrival_time
+        if later:
+            heapq.heapify(self._heap)
 
     def in_order(self) -> list[Any]:
         """Return who waits, first come first."""

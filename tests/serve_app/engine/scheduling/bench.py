@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from router.protocol.block_hash import HASH_BYTES
+from router.protocol.block_hash import HASH_BYTES, PrefixScope
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.scheduling.scheduler import Scheduled, Scheduler
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
-from tests.serve_app.engine.tiny import request
+from tests.serve_app.engine.tiny import SCOPE, request
 
 RATE = 5000.0
 """Tokens a virtual second."""
@@ -50,8 +50,10 @@ class Bench:
         tenant: str = "default",
         arrival_s: float | None = None,
         store_kv: bool = True,
+        order: int = 0,
+        scope: PrefixScope = SCOPE,
     ) -> SequenceState:
-        item = replace(request(name, ids, max_tokens, tenant=tenant), store_kv=store_kv)
+        item = replace(request(name, ids, max_tokens, tenant=tenant, scope=scope), store_kv=store_kv, order=order)
         chain = self.cache.chain(item.root, item.token_ids)
         sequence = SequenceState(item, lambda _: None, chain, self.now_s if arrival_s is None else arrival_s)
         self.scheduler.add(sequence)

@@ -27,9 +27,25 @@ class Load(LoadMirror):
         settings = VllmSettings("m", max_num_seqs=4, max_waiting_requests=8, tenant_shares=shares)
         super().__init__(settings, self.meters)
 
-    def arrives(self, name: str, tokens: int, router: str = "", reservation: int = 0, tenant: str = "default") -> None:
+    def arrives(
+        self, name: str, tokens: int, router: str = "", reservation: int = 0, tenant: str = "default", order: int = 0
+    ) -> None:
         asked = replace(request(name, [1] * tokens, tenant=tenant), router_id=router, reservation=reservation)
+        asked = replace(asked, order=order)
         self.arrived(LiveRequest(asked, print, choice_of(asked, ""), 0.0, tokens))
+
+
+@pytest.mark.parametrize(("tenants", "committed"), [(["calm"], (100, 1)), (["flood", "calm"], (100, 0))])
+def test_who_can_wait_is_before_nobody_that_comes(tenants: list[str], committed: tuple[int, int]) -> None:
+    """But for what has begun of them."""
+    load = Load(*tenants)
+    load.arrives("usual", 100, tenant="calm")
+    load.arrives("flex", 1000, tenant="calm", order=2**32)
+    report = load.report(0.0)
+    assert (report.committed_prefill_tokens, report.committed_sequences) == committed
+    assert report.queued_prefill_tokens == 1100
+    load.stepped(2, 0.1, 140, 0.1)
+    assert load.report(0.0).committed_prefill_tokens == (960 if len(tenants) == 1 else 128)
 
 
 @given(prompts=PROMPTS, budget=st.integers(1, 300), arrivals=st.lists(st.booleans(), max_size=60))
