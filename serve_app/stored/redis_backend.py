@@ -67,5 +67,4 @@ class RedisBackend:
 
 
 def _keys(tenant: bytes) -> list[str]:
-    # The braces keep a tenant's keys on one node of a Redis cluster, as scripts need it.
-    return [f"stored_responses:{{{tenant.hex()}}}:{name}" for name in ("data", "times", "bytes")]
+    return [f"stored_responses:{tenant.hex()}:{name}" for name in ("data", "times", "bytes")]

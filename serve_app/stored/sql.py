@@ -104,11 +104,10 @@ class SqlBackend:
         return self._database.execute(statement.replace("?", self._mark), values)
 
     def _run(self, work: Callable[[], T], *, writes: bool = True) -> T:
-        """Do it in a transaction; once more where the connection had gone since the last time."""
+        """Do it in a transaction; once more over a new connection, for the old one may have gone since the last time."""
         with self._lock:
-            if self._database is not None:
-                with suppress(*self.failures):
-                    return self._once(work, writes)
+            with suppress(*self.failures):
+                return self._once(work, writes)
             return self._once(work, writes)
 
     def _once(self, work: Callable[[], T], writes: bool) -> T:
