@@ -104,7 +104,7 @@ class SqlBackend:
         return self._database.execute(statement.replace("?", self._mark), values)
 
     def _run(self, work: Callable[[], T], *, writes: bool = True) -> T:
-        """Do it in a transaction; once more over a new connection, for the old one may have gone since the last time."""
+        """Do it in a transaction; once more over a new connection, for the old one may have gone."""
         with self._lock:
             with suppress(*self.failures):
                 return self._once(work, writes)
