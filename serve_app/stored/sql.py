@@ -23,17 +23,17 @@ CREATE INDEX IF NOT EXISTS stored_responses_by_age ON stored_responses (tenant, 
 CREATE TABLE IF NOT EXISTS stored_bytes (tenant BLOB PRIMARY KEY, bytes BIGINT NOT NULL)
 """
 _CHARGE = """
-INSERT INTO stored_bytes VALUES (?, ?)
-ON CONFLICT (tenant) DO UPDATE SET bytes = stored_bytes.bytes + excluded.bytes RETURNING bytes
+INSERT INTO stored_bytes VALUES (?, ?) ON CONFLICT (tenant) DO UPDATE SET bytes = stored_bytes.bytes + excluded.bytes
 """
+_USED = "SELECT bytes FROM stored_bytes WHERE tenant = ?"
 _PUT = "INSERT INTO stored_responses VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING"
 _GET = "SELECT data FROM stored_responses WHERE tenant = ? AND id = ?"
-_DELETE = "DELETE FROM stored_responses WHERE tenant = ? AND id = ? RETURNING length(data)"
-_DELETE_OLDEST = """
-DELETE FROM stored_responses WHERE id = (
-    SELECT id FROM stored_responses WHERE tenant = ? AND id <> ? AND (created_s < ? OR ?) ORDER BY created_s LIMIT 1
-) RETURNING length(data)
+_FIND = "SELECT id, length(data) FROM stored_responses WHERE tenant = ? AND id = ?"
+_OLDEST = """
+SELECT id, length(data) FROM stored_responses WHERE tenant = ? AND id <> ? AND (created_s < ? OR ?)
+ORDER BY created_s LIMIT 1
 """
+_DELETE = "DELETE FROM stored_responses WHERE id = ?"
 
 
 class SqlBackend:
@@ -78,8 +78,9 @@ class SqlBackend:
 
         def work() -> bool:
             self._charge(tenant, 0)
-            row = self._execute(_DELETE, tenant, response_id).fetchone()
-            self._charge(tenant, -row[0] if row else 0)
+            row = self._execute(_FIND, tenant, response_id).fetchone()
+            if row is not None:
+                self._remove(tenant, *row)
             return row is not None
 
         return self._run(work)
@@ -92,13 +93,19 @@ class SqlBackend:
 
     def _charge(self, tenant: bytes, size_bytes: int) -> int:
         """Count bytes of a tenant's; returns how many it has."""
-        return int(self._execute(_CHARGE, tenant, size_bytes).fetchone()[0])
+        self._execute(_CHARGE, tenant, size_bytes)
+        return int(self._execute(_USED, tenant).fetchone()[0])
+
+    def _remove(self, tenant: bytes, response_id: bytes, size_bytes: int) -> int:
+        """Remove a response that is there; returns how many bytes its tenant has then."""
+        self._execute(_DELETE, response_id)
+        return self._charge(tenant, -size_bytes)
 
     def _evict(self, tenant: bytes, keep: bytes, used_bytes: int) -> None:
         """Remove what is too old, and the oldest while there is too much."""
         before_s, most_bytes = self._bounds.now_s() - self._bounds.ttl_s, self._bounds.max_bytes
-        while row := self._execute(_DELETE_OLDEST, tenant, keep, before_s, used_bytes > most_bytes).fetchone():
-            used_bytes = self._charge(tenant, -row[0])
+        while row := self._execute(_OLDEST, tenant, keep, before_s, used_bytes > most_bytes).fetchone():
+            used_bytes = self._remove(tenant, *row)
 
     def _execute(self, statement: str, *values: Any) -> Any:
         return self._database.execute(statement.replace("?", self._mark), values)
