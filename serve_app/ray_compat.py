@@ -51,6 +51,15 @@ def vllm_engine_class() -> Any:
     return VLLMEngine
 
 
+def on_head_node() -> bool:
+    """Return whether this process runs on the head of its Ray cluster; blocks."""
+    import ray
+    from ray._common.constants import HEAD_NODE_RESOURCE_NAME
+
+    own_id = ray.get_runtime_context().get_node_id()
+    return any(node["NodeID"] == own_id and HEAD_NODE_RESOURCE_NAME in node["Resources"] for node in ray.nodes())
+
+
 def find_serve_actor(name: str) -> Any:
     """Return the handle of a Serve actor. Raises ValueError where there is none of that name."""
     import ray

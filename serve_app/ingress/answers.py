@@ -24,6 +24,7 @@ from serve_app.generation.answer import Piece, PieceSink
 from serve_app.generation.request_usage import save_warning
 from serve_app.generation.tool_calls.reader import WholeChoice
 from serve_app.ingress.client_headers import Connection, connection_of
+from serve_app.ingress.conversation import Conversation
 from serve_app.ingress.drain import LAST_EVENT_S, Deadline
 from serve_app.ingress.http import json_response, until_disconnect
 from serve_app.ingress.observe.answer_meter import AnswerMeter
@@ -33,7 +34,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request's answer while it comes; leaving it as a block ends what is under way, frees its place, counts it."""
+    """One request's answer while it comes; leaving it as a block ends what is under way, frees its place, counts it.
+
+    ``conversation``: what is stored of it before its client has its end, None: nothing.
+    """
 
     format: AnswerFormat
     head: AnswerHead
@@ -42,6 +46,7 @@ class Answer:
     place: Place
     meter: AnswerMeter
     deadline: Deadline
+    conversation: Conversation | None = None
 
     async def __aenter__(self) -> Answer:
         return self
@@ -114,13 +119,16 @@ class EventStream(Response):
                     await connection.send(events_of(piece))
                     if piece.first is not None:
                         meter.sent(piece)
+            await meter.usage.know_miss()
+            last = stream.usage(meter.usage.total())
+            if answer.conversation is not None:
+                await answer.conversation.keep()
         except WarmpathError as error:
             return stream.error(error)
         except Exception:
             logger.exception("stream %s failed", answer.head.answer_id)
             return stream.error(GenerationFailed("The answer broke off because of a fault on the server."))
-        await meter.usage.know_miss()
-        return stream.usage(meter.usage.total())
+        return last
 
 
 async def whole(answer: Answer) -> Response:
@@ -134,6 +142,8 @@ async def whole(answer: Answer) -> Response:
             choices[piece.index].add(piece)
     await meter.usage.know_miss()
     body = answer.format.whole(answer.head, [choice.choice() for choice in choices], meter.usage.total())
+    if answer.conversation is not None:
+        await answer.conversation.keep()
     return json_response(body, headers=_headers(answer, meter.usage.save))
 
 

@@ -1,9 +1,10 @@
 """The way of a request for text: its body, its turn, its generations, its answer."""
 
+import secrets
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,6 +19,7 @@ from serve_app.generation.answer import PieceSink, TokenSource, answer_pieces
 from serve_app.generation.prepare import Preparer
 from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.ingress.answers import Answer, streamed, whole
+from serve_app.ingress.conversation import Conversation
 from serve_app.ingress.drain import Deadline, Drain
 from serve_app.ingress.http import read_body, until_disconnect
 from serve_app.ingress.observe.answer_meter import AnswerMeter, Counters
@@ -29,6 +31,7 @@ INLINE_BODY_BYTES = 64 << 10
 """Longer bodies are parsed off the loop."""
 
 Parse = Callable[[bytes], GenerateRequest]
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -44,13 +47,23 @@ class Completions:
     workers: FairWorkers
     drain: Drain
 
-    async def generate(self, request: Request, tenant: Tenant, parse: Parse, answer_format: AnswerFormat) -> Response:
-        """Return the answer, whole or begun. Raises a ``WarmpathError`` before its first piece, or ClientDisconnect."""
+    async def generate(
+        self,
+        request: Request,
+        tenant: Tenant,
+        parse: Parse,
+        answer_format: AnswerFormat,
+        conversation: Conversation | None = None,
+    ) -> Response:
+        """Return the answer, whole or begun. Raises a ``WarmpathError`` before its first piece, or ClientDisconnect.
+
+        ``conversation``: what is read before the body is parsed, and stored before the answer ends.
+        """
         arrived_s = time.perf_counter()
         with self.counters.front_door.arrive(tenant.name) as arrival:
-            wanted = self.readers.checked(await self._wanted(request, tenant, arrival, parse))
+            wanted = self.readers.checked(await self._wanted(request, tenant, arrival, parse, conversation))
             # Internal ids are ours: two clients may send the same x-request-id.
-            answer_id = uuid.uuid4().hex
+            answer_id = secrets.token_hex(16)
             timeout_s = self.config.request_timeout_s
             deadline = Deadline(self.drain, arrived_s + timeout_s, timeout_s)
             body_bytes, allowance = arrival.body_bytes, arrival.allowance
@@ -75,7 +88,7 @@ class Completions:
                 head = AnswerHead(
                     answer_id, int(time.time()), wanted.answering_model, wanted.include_usage, wanted.repeated
                 )
-                answer = Answer(answer_format, head, pieces, sink, place, meter, deadline)
+                answer = Answer(answer_format, head, pieces, sink, place, meter, deadline, conversation)
                 return await (streamed if wanted.stream else whole)(answer)
 
     async def count_tokens(self, request: Request, tenant: Tenant, parse: Callable[[bytes], ChatRequest]) -> int:
@@ -85,13 +98,25 @@ class Completions:
             assert isinstance(wanted, ChatRequest)
             return await self.preparer.count(wanted, tenant)
 
-    async def _wanted(self, request: Request, tenant: Tenant, arrival: Arrival, parse: Parse) -> GenerateRequest:
+    async def _wanted(
+        self,
+        request: Request,
+        tenant: Tenant,
+        arrival: Arrival,
+        parse: Parse,
+        conversation: Conversation | None = None,
+    ) -> GenerateRequest:
         """Return what a request's body asks for. Raises a ``WarmpathError``."""
         body = await read_body(request, self.config.max_body_bytes, arrival.grow)
-        if len(body) <= INLINE_BODY_BYTES:
-            wanted = parse(body)
-        else:
-            wanted = await self.workers.run(tenant.name, len(body), parse, body)
+
+        async def read(work: Callable[[bytes], T]) -> T:
+            if arrival.body_bytes <= INLINE_BODY_BYTES:
+                return work(body)
+            return await self.workers.run(tenant.name, arrival.body_bytes, work, body)
+
+        if conversation is not None and (previous_id := await read(conversation.previous_id)) is not None:
+            await conversation.go_on(previous_id, self.config.max_body_bytes - len(body), arrival.grow)
+        wanted = await read(parse)
         if isinstance(wanted, ChatRequest) and wanted.chat_template_kwargs:
             unread = self.tokenizer.template.unread(wanted.chat_template_kwargs)
             more = unknown_fields((f"chat_template_kwargs.{name}" for name in unread), ())

@@ -136,7 +136,7 @@ def _shown(error: Exception, request: Request) -> WarmpathError:
 
 
 def refuse_foreign_page(request: Request, allowed_hosts: Collection[str] | None) -> None:
-    """Refuse a POST that a page of another site makes its reader's browser send.
+    """Refuse a POST, or a DELETE, that a page of another site makes its reader's browser send.
 
     Such a page reaches servers on the user's machine, which may need no key. Other clients send no ``Origin``.
     ``allowed_hosts``: names in ``Host`` that are this server's, beside addresses and localhost; None: any. Raises
@@ -144,7 +144,7 @@ def refuse_foreign_page(request: Request, allowed_hosts: Collection[str] | None)
     yes), and PermissionDenied for a page with a name that was made to lead here (DNS rebinding).
     """
     origin = request.headers.get("origin")
-    if request.method != "POST" or origin is None:
+    if request.method not in ("POST", "DELETE") or origin is None:
         return
     host = request.headers.get("host", "")
     if allowed_hosts is not None and not _is_ours(host, allowed_hosts):
@@ -152,6 +152,8 @@ def refuse_foreign_page(request: Request, allowed_hosts: Collection[str] | None)
             f"Pages of {host[:200]!r} may not post here; if that is a name of this server, start it with it in the "
             "setting allowed_hosts."
         )
+    if request.method == "DELETE":
+        return  # a browser asks first, whatever the type
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if origin.partition("://")[2] != host and media_type != "application/json":
         raise UnsupportedMediaType("Send the header Content-Type: application/json.")

@@ -36,6 +36,7 @@ from serve_app.notices import read, read_kinds
 from serve_app.prompts.registry import Prompts
 from serve_app.prompts.traffic import version_samples
 from serve_app.replica.token_channel import TokenReceiver
+from serve_app.stored.responses import StoredResponses
 from serve_app.tenants.tenants import Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from serve_app.tracing.tracer import Tracer
@@ -51,6 +52,7 @@ class Services:
     """The parts of one ingress. ``base_model``: as clients see it. ``config``: the settings in force.
 
     ``connecting`` is done once replicas and ingresses answer. ``refused_settings``: why the newest are not in force.
+    ``stored`` None: no responses are kept.
     """
 
     config: AppConfig
@@ -80,6 +82,7 @@ class Services:
     live: Live
     receiver: TokenReceiver
     tracer: Tracer | None = None
+    stored: StoredResponses | None = None
     refused_settings: str = ""
     _synced: bool = False
 

@@ -1,4 +1,4 @@
-"""The deployment secret: from the environment, a private file, or made once."""
+"""Secrets of a deployment, from the environment or a private file: the secret, made once, and the store's URL."""
 
 import os
 import secrets
@@ -25,14 +25,29 @@ def load_secret(env: str = "WARMPATH_SECRET", secret_file: Path | None = None, s
         return _normalized(given.encode("utf-8", "surrogateescape"), f"${env}")
     if secret_file is not None:
         return _read_secret(secret_file)
-    base = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "warmpath"
-    path = (base if state_dir is None else state_dir) / "secret"
+    path = (own_state_dir() if state_dir is None else state_dir) / "secret"
     try:
         if not path.is_file():
             _create_secret(path)
     except OSError as error:
         raise SecretError(f"cannot make the secret file {path} ({error.strerror}); set ${env} instead") from error
     return _read_secret(path)
+
+
+def load_responses_url(env: str = "WARMPATH_RESPONSES_URL", file: Path | None = None) -> str | None:
+    """Return the URL of the database of stored responses: from the environment, else the file, None for none.
+
+    It may hold a password. Raises SecretError for a file that others may read.
+    """
+    given = os.environ.get(env)
+    if given is None and file is not None:
+        given = _read_private(file, "responses_url_file").decode("utf-8", "surrogateescape")
+    return (given or "").strip() or None
+
+
+def own_state_dir() -> Path:
+    """Return where a user's instances keep what outlives them."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "warmpath"
 
 
 def _create_secret(path: Path) -> None:
@@ -50,17 +65,22 @@ def _create_secret(path: Path) -> None:
 
 
 def _read_secret(path: Path) -> bytes:
+    return _normalized(_read_private(path, "secret_file"), str(path))
+
+
+def _read_private(path: Path, setting: str) -> bytes:
+    kind = "secret file" if setting == "secret_file" else "URL file"
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             content = file.read()
     except FileNotFoundError:
-        raise SecretError(f"there is no secret file {path}; make it, or leave secret_file out") from None
+        raise SecretError(f"there is no {kind} {path}; make it, or leave {setting} out") from None
     except OSError as error:
-        raise SecretError(f"cannot read the secret file {path} ({error.strerror})") from error
+        raise SecretError(f"cannot read the {kind} {path} ({error.strerror})") from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise SecretError(f"others may read the secret file {path}; run: chmod 600 {path}")
-    return _normalized(content, str(path))
+        raise SecretError(f"others may read the {kind} {path}; run: chmod 600 {path}")
+    return content
 
 
 def _normalized(secret: bytes, source: str) -> bytes:

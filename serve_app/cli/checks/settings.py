@@ -23,7 +23,8 @@ from serve_app.engine.runner.kv_size import kv_bytes_per_block
 from serve_app.generation.tool_calls.vllm_reader import PARSERS, check_parser
 from serve_app.prompts.registry import Prompts
 from serve_app.replica.engine_factory import MAKERS, served_fields
-from serve_app.tenants.secret import load_secret
+from serve_app.stored.backend import Bounds, open_backend
+from serve_app.tenants.secret import load_responses_url, load_secret
 
 Place = Literal["start", "here", "elsewhere"]
 """Where an instance is to run: here and now, its model being fetched; on this machine; on others, with other files."""
@@ -66,7 +67,7 @@ def with_model(settings: AppConfig, place: Place = "start") -> Iterator[Refusal]
     yield from _model(settings, place)
     if place == "start":
         yield from _disk_tier(settings)
-        yield from _usage_file(settings)
+        yield from _written_files(settings)
 
 
 def _looks_into(path: Path, place: Place) -> bool:
@@ -99,6 +100,15 @@ def _fit(settings: AppConfig, place: Place) -> Iterator[Refusal]:
     secret = settings.secret_file
     if place == "start" or (secret is not None and _looks_into(secret, place)):
         yield from _refusal("secret_file", lambda: load_secret(secret_file=secret))
+    url_file = settings.responses_url_file
+    if place == "start" or (url_file is not None and _looks_into(url_file, place)):
+        yield from _refusal("responses_url_file", lambda: _check_url(load_responses_url(file=url_file)))
+
+
+def _check_url(url: str | None) -> None:
+    """Raise StoreError for a URL that names no database, or one whose client is not here; connects to nothing."""
+    if url is not None:
+        open_backend(url, Path(), Bounds(1, 1))
 
 
 def _model(settings: AppConfig, place: Place) -> Iterator[Refusal]:
@@ -162,13 +172,13 @@ def _memory(settings: AppConfig, info: CheckpointInfo) -> Iterator[Refusal]:
         )
 
 
-def _usage_file(settings: AppConfig) -> Iterator[Refusal]:
-    """Whether the file of usage could be made or written."""
-    if settings.usage_file is None:
-        return
-    file = settings.usage_file.expanduser().absolute()
-    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-        yield "usage_file", f"usage_file={file} is no file that this user may write; name another one"
+def _written_files(settings: AppConfig) -> Iterator[Refusal]:
+    """Whether the files of usage and of stored responses could be made or written."""
+    for name in ("usage_file", "responses_file"):
+        if (given := getattr(settings, name)) is not None:
+            file = given.expanduser().absolute()
+            if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+                yield name, f"{name}={file} is no file that this user may write; name another one"
 
 
 def _disk_tier(settings: AppConfig) -> Iterator[Refusal]:

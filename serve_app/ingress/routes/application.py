@@ -17,12 +17,12 @@ from starlette.types import Receive, Scope, Send
 from serve_app.errors import NotFound, WarmpathError
 from serve_app.ingress.http import json_response
 from serve_app.ingress.observe.tracing import TraceRequests
-from serve_app.ingress.routes import events, generation, operations, page
+from serve_app.ingress.routes import events, generation, operations, page, responses
 from serve_app.ingress.routes.handler import ANTHROPIC, BODIES, OPENAI
 from serve_app.ingress.services import Services
 
 OPENAPI_PATH = "/openapi.json"
-ROUTERS = (generation.router, operations.router, events.router, page.router)
+ROUTERS = (generation.router, responses.router, operations.router, events.router, page.router)
 PATHS = frozenset(route.path for router in ROUTERS for route in router.routes if isinstance(route, Route))
 
 

@@ -10,15 +10,13 @@ from serve_app.api.anthropic.request import CountTokensBody, MessagesBody, parse
 from serve_app.api.anthropic.response import MessagesFormat, anthropic_model, anthropic_models
 from serve_app.api.openai.request import ChatBody, CompletionBody, parse_chat, parse_completion
 from serve_app.api.openai.response import ChatFormat, CompletionFormat, models_body
-from serve_app.api.openai.responses.request import ResponsesBody, parse_response_request
-from serve_app.api.openai.responses.response import ResponsesFormat
 from serve_app.errors import ModelNotFound
 from serve_app.ingress.http import json_response
 from serve_app.ingress.routes.handler import ANTHROPIC, Front, guarded, speaks_anthropic, takes
 
 router = APIRouter()
 
-CHAT, COMPLETION, RESPONSES = ChatFormat(), CompletionFormat(), ResponsesFormat()
+CHAT, COMPLETION = ChatFormat(), CompletionFormat()
 MESSAGES_PATH = "/v1/messages"
 
 
@@ -34,14 +32,6 @@ async def chat_completions(request: Request, services: Front) -> Response:
 async def completions(request: Request, services: Front) -> Response:
     """OpenAI's (legacy) completions."""
     return await services.completions.generate(request, services.guard.tenant(request), parse_completion, COMPLETION)
-
-
-@router.post("/v1/responses", tags=["generation"], **takes(ResponsesBody))
-@guarded("responses")
-async def responses(request: Request, services: Front) -> Response:
-    """OpenAI's responses; nothing is stored."""
-    tenant = services.guard.tenant(request)
-    return await services.completions.generate(request, tenant, parse_response_request, RESPONSES)
 
 
 @router.post(MESSAGES_PATH, tags=["messages"], **takes(MessagesBody))

@@ -100,6 +100,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "public_prompts": [{"name": "rules", "version": "2", "text": RULES}],
         "prompts_dir": str(root / "prompts"),
         "usage_file": str(root / "usage.sqlite"),
+        "responses_file": str(root / "responses.sqlite"),
         "pin_budget": 300,
         "lora_adapters": {"pirate": str(root / "pirate")},
         "lora_root": str(root),

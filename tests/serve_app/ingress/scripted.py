@@ -39,12 +39,16 @@ from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.routes.application import make_application
 from serve_app.ingress.services import Services
 from serve_app.prompts.traffic import PromptTraffic
+from serve_app.stored.backend import Backend, Bounds
+from serve_app.stored.responses import StoredResponses
 from serve_app.tenants.tenants import Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from serve_app.tracing.tracer import Tracer
 from serve_app.usage.ledger import Ledger
 
 PATIENCE_S = 30
+BOUNDS = Bounds(ttl_s=3600, max_bytes=1 << 30)
+"""Of stored responses."""
 
 GENERATION = Generation(
     request_id="r",
@@ -161,10 +165,21 @@ class Loopback:
 
 @contextmanager
 def scripted(
-    path: Path, tracer: Tracer | None = None, customers: Sequence[TenantConfig] = ()
+    path: Path,
+    tracer: Tracer | None = None,
+    customers: Sequence[TenantConfig] = (),
+    backend: Backend | None = None,
+    max_body_bytes: int = 8 << 20,
 ) -> Iterator[tuple[str, Script]]:
-    """Serve a checkpoint's tokenizer on loopback, to everybody or to customers; yield the base URL and the script."""
-    info, tokenizer, config = load_checkpoint_info(path), PromptTokenizer(path), AppConfig(model="demo")
+    """Serve a checkpoint's tokenizer on loopback, to everybody or to customers; yield the base URL and the script.
+
+    ``backend``: where responses are stored, None: nowhere.
+    """
+    info, tokenizer, config = (
+        load_checkpoint_info(path),
+        PromptTokenizer(path),
+        AppConfig(model="demo", max_body_bytes=max_body_bytes),
+    )
     script, secret = Script(tokenizer), b"s" * 32
     tenants, metrics, drain, shares = Tenants(customers, secret), IngressMetrics(), Drain(), Shares({})
     preparer = Preparer(info, tokenizer, tenants, secret, AdapterRegistry("demo"), Limits(8192, 64))
@@ -183,7 +198,13 @@ def scripted(
         tracer=tracer,
         completions=Completions(config, preparer, script, tokenizer, readers, counted, workers, drain),
     )
-    with Loopback(lambda: ClientHeaders(make_application(services))) as running:  # as Ray serves it
+
+    def application() -> ClientHeaders:
+        if backend is not None:
+            services.stored = StoredResponses(backend, secret, FairWorkers(shares), BOUNDS)
+        return ClientHeaders(make_application(services))  # as Ray serves it
+
+    with Loopback(application) as running:
         yield running.url, script
 
 

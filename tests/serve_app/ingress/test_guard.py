@@ -101,7 +101,7 @@ def test_answers_tell_a_tenant_what_is_left_of_its_own_limits() -> None:
 def test_pages_post_only_where_they_were_let_in(
     origin: str | None, content_type: str | None, host: str, refused: type[WarmpathError] | None
 ) -> None:
-    """What is no POST is never refused, nor is any name where all are allowed."""
+    """What changes nothing is never refused, nor is any name where all are allowed; a DELETE has no type."""
 
     def verdict(allowed: list[str] | None, method: str = "POST") -> type[WarmpathError] | None:
         try:
@@ -113,3 +113,4 @@ def test_pages_post_only_where_they_were_let_in(
     assert verdict(["chat.example"]) is refused
     assert verdict(None) is (None if refused is PermissionDenied else refused)
     assert verdict([], "GET") is None
+    assert verdict(["chat.example"], "DELETE") is (refused if refused is PermissionDenied else None)

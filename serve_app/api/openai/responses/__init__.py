@@ -1,1 +1,1 @@
-"""OpenAI's responses. Nothing is stored, so nothing refers to an earlier one."""
+"""OpenAI's responses, and the conversations that are stored with them."""

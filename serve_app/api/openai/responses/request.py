@@ -1,11 +1,11 @@
 """The body of ``POST /v1/responses``, text, calls and their results, -> ChatRequest, with the fields to repeat."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from serve_app.api.json_body import JsonBody, Must, Refused, Text1024, Whole, call_id
+from serve_app.api.json_body import JsonBody, Must, Refused, Text128, Text1024, Whole, call_id
 from serve_app.api.openai.messages import joined
 from serve_app.api.openai.request import (
     BOUNDED,
@@ -122,7 +122,7 @@ class ResponsesBody(GenerationBody):
     """The body of ``POST /v1/responses``."""
 
     without_effect: ClassVar[frozenset[str]] = GenerationBody.without_effect | {
-        "store", "max_tool_calls", "client_metadata",
+        "max_tool_calls", "client_metadata",
     }  # fmt: skip
     bounded: ClassVar[Mapping[str, int]] = {
         **BOUNDED, "input": 1 << 17, "tools": MAX_TOOL_VALUES, "text": 1 << 14,
@@ -130,7 +130,6 @@ class ResponsesBody(GenerationBody):
     refused: ClassVar[Refused] = {
         **REFUSED,
         "response_format": (_NO_FORMAT,),
-        "previous_response_id": (),
         "conversation": (),
         "background": (False,),
         "prompt": (),
@@ -141,13 +140,14 @@ class ResponsesBody(GenerationBody):
     instead: ClassVar[Mapping[str, str]] = {
         **INSTEAD,
         "response_format": "text.format",
-        "previous_response_id": "input with the whole conversation, for nothing is stored",
-        "conversation": "input with the whole conversation, for nothing is stored",
+        "conversation": "previous_response_id",
         "prompt": "prompt_ref",
     }
 
     n: Annotated[int, Field(ge=1, le=1), Whole, Must("1: a response is one answer")] = 1
     input: Annotated[str | list[Any], Must("a string or a list of items")]
+    previous_response_id: Text128 = Field(None, description="a stored response, whose conversation goes on with input")
+    store: bool = Field(True, description="keep the response, where the deployment stores any")
     instructions: Annotated[str | None, Must("a string")] = Field(None, description="a system message before the input")
     max_output_tokens: Tokens = Field(None, description="default: the deployment's")
     stream_options: ResponseStreamOptions | None = None
@@ -181,8 +181,19 @@ class ResponsesBody(GenerationBody):
             raise InvalidRequest("structured_outputs does not go with text.format.", param="structured_outputs")
         return asked or other
 
-    def request(self) -> ChatRequest:
-        """Return the validated request. Raises InvalidRequest where fields do not go together."""
+    @property
+    def items(self) -> list[Any]:
+        """The items of the input."""
+        return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+
+    def request(self, earlier: Sequence[Any] | None = None, *, stores: bool = False) -> ChatRequest:
+        """Return the validated request. Raises InvalidRequest where fields do not go together.
+
+        ``earlier``: the items that ``previous_response_id`` stands for; ``stores``: whether the response can be kept.
+        """
+        if self.previous_response_id is not None and earlier is None:
+            message = "previous_response_id has no effect here, for nothing is stored; send the whole conversation."
+            raise InvalidRequest(message, param="previous_response_id")
         told = LOGPROBS in self.include
         if self.top_logprobs and not told:
             raise InvalidRequest(f'top_logprobs needs include: ["{LOGPROBS}"].', param="top_logprobs")
@@ -192,8 +203,7 @@ class ResponsesBody(GenerationBody):
             f"tools[].{name}" for tool in self.tools for part in (tool, *tool.tools) for name in part.model_extra or ()
         }
         ignored.update("tools[].web_search" for tool in self.tools if tool.type == "web_search")
-        items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
-        messages = messages_of(items, ignored)
+        messages = messages_of([*(earlier or ()), *self.items], ignored, -len(earlier or ()))
         if self.instructions:
             messages.insert(0, {"role": "system", "content": self.instructions})
         if not messages:
@@ -211,24 +221,24 @@ class ResponsesBody(GenerationBody):
             ),
             logprobs=self.top_logprobs if told else None,
             thinking=thinking_switches(self.reasoning.effort),
-            repeated=self._repeated(),
+            repeated=self._repeated(stores=stores),
             **self.common(ignored, _FIELDS),
         )
 
-    def _repeated(self) -> dict[str, Any]:
+    def _repeated(self, *, stores: bool) -> dict[str, Any]:
         """Return the fields that an answer repeats, in OpenAI's shape; ``store`` as it is, not as it was asked for."""
         return {
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
             "metadata": self.metadata,
             "parallel_tool_calls": self.parallel_tool_calls,
-            "previous_response_id": None,
+            "previous_response_id": self.previous_response_id,
             "prompt_cache_key": self.prompt_cache_key,
             "prompt_cache_retention": self.prompt_cache_retention,
             "reasoning": {"effort": self.reasoning.effort, "summary": None},
             "safety_identifier": self.safety_identifier,
             "service_tier": served_tier(self.service_tier),
-            "store": False,
+            "store": stores and self.store,
             "temperature": self.temperature,
             "text": {"format": self.text.format or _NO_FORMAT},
             "tool_choice": self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.model_dump(),
@@ -241,15 +251,16 @@ class ResponsesBody(GenerationBody):
         }
 
 
-def messages_of(items: list[Any], ignored: set[str]) -> list[dict[str, Any]]:
+def messages_of(items: list[Any], ignored: set[str], first: int = 0) -> list[dict[str, Any]]:
     """Return the messages that input items are; calls that follow each other, or a text, are one assistant's turn.
 
-    Adds the paths of fields that nothing reads to ``ignored``. Raises InvalidRequest for items that are no text.
+    ``first``: the number of the first item, in errors. Adds the paths of fields that nothing reads to ``ignored``.
+    Raises InvalidRequest for items that are no text.
     """
     messages: list[dict[str, Any]] = []
     check_arguments(items)
     reasoning = ""
-    for index, item in enumerate(items):
+    for index, item in enumerate(items, first):
         path = f"input[{index}]"
         if not isinstance(item, dict):
             raise InvalidRequest(f"{path} must be an object: a message, or a call's.", param=path)
@@ -258,7 +269,7 @@ def messages_of(items: list[Any], ignored: set[str]) -> list[dict[str, Any]]:
             reasoning += joined(item.get("content") or [], f"{path}.content", ignored, kinds=("reasoning_text",))
             continue
         if not isinstance(kind, str) or kind not in _ITEM_FIELDS:
-            stored = "; nothing is stored here, so send the item itself" if kind == "item_reference" else ""
+            stored = "; send the item itself, or use previous_response_id" if kind == "item_reference" else ""
             raise InvalidRequest(f"{path} must be one of {', '.join(_ITEM_FIELDS)}{stored}.", param=path)
         ignored.update(f"input[].{name}" for name in item.keys() - _ITEM_FIELDS[kind] if item[name] not in (None, []))
         if kind == "function_call":

@@ -1,6 +1,6 @@
 """Answers in the shape of OpenAI's responses: one object, or events that are numbered and end with that object."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -15,7 +15,10 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ResponsesFormat:
-    """Responses; an ``AnswerFormat`` of answers with one choice."""
+    """Responses; an ``AnswerFormat`` of answers with one choice. ``note`` hears of each when it is whole."""
+
+    def __init__(self, note: Callable[[dict[str, Any]], None] = lambda _: None) -> None:
+        self._note = note
 
     def whole(self, head: AnswerHead, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """Return the body of a response that is not streamed."""
@@ -27,11 +30,13 @@ class ResponsesFormat:
         output += [items.call(call.call_id, call.name, call.arguments) for call in choice.calls]
         if choice.finish_reason == "length":
             output[-1]["status"] = "incomplete"
-        return _response(head, output, choice.finish_reason, usage)
+        response = _response(head, output, choice.finish_reason, usage)
+        self._note(response)
+        return response
 
     def stream(self, head: AnswerHead) -> AnswerStream:
         """Begin a response in events."""
-        return _Stream(head)
+        return _Stream(head, self._note)
 
     error = staticmethod(openai_error)
 
@@ -68,8 +73,9 @@ class _Items:
 class _Stream:
     """The events of one streamed response; an ``AnswerStream``."""
 
-    def __init__(self, head: AnswerHead) -> None:
+    def __init__(self, head: AnswerHead, note: Callable[[dict[str, Any]], None]) -> None:
         self._head = head
+        self._note = note
         self._items = _Items(head)
         self._output: list[dict[str, Any]] = []
         self._parts: list[str] = []
@@ -110,6 +116,7 @@ class _Stream:
     def usage(self, usage: Usage) -> bytes:
         """End with the whole response; usage is always in it."""
         response = _response(self._head, self._output, self._reason, usage)
+        self._note(response)
         return self._event(f"response.{response['status']}", response=response)
 
     def error(self, error: WarmpathError) -> bytes:

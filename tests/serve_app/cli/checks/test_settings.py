@@ -21,6 +21,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A secret is made in a directory that is thrown away."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.delenv("WARMPATH_SECRET", raising=False)
+    monkeypatch.delenv("WARMPATH_RESPONSES_URL", raising=False)
 
 
 def sentences(model: Path | str, place: Place = "start", **settings: Any) -> list[str]:
@@ -67,6 +68,10 @@ def test_what_settings_say_of_themselves(values: dict[str, Any], words: str) -> 
         ({"disk_cache_bytes": 1 << 60, "disk_cache_dir": "TMP"}, "GiB, and the disk of"),
         ({"usage_file": "TMP"}, "is no file that this user may write"),
         ({"usage_file": "TMP/none/usage.sqlite"}, "is no file that this user may write"),
+        ({"responses_file": "TMP"}, "is no file that this user may write"),
+        ({"responses_url_file": "TMP/none"}, "there is no URL file"),
+        ({"responses_url_file": "TMP/open"}, "others may read the URL file"),
+        ({"responses_url_file": "TMP/private"}, "must be redis://HOST"),
         ({"max_model_len": 40000}, "more than the 32768 positions"),
     ],
 )
@@ -76,6 +81,8 @@ def test_each_setting_that_cannot_be_used(
     """A format that is none; a secret or a place that cannot be read or written; budgets that do not fit."""
     (tmp_path / "open").write_text("x")
     (tmp_path / "open").chmod(0o644)
+    (tmp_path / "private").write_text("mysql://user:password@host/database")
+    (tmp_path / "private").chmod(0o600)
     here = {
         name: value.replace("TMP", str(tmp_path)) if isinstance(value, str) else value
         for name, value in settings.items()

@@ -1,0 +1,59 @@
+"""OpenAI's responses: answers, and those that are stored for the tenant that asked for them."""
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from serve_app.api.openai.responses.items import item_page, response_not_found
+from serve_app.api.openai.responses.request import ResponsesBody
+from serve_app.errors import InvalidRequest
+from serve_app.ingress.conversation import Conversation
+from serve_app.ingress.http import json_response
+from serve_app.ingress.routes.handler import Front, guarded, takes
+from serve_app.stored.responses import Document
+
+router = APIRouter()
+
+
+@router.post("/v1/responses", tags=["generation"], **takes(ResponsesBody))
+@guarded("responses")
+async def responses(request: Request, services: Front) -> Response:
+    """OpenAI's responses; stored, unless the request or the settings say otherwise."""
+    tenant = services.guard.tenant(request)
+    conversation = Conversation(services.stored, tenant.name)
+    return await services.completions.generate(request, tenant, conversation.parse, conversation.format, conversation)
+
+
+@router.get("/v1/responses/{response_id}", tags=["generation"])
+@guarded("stored_responses")
+async def stored_response(request: Request, services: Front, response_id: str) -> Response:
+    """A stored response."""
+    if request.query_params.get("stream", "false").lower() != "false":
+        raise InvalidRequest("stream is for a response that is being made; leave it out.", param="stream")
+    return json_response((await _found(request, services, response_id)).response)
+
+
+@router.get("/v1/responses/{response_id}/input_items", tags=["generation"])
+@guarded("stored_responses")
+async def input_items(request: Request, services: Front, response_id: str) -> Response:
+    """The items that a stored response answers, those of its whole conversation; `after`, `limit`, `order`."""
+    return json_response(item_page((await _found(request, services, response_id)).input, request.query_params))
+
+
+@router.delete("/v1/responses/{response_id}", tags=["generation"])
+@guarded("stored_responses")
+async def delete_response(request: Request, services: Front, response_id: str) -> Response:
+    """Delete a stored response; those that went on from it keep their conversations."""
+    tenant = services.guard.tenant(request).name
+    if services.stored is None or not await services.stored.delete(tenant, response_id):
+        raise response_not_found(response_id)
+    return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+async def _found(request: Request, services: Front, response_id: str) -> Document:
+    """Return a response of whoever asks. Raises NotFound."""
+    tenant = services.guard.tenant(request).name
+    found = await services.stored.get(tenant, response_id) if services.stored is not None else None
+    if found is None:
+        raise response_not_found(response_id)
+    return found[0]

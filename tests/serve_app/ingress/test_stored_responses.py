@@ -1,0 +1,242 @@
+"""Conversations by ``previous_response_id`` over a real socket with the real client; the model's text is given."""
+
+import json
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai import OpenAI
+from openai.types.responses import Response
+
+from serve_app.config.tenants import TenantConfig
+from serve_app.stored.backend import Backend, open_backend
+from tests.serve_app.ingress.scripted import BOUNDS, Script, scripted
+from tests.serve_app.ingress.test_responses import CALL, TOOL
+from tests.serve_app.tool_templates.families import family
+
+KEYS = {"acme": "wp-acme", "globex": "wp-globex"}
+CUSTOMERS = [TenantConfig(name=name, key_sha256=[sha256(key.encode()).hexdigest()]) for name, key in KEYS.items()]
+MAX_BODY_BYTES = 16 << 10
+
+
+@pytest.fixture(scope="module")
+def model_path(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return family("hermes", demo_model_path, tmp_path_factory.mktemp("family") / "hermes")
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("stored") / "responses.sqlite"
+
+
+@pytest.fixture(scope="module")
+def backend(file: Path) -> Backend:
+    return open_backend(None, file, BOUNDS)
+
+
+@pytest.fixture(scope="module")
+def served(model_path: Path, backend: Backend) -> Iterator[tuple[str, Script]]:
+    with scripted(model_path, customers=CUSTOMERS, backend=backend, max_body_bytes=MAX_BODY_BYTES) as running:
+        yield running
+
+
+@pytest.fixture
+def script(served: tuple[str, Script]) -> Script:
+    served[1].clear()
+    served[1].text = "It rains."
+    return served[1]
+
+
+@pytest.fixture(scope="module")
+def clients(served: tuple[str, Script]) -> Iterator[dict[str, OpenAI]]:
+    made = {name: OpenAI(base_url=f"{served[0]}/v1", api_key=key, max_retries=0) for name, key in KEYS.items()}
+    yield made
+    for client in made.values():
+        client.close()
+
+
+def create(client: OpenAI, streamed: bool, text: Any, **fields: Any) -> Response:
+    asked = {"model": "demo", "input": text, **fields}
+    if not streamed:
+        return client.responses.create(**asked)
+    *_, last = client.responses.create(**asked, stream=True)
+    response: Response = last.response
+    return response
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_conversation_goes_on_as_if_it_had_been_sent_whole(
+    clients: dict[str, OpenAI], script: Script, streamed: bool
+) -> None:
+    """The same prompt, so the same KV; instructions are not carried over. (docs/api.md)"""
+    client = clients["acme"]
+    first = create(client, streamed, "Rain?", instructions="Be brief.", metadata={"a": "b"})
+    assert (first.model_extra or {}).get("store", getattr(first, "store", None)) is True
+    script.text = "Till noon."
+    second = create(client, streamed, [{"role": "user", "content": "How long?"}], previous_response_id=first.id)
+    assert second.previous_response_id == first.id
+    chained = script.prompt()
+    assert "Be brief." not in chained
+    create(client, streamed, "And then?", previous_response_id=second.id, instructions="Rhyme.")
+    longer = script.prompt()
+    said = [("user", "Rain?"), ("assistant", "It rains."), ("user", "How long?")]
+    items: list[Any] = [{"role": role, "content": text} for role, text in said]
+    create(client, streamed, items, store=False)
+    assert script.prompt() == chained
+    items += [{"role": "assistant", "content": "Till noon."}, {"role": "user", "content": "And then?"}]
+    create(client, streamed, items, instructions="Rhyme.")
+    assert script.prompt() == longer
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_what_is_stored_is_what_was_answered(clients: dict[str, OpenAI], script: Script, streamed: bool) -> None:
+    """Retrieved whole, its input listed in pages, and gone once it is deleted; those after it go on."""
+    client = clients["acme"]
+    first = create(client, streamed, "Rain?", metadata={"a": "b"}, temperature=0.5)
+    assert client.responses.retrieve(first.id).to_dict() == first.to_dict()
+    second = create(client, streamed, "How long?", previous_response_id=first.id)
+    assert client.responses.delete(first.id) is None
+    for gone in (client.responses.retrieve, client.responses.delete, client.responses.input_items.list):
+        with pytest.raises(openai.NotFoundError, match=first.id):
+            gone(first.id)
+    third = create(client, streamed, "Why?", previous_response_id=second.id)
+    listed = client.responses.input_items.list(third.id, limit=2, order="asc")
+    items = list(listed)  # the client asks for more pages
+    assert [(item.role, item.content[0].type, item.content[0].text) for item in items] == [
+        ("user", "input_text", "Rain?"), ("assistant", "output_text", "It rains."),
+        ("user", "input_text", "How long?"), ("assistant", "output_text", "It rains."), ("user", "input_text", "Why?"),
+    ]  # fmt: skip
+    assert len({item.id for item in items}) == 5
+    for item in items:
+        type(item).model_validate(item.to_dict(mode="json"), strict=True)
+    assert [item.id for item in client.responses.input_items.list(third.id)] == [item.id for item in reversed(items)]
+    after = client.responses.input_items.list(third.id, after=items[1].id, order="asc")
+    assert [item.id for item in after] == [item.id for item in items[2:]]
+
+
+def test_calls_and_their_results_go_on(clients: dict[str, OpenAI], script: Script) -> None:
+    """A call, its result by call_id alone, as an agent sends it; log-probabilities are not carried along."""
+    client = clients["acme"]
+    script.text = "Let me look. " + CALL
+    first = client.responses.create(model="demo", input="Rain in Oslo?", tools=[TOOL])
+    call = first.output[1]
+    assert call.type == "function_call"
+    script.text = "No."
+    result: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "dry", "junk": [1, 2]}]
+    second = client.responses.create(model="demo", input=result, tools=[TOOL], previous_response_id=first.id)
+    assert "Oslo" in script.prompt() and "Let me look." in script.prompt() and "dry" in script.prompt()
+    items = list(client.responses.input_items.list(second.id, order="asc"))
+    assert [item.type for item in items] == ["message", "message", "function_call", "function_call_output"]
+    assert "junk" not in json.dumps([item.to_dict(mode="json") for item in items])
+
+
+def test_a_call_that_was_cut_off_does_not_go_on(clients: dict[str, OpenAI], script: Script) -> None:
+    client = clients["acme"]
+    script.text, script.reason = "Let me look. " + CALL[: CALL.index("Oslo")], "length"
+    first = client.responses.create(model="demo", input="Rain in Oslo?", tools=[TOOL])
+    assert first.status == "incomplete"
+    script.clear()
+    script.text = "Yes."
+    second = client.responses.create(model="demo", input="Well?", previous_response_id=first.id)
+    assert second.output_text == "Yes."
+
+
+def test_nothing_is_stored_where_the_request_says_so(clients: dict[str, OpenAI], script: Script) -> None:
+    client = clients["acme"]
+    raw = client.responses.with_raw_response.create(model="demo", input="Rain?", store=False)
+    assert json.loads(raw.content)["store"] is False
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(json.loads(raw.content)["id"])
+
+
+def test_errors_say_what_to_change(clients: dict[str, OpenAI], served: tuple[str, Script], script: Script) -> None:
+    client = clients["acme"]
+    first = client.responses.create(model="demo", input="x" * 10_000)
+    with pytest.raises(openai.BadRequestError) as unknown:
+        client.responses.create(model="demo", input="x", previous_response_id="resp_1")
+    assert (unknown.value.code, unknown.value.param) == ("previous_response_not_found", "previous_response_id")
+    with pytest.raises(openai.APIStatusError) as large:
+        client.responses.create(model="demo", input="y" * 10_000, previous_response_id=first.id)
+    assert (large.value.status_code, large.value.param) == (413, "previous_response_id")
+    with pytest.raises(openai.BadRequestError, match=r"input\[0\]"):
+        client.responses.create(model="demo", input=[{"role": "x"}], previous_response_id=first.id)  # type: ignore[list-item,misc]
+    with pytest.raises(openai.BadRequestError, match="store must be"):
+        client.responses.create(model="demo", input="x", extra_body={"store": "yes"})
+    with pytest.raises(openai.BadRequestError, match="stream"):
+        list(client.responses.retrieve(first.id, stream=True))
+    for query, named in (("limit=0", "limit"), ("limit=x", "limit"), ("order=up", "order"), ("after=msg", "after")):
+        url = f"{served[0]}/v1/responses/{first.id}/input_items?{query}"
+        answer = httpx.get(url, headers={"authorization": f"Bearer {KEYS['acme']}"}, trust_env=False)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, named)
+
+
+@pytest.fixture(scope="module")
+def owned(clients: dict[str, OpenAI], served: tuple[str, Script]) -> str:
+    """A response of acme's."""
+    served[1].text = "It rains."
+    return clients["acme"].responses.create(model="demo", input="A secret of acme's").id
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_no_tenant_sees_that_another_has_a_response(
+    data: st.DataObject, served: tuple[str, Script], owned: str
+) -> None:
+    """Another tenant's id, ids near it and any others get the same answer, on every route. (docs/security.md)"""
+    near = st.sampled_from([owned, owned.upper(), owned[:-1], f"{owned}0", f"{owned}%00", f"acme%00{owned}"])
+    response_id = data.draw(near | st.from_regex(r"resp_[0-9a-f]{32}", fullmatch=True))
+    unknown = "resp_" + "0" * 32
+    headers = {"authorization": f"Bearer {KEYS['globex']}"}
+
+    def answers(of: str) -> list[tuple[int, str]]:
+        url, body = f"{served[0]}/v1/responses", {"model": "demo", "input": "x", "previous_response_id": of}
+        with httpx.Client(headers=headers, trust_env=False) as http:
+            asked = [http.get(f"{url}/{of}"), http.get(f"{url}/{of}/input_items"), http.delete(f"{url}/{of}")]
+            asked.append(http.post(url, json=body))
+        return [(one.status_code, one.json()["error"]["code"]) for one in asked]
+
+    assert answers(response_id) == answers(unknown) == [(404, "not_found")] * 3 + [(400, "previous_response_not_found")]
+
+
+def test_a_key_is_needed(served: tuple[str, Script], owned: str, clients: dict[str, OpenAI]) -> None:
+    """On every route; and all that others tried has left the response where it was."""
+    for method, path in (("GET", ""), ("DELETE", ""), ("GET", "/input_items")):
+        answer = httpx.request(method, f"{served[0]}/v1/responses/{owned}{path}", trust_env=False)
+        assert answer.status_code == 401
+    assert clients["acme"].responses.retrieve(owned).id == owned
+
+
+def test_a_response_that_cannot_be_stored_is_not_acknowledged(
+    clients: dict[str, OpenAI], script: Script, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole: a 503; streamed: an error in the place of the end; with ``store: false`` an answer as ever."""
+
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(backend, "put", full)
+    client = clients["acme"]
+    with pytest.raises(openai.InternalServerError) as whole:
+        client.responses.create(model="demo", input="x")
+    assert (whole.value.status_code, whole.value.code) == (503, "response_store_unavailable")
+    with pytest.raises(openai.APIError, match="store: false"):
+        list(client.responses.create(model="demo", input="x", stream=True))
+    assert client.responses.create(model="demo", input="x", store=False).output_text == "It rains."
+
+
+def test_without_a_store_nothing_refers_to_an_earlier_response(model_path: Path) -> None:
+    with scripted(model_path) as (url, script), OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client:
+        script.text = "It rains."
+        first = client.responses.create(model="demo", input="Rain?")
+        assert first.to_dict()["store"] is False
+        with pytest.raises(openai.BadRequestError, match="nothing is stored"):
+            client.responses.create(model="demo", input="x", previous_response_id=first.id)
+        for gone in (client.responses.retrieve, client.responses.delete):
+            with pytest.raises(openai.NotFoundError):
+                gone(first.id)
