@@ -13,8 +13,8 @@ from benchmarks.common.trace import TRACE_BLOCK_TOKENS
 AGENT_TRACE = Path(__file__).parents[1] / "traces" / "agent_sessions.jsonl.gz"
 """200 sessions (``benchmarks/traces/README.md``)."""
 
-LONGEST_PAUSE_S = 300.0
-"""What is longer in the trace is cut to this: a run would be nights of nobody's work."""
+AWAKE_S = 300.0
+"""A session in a longer pause than this is not counted as one that runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +103,6 @@ def _turns(rows: list[dict[str, Any]], size: int, opening: list[int], ids: _Ids)
             shared = min(int(row["shared"]) * size, tokens - 1, source.prompt_tokens) // TRACE_BLOCK_TOKENS
             beginning, known = list(source.hash_ids[:shared]), shared * TRACE_BLOCK_TOKENS
         fresh = [next(ids.fresh) for _ in range(blocks - len(beginning))]
-        pause_s, out = min(float(row["think"] or 0.0), LONGEST_PAUSE_S), int(row["out"] or 1)
+        pause_s, out = float(row["think"] or 0.0), int(row["out"] or 1)
         made.append(Turn(tokens, out, pause_s, (*beginning, *fresh), known))
     return tuple(made)

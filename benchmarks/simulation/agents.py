@@ -5,10 +5,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from random import Random
 from statistics import fmean, median
 
-from benchmarks.common.agent_sessions import Session, read_sessions
+from benchmarks.common.agent_sessions import AWAKE_S, Session, read_sessions
 from benchmarks.common.report import percentile
 from benchmarks.common.trace import TraceRequest
 from benchmarks.simulation.cluster import Cluster
@@ -34,10 +35,11 @@ def make_load(sessions: Sequence[Session], settings: ClusterSettings, running: f
     chosen = list(sessions)
     rng.shuffle(chosen)
     ideal_s = [_ideal_s(session, settings) for session in chosen]
+    awake_s = [_ideal_s(session, settings, AWAKE_S) for session in chosen]
     arrivals_s: list[float] = []
     now_s = 0.0
     for _ in chosen:
-        now_s += rng.expovariate(running / fmean(ideal_s))
+        now_s += rng.expovariate(running / fmean(awake_s))
         arrivals_s.append(now_s)
     keys, traced = [], []
     for number, session in enumerate(chosen):
@@ -47,17 +49,17 @@ def make_load(sessions: Sequence[Session], settings: ClusterSettings, running: f
                 tenant = f"tenant-{number % tenants}"
                 traced.append(TraceRequest(0.0, turn.prompt_tokens, turn.output_tokens, turn.hash_ids, tenant))
     requests = dict(zip(keys, prepare(traced, settings.block_size), strict=True))
-    return Load(chosen, arrivals_s, requests, ideal_s, _working_set(chosen, ideal_s, running, settings))
+    return Load(chosen, arrivals_s, requests, ideal_s, _working_set(chosen, awake_s, running, settings))
 
 
-def _ideal_s(session: Session, settings: ClusterSettings) -> float:
+def _ideal_s(session: Session, settings: ClusterSettings, longest_pause_s: float = inf) -> float:
     """Return a session's time on an unlimited cache without queue."""
     ends: list[float] = []
     last_s = 0.0
     for at, stream in enumerate(session.streams):
-        now_s = stream.delay_s + (ends[stream.after] if at else 0.0)
+        now_s = min(stream.delay_s, longest_pause_s) + (ends[stream.after] if at else 0.0)
         for number, turn in enumerate(stream.turns):
-            now_s += turn.pause_s if number or not at else 0.0
+            now_s += min(turn.pause_s, longest_pause_s) if number or not at else 0.0
             known = turn.known_tokens or (session.opening_tokens if not at else 0)
             now_s += max(1, turn.prompt_tokens - known) / settings.prefill_tokens_per_s
             now_s += turn.output_tokens * settings.decode_token_s
@@ -93,6 +95,7 @@ class Agents:
         for number, arrival_s in enumerate(self._load.arrivals_s):
             clock.at(arrival_s, partial(self._send, number, 0, 0))
         clock.run()
+        assert len(self._cluster.outcome.ttft_s) == len(self._load.requests), "some requests had no answer"
         slowdowns = [
             (self._ended_s[number] - self._began_s[number]) / ideal_s
             for number, ideal_s in enumerate(self._load.ideal_s)
@@ -124,7 +127,8 @@ class Agents:
 
 
 CONTENDERS = {
-    "warmpath": Contender(DEFAULT_POLICY, shortest_first=True, pull=True),
+    "warmpath": Contender(DEFAULT_POLICY, shortest_first=True, pull=True, admission=True),
+    "no_admission": Contender(DEFAULT_POLICY, shortest_first=True, pull=True),
     "first_come": Contender(DEFAULT_POLICY),
     "power_of_two": Contender("power_of_two"),
 }
