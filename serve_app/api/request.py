@@ -85,7 +85,8 @@ class RequestFields:
     ``prompt_cache_key`` is a routing hint, ``cache_salt`` divides the tenant's own cache; ``prompt_ref`` names the
     registered prompt that goes before everything else. ``store_kv`` False: leave nothing in the cache; None: as the
     tenant's setting says. ``cache_diagnostics``: tell why the cache was missed. ``unknown``: fields without effect.
-    ``service_tier`` and, within one, ``priority`` say which of the tenant's own requests starts first.
+    ``service_tier`` and, within one, ``priority`` say which of the tenant's own requests starts first. ``session``: the
+    client's own word for the session that the request belongs to, "" for none.
     """
 
     prompt_field: ClassVar[str]
@@ -123,6 +124,7 @@ class RequestFields:
     save_system_prompt_kv_cache: bool = False
     store_kv: bool | None = None
     cache_diagnostics: bool = False
+    session: str = ""
     unknown: tuple[UnknownField, ...] = ()
 
     @property

@@ -176,6 +176,7 @@ class Dispatcher:
             interval_s=generation.interval_s,
             grammar=generation.grammar,
             traceparent="" if trace is None else trace.traceparent,
+            session=generation.session,
         )
 
         def first_token(first: FirstToken) -> None:

@@ -1,5 +1,6 @@
 """Under which keys a prompt's KV lies (scope roots, cached), and by which it is placed. The secret goes no further."""
 
+import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -63,3 +64,8 @@ def placement_key(root: bytes, prompt_cache_key: str | None, encoded: EncodedPro
     if blocks:
         return hash_at(encoded.block_hashes, blocks - 1)
     return xxhash.xxh3_128_digest(root + encoded.token_ids.tobytes())
+
+
+def session_key(tenant: str, word: str) -> str:
+    """Return 16 hexadecimal digits for a tenant's word for a session, "" for none: the word itself goes no further."""
+    return hashlib.blake2b(f"{tenant}\0{word}".encode(), digest_size=8).hexdigest() if word else ""

@@ -17,7 +17,7 @@ from serve_app.errors import ContextLengthExceeded, InvalidRequest
 from serve_app.fairness.shares import Shares
 from serve_app.fairness.workers import FairWorkers
 from serve_app.generation.generation import Generation
-from serve_app.generation.keys import Keys, ScopeKeys
+from serve_app.generation.keys import Keys, ScopeKeys, session_key
 from serve_app.generation.rules import CheckedGrammars, refuse_without_logits, rules_of, sampling_of, stores_kv
 from serve_app.prompts.registry import Prompts
 from serve_app.tenants.tenants import Tenant, Tenants
@@ -88,6 +88,7 @@ class Preparer:
         seed = secrets.randbits(62) if request.seed is None else request.seed
         grammar = await self._grammars.form(request.grammar, tenant.name)
         bad_words = await self._tokenizer.word_ids(request.bad_words, tenant.name) if request.bad_words else ()
+        session = session_key(tenant.name, request.session)
         rules = rules_of(request, bad_words, self._info.vocab_size)
         limits, end_token_ids = self._limits, self._info.eos_token_ids
         generations: list[Generation] = []
@@ -125,6 +126,7 @@ class Preparer:
                         system_chars=len(system_text),
                         system_tokens=system_tokens,
                         order=request.order,
+                        session=session,
                     )
                 )
         return generations

@@ -38,6 +38,7 @@ from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.ledgers import Ledgers
 from serve_app.ingress.observe.answer_meter import Counters
 from serve_app.ingress.observe.metrics import IngressMetrics
+from serve_app.ingress.observe.sessions import SessionList
 from serve_app.ingress.prompts.admin import PromptAdmin
 from serve_app.ingress.prompts.warming import Warmer
 from serve_app.ingress.services import BODIES, Services, limits_of
@@ -137,6 +138,7 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
         connecting=asyncio.create_task(broadcast.connect(adapters, prompt_admin.learn)),
         history=MessageHistory(complete=config.ingress_replicas == 1),
         usage=Ledgers(ledger, broadcast.ingresses),
+        sessions=SessionList(broadcast.replicas),
         stored=await stored_responses(config, secret, FairWorkers(shares)),
     )  # fmt: skip
     return services

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,20 +27,38 @@ _ORDERS, _ORDERS_PREFIX, _ID = header_names()
 _RAYS = frozenset(_plain(name.encode()) for name in _ORDERS)
 _RAYS_PREFIX = _plain(_ORDERS_PREFIX.encode())
 _REQUEST_ID = _ID.encode()
+_SESSION, _KEPT_SESSION = b"x-session-id", b"x-warmpath-session"
+"""A client's word for its session, and what it is called past Ray, which would choose a replica by it."""
+_SESSIONS = (_KEPT_SESSION.decode(), _SESSION.decode(), "x-claude-code-session-id", "session-id")
+"""The headers by which clients name sessions, the most telling first; the last two are Claude Code's and Codex'."""
+_MOST_SESSION_CHARS = 256
 _VALID_REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
 
 def client_headers(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Return ``headers`` without Ray's, and without an ``x-request-id`` that is not one short printable word."""
+    """Return ``headers`` without Ray's, and without an ``x-request-id`` that is not one short printable word.
+
+    The client's word for its session has another name among them.
+    """
     kept = [
         (name, value)
-        for name, value in headers
+        for name, value in map(_renamed, headers)
         if (plain := _plain(name)) not in _RAYS and not plain.startswith(_RAYS_PREFIX)
     ]
     request_ids = [value for name, value in kept if name.lower() == _REQUEST_ID]
     if request_ids and not (len(request_ids) == 1 and _VALID_REQUEST_ID.fullmatch(request_ids[0])):
         return [(name, value) for name, value in kept if name.lower() != _REQUEST_ID]
     return kept
+
+
+def _renamed(header: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
+    return (_KEPT_SESSION, header[1]) if header[0].lower() == _SESSION else header
+
+
+def session_of(headers: Mapping[str, str]) -> str:
+    """Return a client's word for its session, "" for none. ``headers``: in lower case; what is too long is none."""
+    words = (headers.get(name, "").strip() for name in _SESSIONS)
+    return next((word for word in words if 0 < len(word) <= _MOST_SESSION_CHARS), "")
 
 
 _CONNECTION = "warmpath.connection"

@@ -19,6 +19,7 @@ from serve_app.generation.answer import PieceSink, TokenSource, answer_pieces
 from serve_app.generation.prepare import Preparer
 from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.ingress.answers import Answer, streamed, whole
+from serve_app.ingress.client_headers import session_of
 from serve_app.ingress.conversation import Conversation
 from serve_app.ingress.drain import Deadline, Drain
 from serve_app.ingress.http import read_body, until_disconnect
@@ -62,6 +63,8 @@ class Completions:
         arrived_s = time.perf_counter()
         with self.counters.front_door.arrive(tenant.name) as arrival:
             wanted = self.readers.checked(await self._wanted(request, tenant, arrival, parse, conversation))
+            if session := session_of(request.headers):
+                wanted = replace(wanted, session=session)
             # Internal ids are ours: two clients may send the same x-request-id.
             answer_id = secrets.token_hex(16)
             timeout_s = self.config.request_timeout_s

@@ -29,6 +29,7 @@ from serve_app.ingress.http import credentials, read_body
 from serve_app.ingress.ledgers import Ledgers
 from serve_app.ingress.observe import metrics as figures
 from serve_app.ingress.observe.cache_state import NOTICES, cache_state
+from serve_app.ingress.observe.sessions import SessionList
 from serve_app.ingress.prompts.admin import PromptAdmin
 from serve_app.live.live import Live
 from serve_app.live.prefix_table import PrefixTable
@@ -79,6 +80,7 @@ class Services:
     drain: Drain
     history: MessageHistory
     usage: Ledgers
+    sessions: SessionList
     live: Live
     receiver: TokenReceiver
     tracer: Tracer | None = None

@@ -139,6 +139,10 @@ class Replica:
         """Who this is; also what an ingress calls once to bring its router to life."""
         return {"replica_id": self._replica_id, "pid": os.getpid()}
 
+    async def sessions(self, tenant: str | None) -> dict[str, Any]:
+        """Return what a tenant, or (None) an operator, is told of the sessions here."""
+        return {"replica": self._replica_id, **self._gate.report(tenant)}
+
     async def reset_prefix_cache(self) -> bool:
         """Forget every cached block that is not in use."""
         return await asyncio.to_thread(self._engine.reset_prefix_cache)

@@ -8,12 +8,14 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from typing import Any
 
 from router.protocol.samples import Sample
 from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import Clock, Engine, EngineRequest, RemoteKv
 from serve_app.replica.reporter import replica_figures
 from serve_app.sessions.admission import Admission
+from serve_app.sessions.report import session_report
 from serve_app.sessions.sessions import Sessions
 
 EXPIRE_EVERY_S = 60.0
@@ -68,6 +70,10 @@ class SessionGate:
     def set_shares(self, shares: Mapping[str, float]) -> None:
         """Go by other weights of tenants from now on."""
         self._admission.shares = shares
+
+    def report(self, tenant: str | None) -> dict[str, Any]:
+        """Return what a tenant, or (None) an operator, is told of the sessions."""
+        return session_report(self.sessions, self._admission, tenant, self._clock())
 
     async def run(self) -> None:
         """Let requests start as others' sessions go, until cancelled."""

@@ -69,6 +69,15 @@ class Admission:
         self._waiting[session.running] = _Waiting(session, self._clock(), needed_tokens)
         return True
 
+    @property
+    def room_tokens(self) -> int:
+        """The tokens of the pool that saves leave to sessions."""
+        return self._pool_tokens - self._pinned_tokens()
+
+    def waited_s(self, session: Session) -> float:
+        """Return how long a session that waits has done so."""
+        return self._clock() - self._waiting[session.running].arrival_s
+
     def forget(self, request_id: str) -> None:
         """Wait no more for a request that is over."""
         self._waiting.pop(request_id, None)
@@ -77,7 +86,7 @@ class Admission:
         """Return the requests that may start by now; they wait no more."""
         if not self._waiting:
             return []
-        room, now_s = self._pool_tokens - self._pinned_tokens(), self._clock()
+        room, now_s = self.room_tokens, self._clock()
         held: Counter[str] = Counter()
         for session in self._sessions.live():
             held[session.tenant] += session.own_tokens

@@ -4,11 +4,23 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
+import msgspec
 from pydantic import Field
 
 from serve_app.api.anthropic.conversation import BLOCK_FIELDS, Conversation
 from serve_app.api.anthropic.history import Asked, digest, digests
-from serve_app.api.json_body import JsonBody, ModelName, Must, Refused, Stops, StoreKV, Text256, Text1024, Whole
+from serve_app.api.json_body import (
+    MAX_ID_CHARS,
+    JsonBody,
+    ModelName,
+    Must,
+    Refused,
+    Stops,
+    StoreKV,
+    Text256,
+    Text1024,
+    Whole,
+)
 from serve_app.api.openai.sampling import MAX_TOKENS
 from serve_app.api.openai.tools import MAX_TOOL_VALUES, MAX_TOOLS, Description, Function, FunctionName, tool_use
 from serve_app.api.request import ChatRequest, ToolUse, thinking_switches
@@ -170,6 +182,7 @@ class MessagesBody(CountTokensBody):
     service_tier: Annotated[Literal["auto", "standard_only"] | None, Must("auto or standard_only")] = Field(
         None, description="changes nothing: usage says standard"
     )
+    metadata: Any = Field(None, description="user_id that is JSON with a session_id names the session")
     diagnostics: DiagnosticsBody | None = Field(None, description="ask why the cache was missed")
     store_kv: StoreKV = None
 
@@ -187,6 +200,7 @@ class MessagesBody(CountTokensBody):
             stop=self.stop_sequences,
             stream=self.stream,
             store_kv=self.store_kv,
+            session=_session(self.metadata),
             cache_diagnostics=self.diagnostics is not None,
             repeated={"diagnostics": self._asked(prompt)},
         )
@@ -202,6 +216,22 @@ class MessagesBody(CountTokensBody):
             digests(messages[at:]),
             self.diagnostics.previous_message_id if self.diagnostics is not None else None,
         )
+
+
+class _User(msgspec.Struct):
+    session_id: str
+
+
+def _session(metadata: Any) -> str:
+    """Return the session that Claude Code names in ``metadata.user_id``, "" where that is anything else."""
+    user_id = metadata.get("user_id") if isinstance(metadata, dict) else None
+    if not isinstance(user_id, str) or len(user_id) > 2 * MAX_ID_CHARS:
+        return ""
+    try:
+        word = msgspec.json.decode(user_id, type=_User).session_id
+    except (ValueError, RecursionError):  # Anthropic takes any string
+        return ""
+    return word if len(word) <= MAX_ID_CHARS else ""
 
 
 def parse_messages(body: bytes) -> ChatRequest:

@@ -125,6 +125,7 @@ class GenerationBody(SamplingBody):
             del fields[name]
         fields["grammar"] = self.grammar
         fields["top_k"] = max(0, self.top_k)
+        fields["session"] = self.prompt_cache_key or ""
         fields["logit_bias"] = tuple(sorted({int(token): bias for token, bias in self.logit_bias.items()}.items()))
         fields["include_usage"] = options is not None and options.include_usage is True
         inner = [*(f"stream_options.{name}" for name in (options.model_extra if options else None) or ()), *ignored]

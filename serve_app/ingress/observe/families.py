@@ -125,6 +125,23 @@ warmpath_prompt_saves_total: replica engine outcome
 warmpath_feed_mirror_drift_total: replica
     Times that what was published of the caches was not what they hold; all is told anew then. Should be 0.
 
+# Replicas: sessions
+Chains of requests that go on from each other ([caching](caching.md#sessions)), as each replica sees them.
+warmpath_sessions: replica state
+    Sessions of the last hour. running, or waiting for room to start; paused: its next request is expected soon, and
+    room is kept for it; left: none is expected.
+warmpath_session_returns_total: replica outcome
+    Requests that went on with a session. hit: of what they have in common with its last prompt at least nine tenths
+    were still cached; missed: less, and the rest was computed again.
+warmpath_session_wait_seconds: replica (histogram)
+    How long requests waited until there was room for their contexts beside live sessions; of those alone that had to
+    ask for room, at most `session_wait_s`.
+warmpath_session_seconds: replica (histogram)
+    From the first request of a session to the end of its last answer, once it is forgotten.
+warmpath_session_unused_tokens_total: replica
+    Tokens of forgotten sessions' contexts, but for those that were cached when they began: no request went on from
+    them.
+
 # Replicas: tiers below the pool
 Only where a tier is configured; `tier` is `host` or `disk`.
 warmpath_kv_tier_blocks: replica engine tier

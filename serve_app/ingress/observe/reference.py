@@ -38,7 +38,8 @@ LABELS = {
     "after_first_token": "`true` or `false`",
     "finished_reason": "`stop`, `length`, `cancelled`, `timeout`, `error`",
     "pid": "a process id",
-    "state": "of blocks `used`, `cached`, `free`; of adapters `loaded`, `slots`, `running`",
+    "state": "of blocks `used`, `cached`, `free`; of adapters `loaded`, `slots`, `running`; of sessions "
+    "`running`, `paused`, `waiting`, `left`",
     "outcome": "one of a few words, named where they are not plain",
     "tier": "`host` or `disk`",
     "reason": "one of a few words. Of decisions `cached`: it holds the most; `in_flight`: it is computing the same "

@@ -122,6 +122,14 @@ async def cache_state(request: Request, services: Front) -> Response:
     return json_response(await services.cache_state())
 
 
+@router.get("/v1/cache/sessions", tags=["operations"])
+@guarded("cache_sessions")
+async def sessions(request: Request, services: Front) -> Response:
+    """The sessions of all replicas, those used last; a tenant sees its own."""
+    tenant = None if services.guard.sees_all(request) else services.guard.tenant(request).name
+    return json_response(await services.sessions.of(tenant))
+
+
 @router.post("/v1/cache/explain", tags=["operations"], **takes(ExplainBody))
 @guarded("cache_explain", operator=True)
 async def explain(request: Request, services: Front) -> Response:

@@ -1,0 +1,43 @@
+"""What GET /v1/cache/sessions says: the sessions of all replicas, asked for when somebody wants to know."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from serve_app.errors import Overloaded
+from serve_app.sessions.report import MOST_TOLD
+
+TIMEOUT_S = 5.0
+FRESH_S = 1.0
+"""Whoever asks again within it gets the same answer: no client can keep replicas busy with questions."""
+
+
+class SessionList:
+    """``replicas``: calls a method of every replica."""
+
+    def __init__(self, replicas: Callable[..., Awaitable[list[Any]]]) -> None:
+        self._replicas = replicas
+        self._asked: dict[str | None, tuple[float, asyncio.Task[dict[str, Any]]]] = {}
+
+    async def of(self, viewer: str | None) -> dict[str, Any]:
+        """Return the document for a tenant, or (None) for an operator. Raises Overloaded where a replica is silent."""
+        now_s = time.monotonic()
+        self._asked = {one: asked for one, asked in self._asked.items() if now_s - asked[0] < FRESH_S}
+        if viewer not in self._asked:
+            self._asked[viewer] = now_s, asyncio.create_task(self._ask(viewer))
+        return await asyncio.shield(self._asked[viewer][1])  # others wait for it too
+
+    async def _ask(self, viewer: str | None) -> dict[str, Any]:
+        try:
+            reports = await self._replicas("sessions", viewer, timeout_s=TIMEOUT_S)
+        except TimeoutError as error:
+            raise Overloaded("A replica does not say which sessions it has; ask again.", retry_after_s=5.0) from error
+        rows = [{"replica": report["replica"], **row} for report in reports for row in report["rows"]]
+        return {
+            "object": "cache.sessions",
+            "viewer": "operator" if viewer is None else "tenant",
+            "tenant": viewer,
+            "replicas": [{name: value for name, value in report.items() if name != "rows"} for report in reports],
+            "sessions": sorted(rows, key=lambda row: float(row["idle_s"]))[:MOST_TOLD],
+        }
