@@ -57,7 +57,7 @@ def _renamed(header: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
 
 def session_of(headers: Mapping[str, str]) -> str:
     """Return a client's word for its session, "" for none. ``headers``: in lower case; what is too long is none."""
-    words = (headers.get(name, "").strip() for name in _SESSIONS)
+    words = (headers.get(name, "") for name in _SESSIONS)
     return next((word for word in words if 0 < len(word) <= _MOST_SESSION_CHARS), "")
 
 

@@ -23,7 +23,11 @@ class SessionList:
     async def of(self, viewer: str | None) -> dict[str, Any]:
         """Return the document for a tenant, or (None) for an operator. Raises Overloaded where a replica is silent."""
         now_s = time.monotonic()
-        self._asked = {one: asked for one, asked in self._asked.items() if now_s - asked[0] < FRESH_S}
+        self._asked = {
+            one: (asked_s, answer)
+            for one, (asked_s, answer) in self._asked.items()
+            if not answer.done() or now_s - asked_s < FRESH_S
+        }
         if viewer not in self._asked:
             self._asked[viewer] = now_s, asyncio.create_task(self._ask(viewer))
         return await asyncio.shield(self._asked[viewer][1])  # others wait for it too

@@ -117,6 +117,7 @@ def generation(max_tokens: int = 6, public_blocks: int = 0) -> Generation:
         tenant="t",
         sampling=SamplingParams(max_tokens=max_tokens, temperature=0.7, seed=11),
         order=7,
+        session="s",
     )
 
 

@@ -68,6 +68,7 @@ def test_a_lost_replica_is_replaced_with_the_same_tokens(
     assert list(resumed.token_ids) == [*range(10), *whole()[:received]]
     assert second.block_hashes == extend_chain(root_of(public_blocks), public_blocks, resumed.token_ids, BLOCK)
     assert resumed.sampling == replace(generation().sampling, max_tokens=6 - received)
+    assert [wire.decode_call(wire.encode(call)).session for call, _ in handle.calls] == ["s", "s"]
     assert (resumed.scope, resumed.root) == (replace(SCOPE, public_blocks=public_blocks), root_of(public_blocks))
     assert resumed.resumed_tokens == received
     assert (first.order, second.order, resumed.order) == ((7, 0, 0) if received else (7, 7, 7))

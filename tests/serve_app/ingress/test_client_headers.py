@@ -10,7 +10,7 @@ from ray.serve._private.http_util import _apply_middlewares, parse_disconnect_di
 from ray.serve._private.utils import call_function_from_import_path
 
 from serve_app.cli.local_ray import CLIENT_HEADERS
-from serve_app.ingress.client_headers import ClientHeaders, client_headers, connection_of
+from serve_app.ingress.client_headers import ClientHeaders, client_headers, connection_of, session_of
 
 KEPT = [(b"host", b"x"), (b"authorization", b"Bearer k"), (b"traceparent", b"00-1-2-01")]
 
@@ -51,6 +51,13 @@ def test_rays_headers_are_dropped(header: tuple[bytes, bytes]) -> None:
     seen, _ = seen_by_ray(*KEPT[:1], header, *KEPT[1:])
     assert [one for one in seen if one[0] != b"x-request-id"] == KEPT
     assert not parse_disconnect_disabled_header(dict(seen))
+
+
+def test_a_clients_session_is_kept_by_another_name() -> None:
+    """By its own name Ray would choose a replica by it."""
+    seen, _ = seen_by_ray(*KEPT, (b"X-Session-Id", b"one"))
+    assert [one for one in seen if one[0] != b"x-request-id"] == [*KEPT, (b"x-warmpath-session", b"one")]
+    assert session_of({"x-warmpath-session": "one", "session-id": "two"}) == "one"
 
 
 @pytest.mark.parametrize(

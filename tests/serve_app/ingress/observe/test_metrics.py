@@ -12,6 +12,7 @@ from router.protocol.events import StatsReport
 from router.protocol.request import RoutedRequest
 from router.protocol.samples import Labels, Sample
 from serve_app.cache.tiers.tiers import TierSettings
+from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import Save
 from serve_app.engine.vllm.draft_meters import DraftMeters
 from serve_app.ingress.observe.cache_state import cache_state
@@ -21,6 +22,7 @@ from serve_app.ingress.observe.reference import LABELS, metrics_page
 from serve_app.live.prefix_table import PrefixTable
 from serve_app.replica.lifecycle.receipt import MoveMeters, Receipt
 from serve_app.replica.pull import PullMeters
+from serve_app.replica.session_gate import SessionGate
 from serve_app.tokenization.segment_cache import SegmentCacheStats
 from tests.serve_app.conftest import MakeEngine
 from tests.serve_app.engine.tiny import prompt, request, run_all
@@ -61,7 +63,7 @@ def test_a_help_text_says_more_than_the_name() -> None:
 
 
 def test_all_that_replicas_tell_is_shown(make_engine: MakeEngine, tmp_path: Path) -> None:
-    """Engine, pool, tiers, adapters, drafts, pulls and moves: no sample is left out for its name or labels."""
+    """Engine, pool, tiers, adapters, drafts, pulls, moves, sessions: no sample is left out for name or labels."""
     engine = make_engine(tiers=TierSettings(1 << 20, 1 << 20, tmp_path), num_blocks=24, pin_budget_blocks=8)
     run_all(engine, [request(f"r{i}", prompt(150, i), 3, tenant="acme") for i in range(4)])
     run_all(engine, [replace(request("saver", prompt(60, 9), 1), saves=(Save(b"s" * 16, 48, None),))])
@@ -76,6 +78,7 @@ def test_all_that_replicas_tell_is_shown(make_engine: MakeEngine, tmp_path: Path
     moves.taken_blocks["save"] += 1
     moves.taken_saves["pinned"] += 1
     beside = [*drafts.samples((("engine", "vllm"),)), *pulls.samples((), 1.0), *moves.samples()]
+    beside += SessionGate(engine, AppConfig(model="demo")).samples()
     samples: list[Sample] = [*engine.stats().samples, *beside]
     labelled = [(name, (*labels, ("replica", "a")), value) for name, labels, value in samples]
     families = list(text_string_to_metric_families(render(labelled).decode()))

@@ -103,7 +103,7 @@ OPERATORS = [
 ]  # fmt: skip
 TENANTS = [
     *(("POST", f"/v1/{name}") for name in ("chat/completions", "completions", "responses")),
-    *(("GET", f"/v1/{name}") for name in ("models", "models/demo", "cache/events", "usage")),
+    *(("GET", f"/v1/{name}") for name in ("models", "models/demo", "cache/events", "cache/sessions", "usage")),
 ]
 
 
