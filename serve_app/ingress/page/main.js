@@ -7,6 +7,7 @@ import { Cache } from "./live/cache.js";
 import { Connection } from "./live/connection.js";
 import { Player } from "./live/player.js";
 import { readRecording, Recording } from "./live/recording.js";
+import { Sessions } from "./live/sessions.js";
 import { Log } from "./log.js";
 import { arc } from "./map/arcs.js";
 import { CacheMap } from "./map/map.js";
@@ -31,6 +32,7 @@ const map = new CacheMap(view, ({ replica, node }) => {
   else if (shown().replicas.has(replica)) why.replica(shown().replicas.get(replica));
 });
 const log = new Log(words, timeOf, (event) => why.event(event));
+const sessions = new Sessions();
 const chat = new Chat(live, (body, decision) => why.request(body, decision));
 
 /** The time of day, or in a recording the time since its start. */
@@ -104,6 +106,7 @@ function drawState(model) {
   byId("connection").dataset.state = name;
   const text = { refused: "not connected", busy: "not connected; trying again" }[name] ?? says;
   if (byId("connection-text").textContent !== text) byId("connection-text").textContent = text;
+  byId("sessions").hidden = player.recording !== null;
   byId("empty").hidden = model.replicas.size > 0;
   const [lead, more] = EMPTY[name] ?? ["The map is not connected", name === "busy" ? `${says} The page tries again by itself.` : says];
   byId("empty-lead").textContent = lead;
@@ -158,6 +161,7 @@ async function openRecording(file) {
 function forget() {
   live.clear();
   why.clear();
+  sessions.clear();
   if (!player.recording) log.clear();
   changed = true;
 }
@@ -191,6 +195,8 @@ function wireRecording() {
   });
   byId("live").addEventListener("click", () => {
     player.close();
+    byId("sessions").hidden = false;
+    sessions.look();
     log.clear();
     changed = true;
     byId("open-recording").focus();

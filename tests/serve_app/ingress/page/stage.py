@@ -23,7 +23,7 @@ class Stage:
     """What the server answers. ``snapshots``: what a stream of events begins with, by key; no entry: 401.
 
     ``words``: an answer; it waits before its last word while ``held``. ``bodies``: the chats that came. ``busy``: why
-    nobody may listen now; 429.
+    nobody may listen now; 429. ``sessions``: by key; ``asked_sessions``: whose were asked for.
     """
 
     def __init__(self) -> None:
@@ -34,6 +34,8 @@ class Stage:
         self.words = ["Yes", ", ", "you", " may."]
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str] = []
+        self.sessions: dict[str, list[Event]] = {}
+        self.asked_sessions: list[str] = []
         self.held = threading.Event()
         self.held.set()
         self.fails = ""
@@ -85,6 +87,12 @@ class Stage:
                 )
 
         return StreamingResponse(stream(), media_type="text/event-stream")
+
+    async def told_sessions(self, request: Request) -> Response:
+        """Answer as ``GET /v1/cache/sessions`` does."""
+        key = _key(request)
+        self.asked_sessions.append(key)
+        return JSONResponse({"sessions": self.sessions[key]}) if key in self.sessions else REFUSED
 
     async def models(self, request: Request) -> Response:
         """Answer as ``GET /v1/models`` does."""
@@ -142,6 +150,7 @@ def staged() -> Iterator[tuple[str, Stage]]:
         Route("/v1/models", stage.models),
         Route("/v1/chat/completions", stage.chat, methods=["POST"]),
         Route("/v1/cache/events", stage.events),
+        Route("/v1/cache/sessions", stage.told_sessions),
     ]
     with Loopback(lambda: Starlette(routes=routes)) as running:
         yield running.url, stage

@@ -1,0 +1,73 @@
+// The table of sessions. The server is asked for it only while it is open and the page is seen.
+
+import { ask, problemOf } from "../api.js";
+import { byId, count, make, seconds } from "../dom.js";
+
+const EVERY_MS = 2000;
+const AFTER_TROUBLE_MS = 10_000;
+
+const STATES = {
+  running: () => "running",
+  paused: (session) => `paused; room is kept for ${seconds(Math.max(0, session.live_for_s))}`,
+  waiting: (session) => `waiting for ${seconds(session.waited_s)}. ${session.why}`,
+  left: (session) => `left ${seconds(session.idle_s)} ago`,
+};
+
+export class Sessions {
+  constructor() {
+    this.asked = 0;
+    this.timer = 0;
+    byId("sessions").addEventListener("toggle", () => this.look());
+    document.addEventListener("visibilitychange", () => this.look());
+  }
+
+  /** Forget what one key was shown, and ask anew. */
+  clear() {
+    this.show([], "");
+    this.look();
+  }
+
+  /** Ask now, and again and again while somebody looks. */
+  async look() {
+    clearTimeout(this.timer);
+    const asked = (this.asked += 1);
+    const { open, hidden } = byId("sessions");
+    if (!open || hidden || document.hidden) return;
+    let [sessions, note, waitMs] = [[], "", EVERY_MS];
+    try {
+      const response = await ask("v1/cache/sessions", { which: "map" });
+      if (!response.ok) throw new Error(await problemOf(response));
+      sessions = (await response.json()).sessions;
+      note = summary(sessions);
+    } catch (error) {
+      note = error instanceof TypeError ? "The server cannot be reached." : error.message;
+      waitMs = AFTER_TROUBLE_MS;
+    }
+    if (asked !== this.asked) return; // another key, or nobody looks any more
+    this.show(sessions, note);
+    this.timer = setTimeout(() => this.look(), waitMs);
+  }
+
+  show(sessions, note) {
+    byId("sessions-note").textContent = note;
+    byId("sessions-rows").replaceChildren(...sessions.map(row));
+  }
+}
+
+function row(session) {
+  const shared = session.tokens - session.own_tokens;
+  const cells = [
+    session.session || "not named",
+    session.tenant,
+    STATES[session.state]?.(session) ?? session.state,
+    shared > 0 ? `${count(session.tokens)}, ${count(shared)} of them shared` : count(session.tokens),
+    count(session.turns),
+    session.replica,
+  ];
+  return make("tr", { className: session.state }, ...cells.map((text) => make("td", {}, text)));
+}
+
+function summary(sessions) {
+  const states = Object.keys(STATES).map((state) => [sessions.filter((session) => session.state === state).length, state]);
+  return states.filter(([number]) => number).map(([number, state]) => `${count(number)} ${state}`).join(", ") || "none";
+}
