@@ -36,6 +36,7 @@ export class Sessions {
     let [sessions, note, waitMs] = [[], "", EVERY_MS];
     try {
       const response = await ask("v1/cache/sessions", { which: "map" });
+      if (response.status === 404) throw new Error("This server knows of no sessions.");
       if (!response.ok) throw new Error(await problemOf(response));
       sessions = (await response.json()).sessions;
       note = summary(sessions);

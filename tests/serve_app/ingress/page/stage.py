@@ -23,7 +23,8 @@ class Stage:
     """What the server answers. ``snapshots``: what a stream of events begins with, by key; no entry: 401.
 
     ``words``: an answer; it waits before its last word while ``held``. ``bodies``: the chats that came. ``busy``: why
-    nobody may listen now; 429. ``sessions``: by key; ``asked_sessions``: whose were asked for.
+    nobody may listen now; 429. ``sessions``: by key; ``asked_sessions``: whose were asked for;
+    ``no_sessions``: 404.
     """
 
     def __init__(self) -> None:
@@ -36,6 +37,7 @@ class Stage:
         self.keys: list[str] = []
         self.sessions: dict[str, list[Event]] = {}
         self.asked_sessions: list[str] = []
+        self.no_sessions = False
         self.held = threading.Event()
         self.held.set()
         self.fails = ""
@@ -92,6 +94,8 @@ class Stage:
         """Answer as ``GET /v1/cache/sessions`` does."""
         key = _key(request)
         self.asked_sessions.append(key)
+        if self.no_sessions:
+            return JSONResponse({"detail": "there are others"}, 404)
         return JSONResponse({"sessions": self.sessions[key]}) if key in self.sessions else REFUSED
 
     async def models(self, request: Request) -> Response:

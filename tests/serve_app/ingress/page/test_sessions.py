@@ -102,6 +102,14 @@ def test_a_recording_has_no_sessions(opened: Any, stage: Stage, tmp_path: Path) 
     opened.wait_for_function("() => document.querySelectorAll('#sessions-rows tr').length === 2")
 
 
+def test_a_server_without_sessions_says_so(page: Any, stage: Stage) -> None:
+    """As inside Ray Serve LLM. (docs/page.md)"""
+    stage.no_sessions = True
+    begin(page, stage)
+    page.locator("#sessions summary").click()
+    page.locator("#sessions-note", has_text="This server knows of no sessions.").wait_for()
+
+
 def test_names_of_sessions_are_never_markup(page: Any, stage: Stage) -> None:
     wrong = "<img src=x onerror=document.title='broken'>"
     stage.sessions[""] = [session(wrong, wrong, tenant=wrong)]
