@@ -39,7 +39,7 @@ def test_every_field_arrives() -> None:
     assert request == ChatRequest(
         model="demo", messages=({"role": "user", "content": "Hi"},), **as_sent, top_k=0, stop=("a", "b"),
         include_usage=True, logit_bias=((5, 1.5), (9, -100.0)), stop_token_ids=(7, 0), bad_words=("no", " never"),
-        logprobs=20,
+        logprobs=20, session="k",
     )  # fmt: skip
     continued = chat(continue_final_message=True)
     assert (continued.continue_final_message, continued.add_generation_prompt) == (True, False)
