@@ -4,7 +4,7 @@ import pytest
 
 from router.protocol.block_hash import HASH_BYTES
 from serve_app.sessions import sessions as module
-from serve_app.sessions.sessions import FIRST_HOLD_S, LEAST_HOLD_S, Sessions
+from serve_app.sessions.sessions import FIRST_HOLD_S, LEAST_HOLD_S, Session, Sessions
 
 SIZE = 16
 
@@ -32,7 +32,9 @@ def sessions(clock: Clock) -> Sessions:
     return Sessions(SIZE, clock)
 
 
-def turn(sessions: Sessions, request_id: str, prompt: bytes, *, tenant: str = "a", cached: int = 0, name: str = ""):  # type: ignore[no-untyped-def]
+def turn(
+    sessions: Sessions, request_id: str, prompt: bytes, *, tenant: str = "a", cached: int = 0, name: str = ""
+) -> Session:
     session = sessions.begin(request_id, tenant, prompt, len(prompt) // HASH_BYTES * SIZE, cached, name)
     sessions.end(request_id, SIZE)
     return session
