@@ -72,13 +72,13 @@ class SessionGate:
     async def run(self) -> None:
         """Let requests start as others' sessions go, until cancelled."""
         while True:
+            self._admit()
+            self.sessions.expire()
             self._changed.clear()
             pause_s = min(self._admission.look_again_s() - self._clock(), EXPIRE_EVERY_S)
             with suppress(TimeoutError):
                 async with asyncio.timeout(max(pause_s, 0.01)):
                     await self._changed.wait()
-            self._admit()
-            self.sessions.expire()
 
     def samples(self) -> Iterator[Sample]:
         """Yield counters and gauges."""

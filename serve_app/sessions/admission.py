@@ -63,7 +63,7 @@ class Admission:
 
         Ask that at once: there may be room.
         """
-        if not self.wait_s or needed_tokens * SMALL_PART <= self._pool_tokens:
+        if not self.wait_s or needed_tokens * SMALL_PART <= self._pool_tokens or 2 * needed_tokens <= session.tokens:
             return False
         session.waits = True
         self._waiting[session.running] = _Waiting(session, self._clock(), needed_tokens)
