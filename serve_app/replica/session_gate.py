@@ -27,9 +27,11 @@ class SessionGate:
         self._engine = engine
         self._config = config
         self._clock = clock
+        host_blocks = config.host_cache_bytes // max(1, engine.kv_block_bytes)
         self._admission = Admission(
             self.sessions,
-            int(replica_figures(engine, 0, config).pool_tokens),
+            # A context that was pushed out to the host's memory is loaded in a moment: there is room in both.
+            int(replica_figures(engine, 0, config).pool_tokens) + host_blocks * config.block_size,
             pinned_tokens=lambda: int(replica_figures(engine, 0, config).pinned_tokens),
             tokens_per_s=lambda: engine.load().prefill_tokens_per_s,
             clock=clock,

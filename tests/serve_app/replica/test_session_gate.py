@@ -24,10 +24,11 @@ PAUSE_S = 125.0
 class Bench:
     """An engine with room for one context of 600 tokens beside a small one, and its gate on a clock of the test's."""
 
-    def __init__(self, engine: TorchEngine, wait_s: float = 1000.0) -> None:
+    def __init__(self, engine: TorchEngine, wait_s: float = 1000.0, host_blocks: int = 0) -> None:
         self.engine = engine
         self.clock = Clock()
-        self.gate = SessionGate(engine, AppConfig(session_wait_s=wait_s), clock=self.clock)
+        config = AppConfig(session_wait_s=wait_s, host_cache_bytes=host_blocks * engine.kv_block_bytes)
+        self.gate = SessionGate(engine, config, clock=self.clock)
         self.told = Collector()
 
     def submit(self, name: str, ids: TokenArray) -> bool:
@@ -107,3 +108,15 @@ async def test_without_a_wait_nothing_waits(make_engine: MakeEngine) -> None:
     for number in range(3):
         assert not bench.submit(str(number), other(number))
         await bench.ended(str(number))
+
+
+async def test_the_hosts_memory_is_room_too(make_engine: MakeEngine) -> None:
+    bench = Bench(make_engine(num_blocks=POOL_BLOCKS), host_blocks=POOL_BLOCKS)
+    waits = []
+    for number in range(4):
+        waits.append(bench.submit(str(number), other(number)))
+        if not waits[-1]:
+            await bench.ended(str(number))
+    assert waits == [False, False, False, True]
+    bench.engine.cancel("3")
+    await bench.ended("3")
