@@ -7,7 +7,7 @@ from pydantic import BaseModel, Field
 from serve_app.config.cache import MIB
 from serve_app.config.quantities import Bytes, Seconds
 
-DAY_S = 86_400.0
+_DAY_S = 86_400.0
 
 
 class StoredSection(BaseModel):
@@ -18,15 +18,10 @@ class StoredSection(BaseModel):
     )
     responses_file: Path | None = Field(
         None,
-        description="SQLite file of stored responses, for ingresses of one machine; default: responses.sqlite beside "
-        "the state file of the secret, on Ray's head node alone",
+        description="SQLite file of stored responses, for ingresses of one machine, where $WARMPATH_RESPONSES_URL "
+        "names no Redis or Postgres; default: beside the state file of the secret, on Ray's head node alone",
     )
-    responses_url_file: Path | None = Field(
-        None,
-        description="private file with the URL of a Redis or Postgres that takes the place of `responses_file`; "
-        "default: $WARMPATH_RESPONSES_URL, or none",
-    )
-    responses_ttl_s: Seconds = Field(30 * DAY_S, ge=1, le=3650 * DAY_S, description="a response is kept for so long")
+    responses_ttl_s: Seconds = Field(30 * _DAY_S, ge=1, le=3650 * _DAY_S, description="a response is kept for so long")
     responses_max_bytes: Bytes = Field(
         1024 * MIB, ge=16 * MIB, description="kept for each tenant, compressed; beyond it the oldest leave"
     )

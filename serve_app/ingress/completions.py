@@ -114,8 +114,9 @@ class Completions:
                 return work(body)
             return await self.workers.run(tenant.name, arrival.body_bytes, work, body)
 
-        if conversation is not None and (previous_id := await read(conversation.previous_id)) is not None:
-            await conversation.go_on(previous_id, self.config.max_body_bytes - len(body), arrival.grow)
+        if conversation is not None:
+            await read(conversation.read)
+            await conversation.go_on(self.config.max_body_bytes - len(body), arrival.grow)
         wanted = await read(parse)
         if isinstance(wanted, ChatRequest) and wanted.chat_template_kwargs:
             unread = self.tokenizer.template.unread(wanted.chat_template_kwargs)

@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
+URL_VARIABLE = "WARMPATH_RESPONSES_URL"
+"""Of the environment: the URL, which may hold a password, and so is no setting."""
+_EXTRAS = {"redis": "redis", "rediss": "redis", "postgresql": "postgres", "postgres": "postgres"}
+
 
 class StoreError(ValueError):
     """No responses can be stored so; the message says what to change, and holds no part of a URL."""
@@ -31,7 +35,10 @@ class Backend(Protocol):
     failures: tuple[type[Exception], ...]
 
     def put(self, tenant: bytes, response_id: bytes, data: bytes) -> None:
-        """Keep a response; it is durable on return. Where the tenant is over ``max_bytes``, its oldest others leave."""
+        """Keep a response; it is durable on return, and a second time changes nothing.
+
+        Some of what is older than ``ttl_s`` leaves, and where the tenant is over ``max_bytes``, its oldest others.
+        """
 
     def get(self, tenant: bytes, response_id: bytes) -> bytes | None:
         """Return the data of a response, None where it is not there."""
@@ -39,40 +46,31 @@ class Backend(Protocol):
     def delete(self, tenant: bytes, response_id: bytes) -> bool:
         """Remove a response; returns whether it was there."""
 
-    def expire(self) -> None:
-        """Remove what is older than ``ttl_s``."""
-
 
 def open_backend(url: str | None, file: Path, bounds: Bounds) -> Backend:
     """Return the database behind a URL, which is connected to when it is needed, or else the SQLite ``file``.
 
-    Raises StoreError for a URL that names no such database, for a client library that is not installed, and for a file
-    that cannot be used.
+    Raises StoreError for a URL that names no database, a client library that is missing, and an impossible file.
     """
-    if url is None:
-        from serve_app.stored.sql import sqlite_backend
+    from serve_app.stored.sql import postgres_backend, sqlite_backend
 
+    if not url:
         return sqlite_backend(file, bounds)
     try:
         parts = urlsplit(url)
-        scheme, named = parts.scheme, bool(parts.hostname) and (parts.port or True)
+        extra = _EXTRAS.get(parts.scheme) if parts.hostname and parts.port != 0 else None
     except ValueError:  # it would quote what may be a piece of the password
-        scheme, named = "", False
-    extra = {"redis": "redis", "rediss": "redis", "postgresql": "postgres", "postgres": "postgres"}.get(scheme)
-    if extra is None or not named:
-        raise StoreError(
-            "the URL of stored responses must be redis://HOST, rediss://HOST or postgresql://HOST/DATABASE, with user "
-            "and password percent-encoded before an @"
-        )
+        extra = None
     try:
         if extra == "redis":
             from serve_app.stored.redis_backend import RedisBackend
 
             return RedisBackend(url, bounds)
-        from serve_app.stored.sql import postgres_backend
-
-        return postgres_backend(url, bounds)
+        if extra == "postgres":
+            return postgres_backend(url, bounds)
     except ImportError as error:
-        raise StoreError(
-            f"{scheme}:// needs a client library that is not installed: pip install '.[{extra}]'"
-        ) from error
+        raise StoreError(f"${URL_VARIABLE} needs a client library: pip install '.[{extra}]'") from error
+    raise StoreError(
+        f"${URL_VARIABLE} must be redis://HOST, rediss://HOST or postgresql://HOST/DATABASE, with user and password "
+        "percent-encoded before an @"
+    )

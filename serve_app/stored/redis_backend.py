@@ -49,7 +49,7 @@ class RedisBackend:
         self._delete = self._client.register_script(_DELETE)
 
     def put(self, tenant: bytes, response_id: bytes, data: bytes) -> None:
-        """See ``Backend``. A second time it changes nothing."""
+        """See ``Backend``."""
         bounds = self._bounds
         self._put(_keys(tenant), [response_id, data, bounds.now_s(), bounds.ttl_s, bounds.max_bytes])
 
@@ -61,9 +61,6 @@ class RedisBackend:
     def delete(self, tenant: bytes, response_id: bytes) -> bool:
         """See ``Backend``."""
         return bool(self._delete(_keys(tenant), [response_id]))
-
-    def expire(self) -> None:
-        """Nothing: Redis does it for a tenant that stores no more, and ``put`` for the others."""
 
 
 def _keys(tenant: bytes) -> list[str]:

@@ -126,6 +126,7 @@ def test_what_cannot_be_stored_is_refused_and_never_half_there(tmp_path: Path) -
     async def without_tables(stored: StoredResponses) -> None:
         with sqlite3.connect(tmp_path / "b.sqlite") as database:
             database.execute("DROP TABLE stored_responses")
+            database.execute("CREATE VIEW stored_responses AS SELECT 1")
         database.close()
         with pytest.raises(Overloaded, match="store: false") as caught:
             await stored.put("acme", document("resp_1"))

@@ -1,6 +1,6 @@
 """Answers in the shape of OpenAI's responses: one object, or events that are numbered and end with that object."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -15,10 +15,9 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ResponsesFormat:
-    """Responses; an ``AnswerFormat`` of answers with one choice. ``note`` hears of each when it is whole."""
+    """One response; an ``AnswerFormat`` of answers with one choice. ``response``: its body, once it is whole."""
 
-    def __init__(self, note: Callable[[dict[str, Any]], None] = lambda _: None) -> None:
-        self._note = note
+    response: dict[str, Any]
 
     def whole(self, head: AnswerHead, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """Return the body of a response that is not streamed."""
@@ -30,13 +29,12 @@ class ResponsesFormat:
         output += [items.call(call.call_id, call.name, call.arguments) for call in choice.calls]
         if choice.finish_reason == "length":
             output[-1]["status"] = "incomplete"
-        response = _response(head, output, choice.finish_reason, usage)
-        self._note(response)
-        return response
+        self.response = _response(head, output, choice.finish_reason, usage)
+        return self.response
 
     def stream(self, head: AnswerHead) -> AnswerStream:
         """Begin a response in events."""
-        return _Stream(head, self._note)
+        return _Stream(head, self)
 
     error = staticmethod(openai_error)
 
@@ -73,9 +71,9 @@ class _Items:
 class _Stream:
     """The events of one streamed response; an ``AnswerStream``."""
 
-    def __init__(self, head: AnswerHead, note: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, head: AnswerHead, ended: ResponsesFormat) -> None:
         self._head = head
-        self._note = note
+        self._ended = ended
         self._items = _Items(head)
         self._output: list[dict[str, Any]] = []
         self._parts: list[str] = []
@@ -115,9 +113,10 @@ class _Stream:
 
     def usage(self, usage: Usage) -> bytes:
         """End with the whole response; usage is always in it."""
-        response = _response(self._head, self._output, self._reason, usage)
-        self._note(response)
-        return self._event(f"response.{response['status']}", response=response)
+        self._ended.response = response = _response(self._head, self._output, self._reason, usage)
+        last = self._event(f"response.{response['status']}", response=response)
+        self._number -= 1  # where the response cannot be stored, an error takes its place
+        return last
 
     def error(self, error: WarmpathError) -> bytes:
         """End with an error: OpenAI documents its fields, and its clients raise what is under ``error``."""
