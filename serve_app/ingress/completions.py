@@ -99,20 +99,14 @@ class Completions:
             return await self.preparer.count(wanted, tenant)
 
     async def _wanted(
-        self,
-        request: Request,
-        tenant: Tenant,
-        arrival: Arrival,
-        parse: Parse,
-        conversation: Conversation | None = None,
+        self, request: Request, tenant: Tenant, arrival: Arrival, parse: Parse, conversation: Conversation | None = None
     ) -> GenerateRequest:
         """Return what a request's body asks for. Raises a ``WarmpathError``."""
         body = await read_body(request, self.config.max_body_bytes, arrival.grow)
 
         async def read(work: Callable[[bytes], T]) -> T:
-            if arrival.body_bytes <= INLINE_BODY_BYTES:
-                return work(body)
-            return await self.workers.run(tenant.name, arrival.body_bytes, work, body)
+            inline = arrival.body_bytes <= INLINE_BODY_BYTES
+            return work(body) if inline else await self.workers.run(tenant.name, arrival.body_bytes, work, body)
 
         if conversation is not None:
             await read(conversation.read)

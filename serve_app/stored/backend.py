@@ -9,6 +9,8 @@ from urllib.parse import urlsplit
 
 URL_VARIABLE = "WARMPATH_RESPONSES_URL"
 """Of the environment: the URL, which may hold a password, and so is no setting."""
+TIMEOUT_S = 5
+"""The longest that a database may take for a call."""
 _EXTRAS = {"redis": "redis", "rediss": "redis", "postgresql": "postgres", "postgres": "postgres"}
 
 
@@ -26,10 +28,9 @@ class Bounds:
 
 
 class Backend(Protocol):
-    """Keeps sealed responses. Tenants, ids and data are opaque bytes; each id is of one tenant.
+    """Keeps sealed responses; names and data are opaque bytes, and each id is of one tenant.
 
-    Every call waits for the database, and may come from any thread. ``failures``: what a call raises where the
-    database cannot be used.
+    Any thread may call, and waits. ``failures``: what a call raises where the database cannot be used.
     """
 
     failures: tuple[type[Exception], ...]

@@ -12,7 +12,7 @@ import msgspec
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from serve_app.errors import Overloaded, RequestTooLarge
-from serve_app.fairness.workers import FairWorkers
+from serve_app.fairness.workers import QUANTUM_BYTES, FairWorkers
 from serve_app.stored.backend import Backend, Bounds
 
 logger = logging.getLogger(__name__)
@@ -21,8 +21,6 @@ T = TypeVar("T")
 
 TIMEOUT_S = 15.0
 """The longest that a request waits for the database."""
-COST_BYTES = 16 << 10
-"""What a call counts in the turns of tenants."""
 _NONCE_BYTES = 12
 
 
@@ -50,13 +48,12 @@ class StoredResponses:
         """Store a response; it is durable on return. Raises Overloaded, and RequestTooLarge for one beyond bounds."""
 
         def put() -> None:
-            document.stored_s = self._bounds.now_s()
-            nonce, response_id = os.urandom(_NONCE_BYTES), document.response["id"]
-            plain = zlib.compress(msgspec.json.encode(document), 1)
-            data = nonce + self._cipher(tenant, response_id).encrypt(nonce, plain, None)
+            document.stored_s, nonce = self._bounds.now_s(), os.urandom(_NONCE_BYTES)
+            owner, name, cipher = self._place(tenant, document.response["id"])
+            data = nonce + cipher.encrypt(nonce, zlib.compress(msgspec.json.encode(document), 1), None)
             if len(data) > self._bounds.max_bytes:
                 raise RequestTooLarge("The response is larger than all that is stored for a tenant; send store: false.")
-            self._backend.put(*self._place(tenant, response_id), data)
+            self._backend.put(owner, name, data)
 
         await self._run(tenant, put)
 
@@ -64,11 +61,11 @@ class StoredResponses:
         """Return a response and its bytes as JSON, None for one that is not there. Raises Overloaded."""
 
         def get() -> tuple[Document, int] | None:
-            data = self._backend.get(*self._place(tenant, response_id))
+            owner, name, cipher = self._place(tenant, response_id)
+            data = self._backend.get(owner, name)
             if data is None:
                 return None
-            sealed = self._cipher(tenant, response_id).decrypt(data[:_NONCE_BYTES], data[_NONCE_BYTES:], None)
-            plain = zlib.decompress(sealed)
+            plain = zlib.decompress(cipher.decrypt(data[:_NONCE_BYTES], data[_NONCE_BYTES:], None))
             document = msgspec.json.decode(plain, type=Document)
             return (document, len(plain)) if document.stored_s >= self._bounds.now_s() - self._bounds.ttl_s else None
 
@@ -76,25 +73,22 @@ class StoredResponses:
 
     async def delete(self, tenant: str, response_id: str) -> bool:
         """Remove a response; returns whether it was there. Raises Overloaded."""
-        return await self._run(tenant, lambda: self._backend.delete(*self._place(tenant, response_id)))
+        return await self._run(tenant, lambda: self._backend.delete(*self._place(tenant, response_id)[:2]))
 
-    def _place(self, tenant: str, response_id: str) -> tuple[bytes, bytes]:
-        """Return the names of a tenant and of its response in the database."""
-        return self._derived("tenant", tenant), self._derived("response", tenant, response_id)
+    def _place(self, tenant: str, response_id: str) -> tuple[bytes, bytes, AESGCM]:
+        """Return the names of a tenant and of its response in the database, and the cipher of this response alone."""
 
-    def _cipher(self, tenant: str, response_id: str) -> AESGCM:
-        """Return the cipher of one response alone, by a key that nothing in the database tells."""
-        return AESGCM(self._derived("key", tenant, response_id))
+        def derived(*fields: str) -> bytes:  # only the last field may hold a NUL
+            message = "\0".join(("stored responses", *fields)).encode("utf-8", "surrogatepass")
+            return hmac.digest(self._secret, message, "sha256")
 
-    def _derived(self, *fields: str) -> bytes:
-        """Return 32 bytes of HMAC-SHA256 under the secret; only the last field may hold a NUL."""
-        message = "\0".join(("stored responses", *fields)).encode("utf-8", "surrogatepass")
-        return hmac.digest(self._secret, message, "sha256")
+        names = derived("tenant", tenant), derived("response", tenant, response_id)
+        return *names, AESGCM(derived("key", tenant, response_id))
 
     async def _run(self, tenant: str, work: Callable[[], T]) -> T:
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                return await self._workers.run(tenant, COST_BYTES, work)
+                return await self._workers.run(tenant, QUANTUM_BYTES, work)
         except self._backend.failures as error:  # OSError is among them, and so is the end of the time
             logger.exception("stored responses cannot be reached")
             message = "Stored responses cannot be reached now; send the request again later, or with store: false."

@@ -8,9 +8,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from serve_app.stored.backend import Bounds, StoreError
+from serve_app.stored.backend import TIMEOUT_S, Bounds, StoreError
 
-TIMEOUT_S = 5
 SLACK = 16
 """A tenant over its bytes comes to a sixteenth below them, and each ingress stores a sixteenth of what is free before
 it looks again: not every response that follows costs a look, or moves others out."""
@@ -44,10 +43,7 @@ _DELETE = "DELETE FROM stored_responses WHERE tenant = ? AND id = ?"
 
 
 class SqlBackend:
-    """A ``Backend`` over one connection, which ``connect`` makes, committing each statement, and makes again.
-
-    ``mark``: the driver's mark of a parameter.
-    """
+    """A ``Backend`` over one connection, which ``connect`` makes, and makes again. ``mark``: that of a parameter."""
 
     def __init__(
         self, connect: Callable[[], Any], bounds: Bounds, failures: tuple[type[Exception], ...], mark: str = "?"
@@ -82,25 +78,20 @@ class SqlBackend:
         """See ``Backend``."""
         return bool(self._execute(_DELETE, tenant, response_id))
 
-    def open(self) -> None:
-        """Connect now. Raises what is in ``failures``."""
-        self._database = self._connect()
-
     def _execute(self, statement: str, *values: Any) -> Any:
         """Return the rows that a statement finds, or how many it changes."""
         with self._lock:
             try:
                 return self._once(statement, values)
             except self.failures:  # the connection may have gone: once more over a new one
-                if self._database is not None:
-                    with suppress(*self.failures):
-                        self._database.close()
-                    self._database = None
+                old, self._database = self._database, None
+                with suppress(*self.failures, AttributeError):
+                    old.close()
                 return self._once(statement, values)
 
     def _once(self, statement: str, values: tuple[Any, ...]) -> Any:
         if self._database is None:
-            self.open()
+            self._database = self._connect()
         cursor = self._database.execute(statement.replace("?", self._mark), values)
         return cursor.fetchall() if cursor.description else cursor.rowcount
 
@@ -119,7 +110,7 @@ def sqlite_backend(file: Path, bounds: Bounds) -> SqlBackend:
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.close(os.open(file, os.O_CREAT | os.O_RDWR, 0o600))
-        backend.open()
+        backend.get(b"", b"")
     except backend.failures as error:
         raise StoreError(
             f"cannot keep responses in {file} ({error}); name another responses_file, or set store_responses to false"
