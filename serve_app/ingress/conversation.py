@@ -11,11 +11,10 @@ from serve_app.errors import InvalidRequest, RequestTooLarge
 from serve_app.stored.responses import Document, StoredResponses
 
 
-class Conversation:
-    """What a request needs from storage. ``stored`` None: nothing is stored. ``format``: of its answer."""
+class Conversation(ResponsesFormat):
+    """A request, and the format of its answer. ``stored`` None: nothing is stored."""
 
     def __init__(self, stored: StoredResponses | None, tenant: str) -> None:
-        self.format = ResponsesFormat()
         self._stored = stored
         self._tenant = tenant
         self._earlier: list[dict[str, Any]] = []
@@ -57,5 +56,5 @@ class Conversation:
 
     async def keep(self) -> None:
         """Store the response, once it is whole; durable on return. Raises a ``WarmpathError``."""
-        if self._stored is not None and self.format.response["store"]:
-            await self._stored.put(self._tenant, Document(self._input, self.format.response))
+        if self._stored is not None and self.response["store"]:
+            await self._stored.put(self._tenant, Document(self._input, self.response))

@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from serve_app.errors import Overloaded, RequestTooLarge
 from serve_app.fairness.workers import QUANTUM_BYTES, FairWorkers
-from serve_app.stored.backend import Backend, Bounds
+from serve_app.stored.databases import Bounds, Database
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +38,8 @@ class Document(msgspec.Struct):
 class StoredResponses:
     """All tenants' responses. A lookup needs tenant and id: another tenant's id is one that does not exist."""
 
-    def __init__(self, backend: Backend, secret: bytes, workers: FairWorkers, bounds: Bounds) -> None:
-        self._backend = backend
+    def __init__(self, database: Database, secret: bytes, workers: FairWorkers, bounds: Bounds) -> None:
+        self._database = database
         self._secret = secret
         self._workers = workers
         self._bounds = bounds
@@ -53,7 +53,7 @@ class StoredResponses:
             data = nonce + cipher.encrypt(nonce, zlib.compress(msgspec.json.encode(document), 1), None)
             if len(data) > self._bounds.max_bytes:
                 raise RequestTooLarge("The response is larger than all that is stored for a tenant; send store: false.")
-            self._backend.put(owner, name, data)
+            self._database.put(owner, name, data)
 
         await self._run(tenant, put)
 
@@ -62,7 +62,7 @@ class StoredResponses:
 
         def get() -> tuple[Document, int] | None:
             owner, name, cipher = self._place(tenant, response_id)
-            data = self._backend.get(owner, name)
+            data = self._database.get(owner, name)
             if data is None:
                 return None
             plain = zlib.decompress(cipher.decrypt(data[:_NONCE_BYTES], data[_NONCE_BYTES:], None))
@@ -73,7 +73,7 @@ class StoredResponses:
 
     async def delete(self, tenant: str, response_id: str) -> bool:
         """Remove a response; returns whether it was there. Raises Overloaded."""
-        return await self._run(tenant, lambda: self._backend.delete(*self._place(tenant, response_id)[:2]))
+        return await self._run(tenant, lambda: self._database.delete(*self._place(tenant, response_id)[:2]))
 
     def _place(self, tenant: str, response_id: str) -> tuple[bytes, bytes, AESGCM]:
         """Return the names of a tenant and of its response in the database, and the cipher of this response alone."""
@@ -89,7 +89,7 @@ class StoredResponses:
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 return await self._workers.run(tenant, QUANTUM_BYTES, work)
-        except self._backend.failures as error:  # OSError is among them, and so is the end of the time
+        except self._database.failures as error:  # OSError is among them, and so is the end of the time
             logger.exception("stored responses cannot be reached")
             message = "Stored responses cannot be reached now; send the request again later, or with store: false."
             raise Overloaded(message, code="response_store_unavailable", retry_after_s=5) from error

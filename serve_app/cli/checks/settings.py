@@ -23,7 +23,7 @@ from serve_app.engine.runner.kv_size import kv_bytes_per_block
 from serve_app.generation.tool_calls.vllm_reader import PARSERS, check_parser
 from serve_app.prompts.registry import Prompts
 from serve_app.replica.engine_factory import MAKERS, served_fields
-from serve_app.stored.backend import URL_VARIABLE, Bounds, open_backend
+from serve_app.stored.databases import URL_VARIABLE, Bounds, open_database
 from serve_app.tenants.secret import load_secret
 
 Place = Literal["start", "here", "elsewhere"]
@@ -101,7 +101,7 @@ def _fit(settings: AppConfig, place: Place) -> Iterator[Refusal]:
     if place == "start" or (secret is not None and _looks_into(secret, place)):
         yield from _refusal("secret_file", lambda: load_secret(secret_file=secret))
     if place == "start" and settings.store_responses and (url := os.environ.get(URL_VARIABLE)):
-        yield from _refusal("store_responses", lambda: open_backend(url, Path(), Bounds(1, 1)))  # connects to nothing
+        yield from _refusal("store_responses", lambda: open_database(url, Path(), Bounds(1, 1)))  # connects to nothing
 
 
 def _model(settings: AppConfig, place: Place) -> Iterator[Refusal]:

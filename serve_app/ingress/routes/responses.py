@@ -21,7 +21,7 @@ async def responses(request: Request, services: Front) -> Response:
     """OpenAI's responses; stored, unless the request or the settings say otherwise."""
     tenant = services.guard.tenant(request)
     conversation = Conversation(services.stored, tenant.name)
-    return await services.completions.generate(request, tenant, conversation.parse, conversation.format, conversation)
+    return await services.completions.generate(request, tenant, conversation.parse, conversation)
 
 
 @router.get("/v1/responses/{response_id}", tags=["generation"])

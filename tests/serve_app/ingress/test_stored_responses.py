@@ -15,7 +15,7 @@ from openai import OpenAI
 from openai.types.responses import Response
 
 from serve_app.config.tenants import TenantConfig
-from serve_app.stored.backend import Backend, open_backend
+from serve_app.stored.databases import Database, open_database
 from tests.serve_app.ingress.scripted import BOUNDS, Script, scripted
 from tests.serve_app.ingress.test_responses import CALL, TOOL
 from tests.serve_app.tool_templates.families import family
@@ -36,12 +36,12 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def backend(file: Path) -> Backend:
-    return open_backend(None, file, BOUNDS)
+def backend(file: Path) -> Database:
+    return open_database(None, file, BOUNDS)
 
 
 @pytest.fixture(scope="module")
-def served(model_path: Path, backend: Backend) -> Iterator[tuple[str, Script]]:
+def served(model_path: Path, backend: Database) -> Iterator[tuple[str, Script]]:
     with scripted(model_path, customers=CUSTOMERS, backend=backend, max_body_bytes=MAX_BODY_BYTES) as running:
         yield running
 
@@ -249,7 +249,7 @@ def test_a_key_is_needed(served: tuple[str, Script], owned: str, clients: dict[s
 
 
 def test_a_response_that_cannot_be_stored_is_not_acknowledged(
-    clients: dict[str, OpenAI], script: Script, backend: Backend, monkeypatch: pytest.MonkeyPatch
+    clients: dict[str, OpenAI], script: Script, backend: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole: a 503; streamed: an error in the place of the end; with ``store: false`` an answer as ever."""
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from serve_app.errors import Overloaded, RequestTooLarge
 from serve_app.fairness.shares import Shares
 from serve_app.fairness.workers import FairWorkers
-from serve_app.stored.backend import Bounds, open_backend
+from serve_app.stored.databases import Bounds, open_database
 from serve_app.stored.responses import Document, StoredResponses
 
 SECRET = b"s" * 32
@@ -39,7 +39,7 @@ def with_stored(
     """Return what ``work`` comes to with the responses of a file."""
 
     async def run() -> Any:
-        return await work(StoredResponses(open_backend(None, file, bounds), secret, FairWorkers(Shares({})), bounds))
+        return await work(StoredResponses(open_database(None, file, bounds), secret, FairWorkers(Shares({})), bounds))
 
     return asyncio.run(run())
 

@@ -2,16 +2,16 @@
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from serve_app.api.json_body import call_id
+from pydantic import Field
+
+from serve_app.api.json_body import JsonBody, call_id
 from serve_app.api.openai.messages import joined
 from serve_app.api.openai.tools import called, check_arguments
 from serve_app.api.request import reasoning_fields
 from serve_app.errors import InvalidRequest
 
-_PAGE = 20
-_MAX_PAGE = 100
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _TEXTS = ("input_text", "output_text", "text")
 _PART_FIELDS = frozenset({"type", "text", "annotations", "logprobs", "prompt_cache_breakpoint"})
@@ -86,32 +86,38 @@ def _stored(item: Mapping[str, Any], made_id: str) -> dict[str, Any]:
     fields = {name: item[name] for name in _ITEM_FIELDS[kind] if item.get(name) is not None}
     for name in ("content", "output"):
         if isinstance(fields.get(name), list):
-            fields[name] = [_part(part["type"], part["text"]) for part in fields[name]]
+            fields[name] = [text_part(part["type"], part["text"]) for part in fields[name]]
     if kind == "message" and isinstance(fields["content"], str):
-        text = "output_text" if fields["role"] == "assistant" else "input_text"
-        fields["content"] = [_part(text, fields["content"])]
+        said = "output_text" if fields["role"] == "assistant" else "input_text"
+        fields["content"] = [text_part(said, fields["content"])]
     if kind == "reasoning":
         fields["summary"] = []
     return {**fields, "id": f"{kind}_{made_id}", "type": kind, "status": "completed"}
 
 
-def _part(kind: str, text: str) -> dict[str, Any]:
-    return {"type": kind, "text": text, **({"annotations": [], "logprobs": []} if kind == "output_text" else {})}
+def text_part(kind: str, text: str, told: Sequence[Any] = ()) -> dict[str, Any]:
+    """Return a part of a message; ``told``: the log-probabilities of an answer's."""
+    return {"type": kind, "text": text, **({"annotations": [], "logprobs": told} if kind == "output_text" else {})}
+
+
+class ItemsQuery(JsonBody):
+    """The query of ``GET /v1/responses/ID/input_items``."""
+
+    order: Literal["asc", "desc"] = "desc"
+    limit: Annotated[int, Field(ge=1, le=100, strict=False)] = 20
+    after: str | None = None
 
 
 def item_page(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    """Return a page of items, as ``after``, ``limit`` and ``order`` of a query ask for it. Raises InvalidRequest."""
-    order, limit, after = query.get("order", "desc"), query.get("limit", str(_PAGE)), query.get("after")
-    if order not in ("asc", "desc"):
-        raise InvalidRequest("order must be asc or desc.", param="order")
-    if not (limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= _MAX_PAGE):
-        raise InvalidRequest(f"limit must be a whole number from 1 to {_MAX_PAGE}.", param="limit")
-    listed = list(items) if order == "asc" else [*reversed(items)]
-    if after is not None:
+    """Return a page of items, as a query asks for it. Raises InvalidRequest."""
+    asked = ItemsQuery.checked(dict(query))
+    listed = list(items) if asked.order == "asc" else [*reversed(items)]
+    if asked.after is not None:
         ids = [item["id"] for item in listed]
-        if after not in ids:
+        if asked.after not in ids:
             raise InvalidRequest("after must be the id of one of the response's input items.", param="after")
-        listed = listed[ids.index(after) + 1 :]
-    page = listed[: int(limit)]
-    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
-    return {"object": "list", "data": page, "has_more": len(listed) > len(page), **ends}
+        listed = listed[ids.index(asked.after) + 1 :]
+    page = listed[: asked.limit]
+    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    more = len(listed) > len(page)
+    return {"object": "list", "data": page, "has_more": more, "first_id": first, "last_id": last}

@@ -7,6 +7,7 @@ import msgspec
 
 from serve_app.api.format import AnswerHead, AnswerStream, Choice, FinishReason, ToldToken, Usage
 from serve_app.api.openai.response import cache_miss, openai_error, told_tokens
+from serve_app.api.openai.responses.items import text_part
 from serve_app.api.sse import named_event
 from serve_app.api.tool_calls import CallArguments, CallBegun, CallEvent
 from serve_app.errors import WarmpathError
@@ -52,8 +53,8 @@ class _Items:
         }
 
     def message(self, text: str, logprobs: Sequence[ToldToken] = ()) -> dict[str, Any]:
-        text_part = {"role": "assistant", "content": [_part(text, told_tokens(logprobs))]}
-        return {"id": self._id("msg"), "type": "message", "status": "completed", **text_part}
+        said = {"role": "assistant", "content": [text_part("output_text", text, told_tokens(logprobs))]}
+        return {"id": self._id("msg"), "type": "message", "status": "completed", **said}
 
     def reasoning(self, text: str) -> dict[str, Any]:
         parts = {"summary": [], "content": [{"type": "reasoning_text", "text": text}]}
@@ -146,7 +147,7 @@ class _Stream:
         item, text = self._item, "".join(self._parts)
         item["status"] = status
         if item["type"] == "message":
-            item["content"] = [_part(text, self._told)]
+            item["content"] = [text_part("output_text", text, self._told)]
             events = self._part_event("response.output_text.done", text=text, logprobs=self._told)
             events += self._part_event("response.content_part.done", part=item["content"][0])
         elif item["type"] == "reasoning":
@@ -168,10 +169,6 @@ class _Stream:
         event = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
         return named_event(kind, _encode(event))
-
-
-def _part(text: str, told: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": told}
 
 
 def _response(

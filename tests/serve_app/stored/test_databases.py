@@ -10,11 +10,11 @@ from secrets import token_bytes
 
 import pytest
 
-from serve_app.stored.backend import Backend, Bounds, StoreError, open_backend
+from serve_app.stored.databases import Bounds, Database, StoreError, open_database
 from tests.serve_app.stored.conftest import SERVERS
 
 NOW_S = 1_800_000_000.0
-Open = Callable[[], Backend]
+Open = Callable[[], Database]
 
 
 class Clock:
@@ -29,15 +29,15 @@ def clock() -> Clock:
 @pytest.fixture
 def opened(url: str | None, tmp_path: Path, clock: Clock) -> Open:
     """Opens the same database again and again: 1,000 bytes a tenant, for 50 s."""
-    return lambda: open_backend(url, tmp_path / "responses.sqlite", Bounds(50, 1000, lambda: clock.now_s))
+    return lambda: open_database(url, tmp_path / "responses.sqlite", Bounds(50, 1000, lambda: clock.now_s))
 
 
 @pytest.fixture
-def backend(opened: Open) -> Iterator[Backend]:
+def backend(opened: Open) -> Iterator[Database]:
     yield opened()
 
 
-def test_what_is_put_is_there_for_its_tenant_until_it_is_deleted(backend: Backend, opened: Open) -> None:
+def test_what_is_put_is_there_for_its_tenant_until_it_is_deleted(backend: Database, opened: Open) -> None:
     """Also through another connection, and once for a call that came twice."""
     one, other, key = token_bytes(32), token_bytes(32), token_bytes(32)
     for _ in range(2):
@@ -51,7 +51,7 @@ def test_what_is_put_is_there_for_its_tenant_until_it_is_deleted(backend: Backen
     assert not backend.delete(one, key)
 
 
-def test_a_tenant_has_so_many_bytes_and_its_oldest_leave(backend: Backend, clock: Clock) -> None:
+def test_a_tenant_has_so_many_bytes_and_its_oldest_leave(backend: Database, clock: Clock) -> None:
     """Deleted ones free their room, a repeated call takes none, and another tenant's are not touched."""
     tenant, other = token_bytes(32), token_bytes(32)
     backend.put(other, kept := token_bytes(32), b"x" * 900)
@@ -71,7 +71,7 @@ def test_a_tenant_has_so_many_bytes_and_its_oldest_leave(backend: Backend, clock
     assert backend.get(other, kept) is not None
 
 
-def test_the_newest_stays_whatever_clocks_say(backend: Backend, clock: Clock) -> None:
+def test_the_newest_stays_whatever_clocks_say(backend: Database, clock: Clock) -> None:
     """An ingress whose clock is behind loses nothing that it has just acknowledged."""
     tenant, first, late = token_bytes(32), token_bytes(32), token_bytes(32)
     backend.put(tenant, first, b"x" * 600)
@@ -80,7 +80,7 @@ def test_the_newest_stays_whatever_clocks_say(backend: Backend, clock: Clock) ->
     assert backend.get(tenant, late) is not None
 
 
-def test_what_is_over_its_time_leaves(backend: Backend, clock: Clock) -> None:
+def test_what_is_over_its_time_leaves(backend: Database, clock: Clock) -> None:
     """With the next of its tenant."""
     tenant, keys = token_bytes(32), [token_bytes(32) for _ in range(3)]
     backend.put(tenant, keys[0], b"x")
@@ -91,7 +91,7 @@ def test_what_is_over_its_time_leaves(backend: Backend, clock: Clock) -> None:
 
 def test_sql_forgets_tenants_who_store_no_more(tmp_path: Path, clock: Clock) -> None:
     """With the next of anybody's."""
-    backend = open_backend(None, tmp_path / "responses.sqlite", Bounds(50, 1000, lambda: clock.now_s))
+    backend = open_database(None, tmp_path / "responses.sqlite", Bounds(50, 1000, lambda: clock.now_s))
     tenant, key = token_bytes(32), token_bytes(32)
     backend.put(tenant, key, b"x")
     clock.now_s += 51
@@ -118,7 +118,7 @@ def test_a_file_is_private_and_an_impossible_one_is_named(tmp_path: Path) -> Non
     """With what SQLite writes beside it, whatever the umask. (docs/security.md)"""
     file, before = tmp_path / "made" / "responses.sqlite", os.umask(0)
     try:
-        backend = open_backend(None, file, Bounds(50, 1000))
+        backend = open_database(None, file, Bounds(50, 1000))
         backend.put(b"t", b"k", b"x")
     finally:
         os.umask(before)
@@ -127,7 +127,7 @@ def test_a_file_is_private_and_an_impossible_one_is_named(tmp_path: Path) -> Non
         f"responses.sqlite{end}": 0o600 for end in ("", "-wal", "-shm")
     }
     with pytest.raises(StoreError, match="responses_file"):
-        open_backend(None, Path("/proc/nowhere/responses.sqlite"), Bounds(50, 1000))
+        open_database(None, Path("/proc/nowhere/responses.sqlite"), Bounds(50, 1000))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_a_file_is_private_and_an_impossible_one_is_named(tmp_path: Path) -> Non
 def test_a_url_that_names_no_database_is_not_quoted(url: str, tmp_path: Path) -> None:
     """It may hold a password, and errors are logged. (docs/security.md)"""
     with pytest.raises(StoreError) as caught:
-        open_backend(url, tmp_path / "f", Bounds(50, 1000))
+        open_database(url, tmp_path / "f", Bounds(50, 1000))
     assert "postgresql://HOST" in str(caught.value)
     assert "hunter2" not in str(caught.value)
 
@@ -147,16 +147,15 @@ def test_a_client_library_that_is_missing_is_named(
     scheme: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.delitem(sys.modules, "serve_app.stored.redis_backend", raising=False)
     with pytest.raises(StoreError, match=rf"pip install '\.\[{'redis' if module == 'redis' else 'postgres'}\]'"):
-        open_backend(f"{scheme}://user:password@127.0.0.1:1/x", tmp_path / "f", Bounds(50, 1000))
+        open_database(f"{scheme}://user:password@127.0.0.1:1/x", tmp_path / "f", Bounds(50, 1000))
 
 
 @pytest.mark.parametrize("kind", SERVERS)
 def test_a_server_that_comes_back_is_used_again(kind: str, tmp_path: Path) -> None:
     """A crash of the server keeps what it acknowledged; while it is away there is an error, and no lost connection."""
     with SERVERS[kind]() as server:
-        backend = open_backend(server.url, tmp_path / "f", Bounds(3600, 1 << 20))
+        backend = open_database(server.url, tmp_path / "f", Bounds(3600, 1 << 20))
         stored: list[bytes] = []
         for _ in range(3):
             for _ in range(5):
