@@ -25,14 +25,10 @@ _NONCE_BYTES = 12
 
 
 class Document(msgspec.Struct):
-    """A stored response as clients get it, and its ``input``: the items of the whole conversation before it.
-
-    ``stored_s``: the moment when it was stored, in Unix seconds.
-    """
+    """A stored response as clients get it, and its ``input``: the items of the whole conversation before it."""
 
     input: list[dict[str, Any]]
     response: dict[str, Any]
-    stored_s: float = 0.0
 
 
 class StoredResponses:
@@ -48,7 +44,7 @@ class StoredResponses:
         """Store a response; it is durable on return. Raises Overloaded, and RequestTooLarge for one beyond bounds."""
 
         def put() -> None:
-            document.stored_s, nonce = self._bounds.now_s(), os.urandom(_NONCE_BYTES)
+            nonce = os.urandom(_NONCE_BYTES)
             owner, name, cipher = self._place(tenant, document.response["id"])
             data = nonce + cipher.encrypt(nonce, zlib.compress(msgspec.json.encode(document), 1), None)
             if len(data) > self._bounds.max_bytes:
@@ -67,7 +63,8 @@ class StoredResponses:
                 return None
             plain = zlib.decompress(cipher.decrypt(data[:_NONCE_BYTES], data[_NONCE_BYTES:], None))
             document = msgspec.json.decode(plain, type=Document)
-            return (document, len(plain)) if document.stored_s >= self._bounds.now_s() - self._bounds.ttl_s else None
+            old = document.response["created_at"] < self._bounds.now_s() - self._bounds.ttl_s
+            return None if old else (document, len(plain))
 
         return await self._run(tenant, get)
 

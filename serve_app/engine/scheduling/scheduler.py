@@ -226,9 +226,8 @@ class Scheduler:
         tenant = sequence.request.tenant
         if len(self.running) >= self._settings.max_num_seqs or tenant in self._stopped:
             return False
-        if self.preempted or (self._claim is not None and self._claim.request.tenant != tenant):
-            return False
-        if not self._has_slot(sequence):
+        others_turn = self._claim is not None and self._claim.request.tenant != tenant
+        if self.preempted or others_turn or not self._has_slot(sequence):
             return False
         verdict = self._admit(sequence)
         # Nobody overtakes a sequence within its share for which there are no blocks yet, or it might wait for ever.
@@ -296,8 +295,7 @@ class Scheduler:
             return "parked"
         needed = blocks_to_reserve(sequence, cache.block_size) - hits
         idle_hits = sum(1 for block in matched if cache.pool.is_idle(block))
-        tenant = sequence.request.tenant
-        verdict = self._running.verdict(tenant, needed, idle_hits)
+        verdict = self._running.verdict(sequence.request.tenant, needed, idle_hits)
         if verdict != "admitted":
             return verdict
         if hits < limit and self._fetch is not None:

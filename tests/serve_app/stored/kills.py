@@ -36,7 +36,7 @@ async def write(file: Path, said: int, rng: random.Random) -> None:
     while True:
         tenant, response_id = rng.choice(TENANTS), f"resp_{token_hex(16)}"
         text = LONG[: rng.choice((100, 3000, 600_000))]
-        await stored.put(tenant, Document([], {"id": response_id, "text": text}))
+        await stored.put(tenant, Document([], {"id": response_id, "created_at": time.time(), "text": text}))
         os.write(said, f"+ {tenant} {response_id} {len(text)}\n".encode())
         own.append((tenant, response_id))
         if rng.random() < 0.2:

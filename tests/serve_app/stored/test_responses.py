@@ -3,6 +3,7 @@
 import asyncio
 import sqlite3
 import tempfile
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,9 @@ IDS = st.sampled_from(["resp_1", "resp_2", "e\0resp_1", "x\0resp_1", ""]) | st.t
 CALLS = st.lists(st.tuples(st.sampled_from(["put", "get", "delete"]), TENANTS, IDS), max_size=12)
 
 
-def document(response_id: str, text: str = "") -> Document:
-    return Document([{"id": "msg_1", "content": text}], {"id": response_id, "output": []})
+def document(response_id: str, text: str = "", created_s: float | None = None) -> Document:
+    created_s = time.time() if created_s is None else created_s
+    return Document([{"id": "msg_1", "content": text}], {"id": response_id, "created_at": created_s, "output": []})
 
 
 def with_stored(
@@ -108,7 +110,7 @@ def test_a_response_is_there_for_its_time_even_if_nothing_removes_it(tmp_path: P
     bounds = Bounds(50, 1 << 20, lambda: now[0])
 
     async def work(stored: StoredResponses) -> None:
-        await stored.put("acme", document("resp_1"))
+        await stored.put("acme", document("resp_1", created_s=now[0]))
         now[0] += 50
         assert await stored.get("acme", "resp_1") is not None
         now[0] += 1
