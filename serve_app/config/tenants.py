@@ -9,7 +9,6 @@ from serve_app.config.cache import MIB
 from serve_app.config.prompts import PublicPromptConfig, check_prompts
 from serve_app.config.quantities import Bytes, Seconds
 
-DAY_S = 86_400.0
 Sha256Hex = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -80,7 +79,9 @@ class TenantsSection(BaseModel):
         description="SQLite file of stored responses, for ingresses of one machine, where $WARMPATH_RESPONSES_URL "
         "names no Redis or Postgres; default: beside the state file of the secret, on Ray's head node alone",
     )
-    responses_ttl_s: Seconds = Field(30 * DAY_S, ge=1, le=3650 * DAY_S, description="a response is kept for so long")
+    responses_ttl_s: Seconds = Field(
+        30 * 86_400.0, ge=1, le=3650 * 86_400.0, description="a response is kept for so long"
+    )
     responses_max_bytes: Bytes = Field(
         1024 * MIB, ge=16 * MIB, description="kept for each tenant, compressed; beyond it the oldest leave"
     )

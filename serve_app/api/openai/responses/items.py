@@ -75,13 +75,11 @@ def _text(content: Any, path: str, ignored: set[str]) -> str:
 
 def stored_items(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return valid items with what is read of them alone, and an id each; a call that was cut off is left out."""
-    made = secrets.token_hex(16)
-    cut = ("function_call", "incomplete")
-    whole = [item for item in items if (item.get("type"), item.get("status")) != cut]
-    return [_stored(item, f"{made}_{number}") for number, item in enumerate(whole)]
+    whole = (item for item in items if (item.get("type"), item.get("status")) != ("function_call", "incomplete"))
+    return [_stored(item) for item in whole]
 
 
-def _stored(item: Mapping[str, Any], made_id: str) -> dict[str, Any]:
+def _stored(item: Mapping[str, Any]) -> dict[str, Any]:
     kind = item.get("type") or "message"
     fields = {name: item[name] for name in _ITEM_FIELDS[kind] if item.get(name) is not None}
     for name in ("content", "output"):
@@ -92,7 +90,7 @@ def _stored(item: Mapping[str, Any], made_id: str) -> dict[str, Any]:
         fields["content"] = [text_part(said, fields["content"])]
     if kind == "reasoning":
         fields["summary"] = []
-    return {**fields, "id": f"{kind}_{made_id}", "type": kind, "status": "completed"}
+    return {**fields, "id": f"{kind}_{secrets.token_hex(16)}", "type": kind, "status": "completed"}
 
 
 def text_part(kind: str, text: str, told: Sequence[Any] = ()) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from serve_app.api.openai.tools import (
     Parameters,
     tool_use,
 )
-from serve_app.api.request import ChatRequest, served_tier, thinking_switches
+from serve_app.api.request import ChatRequest, thinking_switches
 from serve_app.errors import InvalidRequest
 from serve_app.structured.grammar import Grammar
 
@@ -216,7 +216,7 @@ class ResponsesBody(GenerationBody):
             "prompt_cache_retention": self.prompt_cache_retention,
             "reasoning": {"effort": self.reasoning.effort, "summary": None},
             "safety_identifier": self.safety_identifier,
-            "service_tier": served_tier(self.service_tier),
+            "service_tier": self.service_tier,
             "temperature": self.temperature,
             "text": {"format": self.text.format or _NO_FORMAT},
             "tool_choice": self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.model_dump(),
