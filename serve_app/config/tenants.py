@@ -79,9 +79,7 @@ class TenantsSection(BaseModel):
         description="SQLite file of stored responses, for ingresses of one machine, where $WARMPATH_RESPONSES_URL "
         "names no Redis or Postgres; default: beside the state file of the secret, on Ray's head node alone",
     )
-    responses_ttl_s: Seconds = Field(
-        30 * 86_400.0, ge=1, le=3650 * 86_400.0, description="a response is kept for so long"
-    )
+    responses_ttl_s: Seconds = Field(2_592_000.0, ge=1, le=315_360_000, description="a response is kept for so long")
     responses_max_bytes: Bytes = Field(
         1024 * MIB, ge=16 * MIB, description="kept for each tenant, compressed; beyond it the oldest leave"
     )

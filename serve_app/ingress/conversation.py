@@ -35,7 +35,7 @@ class Conversation(ResponsesFormat):
         found = await self._stored.get(self._tenant, previous_id)
         if found is None:
             raise InvalidRequest(
-                f"There is no stored response {previous_id!r} any more, or never was; send the whole conversation.",
+                f"No stored response {previous_id!r} is there to go on with; send the whole conversation.",
                 param="previous_response_id",
                 code="previous_response_not_found",
             )

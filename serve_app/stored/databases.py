@@ -4,6 +4,7 @@ Any thread may call, and waits. What a call raises where the database cannot be 
 """
 
 import os
+import re
 import sqlite3
 import time
 from collections.abc import Callable
@@ -12,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
-from urllib.parse import urlsplit
 
 URL_VARIABLE = "WARMPATH_RESPONSES_URL"
 """Of the environment: the URL of a database, which may hold a password, and so is no setting."""
+_URL = re.compile(r"(redis(?=s?:)|postgres(?=(?:ql)?:))\w*://([^@/?#]*@)?([\w.,-]+|\[[\da-fA-F:]+\])(:\d+)?([/?].*)?")
 TIMEOUT_S = 5
 """The longest that a database may take for a call."""
 SLACK = 16
@@ -179,21 +180,15 @@ def open_database(url: str | None, file: Path, bounds: Bounds) -> Database:
     """
     if not url:
         return _sqlite(file, bounds)
-    try:
-        parts = urlsplit(url)
-        scheme = parts.scheme if parts.hostname and parts.port != 0 else ""
-    except ValueError:  # it would quote what may be a piece of the password
-        scheme = ""
-    if scheme not in ("redis", "rediss", "postgresql", "postgres"):
+    if (match := _URL.fullmatch(url)) is None:
         raise StoreError(
             f"${URL_VARIABLE} must be redis://HOST, rediss://HOST or postgresql://HOST/DATABASE, with user and "
             "password percent-encoded before an @"
         )
     try:
-        return RedisDatabase(url, bounds) if scheme.startswith("redis") else _postgres(url, bounds)
+        return RedisDatabase(url, bounds) if match[1] == "redis" else _postgres(url, bounds)
     except ImportError as error:
-        extra = "redis" if scheme.startswith("redis") else "postgres"
-        raise StoreError(f"${URL_VARIABLE} needs a client library: pip install '.[{extra}]'") from error
+        raise StoreError(f"${URL_VARIABLE} needs a client library: pip install '.[{match[1]}]'") from error
 
 
 def _sqlite(file: Path, bounds: Bounds) -> SqlDatabase:

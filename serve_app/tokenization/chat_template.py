@@ -73,9 +73,7 @@ class ChatTemplate:
         try:
             text = self._apply(messages, add_generation_prompt, {**kwargs, **more}, tools)
         except InvalidRequest:
-            if (alternating := _alternating(messages)) == list(messages):
-                raise
-            messages = alternating
+            messages = _alternating(messages)
             text = self._apply(messages, add_generation_prompt, {**kwargs, **more}, tools)
         leading = list(takewhile(lambda message: message["role"] == "system", messages))
         if not leading and not tools:

@@ -100,12 +100,8 @@ _FIELDS = (*ITEM_PATHS, *(f"tools[].{name}" for name in ResponseTool.model_field
 class ResponsesBody(GenerationBody):
     """The body of ``POST /v1/responses``."""
 
-    without_effect: ClassVar[frozenset[str]] = GenerationBody.without_effect | {
-        "max_tool_calls", "client_metadata",
-    }  # fmt: skip
-    bounded: ClassVar[Mapping[str, int]] = {
-        **BOUNDED, "input": 1 << 17, "tools": MAX_TOOL_VALUES, "text": 1 << 14,
-    }  # fmt: skip
+    without_effect: ClassVar[frozenset[str]] = GenerationBody.without_effect | {"max_tool_calls", "client_metadata"}
+    bounded: ClassVar[Mapping[str, int]] = {**BOUNDED, "input": 1 << 17, "tools": MAX_TOOL_VALUES, "text": 1 << 14}
     refused: ClassVar[Refused] = {
         **REFUSED,
         "response_format": (_NO_FORMAT,),
