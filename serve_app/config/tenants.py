@@ -5,7 +5,6 @@ from typing import Annotated, Any, Self
 
 from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
-from serve_app.config.cache import MIB
 from serve_app.config.prompts import PublicPromptConfig, check_prompts
 from serve_app.config.quantities import Bytes, Seconds
 
@@ -81,7 +80,7 @@ class TenantsSection(BaseModel):
     )
     responses_ttl_s: Seconds = Field(2_592_000.0, ge=1, le=315_360_000, description="a response is kept for so long")
     responses_max_bytes: Bytes = Field(
-        1024 * MIB, ge=16 * MIB, description="kept for each tenant, compressed; beyond it the oldest leave"
+        1 << 30, ge=1 << 24, description="kept of each tenant; beyond it the oldest leave"
     )
 
     @property

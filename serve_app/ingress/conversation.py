@@ -32,8 +32,7 @@ class Conversation(ResponsesFormat):
         previous_id = self._body.previous_response_id
         if self._stored is None or previous_id is None:
             return
-        found = await self._stored.get(self._tenant, previous_id)
-        if found is None:
+        if (found := await self._stored.get(self._tenant, previous_id)) is None:
             raise InvalidRequest(
                 f"No stored response {previous_id!r} is there to go on with; send the whole conversation.",
                 param="previous_response_id",

@@ -42,11 +42,7 @@ DELETE FROM stored_responses WHERE id IN (
     ) AS others WHERE older < ?
 )
 """
-_EXPIRE = """
-DELETE FROM stored_responses WHERE id IN (
-    SELECT id FROM stored_responses WHERE created_s < ? ORDER BY created_s LIMIT 100
-)
-"""
+_EXPIRE = "DELETE FROM stored_responses WHERE id IN (SELECT id FROM stored_responses WHERE created_s < ? LIMIT 100)"
 _GET = "SELECT data FROM stored_responses WHERE tenant = ? AND id = ?"
 _DELETE = "DELETE FROM stored_responses WHERE tenant = ? AND id = ?"
 

@@ -125,10 +125,7 @@ class ChatTemplate:
 
 
 def _alternating(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return messages as strict templates take them: one system message, at the beginning, and one turn of each user.
-
-    Later system messages are the user's. Agents send such, and cannot know the template.
-    """
+    """Return messages as strict templates take them: a system message at the beginning, others as the user's turns."""
     told: list[Mapping[str, Any]] = []
     for message in messages:
         before, role = told[-1]["role"] if told else "system", message["role"]

@@ -117,9 +117,8 @@ class Scheduler:
     def missing_block(self, sequence: SequenceState) -> bytes:
         """Return the hash of the first block a waiting sequence lacks, by its hint; b"" if only its last tokens."""
         first = sequence.held_blocks_hint
-        if first >= self._cache.reusable_blocks(sequence.prefill_tokens):
-            return b""
-        return hash_at(sequence.chain, first)
+        lacks = first < self._cache.reusable_blocks(sequence.prefill_tokens)
+        return hash_at(sequence.chain, first) if lacks else b""
 
     def find(self, request_id: str) -> SequenceState | None:
         """Return a sequence that waits or runs here."""
