@@ -44,8 +44,7 @@ class StoredResponses:
         """Store a response; it is durable on return. Raises Overloaded, and RequestTooLarge for one beyond bounds."""
 
         def put() -> None:
-            nonce = os.urandom(_NONCE_BYTES)
-            owner, name, cipher = self._place(tenant, document.response["id"])
+            nonce, (owner, name, cipher) = os.urandom(_NONCE_BYTES), self._place(tenant, document.response["id"])
             data = nonce + cipher.encrypt(nonce, zlib.compress(msgspec.json.encode(document), 1), None)
             if len(data) > self._bounds.max_bytes:
                 raise RequestTooLarge("The response is larger than all that is stored for a tenant; send store: false.")
@@ -79,8 +78,8 @@ class StoredResponses:
             message = "\0".join(("stored responses", *fields)).encode("utf-8", "surrogatepass")
             return hmac.digest(self._secret, message, "sha256")
 
-        names = derived("tenant", tenant), derived("response", tenant, response_id)
-        return *names, AESGCM(derived("key", tenant, response_id))
+        own = tenant, response_id
+        return derived("tenant", tenant), derived("response", *own), AESGCM(derived("key", *own))
 
     async def _run(self, tenant: str, work: Callable[[], T]) -> T:
         try:

@@ -117,5 +117,4 @@ def item_page(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> d
         listed = listed[ids.index(asked.after) + 1 :]
     page = listed[: asked.limit]
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-    more = len(listed) > len(page)
-    return {"object": "list", "data": page, "has_more": more, "first_id": first, "last_id": last}
+    return {"object": "list", "data": page, "has_more": len(listed) > len(page), "first_id": first, "last_id": last}
