@@ -24,27 +24,27 @@ SLACK = 16
 it looks again: not every response that follows costs a look, or moves others out."""
 
 _TABLES = """
-CREATE TABLE IF NOT EXISTS stored_responses (
+CREATE TABLE IF NOT EXISTS sealed_responses (
     id BLOB PRIMARY KEY, tenant BLOB NOT NULL, created_s DOUBLE PRECISION NOT NULL, bytes BIGINT NOT NULL,
     data BLOB NOT NULL
 );
-CREATE INDEX IF NOT EXISTS stored_responses_of_tenants ON stored_responses (tenant, created_s, bytes);
-CREATE INDEX IF NOT EXISTS stored_responses_by_age ON stored_responses (created_s);
+CREATE INDEX IF NOT EXISTS sealed_responses_of_tenants ON sealed_responses (tenant, created_s, bytes);
+CREATE INDEX IF NOT EXISTS sealed_responses_by_age ON sealed_responses (created_s);
 """
-_PUT = "INSERT INTO stored_responses VALUES (?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
-_USED = "SELECT COALESCE(SUM(bytes), 0) FROM stored_responses WHERE tenant = ?"
+_PUT = "INSERT INTO sealed_responses VALUES (?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
+_USED = "SELECT COALESCE(SUM(bytes), 0) FROM sealed_responses WHERE tenant = ?"
 _EVICT = """
-DELETE FROM stored_responses WHERE id IN (
+DELETE FROM sealed_responses WHERE id IN (
     SELECT id FROM (
         SELECT id, SUM(bytes) OVER (ORDER BY created_s, id) - bytes AS older FROM (
-            SELECT id, bytes, created_s FROM stored_responses WHERE tenant = ? AND id <> ? ORDER BY created_s LIMIT 1000
+            SELECT id, bytes, created_s FROM sealed_responses WHERE tenant = ? AND id <> ? ORDER BY created_s LIMIT 1000
         ) AS oldest
     ) AS others WHERE older < ?
 )
 """
-_EXPIRE = "DELETE FROM stored_responses WHERE id IN (SELECT id FROM stored_responses WHERE created_s < ? LIMIT 100)"
-_GET = "SELECT data FROM stored_responses WHERE tenant = ? AND id = ?"
-_DELETE = "DELETE FROM stored_responses WHERE tenant = ? AND id = ?"
+_EXPIRE = "DELETE FROM sealed_responses WHERE id IN (SELECT id FROM sealed_responses WHERE created_s < ? LIMIT 100)"
+_GET = "SELECT data FROM sealed_responses WHERE tenant = ? AND id = ?"
+_DELETE = "DELETE FROM sealed_responses WHERE tenant = ? AND id = ?"
 
 _SCRIPT = """
 local id, data, now_s, ttl_s, most_bytes = unpack(ARGV)

@@ -90,11 +90,11 @@ def test_a_row_that_was_tampered_with_is_no_response(change: str, tmp_path: Path
     with_stored(file, lambda stored: stored.put("acme", document("resp_1", "ours")))
     with_stored(file, lambda stored: stored.put("globex", document("resp_2", "theirs")))
     with sqlite3.connect(file) as database:
-        rows = dict(database.execute("SELECT id, data FROM stored_responses").fetchall())
+        rows = dict(database.execute("SELECT id, data FROM sealed_responses").fetchall())
         (first, one), (second, other) = rows.items()
         one = other if change == "another row's data" else bytes([one[0] ^ 1]) + one[1:]
         for key, data in ((first, one), (second, one)):
-            database.execute("UPDATE stored_responses SET data = ? WHERE id = ?", (data, key))
+            database.execute("UPDATE sealed_responses SET data = ? WHERE id = ?", (data, key))
     database.close()
     refused = 0
     for tenant, response_id in (("acme", "resp_1"), ("globex", "resp_2")):
@@ -127,8 +127,8 @@ def test_what_cannot_be_stored_is_refused_and_never_half_there(tmp_path: Path) -
 
     async def without_tables(stored: StoredResponses) -> None:
         with sqlite3.connect(tmp_path / "b.sqlite") as database:
-            database.execute("DROP TABLE stored_responses")
-            database.execute("CREATE VIEW stored_responses AS SELECT 1")
+            database.execute("DROP TABLE sealed_responses")
+            database.execute("CREATE VIEW sealed_responses AS SELECT 1")
         database.close()
         with pytest.raises(Overloaded, match="store: false") as caught:
             await stored.put("acme", document("resp_1"))
