@@ -74,9 +74,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def drawn(sessions: Sequence[Session], options: argparse.Namespace) -> list[Session]:
     """Return the sessions to replay, with their turns cut off and pauses scaled. Raises BenchmarkError if too few."""
 
+    speed: float = options.speed
+    longest_s: float = options.longest_pause_s
+
     def scaled(stream: Stream) -> Stream:
         def pause_s(trace_s: float) -> float:
-            return min(trace_s / options.speed, options.longest_pause_s)
+            return min(trace_s / speed, longest_s)
 
         turns = tuple(replace(turn, pause_s=pause_s(turn.pause_s)) for turn in stream.turns[: options.turns])
         return replace(stream, turns=turns, delay_s=pause_s(stream.delay_s))
