@@ -20,14 +20,7 @@ import httpx
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.common.agent_sessions import (
-    Session,
-    Stream,
-    job_s,
-    random_arrivals,
-    read_sessions,
-    working_set_tokens,
-)
+from benchmarks.common.agent_sessions import Session, Stream, job_s, random_arrivals, read_sessions, working_set_tokens
 from benchmarks.common.client import Answer, RequestFailed, stream_answer
 from benchmarks.common.open_loop import Shot, fire, hit_rate
 from benchmarks.common.report import BenchmarkError, add_engine_flag, parser_of, percentile, write
@@ -73,16 +66,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def drawn(sessions: Sequence[Session], options: argparse.Namespace) -> list[Session]:
     """Return the sessions to replay, with their turns cut off and pauses scaled. Raises BenchmarkError if too few."""
-
-    speed: float = options.speed
-    longest_s: float = options.longest_pause_s
+    speed, longest_s = float(options.speed), float(options.longest_pause_s)
 
     def scaled(stream: Stream) -> Stream:
-        def pause_s(trace_s: float) -> float:
-            return min(trace_s / speed, longest_s)
-
-        turns = tuple(replace(turn, pause_s=pause_s(turn.pause_s)) for turn in stream.turns[: options.turns])
-        return replace(stream, turns=turns, delay_s=pause_s(stream.delay_s))
+        turns = [replace(turn, pause_s=min(turn.pause_s / speed, longest_s)) for turn in stream.turns[: options.turns]]
+        return replace(stream, turns=tuple(turns), delay_s=min(stream.delay_s / speed, longest_s))
 
     found = []
     for session in sessions:
@@ -259,11 +247,8 @@ def main() -> None:
     arrivals_s = random_arrivals(ideal_s, options.running, Random(options.seed))
     working_set = working_set_tokens(load.sessions, ideal_s, options.running) * text.tokens_per_id / TRACE_BLOCK_TOKENS
     blocks = round(options.pool * working_set / size / options.replicas)
-    print(
-        f"a pool of {blocks} blocks; each of {2 * options.runs} runs takes {arrivals_s[-1]:.0f} s and more",
-        file=sys.stderr,
-        flush=True,
-    )
+    told = f"a pool of {blocks} blocks; each of {2 * options.runs} runs takes {arrivals_s[-1]:.0f} s and more"
+    print(told, file=sys.stderr, flush=True)
     if options.flood:
         rows: dict[str, tuple[list[str], bool]] = {"beside the flood": ([], True), "alone": ([], False)}
     else:
