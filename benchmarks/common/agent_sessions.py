@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, count
+from math import inf
 from pathlib import Path
 from random import Random
 from statistics import fmean
@@ -15,8 +16,8 @@ from benchmarks.common.trace import TRACE_BLOCK_TOKENS
 AGENT_TRACE = Path(__file__).parents[1] / "traces" / "agent_sessions.jsonl.gz"
 """200 sessions (``benchmarks/traces/README.md``)."""
 
-LONGEST_PAUSE_S = 300.0
-"""What is longer in the trace is cut to this: a run would be nights of nobody's work."""
+AWAKE_S = 300.0
+"""A session in a longer pause than this is not counted as one that runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +74,14 @@ def read_sessions(path: Path = AGENT_TRACE) -> list[Session]:
         return [_session(json.loads(line), ids) for line in lines]
 
 
-def job_s(session: Session, answer_s: Callable[[int, int], float]) -> float:
+def job_s(session: Session, answer_s: Callable[[int, int], float], longest_pause_s: float = inf) -> float:
     """Return the seconds from a session's first request to its last token; ``answer_s``: by stream and turn."""
     ends: list[float] = []
     last_s = 0.0
     for at, stream in enumerate(session.streams):
-        now_s = stream.delay_s + (ends[stream.after] if at else 0.0)
+        now_s = min(stream.delay_s, longest_pause_s) + (ends[stream.after] if at else 0.0)
         for number, turn in enumerate(stream.turns):
-            now_s += (turn.pause_s if number else 0.0) + answer_s(at, number)
+            now_s += (min(turn.pause_s, longest_pause_s) if number else 0.0) + answer_s(at, number)
             if not at:
                 ends.append(now_s)
         last_s = max(last_s, now_s)
@@ -130,6 +131,6 @@ def _turns(rows: list[dict[str, Any]], size: int, opening: list[int], ids: _Ids)
             shared = min(int(row["shared"]) * size, tokens - 1, source.prompt_tokens) // TRACE_BLOCK_TOKENS
             beginning, known = list(source.hash_ids[:shared]), shared * TRACE_BLOCK_TOKENS
         fresh = [next(ids.fresh) for _ in range(blocks - len(beginning))]
-        pause_s, out = min(float(row["think"] or 0.0), LONGEST_PAUSE_S), int(row["out"] or 1)
+        pause_s, out = float(row["think"] or 0.0), int(row["out"] or 1)
         made.append(Turn(tokens, out, pause_s, (*beginning, *fresh), known))
     return tuple(made)

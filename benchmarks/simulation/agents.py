@@ -5,10 +5,18 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from random import Random
 from statistics import fmean, median
 
-from benchmarks.common.agent_sessions import Session, job_s, random_arrivals, read_sessions, working_set_tokens
+from benchmarks.common.agent_sessions import (
+    AWAKE_S,
+    Session,
+    job_s,
+    random_arrivals,
+    read_sessions,
+    working_set_tokens,
+)
 from benchmarks.common.report import percentile
 from benchmarks.common.trace import TraceRequest
 from benchmarks.simulation.cluster import Cluster
@@ -34,7 +42,8 @@ def make_load(sessions: Sequence[Session], settings: ClusterSettings, running: f
     chosen = list(sessions)
     rng.shuffle(chosen)
     ideal_s = [_ideal_s(session, settings) for session in chosen]
-    arrivals_s = random_arrivals(ideal_s, running, rng)
+    awake_s = [_ideal_s(session, settings, AWAKE_S) for session in chosen]
+    arrivals_s = random_arrivals(awake_s, running, rng)
     keys, traced = [], []
     for number, session in enumerate(chosen):
         for at, stream in enumerate(session.streams):
@@ -43,11 +52,11 @@ def make_load(sessions: Sequence[Session], settings: ClusterSettings, running: f
                 tenant = f"tenant-{number % tenants}"
                 traced.append(TraceRequest(0.0, turn.prompt_tokens, turn.output_tokens, turn.hash_ids, tenant))
     requests = dict(zip(keys, prepare(traced, settings.block_size), strict=True))
-    blocks = round(working_set_tokens(chosen, ideal_s, running) / settings.block_size)
+    blocks = round(working_set_tokens(chosen, awake_s, running) / settings.block_size)
     return Load(chosen, arrivals_s, requests, ideal_s, blocks)
 
 
-def _ideal_s(session: Session, settings: ClusterSettings) -> float:
+def _ideal_s(session: Session, settings: ClusterSettings, longest_pause_s: float = inf) -> float:
     """Return a session's time on an unlimited cache without queue."""
 
     def answer_s(at: int, number: int) -> float:
@@ -56,7 +65,7 @@ def _ideal_s(session: Session, settings: ClusterSettings) -> float:
         computed_s = max(1, turn.prompt_tokens - known) / settings.prefill_tokens_per_s
         return computed_s + turn.output_tokens * settings.decode_token_s
 
-    return job_s(session, answer_s)
+    return job_s(session, answer_s, longest_pause_s)
 
 
 class Agents:
@@ -76,6 +85,7 @@ class Agents:
         for number, arrival_s in enumerate(self._load.arrivals_s):
             clock.at(arrival_s, partial(self._send, number, 0, 0))
         clock.run()
+        assert len(self._cluster.outcome.ttft_s) == len(self._load.requests), "some requests had no answer"
         slowdowns = [
             (self._ended_s[number] - self._began_s[number]) / ideal_s
             for number, ideal_s in enumerate(self._load.ideal_s)
@@ -107,7 +117,8 @@ class Agents:
 
 
 CONTENDERS = {
-    "warmpath": Contender(DEFAULT_POLICY, shortest_first=True, pull=True),
+    "warmpath": Contender(DEFAULT_POLICY, shortest_first=True, pull=True, admission=True),
+    "no_admission": Contender(DEFAULT_POLICY, shortest_first=True, pull=True),
     "first_come": Contender(DEFAULT_POLICY),
     "power_of_two": Contender("power_of_two"),
 }

@@ -15,15 +15,20 @@ from router.protocol.events import Event, LoadReport
 from router.protocol.request import Decision
 from router.settings import PolicySettings
 from serve_app.cache.prefix.prefix_cache import PrefixCache
-from serve_app.engine.scheduling.scheduler import AGING_SHARE
+from serve_app.engine.scheduling.scheduler import AGING_SHARE, PREFILL_S
 from serve_app.replica.reporter import NEWS_PAUSE_S
+from serve_app.sessions.admission import Admission
+from serve_app.sessions.sessions import Sessions
 
 MIN_PULL_TOKENS = PolicySettings().min_pull_tokens
 
 
 @dataclass(slots=True)
 class Job:
-    """A request at its replica. ``uncached_tokens``: a hint until the prefill starts; ``joined``: to its pull."""
+    """A request at its replica. ``joined``: to its pull; ``held``: whether its session has to wait.
+
+    ``uncached_tokens``: a hint until it starts, from then on what is left.
+    """
 
     request: SimulatedRequest
     decision: Decision
@@ -32,9 +37,11 @@ class Job:
     uncached_tokens: int = 0
     held_blocks: int = 0
     pulling: bool = False
+    held: bool = False
     joined: list[Job] = field(default_factory=list)
     pulled_tokens: int = 0
     cached_tokens: int = 0
+    blocks: list[int] = field(default_factory=list)
     start_s: float = 0.0
     finish_s: float = 0.0
 
@@ -51,6 +58,7 @@ class SimulatedReplica:
         *,
         shortest_first: bool,
         pulls: bool,
+        admission: bool,
         on_first_token: Callable[[Job], None],
         on_end: Callable[[Job], None],
         publish: Callable[[str, tuple[Event, ...]], None],
@@ -60,6 +68,7 @@ class SimulatedReplica:
         self.decoding = 0
         self.waiting: list[Job] = []
         self.current: Job | None = None
+        self._overtaken: list[Job] = []
         self._settings = settings
         self._clock = clock
         self._peers = peers
@@ -71,6 +80,16 @@ class SimulatedReplica:
         self._link_free_s = 0.0
         self._report_due_s = inf
         self._last_reservation: dict[str, int] = {}
+        self._look_s = inf
+        self.sessions = Sessions(settings.block_size, lambda: clock.now_s)
+        self._admission = Admission(
+            self.sessions,
+            settings.blocks * settings.block_size,
+            pinned_tokens=lambda: 0,
+            tokens_per_s=lambda: settings.prefill_tokens_per_s,
+            clock=lambda: clock.now_s,
+            wait_s=settings.session_wait_s if admission else 0.0,
+        )
 
     def submit(self, request: SimulatedRequest, decision: Decision) -> LoadReport | None:
         """Take a request, or return a load by which the router decides again. Raises ValueError for a long one."""
@@ -85,24 +104,39 @@ class SimulatedReplica:
         self._last_reservation[decision.router_id] = decision.reservation
         self._hint(job)
         self.waiting.append(job)
-        if not self._join_pull(job) and decision.pull_from:
+        size = self._settings.block_size
+        session = self.sessions.begin(
+            str(request.number), request.trace.tenant, request.block_hashes, len(tokens), job.held_blocks * size
+        )
+        pulled = max(0, decision.pull_tokens - job.held_blocks * size) if decision.pull_from else 0
+        job.held = self._admission.waits(session, job.uncached_tokens - pulled)
+        self._admit_sessions()
+        if not job.held and not self._join_pull(job) and decision.pull_from:
             self._begin_pull(job)
         self._start_next()
         self._report()
         return None
 
     def report(self) -> LoadReport:
-        """Return the load now. The rest of the prompt being computed counts as waiting."""
-        committed = 0
+        """Return the load now. The rest of a prompt being computed counts as waiting."""
         if self.current is not None:
-            job = self.current
-            left = (job.finish_s - self._clock.now_s) / (job.finish_s - job.start_s)
-            committed = round(left * job.uncached_tokens)
-        waiting = len(self.waiting) + (self.current is not None)
+            self._account(self.current)
+        started = [*self._overtaken, *([self.current] if self.current is not None else [])]
+        unfinished = [*started, *self.waiting]
+        if self._shortest_first:  # as our engines report: the rest of a step, and what is too old to be overtaken
+            step_tokens = round(PREFILL_S * self._settings.prefill_tokens_per_s)
+            committed = min(self.current.uncached_tokens, step_tokens) if self.current is not None else 0
+            committed += sum(
+                job.uncached_tokens
+                for job in unfinished
+                if job is not self.current and self._rank(job) <= self._clock.now_s
+            )
+        else:
+            committed = sum(job.uncached_tokens for job in started)
         return LoadReport(
-            queued_prefill_tokens=sum(job.uncached_tokens for job in self.waiting) + committed,
+            queued_prefill_tokens=sum(job.uncached_tokens for job in unfinished),
             running_sequences=self.decoding,
-            waiting_sequences=waiting,
+            waiting_sequences=len(unfinished),
             max_running_sequences=0,
             max_waiting_sequences=0,
             prefill_tokens_per_s=self._settings.prefill_tokens_per_s,
@@ -150,50 +184,91 @@ class SimulatedReplica:
             job.uncached_tokens = job.request.trace.prompt_tokens - held * self._settings.block_size
 
     def _start_next(self) -> None:
-        if self.current is not None:
+        """Compute what is first. Our scheduler lets a shorter prompt overtake one that is being computed."""
+        if self.current is not None and not self._shortest_first:
             return
-        ready = [job for job in self.waiting if not job.pulling]
+        self._admit_sessions()
+        ready = [job for job in self.waiting if not job.pulling and not job.held]
         for job in ready:
             self._hint(job)
-        if not ready:
+        if self.current is not None:
+            self._account(self.current)
+        started = [*self._overtaken, *([self.current] if self.current is not None else [])]
+        if not ready and not self._overtaken:
             return
-        job = min(ready, key=self._rank) if self._shortest_first else ready[0]
+        job = min([*started, *ready], key=self._rank) if self._shortest_first else ready[0]
+        if job is self.current:
+            return
+        if job in ready and not self._admit(job):
+            if self.current is not None or not self._overtaken:
+                return  # nobody overtakes, or the job might wait for ever
+            job = min(self._overtaken, key=self._rank)
+        if self.current is not None:
+            self._overtaken.append(self.current)
+        if job in self._overtaken:
+            self._overtaken.remove(job)
+        self.current = job
+        slowed = 1.0 + self._settings.decode_weight * self.decoding
+        job.start_s = self._clock.now_s
+        job.finish_s = due_s = job.start_s + slowed * job.uncached_tokens / self._settings.prefill_tokens_per_s
+        self._clock.at(due_s, lambda: self._finish(job, due_s))
+
+    def _admit_sessions(self) -> None:
+        """Let those start for which there is room by now, and look again when there may be more."""
+        started = set(self._admission.admitted())
+        for job in self.waiting:
+            job.held = job.held and str(job.request.number) not in started
+        look_s = self._admission.look_again_s()
+        if look_s < inf and look_s != self._look_s:
+            self._look_s = look_s
+            self._clock.at(max(look_s, self._clock.now_s) + 0.001, self._start_next)
+
+    def _admit(self, job: Job) -> bool:
+        """Take a job out of the line with the blocks that it needs, if there are as many."""
         cache, size = self.cache, self._settings.block_size
         matched = cache.match(SCOPE, job.token_ids, job.request.block_hashes)
         needed = self._blocks_of(job.request) - len(matched)
         if needed > cache.available_blocks - sum(1 for block in matched if cache.pool.is_idle(block)):
-            return  # nobody overtakes, or the job might wait for ever
+            return False
         cache.acquire(matched)
         if self._shortest_first and needed > cache.pool.free_blocks:  # as our scheduler does
             for other in sorted(self.waiting, key=self._rank, reverse=True):
                 cache.touch(other.request.block_hashes, other.held_blocks)
-        blocks = [*matched, *cache.allocate(needed)]
+        job.blocks = [*matched, *cache.allocate(needed)]
         job.cached_tokens = len(matched) * size
+        job.held_blocks = len(matched)
         job.uncached_tokens = job.request.trace.prompt_tokens - job.cached_tokens
-        slowed = 1.0 + self._settings.decode_weight * self.decoding
-        job.start_s = self._clock.now_s
-        job.finish_s = job.start_s + slowed * job.uncached_tokens / self._settings.prefill_tokens_per_s
         self.waiting.remove(job)
-        self.current = job
-        self._clock.at(job.finish_s, lambda: self._finish(job, blocks, len(matched)))
+        return True
+
+    def _account(self, job: Job) -> None:
+        """Count what is left to compute of the job that is being computed."""
+        now_s = self._clock.now_s
+        if job.finish_s > job.start_s:
+            left = (job.finish_s - now_s) / (job.finish_s - job.start_s)
+            job.uncached_tokens = max(1, round(left * job.uncached_tokens)) if left > 0 else 0
+        job.start_s = now_s
 
     def _rank(self, job: Job) -> float:
         return job.arrival_s + job.uncached_tokens / (AGING_SHARE * self._settings.prefill_tokens_per_s)
 
-    def _finish(self, job: Job, blocks: list[int], hits: int) -> None:
+    def _finish(self, job: Job, due_s: float) -> None:
+        if job is not self.current or job.finish_s != due_s:
+            return  # it was overtaken meanwhile
         full = job.request.trace.prompt_tokens // self._settings.block_size
-        self.cache.publish(SCOPE, job.token_ids, job.request.block_hashes, blocks, hits, full)
+        self.cache.publish(SCOPE, job.token_ids, job.request.block_hashes, job.blocks, job.held_blocks, full)
         self.current = None
         self.decoding += 1
         self._on_first_token(job)
         output_s = job.request.trace.output_tokens * self._settings.decode_token_s
-        self._clock.after(output_s, lambda: self._end(job, blocks))
+        self._clock.after(output_s, lambda: self._end(job, job.blocks))
         self._start_next()
         self._report()
 
     def _end(self, job: Job, blocks: list[int]) -> None:
         self.cache.release(blocks)
         self.decoding -= 1
+        self.sessions.end(str(job.request.number), job.request.trace.output_tokens)
         self._start_next()
         self._report()
         self._on_end(job)

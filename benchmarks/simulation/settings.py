@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from benchmarks.common.trace import TRACE_BLOCK_TOKENS, TraceRequest, token_ids_of
 from router.protocol.block_hash import PrefixScope, hash_blocks, split_chain
 from serve_app.config.app import RoutingSection
+from serve_app.config.cache import CacheSection
 
 SCOPE = PrefixScope("simulated")
 _ROOT = SCOPE.root(b"simulation")
@@ -17,7 +18,8 @@ class ClusterSettings:
     A replica computes one prompt at a time, at ``prefill_tokens_per_s``, slowed by ``decode_weight`` for each
     sequence that decodes at its start; an output token takes ``decode_token_s``. Cache events and loads reach routers
     after ``feed_delay_s``; while a prefill runs, loads are told every ``report_interval_s``. A request that a replica
-    sends back (``router.policy.recheck``) reaches the next one after ``resend_s``.
+    sends back (``router.policy.recheck``) reaches the next one after ``resend_s``. Sessions wait up to
+    ``session_wait_s`` for room.
     """
 
     replicas: int = 16
@@ -32,6 +34,7 @@ class ClusterSettings:
     feed_delay_s: float = 0.0
     report_interval_s: float = RoutingSection().load_report_interval_s
     resend_s: float = 0.01
+    session_wait_s: float = CacheSection().session_wait_s
     speed: float = 1.0
     seed: int = 0
 
@@ -49,12 +52,13 @@ class Contender:
     """A policy on replicas of one kind.
 
     ``shortest_first``: the least uncached work first, aged; else first come, first served. ``pull``: the chosen replica
-    copies a prefix from another one where that is faster.
+    copies a prefix from another one where that is faster. ``admission``: sessions wait for room.
     """
 
     policy: str
     shortest_first: bool = False
     pull: bool = False
+    admission: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,12 @@ class CacheSection(BaseModel):
     max_pulls: int = Field(4, ge=1, le=64, description="prefixes that a replica copies at once")
     max_pull_bytes: Bytes = Field(256 * MIB, ge=MIB, description="KV copied for one request at most")
     min_pull_tokens: int = Field(512, ge=1, description="a shorter missing prefix is computed")
+    session_wait_s: Seconds = Field(
+        3600.0,
+        ge=0,
+        description="longest wait of a new or cold request for room beside the contexts of sessions that are about to "
+        "return; 0: none waits",
+    )
     max_holders: int = Field(16, ge=1, description="most replicas with one prefix; their number follows its demand")
     pin_budget: float = Field(
         0.25, ge=0, description="KV that explicit saves may keep: a part of the pool below 1, else blocks"

@@ -29,7 +29,7 @@ class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
     ``timeout_s`` is counted by the replica from the call on: no two clocks are compared.
     ``reply_to``: where its chunks go. ``lora_path``: where a replica that lacks the request's adapter finds it.
     ``interval_s``: between chunks. ``traceparent``: W3C's, of the span that the replica's are children of; "": not
-    traced.
+    traced. ``session``: the client's word for it, "" for none.
     """
 
     request: EngineRequest
@@ -39,6 +39,7 @@ class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
     interval_s: float = 0.0
     grammar: str = ""
     traceparent: str = ""
+    session: str = ""
 
 
 class GenerateChunk(msgspec.Struct, frozen=True, array_like=True):

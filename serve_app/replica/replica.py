@@ -47,6 +47,7 @@ from serve_app.replica.peers import Peers, Question
 from serve_app.replica.pull import Puller
 from serve_app.replica.reporter import Reporter, replica_figures, tell_caches
 from serve_app.replica.running_calls import STOPPING, RunningCalls
+from serve_app.replica.session_gate import SessionGate
 from serve_app.replica.token_channel import TokenSender, TokenStream
 from serve_app.structured.compiler import GrammarError
 from serve_app.tracing.replica import replica_trace
@@ -97,6 +98,8 @@ class Replica:
         room = pool - pin_budget_blocks(self._config, pool) if pool else WARM_UP_TOKENS
         tokens = min(WARM_UP_TOKENS, max_model_len(self._config, info) - 4, room * self._config.block_size - 4)
         await self._warm_up(max(1, tokens), info.vocab_size)
+        self._gate = SessionGate(self._engine, self._config)
+        self._ending.callback(asyncio.create_task(self._gate.run()).cancel)
         await self._lifecycle.join()
         self._ending.callback(asyncio.create_task(self._reporter.run()).cancel)
         self._ending.callback(asyncio.create_task(tell_caches(self._engine, self._feed)).cancel)
@@ -187,11 +190,12 @@ class Replica:
         except GrammarError as error:
             return wire.encode(self._refusal(error))
         trace = replica_trace(self._tracer, call.traceparent, self._replica_id, len(request.token_ids))
-        if request.store_kv:  # a copy would stay here for its sake
-            holder, tokens = (decision.pull_from, decision.pull_tokens) if decision is not None else ("", 0)
+        holder, tokens = (decision.pull_from, decision.pull_tokens) if decision is not None else ("", 0)
+        remote_kv = self._gate.begin(request, tokens if holder else 0, call.session)
+        if remote_kv is None and request.store_kv:  # a copy would stay here for its sake
             remote_kv = self._puller.begin(request, holder, tokens, trace)
-            if remote_kv is not None:
-                request = replace(request, remote_kv=remote_kv)
+        if remote_kv is not None:
+            request = replace(request, remote_kv=remote_kv)
         running = self._running.begin(request_id, call.reply_to, TokenStream(call.interval_s, trace), call.caller)
         ended = False
         try:
@@ -210,6 +214,7 @@ class Replica:
             ended = True
             return wire.encode(end)
         finally:
+            self._gate.end(request_id, running.tokens)
             self._running.forget(request_id)
             if trace is not None:
                 trace.end()
@@ -223,6 +228,7 @@ class Replica:
 
     async def _configure(self, config: AppConfig) -> None:
         await asyncio.to_thread(self._engine.set_tenant_shares, config.cache_shares)
+        self._gate.set_shares(config.cache_shares)
 
     def _load(self) -> LoadReport:
         """Return the load, with what the engine does not know of it."""
@@ -240,7 +246,9 @@ class Replica:
             ("warmpath_refused_configurations_total", (), float(self._live.refused)),
             ("warmpath_feed_mirror_drift_total", (), float(self._feed.mirror_drifts)),
         )
-        return StatsReport((*self._engine.stats().samples, *pulls, *self._moves.samples(), *beside))
+        return StatsReport(
+            (*self._engine.stats().samples, *pulls, *self._moves.samples(), *self._gate.samples(), *beside)
+        )
 
     def _on_outputs(self, outputs: Sequence[EngineOutput]) -> None:
         self._loop.call_soon_threadsafe(self._deliver, outputs)

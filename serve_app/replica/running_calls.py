@@ -44,7 +44,7 @@ def actor_lives(name: str) -> bool:
 
 @dataclass(slots=True, eq=False)
 class RunningCall:
-    """One generation. ``sent``: its chunks so far. ``end``: the last one, once no more tokens come.
+    """One generation. ``sent``: its chunks so far, ``tokens``: theirs. ``end``: the last, once no more tokens come.
 
     ``reply_to``: None where nobody reads it. ``caller``: the Serve actor that asks, "" where it is none.
     """
@@ -54,6 +54,7 @@ class RunningCall:
     caller: str
     end: asyncio.Future[wire.GenerateChunk]
     sent: int = 0
+    tokens: int = 0
 
     def finish(self, chunk: wire.GenerateChunk) -> None:
         """Say how it ended; what ended before stays as it is."""
@@ -122,6 +123,7 @@ class RunningCalls:
             ready = call.stream.push(output) if call is not None else None
             if call is None or ready is None:
                 continue
+            call.tokens += len(ready.token_ids)
             chunk = self._chunk(ready, call)
             if not chunk.error and call.reply_to is not None:
                 messages.setdefault(call.reply_to, []).append((output.request_id, chunk))

@@ -1,0 +1,95 @@
+"""Sessions of a replica's requests: which of them wait until there is room for their contexts.
+
+A request that waits is in its engine's line already, as one that waits for a copy: so load reports count it, its time
+limit holds, and it ends as any other. All in the replica's loop.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+
+from router.protocol.samples import Sample
+from serve_app.config.app import AppConfig
+from serve_app.engine.protocol import Clock, Engine, EngineRequest, RemoteKv
+from serve_app.replica.reporter import replica_figures
+from serve_app.sessions.admission import Admission
+from serve_app.sessions.sessions import Sessions
+
+EXPIRE_EVERY_S = 60.0
+
+
+class SessionGate:
+    """One replica's; ``engine`` has started."""
+
+    def __init__(self, engine: Engine, config: AppConfig, *, clock: Clock = time.monotonic) -> None:
+        self.sessions = Sessions(config.block_size, clock)
+        self._engine = engine
+        self._config = config
+        self._clock = clock
+        host_blocks = config.host_cache_bytes // max(1, engine.kv_block_bytes)
+        self._admission = Admission(
+            self.sessions,
+            # A context that was pushed out to the host's memory is loaded in a moment: there is room in both.
+            int(replica_figures(engine, 0, config).pool_tokens) + host_blocks * config.block_size,
+            pinned_tokens=lambda: int(replica_figures(engine, 0, config).pinned_tokens),
+            tokens_per_s=lambda: engine.load().prefill_tokens_per_s,
+            clock=clock,
+            wait_s=config.session_wait_s,
+            shares=config.cache_shares,
+        )
+        self._held: dict[str, RemoteKv] = {}
+        self._changed = asyncio.Event()
+
+    def begin(self, request: EngineRequest, pulled_tokens: int = 0, name: str = "") -> RemoteKv | None:
+        """Note a request, of whose prompt so many tokens can be copied; return what it has to wait for, None: nothing.
+
+        ``name``: the client's word for its session.
+        """
+        chain, prompt_tokens = request.block_hashes, len(request.token_ids)
+        if not chain:
+            return None
+        size = self._config.block_size
+        known = self._engine.known_blocks(chain, (prompt_tokens - 1) // size) * size
+        session = self.sessions.begin(request.request_id, request.tenant, chain, prompt_tokens, known, name)
+        if not self._admission.waits(session, prompt_tokens - max(known, pulled_tokens)):
+            return None
+        held = self._held[request.request_id] = RemoteKv(known)
+        self._admit()
+        self._changed.set()
+        return None if held.done else held
+
+    def end(self, request_id: str, answer_tokens: int) -> None:
+        """Note that a request is over, however it went."""
+        self.sessions.end(request_id, answer_tokens)
+        self._admission.forget(request_id)
+        self._held.pop(request_id, None)
+        if self._held:
+            self._admit()
+
+    def set_shares(self, shares: Mapping[str, float]) -> None:
+        """Go by other weights of tenants from now on."""
+        self._admission.shares = shares
+
+    async def run(self) -> None:
+        """Let requests start as others' sessions go, until cancelled."""
+        while True:
+            self._admit()
+            self.sessions.expire()
+            self._changed.clear()
+            pause_s = min(self._admission.look_again_s() - self._clock(), EXPIRE_EVERY_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(pause_s, 0.01)):
+                    await self._changed.wait()
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield counters and gauges."""
+        yield from self.sessions.samples()
+        yield from self._admission.samples()
+
+    def _admit(self) -> None:
+        started = self._admission.admitted()
+        for request_id in started:
+            self._held.pop(request_id).end()
+        if started:
+            self._engine.wake()

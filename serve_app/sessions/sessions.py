@@ -1,0 +1,188 @@
+"""The sessions of one replica, by tenant: what each holds of the pool, and how soon they return.
+
+A request that begins with nine tenths of an earlier prompt goes on with its session, unless the client says that it is
+another's: clients change the end of what they sent, as reminders that hold for one turn. A
+session is live while an answer of it runs and, after that, for as long as nine of ten of its tenant's returns took.
+Bounded by tenant. Not thread-safe.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from router.protocol.block_hash import HASH_BYTES
+from router.protocol.samples import Histogram, Sample
+
+MOST_SESSIONS = 256
+"""Of one tenant: beyond it the one that was used least recently is forgotten."""
+
+FIRST_HOLD_S, LEAST_HOLD_S, MOST_HOLD_S = 120.0, 10.0, 150.0
+"""How long a session is live after its answer, while no returns are measured; and within which bounds if they are."""
+
+RETURNS = 256
+"""So many of a tenant's last returns are remembered."""
+
+State = Literal["running", "paused", "waiting", "left"]
+
+_JOB_BUCKETS_S = (10.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0)
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One chain of requests. ``tokens``: of its context; ``shared_tokens``: of those, cached before it began.
+
+    ``blocks``: full ones of its last prompt; ``marks``: of some of its last tenth, how many blocks end there, and the
+    hash there, the longest first; the last of them is ``least_hash``, at byte ``least`` of the chain. ``name``: the
+    client's own word.
+    """
+
+    tenant: str
+    name: str
+    shared_tokens: int
+    began_s: float
+    used_s: float
+    tokens: int = 0
+    blocks: int = 0
+    marks: tuple[tuple[int, bytes], ...] = ()
+    least: int = 0
+    least_hash: bytes = b""
+    turns: int = 0
+    running: str = ""
+    waits: bool = False
+
+    @property
+    def own_tokens(self) -> int:
+        """Tokens of its context that nobody else had cached when it began."""
+        return max(0, self.tokens - self.shared_tokens)
+
+    def common_blocks(self, chain: bytes, name: str) -> int:
+        """Return how many blocks of this session's last prompt one of that chain begins with, 0 for another session."""
+        if self.running or not self.marks or (name and self.name and name != self.name):
+            return 0
+        return next((count for count, block_hash in self.marks if _has(chain, count, block_hash)), 0)
+
+    def mark(self, chain: bytes) -> None:
+        """Remember a prompt's chain as the last one."""
+        self.blocks = len(chain) // HASH_BYTES
+        before = [0, *(1 << power for power in range(self.blocks.bit_length()))]
+        counts = [self.blocks - back for back in before if back <= self.blocks // 10 and back < self.blocks]
+        self.marks = tuple((count, chain[(count - 1) * HASH_BYTES : count * HASH_BYTES]) for count in counts)
+        self.least = (counts[-1] - 1) * HASH_BYTES if counts else 0
+        self.least_hash = self.marks[-1][1] if counts else b""
+
+
+def _has(chain: bytes, count: int, block_hash: bytes) -> bool:
+    return chain[(count - 1) * HASH_BYTES : count * HASH_BYTES] == block_hash
+
+
+@dataclass(slots=True)
+class _Tenant:
+    sessions: list[Session] = field(default_factory=list)
+    """The least recently used first."""
+    pauses_s: deque[float] = field(default_factory=lambda: deque(maxlen=RETURNS))
+    hold_s: float = FIRST_HOLD_S
+
+    def returned(self, pause_s: float) -> None:
+        self.pauses_s.append(pause_s)
+        if len(self.pauses_s) % 8 == 0:
+            ninth = sorted(self.pauses_s)[len(self.pauses_s) * 9 // 10]
+            self.hold_s = min(max(ninth, LEAST_HOLD_S), MOST_HOLD_S)
+
+
+class Sessions:
+    """All of a replica's. ``clock``: seconds that never go back."""
+
+    def __init__(self, block_size: int, clock: Callable[[], float]) -> None:
+        self._size = block_size
+        self._clock = clock
+        self._tenants: dict[str, _Tenant] = {}
+        self._by_request: dict[str, Session] = {}
+        self._returns: Counter[str] = Counter()
+        self._job_s = Histogram(_JOB_BUCKETS_S)
+        self._unused_tokens = 0
+
+    def begin(
+        self, request_id: str, tenant: str, chain: bytes, prompt_tokens: int, cached_tokens: int, name: str = ""
+    ) -> Session:
+        """Note a request, and return its session. ``chain``: hashes of the prompt's full blocks, packed."""
+        now_s = self._clock()
+        own = self._tenants.setdefault(tenant, _Tenant())
+        # Of many sessions nearly all are told apart by one look each.
+        near = [other for other in own.sessions if chain[other.least : other.least + HASH_BYTES] == other.least_hash]
+        found = [(other.common_blocks(chain, name), other) for other in near]
+        common, session = max(found, key=lambda pair: pair[0], default=(0, None))
+        if session is not None and common:
+            own.sessions.remove(session)
+            own.returned(now_s - session.used_s)
+            kept = cached_tokens >= 0.9 * common * self._size
+            self._returns["hit" if kept else "missed"] += 1
+        else:
+            session = Session(tenant, name, cached_tokens, now_s, now_s)
+        own.sessions.append(session)
+        session.running, session.turns = request_id, session.turns + 1
+        session.mark(chain)
+        session.tokens = prompt_tokens
+        session.name = name or session.name
+        self._by_request[request_id] = session
+        if len(own.sessions) > MOST_SESSIONS:
+            self._forget(own, next((session for session in own.sessions if not session.running), own.sessions[0]))
+        return session
+
+    def end(self, request_id: str, answer_tokens: int = 0) -> None:
+        """Note that a request is over, however it went."""
+        session = self._by_request.pop(request_id, None)
+        if session is not None:
+            session.tokens = 0 if session.waits else session.tokens + answer_tokens
+            session.running, session.waits = "", False
+            session.used_s = self._clock()
+
+    def hold_s(self, tenant: str) -> float:
+        """Return how long a session of that tenant is live after its answer."""
+        return self._tenants[tenant].hold_s
+
+    def live(self) -> Iterator[Session]:
+        """Yield what runs, and what is about to return; not what waits for its start."""
+        now_s = self._clock()
+        for own in self._tenants.values():
+            since_s = now_s - own.hold_s
+            for session in own.sessions:
+                if not session.waits and (session.running or session.used_s > since_s):
+                    yield session
+
+    def state(self, session: Session) -> State:
+        """Return what a session does now."""
+        if session.running:
+            return "waiting" if session.waits else "running"
+        return "paused" if self._clock() - session.used_s < self.hold_s(session.tenant) else "left"
+
+    def all(self, tenant: str | None = None) -> list[Session]:
+        """Return the sessions of a tenant, or of all, the least recently used first."""
+        if tenant is not None:
+            return list(self._tenants[tenant].sessions) if tenant in self._tenants else []
+        return [session for own in self._tenants.values() for session in own.sessions]
+
+    def expire(self, after_s: float = 3600.0) -> None:
+        """Forget the sessions that nobody used for so long, and tenants without any."""
+        then_s = self._clock() - after_s
+        for tenant, own in list(self._tenants.items()):
+            for session in [session for session in own.sessions if not session.running and session.used_s < then_s]:
+                self._forget(own, session)
+            if not own.sessions:
+                del self._tenants[tenant]
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield counters and gauges."""
+        states = Counter(self.state(session) for session in self.all())
+        for state in ("running", "paused", "waiting", "left"):
+            yield "warmpath_sessions", (("state", state),), float(states[state])
+        for outcome in ("hit", "missed"):
+            yield "warmpath_session_returns_total", (("outcome", outcome),), float(self._returns[outcome])
+        yield "warmpath_session_unused_tokens_total", (), float(self._unused_tokens)
+        yield from self._job_s.samples("warmpath_session_seconds", ())
+
+    def _forget(self, own: _Tenant, session: Session) -> None:
+        own.sessions.remove(session)
+        self._by_request.pop(session.running, None)
+        self._unused_tokens += session.own_tokens
+        self._job_s.observe(session.used_s - session.began_s)

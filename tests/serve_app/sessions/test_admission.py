@@ -1,0 +1,152 @@
+"""Laws of admission by session: bounded waiting, none where there is room, none for a tenant within its share."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve_app.sessions.admission import SMALL_PART, Admission
+from serve_app.sessions.sessions import Sessions
+from tests.serve_app.sessions.test_sessions import SIZE, Clock, chain
+
+POOL = 64 * 1000
+WAIT_S = 100.0
+
+
+class Bench:
+    """Sessions of one turn each over a pool of ``POOL`` tokens."""
+
+    def __init__(self, wait_s: float = WAIT_S, pinned: int = 0) -> None:
+        self.clock = Clock()
+        self.sessions = Sessions(SIZE, self.clock)
+        self.admission = Admission(
+            self.sessions,
+            POOL,
+            pinned_tokens=lambda: pinned,
+            tokens_per_s=lambda: 1000.0,
+            clock=self.clock,
+            wait_s=wait_s,
+        )
+        self.made = 0
+
+    def arrive(self, tokens: int, tenant: str = "a") -> str:
+        """Let a new session come; return its request."""
+        request_id = str(self.made)
+        self.made += 1
+        session = self.sessions.begin(request_id, tenant, chain((f"{request_id}-", 20)), tokens, 0)
+        self.admission.waits(session, tokens)
+        return request_id
+
+    def end(self, request_id: str) -> None:
+        """Let a request be over, also one that still waits."""
+        self.sessions.end(request_id)
+        self.admission.forget(request_id)
+
+
+def test_a_context_that_does_not_fit_beside_live_ones_waits_until_one_of_them_is_left() -> None:
+    bench = Bench(wait_s=1000.0)
+    first, second = bench.arrive(40_000), bench.arrive(40_000)
+    assert bench.admission.admitted() == [first]
+    bench.end(first)
+    assert bench.admission.admitted() == []
+    assert bench.admission.look_again_s() == 120.0
+    bench.clock.now_s = 120.0
+    assert bench.admission.admitted() == [second]
+
+
+def test_nobody_waits_where_the_pool_is_free_nor_for_little_nor_without_a_wait() -> None:
+    bench = Bench()
+    first, second = bench.arrive(30_000), bench.arrive(34_000)
+    assert bench.admission.admitted() == [first, second]
+    session = bench.sessions.begin("turn", "a", chain(("t", 20)), 60_000, 59_500)
+    assert not bench.admission.waits(session, POOL // SMALL_PART)
+    without = Bench(wait_s=0.0)
+    assert not without.admission.waits(session, POOL)
+
+
+def test_pinned_tokens_are_no_room() -> None:
+    bench = Bench(pinned=10_000)
+    first, second = bench.arrive(30_000), bench.arrive(30_000)
+    assert bench.admission.admitted() == [first]
+    assert second not in bench.admission.admitted()
+
+
+def test_what_is_larger_than_all_room_starts_alone() -> None:
+    bench = Bench()
+    first = bench.arrive(POOL + 1)
+    assert bench.admission.admitted() == [first]
+
+
+def test_a_tenant_within_its_share_waits_for_nobody() -> None:
+    bench = Bench()
+    flood = [bench.arrive(20_000) for _ in range(50)]
+    started = bench.admission.admitted()
+    assert started == flood[:3]
+    polite = bench.arrive(30_000, "b")
+    assert bench.admission.admitted() == [polite]
+    assert bench.arrive(30_000, "b") not in bench.admission.admitted()
+
+
+def test_the_least_to_compute_starts_first_of_those_that_came_together() -> None:
+    bench = Bench(wait_s=1000.0)
+    running = bench.arrive(60_000)
+    assert bench.admission.admitted() == [running]
+    _, little = bench.arrive(60_000), bench.arrive(20_000)
+    bench.end(running)
+    bench.clock.now_s = 120.0
+    assert bench.admission.admitted() == [little]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_laws(data: st.DataObject) -> None:
+    """Any order of arrivals, ends and pauses: against a count of all contexts made anew at each step."""
+    bench = Bench()
+    arrivals: dict[str, tuple[str, int, float]] = {}
+    waiting: set[str] = set()
+    running: set[str] = set()
+    ended: dict[str, float] = {}
+
+    def held(tenant: str | None = None) -> int:
+        live = running | {name for name, at in ended.items() if bench.clock.now_s - at < 120.0}
+        return sum(arrivals[name][1] for name in live if tenant in (None, arrivals[name][0]))
+
+    for _ in range(data.draw(st.integers(1, 30))):
+        action = data.draw(st.sampled_from(["arrive", "end", "pause"]))
+        if action == "arrive":
+            tenant, tokens = data.draw(st.sampled_from("abc")), data.draw(st.integers(1_001, POOL))
+            name = bench.arrive(tokens, tenant)
+            arrivals[name] = (tenant, tokens, bench.clock.now_s)
+            waiting.add(name)
+        elif action == "end" and (running or waiting):
+            name = data.draw(st.sampled_from(sorted(running | waiting)))
+            bench.end(name)
+            if name in running:
+                ended[name] = bench.clock.now_s
+            running.discard(name)
+            waiting.discard(name)  # a client that left before its start: its session holds nothing
+        else:
+            bench.clock.now_s += data.draw(st.floats(0.0, 60.0))
+        before = held()
+        started = bench.admission.admitted()
+        assert set(started) <= waiting
+        for name in started:
+            tenant, tokens, arrival_s = arrivals[name]
+            tenants = {arrivals[other][0] for other in running | waiting} | {
+                arrivals[other][0] for other, at in ended.items() if bench.clock.now_s - at < 120.0
+            }
+            may = (
+                held() + tokens <= POOL
+                or held(tenant) + tokens <= POOL / len(tenants)
+                or not before
+                or bench.clock.now_s - arrival_s >= WAIT_S
+            )
+            assert may, "it was let in without room, share or a long wait"
+            waiting.remove(name)
+            running.add(name)
+        for name in waiting:
+            tenant, tokens, arrival_s = arrivals[name]
+            assert bench.clock.now_s - arrival_s < WAIT_S, "nobody waits for longer"
+            assert held() + tokens > POOL, "nobody waits where the pool is free"
+        if waiting:
+            assert bench.admission.look_again_s() > bench.clock.now_s
+    bench.clock.now_s += 1000.0
+    assert set(bench.admission.admitted()) == waiting

@@ -1,0 +1,135 @@
+"""Sessions are found by what their prompts begin with, by tenant, and no tenant can have many."""
+
+import pytest
+
+from router.protocol.block_hash import HASH_BYTES
+from serve_app.sessions import sessions as module
+from serve_app.sessions.sessions import FIRST_HOLD_S, LEAST_HOLD_S, Session, Sessions
+
+SIZE = 16
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def chain(*parts: tuple[str, int]) -> bytes:
+    """A chain of so many blocks of each text."""
+    return b"".join(f"{text}{i}".encode().ljust(HASH_BYTES, b".") for text, count in parts for i in range(count))
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def sessions(clock: Clock) -> Sessions:
+    return Sessions(SIZE, clock)
+
+
+def turn(
+    sessions: Sessions, request_id: str, prompt: bytes, *, tenant: str = "a", cached: int = 0, name: str = ""
+) -> Session:
+    session = sessions.begin(request_id, tenant, prompt, len(prompt) // HASH_BYTES * SIZE, cached, name)
+    sessions.end(request_id, SIZE)
+    return session
+
+
+def test_a_prompt_that_goes_on_is_the_same_session(sessions: Sessions, clock: Clock) -> None:
+    first = turn(sessions, "1", chain(("x", 40)))
+    clock.now_s = 5.0
+    assert turn(sessions, "2", chain(("x", 40), ("y", 4))) is first
+    assert first.turns == 2 and first.began_s == 0.0 and first.used_s == 5.0
+    assert first.tokens == 44 * SIZE + SIZE
+
+
+def test_reminders_at_the_end_of_a_prompt_may_change(sessions: Sessions) -> None:
+    first = turn(sessions, "1", chain(("x", 38), ("reminder", 2)))
+    assert turn(sessions, "2", chain(("x", 38), ("y", 9))) is first
+
+
+@pytest.mark.parametrize(
+    "prompt", [chain(("x", 30), ("z", 30)), chain(("z", 40), ("x", 40)), chain(("x", 20)), b""], ids=range(4)
+)
+def test_another_prompt_is_another_session(sessions: Sessions, prompt: bytes) -> None:
+    first = turn(sessions, "1", chain(("x", 40)))
+    assert turn(sessions, "2", prompt) is not first
+
+
+def test_other_tenants_and_other_names_are_other_sessions(sessions: Sessions) -> None:
+    first = turn(sessions, "1", chain(("x", 40)), name="one")
+    assert turn(sessions, "2", chain(("x", 41)), tenant="b") is not first
+    assert turn(sessions, "3", chain(("x", 41)), name="two") is not first
+    assert turn(sessions, "4", chain(("x", 42)), name="one") is first
+
+
+def test_a_second_request_beside_a_running_one_is_a_session_of_its_own(sessions: Sessions) -> None:
+    first = sessions.begin("1", "a", chain(("x", 40)), 640, 0)
+    second = sessions.begin("2", "a", chain(("x", 41)), 656, 640)
+    assert second is not first
+    assert second.own_tokens == 16
+    sessions.end("1")
+    assert sessions.state(first) == "paused" and sessions.state(second) == "running"
+
+
+def test_a_session_is_live_as_long_as_nine_of_ten_returns_took(sessions: Sessions, clock: Clock) -> None:
+    session = turn(sessions, "0", chain(("x", 20)))
+    assert sessions.hold_s("a") == FIRST_HOLD_S
+    for number in range(1, 41):
+        clock.now_s += 40.0 if number % 20 == 0 else 20.0
+        turn(sessions, str(number), chain(("x", 20 + number)))
+    assert sessions.hold_s("a") == 20.0
+    assert list(sessions.live()) == [session]
+    clock.now_s += 20.0
+    assert list(sessions.live()) == [] and sessions.state(session) == "left"
+
+
+def test_quick_returns_leave_a_least_time(sessions: Sessions) -> None:
+    for number in range(20):
+        turn(sessions, str(number), chain(("x", 20 + number)))
+    assert sessions.hold_s("a") == LEAST_HOLD_S
+
+
+def test_a_tenant_has_so_many_sessions_and_takes_nobody_elses(
+    sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_SESSIONS", 8)
+    polite = turn(sessions, "polite", chain(("polite", 20)), tenant="b")
+    for number in range(100):
+        turn(sessions, str(number), chain((f"flood{number}-", 20)))
+    assert len(sessions.all("a")) == 8
+    assert sessions.all("b") == [polite]
+
+
+def test_requests_of_forgotten_sessions_end_all_the_same(sessions: Sessions, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_SESSIONS", 2)
+    for number in range(5):
+        sessions.begin(str(number), "a", chain((f"x{number}", 20)), 320, 0)
+    for number in range(5):
+        sessions.end(str(number))
+    assert all(not session.running for session in sessions.all())
+
+
+def test_what_nobody_used_for_long_is_forgotten_and_counted(sessions: Sessions, clock: Clock) -> None:
+    turn(sessions, "1", chain(("x", 20)))
+    sessions.begin("2", "b", chain(("y", 20)), 320, 0)
+    clock.now_s = 3601.0
+    sessions.expire()
+    assert [session.tenant for session in sessions.all()] == ["b"]
+    samples = {(name, labels): value for name, labels, value in sessions.samples()}
+    assert samples["warmpath_session_unused_tokens_total", ()] == 21 * SIZE
+    assert samples["warmpath_sessions", (("state", "running"),)] == 1
+
+
+def test_returns_that_find_their_context_are_told_from_those_that_do_not(sessions: Sessions) -> None:
+    turn(sessions, "1", chain(("x", 40)))
+    turn(sessions, "2", chain(("x", 41)), cached=40 * SIZE)
+    turn(sessions, "3", chain(("x", 42)), cached=20 * SIZE)
+    samples = {(name, labels): value for name, labels, value in sessions.samples()}
+    assert samples["warmpath_session_returns_total", (("outcome", "hit"),)] == 1
+    assert samples["warmpath_session_returns_total", (("outcome", "missed"),)] == 1
