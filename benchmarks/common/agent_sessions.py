@@ -2,10 +2,13 @@
 
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import accumulate, count
+from math import inf
 from pathlib import Path
+from random import Random
+from statistics import fmean
 from typing import Any
 
 from benchmarks.common.trace import TRACE_BLOCK_TOKENS
@@ -69,6 +72,31 @@ def read_sessions(path: Path = AGENT_TRACE) -> list[Session]:
     ids = _Ids()
     with gzip.open(path, "rt") as lines:
         return [_session(json.loads(line), ids) for line in lines]
+
+
+def job_s(session: Session, answer_s: Callable[[int, int], float], longest_pause_s: float = inf) -> float:
+    """Return the seconds from a session's first request to its last token; ``answer_s``: by stream and turn."""
+    ends: list[float] = []
+    last_s = 0.0
+    for at, stream in enumerate(session.streams):
+        now_s = min(stream.delay_s, longest_pause_s) + (ends[stream.after] if at else 0.0)
+        for number, turn in enumerate(stream.turns):
+            now_s += (min(turn.pause_s, longest_pause_s) if number else 0.0) + answer_s(at, number)
+            if not at:
+                ends.append(now_s)
+        last_s = max(last_s, now_s)
+    return last_s
+
+
+def random_arrivals(ideal_s: Sequence[float], running: float, rng: Random) -> list[float]:
+    """Return times of arrival, so often that about ``running`` sessions that take ``ideal_s`` would run at once."""
+    return list(accumulate(rng.expovariate(running / fmean(ideal_s)) for _ in ideal_s))
+
+
+def working_set_tokens(sessions: Sequence[Session], ideal_s: Sequence[float], running: float) -> float:
+    """Return the contexts of the sessions that run at once, on average: the longest prompt of each main stream."""
+    longest = [max(turn.prompt_tokens for turn in session.streams[0].turns) for session in sessions]
+    return running * sum(tokens * seconds for tokens, seconds in zip(longest, ideal_s, strict=True)) / sum(ideal_s)
 
 
 def _session(row: dict[str, Any], ids: _Ids) -> Session:

@@ -9,7 +9,14 @@ from math import inf
 from random import Random
 from statistics import fmean, median
 
-from benchmarks.common.agent_sessions import AWAKE_S, Session, read_sessions
+from benchmarks.common.agent_sessions import (
+    AWAKE_S,
+    Session,
+    job_s,
+    random_arrivals,
+    read_sessions,
+    working_set_tokens,
+)
 from benchmarks.common.report import percentile
 from benchmarks.common.trace import TraceRequest
 from benchmarks.simulation.cluster import Cluster
@@ -36,11 +43,7 @@ def make_load(sessions: Sequence[Session], settings: ClusterSettings, running: f
     rng.shuffle(chosen)
     ideal_s = [_ideal_s(session, settings) for session in chosen]
     awake_s = [_ideal_s(session, settings, AWAKE_S) for session in chosen]
-    arrivals_s: list[float] = []
-    now_s = 0.0
-    for _ in chosen:
-        now_s += rng.expovariate(running / fmean(awake_s))
-        arrivals_s.append(now_s)
+    arrivals_s = random_arrivals(awake_s, running, rng)
     keys, traced = [], []
     for number, session in enumerate(chosen):
         for at, stream in enumerate(session.streams):
@@ -49,33 +52,20 @@ def make_load(sessions: Sequence[Session], settings: ClusterSettings, running: f
                 tenant = f"tenant-{number % tenants}"
                 traced.append(TraceRequest(0.0, turn.prompt_tokens, turn.output_tokens, turn.hash_ids, tenant))
     requests = dict(zip(keys, prepare(traced, settings.block_size), strict=True))
-    return Load(chosen, arrivals_s, requests, ideal_s, _working_set(chosen, awake_s, running, settings))
+    blocks = round(working_set_tokens(chosen, awake_s, running) / settings.block_size)
+    return Load(chosen, arrivals_s, requests, ideal_s, blocks)
 
 
 def _ideal_s(session: Session, settings: ClusterSettings, longest_pause_s: float = inf) -> float:
     """Return a session's time on an unlimited cache without queue."""
-    ends: list[float] = []
-    last_s = 0.0
-    for at, stream in enumerate(session.streams):
-        now_s = min(stream.delay_s, longest_pause_s) + (ends[stream.after] if at else 0.0)
-        for number, turn in enumerate(stream.turns):
-            now_s += min(turn.pause_s, longest_pause_s) if number or not at else 0.0
-            known = turn.known_tokens or (session.opening_tokens if not at else 0)
-            now_s += max(1, turn.prompt_tokens - known) / settings.prefill_tokens_per_s
-            now_s += turn.output_tokens * settings.decode_token_s
-            if not at:
-                ends.append(now_s)
-        last_s = max(last_s, now_s)
-    return last_s
 
+    def answer_s(at: int, number: int) -> float:
+        turn = session.streams[at].turns[number]
+        known = turn.known_tokens or (session.opening_tokens if not at else 0)
+        computed_s = max(1, turn.prompt_tokens - known) / settings.prefill_tokens_per_s
+        return computed_s + turn.output_tokens * settings.decode_token_s
 
-def _working_set(
-    sessions: Sequence[Session], ideal_s: Sequence[float], running: float, settings: ClusterSettings
-) -> int:
-    """Return the blocks of the contexts of the sessions that run at once, on average: the longest prompt of each."""
-    longest = [max(turn.prompt_tokens for turn in session.streams[0].turns) for session in sessions]
-    weighted = sum(tokens * seconds for tokens, seconds in zip(longest, ideal_s, strict=True)) / sum(ideal_s)
-    return round(running * weighted / settings.block_size)
+    return job_s(session, answer_s, longest_pause_s)
 
 
 class Agents:

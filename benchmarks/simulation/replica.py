@@ -15,7 +15,7 @@ from router.protocol.events import Event, LoadReport
 from router.protocol.request import Decision
 from router.settings import PolicySettings
 from serve_app.cache.prefix.prefix_cache import PrefixCache
-from serve_app.engine.scheduling.scheduler import AGING_SHARE
+from serve_app.engine.scheduling.scheduler import AGING_SHARE, PREFILL_S
 from serve_app.replica.reporter import NEWS_PAUSE_S
 from serve_app.sessions.admission import Admission
 from serve_app.sessions.sessions import Sessions
@@ -118,18 +118,25 @@ class SimulatedReplica:
         return None
 
     def report(self) -> LoadReport:
-        """Return the load now. The rest of the prompt being computed counts as waiting."""
-        committed = 0
+        """Return the load now. The rest of a prompt being computed counts as waiting."""
         if self.current is not None:
-            job = self.current
-            left = (job.finish_s - self._clock.now_s) / (job.finish_s - job.start_s)
-            committed = round(left * job.uncached_tokens)
-        committed += sum(job.uncached_tokens for job in self._overtaken) if not self._shortest_first else 0
-        waiting = len(self.waiting) + len(self._overtaken) + (self.current is not None)
+            self._account(self.current)
+        started = [*self._overtaken, *([self.current] if self.current is not None else [])]
+        unfinished = [*started, *self.waiting]
+        if self._shortest_first:  # as our engines report: the rest of a step, and what is too old to be overtaken
+            step_tokens = round(PREFILL_S * self._settings.prefill_tokens_per_s)
+            committed = min(self.current.uncached_tokens, step_tokens) if self.current is not None else 0
+            committed += sum(
+                job.uncached_tokens
+                for job in unfinished
+                if job is not self.current and self._rank(job) <= self._clock.now_s
+            )
+        else:
+            committed = sum(job.uncached_tokens for job in started)
         return LoadReport(
-            queued_prefill_tokens=sum(job.uncached_tokens for job in [*self.waiting, *self._overtaken]) + committed,
+            queued_prefill_tokens=sum(job.uncached_tokens for job in unfinished),
             running_sequences=self.decoding,
-            waiting_sequences=waiting,
+            waiting_sequences=len(unfinished),
             max_running_sequences=0,
             max_waiting_sequences=0,
             prefill_tokens_per_s=self._settings.prefill_tokens_per_s,

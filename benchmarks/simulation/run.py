@@ -32,10 +32,10 @@ def contenders(policies: list[str], *, pull: bool, parts: bool) -> dict[str, Con
     found = {}
     for policy in policies:
         ours = policy == DEFAULT_POLICY
-        found[policy] = Contender(policy, shortest_first=ours, pull=ours and pull)
+        found[policy] = Contender(policy, shortest_first=ours, pull=ours and pull, admission=ours)
     if parts:
         for policy, shortest_first, pulls in product(policies, (False, True), (False, True)):
-            contender = Contender(policy, shortest_first, pulls)
+            contender = Contender(policy, shortest_first, pulls, admission=policy == DEFAULT_POLICY)
             if contender not in found.values():
                 order = "shortest_first" if shortest_first else "first_come"
                 found[f"{policy}/{order}{'+pull' * pulls}"] = contender

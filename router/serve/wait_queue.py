@@ -10,17 +10,14 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_Place = tuple[float, asyncio.Event]
-"""Where a request waits: its order, and what wakes it."""
-
 
 class WaitQueue:
     """``pause``: called with the number of attempts so far, returns when it is time for the next."""
 
     def __init__(self, pause: Callable[[int], Awaitable[None]]) -> None:
         self._pause = pause
-        self._lines: OrderedDict[str, deque[_Place]] = OrderedDict()
-        self._asking: _Place | None = None
+        self._lines: OrderedDict[str, deque[tuple[float, asyncio.Event]]] = OrderedDict()
+        self._asking: tuple[float, asyncio.Event] | None = None
 
     def __len__(self) -> int:
         return sum(map(len, self._lines.values()))
@@ -35,7 +32,7 @@ class WaitQueue:
             if found is not None:
                 return found
         woken = asyncio.Event()
-        place: _Place = (-inf if ahead else order, woken)
+        place: tuple[float, asyncio.Event] = (-inf if ahead else order, woken)
         line = self._lines.setdefault(tenant, deque())
         if ahead:
             line.appendleft(place)
@@ -64,5 +61,5 @@ class WaitQueue:
                 if self._asking is not None:
                     self._asking[1].set()
 
-    def _first(self) -> _Place | None:
+    def _first(self) -> tuple[float, asyncio.Event] | None:
         return next(iter(self._lines.values()))[0] if self._lines else None

@@ -69,11 +69,6 @@ TIERS = {"priority": -1, "default": 0, "flex": 1}
 """The service tiers in the order in which a tenant's requests start."""
 
 
-def served_tier(asked: str | None) -> str:
-    """Return the tier of a request that asks for one, for "auto" or for none."""
-    return asked if asked in TIERS else "default"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFields:
     """What both kinds of requests say of what to generate and how to answer, validated.
@@ -118,7 +113,7 @@ class RequestFields:
     cache_salt: str | None = None
     prompt_cache_key: str | None = None
     prompt_ref: str | None = None
-    service_tier: str | None = None
+    service_tier: str = "default"
     priority: int = 0
     disable_spec_decode: bool = False
     save_system_prompt_kv_cache: bool = False
@@ -140,7 +135,7 @@ class RequestFields:
     @property
     def order(self) -> int:
         """Its place among its tenant's requests that wait: the lowest starts first. 0 is usual, 64 bits hold it."""
-        return TIERS[served_tier(self.service_tier)] * 2**32 + self.priority
+        return TIERS[self.service_tier] * 2**32 + self.priority
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

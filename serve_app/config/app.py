@@ -10,7 +10,6 @@ from router.settings import DEFAULT_POLICY, PolicyName
 from serve_app.config.cache import MIB, CacheSection, LifecycleSection
 from serve_app.config.engine import ENGINES, EngineSection, EngineTraits, LoraSection
 from serve_app.config.quantities import Bytes, Seconds
-from serve_app.config.stored import StoredSection
 from serve_app.config.tenants import TenantsSection
 
 MAX_REPLICAS = 512
@@ -58,9 +57,7 @@ class RoutingSection(BaseModel):
     load_report_interval_s: Seconds = Field(0.05, gt=0, le=10, description="time between a replica's load reports")
 
 
-class AppConfig(
-    StoredSection, TenantsSection, LoraSection, LifecycleSection, RoutingSection, CacheSection, EngineSection
-):
+class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, CacheSection, EngineSection):
     """All settings. Unknown names are refused: a typo must not become a default."""
 
     model_config = ConfigDict(extra="forbid")

@@ -17,7 +17,6 @@ from serve_app.config.engine import EngineSection, LoraSection
 from serve_app.config.live import LIVE
 from serve_app.config.prompts import PublicPromptConfig
 from serve_app.config.quantities import is_duration, shown_value
-from serve_app.config.stored import StoredSection
 from serve_app.config.tenants import ApiKeyConfig, TenantConfig, TenantsSection
 
 _INTRODUCTION = f"""\
@@ -46,7 +45,6 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "Routing": RoutingSection,
     "Joining and leaving": LifecycleSection,
     "Tenants and keys": TenantsSection,
-    "Stored responses": StoredSection,
 }
 ENTRIES: dict[str, type[BaseModel]] = {
     "The fields of `autoscaling`": AutoscalingConfig,

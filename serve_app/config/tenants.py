@@ -1,4 +1,4 @@
-"""Settings of tenants, keys, common prompts, and usage."""
+"""Settings of tenants, keys, common prompts, usage, and stored responses."""
 
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -6,6 +6,7 @@ from typing import Annotated, Any, Self
 from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
 from serve_app.config.prompts import PublicPromptConfig, check_prompts
+from serve_app.config.quantities import Bytes, Seconds
 
 Sha256Hex = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
@@ -54,7 +55,7 @@ class TenantConfig(BaseModel):
 
 
 class TenantsSection(BaseModel):
-    """Tenants, operators, the deployment's secret, and the prompts that all tenants share."""
+    """Tenants, operators, the deployment's secret, the prompts that all tenants share, and what is kept of each."""
 
     tenants: list[TenantConfig] = Field(default_factory=list, description="none: one open `default` tenant")
     public_prompts: list[PublicPromptConfig] = Field(
@@ -69,6 +70,18 @@ class TenantsSection(BaseModel):
     )
     secret_file: Path | None = Field(None, description="deployment secret; default: $WARMPATH_SECRET, or a state file")
     usage_file: Path | None = Field(None, description="SQLite file of usage by day; default: kept in memory")
+    store_responses: bool = Field(
+        True, description="keep responses, encrypted, unless a request says `store: false`; false: nothing is stored"
+    )
+    responses_file: Path | None = Field(
+        None,
+        description="SQLite file of stored responses, for ingresses of one machine, where $WARMPATH_RESPONSES_URL "
+        "names no Redis or Postgres; default: beside the state file of the secret, on Ray's head node alone",
+    )
+    responses_ttl_s: Seconds = Field(2_592_000.0, ge=1, le=315_360_000, description="a response is kept for so long")
+    responses_max_bytes: Bytes = Field(
+        1 << 30, ge=1 << 24, description="kept of each tenant; beyond it the oldest leave"
+    )
 
     @property
     def cache_shares(self) -> dict[str, float]:

@@ -257,11 +257,6 @@ def _resumed(generation: Generation, received: list[int], block_size: int) -> Ge
     public_blocks = generation.scope.public_blocks
     hashes = extend_chain(generation.root, public_blocks, token_ids, block_size, generation.block_hashes)
     sampling = replace(generation.sampling, max_tokens=generation.sampling.max_tokens - len(received))
-    return replace(
-        generation,
-        token_ids=token_ids,
-        block_hashes=hashes,
-        sampling=sampling,
-        resumed_tokens=len(received),
-        order=min(generation.order, 0),  # its client reads already: it waits no longer than a usual one
-    )
+    more = replace(generation, token_ids=token_ids, block_hashes=hashes, sampling=sampling)
+    # Its client reads already: it waits no longer than a usual one.
+    return replace(more, resumed_tokens=len(received), order=min(generation.order, 0))

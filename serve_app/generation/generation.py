@@ -19,8 +19,8 @@ class Generation:
     last ``resumed_tokens`` of the prompt are the answer's first ones. ``echo``: the prompt, where it stands before the
     answer. ``saves``: an explicit one, then those of cache breakpoints, the shortest first. ``prompt_ref``: the version
     of its registered prompt. ``system_chars``: of the formatted system prompt; ``system_tokens``: of the prompt, in
-    common with that. ``order``: see ``EngineRequest``. ``session``: a ``session_key``.
-    ``traceparent``: W3C's, of the request's span. "" and 0 stand for none.
+    common with that. ``order``: see ``EngineRequest``. ``session``: a ``session_key``. ``traceparent``: W3C's, of the
+    span. "" and 0 stand for none.
     """
 
     request_id: str

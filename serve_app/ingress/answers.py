@@ -34,10 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request's answer while it comes; leaving it as a block ends what is under way, frees its place, counts it.
-
-    ``conversation``: what is stored of it before its client has its end, None: nothing.
-    """
+    """One request's answer while it comes; leaving it as a block ends what is under way, frees its place, counts it."""
 
     format: AnswerFormat
     head: AnswerHead
@@ -46,7 +43,6 @@ class Answer:
     place: Place
     meter: AnswerMeter
     deadline: Deadline
-    conversation: Conversation | None = None
 
     async def __aenter__(self) -> Answer:
         return self
@@ -121,8 +117,8 @@ class EventStream(Response):
                         meter.sent(piece)
             await meter.usage.know_miss()
             last = stream.usage(meter.usage.total())
-            if answer.conversation is not None:
-                await answer.conversation.keep()
+            if isinstance(answer.format, Conversation):
+                await answer.format.keep()
         except WarmpathError as error:
             return stream.error(error)
         except Exception:
@@ -142,8 +138,8 @@ async def whole(answer: Answer) -> Response:
             choices[piece.index].add(piece)
     await meter.usage.know_miss()
     body = answer.format.whole(answer.head, [choice.choice() for choice in choices], meter.usage.total())
-    if answer.conversation is not None:
-        await answer.conversation.keep()
+    if isinstance(answer.format, Conversation):
+        await answer.format.keep()
     return json_response(body, headers=_headers(answer, meter.usage.save))
 
 

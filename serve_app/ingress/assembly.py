@@ -3,6 +3,7 @@
 import asyncio
 import ctypes
 import logging
+import os
 import time
 from functools import partial
 from pathlib import Path
@@ -49,9 +50,9 @@ from serve_app.prompts.registry import Prompts
 from serve_app.prompts.traffic import PromptTraffic
 from serve_app.ray_compat import on_head_node
 from serve_app.replica.token_channel import TokenReceiver
-from serve_app.stored.backend import Bounds, open_backend
+from serve_app.stored.databases import URL_VARIABLE, Bounds, open_database
 from serve_app.stored.responses import StoredResponses
-from serve_app.tenants.secret import load_responses_url, load_secret, own_state_dir
+from serve_app.tenants.secret import load_secret, own_state_dir
 from serve_app.tenants.tenants import Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from serve_app.tracing.tracer import open_tracer
@@ -145,19 +146,19 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
 
 
 async def stored_responses(config: AppConfig, secret: bytes, workers: FairWorkers) -> StoredResponses | None:
-    """Open where responses are stored, None where they are not. Raises StoreError and SecretError."""
+    """Open where responses are stored, None where they are not. Raises StoreError."""
     if not config.store_responses:
         return None
-    url, file = load_responses_url(file=config.responses_url_file), config.responses_file
-    if url is None and file is None and not await asyncio.to_thread(on_head_node):
+    url, given = os.environ.get(URL_VARIABLE), config.responses_file
+    if not url and given is None and not await asyncio.to_thread(on_head_node):
         logger.warning(
             "no responses are stored: this ingress is not on Ray's head node, so others would not find them; set "
-            "$WARMPATH_RESPONSES_URL to a Redis or Postgres, or store_responses to false"
+            f"${URL_VARIABLE} to a Redis or Postgres, or store_responses to false"
         )
         return None
     bounds = Bounds(config.responses_ttl_s, config.responses_max_bytes)
-    file = (file or own_state_dir() / "responses.sqlite").expanduser()
-    return StoredResponses(await asyncio.to_thread(open_backend, url, file, bounds), secret, workers, bounds)
+    file = (given or own_state_dir() / "responses.sqlite").expanduser()
+    return StoredResponses(await asyncio.to_thread(open_database, url, file, bounds), secret, workers, bounds)
 
 
 def about(config: AppConfig) -> dict[str, Any]:

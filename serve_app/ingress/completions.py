@@ -48,21 +48,11 @@ class Completions:
     workers: FairWorkers
     drain: Drain
 
-    async def generate(
-        self,
-        request: Request,
-        tenant: Tenant,
-        parse: Parse,
-        answer_format: AnswerFormat,
-        conversation: Conversation | None = None,
-    ) -> Response:
-        """Return the answer, whole or begun. Raises a ``WarmpathError`` before its first piece, or ClientDisconnect.
-
-        ``conversation``: what is read before the body is parsed, and stored before the answer ends.
-        """
+    async def generate(self, request: Request, tenant: Tenant, parse: Parse, answer_format: AnswerFormat) -> Response:
+        """Return the answer, whole or begun. Raises a ``WarmpathError`` before its first piece, or ClientDisconnect."""
         arrived_s = time.perf_counter()
         with self.counters.front_door.arrive(tenant.name) as arrival:
-            wanted = self.readers.checked(await self._wanted(request, tenant, arrival, parse, conversation))
+            wanted = self.readers.checked(await self._wanted(request, tenant, arrival, parse, answer_format))
             if session := session_of(request.headers):
                 wanted = replace(wanted, session=session)
             # Internal ids are ours: two clients may send the same x-request-id.
@@ -91,7 +81,7 @@ class Completions:
                 head = AnswerHead(
                     answer_id, int(time.time()), wanted.answering_model, wanted.include_usage, wanted.repeated
                 )
-                answer = Answer(answer_format, head, pieces, sink, place, meter, deadline, conversation)
+                answer = Answer(answer_format, head, pieces, sink, place, meter, deadline)
                 return await (streamed if wanted.stream else whole)(answer)
 
     async def count_tokens(self, request: Request, tenant: Tenant, parse: Callable[[bytes], ChatRequest]) -> int:
@@ -102,23 +92,18 @@ class Completions:
             return await self.preparer.count(wanted, tenant)
 
     async def _wanted(
-        self,
-        request: Request,
-        tenant: Tenant,
-        arrival: Arrival,
-        parse: Parse,
-        conversation: Conversation | None = None,
+        self, request: Request, tenant: Tenant, arrival: Arrival, parse: Parse, form: AnswerFormat | None = None
     ) -> GenerateRequest:
         """Return what a request's body asks for. Raises a ``WarmpathError``."""
         body = await read_body(request, self.config.max_body_bytes, arrival.grow)
 
         async def read(work: Callable[[bytes], T]) -> T:
-            if arrival.body_bytes <= INLINE_BODY_BYTES:
-                return work(body)
-            return await self.workers.run(tenant.name, arrival.body_bytes, work, body)
+            inline = arrival.body_bytes <= INLINE_BODY_BYTES
+            return work(body) if inline else await self.workers.run(tenant.name, arrival.body_bytes, work, body)
 
-        if conversation is not None and (previous_id := await read(conversation.previous_id)) is not None:
-            await conversation.go_on(previous_id, self.config.max_body_bytes - len(body), arrival.grow)
+        if isinstance(form, Conversation):
+            await read(form.read)
+            await form.go_on(self.config.max_body_bytes - len(body), arrival.grow)
         wanted = await read(parse)
         if isinstance(wanted, ChatRequest) and wanted.chat_template_kwargs:
             unread = self.tokenizer.template.unread(wanted.chat_template_kwargs)

@@ -3,48 +3,41 @@
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
-from serve_app.api.openai.responses.items import previous_not_found, stored_items
+from serve_app.api.openai.responses.items import stored_items
 from serve_app.api.openai.responses.request import ResponsesBody
 from serve_app.api.openai.responses.response import ResponsesFormat
 from serve_app.api.request import ChatRequest
-from serve_app.errors import RequestTooLarge
+from serve_app.errors import InvalidRequest, RequestTooLarge
 from serve_app.stored.responses import Document, StoredResponses
 
 
-class _Link(msgspec.Struct):
-    previous_response_id: str | None = None
-
-
-class Conversation:
-    """What a request needs from storage. ``stored`` None: nothing is stored. ``format``: of its answer."""
+class Conversation(ResponsesFormat):
+    """A request, and the format of its answer. ``stored`` None: nothing is stored."""
 
     def __init__(self, stored: StoredResponses | None, tenant: str) -> None:
-        self.format = ResponsesFormat(self._note)
         self._stored = stored
         self._tenant = tenant
-        self._earlier: list[dict[str, Any]] | None = None
-        self._document = Document([], {})
+        self._earlier: list[dict[str, Any]] = []
+        self._input: list[dict[str, Any]] = []
 
-    @staticmethod
-    def previous_id(body: bytes) -> str | None:
-        """Return the response that a body goes on with. A body that is wrong has none: ``parse`` says why."""
-        try:
-            return msgspec.json.decode(body, type=_Link).previous_response_id
-        except (ValueError, RecursionError):
-            return None
+    def read(self, body: bytes) -> None:
+        """Take the body. Raises InvalidRequest."""
+        self._body = ResponsesBody.parse(body)
 
-    async def go_on(self, previous_id: str, room_bytes: int, grow: Callable[[int], None]) -> None:
-        """Fetch the conversation. ``grow`` hears of its bytes.
+    async def go_on(self, room_bytes: int, grow: Callable[[int], None]) -> None:
+        """Fetch what the body goes on with. ``grow`` hears of its bytes.
 
         Raises InvalidRequest where the tenant has no such response, RequestTooLarge for one over ``room_bytes``.
         """
-        if self._stored is None:
+        previous_id = self._body.previous_response_id
+        if self._stored is None or previous_id is None:
             return
-        found = await self._stored.get(self._tenant, previous_id)
-        if found is None:
-            raise previous_not_found(previous_id)
+        if (found := await self._stored.get(self._tenant, previous_id)) is None:
+            raise InvalidRequest(
+                f"No stored response {previous_id!r} is there to go on with; send the whole conversation.",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
         document, size_bytes = found
         if size_bytes > room_bytes:
             message = "The conversation and the request are larger together than a body may be; begin a new one."
@@ -52,18 +45,14 @@ class Conversation:
         grow(size_bytes)
         self._earlier = [*document.input, *stored_items(document.response["output"])]
 
-    def parse(self, body: bytes) -> ChatRequest:
-        """Read the body, after what it goes on with. Raises InvalidRequest."""
-        parsed = ResponsesBody.parse(body)
-        wanted = parsed.request(self._earlier, stores=self._stored is not None)
+    def parse(self, _: bytes) -> ChatRequest:
+        """Return the request, after what it goes on with. Raises InvalidRequest."""
+        wanted = self._body.request(None if self._stored is None else self._earlier)
         if wanted.repeated["store"]:
-            self._document.input = [*(self._earlier or ()), *stored_items(parsed.items)]
+            self._input = [*self._earlier, *stored_items(self._body.items)]
         return wanted
-
-    def _note(self, response: dict[str, Any]) -> None:
-        self._document.response = response
 
     async def keep(self) -> None:
         """Store the response, once it is whole; durable on return. Raises a ``WarmpathError``."""
-        if self._stored is not None and self._document.response["store"]:
-            await self._stored.put(self._tenant, self._document)
+        if self._stored is not None and self.response["store"]:
+            await self._stored.put(self._tenant, Document(self._input, self.response))

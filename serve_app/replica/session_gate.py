@@ -29,9 +29,11 @@ class SessionGate:
         self._engine = engine
         self._config = config
         self._clock = clock
+        host_blocks = config.host_cache_bytes // max(1, engine.kv_block_bytes)
         self._admission = Admission(
             self.sessions,
-            int(replica_figures(engine, 0, config).pool_tokens),
+            # A context that was pushed out to the host's memory is loaded in a moment: there is room in both.
+            int(replica_figures(engine, 0, config).pool_tokens) + host_blocks * config.block_size,
             pinned_tokens=lambda: int(replica_figures(engine, 0, config).pinned_tokens),
             tokens_per_s=lambda: engine.load().prefill_tokens_per_s,
             clock=clock,
@@ -78,13 +80,13 @@ class SessionGate:
     async def run(self) -> None:
         """Let requests start as others' sessions go, until cancelled."""
         while True:
+            self._admit()
+            self.sessions.expire()
             self._changed.clear()
             pause_s = min(self._admission.look_again_s() - self._clock(), EXPIRE_EVERY_S)
             with suppress(TimeoutError):
                 async with asyncio.timeout(max(pause_s, 0.01)):
                     await self._changed.wait()
-            self._admit()
-            self.sessions.expire()
 
     def samples(self) -> Iterator[Sample]:
         """Yield counters and gauges."""

@@ -63,7 +63,7 @@ class Admission:
 
         Ask that at once: there may be room.
         """
-        if not self.wait_s or needed_tokens * SMALL_PART <= self._pool_tokens:
+        if not self.wait_s or needed_tokens * SMALL_PART <= self._pool_tokens or 2 * needed_tokens <= session.tokens:
             return False
         session.waits = True
         self._waiting[session.running] = _Waiting(session, self._clock(), needed_tokens)
@@ -71,7 +71,7 @@ class Admission:
 
     @property
     def room_tokens(self) -> int:
-        """The tokens of the pool that saves leave to sessions."""
+        """The tokens that saves leave to sessions."""
         return self._pool_tokens - self._pinned_tokens()
 
     def waited_s(self, session: Session) -> float:

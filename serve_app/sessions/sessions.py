@@ -14,7 +14,7 @@ from typing import Literal
 from router.protocol.block_hash import HASH_BYTES
 from router.protocol.samples import Histogram, Sample
 
-MOST_SESSIONS = 1024
+MOST_SESSIONS = 256
 """Of one tenant: beyond it the one that was used least recently is forgotten."""
 
 FIRST_HOLD_S, LEAST_HOLD_S, MOST_HOLD_S = 120.0, 10.0, 150.0
@@ -33,7 +33,8 @@ class Session:
     """One chain of requests. ``tokens``: of its context; ``shared_tokens``: of those, cached before it began.
 
     ``blocks``: full ones of its last prompt; ``marks``: of some of its last tenth, how many blocks end there, and the
-    hash there, the longest first; ``name``: the client's own word.
+    hash there, the longest first; the last of them is ``least_hash``, at byte ``least`` of the chain. ``name``: the
+    client's own word.
     """
 
     tenant: str
@@ -44,6 +45,8 @@ class Session:
     tokens: int = 0
     blocks: int = 0
     marks: tuple[tuple[int, bytes], ...] = ()
+    least: int = 0
+    least_hash: bytes = b""
     turns: int = 0
     running: str = ""
     waits: bool = False
@@ -55,9 +58,9 @@ class Session:
 
     def common_blocks(self, chain: bytes, name: str) -> int:
         """Return how many blocks of this session's last prompt one of that chain begins with, 0 for another session."""
-        if not self.marks or (name and self.name and name != self.name) or not _has(chain, *self.marks[-1]):
+        if self.running or not self.marks or (name and self.name and name != self.name):
             return 0
-        return next(count for count, block_hash in self.marks if _has(chain, count, block_hash))
+        return next((count for count, block_hash in self.marks if _has(chain, count, block_hash)), 0)
 
     def mark(self, chain: bytes) -> None:
         """Remember a prompt's chain as the last one."""
@@ -65,6 +68,8 @@ class Session:
         before = [0, *(1 << power for power in range(self.blocks.bit_length()))]
         counts = [self.blocks - back for back in before if back <= self.blocks // 10 and back < self.blocks]
         self.marks = tuple((count, chain[(count - 1) * HASH_BYTES : count * HASH_BYTES]) for count in counts)
+        self.least = (counts[-1] - 1) * HASH_BYTES if counts else 0
+        self.least_hash = self.marks[-1][1] if counts else b""
 
 
 def _has(chain: bytes, count: int, block_hash: bytes) -> bool:
@@ -103,8 +108,10 @@ class Sessions:
         """Note a request, and return its session. ``chain``: hashes of the prompt's full blocks, packed."""
         now_s = self._clock()
         own = self._tenants.setdefault(tenant, _Tenant())
-        idle = [(0 if other.running else other.common_blocks(chain, name), other) for other in own.sessions]
-        common, session = max(idle, key=lambda pair: pair[0], default=(0, None))
+        # Of many sessions nearly all are told apart by one look each.
+        near = [other for other in own.sessions if chain[other.least : other.least + HASH_BYTES] == other.least_hash]
+        found = [(other.common_blocks(chain, name), other) for other in near]
+        common, session = max(found, key=lambda pair: pair[0], default=(0, None))
         if session is not None and common:
             own.sessions.remove(session)
             own.returned(now_s - session.used_s)
@@ -136,7 +143,12 @@ class Sessions:
 
     def live(self) -> Iterator[Session]:
         """Yield what runs, and what is about to return; not what waits for its start."""
-        yield from (session for session in self.all() if self.state(session) in ("running", "paused"))
+        now_s = self._clock()
+        for own in self._tenants.values():
+            since_s = now_s - own.hold_s
+            for session in own.sessions:
+                if not session.waits and (session.running or session.used_s > since_s):
+                    yield session
 
     def state(self, session: Session) -> State:
         """Return what a session does now."""

@@ -6,108 +6,86 @@ import logging
 import os
 import zlib
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from serve_app.errors import Overloaded, RequestTooLarge
-from serve_app.fairness.workers import FairWorkers
-from serve_app.stored.backend import Backend, Bounds
+from serve_app.fairness.workers import QUANTUM_BYTES, FairWorkers
+from serve_app.stored.databases import Bounds, Database
 
 logger = logging.getLogger(__name__)
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 TIMEOUT_S = 15.0
 """The longest that a request waits for the database."""
-EXPIRE_S = 3600.0
-"""Between two looks for what is over its time."""
-COST_BYTES = 16 << 10
-"""What a call counts in the turns of tenants."""
 _NONCE_BYTES = 12
 
 
 class Document(msgspec.Struct):
-    """A stored response as clients get it, and its ``input``: the items of the whole conversation before it.
-
-    ``stored_s``: the moment when it was stored, in Unix seconds.
-    """
+    """A stored response as clients get it, and its ``input``: the items of the whole conversation before it."""
 
     input: list[dict[str, Any]]
     response: dict[str, Any]
-    stored_s: float = 0.0
 
 
 class StoredResponses:
     """All tenants' responses. A lookup needs tenant and id: another tenant's id is one that does not exist."""
 
-    def __init__(self, backend: Backend, secret: bytes, workers: FairWorkers, bounds: Bounds) -> None:
-        self._backend = backend
+    def __init__(self, database: Database, secret: bytes, workers: FairWorkers, bounds: Bounds) -> None:
+        self._database = database
         self._secret = secret
         self._workers = workers
         self._bounds = bounds
-        self._expiring = asyncio.create_task(self._expire())
 
     async def put(self, tenant: str, document: Document) -> None:
         """Store a response; it is durable on return. Raises Overloaded, and RequestTooLarge for one beyond bounds."""
-        await self._run(tenant, self._put, tenant, document)
+
+        def put() -> None:
+            nonce, (owner, name, cipher) = os.urandom(_NONCE_BYTES), self._place(tenant, document.response["id"])
+            data = nonce + cipher.encrypt(nonce, zlib.compress(msgspec.json.encode(document), 1), None)
+            if len(data) > self._bounds.max_bytes:
+                raise RequestTooLarge("The response is larger than all that is stored for a tenant; send store: false.")
+            self._database.put(owner, name, data)
+
+        await self._run(tenant, put)
 
     async def get(self, tenant: str, response_id: str) -> tuple[Document, int] | None:
         """Return a response and its bytes as JSON, None for one that is not there. Raises Overloaded."""
-        return await self._run(tenant, self._get, tenant, response_id)
+
+        def get() -> tuple[Document, int] | None:
+            owner, name, cipher = self._place(tenant, response_id)
+            data = self._database.get(owner, name)
+            if data is None:
+                return None
+            plain = zlib.decompress(cipher.decrypt(data[:_NONCE_BYTES], data[_NONCE_BYTES:], None))
+            document = msgspec.json.decode(plain, type=Document)
+            old = document.response["created_at"] < self._bounds.now_s() - self._bounds.ttl_s
+            return None if old else (document, len(plain))
+
+        return await self._run(tenant, get)
 
     async def delete(self, tenant: str, response_id: str) -> bool:
         """Remove a response; returns whether it was there. Raises Overloaded."""
-        return await self._run(tenant, self._backend.delete, *self._place(tenant, response_id))
+        return await self._run(tenant, lambda: self._database.delete(*self._place(tenant, response_id)[:2]))
 
-    def _put(self, tenant: str, document: Document) -> None:
-        response_id = document.response["id"]
-        document.stored_s = self._bounds.now_s()
-        plain = zlib.compress(msgspec.json.encode(document), 1)
-        nonce, place = os.urandom(_NONCE_BYTES), self._place(tenant, response_id)
-        data = nonce + self._cipher(tenant, response_id).encrypt(nonce, plain, b"".join(place))
-        if len(data) > self._bounds.max_bytes:
-            raise RequestTooLarge("The response is larger than all that is stored for a tenant; send store: false.")
-        self._backend.put(*place, data)
+    def _place(self, tenant: str, response_id: str) -> tuple[bytes, bytes, AESGCM]:
+        """Return the names of a tenant and of its response in the database, and the cipher of this response alone."""
 
-    def _get(self, tenant: str, response_id: str) -> tuple[Document, int] | None:
-        place = self._place(tenant, response_id)
-        data = self._backend.get(*place)
-        if data is None:
-            return None
-        nonce, sealed = data[:_NONCE_BYTES], data[_NONCE_BYTES:]
-        plain = zlib.decompress(self._cipher(tenant, response_id).decrypt(nonce, sealed, b"".join(place)))
-        document = msgspec.json.decode(plain, type=Document)
-        return None if document.stored_s < self._bounds.now_s() - self._bounds.ttl_s else (document, len(plain))
+        def derived(*fields: str) -> bytes:  # only the last field may hold a NUL
+            message = "\0".join(("stored responses", *fields)).encode("utf-8", "surrogatepass")
+            return hmac.digest(self._secret, message, "sha256")
 
-    def _place(self, tenant: str, response_id: str) -> tuple[bytes, bytes]:
-        """Return the names of a tenant and of its response in the database."""
-        return self._derived("tenant", tenant), self._derived("response", tenant, response_id)
+        own = tenant, response_id
+        return derived("tenant", tenant), derived("response", *own), AESGCM(derived("key", *own))
 
-    def _cipher(self, tenant: str, response_id: str) -> AESGCM:
-        """Return the cipher of one response alone, by a key that nothing in the database tells."""
-        return AESGCM(self._derived("key", tenant, response_id))
-
-    def _derived(self, *fields: str) -> bytes:
-        """Return 32 bytes of HMAC-SHA256 under the secret; only the last field may hold a NUL."""
-        message = "\0".join(("stored responses", *fields)).encode("utf-8", "surrogatepass")
-        return hmac.digest(self._secret, message, "sha256")
-
-    async def _run(self, tenant: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def _run(self, tenant: str, work: Callable[[], T]) -> T:
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                return await self._workers.run(tenant, COST_BYTES, work, *args, **kwargs)
-        except self._backend.failures as error:  # OSError is among them, and so is the end of the time
+                return await self._workers.run(tenant, QUANTUM_BYTES, work)
+        except self._database.failures as error:  # OSError is among them, and so is the end of the time
             logger.exception("stored responses cannot be reached")
             message = "Stored responses cannot be reached now; send the request again later, or with store: false."
             raise Overloaded(message, code="response_store_unavailable", retry_after_s=5) from error
-
-    async def _expire(self) -> None:
-        while True:
-            try:
-                await asyncio.to_thread(self._backend.expire)
-            except self._backend.failures:
-                logger.exception("stored responses that are over their time stay until the next look")
-            await asyncio.sleep(EXPIRE_S)

@@ -1,4 +1,4 @@
-"""Secrets of a deployment, from the environment or a private file: the secret, made once, and the store's URL."""
+"""The deployment secret: from the environment, a private file, or made once."""
 
 import os
 import secrets
@@ -34,17 +34,6 @@ def load_secret(env: str = "WARMPATH_SECRET", secret_file: Path | None = None, s
     return _read_secret(path)
 
 
-def load_responses_url(env: str = "WARMPATH_RESPONSES_URL", file: Path | None = None) -> str | None:
-    """Return the URL of the database of stored responses: from the environment, else the file, None for none.
-
-    It may hold a password. Raises SecretError for a file that others may read.
-    """
-    given = os.environ.get(env)
-    if given is None and file is not None:
-        given = _read_private(file, "responses_url_file").decode("utf-8", "surrogateescape")
-    return (given or "").strip() or None
-
-
 def own_state_dir() -> Path:
     """Return where a user's instances keep what outlives them."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "warmpath"
@@ -65,22 +54,17 @@ def _create_secret(path: Path) -> None:
 
 
 def _read_secret(path: Path) -> bytes:
-    return _normalized(_read_private(path, "secret_file"), str(path))
-
-
-def _read_private(path: Path, setting: str) -> bytes:
-    kind = "secret file" if setting == "secret_file" else "URL file"
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             content = file.read()
     except FileNotFoundError:
-        raise SecretError(f"there is no {kind} {path}; make it, or leave {setting} out") from None
+        raise SecretError(f"there is no secret file {path}; make it, or leave secret_file out") from None
     except OSError as error:
-        raise SecretError(f"cannot read the {kind} {path} ({error.strerror})") from error
+        raise SecretError(f"cannot read the secret file {path} ({error.strerror})") from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise SecretError(f"others may read the {kind} {path}; run: chmod 600 {path}")
-    return content
+        raise SecretError(f"others may read the secret file {path}; run: chmod 600 {path}")
+    return _normalized(content, str(path))
 
 
 def _normalized(secret: bytes, source: str) -> bytes:

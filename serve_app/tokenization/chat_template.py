@@ -4,7 +4,7 @@ import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby, takewhile
+from itertools import takewhile
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -73,9 +73,7 @@ class ChatTemplate:
         try:
             text = self._apply(messages, add_generation_prompt, {**kwargs, **more}, tools)
         except InvalidRequest:
-            if (alternating := _alternating(messages)) == list(messages):
-                raise
-            messages = alternating
+            messages = _alternating(messages)
             text = self._apply(messages, add_generation_prompt, {**kwargs, **more}, tools)
         leading = list(takewhile(lambda message: message["role"] == "system", messages))
         if not leading and not tools:
@@ -127,16 +125,13 @@ class ChatTemplate:
 
 
 def _alternating(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return messages as strict templates take them: one system message, at the beginning, and one turn of each user.
-
-    Later system messages are the user's. Agents send such, and cannot know the template.
-    """
-    leading = sum(1 for _ in takewhile(lambda message: message["role"] == "system", messages))
-    users = ({**one, "role": "user"} if one["role"] == "system" else one for one in messages[leading:])
+    """Return messages as strict templates take them: a system message at the beginning, others as the user's turns."""
     told: list[Mapping[str, Any]] = []
-    for role, group in groupby(chain(messages[:leading], users), key=lambda message: message["role"]):
-        turns = list(group)
-        if role in ("system", "user"):
-            turns = [{**turns[0], "content": "\n\n".join(turn["content"] for turn in turns)}]
-        told += turns
+    for message in messages:
+        before, role = told[-1]["role"] if told else "system", message["role"]
+        role = "user" if role == "system" != before else role
+        if told and before == role in ("system", "user"):
+            told[-1] = {**told[-1], "content": f"{told[-1]['content']}\n\n{message['content']}"}
+        else:
+            told.append({**message, "role": role})
     return told

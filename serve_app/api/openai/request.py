@@ -6,7 +6,7 @@ Fields are refused where ignoring them would change the answer. Others that noth
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PlainValidator
+from pydantic import BeforeValidator, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from serve_app.api.json_body import JsonBody, ModelName, Must, Refused, Stop, StoreKV, Text256, Text1024, Whole, refused
@@ -22,10 +22,11 @@ from serve_app.api.openai.tools import (
     check_arguments,
     tool_use,
 )
-from serve_app.api.request import ChatRequest, CompletionRequest, Prompt, ToolUse, served_tier, thinking_switches
+from serve_app.api.request import ChatRequest, CompletionRequest, Prompt, ToolUse, thinking_switches
 from serve_app.errors import InvalidRequest
 
 INT64 = 2**63
+Tier = Literal["auto", "default", "flex", "priority"]
 MAX_CHOICES = 16
 MAX_PROMPTS = 128
 """Bounds prompts, and prompts times ``n``, of one completion request."""
@@ -105,8 +106,10 @@ class GenerationBody(SamplingBody):
     prompt_cache_key: Text1024 = Field(None, description="a routing hint that keeps related requests together")
     prompt_ref: Text256 = Field(None, description="NAME@VERSION, or NAME, of a registered prompt that goes before all")
     service_tier: Annotated[
-        Literal["auto", "default", "flex", "priority"] | None, Must("auto, default, flex or priority")
-    ] = Field(None, description="of the tenant's own requests that wait: priority starts first, flex last")
+        Literal["default", "flex", "priority"],
+        BeforeValidator(lambda tier: "default" if tier == "auto" else tier, json_schema_input_type=Tier),
+        Must("auto, default, flex or priority"),
+    ] = Field("default", description="of the tenant's own requests that wait: priority starts first, flex last")
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1), Whole] = Field(
         0, description="of the tenant's own requests of one tier: the lowest starts first"
     )
@@ -201,7 +204,7 @@ class ChatBody(GenerationBody):
             chat_template_kwargs=self.chat_template_kwargs,
             thinking=thinking_switches(self.reasoning_effort),
             tool_use=self._tool_use(),
-            repeated={"service_tier": served_tier(self.service_tier)} if self.service_tier else {},
+            repeated={"service_tier": self.service_tier} if "service_tier" in self.model_fields_set else {},
             **self.common([*ignored, *in_parts, *self._ignored_in_tools()]),
         )
 

@@ -23,8 +23,8 @@ from serve_app.engine.runner.kv_size import kv_bytes_per_block
 from serve_app.generation.tool_calls.vllm_reader import PARSERS, check_parser
 from serve_app.prompts.registry import Prompts
 from serve_app.replica.engine_factory import MAKERS, served_fields
-from serve_app.stored.backend import Bounds, open_backend
-from serve_app.tenants.secret import load_responses_url, load_secret
+from serve_app.stored.databases import URL_VARIABLE, Bounds, open_database
+from serve_app.tenants.secret import load_secret
 
 Place = Literal["start", "here", "elsewhere"]
 """Where an instance is to run: here and now, its model being fetched; on this machine; on others, with other files."""
@@ -100,15 +100,8 @@ def _fit(settings: AppConfig, place: Place) -> Iterator[Refusal]:
     secret = settings.secret_file
     if place == "start" or (secret is not None and _looks_into(secret, place)):
         yield from _refusal("secret_file", lambda: load_secret(secret_file=secret))
-    url_file = settings.responses_url_file
-    if place == "start" or (url_file is not None and _looks_into(url_file, place)):
-        yield from _refusal("responses_url_file", lambda: _check_url(load_responses_url(file=url_file)))
-
-
-def _check_url(url: str | None) -> None:
-    """Raise StoreError for a URL that names no database, or one whose client is not here; connects to nothing."""
-    if url is not None:
-        open_backend(url, Path(), Bounds(1, 1))
+    if place == "start" and settings.store_responses and (url := os.environ.get(URL_VARIABLE)):
+        yield from _refusal("store_responses", lambda: open_database(url, Path(), Bounds(1, 1)))  # connects to nothing
 
 
 def _model(settings: AppConfig, place: Place) -> Iterator[Refusal]:

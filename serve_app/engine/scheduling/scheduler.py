@@ -97,11 +97,7 @@ class Scheduler:
     def ready(self) -> list[SequenceState]:
         """Return the waiting sequences that wait for their turn and for nothing else."""
         parked = self.pending.parked()
-        return [
-            sequence
-            for sequence in self._waiting.values()
-            if id(sequence) not in parked and not sequence.awaits_remote_kv
-        ]
+        return [one for one in self._waiting.values() if id(one) not in parked and not one.awaits_remote_kv]
 
     def add(self, sequence: SequenceState) -> None:
         """Put a sequence in the waiting line. It must fit the pool (``check_request``).
@@ -110,20 +106,19 @@ class Scheduler:
         a tenant's turns among the others' are where they were, whichever of its requests uses them.
         """
         sequence.number = next(self._numbers)
-        tenant, order = sequence.request.tenant, sequence.request.order
-        others = (other for other in self._waiting.values() if other.request.tenant == tenant)
-        later = [other for other in others if other.request.order > order and not self._begun(other)]
+        own = sequence.request
+        others = (other for other in self._waiting.values() if other.request.tenant == own.tenant)
+        later = [other for other in others if other.request.order > own.order and not self._begun(other)]
         for other in sorted(later, key=lambda other: other.number, reverse=True):
             other.swap_turn(sequence)
-        self._waiting[sequence.request.request_id] = sequence
-        self._cache.quota.touch(sequence.request.tenant)
+        self._waiting[own.request_id] = sequence
+        self._cache.quota.touch(own.tenant)
 
     def missing_block(self, sequence: SequenceState) -> bytes:
         """Return the hash of the first block a waiting sequence lacks, by its hint; b"" if only its last tokens."""
         first = sequence.held_blocks_hint
-        if first >= self._cache.reusable_blocks(sequence.prefill_tokens):
-            return b""
-        return hash_at(sequence.chain, first)
+        lacks = first < self._cache.reusable_blocks(sequence.prefill_tokens)
+        return hash_at(sequence.chain, first) if lacks else b""
 
     def find(self, request_id: str) -> SequenceState | None:
         """Return a sequence that waits or runs here."""
@@ -230,9 +225,8 @@ class Scheduler:
         tenant = sequence.request.tenant
         if len(self.running) >= self._settings.max_num_seqs or tenant in self._stopped:
             return False
-        if self.preempted or (self._claim is not None and self._claim.request.tenant != tenant):
-            return False
-        if not self._has_slot(sequence):
+        others_turn = self._claim is not None and self._claim.request.tenant != tenant
+        if self.preempted or others_turn or not self._has_slot(sequence):
             return False
         verdict = self._admit(sequence)
         # Nobody overtakes a sequence within its share for which there are no blocks yet, or it might wait for ever.
@@ -265,8 +259,7 @@ class Scheduler:
 
     def _begun(self, sequence: SequenceState) -> bool:
         """Whether others may wait for a sequence already: its order counts no more."""
-        claims = sequence.request.request_id == self._slot_claim
-        return bool(sequence.blocks) or sequence.preemptions > 0 or claims
+        return bool(sequence.blocks or sequence.preemptions) or sequence.request.request_id == self._slot_claim
 
     def _in_order(self, line: deque[SequenceState]) -> deque[SequenceState]:
         """Return a tenant's line with the lowest order first; what has begun is among those."""
@@ -301,8 +294,7 @@ class Scheduler:
             return "parked"
         needed = blocks_to_reserve(sequence, cache.block_size) - hits
         idle_hits = sum(1 for block in matched if cache.pool.is_idle(block))
-        tenant = sequence.request.tenant
-        verdict = self._running.verdict(tenant, needed, idle_hits)
+        verdict = self._running.verdict(sequence.request.tenant, needed, idle_hits)
         if verdict != "admitted":
             return verdict
         if hits < limit and self._fetch is not None:

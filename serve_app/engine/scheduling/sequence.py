@@ -31,8 +31,7 @@ class SequenceState:
     resolved            blocks    PendingBlocks    leading prompt blocks that nobody waits for any more
     reserved_blocks     blocks    RunningSet       reserved at the start and not taken yet
     held_blocks_hint    blocks    Scheduler        while waiting: guess of leading blocks cached or on their way
-    number, turn_s      -, s      Scheduler        place in the order of turns, and its time: those of its arrival, or
-                                                   of another's of its tenant that starts after it
+    number, turn_s      -, s      Scheduler        place in the order of turns: of its arrival, or of a later one's
     beyond_reservation  -         RunningSet       whether it holds more blocks than were reserved for it
     =================== ========= ================ ==========================================================
 

@@ -151,9 +151,7 @@ class LoadMirror:
             prefill_tokens_per_s=self._meters.prefill_tokens_per_s,
             prefill_rate_tokens=self._meters.prefill_rate_tokens,
             admitted=self._reservations.admitted(),
-            committed_prefill_tokens=(
-                self._committed() if turns else queued - sum(prefill.uncached_tokens for prefill in overtaken)
-            ),
+            committed_prefill_tokens=self._committed() if turns else queued - sum(p.uncached_tokens for p in overtaken),
             committed_sequences=0 if turns else max(0, self.waiting - len(overtaken)),
             taken_at_s=now_s,
         )

@@ -4,9 +4,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve_app.api.openai.responses.items import item_page, response_not_found
+from serve_app.api.openai.responses.items import item_page
 from serve_app.api.openai.responses.request import ResponsesBody
-from serve_app.errors import InvalidRequest
+from serve_app.errors import InvalidRequest, NotFound
 from serve_app.ingress.conversation import Conversation
 from serve_app.ingress.http import json_response
 from serve_app.ingress.routes.handler import Front, guarded, takes
@@ -21,7 +21,7 @@ async def responses(request: Request, services: Front) -> Response:
     """OpenAI's responses; stored, unless the request or the settings say otherwise."""
     tenant = services.guard.tenant(request)
     conversation = Conversation(services.stored, tenant.name)
-    return await services.completions.generate(request, tenant, conversation.parse, conversation.format, conversation)
+    return await services.completions.generate(request, tenant, conversation.parse, conversation)
 
 
 @router.get("/v1/responses/{response_id}", tags=["generation"])
@@ -46,7 +46,7 @@ async def delete_response(request: Request, services: Front, response_id: str) -
     """Delete a stored response; those that went on from it keep their conversations."""
     tenant = services.guard.tenant(request).name
     if services.stored is None or not await services.stored.delete(tenant, response_id):
-        raise response_not_found(response_id)
+        raise _not_found(response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
@@ -55,5 +55,9 @@ async def _found(request: Request, services: Front, response_id: str) -> Documen
     tenant = services.guard.tenant(request).name
     found = await services.stored.get(tenant, response_id) if services.stored is not None else None
     if found is None:
-        raise response_not_found(response_id)
+        raise _not_found(response_id)
     return found[0]
+
+
+def _not_found(response_id: str) -> NotFound:
+    return NotFound(f"There is no stored response {response_id[:64]!r}: it may be deleted, or over its time.")

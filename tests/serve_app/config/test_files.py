@@ -9,8 +9,7 @@ from serve_app.config.files import PATHS, load_settings, rooted
 
 def test_every_path_of_the_settings_is_known_as_one() -> None:
     """A new one would else start where the command happens to run."""
-    stored = {"responses_file", "responses_url_file"}
-    assert {"disk_cache_dir", "lora_root", "prompts_dir", "secret_file", "usage_file"} | stored == PATHS
+    assert {"disk_cache_dir", "lora_root", "prompts_dir", "responses_file", "secret_file", "usage_file"} == PATHS
 
 
 def test_paths_start_where_the_file_lies_and_later_sources_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

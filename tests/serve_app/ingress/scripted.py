@@ -39,7 +39,7 @@ from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.routes.application import make_application
 from serve_app.ingress.services import Services
 from serve_app.prompts.traffic import PromptTraffic
-from serve_app.stored.backend import Backend, Bounds
+from serve_app.stored.databases import Bounds, Database
 from serve_app.stored.responses import StoredResponses
 from serve_app.tenants.tenants import Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer
@@ -168,7 +168,7 @@ def scripted(
     path: Path,
     tracer: Tracer | None = None,
     customers: Sequence[TenantConfig] = (),
-    backend: Backend | None = None,
+    backend: Database | None = None,
     max_body_bytes: int = 8 << 20,
 ) -> Iterator[tuple[str, Script]]:
     """Serve a checkpoint's tokenizer on loopback, to everybody or to customers; yield the base URL and the script.

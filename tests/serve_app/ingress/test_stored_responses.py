@@ -15,7 +15,7 @@ from openai import OpenAI
 from openai.types.responses import Response
 
 from serve_app.config.tenants import TenantConfig
-from serve_app.stored.backend import Backend, open_backend
+from serve_app.stored.databases import Database, open_database
 from tests.serve_app.ingress.scripted import BOUNDS, Script, scripted
 from tests.serve_app.ingress.test_responses import CALL, TOOL
 from tests.serve_app.tool_templates.families import family
@@ -36,12 +36,12 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def backend(file: Path) -> Backend:
-    return open_backend(None, file, BOUNDS)
+def backend(file: Path) -> Database:
+    return open_database(None, file, BOUNDS)
 
 
 @pytest.fixture(scope="module")
-def served(model_path: Path, backend: Backend) -> Iterator[tuple[str, Script]]:
+def served(model_path: Path, backend: Database) -> Iterator[tuple[str, Script]]:
     with scripted(model_path, customers=CUSTOMERS, backend=backend, max_body_bytes=MAX_BODY_BYTES) as running:
         yield running
 
@@ -136,6 +136,42 @@ def test_calls_and_their_results_go_on(clients: dict[str, OpenAI], script: Scrip
     assert "junk" not in json.dumps([item.to_dict(mode="json") for item in items])
 
 
+def test_a_call_in_a_namespace_goes_on_with_it(clients: dict[str, OpenAI], script: Script) -> None:
+    """As Codex has them: the prompt is that of the conversation sent whole, whoever wrote the call."""
+    client = clients["acme"]
+    tools: Any = [{"type": "namespace", "name": "sky", "description": "Weather", "tools": [TOOL]}]
+    script.text = CALL.replace("get_weather", "sky.get_weather")
+    first = client.responses.create(model="demo", input="Rain in Oslo?", tools=tools)
+    call = first.output[0].to_dict(mode="json")
+    assert (call["namespace"], call["name"]) == ("sky", "get_weather")
+    result: Any = {"type": "function_call_output", "call_id": call["call_id"], "output": "dry"}
+    script.text = "No."
+    second = client.responses.create(model="demo", input=[result], tools=tools, previous_response_id=first.id)
+    chained = script.prompt()
+    sent: Any = [{"role": "user", "content": "Rain in Oslo?"}, call, result]
+    whole = client.responses.create(model="demo", input=sent, tools=tools)
+    assert script.prompt() == chained
+    for answered in (second, whole):
+        listed = [item.to_dict(mode="json") for item in client.responses.input_items.list(answered.id, order="asc")]
+        assert [item.get("namespace") for item in listed] == [None, "sky", None]
+        client.responses.create(model="demo", input="Why?", tools=tools, previous_response_id=answered.id)
+        assert "sky.get_weather" in script.prompt()
+
+
+def test_fields_that_nothing_reads_are_not_stored(clients: dict[str, OpenAI], script: Script) -> None:
+    """Whatever their names and types: of each item only the fields of its own kind are read."""
+    items: Any = [
+        {"role": "user", "content": "Rain?", "output": [1], "arguments": {}},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "content": ["x"]},
+        {"type": "function_call_output", "call_id": "c", "output": "dry", "content": [1], "role": 7},
+    ]
+    client = clients["acme"]
+    first = client.responses.create(model="demo", input=items, tools=[TOOL])
+    listed = client.responses.input_items.list(first.id, order="asc")
+    kept = [{*item.to_dict(mode="json")} - {"id", "type", "status"} for item in listed]
+    assert kept == [{"role", "content"}, {"call_id", "name", "arguments"}, {"call_id", "output"}]
+
+
 def test_a_call_that_was_cut_off_does_not_go_on(clients: dict[str, OpenAI], script: Script) -> None:
     client = clients["acme"]
     script.text, script.reason = "Let me look. " + CALL[: CALL.index("Oslo")], "length"
@@ -213,7 +249,7 @@ def test_a_key_is_needed(served: tuple[str, Script], owned: str, clients: dict[s
 
 
 def test_a_response_that_cannot_be_stored_is_not_acknowledged(
-    clients: dict[str, OpenAI], script: Script, backend: Backend, monkeypatch: pytest.MonkeyPatch
+    clients: dict[str, OpenAI], script: Script, backend: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole: a 503; streamed: an error in the place of the end; with ``store: false`` an answer as ever."""
 
@@ -227,6 +263,11 @@ def test_a_response_that_cannot_be_stored_is_not_acknowledged(
     assert (whole.value.status_code, whole.value.code) == (503, "response_store_unavailable")
     with pytest.raises(openai.APIError, match="store: false"):
         list(client.responses.create(model="demo", input="x", stream=True))
+    asked = {"model": "demo", "input": "x", "stream": True}
+    raw = httpx.post(f"{client.base_url}responses", json=asked, headers=client.auth_headers, trust_env=False).text
+    events = [json.loads(line.removeprefix("data: ")) for line in raw.splitlines() if line.startswith("data: ")]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert events[-1]["code"] == "response_store_unavailable"
     assert client.responses.create(model="demo", input="x", store=False).output_text == "It rains."
 
 

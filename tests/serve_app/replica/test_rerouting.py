@@ -34,7 +34,8 @@ def asked(decision: Decision | None) -> wire.GenerateChunk:
         _running=SimpleNamespace(closed=False),
         _engine=SimpleNamespace(load=lambda: LOAD, adapters=lambda: ()),
         _adapters=SimpleNamespace(load_s=0.5),
-        _puller=SimpleNamespace(tokens_per_s=7.0, begin=begin),
+        _puller=SimpleNamespace(tokens_per_s=7.0),
+        _gate=SimpleNamespace(begin=begin),
     )
 
     replica._load = partial(Replica._load, replica)

@@ -30,17 +30,20 @@ class Server:
 
     def start(self) -> Any:
         """Start it, and wait until it answers."""
-        self._process = subprocess.Popen(
-            self._command, user=self._user, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/"
-        )
+        self._run()
         deadline_s = time.monotonic() + PATIENCE_S
         while True:
             try:
                 return self._connect()
             except Exception:  # whatever a client raises
-                assert self._process.poll() is None, "the server has ended"
                 assert time.monotonic() < deadline_s
                 time.sleep(0.05)
+                if self._process.poll() is not None:  # processes of a Postgres that was killed may still be there
+                    self._run()
+
+    def _run(self) -> None:
+        quiet = subprocess.DEVNULL
+        self._process = subprocess.Popen(self._command, user=self._user, stdout=quiet, stderr=quiet, cwd="/")
 
     def kill(self) -> None:
         """End it as a crash does."""

@@ -16,7 +16,7 @@ from secrets import token_hex
 
 from serve_app.fairness.shares import Shares
 from serve_app.fairness.workers import FairWorkers
-from serve_app.stored.backend import Bounds, open_backend
+from serve_app.stored.databases import Bounds, open_database
 from serve_app.stored.responses import Document, StoredResponses
 
 WRITERS = 2
@@ -27,7 +27,7 @@ LONG = random.Random(7).randbytes(300_000).hex()
 
 def opened(file: Path) -> StoredResponses:
     bounds = Bounds(3600, 1 << 32)
-    return StoredResponses(open_backend(None, file, bounds), b"s" * 32, FairWorkers(Shares({})), bounds)
+    return StoredResponses(open_database(None, file, bounds), b"s" * 32, FairWorkers(Shares({})), bounds)
 
 
 async def write(file: Path, said: int, rng: random.Random) -> None:
@@ -36,7 +36,7 @@ async def write(file: Path, said: int, rng: random.Random) -> None:
     while True:
         tenant, response_id = rng.choice(TENANTS), f"resp_{token_hex(16)}"
         text = LONG[: rng.choice((100, 3000, 600_000))]
-        await stored.put(tenant, Document([], {"id": response_id, "text": text}))
+        await stored.put(tenant, Document([], {"id": response_id, "created_at": time.time(), "text": text}))
         os.write(said, f"+ {tenant} {response_id} {len(text)}\n".encode())
         own.append((tenant, response_id))
         if rng.random() < 0.2:

@@ -3,6 +3,7 @@
 import asyncio
 import sqlite3
 import tempfile
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from serve_app.errors import Overloaded, RequestTooLarge
 from serve_app.fairness.shares import Shares
 from serve_app.fairness.workers import FairWorkers
-from serve_app.stored.backend import Bounds, open_backend
+from serve_app.stored.databases import Bounds, open_database
 from serve_app.stored.responses import Document, StoredResponses
 
 SECRET = b"s" * 32
@@ -26,8 +27,9 @@ IDS = st.sampled_from(["resp_1", "resp_2", "e\0resp_1", "x\0resp_1", ""]) | st.t
 CALLS = st.lists(st.tuples(st.sampled_from(["put", "get", "delete"]), TENANTS, IDS), max_size=12)
 
 
-def document(response_id: str, text: str = "") -> Document:
-    return Document([{"id": "msg_1", "content": text}], {"id": response_id, "output": []})
+def document(response_id: str, text: str = "", created_s: float | None = None) -> Document:
+    created_s = time.time() if created_s is None else created_s
+    return Document([{"id": "msg_1", "content": text}], {"id": response_id, "created_at": created_s, "output": []})
 
 
 def with_stored(
@@ -39,7 +41,7 @@ def with_stored(
     """Return what ``work`` comes to with the responses of a file."""
 
     async def run() -> Any:
-        return await work(StoredResponses(open_backend(None, file, bounds), secret, FairWorkers(Shares({})), bounds))
+        return await work(StoredResponses(open_database(None, file, bounds), secret, FairWorkers(Shares({})), bounds))
 
     return asyncio.run(run())
 
@@ -88,11 +90,11 @@ def test_a_row_that_was_tampered_with_is_no_response(change: str, tmp_path: Path
     with_stored(file, lambda stored: stored.put("acme", document("resp_1", "ours")))
     with_stored(file, lambda stored: stored.put("globex", document("resp_2", "theirs")))
     with sqlite3.connect(file) as database:
-        rows = dict(database.execute("SELECT id, data FROM stored_responses").fetchall())
+        rows = dict(database.execute("SELECT id, data FROM sealed_responses").fetchall())
         (first, one), (second, other) = rows.items()
         one = other if change == "another row's data" else bytes([one[0] ^ 1]) + one[1:]
         for key, data in ((first, one), (second, one)):
-            database.execute("UPDATE stored_responses SET data = ? WHERE id = ?", (data, key))
+            database.execute("UPDATE sealed_responses SET data = ? WHERE id = ?", (data, key))
     database.close()
     refused = 0
     for tenant, response_id in (("acme", "resp_1"), ("globex", "resp_2")):
@@ -108,7 +110,7 @@ def test_a_response_is_there_for_its_time_even_if_nothing_removes_it(tmp_path: P
     bounds = Bounds(50, 1 << 20, lambda: now[0])
 
     async def work(stored: StoredResponses) -> None:
-        await stored.put("acme", document("resp_1"))
+        await stored.put("acme", document("resp_1", created_s=now[0]))
         now[0] += 50
         assert await stored.get("acme", "resp_1") is not None
         now[0] += 1
@@ -125,7 +127,8 @@ def test_what_cannot_be_stored_is_refused_and_never_half_there(tmp_path: Path) -
 
     async def without_tables(stored: StoredResponses) -> None:
         with sqlite3.connect(tmp_path / "b.sqlite") as database:
-            database.execute("DROP TABLE stored_responses")
+            database.execute("DROP TABLE sealed_responses")
+            database.execute("CREATE VIEW sealed_responses AS SELECT 1")
         database.close()
         with pytest.raises(Overloaded, match="store: false") as caught:
             await stored.put("acme", document("resp_1"))

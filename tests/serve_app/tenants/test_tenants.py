@@ -17,7 +17,7 @@ from serve_app.config.live import BadSettings, app_config
 from serve_app.config.tenants import TenantConfig
 from serve_app.errors import AuthenticationFailed
 from serve_app.tenants import tenants as tenancy
-from serve_app.tenants.secret import SecretError, load_responses_url, load_secret
+from serve_app.tenants.secret import SecretError, load_secret
 from serve_app.tenants.tenants import Tenant, Tenants, make_api_key
 
 SECRET = b"s" * 32
@@ -259,21 +259,3 @@ def test_a_named_file_must_exist_and_a_state_directory_must_be_makeable(state: P
     (tmp_path / "file").write_text("")
     with pytest.raises(SecretError, match=r"set \$WARMPATH_SECRET instead"):
         load_secret(state_dir=tmp_path / "file" / "state")
-
-
-def test_the_url_of_stored_responses_is_kept_as_secrets_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """From the environment, else a private file, else there is none; no error quotes it. (docs/security.md)"""
-    monkeypatch.delenv("WARMPATH_RESPONSES_URL", raising=False)
-    assert load_responses_url() is None
-    file = tmp_path / "url"
-    with pytest.raises(SecretError, match="no URL file"):
-        load_responses_url(file=file)
-    file.write_text("redis://user:hunter2@host\n")
-    file.chmod(0o640)
-    with pytest.raises(SecretError, match="chmod 600") as caught:
-        load_responses_url(file=file)
-    assert "hunter2" not in str(caught.value)
-    file.chmod(0o600)
-    assert load_responses_url(file=file) == "redis://user:hunter2@host"
-    monkeypatch.setenv("WARMPATH_RESPONSES_URL", "postgresql://host/database")
-    assert load_responses_url(file=file) == "postgresql://host/database"

@@ -5,16 +5,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from serve_app.api.json_body import JsonBody, Must, Refused, Text128, Text1024, Whole, call_id
-from serve_app.api.openai.messages import joined
-from serve_app.api.openai.request import (
-    BOUNDED,
-    Effort,
-    GenerationBody,
-    StreamOptions,
-    Tokens,
-    TopLogprobs,
-)
+from serve_app.api.json_body import JsonBody, Must, Refused, Text128, Text1024, Whole
+from serve_app.api.openai.request import BOUNDED, Effort, GenerationBody, StreamOptions, Tokens, TopLogprobs
+from serve_app.api.openai.responses.items import ITEM_PATHS, messages_of
 from serve_app.api.openai.sampling import INSTEAD, REFUSED, of_format
 from serve_app.api.openai.tools import (
     FUNCTION,
@@ -25,27 +18,13 @@ from serve_app.api.openai.tools import (
     FunctionBody,
     FunctionName,
     Parameters,
-    called,
-    check_arguments,
     tool_use,
 )
-from serve_app.api.request import ChatRequest, reasoning_fields, served_tier, thinking_switches
+from serve_app.api.request import ChatRequest, thinking_switches
 from serve_app.errors import InvalidRequest
 from serve_app.structured.grammar import Grammar
 
 _NO_FORMAT = {"type": "text"}
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_TEXTS = ("input_text", "output_text", "text")
-_PART_FIELDS = frozenset({"type", "text", "annotations", "logprobs", "prompt_cache_breakpoint"})
-_ITEM_FIELDS = {
-    "message": frozenset({"type", "id", "status", "role", "content", "phase"}),
-    "function_call": frozenset({"type", "id", "status", "call_id", "name", "namespace", "arguments"}),
-    "function_call_output": frozenset({"type", "id", "status", "call_id", "output"}),
-}
-ITEM_FIELDS = tuple(
-    f"input[].{name}" for name in sorted({*_ITEM_FIELDS["function_call"], "role", "content", "output"})
-)  # fmt: skip
-
 _SHOWN = {
     "function": {"type", "name", "description", "parameters", "strict"},
     "namespace": {"type", "name", "description", "tools"},
@@ -115,18 +94,14 @@ class ResponseStreamOptions(StreamOptions):
     include_obfuscation: bool | None = None
 
 
-_FIELDS = (*ITEM_FIELDS, *(f"tools[].{name}" for name in ResponseTool.model_fields))
+_FIELDS = (*ITEM_PATHS, *(f"tools[].{name}" for name in ResponseTool.model_fields))
 
 
 class ResponsesBody(GenerationBody):
     """The body of ``POST /v1/responses``."""
 
-    without_effect: ClassVar[frozenset[str]] = GenerationBody.without_effect | {
-        "max_tool_calls", "client_metadata",
-    }  # fmt: skip
-    bounded: ClassVar[Mapping[str, int]] = {
-        **BOUNDED, "input": 1 << 17, "tools": MAX_TOOL_VALUES, "text": 1 << 14,
-    }  # fmt: skip
+    without_effect: ClassVar[frozenset[str]] = GenerationBody.without_effect | {"max_tool_calls", "client_metadata"}
+    bounded: ClassVar[Mapping[str, int]] = {**BOUNDED, "input": 1 << 17, "tools": MAX_TOOL_VALUES, "text": 1 << 14}
     refused: ClassVar[Refused] = {
         **REFUSED,
         "response_format": (_NO_FORMAT,),
@@ -186,10 +161,10 @@ class ResponsesBody(GenerationBody):
         """The items of the input."""
         return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
 
-    def request(self, earlier: Sequence[Any] | None = None, *, stores: bool = False) -> ChatRequest:
+    def request(self, earlier: Sequence[Any] | None = None) -> ChatRequest:
         """Return the validated request. Raises InvalidRequest where fields do not go together.
 
-        ``earlier``: the items that ``previous_response_id`` stands for; ``stores``: whether the response can be kept.
+        ``earlier``: the items that ``previous_response_id`` stands for, None where no responses are stored.
         """
         if self.previous_response_id is not None and earlier is None:
             message = "previous_response_id has no effect here, for nothing is stored; send the whole conversation."
@@ -221,12 +196,12 @@ class ResponsesBody(GenerationBody):
             ),
             logprobs=self.top_logprobs if told else None,
             thinking=thinking_switches(self.reasoning.effort),
-            repeated=self._repeated(stores=stores),
+            repeated={**self._repeated(), "store": self.store and earlier is not None},
             **self.common(ignored, _FIELDS),
         )
 
-    def _repeated(self, *, stores: bool) -> dict[str, Any]:
-        """Return the fields that an answer repeats, in OpenAI's shape; ``store`` as it is, not as it was asked for."""
+    def _repeated(self) -> dict[str, Any]:
+        """Return the fields that an answer repeats, in OpenAI's shape, but for ``store``."""
         return {
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
@@ -237,8 +212,7 @@ class ResponsesBody(GenerationBody):
             "prompt_cache_retention": self.prompt_cache_retention,
             "reasoning": {"effort": self.reasoning.effort, "summary": None},
             "safety_identifier": self.safety_identifier,
-            "service_tier": served_tier(self.service_tier),
-            "store": stores and self.store,
+            "service_tier": self.service_tier,
             "temperature": self.temperature,
             "text": {"format": self.text.format or _NO_FORMAT},
             "tool_choice": self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.model_dump(),
@@ -249,54 +223,6 @@ class ResponsesBody(GenerationBody):
             "background": False,
             "user": self.user,
         }
-
-
-def messages_of(items: list[Any], ignored: set[str], first: int = 0) -> list[dict[str, Any]]:
-    """Return the messages that input items are; calls that follow each other, or a text, are one assistant's turn.
-
-    ``first``: the number of the first item, in errors. Adds the paths of fields that nothing reads to ``ignored``.
-    Raises InvalidRequest for items that are no text.
-    """
-    messages: list[dict[str, Any]] = []
-    check_arguments(items)
-    reasoning = ""
-    for index, item in enumerate(items, first):
-        path = f"input[{index}]"
-        if not isinstance(item, dict):
-            raise InvalidRequest(f"{path} must be an object: a message, or a call's.", param=path)
-        kind = item.get("type") or "message"
-        if kind == "reasoning":
-            reasoning += joined(item.get("content") or [], f"{path}.content", ignored, kinds=("reasoning_text",))
-            continue
-        if not isinstance(kind, str) or kind not in _ITEM_FIELDS:
-            stored = "; send the item itself, or use previous_response_id" if kind == "item_reference" else ""
-            raise InvalidRequest(f"{path} must be one of {', '.join(_ITEM_FIELDS)}{stored}.", param=path)
-        ignored.update(f"input[].{name}" for name in item.keys() - _ITEM_FIELDS[kind] if item[name] not in (None, []))
-        if kind == "function_call":
-            function = called(item, path)
-            if (space := item.get("namespace")) is not None:
-                function["name"] = f"{call_id(space, f'{path}.namespace')}.{function['name']}"
-            call = {"type": "function", "function": function, "id": call_id(item.get("call_id"), f"{path}.call_id")}
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": ""})
-            messages[-1].setdefault("tool_calls", []).append(call)
-        elif kind == "function_call_output":
-            output = _text(item.get("output"), f"{path}.output", ignored)
-            answered = call_id(item.get("call_id"), f"{path}.call_id")
-            messages.append({"role": "tool", "content": output, "tool_call_id": answered})
-        else:
-            role = _ROLES.get(str(item.get("role")))
-            if role is None:
-                raise InvalidRequest(f"{path}.role must be one of {', '.join(_ROLES)}.", param=f"{path}.role")
-            messages.append({"role": role, "content": _text(item.get("content"), f"{path}.content", ignored)})
-        if reasoning and messages[-1]["role"] == "assistant":
-            messages[-1].update(reasoning_fields(messages[-1].get("reasoning", "") + reasoning))
-        reasoning = ""
-    return messages
-
-
-def _text(content: Any, path: str, ignored: set[str]) -> str:
-    return content if isinstance(content, str) else joined(content, path, ignored, kinds=_TEXTS, fields=_PART_FIELDS)
 
 
 def parse_response_request(body: bytes) -> ChatRequest:

@@ -1,12 +1,13 @@
 """Answers in the shape of OpenAI's responses: one object, or events that are numbered and end with that object."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from serve_app.api.format import AnswerHead, AnswerStream, Choice, FinishReason, ToldToken, Usage
 from serve_app.api.openai.response import cache_miss, openai_error, told_tokens
+from serve_app.api.openai.responses.items import text_part
 from serve_app.api.sse import named_event
 from serve_app.api.tool_calls import CallArguments, CallBegun, CallEvent
 from serve_app.errors import WarmpathError
@@ -15,10 +16,9 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ResponsesFormat:
-    """Responses; an ``AnswerFormat`` of answers with one choice. ``note`` hears of each when it is whole."""
+    """One response; an ``AnswerFormat`` of answers with one choice. ``response``: its body, once it is whole."""
 
-    def __init__(self, note: Callable[[dict[str, Any]], None] = lambda _: None) -> None:
-        self._note = note
+    response: dict[str, Any]
 
     def whole(self, head: AnswerHead, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """Return the body of a response that is not streamed."""
@@ -30,13 +30,12 @@ class ResponsesFormat:
         output += [items.call(call.call_id, call.name, call.arguments) for call in choice.calls]
         if choice.finish_reason == "length":
             output[-1]["status"] = "incomplete"
-        response = _response(head, output, choice.finish_reason, usage)
-        self._note(response)
-        return response
+        self.response = _response(head, output, choice.finish_reason, usage)
+        return self.response
 
     def stream(self, head: AnswerHead) -> AnswerStream:
         """Begin a response in events."""
-        return _Stream(head, self._note)
+        return _Stream(head, self)
 
     error = staticmethod(openai_error)
 
@@ -54,8 +53,8 @@ class _Items:
         }
 
     def message(self, text: str, logprobs: Sequence[ToldToken] = ()) -> dict[str, Any]:
-        text_part = {"role": "assistant", "content": [_part(text, told_tokens(logprobs))]}
-        return {"id": self._id("msg"), "type": "message", "status": "completed", **text_part}
+        said = {"role": "assistant", "content": [text_part("output_text", text, told_tokens(logprobs))]}
+        return {"id": self._id("msg"), "type": "message", "status": "completed", **said}
 
     def reasoning(self, text: str) -> dict[str, Any]:
         parts = {"summary": [], "content": [{"type": "reasoning_text", "text": text}]}
@@ -73,9 +72,9 @@ class _Items:
 class _Stream:
     """The events of one streamed response; an ``AnswerStream``."""
 
-    def __init__(self, head: AnswerHead, note: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, head: AnswerHead, ended: ResponsesFormat) -> None:
         self._head = head
-        self._note = note
+        self._ended = ended
         self._items = _Items(head)
         self._output: list[dict[str, Any]] = []
         self._parts: list[str] = []
@@ -115,9 +114,10 @@ class _Stream:
 
     def usage(self, usage: Usage) -> bytes:
         """End with the whole response; usage is always in it."""
-        response = _response(self._head, self._output, self._reason, usage)
-        self._note(response)
-        return self._event(f"response.{response['status']}", response=response)
+        self._ended.response = response = _response(self._head, self._output, self._reason, usage)
+        last = self._event(f"response.{response['status']}", response=response)
+        self._number -= 1  # where the response cannot be stored, an error takes its place
+        return last
 
     def error(self, error: WarmpathError) -> bytes:
         """End with an error: OpenAI documents its fields, and its clients raise what is under ``error``."""
@@ -147,7 +147,7 @@ class _Stream:
         item, text = self._item, "".join(self._parts)
         item["status"] = status
         if item["type"] == "message":
-            item["content"] = [_part(text, self._told)]
+            item["content"] = [text_part("output_text", text, self._told)]
             events = self._part_event("response.output_text.done", text=text, logprobs=self._told)
             events += self._part_event("response.content_part.done", part=item["content"][0])
         elif item["type"] == "reasoning":
@@ -169,10 +169,6 @@ class _Stream:
         event = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
         return named_event(kind, _encode(event))
-
-
-def _part(text: str, told: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": told}
 
 
 def _response(

@@ -17,10 +17,7 @@ class WaitingLine(PriorityRequestQueue):  # type: ignore[misc]
         self.chosen: deque[Any] | None = None
 
     def make_way(self, request: Any) -> None:
-        """Give a request that comes the turn of the first of its tenant's that start after it, and so on for each.
-
-        A turn is a time of arrival: the tenant's turns among the others' are where they were.
-        """
+        """Give a request that comes the turn (time of arrival) of the first of its tenant's after it, and so on."""
         tenant, order = tenant_of(request), order_of(request)
         others = (other for other in self._heap if tenant_of(other) == tenant and not other.num_preemptions)
         later = [other for other in others if other.priority >= 0 and order_of(other) > order]

@@ -69,9 +69,6 @@ def test_what_settings_say_of_themselves(values: dict[str, Any], words: str) -> 
         ({"usage_file": "TMP"}, "is no file that this user may write"),
         ({"usage_file": "TMP/none/usage.sqlite"}, "is no file that this user may write"),
         ({"responses_file": "TMP"}, "is no file that this user may write"),
-        ({"responses_url_file": "TMP/none"}, "there is no URL file"),
-        ({"responses_url_file": "TMP/open"}, "others may read the URL file"),
-        ({"responses_url_file": "TMP/private"}, "must be redis://HOST"),
         ({"max_model_len": 40000}, "more than the 32768 positions"),
     ],
 )
@@ -81,14 +78,22 @@ def test_each_setting_that_cannot_be_used(
     """A format that is none; a secret or a place that cannot be read or written; budgets that do not fit."""
     (tmp_path / "open").write_text("x")
     (tmp_path / "open").chmod(0o644)
-    (tmp_path / "private").write_text("mysql://user:password@host/database")
-    (tmp_path / "private").chmod(0o600)
     here = {
         name: value.replace("TMP", str(tmp_path)) if isinstance(value, str) else value
         for name, value in settings.items()
     }
     [sentence] = sentences(**{"model": demo_model_path, **here})
     assert words.replace("TMP", str(tmp_path)) in sentence
+
+
+def test_a_url_of_stored_responses_that_names_no_database(
+    demo_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told without a word of it, where responses are to be stored at all."""
+    monkeypatch.setenv("WARMPATH_RESPONSES_URL", "mysql://user:hunter2@host/database")
+    told = said(demo_model_path)
+    assert "must be redis://HOST" in told and "hunter2" not in told
+    assert sentences(demo_model_path, store_responses=False) == []
 
 
 def test_more_than_the_machines_memory(demo_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,270 @@
+"""Coding agents' sessions over HTTP, closed loop: their job times with two settings in turns, or beside a flood.
+
+A job time is a session's time from its first request to its last token, over the same on an unlimited cache without
+queue: its pauses, and the answers' times when all turns are asked one at a time of a pool that holds everything. Tokens
+and pauses are scaled down. `--against KEY=VALUE` sets the second server apart; without it the two show the noise.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from statistics import fmean, median
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.progress import Progress
+
+from benchmarks.common.agent_sessions import Session, Stream, job_s, random_arrivals, read_sessions, working_set_tokens
+from benchmarks.common.client import Answer, RequestFailed, stream_answer
+from benchmarks.common.open_loop import Shot, fire, hit_rate
+from benchmarks.common.report import BenchmarkError, add_engine_flag, parser_of, percentile, write
+from benchmarks.common.server import instance
+from benchmarks.common.trace import TRACE_BLOCK_TOKENS, TraceRequest
+from benchmarks.end_to_end.replay.run import KV_BLOCK_TOKENS, with_tenants
+from benchmarks.end_to_end.replay.shots import trace_shots
+from benchmarks.end_to_end.replay.text import TraceText
+from serve_app.checkpoints.sources.resolve import resolve_model
+from serve_app.config.engine import VLLM_CPU_BLOCK_SIZE
+
+TIMEOUT_S = 600.0
+FLOODER, FLOOD_IDS, FLOOD_FROM = "flooder", 12, 1 << 30
+"""A flooding session asks once, with so many ids from there on, which no session of the trace has."""
+
+Place = tuple[int, int]
+"""A stream of a session, and a turn of it."""
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = parser_of(__doc__, "smollm2")
+    add_engine_flag(parser, ["torch", "vllm", "simulated"], "torch")
+    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--sessions", type=int, default=20, help="drawn at random from the trace's 200")
+    parser.add_argument(
+        "--turns", type=int, default=8, help="of each stream, at most; a session's main one has as many"
+    )
+    parser.add_argument("--longest-prompt", type=int, default=150_000, help="tokens of the trace; others are not drawn")
+    parser.add_argument("--running", type=float, default=6, help="sessions at once, were there no queue")
+    parser.add_argument("--tenants", type=int, default=4)
+    parser.add_argument("--tokens-per-id", type=int, default=4, help="of the trace's 512: the factor of all lengths")
+    parser.add_argument("--speed", type=float, default=8.0, help="divides the trace's pauses")
+    parser.add_argument("--longest-pause-s", type=float, default=15.0, help="after that division")
+    parser.add_argument("--pool", type=float, default=0.5, help="part of the contexts of the sessions that run at once")
+    parser.add_argument("--runs", type=int, default=5, help="of each of the two servers")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings of both servers")
+    parser.add_argument("--against", action="append", default=[], metavar="KEY=VALUE", help="more of the second server")
+    parser.add_argument("--flood", type=int, default=0, help="sessions of one request that a tenant opens beside")
+    return parser.parse_args(arguments)
+
+
+def drawn(sessions: Sequence[Session], options: argparse.Namespace) -> list[Session]:
+    """Return the sessions to replay, with their turns cut off and pauses scaled. Raises BenchmarkError if too few."""
+    speed, longest_s = float(options.speed), float(options.longest_pause_s)
+
+    def scaled(stream: Stream) -> Stream:
+        turns = [replace(turn, pause_s=min(turn.pause_s / speed, longest_s)) for turn in stream.turns[: options.turns]]
+        return replace(stream, turns=tuple(turns), delay_s=min(stream.delay_s / speed, longest_s))
+
+    found = []
+    for session in sessions:
+        streams = tuple(scaled(stream) for stream in session.streams if stream.after < options.turns)
+        longest = max(turn.prompt_tokens for stream in streams for turn in stream.turns)
+        if len(streams[0].turns) == options.turns and longest <= options.longest_prompt:
+            found.append(replace(session, streams=streams))
+    if len(found) < options.sessions:
+        raise BenchmarkError(f"{len(found)} sessions are like that, {options.sessions} are asked for")
+    return Random(options.seed).sample(found, options.sessions)
+
+
+async def play(session: Session, ask: Callable[[Place], Awaitable[object]]) -> float:
+    """Ask every turn at its time, sub-agents' beside the parent's; return the job's seconds."""
+    started_s = time.perf_counter()
+
+    async def stream_of(at: int) -> None:
+        children = []
+        await asyncio.sleep(session.streams[at].delay_s)
+        for number, turn in enumerate(session.streams[at].turns):
+            if number:
+                await asyncio.sleep(turn.pause_s)
+            await ask((at, number))
+            if not at:
+                begun = [other for other, child in enumerate(session.streams) if child.after == number]
+                children += [asyncio.create_task(stream_of(other)) for other in begun]
+        await asyncio.gather(*children)
+
+    await stream_of(0)
+    return time.perf_counter() - started_s
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Sessions, and their requests by session, stream and turn; ``flood``: those of the flooder."""
+
+    sessions: Sequence[Session]
+    shots: dict[tuple[int, int, int], Shot]
+    flood: Sequence[Shot]
+    flags: Sequence[str]
+
+
+def make_load(sessions: Sequence[Session], text: TraceText, options: argparse.Namespace) -> Load:
+    """Return the requests with their tenants' keys, and the flags of a server with these tenants."""
+    places, traced = [], []
+    for number, session in enumerate(sessions):
+        for at, stream in enumerate(session.streams):
+            for place, turn in enumerate(stream.turns):
+                places.append((number, at, place))
+                tenant = f"tenant-{number % options.tenants}"
+                traced.append(TraceRequest(0.0, turn.prompt_tokens, turn.output_tokens, turn.hash_ids, tenant))
+    for number in range(options.flood):
+        first = FLOOD_FROM + number * FLOOD_IDS
+        ids = tuple(range(first, first + FLOOD_IDS))
+        traced.append(TraceRequest(0.0, FLOOD_IDS * TRACE_BLOCK_TOKENS, 1, ids, FLOODER))
+    shots, flags = with_tenants(trace_shots(traced, text, options, {}))
+    shots = [replace(shot, body=shot.body | {"ignore_eos": True}) for shot in shots]
+    return Load(sessions, dict(zip(places, shots, strict=False)), shots[len(places) :], flags)
+
+
+async def ideal_times(url: str, load: Load) -> tuple[list[float], float]:
+    """Return each session's seconds without queue, by its answers' one after the other, and their hit rate."""
+    async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
+        await _answer(client, url, next(iter(load.shots.values())))  # a warm-up
+        with Progress(console=Console(stderr=True)) as progress:
+            bar = progress.add_task("reference", total=len(load.shots))
+            answers = {}
+            for key, shot in load.shots.items():
+                answers[key] = await _answer(client, url, shot)
+                progress.advance(bar)
+
+    def ideal_s(number: int, session: Session) -> float:
+        return job_s(session, lambda at, turn: answers[number, at, turn].total_s)
+
+    return [ideal_s(*numbered) for numbered in enumerate(load.sessions)], _hit_rate(list(answers.values()))
+
+
+async def replay(
+    url: str, load: Load, arrivals_s: Sequence[float], ideal_s: Sequence[float], name: str, *, flood: bool
+) -> dict[str, float]:
+    """Let all sessions come at their times; return the figures of the run."""
+    answers: list[Answer] = []
+    limits = httpx.Limits(max_connections=None)
+    began_s = time.perf_counter()
+    with Progress(console=Console(stderr=True)) as progress:
+        bar = progress.add_task(name, total=len(load.shots))
+        async with httpx.AsyncClient(timeout=TIMEOUT_S, limits=limits) as client:
+
+            async def job(number: int) -> float:
+                async def ask(place: Place) -> None:
+                    answers.append(await _answer(client, url, load.shots[number, *place]))
+                    progress.advance(bar)
+
+                await asyncio.sleep(arrivals_s[number])
+                return await play(load.sessions[number], ask) / ideal_s[number]
+
+            jobs = asyncio.gather(*(job(number) for number in range(len(load.sessions))))
+            apart_s = arrivals_s[-1] / max(1, len(load.flood))
+            shots = [replace(shot, at_s=number * apart_s) for number, shot in enumerate(load.flood)]
+            flooded, slowdowns = await asyncio.gather(fire(url, shots if flood else [], TIMEOUT_S, lambda: None), jobs)
+    return {
+        "job_time_mean": fmean(slowdowns),
+        "job_time_p50": median(slowdowns),
+        "job_time_p90": percentile(slowdowns, 90),
+        "hit_rate": _hit_rate(answers),
+        "flood_answered": sum(result.answer is not None for result in flooded),
+        "run_s": time.perf_counter() - began_s,
+    }
+
+
+def _hit_rate(answers: Sequence[Answer]) -> float:
+    rate = hit_rate(answers)
+    assert isinstance(rate, float), "warmpath tells the cached tokens"
+    return rate
+
+
+async def _answer(client: httpx.AsyncClient, url: str, shot: Shot) -> Answer:
+    headers = {"authorization": f"Bearer {shot.api_key}"} if shot.api_key else {}
+    try:
+        return await stream_answer(client, url + shot.path, shot.body, headers)
+    except (RequestFailed, httpx.HTTPError) as error:  # without its answer a session has no job time
+        raise BenchmarkError(f"a turn was not answered: {type(error).__name__}: {error}") from error
+
+
+def compared(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """Return every figure's median, range and values by row, and the first row's job time and hits over the second's.
+
+    ``ratio``: of the medians; ``pairs``: of runs that followed each other.
+    """
+    rows = {}
+    for name, done in runs.items():
+        columns = {figure: [run[figure] for run in done] for figure in done[0]}
+        rows[name] = {
+            figure: {"median": median(values), "min": min(values), "max": max(values), "runs": values}
+            for figure, values in columns.items()
+        }
+    found: dict[str, Any] = {"rows": rows}
+    for figure in ("job_time_mean", "hit_rate"):
+        first, second = ([run[figure] for run in done] for done in runs.values())
+        pairs = [one / other for one, other in zip(first, second, strict=True) if other]
+        found[figure] = {"ratio": median(first) / median(second) if median(second) else None, "pairs": pairs}
+    return found
+
+
+def sentence(found: dict[str, Any], engine: str) -> str:
+    """Return job time and hit rate of both rows, and their ratios."""
+
+    def figures(row: dict[str, Any]) -> str:
+        job, hits = row["job_time_mean"], row["hit_rate"]
+        return f"{job['median']:.2f} ({job['min']:.2f} to {job['max']:.2f}), hit rate {hits['median']:.1%}"
+
+    rows = "; ".join(f"{name} {figures(row)}" for name, row in found["rows"].items())
+    job, hits = (found[figure]["ratio"] for figure in ("job_time_mean", "hit_rate"))
+    return (
+        f"Job time over that of an unlimited cache without queue ({engine}; medians of the runs' means, all): {rows}. "
+        f"Ratio of the job times {job:.2f}, of the hit rates {'none' if hits is None else format(hits, '.2f')}."
+    )
+
+
+def main() -> None:
+    """Measure the reference, then both rows in turns; write the JSON."""
+    options = parse()
+    size = VLLM_CPU_BLOCK_SIZE if options.engine == "vllm" else KV_BLOCK_TOKENS
+    text = TraceText(resolve_model(options.model), options.tokens_per_id)
+    load = make_load(drawn(read_sessions(), options), text, options)
+    common = ["--model", options.model, "--engine", options.engine, "--replicas", str(options.replicas), *load.flags]
+    common += ["--max-connections-per-address", "4096", f"--set=block_size={size}"]
+    common += ["--set=enforce_eager=true"] if options.engine == "vllm" else []
+    common += [f"--set={pair}" for pair in options.set]
+
+    everything = sum(len(shot.body["prompt"].split()) + shot.body["max_tokens"] + size for shot in load.shots.values())
+    with instance(*common, f"--set=num_blocks={everything // size}") as url:
+        ideal_s, ideal_hit_rate = asyncio.run(ideal_times(url, load))
+    arrivals_s = random_arrivals(ideal_s, options.running, Random(options.seed))
+    working_set = working_set_tokens(load.sessions, ideal_s, options.running) * text.tokens_per_id / TRACE_BLOCK_TOKENS
+    blocks = round(options.pool * working_set / size / options.replicas)
+    told = f"a pool of {blocks} blocks; each of {2 * options.runs} runs takes {arrivals_s[-1]:.0f} s and more"
+    print(told, file=sys.stderr, flush=True)
+    if options.flood:
+        rows: dict[str, tuple[list[str], bool]] = {"beside the flood": ([], True), "alone": ([], False)}
+    else:
+        rows = {"as set": ([], False), f"against {', '.join(options.against) or 'the same'}": (options.against, False)}
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in rows}
+    for number in range(options.runs):
+        for name in list(rows)[:: -1 if number % 2 else 1]:
+            added, flood = rows[name]
+            with instance(*common, f"--set=num_blocks={blocks}", *(f"--set={pair}" for pair in added)) as url:
+                done = asyncio.run(replay(url, load, arrivals_s, ideal_s, f"{name}, run {number + 1}", flood=flood))
+            runs[name].append(done)
+            print(f"{name}: {json.dumps(done)}", file=sys.stderr, flush=True)  # a later one may fail
+    reference = {"job_s": ideal_s, "hit_rate": ideal_hit_rate, "working_set_tokens": working_set, "num_blocks": blocks}
+    found = {**compared(runs), "reference": reference}
+    write(options.json, vars(options), found, sentence(found, options.engine))
+
+
+if __name__ == "__main__":
+    main()

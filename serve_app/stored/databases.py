@@ -1,0 +1,231 @@
+"""Where sealed responses lie: SQLite or Postgres, by the same statements, or Redis. Names and data are opaque bytes.
+
+Any thread may call, and waits. What a call raises where the database cannot be used is among its ``failures``.
+"""
+
+import os
+import re
+import sqlite3
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+URL_VARIABLE = "WARMPATH_RESPONSES_URL"
+"""Of the environment: the URL of a database, which may hold a password, and so is no setting."""
+_URL = re.compile(r"(redis(?=s?:)|postgres(?=(?:ql)?:))\w*://([^@/?#]*@)?([\w.,-]+|\[[\da-fA-F:]+\])(:\d+)?([/?].*)?")
+TIMEOUT_S = 5
+"""The longest that a database may take for a call."""
+SLACK = 16
+"""A tenant over its bytes comes to a sixteenth below them, and each ingress stores a sixteenth of what is free before
+it looks again: not every response that follows costs a look, or moves others out."""
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS sealed_responses (
+    id BLOB PRIMARY KEY, tenant BLOB NOT NULL, created_s DOUBLE PRECISION NOT NULL, bytes BIGINT NOT NULL,
+    data BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS sealed_responses_of_tenants ON sealed_responses (tenant, created_s, bytes);
+CREATE INDEX IF NOT EXISTS sealed_responses_by_age ON sealed_responses (created_s);
+"""
+_PUT = "INSERT INTO sealed_responses VALUES (?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
+_USED = "SELECT COALESCE(SUM(bytes), 0) FROM sealed_responses WHERE tenant = ?"
+_EVICT = """
+DELETE FROM sealed_responses WHERE id IN (
+    SELECT id FROM (
+        SELECT id, SUM(bytes) OVER (ORDER BY created_s, id) - bytes AS older FROM (
+            SELECT id, bytes, created_s FROM sealed_responses WHERE tenant = ? AND id <> ? ORDER BY created_s LIMIT 1000
+        ) AS oldest
+    ) AS others WHERE older < ?
+)
+"""
+_EXPIRE = "DELETE FROM sealed_responses WHERE id IN (SELECT id FROM sealed_responses WHERE created_s < ? LIMIT 100)"
+_GET = "SELECT data FROM sealed_responses WHERE tenant = ? AND id = ?"
+_DELETE = "DELETE FROM sealed_responses WHERE tenant = ? AND id = ?"
+
+_SCRIPT = """
+local id, data, now_s, ttl_s, most_bytes = unpack(ARGV)
+local function remove(id)
+    redis.call('DECRBY', KEYS[3], redis.call('HSTRLEN', KEYS[1], id))
+    redis.call('ZREM', KEYS[2], id)
+    return redis.call('HDEL', KEYS[1], id)
+end
+if not data then return remove(id) end
+if redis.call('HSETNX', KEYS[1], id, data) == 1 then
+    redis.call('ZADD', KEYS[2], now_s, id)
+    redis.call('INCRBY', KEYS[3], #data)
+end
+while true do
+    local oldest, since_s = unpack(redis.call('ZRANGE', KEYS[2], 0, 0, 'WITHSCORES'))
+    local full = tonumber(redis.call('GET', KEYS[3])) > tonumber(most_bytes)
+    if oldest == id or not (full or tonumber(since_s) < now_s - ttl_s) then break end
+    remove(oldest)
+end
+for _, key in ipairs(KEYS) do redis.call('EXPIRE', key, math.ceil(ttl_s)) end
+"""
+"""Of a tenant's keys, a hash of data, a sorted set of times, and a count of bytes. Without data it removes."""
+
+
+class StoreError(ValueError):
+    """No responses can be stored so; the message says what to change, and holds no part of a URL."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Of what is kept: ``ttl_s`` of each response, ``max_bytes`` of a tenant's together. ``now_s``: since 1970."""
+
+    ttl_s: float
+    max_bytes: int
+    now_s: Callable[[], float] = time.time
+
+
+class SqlDatabase:
+    """One connection, which ``connect`` makes, and makes again. ``mark``: the driver's mark of a parameter."""
+
+    def __init__(
+        self, connect: Callable[[], Any], bounds: Bounds, failures: tuple[type[Exception], ...], mark: str = "?"
+    ) -> None:
+        self.failures = failures
+        self._connect = connect
+        self._bounds = bounds
+        self._mark = mark
+        self._lock = Lock()
+        self._room: dict[bytes, int] = {}  # by tenant: bytes to store before its sum, which takes long, is due again
+        self._connection: Any = None
+
+    def put(self, tenant: bytes, response_id: bytes, data: bytes) -> None:
+        """Keep a response; it is durable on return, and a second time changes nothing.
+
+        Some of what is older than ``ttl_s`` leaves, and where the tenant is over ``max_bytes``, its oldest others.
+        """
+        now_s, most_bytes = self._bounds.now_s(), self._bounds.max_bytes
+        self._execute(_PUT, response_id, tenant, now_s, len(data), data)
+        self._execute(_EXPIRE, now_s - self._bounds.ttl_s)
+        self._room[tenant] = self._room.get(tenant, 0) - len(data)
+        if self._room[tenant] >= 0:
+            return
+        while (over := int(self._execute(_USED, tenant)[0][0]) - most_bytes) > 0:
+            if not self._execute(_EVICT, tenant, response_id, over + most_bytes // SLACK):
+                break  # it is alone
+        self._room[tenant] = -over // SLACK
+
+    def get(self, tenant: bytes, response_id: bytes) -> bytes | None:
+        """Return the data of a response, None where it is not there."""
+        rows = self._execute(_GET, tenant, response_id)
+        return bytes(rows[0][0]) if rows else None
+
+    def delete(self, tenant: bytes, response_id: bytes) -> bool:
+        """Remove a response; returns whether it was there."""
+        return bool(self._execute(_DELETE, tenant, response_id))
+
+    def _execute(self, statement: str, *values: Any) -> Any:
+        """Return the rows that a statement finds, or how many it changes; each is a transaction."""
+        with self._lock:
+            try:
+                return self._once(statement, values)
+            except self.failures:  # the connection may have gone: once more over a new one
+                old, self._connection = self._connection, None
+                if old is not None:
+                    with suppress(*self.failures):
+                        old.close()
+                return self._once(statement, values)
+
+    def _once(self, statement: str, values: tuple[Any, ...]) -> Any:
+        if self._connection is None:
+            self._connection = self._connect()
+        cursor = self._connection.execute(statement.replace("?", self._mark), values)
+        return cursor.fetchall() if cursor.description else cursor.rowcount
+
+
+class RedisDatabase:
+    """Has the methods of ``SqlDatabase``; as durable as the server is set to be (``appendfsync always``)."""
+
+    def __init__(self, url: str, bounds: Bounds) -> None:
+        import redis
+
+        self.failures: tuple[type[Exception], ...] = (redis.RedisError, OSError)
+        self._bounds = bounds
+        self._client: Any = redis.Redis.from_url(url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S)
+        self._change = self._client.register_script(_SCRIPT)
+
+    def put(self, tenant: bytes, response_id: bytes, data: bytes) -> None:
+        """See ``SqlDatabase``. What is too old leaves of this tenant's, and all of one that stores no more."""
+        bounds = self._bounds
+        self._change(_keys(tenant), [response_id, data, bounds.now_s(), bounds.ttl_s, bounds.max_bytes])
+
+    def get(self, tenant: bytes, response_id: bytes) -> bytes | None:
+        """See ``SqlDatabase``."""
+        found: bytes | None = self._client.hget(_keys(tenant)[0], response_id)
+        return found
+
+    def delete(self, tenant: bytes, response_id: bytes) -> bool:
+        """See ``SqlDatabase``."""
+        return bool(self._change(_keys(tenant), [response_id]))
+
+
+Database = SqlDatabase | RedisDatabase
+
+
+def open_database(url: str | None, file: Path, bounds: Bounds) -> Database:
+    """Return the database behind a URL, which is connected to when it is needed, or else the SQLite ``file``.
+
+    Raises StoreError for a URL that names no database, a client library that is missing, and an impossible file.
+    """
+    if not url:
+        return _sqlite(file, bounds)
+    if (match := _URL.fullmatch(url)) is None:
+        raise StoreError(
+            f"${URL_VARIABLE} must be redis://HOST, rediss://HOST or postgresql://HOST/DATABASE, with user and "
+            "password percent-encoded before an @"
+        )
+    try:
+        return RedisDatabase(url, bounds) if match[1] == "redis" else _postgres(url, bounds)
+    except ImportError as error:
+        raise StoreError(f"${URL_VARIABLE} needs a client library: pip install '.[{match[1]}]'") from error
+
+
+def _sqlite(file: Path, bounds: Bounds) -> SqlDatabase:
+    """Return the database of a file, which is made, private, where it is not there. Raises StoreError."""
+
+    def connect() -> sqlite3.Connection:
+        connection = sqlite3.connect(file, TIMEOUT_S, isolation_level=None, check_same_thread=False)
+        connection.executescript(
+            f"PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL; PRAGMA secure_delete = ON; {_TABLES}"
+        )
+        return connection
+
+    database = SqlDatabase(connect, bounds, (sqlite3.Error, OSError))
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        os.close(os.open(file, os.O_CREAT | os.O_RDWR, 0o600))
+        database.get(b"", b"")
+    except database.failures as error:
+        raise StoreError(
+            f"cannot keep responses in {file} ({error}); name another responses_file, or set store_responses to false"
+        ) from error
+    return database
+
+
+def _postgres(url: str, bounds: Bounds) -> SqlDatabase:
+    import psycopg
+
+    begin = f"""
+    SET synchronous_commit = on; SET statement_timeout = '{TIMEOUT_S}s';
+    SELECT pg_advisory_xact_lock(hashtext('stored_responses')); {_TABLES.replace("BLOB", "BYTEA")}
+    """  # one transaction: two at once would both make the tables, and one would fail
+
+    def connect() -> Any:
+        connection = psycopg.connect(
+            url, autocommit=True, connect_timeout=TIMEOUT_S, tcp_user_timeout=TIMEOUT_S * 1000, prepare_threshold=None
+        )
+        connection.execute(begin)
+        return connection
+
+    return SqlDatabase(connect, bounds, (psycopg.Error, OSError), mark="%s")
+
+
+def _keys(tenant: bytes) -> list[str]:
+    return [f"stored_responses:{tenant.hex()}:{name}" for name in ("data", "times", "bytes")]

@@ -1,0 +1,28 @@
+"""`python -m benchmarks agents`, a small run: real servers, tenants' keys, and a flood beside."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.end_to_end.replay import agents
+from tests.integration.conftest import START
+
+FLAGS = "--engine simulated --model demo --sessions 3 --turns 3 --tenants 2 --tokens-per-id 2 --speed 1000 --pool 2"
+
+
+def test_sessions_find_their_turns_beside_a_flood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every turn is answered, else it raises; and so is the flood. A pool of twice the working set keeps most turns."""
+    report = tmp_path / "report.json"
+    flags = [*FLAGS.split(), "--running", "3", "--flood", "5", "--runs", "1", "--json", str(report)]
+    monkeypatch.setattr(sys, "argv", ["benchmarks agents", *flags])
+    with START:
+        agents.main()
+    results = json.loads(report.read_text())["results"]
+    beside, alone = results["rows"]["beside the flood"], results["rows"]["alone"]
+    assert beside["flood_answered"]["runs"] == [5]
+    assert alone["flood_answered"]["runs"] == [0]
+    assert 0.3 < alone["hit_rate"]["median"] <= results["reference"]["hit_rate"]
+    assert results["hit_rate"]["ratio"] > 0.5
+    assert len(results["reference"]["job_s"]) == 3

@@ -1,0 +1,140 @@
+"""Sessions in front of a real engine: what would push a live context out waits in the engine's line, and ends there."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from router.protocol.block_hash import TokenArray, hash_blocks
+from serve_app.config.app import AppConfig
+from serve_app.engine.core.engine import TorchEngine
+from serve_app.engine.protocol import EngineRequest
+from serve_app.replica.session_gate import SessionGate
+from tests.serve_app.conftest import MakeEngine
+from tests.serve_app.engine.tiny import Collector, prompt, request, sample
+from tests.serve_app.sessions.test_sessions import Clock
+
+pytestmark = pytest.mark.anyio
+
+POOL_BLOCKS = 64
+PAUSE_S = 125.0
+
+
+class Bench:
+    """An engine with room for one context of 600 tokens beside a small one, and its gate on a clock of the test's."""
+
+    def __init__(self, engine: TorchEngine, wait_s: float = 1000.0, host_blocks: int = 0) -> None:
+        self.engine = engine
+        self.clock = Clock()
+        config = AppConfig(session_wait_s=wait_s, host_cache_bytes=host_blocks * engine.kv_block_bytes)
+        self.gate = SessionGate(engine, config, clock=self.clock)
+        self.told = Collector()
+
+    def submit(self, name: str, ids: TokenArray) -> bool:
+        """Submit a request as a replica does; return whether it waits for room."""
+        item: EngineRequest = request(name, ids, 4)
+        item = replace(item, block_hashes=hash_blocks(item.root, item.token_ids, 16))
+        held = self.gate.begin(item)
+        self.engine.submit(replace(item, remote_kv=held), self.told)
+        return held is not None
+
+    async def ended(self, name: str) -> None:
+        """Wait for the end of a request, and say so, as a replica does."""
+        await asyncio.to_thread(self.told.wait, [name])
+        self.gate.end(name, 4)
+
+    def figure(self, name: str, **labels: str) -> float:
+        """Return a figure of the gate's."""
+        wanted = tuple(labels.items())
+        return sum(value for found, given, value in self.gate.samples() if found == name and given == wanted)
+
+
+@pytest.fixture
+def bench(make_engine: MakeEngine) -> Bench:
+    return Bench(make_engine(num_blocks=POOL_BLOCKS))
+
+
+def other(seed: int, tokens: int = 600) -> TokenArray:
+    """A prompt of its own."""
+    return np.roll(prompt(tokens), 7 * seed + 1)
+
+
+async def test_a_context_waits_while_another_session_is_about_to_return(bench: Bench) -> None:
+    assert not bench.submit("a", prompt(600))
+    await bench.ended("a")
+    assert bench.submit("b", other(1))
+    assert bench.engine.load().waiting_sequences == 1
+    bench.clock.now_s = 5.0
+    assert not bench.submit("a2", np.concatenate([prompt(600), other(2, 16)])), "a return never waits"
+    await bench.ended("a2")
+    assert bench.told.cached["a2"] == 592, "what it returned to is there"
+    assert bench.figure("warmpath_sessions", state="waiting") == 1
+    assert bench.figure("warmpath_session_returns_total", outcome="hit") == 1
+    bench.clock.now_s += PAUSE_S
+    assert not bench.submit("small", other(3, 15))
+    await bench.ended("small")
+    await bench.ended("b")
+    assert bench.engine.load().waiting_sequences == 0
+    assert bench.figure("warmpath_session_wait_seconds_sum") == 5.0 + PAUSE_S
+
+
+async def test_time_alone_lets_it_start(bench: Bench) -> None:
+    """The gate looks again by itself when the hold of the last session ends."""
+    assert not bench.submit("a", prompt(600))
+    await bench.ended("a")
+    assert bench.submit("b", other(1))
+    bench.clock.now_s = PAUSE_S
+    task = asyncio.create_task(bench.gate.run())
+    await bench.ended("b")
+    task.cancel()
+
+
+async def test_who_leaves_while_waiting_holds_nothing(bench: Bench) -> None:
+    assert not bench.submit("a", prompt(600))
+    await bench.ended("a")
+    assert bench.submit("b", other(1))
+    bench.engine.cancel("b")
+    await bench.ended("b")
+    bench.clock.now_s = PAUSE_S
+    assert not bench.submit("c", other(2))
+    await bench.ended("c")
+    assert sample(bench.engine, "warmpath_kv_cache_blocks", state="used") == 0
+    assert sum(session.own_tokens for session in bench.gate.sessions.all()) == 2 * 604
+
+
+async def test_without_a_wait_nothing_waits(make_engine: MakeEngine) -> None:
+    bench = Bench(make_engine(num_blocks=POOL_BLOCKS), wait_s=0.0)
+    for number in range(3):
+        assert not bench.submit(str(number), other(number))
+        await bench.ended(str(number))
+
+
+async def test_the_hosts_memory_is_room_too(make_engine: MakeEngine) -> None:
+    bench = Bench(make_engine(num_blocks=POOL_BLOCKS), host_blocks=POOL_BLOCKS)
+    waits = []
+    for number in range(4):
+        waits.append(bench.submit(str(number), other(number)))
+        if not waits[-1]:
+            await bench.ended(str(number))
+    assert waits == [False, False, False, True]
+    bench.engine.cancel("3")
+    await bench.ended("3")
+
+
+async def test_what_waits_is_told_with_the_reason(bench: Bench) -> None:
+    """In the numbers that admission goes by; once its turn has come it runs, and the one before has left."""
+    bench.submit("first", other(1))
+    await bench.ended("first")
+    assert bench.submit("second", other(2))
+    bench.clock.now_s += 100.0
+    told = bench.gate.report(None)
+    assert [row["state"] for row in told["rows"]] == ["waiting", "paused"]
+    assert told["rows"][0]["waited_s"] == 100.0
+    assert told["rows"][0]["why"] == "It waits for room: live sessions hold 604 of 1,024 tokens, and it needs 600."
+    running = asyncio.create_task(bench.gate.run())
+    bench.clock.now_s += PAUSE_S
+    await asyncio.to_thread(bench.told.wait, ["second"])
+    assert [row["state"] for row in bench.gate.report(None)["rows"]] == ["running", "left"]
+    bench.gate.end("second", 4)
+    running.cancel()
