@@ -109,7 +109,7 @@ class SimulatedReplica:
             str(request.number), request.trace.tenant, request.block_hashes, len(tokens), job.held_blocks * size
         )
         pulled = max(0, decision.pull_tokens - job.held_blocks * size) if decision.pull_from else 0
-        job.held = self._admission.waits(session, job.uncached_tokens - pulled)
+        job.held = self._admission.waits(session, job.uncached_tokens - pulled, lambda: self._cached_tokens(job))
         self._admit_sessions()
         if not job.held and not self._join_pull(job) and decision.pull_from:
             self._begin_pull(job)
@@ -182,6 +182,10 @@ class SimulatedReplica:
         job.held_blocks = held
         if not job.pulling:
             job.uncached_tokens = job.request.trace.prompt_tokens - held * self._settings.block_size
+
+    def _cached_tokens(self, job: Job) -> int:
+        self._hint(job)
+        return job.held_blocks * self._settings.block_size
 
     def _start_next(self) -> None:
         """Compute what is first. Our scheduler lets a shorter prompt overtake one that is being computed."""

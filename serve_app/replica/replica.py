@@ -194,15 +194,15 @@ class Replica:
         except GrammarError as error:
             return wire.encode(self._refusal(error))
         trace = replica_trace(self._tracer, call.traceparent, self._replica_id, len(request.token_ids))
-        holder, tokens = (decision.pull_from, decision.pull_tokens) if decision is not None else ("", 0)
-        remote_kv = self._gate.begin(request, tokens if holder else 0, call.session)
-        if remote_kv is None and request.store_kv:  # a copy would stay here for its sake
-            remote_kv = self._puller.begin(request, holder, tokens, trace)
-        if remote_kv is not None:
-            request = replace(request, remote_kv=remote_kv)
         running = self._running.begin(request_id, call.reply_to, TokenStream(call.interval_s, trace), call.caller)
         ended = False
         try:
+            holder, tokens = (decision.pull_from, decision.pull_tokens) if decision is not None else ("", 0)
+            remote_kv = self._gate.begin(request, tokens if holder else 0, call.session)
+            if remote_kv is None and request.store_kv:  # a copy would stay here for its sake
+                remote_kv = self._puller.begin(request, holder, tokens, trace)
+            if remote_kv is not None:
+                request = replace(request, remote_kv=remote_kv)
             try:
                 if request.scope.lora:
                     await self._adapters.submit(request, call.lora_path, self._on_outputs)

@@ -48,13 +48,16 @@ class SessionGate:
 
         ``name``: the client's word for its session.
         """
-        chain, prompt_tokens = request.block_hashes, len(request.token_ids)
-        if not chain:
+        chain, prompt_tokens, size = request.block_hashes, len(request.token_ids), self._config.block_size
+        if not chain or not request.store_kv:  # nothing of it outlives its answer
             return None
-        size = self._config.block_size
-        known = self._engine.known_blocks(chain, (prompt_tokens - 1) // size) * size
+
+        def cached_tokens() -> int:
+            return self._engine.known_blocks(chain, (prompt_tokens - 1) // size) * size
+
+        known = cached_tokens()
         session = self.sessions.begin(request.request_id, request.tenant, chain, prompt_tokens, known, name)
-        if not self._admission.waits(session, prompt_tokens - max(known, pulled_tokens)):
+        if not self._admission.waits(session, prompt_tokens - max(known, pulled_tokens), cached_tokens):
             return None
         held = self._held[request.request_id] = RemoteKv(known)
         self._admit()

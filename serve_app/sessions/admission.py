@@ -28,6 +28,7 @@ class _Waiting:
     session: Session
     arrival_s: float
     needed_tokens: int
+    cached_tokens: Callable[[], int]
 
 
 class Admission:
@@ -58,15 +59,15 @@ class Admission:
         self._waiting: dict[str, _Waiting] = {}
         self._waits_s = Histogram(_BUCKETS_S)
 
-    def waits(self, session: Session, needed_tokens: int) -> bool:
+    def waits(self, session: Session, needed_tokens: int, cached_tokens: Callable[[], int]) -> bool:
         """Return whether a session's request, which has to compute so many tokens, waits until ``admitted`` names it.
 
-        Ask that at once: there may be room.
+        Ask that at once: there may be room. ``cached_tokens``: returns those of its prompt that are cached by then.
         """
         if not self.wait_s or needed_tokens * SMALL_PART <= self._pool_tokens or 2 * needed_tokens <= session.tokens:
             return False
         session.waits = True
-        self._waiting[session.running] = _Waiting(session, self._clock(), needed_tokens)
+        self._waiting[session.running] = _Waiting(session, self._clock(), needed_tokens, cached_tokens)
         return True
 
     @property
@@ -100,6 +101,8 @@ class Admission:
             line, key=lambda item: held[item[1].session.tenant] / weights[item[1].session.tenant]
         ):
             session = waiting.session
+            if session.turns == 1:  # another request may have computed the same prompt meanwhile
+                session.shared_tokens = max(session.shared_tokens, waiting.cached_tokens())
             tenant, tokens = session.tenant, session.own_tokens
             fits = held.total() + tokens <= room or held[tenant] + tokens <= room * weights[tenant] / total
             if fits or not held or now_s - waiting.arrival_s >= self.wait_s:

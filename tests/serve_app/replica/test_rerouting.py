@@ -31,11 +31,10 @@ def asked(decision: Decision | None) -> wire.GenerateChunk:
     replica: Any = SimpleNamespace(
         _replica_id="me",
         _tracer=None,
-        _running=SimpleNamespace(closed=False),
+        _running=SimpleNamespace(closed=False, begin=begin),
         _engine=SimpleNamespace(load=lambda: LOAD, adapters=lambda: ()),
         _adapters=SimpleNamespace(load_s=0.5),
         _puller=SimpleNamespace(tokens_per_s=7.0),
-        _gate=SimpleNamespace(begin=begin),
     )
 
     replica._load = partial(Replica._load, replica)

@@ -138,3 +138,13 @@ async def test_what_waits_is_told_with_the_reason(bench: Bench) -> None:
     assert [row["state"] for row in bench.gate.report(None)["rows"]] == ["running", "left"]
     bench.gate.end("second", 4)
     running.cancel()
+
+
+async def test_what_is_not_stored_is_no_session(bench: Bench) -> None:
+    """Its KV outlives no answer, so it neither waits nor makes others wait."""
+    for name in "ab":
+        item = replace(request(name, other(ord(name)), 4), store_kv=False)
+        item = replace(item, block_hashes=hash_blocks(item.root, item.token_ids, 16))
+        assert bench.gate.begin(item) is None
+        bench.gate.end(name, 4)
+    assert bench.gate.sessions.all() == []

@@ -26,13 +26,14 @@ class Bench:
             wait_s=wait_s,
         )
         self.made = 0
+        self.cached_tokens = 0
 
     def arrive(self, tokens: int, tenant: str = "a") -> str:
         """Let a new session come; return its request."""
         request_id = str(self.made)
         self.made += 1
         session = self.sessions.begin(request_id, tenant, chain((f"{request_id}-", 20)), tokens, 0)
-        self.admission.waits(session, tokens)
+        self.admission.waits(session, tokens, lambda: self.cached_tokens)
         return request_id
 
     def end(self, request_id: str) -> None:
@@ -57,9 +58,18 @@ def test_nobody_waits_where_the_pool_is_free_nor_for_little_nor_without_a_wait()
     first, second = bench.arrive(30_000), bench.arrive(34_000)
     assert bench.admission.admitted() == [first, second]
     session = bench.sessions.begin("turn", "a", chain(("t", 20)), 60_000, 59_500)
-    assert not bench.admission.waits(session, POOL // SMALL_PART)
+    assert not bench.admission.waits(session, POOL // SMALL_PART, int)
     without = Bench(wait_s=0.0)
-    assert not without.admission.waits(session, POOL)
+    assert not without.admission.waits(session, POOL, int)
+
+
+def test_what_another_computed_meanwhile_needs_no_room() -> None:
+    """Two choices of one prompt: the second one starts once the first has computed it."""
+    bench = Bench()
+    first, second = bench.arrive(40_000), bench.arrive(40_000)
+    assert bench.admission.admitted() == [first]
+    bench.cached_tokens = 39_000
+    assert bench.admission.admitted() == [second]
 
 
 def test_pinned_tokens_are_no_room() -> None:

@@ -56,7 +56,7 @@ def test_a_tenant_is_told_nothing_that_depends_on_others() -> None:
     assert bench.admission.admitted() == others
     for one in (bench, alone):
         session = one.sessions.begin("mine", "a", chain(("m", 20)), 40_000, 0, "word")
-        one.admission.waits(session, 40_000)
+        one.admission.waits(session, 40_000, int)
     assert bench.admission.admitted() == []
     told = session_report(bench.sessions, bench.admission, "a", 0.0)
     assert told == session_report(alone.sessions, alone.admission, "a", 0.0)
