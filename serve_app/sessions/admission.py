@@ -105,7 +105,7 @@ class Admission:
                 session.shared_tokens = max(session.shared_tokens, waiting.cached_tokens())
             tenant, tokens = session.tenant, session.own_tokens
             fits = held.total() + tokens <= room or held[tenant] + tokens <= room * weights[tenant] / total
-            if fits or not held or now_s - waiting.arrival_s >= self.wait_s:
+            if fits or not held or waiting.arrival_s + self.wait_s <= now_s:
                 started.append(request_id)
                 self._waits_s.observe(now_s - waiting.arrival_s)
                 held[tenant] += tokens

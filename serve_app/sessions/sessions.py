@@ -145,16 +145,15 @@ class Sessions:
         """Yield what runs, and what is about to return; not what waits for its start."""
         now_s = self._clock()
         for own in self._tenants.values():
-            since_s = now_s - own.hold_s
             for session in own.sessions:
-                if not session.waits and (session.running or session.used_s > since_s):
+                if not session.waits and (session.running or session.used_s + own.hold_s > now_s):
                     yield session
 
     def state(self, session: Session) -> State:
         """Return what a session does now."""
         if session.running:
             return "waiting" if session.waits else "running"
-        return "paused" if self._clock() - session.used_s < self.hold_s(session.tenant) else "left"
+        return "paused" if session.used_s + self.hold_s(session.tenant) > self._clock() else "left"
 
     def all(self, tenant: str | None = None) -> list[Session]:
         """Return the sessions of a tenant, or of all, the least recently used first."""
