@@ -99,7 +99,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sessions", type=int, default=120, help=f"with --trace {AGENTS}: how many, of 200")
     parser.add_argument("--running", type=float, default=32, help="with agents: sessions at once, were there no queue")
     parser.add_argument(
-        "--pools", type=float, nargs="+", default=[2, 1, 0.5, 0.3], help="with agents: parts of the working set"
+        "--pools", type=float, nargs="+", default=[2, 1, 0.5, 0.25], help="with agents: parts of the working set"
     )
     parser.add_argument("--tenants", type=int, default=4, help="with agents")
     return parser.parse_args(arguments)
