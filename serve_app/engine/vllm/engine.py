@@ -38,7 +38,6 @@ from serve_app.engine.protocol import (
 from serve_app.engine.scheduling.sequence import check_request
 from serve_app.engine.settings import STALL_AFTER_S
 from serve_app.engine.vllm.adapters import VllmAdapters
-from serve_app.engine.vllm.draft_meters import DraftMeters
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
 from serve_app.engine.vllm.frontend import Generated, VllmFrontend
 from serve_app.engine.vllm.load_mirror import LiveRequest, LoadMirror
@@ -63,14 +62,13 @@ class VllmEngine:
         self.settings = settings
         self._lock = threading.Lock()
         self._meters = EngineMeters()
-        self._drafts = DraftMeters()
         self._load = LoadMirror(settings, self._meters)
         self._stopping = False
         self._progress_s = time.monotonic()
         self._endpoints = EventEndpoints.create()
         directory = self._endpoints.directory
         try:
-            self._frontend = VllmFrontend(settings, self._endpoints, self._stepped, self._drafts)
+            self._frontend = VllmFrontend(settings, self._endpoints, self._stepped, self._meters.drafts)
         except BaseException:
             self._endpoints.remove()
             raise
@@ -154,7 +152,6 @@ class VllmEngine:
         return StatsReport(
             samples=(
                 *self._meters.samples(_LABELS),
-                *self._drafts.samples(_LABELS),
                 *gauges,
                 ("warmpath_unplaced_kv_blocks_total", _LABELS, float(self._pool.unplaced)),
                 ("warmpath_kv_cache_block_bytes", _LABELS, float(self.kv_block_bytes)),

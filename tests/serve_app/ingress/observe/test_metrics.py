@@ -13,8 +13,8 @@ from router.protocol.request import RoutedRequest
 from router.protocol.samples import Labels, Sample
 from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.config.app import AppConfig
+from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.protocol import Save
-from serve_app.engine.vllm.draft_meters import DraftMeters
 from serve_app.ingress.observe.cache_state import cache_state
 from serve_app.ingress.observe.families import FAMILIES, SECTIONS
 from serve_app.ingress.observe.metrics import IngressMetrics, render, router_samples, with_label, without_tenants
@@ -67,8 +67,10 @@ def test_all_that_replicas_tell_is_shown(make_engine: MakeEngine, tmp_path: Path
     engine = make_engine(tiers=TierSettings(1 << 20, 1 << 20, tmp_path), num_blocks=24, pin_budget_blocks=8)
     run_all(engine, [request(f"r{i}", prompt(150, i), 3, tenant="acme") for i in range(4)])
     run_all(engine, [replace(request("saver", prompt(60, 9), 1), saves=(Save(b"s" * 16, 48, None),))])
-    drafts, pulls, moves = DraftMeters(), PullMeters(), MoveMeters(Receipt())
-    drafts.add(1, 3, 2)
+    meters, pulls, moves = EngineMeters(), PullMeters(), MoveMeters(Receipt())
+    meters.drafts.update(
+        f"warmpath_spec_decode_num_{what}_total" for what in ("drafts", "draft_tokens", "accepted_tokens")
+    )
     pulls.refused["slow"] += 1
     pulls.ended["whole"] += 1
     pulls.exports["sent"] += 1
@@ -77,7 +79,7 @@ def test_all_that_replicas_tell_is_shown(make_engine: MakeEngine, tmp_path: Path
     moves.joined.skipped["gone"] += 1
     moves.taken_blocks["save"] += 1
     moves.taken_saves["pinned"] += 1
-    beside = [*drafts.samples((("engine", "vllm"),)), *pulls.samples((), 1.0), *moves.samples()]
+    beside = [*meters.samples((("engine", "vllm"),)), *pulls.samples((), 1.0), *moves.samples()]
     beside += SessionGate(engine, AppConfig(model="demo")).samples()
     samples: list[Sample] = [*engine.stats().samples, *beside]
     labelled = [(name, (*labels, ("replica", "a")), value) for name, labels, value in samples]
