@@ -26,6 +26,7 @@ from serve_app.replica.session_gate import SessionGate
 from serve_app.tokenization.segment_cache import SegmentCacheStats
 from tests.serve_app.conftest import MakeEngine
 from tests.serve_app.engine.tiny import prompt, request, run_all
+from tests.serve_app.live.traffic import answered
 
 ROOT = Path(__file__).parents[4]
 PAGE = ROOT / "docs" / "metrics.md"
@@ -162,7 +163,7 @@ def test_the_state_has_each_tenants_tokens_and_each_replicas_blocks() -> None:
     blocks: Sample = ("warmpath_kv_cache_blocks", (("state", "cached"),), 3.0)
     core.apply("a", [StatsReport((("warmpath_kv_cache_block_bytes", (), 64.0), blocks))])
     for tenant, cached_tokens in (("acme", 0), ("acme", 32), ("zeta", 16)):
-        table.add(tenant, b"", 40, cached_tokens, 0.0)
+        table.add(answered(tenant, b"", 40, cached_tokens), 0.0)
     state = cache_state(core, table, SegmentCacheStats(0, 0, 0, 0, 0), {}, model="m", engine="torch")
     assert state["tenants"] == {
         "acme": {"requests": 2, "prompt_tokens": 80, "cached_tokens": 32, "hit_rate": 0.4},
