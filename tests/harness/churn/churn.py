@@ -22,7 +22,7 @@ from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, Ev
 from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
-from serve_app.engine.core.build import build_engine
+from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import (
     EngineOutput,
     EngineRequest,
@@ -32,6 +32,7 @@ from serve_app.engine.protocol import (
     Save,
     UnknownAdapter,
 )
+from serve_app.engine.runner.model_runner import load_runner
 from serve_app.engine.settings import EngineSettings
 from tests.harness.churn.audit import Imbalance, audit, settled, tables, tier_hashes
 
@@ -119,8 +120,11 @@ class Churn:
             tiers=tiers,
         )
         self.ledger = Ledger()
-        self.engine = build_engine(
-            model, self._engine_settings, self.ledger.events, clock=lambda: time.monotonic() * CLOCK_SPEED
+        self.engine = TorchEngine(
+            load_runner(model, self._engine_settings),
+            self._engine_settings,
+            self.ledger.events,
+            clock=lambda: time.monotonic() * CLOCK_SPEED,
         )
         self._families: dict[tuple[str, int], TokenArray] = {}
         self._numbers = 0
