@@ -39,7 +39,7 @@ class HolderLost(Exception):
 class WantedPart:
     """What one replica asks of another: blocks from ``first`` on, ``most_blocks`` at most, of a prefix of exactly
     this scope. ``token_ids``: int32-LE bytes from the prompt's start, ``block_hashes`` their packed chain.
-    ``demote``: as in ``Engine.export_prefix``."""
+    ``demote``: as in ``KvTransfer.export_prefix``."""
 
     scope: PrefixScope
     block_hashes: bytes

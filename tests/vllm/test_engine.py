@@ -256,15 +256,15 @@ def test_kv_that_left_and_came_back_gives_the_same_tokens(
         both.vllm.load_adapter(spec)
     reset(both)
     prefix, wanted = compute(both, ids, scope, 12)
-    one, two = (both.vllm.export_prefix(prefix, first, 16) for first in (0, 16))
-    assert both.vllm.export_prefix(prefix, 31) is None
+    one, two = (both.vllm.transfer.export_prefix(prefix, first, 16) for first in (0, 16))
+    assert both.vllm.transfer.export_prefix(prefix, 31) is None
     assert one is not None and two is not None
     assert [one.header.blocks, two.header.blocks] == [16, 15]
     reset(both)
     remote, collector = RemoteKv(31 * BLOCK), Collector()
     both.vllm.submit(replace(request("asked", ids, 12, scope=scope), remote_kv=remote), collector)
-    assert both.vllm.import_part(one, prefix, 0) == 16
-    assert both.vllm.import_part(two, prefix, 16) == 31
+    assert both.vllm.transfer.import_part(one, prefix, 0) == 16
+    assert both.vllm.transfer.import_part(two, prefix, 16) == 31
     assert not collector.finish, "it waits for all of it"
     remote.end()
     both.vllm.wake()
@@ -282,7 +282,7 @@ def test_a_copy_goes_before_what_waits(both: Both) -> None:
     collector, names = Collector(), [f"q{i}" for i in range(4)]
     for number, name in enumerate(names):
         both.vllm.submit(request(name, both.prompt(600, seed=501 + number), 1), collector)
-    part = both.vllm.export_prefix(prefix)
+    part = both.vllm.transfer.export_prefix(prefix)
     ended = len(collector.finish)
     collector.wait(names, 120)
     assert part is not None and part.header.blocks == 10
@@ -324,15 +324,15 @@ def test_saves_stay_until_a_reset_or_their_end(both: Both) -> None:
     assert [run_all(both.vllm, [item]).cached[item.request_id] for item in (plain, saved, kept)] == [0, 320, 320]
     samples = {name: value for name, _, value in both.vllm.stats().samples}
     assert samples["warmpath_pinned_blocks"] == 20
-    hot = both.vllm.hot_prefixes()
+    hot = both.vllm.transfer.hot_prefixes()
     assert len(hot.saves) == 2
     (ours,) = (save for save in hot.saves if save.key == b"s" * 16)
     prefix = hot.prefix(ours.run)
     assert prefix.token_ids.tobytes() == saved.token_ids[:320].tobytes()
     reset(both)
-    assert both.vllm.take_over_pin(ours, prefix) is None, "it is gone"
+    assert both.vllm.transfer.take_over_pin(ours, prefix) is None, "it is gone"
     compute(both, saved.token_ids)
-    assert both.vllm.take_over_pin(ours, prefix) == "pinned"
+    assert both.vllm.transfer.take_over_pin(ours, prefix) == "pinned"
     flood(both, 720)
     assert run_all(both.vllm, [saved]).cached["s"] == 320
     reset(both)

@@ -13,9 +13,6 @@ import numpy as np
 
 from router.protocol.block_hash import ChainHasher, count_leading, hash_blocks
 from router.protocol.events import LoadReport, StatsReport
-from serve_app.cache.kv_chain import KvChain
-from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, SavedPrefix
-from serve_app.cache.prefix.pins import PinOutcome
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.core.cache_events import CacheEvents
 from serve_app.engine.core.load_reporter import LoadReporter
@@ -25,7 +22,7 @@ from serve_app.engine.kv.prompt_pins import PromptPins
 from serve_app.engine.kv.tier_loader import TierLoader
 from serve_app.engine.kv.transfer import PrefixTransfer
 from serve_app.engine.metrics import EngineMeters, gauge_samples
-from serve_app.engine.protocol import AdapterSpec, CacheRoom, Clock, EngineError, EngineRequest, EventSink, OutputSink
+from serve_app.engine.protocol import AdapterSpec, Clock, EngineError, EngineRequest, EventSink, OutputSink
 from serve_app.engine.scheduling.scheduler import Scheduler
 from serve_app.engine.scheduling.sequence import SequenceState, check_request
 from serve_app.engine.settings import STALL_AFTER_S, EngineSettings
@@ -67,7 +64,7 @@ class TorchEngine:
         self._tier_loader = TierLoader(self.settings, self._cache, runner, self._meters, self._loop.wake, clock)
         self._scheduler = Scheduler(self.settings, self._cache, runner.adapters, self._tier_loader.fetch)
         pins = PromptPins(self._cache, self._meters, clock, self._tier_loader.spiller.save)
-        self._transfer = PrefixTransfer(
+        self.transfer = PrefixTransfer(
             self._cache, runner, self._scheduler, self._tier_loader, pins, self._loop.call, clock
         )
         self._outputs = OutputProcessor(
@@ -138,28 +135,6 @@ class TorchEngine:
     def tell_cache(self, *, anew: bool = False) -> None:
         """See ``protocol.Engine``."""
         self._loop.call(lambda: self._events.send_digest(anew=anew))
-
-    def export_prefix(
-        self, prefix: HashedTokens, first: int = 0, most_blocks: int | None = None, *, demote: bool = False
-    ) -> KvChain | None:
-        """See ``protocol.Engine``."""
-        return self._transfer.export_prefix(prefix, first, most_blocks, demote=demote)
-
-    def import_part(self, part: KvChain, prefix: HashedTokens, first: int) -> int:
-        """See ``protocol.Engine``. Raises a TransferError, taking nothing."""
-        return self._transfer.import_part(part, prefix, first)
-
-    def hot_prefixes(self) -> HotPrefixes:
-        """See ``protocol.Engine``."""
-        return self._transfer.hot_prefixes()
-
-    def cache_room(self) -> CacheRoom:
-        """See ``protocol.Engine``."""
-        return self._transfer.cache_room()
-
-    def take_over_pin(self, saved: SavedPrefix, prefix: HashedTokens) -> PinOutcome | None:
-        """See ``protocol.Engine``."""
-        return self._transfer.take_over_pin(saved, prefix)
 
     def wake(self) -> None:
         """Look again at requests whose ``remote_kv`` is done by now (any thread)."""

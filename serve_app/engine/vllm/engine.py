@@ -19,14 +19,10 @@ from router.protocol.block_hash import extend_chain
 from router.protocol.events import LoadReport, StatsReport
 from router.vllm_events.pool import VllmPool
 from router.vllm_events.subscriber import EventSubscriber
-from serve_app.cache.kv_chain import KvChain
-from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, SavedPrefix
-from serve_app.cache.prefix.pins import PinOutcome
 from serve_app.engine.metrics import EngineMeters, pin_samples
 from serve_app.engine.outbox import Outbox
 from serve_app.engine.protocol import (
     AdapterSpec,
-    CacheRoom,
     EngineError,
     EngineOutput,
     EngineRequest,
@@ -79,7 +75,16 @@ class VllmEngine:
         self._adapters = VllmAdapters(directory / "adapters", self._frontend, settings)
         self._jobs = JobRunner(self._frontend, self._adapters, self._copies)
         self._saves = VllmSaves(settings, facts.num_blocks, self._pool, self._jobs.run, self._meters)
-        self._migration = VllmMigration(settings, facts, self._pool, self._saves.pins, directory, self._jobs.wait)
+        self.transfer = VllmMigration(
+            settings,
+            facts,
+            self._pool,
+            self._saves.pins,
+            directory,
+            self._jobs.wait,
+            lambda: self._load.kv_usage,
+            lambda saved, prefix: self._frontend.call(self._saves.take_over(saved, prefix)).result(),
+        )
 
     def start(self) -> None:
         """Begin to listen to vLLM's events, where there are any; vLLM itself runs since it was made."""
@@ -114,7 +119,7 @@ class VllmEngine:
         ids = np.ascontiguousarray(request.token_ids, dtype=np.int32)
         chain = request.block_hashes or extend_chain(request.root, request.scope.public_blocks, ids, size)
         known = self._pool.hit(chain, (len(ids) - 1) // size) * size
-        self._migration.note_owner(request.root, request.scope, request.tenant)
+        self.transfer.note_owner(request.root, request.scope, request.tenant)
         if request.remote_kv is not None:
             known = max(known, request.remote_kv.tokens)
         with self._lock:
@@ -180,28 +185,6 @@ class VllmEngine:
             self._load.line.shares.set_weights(shares)
         self._frontend.call(self._saves.set_shares(shares)).result()
         self._jobs.step(shares)
-
-    def export_prefix(
-        self, prefix: HashedTokens, first: int = 0, most_blocks: int | None = None, *, demote: bool = False
-    ) -> KvChain | None:
-        """See ``protocol.Engine``; ``demote`` changes nothing in vLLM's order."""
-        return self._migration.export_prefix(prefix, first, most_blocks)
-
-    def import_part(self, part: KvChain, prefix: HashedTokens, first: int) -> int:
-        """See ``protocol.Engine``. Raises a TransferError, taking nothing, or EngineError."""
-        return self._migration.import_part(part, prefix, first)
-
-    def hot_prefixes(self) -> HotPrefixes:
-        """Return all that the pool holds, pinned prefixes and the hottest first."""
-        return self._migration.hot_prefixes()
-
-    def cache_room(self) -> CacheRoom:
-        """Return what would fit from elsewhere."""
-        return self._migration.cache_room(round(self.facts.num_blocks * self._load.kv_usage))
-
-    def take_over_pin(self, saved: SavedPrefix, prefix: HashedTokens) -> PinOutcome | None:
-        """Pin a prefix that another replica pinned; None where not all of it is here, or its time is over."""
-        return self._frontend.call(self._saves.take_over(saved, prefix)).result()
 
     @property
     def kv_block_bytes(self) -> int:

@@ -116,7 +116,7 @@ class Prewarm:
                         peers, lambda peer: self._peers.offer(peer, most), self._answer_s, receipt.lost
                     )
                     receipt.peers = len(offers)
-                    free = (await asyncio.to_thread(self._engine.cache_room)).free_blocks
+                    free = (await asyncio.to_thread(self._engine.transfer.cache_room)).free_blocks
                     pieces = plan({peer: offer.prefixes for peer, offer in offers.items()}, min(most, free))
                     async with asyncio.TaskGroup() as group:
                         group.create_task(self._load_adapters(offers))

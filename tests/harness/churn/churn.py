@@ -192,10 +192,10 @@ class Churn:
         root = scope.root(SECRET)
         ids = self._prefix(tenant, family)
         hashes = hash_blocks(root, ids, self._engine_settings.block_size)
-        chain = self.engine.export_prefix(HashedTokens(scope, ids, hashes), demote=self._random.random() < 0.5)
+        chain = self.engine.transfer.export_prefix(HashedTokens(scope, ids, hashes), demote=self._random.random() < 0.5)
         if chain is not None:
             self.engine.reset_prefix_cache(tiers=False)
-            self.engine.import_part(chain, HashedTokens(scope, ids, hashes, tenant), 0)
+            self.engine.transfer.import_part(chain, HashedTokens(scope, ids, hashes, tenant), 0)
 
     def _refused(self) -> None:
         request = self._request(self._tenant(), prefix=self._tokens(3000))

@@ -31,7 +31,8 @@ def test_it_hits_what_is_there_and_announces_nothing(make_engine: MakeEngine) ->
     assert not any(isinstance(event, BlocksStored) for event in events[told:])
     assert engine._cache.pool.used_blocks == 0
     ids = asking("p").token_ids
-    offered = engine.export_prefix(HashedTokens(SCOPE, ids, engine._cache.prompt_chain(SCOPE, SCOPE.root(SECRET), ids)))
+    chain = engine._cache.prompt_chain(SCOPE, SCOPE.root(SECRET), ids)
+    offered = engine.transfer.export_prefix(HashedTokens(SCOPE, ids, chain))
     assert offered is not None and offered.header.blocks == 10
     assert run_all(engine, [asking("s", store_kv=True)]).tokens["s"] == got[0].tokens["p"]
 

@@ -61,7 +61,7 @@ def test_a_plan_keeps_to_its_budget_and_order(held: list[list[list[int]]], most_
             blocks = fill(engine, prompts[0])
             engine._cache.pins.budget_blocks = 64
             engine._cache.pin(b"save", blocks)
-        offers[f"peer {number}"] = engine.hot_prefixes()
+        offers[f"peer {number}"] = engine.transfer.hot_prefixes()
     pieces = plan(offers, most_blocks)
     everything = {one: [] for hot in offers.values() for run in hot.runs for one in split_chain(run.hashes)}
     for peer, hot in offers.items():
