@@ -215,6 +215,20 @@ class KvTransfer(Protocol):
         """Pin a prefix that another replica kept; None: it is not all here, or over."""
 
 
+class Adapters(Protocol):
+    """An engine's LoRA adapters (any thread)."""
+
+    @property
+    def loaded(self) -> tuple[str, ...]:
+        """Keys of the loaded adapters."""
+
+    def load(self, spec: AdapterSpec) -> None:
+        """Make an adapter available; reads files. Raises AdapterError, QueueFull if none is idle."""
+
+    def unload(self, key: str) -> bool:
+        """Refuse new requests for an adapter; those it has go on. False when it is not loaded."""
+
+
 class Engine(Protocol):
     """A continuous-batching engine with a prefix cache."""
 
@@ -249,6 +263,10 @@ class Engine(Protocol):
         """
 
     @property
+    def adapters(self) -> Adapters:
+        """What it has loaded of LoRA adapters."""
+
+    @property
     def transfer(self) -> KvTransfer:
         """How prefixes come and go."""
 
@@ -261,15 +279,6 @@ class Engine(Protocol):
 
     def wake(self) -> None:
         """Look again at requests whose ``remote_kv`` is done by now (any thread)."""
-
-    def load_adapter(self, spec: AdapterSpec) -> None:
-        """Make a LoRA adapter available (any thread; reads files). Raises AdapterError, QueueFull if none is idle."""
-
-    def unload_adapter(self, key: str) -> bool:
-        """Refuse new requests for an adapter; those it has go on. False when it is not loaded."""
-
-    def adapters(self) -> tuple[str, ...]:
-        """Keys of the loaded adapters."""
 
     def healthy(self) -> bool:
         """False once the loop has died or stalled."""

@@ -52,7 +52,7 @@ class ReplicaAdapters:
 
     def loaded(self) -> tuple[AdapterSpec, ...]:
         """Return the adapters in memory, the last used first."""
-        keys = reversed(self._engine.adapters())
+        keys = reversed(self._engine.adapters.loaded)
         return tuple(AdapterSpec.of_key(key, self._paths[key]) for key in keys if key in self._paths)
 
     async def load(self, spec: AdapterSpec) -> str:
@@ -84,11 +84,11 @@ class ReplicaAdapters:
         await asyncio.shield(task)
 
     async def _timed_load(self, spec: AdapterSpec) -> None:
-        here = spec.key in self._engine.adapters()
+        here = spec.key in self._engine.adapters.loaded
         started_s = self._clock()
-        await asyncio.to_thread(self._engine.load_adapter, spec)
+        await asyncio.to_thread(self._engine.adapters.load, spec)
         self._paths[spec.key] = spec.path
-        self._paths = {key: self._paths[key] for key in self._engine.adapters() if key in self._paths}
+        self._paths = {key: self._paths[key] for key in self._engine.adapters.loaded if key in self._paths}
         if not here:
             took_s = self._clock() - started_s
             self.load_s = took_s if not self.load_s else self.load_s + _SMOOTHING * (took_s - self.load_s)

@@ -225,21 +225,21 @@ def test_adapters_apart_and_as_in_the_built_in_engine(both: Both, demo_model_pat
     for seed, name in enumerate(("one", "two", "three", "four")):
         path = save_adapter(demo_model_path, tmp_path / name, seed, ("q_proj", "v_proj", "up_proj"))
         spec, scope = described(path, name)
-        both.vllm.load_adapter(spec)
-        both.torch.load_adapter(spec)
+        both.vllm.adapters.load(spec)
+        both.torch.adapters.load(spec)
         scopes.append(scope)
         (path / "adapter_model.safetensors").write_bytes(b"")
-    assert set(both.vllm.adapters()) == {scope.lora for scope in scopes[1:]}
+    assert set(both.vllm.adapters.loaded) == {scope.lora for scope in scopes[1:]}
     asked = [request(f"r{i}", ids, 10, scope=scope) for i, scope in enumerate(scopes)]
     wanted, found = run_all(both.torch, asked), run_all(both.vllm, asked)
     assert found.tokens == wanted.tokens
     assert len({tuple(tokens) for tokens in found.tokens.values()}) == 5
     assert set(found.cached.values()) == {0}
     assert set(run_all(both.vllm, asked).cached.values()) == {96}
-    assert both.vllm.unload_adapter(scopes[1].lora)
+    assert both.vllm.adapters.unload(scopes[1].lora)
     large, _ = described(save_adapter(demo_model_path, tmp_path / "large", 5, ("q_proj",), r=32), "large")
     with pytest.raises(AdapterError):
-        both.vllm.load_adapter(large)
+        both.vllm.adapters.load(large)
     with pytest.raises(UnknownAdapter):
         both.vllm.submit(asked[1], Collector())
     assert run_all(both.vllm, [asked[0], asked[2]]).tokens["r2"] == wanted.tokens["r2"]
@@ -253,7 +253,7 @@ def test_kv_that_left_and_came_back_gives_the_same_tokens(
     scope, ids = SCOPE, both.prompt(1000, seed=300 + with_adapter)
     if with_adapter:
         spec, scope = described(save_adapter(demo_model_path, tmp_path / "kv", 5, ("q_proj", "v_proj")), "kv")
-        both.vllm.load_adapter(spec)
+        both.vllm.adapters.load(spec)
     reset(both)
     prefix, wanted = compute(both, ids, scope, 12)
     one, two = (both.vllm.transfer.export_prefix(prefix, first, 16) for first in (0, 16))

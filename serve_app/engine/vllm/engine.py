@@ -22,7 +22,6 @@ from router.vllm_events.subscriber import EventSubscriber
 from serve_app.engine.metrics import EngineMeters, pin_samples
 from serve_app.engine.outbox import Outbox
 from serve_app.engine.protocol import (
-    AdapterSpec,
     EngineError,
     EngineOutput,
     EngineRequest,
@@ -72,8 +71,8 @@ class VllmEngine:
         self._outbox = Outbox(lambda: self._frontend.loop.call_soon(self._outbox.deliver))
         self._pool = VllmPool(settings.block_size, facts.num_blocks, states=facts.states)
         self._events = EventSubscriber(self._endpoints.publish, self._endpoints.replay, self._pool, event_sink)
-        self._adapters = VllmAdapters(directory / "adapters", self._frontend, settings)
-        self._jobs = JobRunner(self._frontend, self._adapters, self._copies)
+        self.adapters = VllmAdapters(directory / "adapters", self._frontend, settings).slots
+        self._jobs = JobRunner(self._frontend, self.adapters, self._copies)
         self._saves = VllmSaves(settings, facts.num_blocks, self._pool, self._jobs.run, self._meters)
         self.transfer = VllmMigration(
             settings,
@@ -128,7 +127,7 @@ class VllmEngine:
             if request.request_id in self._load.live:
                 raise ValueError(f"request id {request.request_id!r} is in use")
             self._load.check(request.tenant)
-            self._adapters.slots.pin(request.scope.lora)
+            self.adapters.pin(request.scope.lora)
             now_s = time.monotonic()
             if not self._load.live:
                 self._progress_s = now_s
@@ -161,7 +160,7 @@ class VllmEngine:
                 ("warmpath_unplaced_kv_blocks_total", _LABELS, float(self._pool.unplaced)),
                 ("warmpath_kv_cache_block_bytes", _LABELS, float(self.kv_block_bytes)),
                 *pin_samples(pins, _LABELS, self._saves.recalled),
-                *self._adapters.slots.samples(_LABELS),
+                *self.adapters.samples(_LABELS),
             )
         )
 
@@ -202,18 +201,6 @@ class VllmEngine:
                 if live.request.remote_kv is not None:
                     self._frontend.loop.call_soon_threadsafe(live.woken.set)
 
-    def load_adapter(self, spec: AdapterSpec) -> None:
-        """See ``protocol.Engine``. Raises AdapterError, and QueueFull while all adapters in memory are needed."""
-        self._adapters.slots.load(spec)
-
-    def unload_adapter(self, key: str) -> bool:
-        """Refuse new requests for an adapter; those it has go on. False when it is not loaded."""
-        return self._adapters.slots.unload(key)
-
-    def adapters(self) -> tuple[str, ...]:
-        """Keys of the loaded adapters."""
-        return self._adapters.slots.loaded
-
     def healthy(self) -> bool:
         """Return whether vLLM's core and the listener live, and requests are not without a step for too long."""
         if self._stopping or self._frontend.errored or not self._events.healthy():
@@ -229,7 +216,7 @@ class VllmEngine:
     async def _generate(self, live: LiveRequest) -> None:
         request = live.request
         key = request.scope.lora
-        lora = self._adapters.slots.weights(key) if key else None
+        lora = self.adapters.weights(key) if key else None
         public_tokens = request.scope.public_blocks * self.settings.block_size
         told = tenant_args(request.tenant, request.order)
         told |= scope_args(request.root, public_tokens, store_kv=request.store_kv)
@@ -314,7 +301,7 @@ class VllmEngine:
         request = live.request
         with self._lock:
             self._load.ended(live)
-        self._adapters.slots.unpin(request.scope.lora)
+        self.adapters.unpin(request.scope.lora)
         Path(live.choice.failure_file).unlink(missing_ok=True)
         self._meters.finished[reason] += 1
         last = output or EngineOutput(request.request_id)

@@ -136,7 +136,7 @@ class Prewarm:
             for offer in offers.values():
                 for spec in offer.adapters[place : place + 1]:
                     wanted.setdefault(spec.key, spec)
-        here = set(self._engine.adapters())
+        here = set(self._engine.adapters.loaded)
         missing = [spec for key, spec in wanted.items() if key not in here]
         for spec in missing[: max(0, self._config.max_cpu_loras - len(here))]:
             refusal = await self._load_adapter(spec)

@@ -180,11 +180,11 @@ class Churn:
 
     def _load_adapter(self) -> None:
         with suppress(QueueFull):
-            self.engine.load_adapter(self._random.choice(self._specs))
+            self.engine.adapters.load(self._random.choice(self._specs))
             self.done["adapters loaded"] += 1
 
     def _unload_adapter(self) -> None:
-        self.engine.unload_adapter(self._random.choice(self._specs).key)
+        self.engine.adapters.unload(self._random.choice(self._specs).key)
 
     def _move(self) -> None:
         tenant, family = self._tenant(), self._random.randrange(PREFIXES)
@@ -223,7 +223,7 @@ class Churn:
     def _scope(self, tenant: str) -> PrefixScope:
         """Return one of a tenant's scopes: with its own salt mostly, now and then with an adapter that is loaded."""
         salt = tenant if self._random.random() < 0.8 else f"{tenant} {self._random.randrange(3)}"
-        loaded = self.engine.adapters()
+        loaded = self.engine.adapters.loaded
         lora = self._random.choice(loaded) if loaded and self._random.random() < 0.4 else ""
         return PrefixScope(self._info.fingerprint, lora, salt.encode())
 

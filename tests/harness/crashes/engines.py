@@ -68,6 +68,6 @@ def call_crashes(kind: str, model: Path, directory: Path, rng: random.Random) ->
     with ExitStack() as stack:
         engines = [stack.enter_context(running(TorchEngine(runner(), settings, lambda _: None))) for _ in range(2)]
         for engine, spec in product(engines, specs):
-            engine.load_adapter(spec)
+            engine.adapters.load(spec)
         matchers = Matchers(GrammarCompiler(info.path, info.vocab_size, info.eos_token_ids))
         yield CallCrashes(engines, BLOCK, preparer, tokenizer, matchers, rng)

@@ -4,6 +4,7 @@ import asyncio
 import tracemalloc
 from dataclasses import replace
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -233,7 +234,7 @@ def test_hot_adapters_are_loaded_as_memory_allows(
         return ""
 
     engine = make_engine()
-    monkeypatch.setattr(engine, "adapters", lambda: here)
+    monkeypatch.setattr(engine, "adapters", SimpleNamespace(loaded=here))
     receipt = asyncio.run(Prewarm(engine, local, load, config(most_adapters=most)).run(["p", "q"]))
     assert seen == loaded
     assert receipt.adapters == len(loaded)
