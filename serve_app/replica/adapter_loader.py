@@ -1,7 +1,6 @@
 """A replica's LoRA adapters: loaded ahead where it is told to, and on demand, since requests say where they lie."""
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
 
@@ -16,8 +15,6 @@ from serve_app.engine.protocol import (
     OutputSink,
     UnknownAdapter,
 )
-
-logger = logging.getLogger(__name__)
 
 _TRIES = 3
 """An adapter that was just loaded can be evicted before its request is in; more often than that is no accident."""

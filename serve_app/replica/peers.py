@@ -27,9 +27,6 @@ T = TypeVar("T")
 Question = Literal["export_kv", "offer_hot", "survey_cache", "take_kv", "keep_save"]
 """A method of ``PeerAnswers``."""
 
-Lost = Literal["lost"]
-"""What a replica answers to a call that was meant for another one: Serve sends a dead one's calls on."""
-
 
 class HolderLost(Exception):
     """The replica that was asked is gone."""
