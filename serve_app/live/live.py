@@ -104,11 +104,6 @@ class Live:
         """How many streams there are."""
         return sum(len(view.watchers) for view in self._views.values())
 
-    @property
-    def idle(self) -> bool:
-        """Whether nothing runs and nothing is kept for anybody, but the table."""
-        return self._task is None and not self._views and not self._kept
-
     def delivered(
         self,
         generation: Generation,

@@ -10,6 +10,7 @@ from router.protocol.block_hash import PrefixScope, extend_chain
 from router.protocol.request import Decision
 from serve_app.engine.protocol import SamplingParams
 from serve_app.generation.generation import Generation
+from serve_app.live.live import Live
 from serve_app.live.prefix_table import Answered, PrefixTable
 
 BLOCK = 4
@@ -49,6 +50,11 @@ def decision(replica: str = "r1", cached_tokens: int = 0) -> Decision:
 def answered(tenant: str, chain: bytes, prompt_tokens: int, cached_tokens: int, **more: Any) -> Answered:
     """Return a request as a table of prefixes hears of it, whoever answered it."""
     return Answered("r", tenant, chain, prompt_tokens, cached_tokens, 0.1, decision(), **more)
+
+
+def is_idle(live: Live) -> bool:
+    """Return whether nothing runs and nothing is kept for anybody, but the table."""
+    return live._task is None and not live._views and not live._kept
 
 
 class Use(NamedTuple):
