@@ -1,7 +1,7 @@
 """Do requests find the replica that holds their prefix? Many system prompts, several replicas, concurrent clients.
 
 The prompts fill `--working-set` of all pools together, and each is asked `--rounds` times in random order. Every policy
-runs without pulls of KV and with them. With `--engine vllm` other routers (`--peers`) run before as many `vllm serve`.
+runs without pulls of KV and with them; `--engine vllm --peers sglang_router` adds SGLang's router before `vllm serve`.
 """
 
 import argparse
@@ -21,14 +21,13 @@ from benchmarks.common.client import Answer, chat_body, stream_chat
 from benchmarks.common.prompts import text_of
 from benchmarks.common.report import add_engine_flag, metric_sum, names_of, parser_of, progress, spread, write
 from benchmarks.common.server import instance
-from benchmarks.peers.ray_prefix_router import ray_prefix_router
 from benchmarks.peers.vllm_serve import sglang_router, vllm_servers
 from router.settings import POLICY_NAMES
 from serve_app.checkpoints.kv_planner import kv_room
 from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.config.engine import VLLM_CPU_BLOCK_SIZE
 
-PEERS = ("ray_prefix_router", "sglang_router")
+PEERS = ("sglang_router",)
 MODES = ("off", "on")
 DTYPE = "float32"
 
@@ -45,7 +44,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--policies", type=names_of(POLICY_NAMES), default="estimated_ttft,power_of_two,round_robin")
     parser.add_argument("--pulls", type=names_of(MODES), default=",".join(MODES), help="kv_pull: off, on, or both")
-    parser.add_argument("--peers", type=names_of(PEERS), default=[], help=f"{' or '.join(PEERS)}; with --engine vllm")
+    parser.add_argument("--peers", type=names_of(PEERS), default=[], help=f"{PEERS[0]}; with --engine vllm")
     parser.add_argument("--sglang-python", default=os.environ.get("SGLANG_PYTHON", ""))
     arguments = parser.parse_args()
     if arguments.peers and arguments.engine != "vllm":
@@ -90,10 +89,9 @@ def server(router: str, pulls: str, arguments: argparse.Namespace) -> Iterator[s
     if arguments.engine == "vllm":  # alike here and in plain servers
         config |= {"num_threads": 1, "enforce_eager": True}
     if router in PEERS:
-        with vllm_servers(arguments.replicas, {"model": arguments.model, **config}) as urls:
-            peer = ray_prefix_router(urls) if router == PEERS[0] else sglang_router(arguments.sglang_python, urls)
-            with peer as url:
-                yield url
+        servers = vllm_servers(arguments.replicas, {"model": arguments.model, **config})
+        with servers as urls, sglang_router(arguments.sglang_python, urls) as url:
+            yield url
         return
     config |= {"kv_pull": pulls == "on", "policy": router}
     flags = [f"--set={key}={json.dumps(value) if isinstance(value, bool) else value}" for key, value in config.items()]

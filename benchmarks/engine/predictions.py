@@ -89,7 +89,7 @@ def measure(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         specs = [] if arguments.engine == "simulated" else make_adapters(model, Path(directory), 2, rank=4)
         engine = stack.enter_context(running(make_engine(config, info, routed.events)))
         for spec in specs:
-            engine.load_adapter(spec)
+            engine.adapters.load(spec)
             adapters.append(spec.key)
         blocks = sorted({0, arguments.public_tokens // BLOCK})
         scopes = [

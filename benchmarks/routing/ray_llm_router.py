@@ -8,6 +8,7 @@ import asyncio
 import random
 import statistics
 import time
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -70,7 +71,7 @@ def _router(source: str) -> WarmRouter:
     replicas = [
         SimpleNamespace(
             replica_id=ReplicaID(name, deployment),
-            replica_metadata={METADATA: facts.to_json()},
+            replica_metadata={METADATA: asdict(facts)},
             max_ongoing_requests=1000,
             node_id="",
             availability_zone="",

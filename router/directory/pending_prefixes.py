@@ -19,9 +19,6 @@ class PendingPrefixes:
         self._chains: OrderedDict[bytes, dict[int, tuple[str, bytes]]] = OrderedDict()
         self._key_of: dict[int, bytes] = {}
 
-    def __len__(self) -> int:
-        return len(self._chains)
-
     def add(self, placement_key: bytes, reservation: int, replica_id: str, chain: bytes) -> None:
         """Remember that a replica was sent ``chain`` (packed hashes)."""
         chains = self._chains.setdefault(placement_key, {})

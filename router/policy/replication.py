@@ -35,9 +35,6 @@ class PrefixDemand:
         self._max_keys = max_keys
         self._rates: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._rates)
-
     def add(self, key: bytes, work_s: float, now_s: float) -> float:
         """Count work and return the key's rate with it: a steady load of u seconds a second tends to u."""
         rate = self.rate_with(key, work_s, now_s)

@@ -19,9 +19,6 @@ class WaitQueue:
         self._lines: OrderedDict[str, deque[tuple[float, asyncio.Event]]] = OrderedDict()
         self._asking: tuple[float, asyncio.Event] | None = None
 
-    def __len__(self) -> int:
-        return sum(map(len, self._lines.values()))
-
     async def take(self, choose: Callable[[], T | None], tenant: str = "", order: int = 0, *, ahead: bool = False) -> T:
         """Return what ``choose`` does once it is not None. ``ahead``: in front of all, for who had a turn before.
 

@@ -34,6 +34,8 @@ class EngineMeters:
         self.generation_tokens = 0
         self.finished: Counter[str] = Counter()
         self.saves: Counter[str] = Counter()
+        self.drafts: Counter[str] = Counter()
+        """The worth of drafts, by sample; empty where nothing drafts."""
         self.prefill_time = Histogram(_PREFILL_BUCKETS_S)
         self.queue_time = Histogram(_QUEUE_BUCKETS_S)
         self._queries: Counter[str] = Counter()
@@ -83,6 +85,8 @@ class EngineMeters:
         for name, label, counts in counted:
             for value, count in dict(counts).items():
                 yield name, (*labels, (label, value)), float(count)
+        for name, count in dict(self.drafts).items():
+            yield name, labels, float(count)
         yield "warmpath_prompt_tokens_total", labels, float(self.prompt_tokens)
         yield "warmpath_prompt_tokens_computed_total", labels, float(self.computed_prompt_tokens)
         yield "warmpath_generation_tokens_total", labels, float(self.generation_tokens)

@@ -187,6 +187,48 @@ class QueueFull(EngineError):
         self.retry_after_s = retry_after_s
 
 
+class KvTransfer(Protocol):
+    """An engine's way in and out for cached prefixes. Any thread, but it waits for the loop."""
+
+    def export_prefix(
+        self, prefix: HashedTokens, first: int = 0, most_blocks: int | None = None, *, demote: bool = False
+    ) -> KvChain | None:
+        """Return the KV of the longest cached part of a prefix, in blocks from ``first`` on, ``most_blocks`` at most.
+
+        What its chain does not name is not looked for. ``demote``: another replica takes the prefix over, so that what
+        nobody else uses of it is evicted first here. None when there is none.
+        """
+
+    def import_part(self, part: KvChain, prefix: HashedTokens, first: int) -> int:
+        """Take a prompt's blocks from ``first`` on, if they are exactly those; return how many leading ones are held.
+
+        ``prefix``: the prompt's own, whose tenant pays. Raises a TransferError, taking nothing.
+        """
+
+    def hot_prefixes(self) -> HotPrefixes:
+        """Return all that the pool holds, saves and the hottest first."""
+
+    def cache_room(self) -> CacheRoom:
+        """Return what would fit from elsewhere."""
+
+    def take_over_pin(self, saved: SavedPrefix, prefix: HashedTokens) -> PinOutcome | None:
+        """Pin a prefix that another replica kept; None: it is not all here, or over."""
+
+
+class Adapters(Protocol):
+    """An engine's LoRA adapters (any thread)."""
+
+    @property
+    def loaded(self) -> tuple[str, ...]:
+        """Keys of the loaded adapters."""
+
+    def load(self, spec: AdapterSpec) -> None:
+        """Make an adapter available; reads files. Raises AdapterError, QueueFull if none is idle."""
+
+    def unload(self, key: str) -> bool:
+        """Refuse new requests for an adapter; those it has go on. False when it is not loaded."""
+
+
 class Engine(Protocol):
     """A continuous-batching engine with a prefix cache."""
 
@@ -221,6 +263,14 @@ class Engine(Protocol):
         """
 
     @property
+    def adapters(self) -> Adapters:
+        """What it has loaded of LoRA adapters."""
+
+    @property
+    def transfer(self) -> KvTransfer:
+        """How prefixes come and go."""
+
+    @property
     def kv_block_bytes(self) -> int:
         """Bytes of one block's KV."""
 
@@ -229,40 +279,6 @@ class Engine(Protocol):
 
     def wake(self) -> None:
         """Look again at requests whose ``remote_kv`` is done by now (any thread)."""
-
-    def export_prefix(
-        self, prefix: HashedTokens, first: int = 0, most_blocks: int | None = None, *, demote: bool = False
-    ) -> KvChain | None:
-        """Return the KV of the longest cached part of a prefix, in blocks from ``first`` on, ``most_blocks`` at most.
-
-        What its chain does not name is not looked for. ``demote``: another replica takes the prefix over, so that what
-        nobody else uses of it is evicted first here. Any thread, but it waits for the loop. None when there is none.
-        """
-
-    def import_part(self, part: KvChain, prefix: HashedTokens, first: int) -> int:
-        """Take a prompt's blocks from ``first`` on, if they are exactly those; return how many leading ones are held.
-
-        ``prefix``: the prompt's own, whose tenant pays. Any thread, but it waits for the loop. Raises a TransferError,
-        taking nothing.
-        """
-
-    def hot_prefixes(self) -> HotPrefixes:
-        """Return all that the pool holds, saves and the hottest first. Any thread, but it waits for the loop."""
-
-    def cache_room(self) -> CacheRoom:
-        """Return what would fit from elsewhere. Any thread, but it waits for the loop."""
-
-    def take_over_pin(self, saved: SavedPrefix, prefix: HashedTokens) -> PinOutcome | None:
-        """Pin a prefix that another replica kept; None: it is not all here, or over. Any thread, but it waits."""
-
-    def load_adapter(self, spec: AdapterSpec) -> None:
-        """Make a LoRA adapter available (any thread; reads files). Raises AdapterError, QueueFull if none is idle."""
-
-    def unload_adapter(self, key: str) -> bool:
-        """Refuse new requests for an adapter; those it has go on. False when it is not loaded."""
-
-    def adapters(self) -> tuple[str, ...]:
-        """Keys of the loaded adapters."""
 
     def healthy(self) -> bool:
         """False once the loop has died or stalled."""

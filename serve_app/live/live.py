@@ -19,9 +19,9 @@ from serve_app.engine.protocol import FirstToken
 from serve_app.errors import RateLimited
 from serve_app.generation.generation import Generation
 from serve_app.live.nodes import Rows, node_rows
-from serve_app.live.prefix_table import PrefixTable
+from serve_app.live.prefix_table import Answered, PrefixTable
 from serve_app.live.replicas import Activity, Row, replica_rows
-from serve_app.live.view import Answered, Board, Facts, Occurrence, Total, View, decision_row, encoded, moves_of
+from serve_app.live.view import Board, Facts, Occurrence, Total, View, decision_row, encoded, moves_of
 from serve_app.live.watcher import Event, Watcher
 
 logger = logging.getLogger(__name__)
@@ -104,11 +104,6 @@ class Live:
         """How many streams there are."""
         return sum(len(view.watchers) for view in self._views.values())
 
-    @property
-    def idle(self) -> bool:
-        """Whether nothing runs and nothing is kept for anybody, but the table."""
-        return self._task is None and not self._views and not self._kept
-
     def delivered(
         self,
         generation: Generation,
@@ -137,17 +132,7 @@ class Live:
         """Hear of a request's first token. Never raises."""
         try:
             at_s = time.time()
-            key = self._table.add(
-                told.tenant,
-                told.chain,
-                told.prompt_tokens,
-                told.cached_tokens,
-                at_s,
-                public_blocks=told.public_blocks,
-                system_tokens=told.system_tokens,
-                label=told.label,
-                pinned=told.pinned,
-            )
+            key = self._table.add(told, at_s)
             if self._watched():
                 body = decision_row(told, key, self._rates.get(told.decision.replica_id))
                 self._tell(Occurrence("decision", round(at_s, 3), told.tenant, {"ingress": self._name, **body}))

@@ -11,6 +11,7 @@ from typing import Literal
 import xxhash
 
 from router.protocol.block_hash import HASH_BYTES, hash_at
+from router.protocol.request import Decision
 
 Kind = Literal["public", "system", "conversation"]
 
@@ -44,6 +45,26 @@ class Node:
     def bytes(self) -> int:
         """What it takes, about: its hashes, and 512 bytes beside them."""
         return len(self.chain) + 512
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A request that had its first token. ``chain``: the hashes of its prompt's whole blocks.
+
+    ``label``: the registered prompt that it begins with; ``pinned``: whether a save of its system prompt is kept.
+    """
+
+    request_id: str
+    tenant: str
+    chain: bytes
+    prompt_tokens: int
+    cached_tokens: int
+    ttft_s: float
+    decision: Decision
+    public_blocks: int = 0
+    system_tokens: int = 0
+    label: str = ""
+    pinned: bool = False
 
 
 class TenantPrefixes:
@@ -84,36 +105,21 @@ class PrefixTable:
         self.tenants = tenants
         self.rooms: OrderedDict[str, TenantPrefixes] = OrderedDict()
 
-    def add(
-        self,
-        tenant: str,
-        chain: bytes,
-        prompt_tokens: int,
-        cached_tokens: int,
-        at_s: float,
-        *,
-        public_blocks: int = 0,
-        system_tokens: int = 0,
-        label: str = "",
-        pinned: bool = False,
-    ) -> bytes:
-        """Note a generation whose first token came, and return the key of its deepest node, b"" for none.
-
-        ``label``: the registered prompt that it begins with; ``pinned``: whether a save of its system prompt is kept.
-        """
+    def add(self, told: Answered, at_s: float) -> bytes:
+        """Note a generation whose first token came, and return the key of its deepest node, b"" for none."""
         tenants = max(1, self.tenants())
-        room = self.rooms.setdefault(tenant, TenantPrefixes())
-        self.rooms.move_to_end(tenant)
+        room = self.rooms.setdefault(told.tenant, TenantPrefixes())
+        self.rooms.move_to_end(told.tenant)
         while len(self.rooms) > tenants:  # tenants that are configured no more
             self.rooms.popitem(last=False)
         room.requests += 1
-        room.prompt_tokens += prompt_tokens
-        room.cached_tokens += cached_tokens
-        size, blocks = self.block_size, len(chain) // HASH_BYTES
-        cached_blocks = cached_tokens // size
-        if cached_blocks >= (prompt_tokens - 1) // size:
+        room.prompt_tokens += told.prompt_tokens
+        room.cached_tokens += told.cached_tokens
+        chain, size = told.chain, self.block_size
+        blocks, cached_blocks = len(chain) // HASH_BYTES, told.cached_tokens // size
+        if cached_blocks >= (told.prompt_tokens - 1) // size:
             cached_blocks = blocks  # the last prompt token is computed whatever is cached, and its block with it
-        public_blocks, system_blocks = min(public_blocks, blocks), min(system_tokens // size, blocks)
+        public_blocks, system_blocks = min(told.public_blocks, blocks), min(told.system_tokens // size, blocks)
         public = b"p" + hash_at(chain, public_blocks - 1) if public_blocks else b""
         parent, start = public, public_blocks
         if system_blocks > public_blocks:
@@ -126,13 +132,13 @@ class PrefixTable:
         if parent != public:
             head = chain[: start * HASH_BYTES]
             touched.append(room.touch(parent, "system", public, public_blocks, head, cached_blocks))
-            touched[-1].pinned |= pinned
+            touched[-1].pinned |= told.pinned
         if public:
             touched.append(room.touch(public, "public", b"", 0, chain[: public_blocks * HASH_BYTES], cached_blocks))
         for node in touched:
             node.last_used_at_s = at_s
-        if touched and label and touched[-1].kind != "conversation":
-            touched[-1].label = label
+        if touched and told.label and touched[-1].kind != "conversation":
+            touched[-1].label = told.label
         most_bytes = min(MAX_TENANT_BYTES, MAX_BYTES // tenants)
         while room.nodes and (room.bytes > most_bytes or len(room.nodes) > MAX_TENANT_NODES):
             room.bytes -= room.nodes.popitem(last=False)[1].bytes

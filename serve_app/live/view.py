@@ -7,9 +7,8 @@ from typing import Any
 
 import msgspec
 
-from router.protocol.request import Decision
 from serve_app.live.nodes import NodeRow, Rows, shown
-from serve_app.live.prefix_table import node_id
+from serve_app.live.prefix_table import Answered, node_id
 from serve_app.live.replicas import TENANTS_FIELDS, Row, changed
 from serve_app.live.watcher import Event, Watcher
 
@@ -48,26 +47,6 @@ class Occurrence:
     at_s: float
     tenant: str | None
     body: Row
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """A request that had its first token. ``chain``: the hashes of its prompt's whole blocks.
-
-    ``label``: the registered prompt that it begins with; ``pinned``: whether a save of its system prompt is kept.
-    """
-
-    request_id: str
-    tenant: str
-    chain: bytes
-    prompt_tokens: int
-    cached_tokens: int
-    ttft_s: float
-    decision: Decision
-    public_blocks: int = 0
-    system_tokens: int = 0
-    label: str = ""
-    pinned: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,8 @@ from serve_app.ingress.observe.metrics import render, replica_samples
 from serve_app.ingress.routes.event_stream import EventStream
 from serve_app.ingress.routes.page import page_response
 from serve_app.live.live import Live
-from serve_app.live.prefix_table import PrefixTable
-from serve_app.live.view import Answered, encoded
+from serve_app.live.prefix_table import Answered, PrefixTable
+from serve_app.live.view import encoded
 from serve_app.ray_compat import use_outside_of_replicas
 from serve_app.ray_llm.router import WarmRouter
 

@@ -75,7 +75,7 @@ class WarmRouter(CacheAwareRouter):
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Learn of the engines before the feeds are followed: hashes are of their blocks."""
         told = [replica.replica_metadata.get(METADATA) for replica in replicas]
-        facts = next((EngineFacts.from_json(values) for values in told if values), None)
+        facts = next((EngineFacts(**values) for values in told if values), None)
         if facts is not None and facts != self._facts:
             self._learn(facts)
         super().update_replicas(replicas)

@@ -2,10 +2,9 @@
 
 import hmac
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
-from typing import Any, Self
 
 from router.protocol.block_hash import PrefixScope
 from serve_app.tenants.secret import load_secret
@@ -15,7 +14,7 @@ TENANT_HEADER = "WARMPATH_TENANT_HEADER"
 
 DEFAULT_TENANT_HEADER = "authorization"
 METADATA = "warmpath"
-"""The key under which a replica advertises ``EngineFacts``."""
+"""The key under which a replica advertises its ``EngineFacts``, as a dict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +29,6 @@ class EngineFacts:
     block_size: int
     tenant_header: str
     secret_check: str
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as a replica's metadata has it."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Return what ``to_json`` made. Raises TypeError where it is something else."""
-        return cls(**values)
 
 
 class Scopes:

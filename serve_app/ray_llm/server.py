@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from typing import Any
 
 import ray
@@ -60,7 +61,7 @@ class WarmLLMServer(LLMServer):  # type: ignore[misc]
         return {
             FEED_METADATA: self._feed.endpoint.to_dict(),
             LABELS_METADATA: labels,
-            METADATA: self._facts.to_json(),
+            METADATA: asdict(self._facts),
         }
 
     async def recent_answers(self, numbers: dict[str, int]) -> tuple[str, int, list[Answer]]:

@@ -1,7 +1,6 @@
 """A replica's LoRA adapters: loaded ahead where it is told to, and on demand, since requests say where they lie."""
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
 
@@ -16,8 +15,6 @@ from serve_app.engine.protocol import (
     OutputSink,
     UnknownAdapter,
 )
-
-logger = logging.getLogger(__name__)
 
 _TRIES = 3
 """An adapter that was just loaded can be evicted before its request is in; more often than that is no accident."""
@@ -52,7 +49,7 @@ class ReplicaAdapters:
 
     def loaded(self) -> tuple[AdapterSpec, ...]:
         """Return the adapters in memory, the last used first."""
-        keys = reversed(self._engine.adapters())
+        keys = reversed(self._engine.adapters.loaded)
         return tuple(AdapterSpec.of_key(key, self._paths[key]) for key in keys if key in self._paths)
 
     async def load(self, spec: AdapterSpec) -> str:
@@ -84,11 +81,11 @@ class ReplicaAdapters:
         await asyncio.shield(task)
 
     async def _timed_load(self, spec: AdapterSpec) -> None:
-        here = spec.key in self._engine.adapters()
+        here = spec.key in self._engine.adapters.loaded
         started_s = self._clock()
-        await asyncio.to_thread(self._engine.load_adapter, spec)
+        await asyncio.to_thread(self._engine.adapters.load, spec)
         self._paths[spec.key] = spec.path
-        self._paths = {key: self._paths[key] for key in self._engine.adapters() if key in self._paths}
+        self._paths = {key: self._paths[key] for key in self._engine.adapters.loaded if key in self._paths}
         if not here:
             took_s = self._clock() - started_s
             self.load_s = took_s if not self.load_s else self.load_s + _SMOOTHING * (took_s - self.load_s)

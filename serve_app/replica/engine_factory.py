@@ -33,17 +33,17 @@ _KINDS = {"layer_types", "layers_block_type"}
 
 
 def make_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) -> Engine:
-    """Return the engine, not started. Raises ValueError for settings that do not fit, and as ``build_engine``."""
+    """Return the engine, not started. Raises ValueError for settings that do not fit, and as ``load_runner``."""
     return MAKERS[config.engine].build(config, info, event_sink)
 
 
 def _torch_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) -> Engine:
     # Only here: they are seconds and hundreds of megabytes, which simulated replicas do without.
-    from serve_app.engine.core.build import build_engine
+    from serve_app.engine.runner.model_runner import load_runner
     from serve_app.replica.pool_size import pool_blocks
 
     settings = _torch_settings(config, info, pool_blocks(config, info.path))
-    return build_engine(info.path, settings, event_sink)
+    return TorchEngine(load_runner(info.path, settings), settings, event_sink)
 
 
 def _vllm_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) -> Engine:

@@ -27,9 +27,6 @@ T = TypeVar("T")
 Question = Literal["export_kv", "offer_hot", "survey_cache", "take_kv", "keep_save"]
 """A method of ``PeerAnswers``."""
 
-Lost = Literal["lost"]
-"""What a replica answers to a call that was meant for another one: Serve sends a dead one's calls on."""
-
 
 class HolderLost(Exception):
     """The replica that was asked is gone."""
@@ -39,7 +36,7 @@ class HolderLost(Exception):
 class WantedPart:
     """What one replica asks of another: blocks from ``first`` on, ``most_blocks`` at most, of a prefix of exactly
     this scope. ``token_ids``: int32-LE bytes from the prompt's start, ``block_hashes`` their packed chain.
-    ``demote``: as in ``Engine.export_prefix``."""
+    ``demote``: as in ``KvTransfer.export_prefix``."""
 
     scope: PrefixScope
     block_hashes: bytes

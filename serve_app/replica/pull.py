@@ -262,5 +262,5 @@ async def copy_part(
     if not isinstance(part, KvChain):
         return part
     # A copy into the pool that has begun is finished, whatever becomes of a deadline.
-    held = await asyncio.shield(asyncio.to_thread(engine.import_part, part, prefix, first))
+    held = await asyncio.shield(asyncio.to_thread(engine.transfer.import_part, part, prefix, first))
     return held, part.header.blocks

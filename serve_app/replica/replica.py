@@ -163,7 +163,7 @@ class Replica:
 
     async def drop_adapter(self, key: str) -> bool:
         """Unload an adapter by its key; requests that have begun finish with it."""
-        return self._engine.unload_adapter(key)
+        return self._engine.adapters.unload(key)
 
     async def merge_adapters(self, entries: Sequence[AdapterEntry]) -> None:
         """Remember which adapters the deployment has."""
@@ -239,7 +239,7 @@ class Replica:
         return msgspec.structs.replace(
             self._engine.load(),
             pull_tokens_per_s=self._puller.tokens_per_s,
-            adapters=pack_adapters(self._engine.adapters()),
+            adapters=pack_adapters(self._engine.adapters.loaded),
             adapter_load_s=self._adapters.load_s,
         )
 

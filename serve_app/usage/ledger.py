@@ -138,11 +138,6 @@ class Ledger:
         with self._lock, closing(self._database.execute(query, (first_day, last_day, tenant, tenant))) as rows:
             return [(UsageKey(*row[:4]), Counts(*row[4:])) for row in rows]
 
-    def close(self) -> None:
-        """Write new counts and close the file."""
-        self.flush()
-        self._database.close()
-
     def _day(self, offset_days: int = 0) -> str:
         return (self._now() + timedelta(offset_days)).date().isoformat()
 

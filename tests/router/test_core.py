@@ -60,7 +60,7 @@ def test_simultaneous_requests_spread_and_users_of_one_cold_prompt_follow_the_fi
     assert [decision.reason for decision in herd] == ["cold"] + ["in_flight"] * 4
     for decision in herd:
         core.release(decision)
-    assert len(core._known.pending) == core.state()["open_reservations"] == 0
+    assert len(core._known.pending._chains) == core.state()["open_reservations"] == 0
 
 
 def test_release_is_idempotent_and_ttl_is_the_backstop() -> None:
@@ -73,7 +73,7 @@ def test_release_is_idempotent_and_ttl_is_the_backstop() -> None:
     assert core.loads.queue_ahead("a") > 0
     clock.now_s = RESERVATION_TTL_S + 1.0
     core.release(decided(core, ask(3)))
-    assert core.loads.queue_ahead("a") == core.loads.open_reservations == len(core._known.pending) == 0
+    assert core.loads.queue_ahead("a") == core.loads.open_reservations == len(core._known.pending._chains) == 0
 
 
 def test_update_replicas_reports_differences() -> None:

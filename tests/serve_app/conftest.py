@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from router.protocol.events import Event
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
-from serve_app.engine.core.build import build_engine
 from serve_app.engine.core.engine import TorchEngine
+from serve_app.engine.runner.model_runner import load_runner
 from serve_app.engine.settings import EngineSettings
 from serve_app.structured.compiler import GrammarCompiler
 from serve_app.tokenization.tokenizer import PromptTokenizer
@@ -88,7 +88,8 @@ def make_engine(checkpoints: dict[str, Path], engines: list[TorchEngine]) -> Mak
     ) -> TorchEngine:
         values = {"dtype": "float32", "num_blocks": 256, "max_num_seqs": 16, "max_num_batched_tokens": 256, **overrides}
         sink = events.extend if events is not None else lambda _: None
-        engine = build_engine(checkpoints[kind], EngineSettings(**values), sink)
+        settings = EngineSettings(**values)
+        engine = TorchEngine(load_runner(checkpoints[kind], settings), settings, sink)
         engines.append(engine)
         if start:
             engine.start()

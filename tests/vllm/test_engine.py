@@ -225,21 +225,21 @@ def test_adapters_apart_and_as_in_the_built_in_engine(both: Both, demo_model_pat
     for seed, name in enumerate(("one", "two", "three", "four")):
         path = save_adapter(demo_model_path, tmp_path / name, seed, ("q_proj", "v_proj", "up_proj"))
         spec, scope = described(path, name)
-        both.vllm.load_adapter(spec)
-        both.torch.load_adapter(spec)
+        both.vllm.adapters.load(spec)
+        both.torch.adapters.load(spec)
         scopes.append(scope)
         (path / "adapter_model.safetensors").write_bytes(b"")
-    assert set(both.vllm.adapters()) == {scope.lora for scope in scopes[1:]}
+    assert set(both.vllm.adapters.loaded) == {scope.lora for scope in scopes[1:]}
     asked = [request(f"r{i}", ids, 10, scope=scope) for i, scope in enumerate(scopes)]
     wanted, found = run_all(both.torch, asked), run_all(both.vllm, asked)
     assert found.tokens == wanted.tokens
     assert len({tuple(tokens) for tokens in found.tokens.values()}) == 5
     assert set(found.cached.values()) == {0}
     assert set(run_all(both.vllm, asked).cached.values()) == {96}
-    assert both.vllm.unload_adapter(scopes[1].lora)
+    assert both.vllm.adapters.unload(scopes[1].lora)
     large, _ = described(save_adapter(demo_model_path, tmp_path / "large", 5, ("q_proj",), r=32), "large")
     with pytest.raises(AdapterError):
-        both.vllm.load_adapter(large)
+        both.vllm.adapters.load(large)
     with pytest.raises(UnknownAdapter):
         both.vllm.submit(asked[1], Collector())
     assert run_all(both.vllm, [asked[0], asked[2]]).tokens["r2"] == wanted.tokens["r2"]
@@ -253,18 +253,18 @@ def test_kv_that_left_and_came_back_gives_the_same_tokens(
     scope, ids = SCOPE, both.prompt(1000, seed=300 + with_adapter)
     if with_adapter:
         spec, scope = described(save_adapter(demo_model_path, tmp_path / "kv", 5, ("q_proj", "v_proj")), "kv")
-        both.vllm.load_adapter(spec)
+        both.vllm.adapters.load(spec)
     reset(both)
     prefix, wanted = compute(both, ids, scope, 12)
-    one, two = (both.vllm.export_prefix(prefix, first, 16) for first in (0, 16))
-    assert both.vllm.export_prefix(prefix, 31) is None
+    one, two = (both.vllm.transfer.export_prefix(prefix, first, 16) for first in (0, 16))
+    assert both.vllm.transfer.export_prefix(prefix, 31) is None
     assert one is not None and two is not None
     assert [one.header.blocks, two.header.blocks] == [16, 15]
     reset(both)
     remote, collector = RemoteKv(31 * BLOCK), Collector()
     both.vllm.submit(replace(request("asked", ids, 12, scope=scope), remote_kv=remote), collector)
-    assert both.vllm.import_part(one, prefix, 0) == 16
-    assert both.vllm.import_part(two, prefix, 16) == 31
+    assert both.vllm.transfer.import_part(one, prefix, 0) == 16
+    assert both.vllm.transfer.import_part(two, prefix, 16) == 31
     assert not collector.finish, "it waits for all of it"
     remote.end()
     both.vllm.wake()
@@ -282,7 +282,7 @@ def test_a_copy_goes_before_what_waits(both: Both) -> None:
     collector, names = Collector(), [f"q{i}" for i in range(4)]
     for number, name in enumerate(names):
         both.vllm.submit(request(name, both.prompt(600, seed=501 + number), 1), collector)
-    part = both.vllm.export_prefix(prefix)
+    part = both.vllm.transfer.export_prefix(prefix)
     ended = len(collector.finish)
     collector.wait(names, 120)
     assert part is not None and part.header.blocks == 10
@@ -324,15 +324,15 @@ def test_saves_stay_until_a_reset_or_their_end(both: Both) -> None:
     assert [run_all(both.vllm, [item]).cached[item.request_id] for item in (plain, saved, kept)] == [0, 320, 320]
     samples = {name: value for name, _, value in both.vllm.stats().samples}
     assert samples["warmpath_pinned_blocks"] == 20
-    hot = both.vllm.hot_prefixes()
+    hot = both.vllm.transfer.hot_prefixes()
     assert len(hot.saves) == 2
     (ours,) = (save for save in hot.saves if save.key == b"s" * 16)
     prefix = hot.prefix(ours.run)
     assert prefix.token_ids.tobytes() == saved.token_ids[:320].tobytes()
     reset(both)
-    assert both.vllm.take_over_pin(ours, prefix) is None, "it is gone"
+    assert both.vllm.transfer.take_over_pin(ours, prefix) is None, "it is gone"
     compute(both, saved.token_ids)
-    assert both.vllm.take_over_pin(ours, prefix) == "pinned"
+    assert both.vllm.transfer.take_over_pin(ours, prefix) == "pinned"
     flood(both, 720)
     assert run_all(both.vllm, [saved]).cached["s"] == 320
     reset(both)

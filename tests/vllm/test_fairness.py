@@ -132,7 +132,7 @@ def test_copies_go_before_all_turns(tenants: Tenants) -> None:
     tenants.hit(asked)
     for number in range(8):
         tenants.engine.submit(tenants.asked("flood", 400 + number, 600), collector)
-    part = tenants.engine.export_prefix(prefix_of(asked.token_ids, asked.scope))
+    part = tenants.engine.transfer.export_prefix(prefix_of(asked.token_ids, asked.scope))
     assert part is not None
     assert len(collector.finish) <= 2
     collector.wait([f"flood {400 + number}" for number in range(8)], 120)

@@ -80,14 +80,14 @@ def test_what_is_public_moves_as_such(both: Both) -> None:
     reset(both)
     item = asked(both, "a", "moves", seed=2)
     assert cached(both, item) == 0
-    hot = both.vllm.hot_prefixes()
+    hot = both.vllm.transfer.hot_prefixes()
     assert [(run.kind, run.tenant, run.blocks) for run in hot.runs] == [("public", PUBLIC, 6), ("prefix", "a", 4)]
     for prefix, first, blocks in ((hot.prefix(0), 0, 6), (hot.prefix(1), 6, 10)):
-        part = both.vllm.export_prefix(prefix, first)
+        part = both.vllm.transfer.export_prefix(prefix, first)
         assert part is not None
         reset(both)
         assert not first or cached(both, asked(both, "b", "before", seed=3)) == 0
-        assert both.vllm.import_part(part, prefix, first) == blocks
+        assert both.vllm.transfer.import_part(part, prefix, first) == blocks
         heard(both, prefix.chain)
         assert cached(both, asked(both, "b", "there", seed=2)) == 6
         assert cached(both, replace(item, request_id="back")) == blocks
@@ -101,10 +101,10 @@ def test_a_save_behind_a_public_prompt_stays(both: Both) -> None:
     assert first is not None and first.save is not None and first.save.outcome == "saved"
     run_all(both.vllm, [request(f"f{i}", both.prompt(900, seed=80 + i), 1, scope=OTHER) for i in range(5)])
     assert cached(both, item) == 10
-    (saved,) = both.vllm.hot_prefixes().saves
+    (saved,) = both.vllm.transfer.hot_prefixes().saves
     assert (saved.key, saved.tenant) == (b"s" * 16, "a")
     head = HashedTokens(item.scope, item.token_ids[: 6 * BLOCK], chain_of(item)[: 6 * HASH_BYTES], PUBLIC)
-    assert both.vllm.take_over_pin(replace(saved, key=b"t" * 16), head) == "pinned"
+    assert both.vllm.transfer.take_over_pin(replace(saved, key=b"t" * 16), head) == "pinned"
     assert both.vllm._saves.pins.holdings() == {"a": 10}
     reset(both)
     assert cached(both, item) == 0

@@ -29,12 +29,12 @@ def kept_as_by_one_rank(both: Both, part_shape: tuple[int, ...], requests: int) 
     assert wrong == []
     ids = both.prompt(5 * BLOCK + 1, seed=77)
     prefix, tokens = compute(both, ids)
-    part = both.vllm.export_prefix(prefix)
+    part = both.vllm.transfer.export_prefix(prefix)
     assert part is not None
     assert [each.shape[: len(part_shape)] for each in part.header.format.parts] == [part_shape] * 2
     assert part.header.format.block_bytes == both.vllm.kv_block_bytes
     reset(both)
-    assert both.vllm.import_part(part, prefix_of(ids), 0) == 5
+    assert both.vllm.transfer.import_part(part, prefix_of(ids), 0) == 5
     again = run_all(both.vllm, [request("again", ids, 8)])
     assert (again.tokens["again"], again.cached["again"]) == (tokens, 5 * BLOCK)
 

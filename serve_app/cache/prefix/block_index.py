@@ -69,13 +69,6 @@ class BlockIndex:
         """Entries in the order in which they were added."""
         return iter(self._by_block.values())
 
-    def __reversed__(self) -> Iterator[CachedBlock]:
-        return reversed(self._by_block.values())
-
-    def hashes(self) -> frozenset[bytes]:
-        """Return the hashes of all entries."""
-        return frozenset(self._by_hash)
-
     def of_block(self, block: int) -> CachedBlock | None:
         """Return what is indexed of a block."""
         return self._by_block.get(block)

@@ -78,10 +78,6 @@ class PrefixCache:
         for key in self.pins.of_others(shares) if shares else ():
             self.unpin(key)
 
-    def chain(self, parent: bytes, token_ids: TokenArray) -> bytes:
-        """Return the packed hashes of the full blocks of ``token_ids`` after ``parent``; b"" when caching is off."""
-        return self._hash_chain(parent, token_ids, self.block_size) if self.enabled else b""
-
     def prompt_chain(self, scope: PrefixScope, root: bytes, token_ids: TokenArray, known: bytes = b"") -> bytes:
         """Return the chain of a whole prompt, public blocks included, from what is known of it; b"" when off."""
         if not self.enabled:

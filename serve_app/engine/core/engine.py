@@ -13,9 +13,6 @@ import numpy as np
 
 from router.protocol.block_hash import ChainHasher, count_leading, hash_blocks
 from router.protocol.events import LoadReport, StatsReport
-from serve_app.cache.kv_chain import KvChain
-from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, SavedPrefix
-from serve_app.cache.prefix.pins import PinOutcome
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.core.cache_events import CacheEvents
 from serve_app.engine.core.load_reporter import LoadReporter
@@ -25,7 +22,7 @@ from serve_app.engine.kv.prompt_pins import PromptPins
 from serve_app.engine.kv.tier_loader import TierLoader
 from serve_app.engine.kv.transfer import PrefixTransfer
 from serve_app.engine.metrics import EngineMeters, gauge_samples
-from serve_app.engine.protocol import AdapterSpec, CacheRoom, Clock, EngineError, EngineRequest, EventSink, OutputSink
+from serve_app.engine.protocol import Clock, EngineError, EngineRequest, EventSink, OutputSink
 from serve_app.engine.scheduling.scheduler import Scheduler
 from serve_app.engine.scheduling.sequence import SequenceState, check_request
 from serve_app.engine.settings import STALL_AFTER_S, EngineSettings
@@ -61,17 +58,18 @@ class TorchEngine:
             shares=settings.tenant_shares,
             clock=clock,
         )
+        self.adapters = runner.adapters
         self._meters = EngineMeters()
         self._loop = EngineLoop(self._run, self._deliver, clock, stall_after_s)
         self._live = LiveRequests(self.settings, clock)
         self._tier_loader = TierLoader(self.settings, self._cache, runner, self._meters, self._loop.wake, clock)
-        self._scheduler = Scheduler(self.settings, self._cache, runner.adapters, self._tier_loader.fetch)
+        self._scheduler = Scheduler(self.settings, self._cache, self.adapters, self._tier_loader.fetch)
         pins = PromptPins(self._cache, self._meters, clock, self._tier_loader.spiller.save)
-        self._transfer = PrefixTransfer(
+        self.transfer = PrefixTransfer(
             self._cache, runner, self._scheduler, self._tier_loader, pins, self._loop.call, clock
         )
         self._outputs = OutputProcessor(
-            self._scheduler, pins, self._tier_loader, runner.adapters, self._live, self._meters, self._cache.enabled
+            self._scheduler, pins, self._tier_loader, self.adapters, self._live, self._meters, self._cache.enabled
         )
         self._events = CacheEvents(self._cache, self._tier_loader.tiers, event_sink)
         self._load_reporter = LoadReporter(self.settings, self._meters, self._scheduler)
@@ -105,7 +103,7 @@ class TorchEngine:
             if self._loop.stopping:
                 raise EngineError("the engine is stopped")
             self._live.check(request.request_id, request.tenant, self._load_reporter.retry_after_s())
-            self._runner.adapters.pin(request.scope.lora)
+            self.adapters.pin(request.scope.lora)
             self._live.add(sequence)
             self._load_reporter.arrived(sequence)
             self._loop.post(lambda: self._enter(sequence))
@@ -123,7 +121,7 @@ class TorchEngine:
         """Return counters and gauges as Prometheus-style samples."""
         labels, load = self._labels, self._load_reporter
         gauges = gauge_samples(self._cache, labels, self._runner.block_bytes, load.running, load.waiting)
-        parts = (self._meters, self._tier_loader, self._runner.adapters)
+        parts = (self._meters, self._tier_loader, self.adapters)
         counted = (sample for part in parts for sample in part.samples(labels))
         return StatsReport(samples=(*counted, *gauges))
 
@@ -139,39 +137,9 @@ class TorchEngine:
         """See ``protocol.Engine``."""
         self._loop.call(lambda: self._events.send_digest(anew=anew))
 
-    def export_prefix(
-        self, prefix: HashedTokens, first: int = 0, most_blocks: int | None = None, *, demote: bool = False
-    ) -> KvChain | None:
-        """See ``protocol.Engine``."""
-        return self._transfer.export_prefix(prefix, first, most_blocks, demote=demote)
-
-    def import_part(self, part: KvChain, prefix: HashedTokens, first: int) -> int:
-        """See ``protocol.Engine``. Raises a TransferError, taking nothing."""
-        return self._transfer.import_part(part, prefix, first)
-
-    def hot_prefixes(self) -> HotPrefixes:
-        """See ``protocol.Engine``."""
-        return self._transfer.hot_prefixes()
-
-    def cache_room(self) -> CacheRoom:
-        """See ``protocol.Engine``."""
-        return self._transfer.cache_room()
-
-    def take_over_pin(self, saved: SavedPrefix, prefix: HashedTokens) -> PinOutcome | None:
-        """See ``protocol.Engine``."""
-        return self._transfer.take_over_pin(saved, prefix)
-
     def wake(self) -> None:
         """Look again at requests whose ``remote_kv`` is done by now (any thread)."""
         self._loop.wake()
-
-    def load_adapter(self, spec: AdapterSpec) -> None:
-        """See ``protocol.Engine``."""
-        self._runner.adapters.load(spec)
-
-    def unload_adapter(self, key: str) -> bool:
-        """Refuse new requests for an adapter; those it has go on. False when it is not loaded."""
-        return self._runner.adapters.unload(key)
 
     def healthy(self) -> bool:
         """Return whether the loop is alive and its current step has not run for too long."""
@@ -186,10 +154,6 @@ class TorchEngine:
         """Return how many of a chain's first ``most`` blocks are cached or being computed (any thread; a hint)."""
         index, pending = self._cache.index, self._scheduler.pending
         return count_leading(block_hashes, most, lambda block: index.held(block) or pending.has(block))
-
-    def adapters(self) -> tuple[str, ...]:
-        """Keys of the loaded adapters."""
-        return self._runner.adapters.loaded
 
     def _run(self) -> None:
         reason = "the engine was stopped"

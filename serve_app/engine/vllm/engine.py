@@ -19,14 +19,9 @@ from router.protocol.block_hash import extend_chain
 from router.protocol.events import LoadReport, StatsReport
 from router.vllm_events.pool import VllmPool
 from router.vllm_events.subscriber import EventSubscriber
-from serve_app.cache.kv_chain import KvChain
-from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, SavedPrefix
-from serve_app.cache.prefix.pins import PinOutcome
 from serve_app.engine.metrics import EngineMeters, pin_samples
 from serve_app.engine.outbox import Outbox
 from serve_app.engine.protocol import (
-    AdapterSpec,
-    CacheRoom,
     EngineError,
     EngineOutput,
     EngineRequest,
@@ -38,7 +33,6 @@ from serve_app.engine.protocol import (
 from serve_app.engine.scheduling.sequence import check_request
 from serve_app.engine.settings import STALL_AFTER_S
 from serve_app.engine.vllm.adapters import VllmAdapters
-from serve_app.engine.vllm.draft_meters import DraftMeters
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
 from serve_app.engine.vllm.frontend import Generated, VllmFrontend
 from serve_app.engine.vllm.load_mirror import LiveRequest, LoadMirror
@@ -63,14 +57,13 @@ class VllmEngine:
         self.settings = settings
         self._lock = threading.Lock()
         self._meters = EngineMeters()
-        self._drafts = DraftMeters()
         self._load = LoadMirror(settings, self._meters)
         self._stopping = False
         self._progress_s = time.monotonic()
         self._endpoints = EventEndpoints.create()
         directory = self._endpoints.directory
         try:
-            self._frontend = VllmFrontend(settings, self._endpoints, self._stepped, self._drafts)
+            self._frontend = VllmFrontend(settings, self._endpoints, self._stepped, self._meters.drafts)
         except BaseException:
             self._endpoints.remove()
             raise
@@ -78,10 +71,19 @@ class VllmEngine:
         self._outbox = Outbox(lambda: self._frontend.loop.call_soon(self._outbox.deliver))
         self._pool = VllmPool(settings.block_size, facts.num_blocks, states=facts.states)
         self._events = EventSubscriber(self._endpoints.publish, self._endpoints.replay, self._pool, event_sink)
-        self._adapters = VllmAdapters(directory / "adapters", self._frontend, settings)
-        self._jobs = JobRunner(self._frontend, self._adapters, self._copies)
+        self.adapters = VllmAdapters(directory / "adapters", self._frontend, settings).slots
+        self._jobs = JobRunner(self._frontend, self.adapters, self._copies)
         self._saves = VllmSaves(settings, facts.num_blocks, self._pool, self._jobs.run, self._meters)
-        self._migration = VllmMigration(settings, facts, self._pool, self._saves.pins, directory, self._jobs.wait)
+        self.transfer = VllmMigration(
+            settings,
+            facts,
+            self._pool,
+            self._saves.pins,
+            directory,
+            self._jobs.wait,
+            lambda: self._load.kv_usage,
+            lambda saved, prefix: self._frontend.call(self._saves.take_over(saved, prefix)).result(),
+        )
 
     def start(self) -> None:
         """Begin to listen to vLLM's events, where there are any; vLLM itself runs since it was made."""
@@ -116,7 +118,7 @@ class VllmEngine:
         ids = np.ascontiguousarray(request.token_ids, dtype=np.int32)
         chain = request.block_hashes or extend_chain(request.root, request.scope.public_blocks, ids, size)
         known = self._pool.hit(chain, (len(ids) - 1) // size) * size
-        self._migration.note_owner(request.root, request.scope, request.tenant)
+        self.transfer.note_owner(request.root, request.scope, request.tenant)
         if request.remote_kv is not None:
             known = max(known, request.remote_kv.tokens)
         with self._lock:
@@ -125,7 +127,7 @@ class VllmEngine:
             if request.request_id in self._load.live:
                 raise ValueError(f"request id {request.request_id!r} is in use")
             self._load.check(request.tenant)
-            self._adapters.slots.pin(request.scope.lora)
+            self.adapters.pin(request.scope.lora)
             now_s = time.monotonic()
             if not self._load.live:
                 self._progress_s = now_s
@@ -154,12 +156,11 @@ class VllmEngine:
         return StatsReport(
             samples=(
                 *self._meters.samples(_LABELS),
-                *self._drafts.samples(_LABELS),
                 *gauges,
                 ("warmpath_unplaced_kv_blocks_total", _LABELS, float(self._pool.unplaced)),
                 ("warmpath_kv_cache_block_bytes", _LABELS, float(self.kv_block_bytes)),
                 *pin_samples(pins, _LABELS, self._saves.recalled),
-                *self._adapters.slots.samples(_LABELS),
+                *self.adapters.samples(_LABELS),
             )
         )
 
@@ -184,28 +185,6 @@ class VllmEngine:
         self._frontend.call(self._saves.set_shares(shares)).result()
         self._jobs.step(shares)
 
-    def export_prefix(
-        self, prefix: HashedTokens, first: int = 0, most_blocks: int | None = None, *, demote: bool = False
-    ) -> KvChain | None:
-        """See ``protocol.Engine``; ``demote`` changes nothing in vLLM's order."""
-        return self._migration.export_prefix(prefix, first, most_blocks)
-
-    def import_part(self, part: KvChain, prefix: HashedTokens, first: int) -> int:
-        """See ``protocol.Engine``. Raises a TransferError, taking nothing, or EngineError."""
-        return self._migration.import_part(part, prefix, first)
-
-    def hot_prefixes(self) -> HotPrefixes:
-        """Return all that the pool holds, pinned prefixes and the hottest first."""
-        return self._migration.hot_prefixes()
-
-    def cache_room(self) -> CacheRoom:
-        """Return what would fit from elsewhere."""
-        return self._migration.cache_room(round(self.facts.num_blocks * self._load.kv_usage))
-
-    def take_over_pin(self, saved: SavedPrefix, prefix: HashedTokens) -> PinOutcome | None:
-        """Pin a prefix that another replica pinned; None where not all of it is here, or its time is over."""
-        return self._frontend.call(self._saves.take_over(saved, prefix)).result()
-
     @property
     def kv_block_bytes(self) -> int:
         """Bytes of one block's KV."""
@@ -222,18 +201,6 @@ class VllmEngine:
                 if live.request.remote_kv is not None:
                     self._frontend.loop.call_soon_threadsafe(live.woken.set)
 
-    def load_adapter(self, spec: AdapterSpec) -> None:
-        """See ``protocol.Engine``. Raises AdapterError, and QueueFull while all adapters in memory are needed."""
-        self._adapters.slots.load(spec)
-
-    def unload_adapter(self, key: str) -> bool:
-        """Refuse new requests for an adapter; those it has go on. False when it is not loaded."""
-        return self._adapters.slots.unload(key)
-
-    def adapters(self) -> tuple[str, ...]:
-        """Keys of the loaded adapters."""
-        return self._adapters.slots.loaded
-
     def healthy(self) -> bool:
         """Return whether vLLM's core and the listener live, and requests are not without a step for too long."""
         if self._stopping or self._frontend.errored or not self._events.healthy():
@@ -249,7 +216,7 @@ class VllmEngine:
     async def _generate(self, live: LiveRequest) -> None:
         request = live.request
         key = request.scope.lora
-        lora = self._adapters.slots.weights(key) if key else None
+        lora = self.adapters.weights(key) if key else None
         public_tokens = request.scope.public_blocks * self.settings.block_size
         told = tenant_args(request.tenant, request.order)
         told |= scope_args(request.root, public_tokens, store_kv=request.store_kv)
@@ -334,7 +301,7 @@ class VllmEngine:
         request = live.request
         with self._lock:
             self._load.ended(live)
-        self._adapters.slots.unpin(request.scope.lora)
+        self.adapters.unpin(request.scope.lora)
         Path(live.choice.failure_file).unlink(missing_ok=True)
         self._meters.finished[reason] += 1
         last = output or EngineOutput(request.request_id)

@@ -6,6 +6,7 @@ Owns all that is named after vllm. Out: plain ``Generated`` parts, and figures o
 import asyncio
 import os
 import threading
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -14,7 +15,6 @@ from typing import Any, TypeVar
 
 from serve_app.config.engine import VLLM_MISSING
 from serve_app.engine.protocol import TokenLogprob
-from serve_app.engine.vllm.draft_meters import DraftMeters
 from serve_app.engine.vllm.engine_args import parsed_engine_args
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
 from serve_app.engine.vllm.settings import VllmSettings, engine_arguments, set_environment
@@ -50,7 +50,9 @@ class Generated:
 class VllmFrontend:
     """One ``AsyncLLM``, ``llm``. Its coroutines, and those here, belong to its loop: hand them to ``call``."""
 
-    def __init__(self, settings: VllmSettings, endpoints: EventEndpoints, on_step: OnStep, drafts: DraftMeters) -> None:
+    def __init__(
+        self, settings: VllmSettings, endpoints: EventEndpoints, on_step: OnStep, drafts: Counter[str]
+    ) -> None:
         """Start vLLM, in half a minute or more. Raises RuntimeError where it is missing, and what vLLM raises."""
         self.loop = asyncio.new_event_loop()
         self._logger = _logger_of(on_step, drafts)
@@ -164,7 +166,7 @@ def _logprob(most: int, token: int, by_id: Mapping[int, Any]) -> TokenLogprob:
     return TokenLogprob(by_id[token].logprob, tuple((other, value) for _, other, value in best[:most]))
 
 
-def _logger_of(on_step: OnStep, drafts: DraftMeters) -> Callable[[Any, int], Any]:
+def _logger_of(on_step: OnStep, drafts: Counter[str]) -> Callable[[Any, int], Any]:
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     class StepLogger(StatLoggerBase):  # type: ignore[misc]
@@ -182,7 +184,9 @@ def _logger_of(on_step: OnStep, drafts: DraftMeters) -> Callable[[Any, int], Any
             computed = (0, 0.0) if nothing else (step.num_ctx_tokens, step.elapsed_ms / 1000)
             on_step(scheduler_stats.num_running_reqs, scheduler_stats.kv_cache_usage, *computed)
             if (verified := scheduler_stats.spec_decoding_stats) is not None:
-                drafts.add(verified.num_drafts, verified.num_draft_tokens, verified.num_accepted_tokens)
+                drafts["warmpath_spec_decode_num_drafts_total"] += verified.num_drafts
+                drafts["warmpath_spec_decode_num_draft_tokens_total"] += verified.num_draft_tokens
+                drafts["warmpath_spec_decode_num_accepted_tokens_total"] += verified.num_accepted_tokens
 
         def log_engine_initialized(self) -> None:
             """Nothing to say."""

@@ -23,8 +23,7 @@ wait, measured in the ingress. The replica's part of the former is
 are `warmpath_tenant_*`; what replicas computed, resent requests included, are `warmpath_prompt_tokens_*` and
 `warmpath_prefix_cache_*`.
 
-With `engine: simulated` no model runs and all times are simulated ones. Serve's controller also gives
-`warmpath_autoscaling_*` to Ray's own metrics exporter ([autoscaling](autoscaling.md)), and nothing else of this page.
+With `engine: simulated` no model runs and all times are simulated ones.
 """
 
 LABELS = {

@@ -52,7 +52,9 @@ class PeerAnswers:
                 token_ids = np.frombuffer(wanted.token_ids, dtype="<i4")
                 prefix = HashedTokens(wanted.scope, token_ids, wanted.block_hashes)
                 part = wanted.first, wanted.most_blocks
-                chain = await asyncio.to_thread(self._engine.export_prefix, prefix, *part, demote=wanted.demote)
+                chain = await asyncio.to_thread(
+                    self._engine.transfer.export_prefix, prefix, *part, demote=wanted.demote
+                )
         finally:
             self._exporting -= 1
         self._pulls.exports["gone" if chain is None else "sent"] += 1
@@ -63,7 +65,7 @@ class PeerAnswers:
 
     async def offer_hot(self, most_blocks: int) -> HotOffer:
         """Return the hottest of what is here, for a replica that joins."""
-        hot = await asyncio.to_thread(self._engine.hot_prefixes)
+        hot = await asyncio.to_thread(self._engine.transfer.hot_prefixes)
         return HotOffer(within(hot, most_blocks), tuple(self._adapters()))
 
     async def survey_cache(self, runs: Sequence[bytes]) -> Survey:
@@ -71,7 +73,7 @@ class PeerAnswers:
 
         def look() -> Survey:
             known = tuple(self._engine.known_blocks(hashes, len(hashes) // HASH_BYTES) for hashes in runs)
-            return Survey(known, self._engine.cache_room())
+            return Survey(known, self._engine.transfer.cache_room())
 
         return await asyncio.to_thread(look)
 
@@ -83,7 +85,7 @@ class PeerAnswers:
         async with self._takes:
             chain = await part[0]
             try:
-                held = await asyncio.to_thread(self._engine.import_part, chain, prefix, first)
+                held = await asyncio.to_thread(self._engine.transfer.import_part, chain, prefix, first)
             except TransferError as error:
                 logger.warning("KV that a leaving replica handed over was refused: %s", error)
                 self._moves.refused_blocks += chain.header.blocks
@@ -97,6 +99,6 @@ class PeerAnswers:
 
     async def keep_save(self, saved: SavedPrefix, prefix: HashedTokens) -> bool:
         """Keep an explicit save of a replica that leaves; return whether it is kept here now."""
-        outcome = await asyncio.to_thread(self._engine.take_over_pin, saved, prefix) or "gone"
+        outcome = await asyncio.to_thread(self._engine.transfer.take_over_pin, saved, prefix) or "gone"
         self._moves.taken_saves[outcome] += 1
         return outcome in ("pinned", "present")

@@ -70,7 +70,7 @@ class HandOver:
         rest: Skipped = "peer_lost"
         try:
             async with asyncio.timeout(time_s):
-                self._hot = await asyncio.to_thread(self._engine.hot_prefixes)
+                self._hot = await asyncio.to_thread(self._engine.transfer.hot_prefixes)
                 self._receivers, self._held_before, self._reasons = [], 0, {}
                 runs = [run.hashes for run in self._hot.runs]
                 found = await ask_all(peers, lambda peer: self._peers.survey(peer, runs), ANSWER_S, receipt.lost)
@@ -218,7 +218,7 @@ class HandOver:
         """Send a part of the prefix that ends with a run; return how many blocks arrived, or why not all of them."""
         run = self._hot.runs[number]
         wanted = replace(prefix, token_ids=prefix.token_ids[: (first + count) * self._size])
-        part = await asyncio.to_thread(self._engine.export_prefix, wanted, first, count)
+        part = await asyncio.to_thread(self._engine.transfer.export_prefix, wanted, first, count)
         if part is None:
             return "gone"
         try:

@@ -116,7 +116,7 @@ class Prewarm:
                         peers, lambda peer: self._peers.offer(peer, most), self._answer_s, receipt.lost
                     )
                     receipt.peers = len(offers)
-                    free = (await asyncio.to_thread(self._engine.cache_room)).free_blocks
+                    free = (await asyncio.to_thread(self._engine.transfer.cache_room)).free_blocks
                     pieces = plan({peer: offer.prefixes for peer, offer in offers.items()}, min(most, free))
                     async with asyncio.TaskGroup() as group:
                         group.create_task(self._load_adapters(offers))
@@ -136,7 +136,7 @@ class Prewarm:
             for offer in offers.values():
                 for spec in offer.adapters[place : place + 1]:
                     wanted.setdefault(spec.key, spec)
-        here = set(self._engine.adapters())
+        here = set(self._engine.adapters.loaded)
         missing = [spec for key, spec in wanted.items() if key not in here]
         for spec in missing[: max(0, self._config.max_cpu_loras - len(here))]:
             refusal = await self._load_adapter(spec)

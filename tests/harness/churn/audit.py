@@ -50,7 +50,7 @@ def audit(engine: TorchEngine, sizes: Mapping[str, int]) -> None:
 
 def tier_hashes(engine: TorchEngine) -> dict[str, frozenset[bytes]]:
     """Return the hashes of the blocks held, by the tier that events name."""
-    held = {"pool": engine._cache.index.hashes()}
+    held = {"pool": set(engine._cache.index._by_hash)}
     for tier, index in engine._tier_loader.tiers.indexes.items():
         held[tier] = frozenset(entry.block.block_hash for entry in index)
     return held

@@ -22,7 +22,7 @@ from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, Ev
 from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
-from serve_app.engine.core.build import build_engine
+from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import (
     EngineOutput,
     EngineRequest,
@@ -32,6 +32,7 @@ from serve_app.engine.protocol import (
     Save,
     UnknownAdapter,
 )
+from serve_app.engine.runner.model_runner import load_runner
 from serve_app.engine.settings import EngineSettings
 from tests.harness.churn.audit import Imbalance, audit, settled, tables, tier_hashes
 
@@ -119,8 +120,11 @@ class Churn:
             tiers=tiers,
         )
         self.ledger = Ledger()
-        self.engine = build_engine(
-            model, self._engine_settings, self.ledger.events, clock=lambda: time.monotonic() * CLOCK_SPEED
+        self.engine = TorchEngine(
+            load_runner(model, self._engine_settings),
+            self._engine_settings,
+            self.ledger.events,
+            clock=lambda: time.monotonic() * CLOCK_SPEED,
         )
         self._families: dict[tuple[str, int], TokenArray] = {}
         self._numbers = 0
@@ -176,11 +180,11 @@ class Churn:
 
     def _load_adapter(self) -> None:
         with suppress(QueueFull):
-            self.engine.load_adapter(self._random.choice(self._specs))
+            self.engine.adapters.load(self._random.choice(self._specs))
             self.done["adapters loaded"] += 1
 
     def _unload_adapter(self) -> None:
-        self.engine.unload_adapter(self._random.choice(self._specs).key)
+        self.engine.adapters.unload(self._random.choice(self._specs).key)
 
     def _move(self) -> None:
         tenant, family = self._tenant(), self._random.randrange(PREFIXES)
@@ -188,10 +192,10 @@ class Churn:
         root = scope.root(SECRET)
         ids = self._prefix(tenant, family)
         hashes = hash_blocks(root, ids, self._engine_settings.block_size)
-        chain = self.engine.export_prefix(HashedTokens(scope, ids, hashes), demote=self._random.random() < 0.5)
+        chain = self.engine.transfer.export_prefix(HashedTokens(scope, ids, hashes), demote=self._random.random() < 0.5)
         if chain is not None:
             self.engine.reset_prefix_cache(tiers=False)
-            self.engine.import_part(chain, HashedTokens(scope, ids, hashes, tenant), 0)
+            self.engine.transfer.import_part(chain, HashedTokens(scope, ids, hashes, tenant), 0)
 
     def _refused(self) -> None:
         request = self._request(self._tenant(), prefix=self._tokens(3000))
@@ -219,7 +223,7 @@ class Churn:
     def _scope(self, tenant: str) -> PrefixScope:
         """Return one of a tenant's scopes: with its own salt mostly, now and then with an adapter that is loaded."""
         salt = tenant if self._random.random() < 0.8 else f"{tenant} {self._random.randrange(3)}"
-        loaded = self.engine.adapters()
+        loaded = self.engine.adapters.loaded
         lora = self._random.choice(loaded) if loaded and self._random.random() < 0.4 else ""
         return PrefixScope(self._info.fingerprint, lora, salt.encode())
 

@@ -11,8 +11,8 @@ from benchmarks.common.random_adapters import make_adapters
 from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.checkpoints.adapter_registry import AdapterEntry, AdapterRegistry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
-from serve_app.engine.core.build import load_runner
 from serve_app.engine.core.engine import TorchEngine
+from serve_app.engine.runner.model_runner import load_runner
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
 from serve_app.engine.settings import EngineSettings
 from serve_app.engine.step import Runner
@@ -68,6 +68,6 @@ def call_crashes(kind: str, model: Path, directory: Path, rng: random.Random) ->
     with ExitStack() as stack:
         engines = [stack.enter_context(running(TorchEngine(runner(), settings, lambda _: None))) for _ in range(2)]
         for engine, spec in product(engines, specs):
-            engine.load_adapter(spec)
+            engine.adapters.load(spec)
         matchers = Matchers(GrammarCompiler(info.path, info.vocab_size, info.eos_token_ids))
         yield CallCrashes(engines, BLOCK, preparer, tokenizer, matchers, rng)

@@ -78,7 +78,7 @@ def test_demand_is_bounded() -> None:
     demand = PrefixDemand(max_keys=3)
     for key in (b"a", b"b", b"c", b"a", b"d"):
         demand.add(key, 1.0, 0.0)
-    assert len(demand) == 3
+    assert len(demand._rates) == 3
     assert (demand.rate_with(b"b", 0.0, 0.0), demand.rate_with(b"a", 0.0, 0.0) > 0) == (0.0, True)
 
 

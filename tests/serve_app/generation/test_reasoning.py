@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from serve_app.api.request import ChatRequest, reasoning_fields
 from serve_app.cache_diagnostics.explain import SeenPrompt, explain
 from serve_app.checkpoints.demo_model import ensure_demo_model
-from serve_app.engine.core.build import build_engine
+from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import FirstToken
+from serve_app.engine.runner.model_runner import load_runner
 from serve_app.engine.settings import EngineSettings
 from serve_app.generation.answer import Piece
 from serve_app.generation.generation import Generation
@@ -109,7 +110,8 @@ def test_what_is_predicted_of_a_turn_behind_a_thought_is_what_is_cached(tmp_path
     tokenizer = PromptTokenizer(path)
     preparer, words = preparer_of(tokenizer), "It rains all day in Oslo, and then it snows. " * 12
     messages: list[dict[str, str]] = []
-    engine = build_engine(path, EngineSettings(dtype="float32", num_blocks=512, max_num_seqs=4), lambda _: None)
+    settings = EngineSettings(dtype="float32", num_blocks=512, max_num_seqs=4)
+    engine = TorchEngine(load_runner(path, settings), settings, lambda _: None)
     engine.start()
     seen: SeenPrompt | None = None
     try:

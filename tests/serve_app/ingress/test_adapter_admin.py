@@ -34,7 +34,7 @@ class Deployment:
                 case "load_adapter":
                     answers.append(await replica.load(argument.spec))
                 case "drop_adapter":
-                    answers.append(replica._engine.unload_adapter(argument))
+                    answers.append(replica._engine.adapters.unload(argument))
                 case _:
                     replica.registry.merge(argument)
         return answers
@@ -56,7 +56,7 @@ class Deployment:
         assert entry is not None and entry.spec is not None
         for copy in (self.registry, self.other_ingress, *(replica.registry for replica in self.replicas)):
             assert copy.entries() == (entry,)
-        assert all(engine.adapters() == (entry.spec.key,) for engine in self.engines)
+        assert all(engine.adapters.loaded == (entry.spec.key,) for engine in self.engines)
         return entry
 
 
@@ -71,7 +71,7 @@ def test_a_loaded_adapter_is_on_every_replica_and_every_ingress(tmp_path: Path) 
     app.load("style", save_plain(tmp_path / "b", 2.0), load_inplace=True)
     assert old.spec is not None and old.spec != app.entry().spec
     assert app.unload("style") == "Success: LoRA adapter 'style' removed successfully."
-    assert all(engine.adapters() == () for engine in app.engines)
+    assert all(engine.adapters.loaded == () for engine in app.engines)
     for copy in (app.registry, app.other_ingress, app.replicas[0].registry):
         with pytest.raises(ModelNotFound):
             copy.choose("style", None, "t")
@@ -124,10 +124,10 @@ def test_an_adapter_that_one_replica_cannot_serve_is_offered_nowhere(tmp_path: P
     def fail(_: AdapterSpec) -> None:
         raise AdapterError("model.x has rank 9, over max_lora_rank 8")
 
-    app.engines[1].load_adapter = fail  # type: ignore[method-assign]
+    app.engines[1].adapters.load = fail  # type: ignore[method-assign]
     with pytest.raises(InvalidRequest, match="over max_lora_rank 8"):
         app.load("style", save_plain(tmp_path / "a"))
-    assert [engine.adapters() for engine in app.engines] == [(), ()]
+    assert [engine.adapters.loaded for engine in app.engines] == [(), ()]
     assert app.registry.entries() == ()
 
 

@@ -17,7 +17,7 @@ from serve_app.live import watcher as watcher_module
 from serve_app.live.live import Live
 from serve_app.live.prefix_table import PrefixTable
 from serve_app.live.watcher import Watcher
-from tests.serve_app.live.traffic import BLOCK, chain_of, decision, generation
+from tests.serve_app.live.traffic import BLOCK, chain_of, decision, generation, is_idle
 
 ABOUT = {"model": "m", "engine": "simulated", "simulated": True, "policy": "p", "block_size": BLOCK, "ingresses": 1}
 pytestmark = pytest.mark.anyio
@@ -195,7 +195,7 @@ async def test_several_ingresses_are_seen_from_one() -> None:
         send(live, "a")
     await asyncio.sleep(0.1)
     assert ingresses.calls == calls
-    assert all(live.idle for live in ingresses.by_name.values())
+    assert all(is_idle(live) for live in ingresses.by_name.values())
 
 
 async def test_after_the_last_watcher_nothing_runs() -> None:
@@ -208,12 +208,12 @@ async def test_after_the_last_watcher_nothing_runs() -> None:
     for viewer, watcher in watchers:
         live.leave(viewer, watcher)
         live.leave(viewer, watcher)  # again is harmless
-    assert (live.watchers, live.idle) == (0, True)
+    assert (live.watchers, is_idle(live)) == (0, True)
     async with asyncio.timeout(30):
         while len(asyncio.all_tasks()) != tasks:  # noqa: ASYNC110 (what is waited for tells nobody)
             await asyncio.sleep(0.01)
     send(live, "a")
-    assert live.idle
+    assert is_idle(live)
 
 
 async def test_a_slow_watcher_loses_the_oldest_and_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:

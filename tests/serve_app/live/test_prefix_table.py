@@ -6,7 +6,7 @@ from hypothesis import given
 from serve_app.live import prefix_table
 from serve_app.live.nodes import LEAST_NODES, SHOWN_NODES, node_rows
 from serve_app.live.prefix_table import PrefixTable
-from tests.serve_app.live.traffic import BLOCK, USES, Uses, chain_of, filled
+from tests.serve_app.live.traffic import BLOCK, USES, Uses, answered, chain_of, filled
 
 
 @pytest.fixture(params=[("MAX_TENANT_NODES", 6), ("MAX_TENANT_BYTES", 2000)], ids=["nodes", "bytes"])
@@ -20,9 +20,11 @@ def test_a_prompt_is_three_nodes() -> None:
 
     def ask(blocks: list[int], cached: int) -> bytes:
         chain = chain_of("a", blocks, 1)
-        return table.add(
-            "a", chain, len(blocks) * BLOCK + 1, cached, 0.0, public_blocks=1, system_tokens=3 * BLOCK + 1, label="p@1"
+        system_tokens = 3 * BLOCK + 1
+        told = answered(
+            "a", chain, len(blocks) * BLOCK + 1, cached, public_blocks=1, system_tokens=system_tokens, label="p@1"
         )
+        return table.add(told, 0.0)
 
     first = ask([0, 1, 2, 3], 0)
     assert ask([0, 1, 2, 3, 4, 5], 16) == first
@@ -66,7 +68,7 @@ def test_a_tenant_has_as_many_rows_whether_others_ask_or_not(tenants: int, most:
     table = PrefixTable(BLOCK, lambda: tenants)
 
     def ask(tenant: str, number: int) -> int:
-        table.add(tenant, chain_of(tenant, [number]), BLOCK + 1, 0, float(number))
+        table.add(answered(tenant, chain_of(tenant, [number]), BLOCK + 1, 0), float(number))
         return sum(whose == "a" for whose, _ in node_rows(table, lambda _: {}))
 
     assert [ask("a", number) for number in range(SHOWN_NODES)][-1] == most
@@ -77,7 +79,7 @@ def test_tenants_that_share_kv_share_no_name_but_that_of_a_public_prompt() -> No
     """In a trust group prompts have the same hashes; what one of its tenants is shown does not name another's."""
     table = PrefixTable(BLOCK, lambda: 2)
     for tenant in "ab":
-        table.add(tenant, chain_of("group", [1, 2], 1), 2 * BLOCK + 1, 0, 0.0, public_blocks=1)
+        table.add(answered(tenant, chain_of("group", [1, 2], 1), 2 * BLOCK + 1, 0, public_blocks=1), 0.0)
     rows = node_rows(table, lambda _: {})
     ids = {tenant: {name for whose, name in rows if whose == tenant} for tenant in "ab"}
     assert [row.kind for (_, name), row in rows.items() if name in ids["a"] & ids["b"]] == ["public", "public"]

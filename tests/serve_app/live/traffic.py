@@ -1,7 +1,7 @@
 """Generations as the dispatcher hears of them, with prompts made of numbered blocks; and tables filled by many."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from hypothesis import strategies as st
@@ -10,7 +10,8 @@ from router.protocol.block_hash import PrefixScope, extend_chain
 from router.protocol.request import Decision
 from serve_app.engine.protocol import SamplingParams
 from serve_app.generation.generation import Generation
-from serve_app.live.prefix_table import PrefixTable
+from serve_app.live.live import Live
+from serve_app.live.prefix_table import Answered, PrefixTable
 
 BLOCK = 4
 
@@ -46,6 +47,16 @@ def decision(replica: str = "r1", cached_tokens: int = 0) -> Decision:
     return Decision(replica, "router", 1, cached_tokens, cached_tokens, "cached", 0.1, 0.125, queued_tokens=7)
 
 
+def answered(tenant: str, chain: bytes, prompt_tokens: int, cached_tokens: int, **more: Any) -> Answered:
+    """Return a request as a table of prefixes hears of it, whoever answered it."""
+    return Answered("r", tenant, chain, prompt_tokens, cached_tokens, 0.1, decision(), **more)
+
+
+def is_idle(live: Live) -> bool:
+    """Return whether nothing runs and nothing is kept for anybody, but the table."""
+    return live._task is None and not live._views and not live._kept
+
+
 class Use(NamedTuple):
     """One generation of many. ``blocks``: of its prompt; the first ones are public, or the system prompt's."""
 
@@ -76,13 +87,13 @@ def filled(uses: Sequence[Use]) -> PrefixTable:
     table = PrefixTable(BLOCK, lambda: 2)
     for use in uses:
         blocks, public_blocks = len(use.blocks), min(use.public_blocks, len(use.blocks))
-        table.add(
+        told = answered(
             use.tenant,
             chain_of(use.tenant, use.blocks, public_blocks),
             blocks * BLOCK + 1,
             use.cached_tokens,
-            float(use.at_s),
             public_blocks=public_blocks,
             system_tokens=min(use.system_blocks, blocks) * BLOCK,
         )
+        table.add(told, float(use.at_s))
     return table

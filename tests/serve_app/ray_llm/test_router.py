@@ -1,5 +1,6 @@
 """The router inside Ray Serve LLM, asked as Serve asks it on either path."""
 
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,7 +46,7 @@ class Case:
         self.router.initialize_state()
         replicas = [FakeRunningReplica(ReplicaID(letter, deployment)) for letter in "ab"]
         for replica in replicas:
-            replica.replica_metadata = {METADATA: known.to_json()}
+            replica.replica_metadata = {METADATA: asdict(known)}
         self.router.update_replicas(replicas)  # type: ignore[arg-type]
         self.core = self.router.core
         for letter in "ab":

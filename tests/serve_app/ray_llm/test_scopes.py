@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.ray_llm.scopes import EngineFacts, Scopes
+from serve_app.ray_llm.scopes import Scopes
 
 SALTS = st.none() | st.text(max_size=3)
 ASKED = st.tuples(st.text(max_size=3), st.text(max_size=3), SALTS)
@@ -39,13 +39,6 @@ def test_a_tenant_is_the_headers_value_and_keys_are_kept_nowhere() -> None:
     assert tenant == scopes.tenant_of("key of a") != scopes.tenant_in({})
     assert "key" not in tenant
     assert Scopes("m", "").tenant_in({"authorization": "a"}) == "", "off means one tenant"
-
-
-def test_facts_travel_as_json() -> None:
-    facts = EngineFacts("m", "/m", 32, "authorization", "c")
-    assert EngineFacts.from_json(facts.to_json()) == facts
-    with pytest.raises(TypeError):
-        EngineFacts.from_json({**facts.to_json(), "more": 1})
 
 
 def test_no_module_that_ray_loads_needs_torch_or_vllm() -> None:

@@ -34,7 +34,7 @@ def test_a_replica_that_was_never_told_loads_on_demand_once(tmp_path: Path) -> N
     asyncio.run(flood())
     collector.wait(f"r{i}" for i in range(20))
     assert [value for name, _, value in engine.stats().samples if name == "warmpath_lora_loads_total"] == [1]
-    assert engine.unload_adapter(wanted.key)
+    assert engine.adapters.unload(wanted.key)
     with pytest.raises(UnknownAdapter):
         asyncio.run(replica.submit(_request("x", wanted), "", collector))
     save_plain(tmp_path / "a", 7.0)

@@ -167,7 +167,7 @@ async def test_a_holder_evicts_first_what_a_pull_took_over(
     monkeypatch.setattr(pull_module, "PIECE_BYTES", piece_blocks * second.kv_block_bytes)
     run_all(first, [request("shared", shared, 1)])
     _, puller = pair(first, second, moves)
-    assert first.export_prefix(HashedTokens(SCOPE, moves, chains[1])) is not None
+    assert first.transfer.export_prefix(HashedTokens(SCOPE, moves, chains[1])) is not None
     assert [first.known_blocks(chain, 8) for chain in chains] == [6, 8, 0]
     got = await generate(second, puller, keyed(request("moves", moves, 1)))
     assert got.cached["moves"] == 128
@@ -197,7 +197,7 @@ async def test_whatever_goes_wrong_costs_time_only(
     elif trouble == "holder_busy":
         monkeypatch.setattr("serve_app.replica.lifecycle.answers.EXPORTS_AT_ONCE", -100)
     elif trouble == "invalid":
-        export = first.export_prefix
+        export = first.transfer.export_prefix
 
         def corrupted(*args: Any, **kwargs: Any) -> KvChain:
             part = export(*args, **kwargs)
@@ -205,7 +205,7 @@ async def test_whatever_goes_wrong_costs_time_only(
             part.payload[2, 7] ^= 1
             return part
 
-        monkeypatch.setattr(first, "export_prefix", corrupted)
+        monkeypatch.setattr(first.transfer, "export_prefix", corrupted)
     puller = Puller(second, holder.fetch, CONFIG)
     got = await generate(second, puller, keyed(request("c", ids, 6)))
     assert got.tokens["c"] == reference("qwen3", ids, 6)

@@ -17,8 +17,9 @@ from serve_app.api.request import ChatRequest
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.config.prompts import PublicPromptConfig
-from serve_app.engine.core.build import build_engine
+from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import EngineRequest
+from serve_app.engine.runner.model_runner import load_runner
 from serve_app.engine.settings import EngineSettings
 from serve_app.generation.prepare import Limits, Preparer
 from serve_app.prompts.registry import Prompts
@@ -44,7 +45,7 @@ class Stage:
             AdapterRegistry("demo"), Limits(8192, 1), prompts,
         )  # fmt: skip
         settings = EngineSettings(num_blocks=1024, max_model_len=8192, num_threads=1, dtype="float32")
-        self.engine = build_engine(model, settings, lambda _: None)
+        self.engine = TorchEngine(load_runner(model, settings), settings, lambda _: None)
         self.engine.start()
         self._number = 0
 

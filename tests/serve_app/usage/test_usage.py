@@ -78,13 +78,12 @@ def test_a_file_survives_and_is_shared(tmp_path: Path) -> None:
         ledger.answer("acme", "m", "", 5)
     readings = [(ledger.file_id, everything(ledger)) for ledger in (one, other)]
     assert [counts.requests for _, counts in merged(readings)] == [2]
-    one.close()
-    other.close()
+    one.flush()
+    other.flush()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     later = ledger_of(file)
     assert everything(later) == [(UsageKey("2027-01-31", "acme", "m", ""), Counts(2, 0, 200, 0, 192, 10))]
     assert later.file_id == one.file_id
-    later.close()
 
 
 def test_what_cannot_be_written_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +95,6 @@ def test_what_cannot_be_written_is_kept(tmp_path: Path, monkeypatch: pytest.Monk
         ledger.flush()
     ledger.answer("acme", "m", "", 5)
     assert [counts.output_tokens for _, counts in everything(ledger)] == [10]
-    ledger.close()
     with pytest.raises(LedgerError, match="usage_file"):
         ledger_of(Path("/nowhere/usage.sqlite"))
 

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import msgspec
 
 from router.protocol.block_hash import HASH_BYTES
+from serve_app.engine.adapter_slots import LoadedAdapters
 from serve_app.engine.protocol import EngineError
-from serve_app.engine.vllm.adapters import VllmAdapters
 from serve_app.engine.vllm.frontend import VllmFrontend
 from serve_app.engine.vllm.scheduling.tenant import salt_of, scope_args, shares_args, tenant_args
 
@@ -57,9 +57,9 @@ class Job(msgspec.Struct, frozen=True):
 class JobRunner:
     """Runs jobs in vLLM. ``begins`` is called before each (any thread): its one token is nobody's prompt."""
 
-    def __init__(self, frontend: VllmFrontend, adapters: VllmAdapters, begins: Callable[[], None]) -> None:
+    def __init__(self, frontend: VllmFrontend, adapters: LoadedAdapters[Any], begins: Callable[[], None]) -> None:
         self._frontend = frontend
-        self._slots = adapters.slots
+        self._slots = adapters
         self._begins = begins
         self._numbers = count()
 

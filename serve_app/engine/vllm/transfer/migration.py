@@ -18,8 +18,8 @@ from router.protocol.block_hash import HASH_BYTES, PrefixScope, extend_chain
 from router.vllm_events.pool import VllmPool
 from serve_app.cache.kv_chain import KvChain, KvFormat, KvPart, TransferError, WrongChain, make_header, verify_part
 from serve_app.cache.prefix.block_index import CachedBlock
-from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, idle_heats, list_hot
-from serve_app.cache.prefix.pins import Pins
+from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, SavedPrefix, idle_heats, list_hot
+from serve_app.cache.prefix.pins import PinOutcome, Pins
 from serve_app.cache.prefix.quota import PUBLIC
 from serve_app.engine.protocol import CacheRoom, Clock
 from serve_app.engine.vllm.frontend import ModelFacts
@@ -32,7 +32,7 @@ RunJob = Callable[[Job, Sequence[int], bytes, str], int]
 
 
 class VllmMigration:
-    """One engine's answers; the names are those of ``protocol.Engine``. ``directory``: for files of KV."""
+    """One engine's ``protocol.KvTransfer``. ``directory``: for files of KV; ``kv_usage``: the pool's part in use."""
 
     def __init__(
         self,
@@ -42,6 +42,8 @@ class VllmMigration:
         pins: Pins,
         directory: Path,
         run_job: RunJob,
+        kv_usage: Callable[[], float],
+        take_over: Callable[[SavedPrefix, HashedTokens], PinOutcome | None],
         clock: Clock = time.monotonic,
     ) -> None:
         """Read what KV has to be like to be loaded, as the worker has described its blocks in ``directory``."""
@@ -51,6 +53,8 @@ class VllmMigration:
         self._pins = pins
         self._directory = directory
         self._run_job = run_job
+        self._kv_usage = kv_usage
+        self._take_over = take_over
         self._clock = clock
         self._lock = threading.Lock()
         self._owners: OrderedDict[bytes, tuple[PrefixScope, str]] = OrderedDict()
@@ -76,8 +80,10 @@ class VllmMigration:
                 if len(self._owners) > self._num_blocks:
                     self._owners.popitem(last=False)
 
-    def export_prefix(self, prefix: HashedTokens, first: int, most_blocks: int | None) -> KvChain | None:
-        """Return the blocks from ``first`` on that vLLM holds of a prefix, ``most_blocks`` at most; None for none."""
+    def export_prefix(
+        self, prefix: HashedTokens, first: int = 0, most_blocks: int | None = None, *, demote: bool = False
+    ) -> KvChain | None:
+        """Return the blocks from ``first`` on that vLLM holds; ``demote`` changes nothing in its order."""
         kv_format, scope = self._format, prefix.scope
         if kv_format is None:
             return None
@@ -147,13 +153,17 @@ class VllmMigration:
         ]
         return list_hot(base, pins, self._clock())
 
-    def cache_room(self, used_blocks: int) -> CacheRoom:
+    def cache_room(self) -> CacheRoom:
         """Return how much of the pool is neither in use nor holds a prefix, and how hot the coldest prefixes are."""
         entries = self._entries()
-        room = max(0, self._num_blocks - used_blocks)
+        room = max(0, self._num_blocks - round(self._num_blocks * self._kv_usage()))
         idle = min(len(entries), room)
         heats = idle_heats(entries, range(len(entries)), self._clock())
         return CacheRoom(room - idle, heats[: 4 * idle])
+
+    def take_over_pin(self, saved: SavedPrefix, prefix: HashedTokens) -> PinOutcome | None:
+        """Pin a prefix that another replica pinned; None where not all of it is here, or its time is over."""
+        return self._take_over(saved, prefix)
 
     def _entries(self) -> list[CachedBlock]:
         """Return all that begins under a root whose owner is known, parents first, numbered from 0."""

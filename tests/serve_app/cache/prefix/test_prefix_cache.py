@@ -20,7 +20,7 @@ def tokens(*values: int) -> TokenArray:
 
 def fill(cache: PrefixCache, ids: TokenArray, scope: PrefixScope = SCOPE, root: bytes = ROOT) -> list[int]:
     """Compute and publish a prompt as a sequence would; the blocks stay in use."""
-    chain = cache.chain(root, ids)
+    chain = cache.prompt_chain(SCOPE, root, ids)
     matched = cache.match(scope, ids, chain)
     cache.acquire(matched)
     blocks = matched + cache.allocate(-(-len(ids) // cache.block_size) - len(matched))
@@ -29,7 +29,7 @@ def fill(cache: PrefixCache, ids: TokenArray, scope: PrefixScope = SCOPE, root: 
 
 
 def hits(cache: PrefixCache, ids: TokenArray, scope: PrefixScope = SCOPE, root: bytes = ROOT) -> list[int]:
-    return cache.match(scope, ids, cache.chain(root, ids))
+    return cache.match(scope, ids, cache.prompt_chain(SCOPE, root, ids))
 
 
 def constant_chain(parent: bytes, token_ids: TokenArray, block_size: int) -> bytes:
@@ -81,7 +81,7 @@ def test_eviction_takes_the_tail_before_the_head_and_the_oldest_first() -> None:
     """Leaf-first LRU: two prefixes lose their blocks tail first, the older first; events name parents first."""
     cache = PrefixCache(4, 1)
     second, first = fill(cache, tokens(3, 4)), fill(cache, tokens(1, 2))
-    assert cache.take_events()[1] == BlocksStored(cache.chain(ROOT, tokens(1, 2)))
+    assert cache.take_events()[1] == BlocksStored(cache.prompt_chain(SCOPE, ROOT, tokens(1, 2)))
     cache.release(second)
     cache.release(first)
     assert hits(cache, tokens(3, 4, 0)) == second
@@ -92,7 +92,7 @@ def test_eviction_takes_the_tail_before_the_head_and_the_oldest_first() -> None:
         order += cache.allocate(1)
     assert order == [first[1], first[0], second[1], second[0]]
     removed = b"".join(e.hashes for e in cache.take_events() if isinstance(e, BlocksRemoved))
-    parents, children = cache.chain(ROOT, tokens(1, 2)), cache.chain(ROOT, tokens(3, 4))
+    parents, children = cache.prompt_chain(SCOPE, ROOT, tokens(1, 2)), cache.prompt_chain(SCOPE, ROOT, tokens(3, 4))
     assert removed == parents[16:] + parents[:16] + children[16:] + children[:16]
 
 
@@ -126,7 +126,7 @@ def test_a_touched_prefix_is_evicted_last_whatever_hangs_under_it() -> None:
     cache = PrefixCache(9, 1)
     for first in (1, 4, 7):
         cache.release(fill(cache, tokens(first, first + 1, first + 2, 0)[:3]))
-    touched = cache.chain(ROOT, tokens(1, 2))
+    touched = cache.prompt_chain(SCOPE, ROOT, tokens(1, 2))
     cache.touch(touched, 2)
     cache.take_events()
     cache.release(cache.allocate(7))
@@ -150,7 +150,7 @@ def test_a_demoted_tail_is_evicted_first_and_what_is_shared_is_not() -> None:
     cache.take_events()
     cache.release(cache.allocate(4))
     (event,) = cache.take_events()
-    chain = cache.chain(ROOT, tokens(1, 2, 3, 4))
+    chain = cache.prompt_chain(SCOPE, ROOT, tokens(1, 2, 3, 4))
     assert event == BlocksRemoved(chain[48:] + chain[32:48] + chain[16:32])
     assert hits(cache, tokens(7, 8, 0)) == older
     cache.release(cache.allocate(6))

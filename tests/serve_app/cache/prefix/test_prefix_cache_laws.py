@@ -182,7 +182,7 @@ class CacheMachine(RuleBasedStateMachine):
         last = min(one.published + blocks, len(one.ids) // SIZE)
         array = np.array(one.ids, dtype=np.int32)
         chain = self.cache.prompt_chain(one.scope, root_of(one.scope), array)
-        known = self.cache.index.hashes()
+        known = set(self.cache.index._by_hash)
         done = self.cache.publish(one.scope, array, chain, one.blocks, one.published, last)
         assert done == max(last, one.published)
         self.oracle.publish(one.scope, one.ids, one.published, done)
@@ -209,11 +209,11 @@ class CacheMachine(RuleBasedStateMachine):
             self.seen_s[PUBLIC] = self.now_s
         self.pins.read(matched, self.now_s)
         self.cache.release(matched)
-        known = self.cache.index.hashes()
+        known = set(self.cache.index._by_hash)
         demoted = self.cache.demote(matched)
         tail = matched[len(matched) - demoted :]
         assert all(self.cache.pool.is_idle(block) for block in tail)
-        assert self.cache.index.hashes() == known
+        assert set(self.cache.index._by_hash) == known
 
     @rule(
         scope=st.sampled_from(SCOPES), ids=st.lists(st.integers(0, 1), min_size=3, max_size=11), over=st.integers(0, 2)
@@ -224,9 +224,9 @@ class CacheMachine(RuleBasedStateMachine):
         array = np.array(ids, dtype=np.int32)
         chain = self.cache.prompt_chain(scope, root_of(scope), array)
         matched = self.cache.match(scope, array, chain)
-        known = self.cache.index.hashes()
+        known = set(self.cache.index._by_hash)
         self.cache.touch(chain, min(len(matched) + over, len(chain) // HASH_BYTES))
-        assert self.cache.index.hashes() == known
+        assert set(self.cache.index._by_hash) == known
 
     @rule()
     def reset(self) -> None:
@@ -245,7 +245,7 @@ class CacheMachine(RuleBasedStateMachine):
             for block_hash in split_chain(event.hashes):
                 assert isinstance(event, BlocksStored) == (block_hash not in self.announced)
                 self.announced ^= {block_hash}
-        assert self.announced == self.cache.index.hashes()
+        assert self.announced == set(self.cache.index._by_hash)
         assert xor_of_words(b"".join(self.announced)) == self.cache.index.xor
         # What was evicted is forgotten by the oracle too; nothing else may be.
         self.oracle.keys = {key for key in self.oracle.keys if self._hash(key) in self.announced}

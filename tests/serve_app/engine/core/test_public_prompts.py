@@ -77,18 +77,19 @@ def test_an_export_is_for_those_who_may_hit_it(make_engine: MakeEngine) -> None:
     mine = chat("a", "a", 40, 1)
     run_all(first, [mine])
     hashes = extend_chain(mine.root, 4, mine.token_ids, 16)
-    exported = first.export_prefix(HashedTokens(mine.scope, mine.token_ids, hashes))
-    public = first.export_prefix(HashedTokens(mine.scope, PUBLIC_IDS[:64], hashes))
+    exported = first.transfer.export_prefix(HashedTokens(mine.scope, mine.token_ids, hashes))
+    public = first.transfer.export_prefix(HashedTokens(mine.scope, PUBLIC_IDS[:64], hashes))
     assert exported is not None
     assert public is not None
     theirs = chat("b", "b", 40, 1)
     with pytest.raises(WrongScope):
-        second.import_part(exported, HashedTokens(theirs.scope, mine.token_ids, hashes, "b"), 0)
+        second.transfer.import_part(exported, HashedTokens(theirs.scope, mine.token_ids, hashes, "b"), 0)
     with pytest.raises(TransferError):
-        second.import_part(exported, HashedTokens(replace(mine.scope, public_blocks=2), mine.token_ids, hashes, "a"), 0)
+        fewer = replace(mine.scope, public_blocks=2)
+        second.transfer.import_part(exported, HashedTokens(fewer, mine.token_ids, hashes, "a"), 0)
     their_hashes = extend_chain(theirs.root, 4, theirs.token_ids, 16)
-    assert second.import_part(public, HashedTokens(theirs.scope, theirs.token_ids, their_hashes, "b"), 0) == 4
-    assert second.import_part(exported, HashedTokens(mine.scope, mine.token_ids, hashes, "a"), 0) == 7
+    assert second.transfer.import_part(public, HashedTokens(theirs.scope, theirs.token_ids, their_hashes, "b"), 0) == 4
+    assert second.transfer.import_part(exported, HashedTokens(mine.scope, mine.token_ids, hashes, "a"), 0) == 7
     assert second._cache.quota.holdings() == {PUBLIC: 4, "a": 3}
     assert run_all(second, [theirs]).cached["b"] == 64
 
@@ -102,9 +103,9 @@ def test_a_part_of_a_chain_travels_across_the_public_border(first: int, make_eng
     head, scope = mine.token_ids[: 16 * first + 1], scope_of("a", min(4, first))
     run_all(other, [request("head", head, 1, scope=scope, tenant="a")])
     hashes = extend_chain(mine.root, 4, mine.token_ids, 16)
-    part = one.export_prefix(HashedTokens(mine.scope, mine.token_ids, hashes), first)
+    part = one.transfer.export_prefix(HashedTokens(mine.scope, mine.token_ids, hashes), first)
     assert part is not None
-    assert other.import_part(part, HashedTokens(mine.scope, mine.token_ids, hashes, "a"), first) == 7
+    assert other.transfer.import_part(part, HashedTokens(mine.scope, mine.token_ids, hashes, "a"), first) == 7
     theirs = chat("b", "b", 40, 1)
     with pytest.raises(TransferError):
-        other.import_part(part, HashedTokens(theirs.scope, theirs.token_ids, hashes, "b"), first)
+        other.transfer.import_part(part, HashedTokens(theirs.scope, theirs.token_ids, hashes, "b"), first)

@@ -23,15 +23,16 @@ def test_it_hits_what_is_there_and_announces_nothing(make_engine: MakeEngine) ->
     events: list[Event] = []
     engine = make_engine(events=events)
     run_all(engine, [request("first", SHARED, 1)])
-    held, told = engine._cache.index.hashes(), len(events)
+    held, told = set(engine._cache.index._by_hash), len(events)
     got = [run_all(engine, [asking("p")]) for _ in range(2)]
     assert [one.cached["p"] for one in got] == [160, 160]
     assert got[0].tokens["p"] == got[1].tokens["p"]
-    assert engine._cache.index.hashes() == held
+    assert set(engine._cache.index._by_hash) == held
     assert not any(isinstance(event, BlocksStored) for event in events[told:])
     assert engine._cache.pool.used_blocks == 0
     ids = asking("p").token_ids
-    offered = engine.export_prefix(HashedTokens(SCOPE, ids, engine._cache.prompt_chain(SCOPE, SCOPE.root(SECRET), ids)))
+    chain = engine._cache.prompt_chain(SCOPE, SCOPE.root(SECRET), ids)
+    offered = engine.transfer.export_prefix(HashedTokens(SCOPE, ids, chain))
     assert offered is not None and offered.header.blocks == 10
     assert run_all(engine, [asking("s", store_kv=True)]).tokens["s"] == got[0].tokens["p"]
 

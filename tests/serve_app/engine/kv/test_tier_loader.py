@@ -156,7 +156,7 @@ def test_a_torn_file_is_computed_instead(tmp_path: Path, make_engine: MakeEngine
     engine = make_engine(tiers=tiers("disk", tmp_path), **SMALL)
     spill(engine, ids)
     item = request("hit", ids, 5)
-    chain = list(split_chain(engine._cache.chain(item.root, item.token_ids)))
+    chain = list(split_chain(engine._cache.prompt_chain(item.scope, item.root, item.token_ids)))
     victim = next(tmp_path.glob(f"slot-*/{chain[4].hex()}.kv"))
     data = bytearray(victim.read_bytes())
     data[-3] ^= 4
@@ -193,15 +193,16 @@ def test_an_export_goes_on_in_host_memory(first: int, tmp_path: Path, make_engin
     hashes = hash_blocks(SCOPE.root(SECRET), ids, 16)
     for one in (engine, plain):
         run_all(one, [request("a", ids, 1)])
-    expected = plain.export_prefix(HashedTokens(SCOPE, ids, hashes), first)
+    expected = plain.transfer.export_prefix(HashedTokens(SCOPE, ids, hashes), first)
     assert expected is not None
     for other in range(6):  # evicts the prompt from its end
-        exported = engine.export_prefix(HashedTokens(SCOPE, ids, hashes), first)
+        exported = engine.transfer.export_prefix(HashedTokens(SCOPE, ids, hashes), first)
         assert exported is not None
         assert exported.header == expected.header
         assert np.array_equal(exported.payload, expected.payload)
         run_all(engine, [request(f"other {other}", prompt(90, 20 + other), 1)])
     assert sample(engine, "warmpath_kv_cache_blocks", state="used") == 0
     stranger = PrefixScope("tiny", salt=b"stranger")
-    assert engine.export_prefix(HashedTokens(stranger, ids, hash_blocks(stranger.root(SECRET), ids, 16)), first) is None
-    assert engine.export_prefix(HashedTokens(stranger, ids, hashes), first) is None
+    strangers = HashedTokens(stranger, ids, hash_blocks(stranger.root(SECRET), ids, 16))
+    assert engine.transfer.export_prefix(strangers, first) is None
+    assert engine.transfer.export_prefix(HashedTokens(stranger, ids, hashes), first) is None

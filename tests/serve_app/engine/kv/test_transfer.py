@@ -18,14 +18,14 @@ ROOT = SCOPE.root(SECRET)
 
 
 def export(engine: TorchEngine, ids: np.ndarray) -> KvChain:
-    chain = engine.export_prefix(HashedTokens(SCOPE, ids, hash_blocks(ROOT, ids, 16)))
+    chain = engine.transfer.export_prefix(HashedTokens(SCOPE, ids, hash_blocks(ROOT, ids, 16)))
     assert chain is not None
     return chain
 
 
 def import_whole(engine: TorchEngine, chain: KvChain, ids: np.ndarray, root: bytes = ROOT, **scope: bytes) -> int:
     """Take a chain from its start, as somebody who asked for ``ids`` under this root; return the blocks held then."""
-    return engine.import_part(
+    return engine.transfer.import_part(
         chain, HashedTokens(replace(SCOPE, **scope), ids, hash_blocks(root, ids, 16), "default"), 0
     )
 
@@ -101,10 +101,10 @@ def test_what_is_not_proven_is_refused(make_engine: MakeEngine) -> None:
 def test_nothing_cached_nothing_exported(make_engine: MakeEngine) -> None:
     engine = make_engine()
     hashes = hash_blocks(ROOT, prompt(100), 16)
-    assert engine.export_prefix(HashedTokens(SCOPE, prompt(100), hashes)) is None
+    assert engine.transfer.export_prefix(HashedTokens(SCOPE, prompt(100), hashes)) is None
     off = make_engine(enable_prefix_caching=False)
     run_all(off, [request("a", prompt(100), 1)])
-    assert off.export_prefix(HashedTokens(SCOPE, prompt(100), hashes)) is None
+    assert off.transfer.export_prefix(HashedTokens(SCOPE, prompt(100), hashes)) is None
     run_all(engine, [request("a", prompt(100), 1)])
     assert import_whole(off, export(engine, prompt(100)), prompt(100)) == 0
 
@@ -125,7 +125,7 @@ def test_export_and_import_while_generating(
         ids = prompt(150, 50 + turn)
         expected = reference("qwen3", ids, 4)
         assert run_all(first, [request(f"x{turn}", ids, 4)]).tokens[f"x{turn}"] == expected
-        chain = first.export_prefix(HashedTokens(SCOPE, ids, hash_blocks(ROOT, ids, 16)))
+        chain = first.transfer.export_prefix(HashedTokens(SCOPE, ids, hash_blocks(ROOT, ids, 16)))
         if chain is not None:
             import_whole(second, chain, ids)
         assert run_all(second, [request(f"x{turn}", ids, 4)]).tokens[f"x{turn}"] == expected

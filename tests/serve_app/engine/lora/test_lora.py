@@ -41,7 +41,7 @@ def adapters(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFact
 
 def load(engine: TorchEngine, path: Path, name: str = "a") -> PrefixScope:
     spec, scope = described(path, name)
-    engine.load_adapter(spec)
+    engine.adapters.load(spec)
     return scope
 
 

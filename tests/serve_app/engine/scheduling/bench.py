@@ -54,7 +54,7 @@ class Bench:
         scope: PrefixScope = SCOPE,
     ) -> SequenceState:
         item = replace(request(name, ids, max_tokens, tenant=tenant, scope=scope), store_kv=store_kv, order=order)
-        chain = self.cache.chain(item.root, item.token_ids)
+        chain = self.cache.prompt_chain(item.scope, item.root, item.token_ids)
         sequence = SequenceState(item, lambda _: None, chain, self.now_s if arrival_s is None else arrival_s)
         self.scheduler.add(sequence)
         return sequence

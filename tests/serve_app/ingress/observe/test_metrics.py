@@ -13,8 +13,8 @@ from router.protocol.request import RoutedRequest
 from router.protocol.samples import Labels, Sample
 from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.config.app import AppConfig
+from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.protocol import Save
-from serve_app.engine.vllm.draft_meters import DraftMeters
 from serve_app.ingress.observe.cache_state import cache_state
 from serve_app.ingress.observe.families import FAMILIES, SECTIONS
 from serve_app.ingress.observe.metrics import IngressMetrics, render, router_samples, with_label, without_tenants
@@ -26,6 +26,7 @@ from serve_app.replica.session_gate import SessionGate
 from serve_app.tokenization.segment_cache import SegmentCacheStats
 from tests.serve_app.conftest import MakeEngine
 from tests.serve_app.engine.tiny import prompt, request, run_all
+from tests.serve_app.live.traffic import answered
 
 ROOT = Path(__file__).parents[4]
 PAGE = ROOT / "docs" / "metrics.md"
@@ -67,8 +68,10 @@ def test_all_that_replicas_tell_is_shown(make_engine: MakeEngine, tmp_path: Path
     engine = make_engine(tiers=TierSettings(1 << 20, 1 << 20, tmp_path), num_blocks=24, pin_budget_blocks=8)
     run_all(engine, [request(f"r{i}", prompt(150, i), 3, tenant="acme") for i in range(4)])
     run_all(engine, [replace(request("saver", prompt(60, 9), 1), saves=(Save(b"s" * 16, 48, None),))])
-    drafts, pulls, moves = DraftMeters(), PullMeters(), MoveMeters(Receipt())
-    drafts.add(1, 3, 2)
+    meters, pulls, moves = EngineMeters(), PullMeters(), MoveMeters(Receipt())
+    meters.drafts.update(
+        f"warmpath_spec_decode_num_{what}_total" for what in ("drafts", "draft_tokens", "accepted_tokens")
+    )
     pulls.refused["slow"] += 1
     pulls.ended["whole"] += 1
     pulls.exports["sent"] += 1
@@ -77,7 +80,7 @@ def test_all_that_replicas_tell_is_shown(make_engine: MakeEngine, tmp_path: Path
     moves.joined.skipped["gone"] += 1
     moves.taken_blocks["save"] += 1
     moves.taken_saves["pinned"] += 1
-    beside = [*drafts.samples((("engine", "vllm"),)), *pulls.samples((), 1.0), *moves.samples()]
+    beside = [*meters.samples((("engine", "vllm"),)), *pulls.samples((), 1.0), *moves.samples()]
     beside += SessionGate(engine, AppConfig(model="demo")).samples()
     samples: list[Sample] = [*engine.stats().samples, *beside]
     labelled = [(name, (*labels, ("replica", "a")), value) for name, labels, value in samples]
@@ -160,7 +163,7 @@ def test_the_state_has_each_tenants_tokens_and_each_replicas_blocks() -> None:
     blocks: Sample = ("warmpath_kv_cache_blocks", (("state", "cached"),), 3.0)
     core.apply("a", [StatsReport((("warmpath_kv_cache_block_bytes", (), 64.0), blocks))])
     for tenant, cached_tokens in (("acme", 0), ("acme", 32), ("zeta", 16)):
-        table.add(tenant, b"", 40, cached_tokens, 0.0)
+        table.add(answered(tenant, b"", 40, cached_tokens), 0.0)
     state = cache_state(core, table, SegmentCacheStats(0, 0, 0, 0, 0), {}, model="m", engine="torch")
     assert state["tenants"] == {
         "acme": {"requests": 2, "prompt_tokens": 80, "cached_tokens": 32, "hit_rate": 0.4},

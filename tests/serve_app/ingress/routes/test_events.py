@@ -20,7 +20,7 @@ from serve_app.ingress.routes.application import make_application
 from serve_app.tenants.tenants import Tenants, make_api_key
 from tests.serve_app.ingress.scripted import PATIENCE_S, Loopback, partial_services
 from tests.serve_app.live.test_live import Ingresses
-from tests.serve_app.live.traffic import decision, generation
+from tests.serve_app.live.traffic import decision, generation, is_idle
 
 PATH = "/v1/cache/events"
 KEYS = {name: make_api_key() for name in ("a", "b", "operator")}
@@ -91,7 +91,7 @@ def test_a_stream_has_retry_ids_heartbeats_and_each_viewers_part(stage: Stage) -
         assert following(mine, "decision")["tenant"] == "a"
         assert [following(all_of_it, "decision")["tenant"] for _ in range(2)] == ["b", "a"]
     deadline_s = time.monotonic() + PATIENCE_S
-    while not stage.call(lambda: stage.live.idle):
+    while not stage.call(lambda: is_idle(stage.live)):
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
 
@@ -102,7 +102,7 @@ def test_once_is_the_snapshot_alone(stage: Stage) -> None:
         once = httpx.get(f"{stage.url}{PATH}?once=true", headers=auth(name)).json()
         assert (once["type"], once["viewer"]) == ("snapshot", "operator" if name == "operator" else "tenant")
     assert httpx.get(f"{stage.url}{PATH}?once=maybe", headers=auth("a")).status_code == 400
-    assert stage.call(lambda: stage.live.idle)
+    assert stage.call(lambda: is_idle(stage.live))
     with Stage(()) as of_everybody:
         assert httpx.get(f"{of_everybody.url}{PATH}?once=true").json()["viewer"] == "operator"
 
@@ -126,4 +126,4 @@ def test_a_stop_waits_for_no_stream(stage: Stage) -> None:
         assert stage.call(lambda: stage.drain.run(PATIENCE_S)) == 0
         assert following(mine, "end")["reason"] == "stopping"
         assert httpx.get(stage.url + PATH, headers=auth("a")).status_code == 503
-    assert stage.call(lambda: stage.live.idle)
+    assert stage.call(lambda: is_idle(stage.live))

@@ -61,7 +61,7 @@ def fill(engine: TorchEngine, ids: Sequence[int], *, scope: PrefixScope = SCOPE,
 
 def hashes(engine: TorchEngine) -> frozenset[bytes]:
     """All that an engine has cached."""
-    return engine._cache.index.hashes()
+    return frozenset(engine._cache.index._by_hash)
 
 
 class Local(Peers):

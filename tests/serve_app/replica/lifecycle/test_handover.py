@@ -104,7 +104,7 @@ def test_the_hottest_goes_first_and_pushes_out_only_what_is_colder() -> None:
     now_s = [0.0]
     peer, leaving = make_engine(10), make_engine()
     for made in (peer, leaving):
-        made._cache._clock = made._cache.quota._clock = made._transfer._clock = lambda: now_s[0]
+        made._cache._clock = made._cache.quota._clock = made.transfer._clock = lambda: now_s[0]
     fill(peer, [5] * 20)
     now_s[0] += 5 * HEAT_MEMORY_S
     fill(peer, [6] * 20)
@@ -228,8 +228,8 @@ async def test_a_second_round_without_time_leaves_the_receipt_as_it_was() -> Non
 async def test_a_target_fetches_a_part_when_it_is_its_turn() -> None:
     """Until then it is a reference, whose bytes are elsewhere."""
     leaving = filled([[0] * 40])
-    prefix = leaving.hot_prefixes().prefix(0)
-    part = leaving.export_prefix(prefix)
+    prefix = leaving.transfer.hot_prefixes().prefix(0)
+    part = leaving.transfer.export_prefix(prefix)
     assert part is not None
     local = Local({"peer": make_engine()})
     begun: asyncio.Queue[asyncio.Event] = asyncio.Queue()

@@ -4,6 +4,7 @@ import asyncio
 import tracemalloc
 from dataclasses import replace
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,7 +62,7 @@ def test_a_plan_keeps_to_its_budget_and_order(held: list[list[list[int]]], most_
             blocks = fill(engine, prompts[0])
             engine._cache.pins.budget_blocks = 64
             engine._cache.pin(b"save", blocks)
-        offers[f"peer {number}"] = engine.hot_prefixes()
+        offers[f"peer {number}"] = engine.transfer.hot_prefixes()
     pieces = plan(offers, most_blocks)
     everything = {one: [] for hot in offers.values() for run in hot.runs for one in split_chain(run.hashes)}
     for peer, hot in offers.items():
@@ -233,7 +234,7 @@ def test_hot_adapters_are_loaded_as_memory_allows(
         return ""
 
     engine = make_engine()
-    monkeypatch.setattr(engine, "adapters", lambda: here)
+    monkeypatch.setattr(engine, "adapters", SimpleNamespace(loaded=here))
     receipt = asyncio.run(Prewarm(engine, local, load, config(most_adapters=most)).run(["p", "q"]))
     assert seen == loaded
     assert receipt.adapters == len(loaded)

@@ -52,7 +52,7 @@ class Pool:
     """What vLLM, of two ranks, does with a job, and what is known of it; ``now_s``: 1 s more a prompt."""
 
     def __init__(self, directory: Path | None = None) -> None:
-        self.now_s = 0.0
+        self.now_s = self.kv_usage = 0.0
         self.rows = BlockRows(layers(torch.float32))
         self.ranks = [BlockRows({name: layer}) for name, layer in layers(torch.float32).items()]
         if directory is not None:
@@ -69,7 +69,10 @@ class Pool:
             VllmSettings("m", block_size=SIZE, transfer=transfer, pipeline_parallel_size=2),
             ModelFacts(VOCAB, 1000, BLOCKS),
         )
-        return VllmMigration(settings, facts, self.held, self.pins, self.directory, self.run, lambda: self.now_s)
+        return VllmMigration(
+            settings, facts, self.held, self.pins, self.directory, self.run,
+            lambda: self.kv_usage, lambda saved, prefix: None, lambda: self.now_s,
+        )  # fmt: skip
 
     def compute(self, prefix: HashedTokens, *, owned: bool = True) -> None:
         self.now_s += 1
@@ -135,15 +138,17 @@ def test_saves_go_first_and_then_what_is_used() -> None:
 def test_the_room_is_what_is_neither_used_nor_hotter() -> None:
     """Blocks in use hold no room; those that hold a prefix give way to a hotter one."""
     pool = Pool()
-    assert pool.migration.cache_room(0).blocks_for(0.0) == BLOCKS
+    assert pool.migration.cache_room().blocks_for(0.0) == BLOCKS
     for scope, tokens in ((SCOPE, [0] * 7), (SCOPE, [0] * 7), (ADAPTER, [1] * 5)):
         pool.compute(prefix_of(scope, tokens))
-    room = pool.migration.cache_room(0)
+    room = pool.migration.cache_room()
     assert room.free_blocks == BLOCKS - 5
     assert (room.blocks_for(0.0), room.blocks_for(1.5), room.blocks_for(9.0)) == (7, 9, 12)
-    room = pool.migration.cache_room(9)
+    pool.kv_usage = 9 / BLOCKS
+    room = pool.migration.cache_room()
     assert (room.free_blocks, room.blocks_for(9.0)) == (0, 3)
-    assert pool.migration.cache_room(12).blocks_for(9.0) == 0
+    pool.kv_usage = 1.0
+    assert pool.migration.cache_room().blocks_for(9.0) == 0
 
 
 def test_owners_are_remembered_within_bounds() -> None:
