@@ -32,7 +32,7 @@ def asked(decision: Decision | None) -> wire.GenerateChunk:
         _replica_id="me",
         _tracer=None,
         _running=SimpleNamespace(closed=False, begin=begin),
-        _engine=SimpleNamespace(load=lambda: LOAD, adapters=lambda: ()),
+        _engine=SimpleNamespace(load=lambda: LOAD, adapters=SimpleNamespace(loaded=())),
         _adapters=SimpleNamespace(load_s=0.5),
         _puller=SimpleNamespace(tokens_per_s=7.0),
     )
