@@ -32,9 +32,8 @@ _JOB_BUCKETS_S = (10.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0)
 class Session:
     """One chain of requests. ``tokens``: of its context; ``shared_tokens``: of those, cached before it began.
 
-    ``blocks``: full ones of its last prompt; ``marks``: of some of its last tenth, how many blocks end there, and the
-    hash there, the longest first; the last of them is ``least_hash``, at byte ``least`` of the chain. ``name``: the
-    client's own word.
+    ``marks``: of some blocks of its last prompt's last tenth, where their hashes begin in its chain, and these, the
+    longest prefix first; ``name``: the client's own word.
     """
 
     tenant: str
@@ -43,10 +42,7 @@ class Session:
     began_s: float
     used_s: float
     tokens: int = 0
-    blocks: int = 0
     marks: tuple[tuple[int, bytes], ...] = ()
-    least: int = 0
-    least_hash: bytes = b""
     turns: int = 0
     running: str = ""
     waits: bool = False
@@ -58,22 +54,20 @@ class Session:
 
     def common_blocks(self, chain: bytes, name: str) -> int:
         """Return how many blocks of this session's last prompt one of that chain begins with, 0 for another session."""
-        if self.running or not self.marks or (name and self.name and name != self.name):
+        if self.running or (name and self.name and name != self.name):
             return 0
-        return next((count for count, block_hash in self.marks if _has(chain, count, block_hash)), 0)
+        return next((at // HASH_BYTES + 1 for at, block_hash in self.marks if _has(chain, at, block_hash)), 0)
 
     def mark(self, chain: bytes) -> None:
         """Remember a prompt's chain as the last one."""
-        self.blocks = len(chain) // HASH_BYTES
-        before = [0, *(1 << power for power in range(self.blocks.bit_length()))]
-        counts = [self.blocks - back for back in before if back <= self.blocks // 10 and back < self.blocks]
-        self.marks = tuple((count, chain[(count - 1) * HASH_BYTES : count * HASH_BYTES]) for count in counts)
-        self.least = (counts[-1] - 1) * HASH_BYTES if counts else 0
-        self.least_hash = self.marks[-1][1] if counts else b""
+        blocks = len(chain) // HASH_BYTES
+        before = [1, *(1 + (1 << power) for power in range(blocks.bit_length()))]
+        starts = [(blocks - back) * HASH_BYTES for back in before if back <= min(blocks, 1 + blocks // 10)]
+        self.marks = tuple((at, chain[at : at + HASH_BYTES]) for at in starts)
 
 
-def _has(chain: bytes, count: int, block_hash: bytes) -> bool:
-    return chain[(count - 1) * HASH_BYTES : count * HASH_BYTES] == block_hash
+def _has(chain: bytes, at: int, block_hash: bytes) -> bool:
+    return chain[at : at + HASH_BYTES] == block_hash
 
 
 @dataclass(slots=True)
@@ -109,7 +103,7 @@ class Sessions:
         now_s = self._clock()
         own = self._tenants.setdefault(tenant, _Tenant())
         # Of many sessions nearly all are told apart by one look each.
-        near = [other for other in own.sessions if chain[other.least : other.least + HASH_BYTES] == other.least_hash]
+        near = [other for other in own.sessions for mark in other.marks[-1:] if _has(chain, *mark)]
         found = [(other.common_blocks(chain, name), other) for other in near]
         common, session = max(found, key=lambda pair: pair[0], default=(0, None))
         if session is not None and common:
