@@ -11,7 +11,7 @@ from random import Random
 from statistics import fmean
 from typing import Any
 
-from benchmarks.common.trace import TRACE_BLOCK_TOKENS
+from benchmarks.common.trace import TRACE_BLOCK_TOKENS, TraceRequest
 
 AGENT_TRACE = Path(__file__).parents[1] / "traces" / "agent_sessions.jsonl.gz"
 """200 sessions (``benchmarks/traces/README.md``)."""
@@ -134,3 +134,15 @@ def _turns(rows: list[dict[str, Any]], size: int, opening: list[int], ids: _Ids)
         pause_s, out = float(row["think"] or 0.0), int(row["out"] or 1)
         made.append(Turn(tokens, out, pause_s, (*beginning, *fresh), known))
     return tuple(made)
+
+
+def requests_of(sessions: Sequence[Session], tenants: int) -> dict[tuple[int, int, int], TraceRequest]:
+    """Return the requests by session, stream and turn; sessions are the tenants' in turns."""
+    return {
+        (number, at, place): TraceRequest(
+            0.0, turn.prompt_tokens, turn.output_tokens, turn.hash_ids, f"tenant-{number % tenants}"
+        )
+        for number, session in enumerate(sessions)
+        for at, stream in enumerate(session.streams)
+        for place, turn in enumerate(stream.turns)
+    }

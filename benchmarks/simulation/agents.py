@@ -15,10 +15,10 @@ from benchmarks.common.agent_sessions import (
     job_s,
     random_arrivals,
     read_sessions,
+    requests_of,
     working_set_tokens,
 )
 from benchmarks.common.report import percentile
-from benchmarks.common.trace import TraceRequest
 from benchmarks.simulation.cluster import Cluster
 from benchmarks.simulation.replica import Job
 from benchmarks.simulation.settings import ClusterSettings, Contender, SimulatedRequest, prepare
@@ -44,14 +44,8 @@ def make_load(sessions: Sequence[Session], settings: ClusterSettings, running: f
     ideal_s = [_ideal_s(session, settings) for session in chosen]
     awake_s = [_ideal_s(session, settings, AWAKE_S) for session in chosen]
     arrivals_s = random_arrivals(awake_s, running, rng)
-    keys, traced = [], []
-    for number, session in enumerate(chosen):
-        for at, stream in enumerate(session.streams):
-            for turn_number, turn in enumerate(stream.turns):
-                keys.append((number, at, turn_number))
-                tenant = f"tenant-{number % tenants}"
-                traced.append(TraceRequest(0.0, turn.prompt_tokens, turn.output_tokens, turn.hash_ids, tenant))
-    requests = dict(zip(keys, prepare(traced, settings.block_size), strict=True))
+    traced = requests_of(chosen, tenants)
+    requests = dict(zip(traced, prepare(list(traced.values()), settings.block_size), strict=True))
     blocks = round(working_set_tokens(chosen, awake_s, running) / settings.block_size)
     return Load(chosen, arrivals_s, requests, ideal_s, blocks)
 

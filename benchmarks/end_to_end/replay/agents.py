@@ -20,7 +20,15 @@ import httpx
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.common.agent_sessions import Session, Stream, job_s, random_arrivals, read_sessions, working_set_tokens
+from benchmarks.common.agent_sessions import (
+    Session,
+    Stream,
+    job_s,
+    random_arrivals,
+    read_sessions,
+    requests_of,
+    working_set_tokens,
+)
 from benchmarks.common.client import Answer, RequestFailed, stream_answer
 from benchmarks.common.open_loop import Shot, fire, hit_rate
 from benchmarks.common.report import BenchmarkError, add_engine_flag, parser_of, percentile, write
@@ -115,20 +123,15 @@ class Load:
 
 def make_load(sessions: Sequence[Session], text: TraceText, options: argparse.Namespace) -> Load:
     """Return the requests with their tenants' keys, and the flags of a server with these tenants."""
-    places, traced = [], []
-    for number, session in enumerate(sessions):
-        for at, stream in enumerate(session.streams):
-            for place, turn in enumerate(stream.turns):
-                places.append((number, at, place))
-                tenant = f"tenant-{number % options.tenants}"
-                traced.append(TraceRequest(0.0, turn.prompt_tokens, turn.output_tokens, turn.hash_ids, tenant))
+    requests = requests_of(sessions, options.tenants)
+    traced = list(requests.values())
     for number in range(options.flood):
         first = FLOOD_FROM + number * FLOOD_IDS
         ids = tuple(range(first, first + FLOOD_IDS))
         traced.append(TraceRequest(0.0, FLOOD_IDS * TRACE_BLOCK_TOKENS, 1, ids, FLOODER))
     shots, flags = with_tenants(trace_shots(traced, text, options, {}))
     shots = [replace(shot, body=shot.body | {"ignore_eos": True}) for shot in shots]
-    return Load(sessions, dict(zip(places, shots, strict=False)), shots[len(places) :], flags)
+    return Load(sessions, dict(zip(requests, shots, strict=False)), shots[len(requests) :], flags)
 
 
 async def ideal_times(url: str, load: Load) -> tuple[list[float], float]:
