@@ -31,7 +31,7 @@ from benchmarks.common.agent_sessions import (
 )
 from benchmarks.common.client import Answer, RequestFailed, stream_answer
 from benchmarks.common.open_loop import Shot, fire, hit_rate
-from benchmarks.common.report import BenchmarkError, add_engine_flag, parser_of, percentile, write
+from benchmarks.common.report import BenchmarkError, add_engine_flag, parser_of, percentile, spread, write
 from benchmarks.common.server import instance
 from benchmarks.common.trace import TRACE_BLOCK_TOKENS, TraceRequest
 from benchmarks.end_to_end.replay.run import KV_BLOCK_TOKENS, with_tenants
@@ -203,13 +203,13 @@ def compared(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
 
     ``ratio``: of the medians; ``pairs``: of runs that followed each other.
     """
-    rows = {}
-    for name, done in runs.items():
-        columns = {figure: [run[figure] for run in done] for figure in done[0]}
-        rows[name] = {
-            figure: {"median": median(values), "min": min(values), "max": max(values), "runs": values}
-            for figure, values in columns.items()
+    rows = {
+        name: {
+            figure: spread([run[figure] for run in done]) | {"runs": [run[figure] for run in done]}
+            for figure in done[0]
         }
+        for name, done in runs.items()
+    }
     found: dict[str, Any] = {"rows": rows}
     for figure in ("job_time_mean", "hit_rate"):
         first, second = ([run[figure] for run in done] for done in runs.values())
@@ -223,7 +223,7 @@ def sentence(found: dict[str, Any], engine: str) -> str:
 
     def figures(row: dict[str, Any]) -> str:
         job, hits = row["job_time_mean"], row["hit_rate"]
-        return f"{job['median']:.2f} ({job['min']:.2f} to {job['max']:.2f}), hit rate {hits['median']:.1%}"
+        return f"{job['p50']:.2f} ({job['min']:.2f} to {job['max']:.2f}), hit rate {hits['p50']:.1%}"
 
     rows = "; ".join(f"{name} {figures(row)}" for name, row in found["rows"].items())
     job, hits = (found[figure]["ratio"] for figure in ("job_time_mean", "hit_rate"))
