@@ -53,6 +53,8 @@ _RULES = """\
     tcp-request connection reject if {{ sc0_conn_cur gt {most} }}
     tcp-request connection set-var(sess.refused) bool(true) if {{ sc0_conn_cur gt {bounds.connections_per_address} }}
     http-request return {refused} hdr Connection close if {{ var(sess.refused) -m bool }}
+    # Ray's proxy stands in while no ingress is known to be up, and says no more of one that dies under it.
+    http-response return {broken_off} if {{ status 500 }} {{ res.hdr(content-type) -m beg text/plain }}
 {errors}
 """
 
@@ -74,12 +76,13 @@ def _frontend_rules(bounds: PortBounds) -> str:
         code="too_many_connections",
         retry_after_s=1,
     )
+    broken_off = Overloaded("The answer broke off before it began; send the request again.", retry_after_s=1)
     # HAProxy's own 400 and 408 for headers that are not HTTP, or do not end, are fixed text and cannot be set.
     errors: dict[int, WarmpathError] = {
         400: InvalidRequest("The request is not valid HTTP, or its body did not arrive."),
         408: RequestTimeout("The request did not arrive in time; send it again."),
         500: GenerationFailed("A fault on the server; send the request again.", code="internal_error"),
-        502: Overloaded("The answer broke off before it began; send the request again.", retry_after_s=1),
+        502: broken_off,
         503: Overloaded("The server is starting, or is overloaded; send the request again later.", retry_after_s=5),
         504: Overloaded("The answer took too long; send the request again later.", retry_after_s=5),
     }
@@ -87,6 +90,7 @@ def _frontend_rules(bounds: PortBounds) -> str:
         bounds=bounds,
         most=most + TOLD_CONNECTIONS,
         refused=_answer(429, too_many),
+        broken_off=_answer(502, broken_off),
         errors="\n".join(f"    http-error {_answer(status, error)}" for status, error in errors.items()),
     )
 

@@ -48,7 +48,7 @@ async def talk(url: str, acknowledged: list[str], over: asyncio.Event) -> int:
                 if whole.status_code == 200:
                     acknowledged.append(whole.json()["id"])
                     body["previous_response_id"] = acknowledged[-1]
-                assert whole.status_code in (200, 502, 503), whole.text
+                assert whole.status_code in (200, 502, 503), (whole.text, whole.headers)
                 streamed = await client.post(RESPONSES, json={**body, "stream": True})
                 ends = [line for line in streamed.text.splitlines() if line.startswith("data: ") and ENDED in line]
                 acknowledged += [json.loads(end.removeprefix("data: "))["response"]["id"] for end in ends]

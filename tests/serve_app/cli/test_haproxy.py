@@ -41,6 +41,9 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             self.wfile.write(b"HTTP/1.1 2")
             return
+        if self.path == "/died":  # as Ray's proxy answers when an ingress dies under it
+            self.wfile.write(b"HTTP/1.1 500 \r\ncontent-type: text/plain\r\ncontent-length: 2\r\n\r\nNo")
+            return
         if self.path == "/late":
             time.sleep(BRIEF.stall_timeout_s + 1)
         read = len(self.rfile.read(int(self.headers.get("content-length", 0))))
@@ -194,8 +197,8 @@ def test_a_large_body_streams_through(port: int) -> None:
         assert connection.getresponse().read() == b"8000000"
 
 
-@pytest.mark.parametrize(("path", "status"), [("/gone", 503), ("/cut", 502)])
-def test_haproxys_own_errors_have_the_apis_shape(port: int, path: str, status: int) -> None:
+@pytest.mark.parametrize(("path", "status"), [("/gone", 503), ("/cut", 502), ("/died", 502)])
+def test_errors_of_haproxy_and_of_rays_proxy_have_the_apis_shape(port: int, path: str, status: int) -> None:
     with closing(connected(port)) as connection:
         answered, headers, body = asked(connection, path)
     assert answered == status
