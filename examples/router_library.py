@@ -1,4 +1,4 @@
-"""Sends completions to the one of two `vllm serve` that holds the prompt's KV. docs/library.md starts them."""
+"""Sends completions to the one of two `vllm serve` that holds the prompt's KV. docs: ray-serve-llm."""
 
 import os
 import uuid

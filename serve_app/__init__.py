@@ -1,6 +1,11 @@
 """The warmpath application. Importing it before torch settles what OpenMP reads when torch loads it."""
 
 import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ray.serve import Application
 
 SPIN_COUNT = "30000"
 """Turns of libgomp's waiting loop, about 2 ms. Its own 300,000 are 16 ms, and where the thread that is waited for has
@@ -8,3 +13,10 @@ lost its core to another process, every operation of a step waits that long: a d
 With the machine to itself the engine is as fast with either; at 10,000 its threads fall asleep between operations."""
 
 os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+
+
+def build_app(args: Mapping[str, Any]) -> "Application":
+    """Return the application: `serve run serve_app:build_app model=demo replicas=2`. Raises ``BadSettings``."""
+    from serve_app.app import build_app as build  # only here: it imports Ray, which most modules do without
+
+    return build(args)

@@ -1,4 +1,4 @@
-"""The only wiring: settings -> a Serve application; `serve run serve_app.app:build_app` and config files end here."""
+"""The only wiring: settings -> a Serve application; `serve run serve_app:build_app` and config files end here."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,32 +1,28 @@
-"""What the documents name exists: files, folders, tests, modules, benchmarks, links."""
+"""What the documents name exists, those from the code are as it says, and those by hand are short."""
 
 import ast
-import inspect
+import json
 import re
-from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from benchmarks.__main__ import MODULES
-from serve_app.api.anthropic.request import MessagesBody
-from serve_app.api.openai.request import ChatBody, CompletionBody
-from serve_app.api.openai.responses.request import ResponsesBody
-from serve_app.engine.protocol import Adapters, Engine, EngineRequest, KvTransfer, SamplingParams, TokenRules
-from serve_app.engine.vllm.refusals import TABLE
+from benchmarks.figures import FIGURES, ROWS, in_readme
+from serve_app.ingress.routes.reference import api_page
+from tests.pages import DOCS, README, ROOT, WRITTEN, blocks_of
 
-ROOT = Path(__file__).parents[1]
-PAGES = sorted(
-    [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]
-)
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])
 LOG = ROOT / "benchmarks" / "log"
 """Findings name the commands and files of their day; the head of each says which commit has them."""
 _CODE = re.compile(r"`([^`\n]+)`")
 _LINK = re.compile(r"\[[^\]\n]+\]\(([^)#\s]+)[^)]*\)")
 _PATH = re.compile(r"^(?:router|serve_app|cluster|benchmarks|tests|docs)/[\w./-]*$")
 _MODULE = re.compile(r"^(?:router|serve_app|cluster)(?:\.\w+)+$")
-_PAGE = re.compile(r"docs/\w+\.md")
+_PAGE = re.compile(r"docs/[\w/-]+\.md")
+_CITED = re.compile(r"docs: ([\w-]+(?:, [\w-]+)*)")
 _BENCHMARK = re.compile(r"python -m benchmarks (\w+)")
 
 
@@ -68,50 +64,27 @@ def _missing(code: str) -> str | None:
 def test_what_a_page_names_exists(page: Path) -> None:
     """Paths, tests, modules and benchmarks (a log has those of its day); links, relative to their page."""
     text = page.read_text()
-    links = [link for link in _LINK.findall(text) if "://" not in link]
+    links = [link for link in _LINK.findall(text) if "://" not in link] if page.name != "CHANGELOG.md" else []
     assert [link for link in links if not (page.parent / link).exists()] == []
-    if LOG not in page.parents:
+    if LOG not in page.parents and page.name != "CHANGELOG.md":
         assert [problem for code in _CODE.findall(text) if (problem := _missing(code))] == []
         assert set(_BENCHMARK.findall(text)) - {"NAME"} <= set(MODULES)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.parent == ROOT / "docs"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
 def test_pages_do_not_cite_tests(page: Path) -> None:
     """A reader of a page wants the fact; the test names the page in its docstring."""
     assert re.findall(r"tests/[\w/]*test_\w+\.py|::test_\w+", page.read_text()) == []
 
 
-def test_pages_that_tests_cite_exist() -> None:
-    """A docstring that ends in a page's name leads to it."""
-    cited = {name for path in (ROOT / "tests").rglob("*.py") for name in _PAGE.findall(path.read_text())}
-    assert {name for name in cited if not (ROOT / name).exists()} == set()
-
-
-def test_readme_names_every_field_that_is_refused() -> None:
-    """Whoever brings an app knows before the first 400 what will not work."""
-    _, limits = (ROOT / "README.md").read_text().split("## Limits")
-    refused = {*ChatBody.refused, *CompletionBody.refused, *ResponsesBody.refused}
-    assert {field for field in refused if f"`{field}`" not in limits} == set()
-
-
-def test_the_page_of_the_api_names_every_field() -> None:
-    """For each API whether a field is taken, refused or not there; and no field that there is not. (docs/api.md)"""
-    rows: dict[str, list[str]] = {}
-    for line in (ROOT / "docs/api.md").read_text().splitlines():
-        if line.startswith("| `"):
-            names, *states, _ = [cell.strip() for cell in line.strip("|").split("|")]
-            rows |= dict.fromkeys(_CODE.findall(names), states)
-    for column, body in enumerate((ChatBody, CompletionBody, ResponsesBody, MessagesBody)):
-        expected = {
-            **dict.fromkeys((*body.model_fields, *body.without_effect), "taken"),
-            **dict.fromkeys(body.refused, "refused"),
-        }
-        shown = {
-            name: "refused" if states[column] == "refused" else "taken"
-            for name, states in rows.items()
-            if states[column] != "-"
-        }
-        assert shown == expected
+def test_pages_that_the_code_cites_exist() -> None:
+    """Tests name the pages that promise what they hold, as `docs: failures`; errors and docstrings by their path."""
+    rooms = ("tests", "router", "serve_app", "benchmarks", "cluster")
+    text = "".join(path.read_text() for room in rooms for path in (ROOT / room).rglob("*.py"))
+    assert {name for name in _PAGE.findall(text) if not (ROOT / name).exists()} == set()
+    cited = {name for names in _CITED.findall(text) for name in names.split(", ")}
+    assert cited - {page.stem for page in DOCS.rglob("*.md")} == set()
+    assert len(cited) > 10
 
 
 def test_what_does_not_exist_is_noticed() -> None:
@@ -124,52 +97,49 @@ def test_what_does_not_exist_is_noticed() -> None:
     assert _missing("serve_app/engine/") is None
 
 
-ENGINES = (ROOT / "docs/vllm.md", ROOT / "docs/engines.md")
-PROMISED = "What is promised"
-REFUSED = "Settings that vLLM refuses"
-_STATE = re.compile(r"^(yes|no|refused)(: .+)?$")
+def test_the_page_of_the_api_is_current() -> None:
+    """`make docs` writes it anew."""
+    assert (DOCS / "reference" / "api.md").read_text() == api_page()
 
 
-def tables() -> dict[str, dict[str, list[str]]]:
-    """Return the pages' tables by heading: a row's first cell, without its backquotes, and the others."""
-    by_heading: dict[str, dict[str, list[str]]] = {}
-    parts = {page.name: page.read_text().split("\n## ")[1:] for page in ENGINES}
-    promised = [part for part in parts["vllm.md"] if part.startswith(PROMISED)]
-    for part in [*promised, *parts["engines.md"]]:
-        heading, *lines = part.splitlines()
-        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
-        assert len({row[0] for row in rows}) == len(rows), f"a row of {heading!r} is there twice"
-        if rows:
-            by_heading[heading] = {name if heading == REFUSED else name.strip("`"): cells for name, *cells in rows[2:]}
-    return by_heading
+def test_the_page_of_the_command_line_is_current() -> None:
+    """`make docs` writes it anew: it has every command and flag."""
+    from typer.cli import app as typer_app
+
+    told = CliRunner().invoke(
+        typer_app, ["serve_app.cli.main", "utils", "docs", "--name", "warmpath", "--title", "Command line"]
+    )
+    _, _, page = (DOCS / "reference" / "cli.md").read_text().partition("\n")
+    assert page.strip() == told.output.strip()
 
 
-def names_of(heading: str) -> set[str]:
-    return set(next(rows for title, rows in tables().items() if heading in title))
+def words_of(page: Path) -> int:
+    return len(page.read_text().split())
 
 
-def test_every_cell_says_yes_no_or_refused() -> None:
-    """Of each of the three engines; behind it there may be words."""
-    for heading, rows in tables().items():
-        if heading == REFUSED:
-            continue
-        for name, cells in rows.items():
-            assert len(cells) == 3 and all(_STATE.match(cell) for cell in cells), (heading, name)
+def test_readers_have_little_to_read() -> None:
+    """README: at most 120 lines and 900 words. The pages by hand: at most 20, of 14,000 words in all."""
+    assert len(README.read_text().splitlines()) <= 120
+    assert words_of(README) <= 900
+    assert len(WRITTEN) <= 20
+    assert sum(map(words_of, WRITTEN)) <= 14_000
 
 
-def test_the_page_names_every_part_of_the_contract() -> None:
-    """Who adds to the contract says what each engine does with it."""
-    members = set()
-    for begin, kind in (("", Engine), ("adapters.", Adapters), ("transfer.", KvTransfer)):
-        members |= {f"{begin}{name}" for name, _ in inspect.getmembers(kind) if not name.startswith("_")}
-    assert names_of("(`Engine`)") == members - {"adapters", "transfer"}
-    assert names_of("`EngineRequest`") == {field.name for field in fields(EngineRequest)}
-    assert names_of("`SamplingParams`") == {
-        field.name for kind in (SamplingParams, TokenRules) for field in fields(kind)
-    }
+def test_every_page_is_in_the_navigation() -> None:
+    told = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert told == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
 
 
-def test_the_page_names_every_setting_that_vllm_refuses() -> None:
-    """And none that it takes."""
-    named = [name for row in tables()[REFUSED] for name in re.findall(r"`([^`]+)`", row)]
-    assert sorted(named) == sorted(name for refusal in TABLE for name in refusal.settings)
+def test_blocks_that_do_not_run_say_why() -> None:
+    """Commands and scripts run in tests/integration/test_pages.py; others have a reason."""
+    blocks = [block for page in (README, *WRITTEN) for block in blocks_of(page)]
+    assert {block.mark for block in blocks if not block.mark.startswith("not run: ")} <= {"", "server"}
+    assert [block.text for block in blocks if block.language == "yaml" and not block.runs and not block.mark] == []
+    assert sum(block.runs for block in blocks) > 40
+
+
+def test_readme_quotes_the_figures() -> None:
+    """They come from `make figures`, which writes both."""
+    figures = json.loads(FIGURES.read_text())
+    assert set(figures) == set(ROWS)
+    assert README.read_text() == in_readme(README.read_text(), figures)

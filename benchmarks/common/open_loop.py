@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 
-from benchmarks.common.client import Answer, RequestFailed, stream_answer
 from benchmarks.common.report import percentile
+from serve_app.cli.bench.client import Answer, RequestFailed, stream_answer
 
 REFUSED = (429, 503)
 UNKNOWN = "unknown"

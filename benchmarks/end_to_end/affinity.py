@@ -17,7 +17,6 @@ from typing import Any
 
 import httpx
 
-from benchmarks.common.client import Answer, chat_body, stream_chat
 from benchmarks.common.prompts import text_of
 from benchmarks.common.report import add_engine_flag, metric_sum, names_of, parser_of, progress, spread, write
 from benchmarks.common.server import instance
@@ -25,6 +24,7 @@ from benchmarks.peers.vllm_serve import sglang_router, vllm_servers
 from router.settings import POLICY_NAMES
 from serve_app.checkpoints.kv_planner import kv_room
 from serve_app.checkpoints.sources.resolve import resolve_model
+from serve_app.cli.bench.client import Answer, chat_body, stream_chat
 from serve_app.config.engine import VLLM_CPU_BLOCK_SIZE
 
 PEERS = ("sglang_router",)

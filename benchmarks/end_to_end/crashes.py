@@ -15,11 +15,11 @@ from collections import Counter
 import httpx
 import psutil
 
-from benchmarks.common.client import RequestFailed, StreamCut, chat_body, stream_chat
 from benchmarks.common.prompts import text_of
 from benchmarks.common.report import metric_sum, parser_of, write
 from benchmarks.common.server import MARK, instance, marked_processes
 from serve_app.checkpoints.sources.resolve import resolve_model
+from serve_app.cli.bench.client import RequestFailed, StreamCut, chat_body, stream_chat
 
 QUESTIONS, SYSTEM_TOKENS, QUESTION_TOKENS = 24, 200, 40
 

@@ -16,12 +16,12 @@ from typing import Any
 import httpx
 import psutil
 
-from benchmarks.common.client import Answer, chat_body, stream_chat
 from benchmarks.common.prompts import text_of
 from benchmarks.common.report import parser_of, percentile, progress, spread, write
 from benchmarks.common.server import MARK, instance, marked_processes
 from benchmarks.peers.vllm_serve import vllm_servers
 from serve_app.checkpoints.sources.resolve import resolve_model
+from serve_app.cli.bench.client import Answer, chat_body, stream_chat
 
 KINDS = (
     ("ingress", r"ServeReplica:.*:Ingress"),

@@ -11,11 +11,11 @@ from typing import Any
 
 import httpx
 
-from benchmarks.common.client import Answer, chat_body, stream_chat
 from benchmarks.common.prompts import text_of
 from benchmarks.common.report import add_engine_flag, metric_sum, parser_of, progress, spread, write
 from benchmarks.common.server import instance
 from serve_app.checkpoints.sources.resolve import resolve_model
+from serve_app.cli.bench.client import Answer, chat_body, stream_chat
 
 FEED_S = 0.5
 """Between requests, for a replica's news to reach the router."""

@@ -14,11 +14,11 @@ from typing import Any
 
 import httpx
 
-from benchmarks.common.client import RequestFailed, chat_body, stream_answer
 from benchmarks.common.prompts import text_of
 from benchmarks.common.report import BenchmarkError, names_of, parser_of, write
 from benchmarks.peers.ray_llm import MODEL, ROUTERS, RayLlm, application, ray_llm
 from serve_app.checkpoints.sources.resolve import resolve_model
+from serve_app.cli.bench.client import RequestFailed, chat_body, stream_answer
 
 BACK_WITHIN = 50
 """Requests after a change, before the hit rate counts again."""

@@ -1,6 +1,6 @@
 """How many replicas there should be: one pure function, run by Serve's controller and by the simulator alike.
 
-Knows neither Ray nor a clock. Formula and failures: docs/autoscaling.md.
+Knows neither Ray nor a clock. Formula and failures: docs/how-to/autoscaling.md.
 """
 
 from dataclasses import dataclass, replace

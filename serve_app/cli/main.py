@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from typer.core import TyperCommand
 
+from serve_app.cli.bench import questions
 from serve_app.cli.checks.file import mistakes_in
 from serve_app.cli.checks.gpus import gpu_count, replica_gpus
 from serve_app.cli.checks.machine import address
@@ -26,37 +27,47 @@ from serve_app.config.reference import settings_text, settings_yaml
 _INSTEAD = {
     "--data-parallel-size": "use --replicas: each is an engine of its own, and requests go where their prefix is",
     "--api-key": "keys belong to tenants: `warmpath keys new NAME` makes one, and says what to set",
-    "--enable-prefix-caching": "prefix caching is on; --set enable_prefix_caching=false switches it off",
-    "--enable-auto-tool-choice": "tool calls are on; the setting tool_parser names their format",
-    "--tool-call-parser": "use --set tool_parser=NAME",
-    "--reasoning-parser": "use --set reasoning_parser=NAME",
-    "--enable-lora": "use --set 'lora_adapters={NAME: PATH}', or --set allow_runtime_lora=true",
-    "--lora-modules": "use --set 'lora_adapters={NAME: PATH}'",
+    "--enable-auto-tool-choice": "tool calls are on; --tool-parser names their format",
+    "--tool-call-parser": "use --tool-parser NAME",
+    "--enable-lora": "use --lora-adapters '{NAME: PATH}', or --allow-runtime-lora",
+    "--lora-modules": "use --lora-adapters '{NAME: PATH}'",
 }
 """Of flags that people know from `vllm serve` and others: what does the same here."""
 
 
 class _ServeCommand(TyperCommand):
-    """A command whose unknown flags are answered with what does the same here."""
+    """A command that takes every setting as a flag too, and answers flags of other servers with what does the same."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        try:
-            return super().parse_args(ctx, args)
-        except Exception as error:  # NoSuchOption is click's, or that of typer's own copy
-            flag = getattr(error, "option_name", None) or ""
-            setting = flag.removeprefix("--").replace("-", "_")
-            known = f"use --set {setting}=VALUE" if setting in AppConfig.model_fields else ""
-            if not (instead := _INSTEAD.get(flag, known)):
-                raise
-            raise typer.BadParameter(f"there is no {flag}: {instead}") from None
+        own = {flag for parameter in self.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+        left, told = list(args), []
+        while left:
+            argument = left.pop(0)
+            flag, equals, value = argument.partition("=")
+            if (instead := _INSTEAD.get(flag)) is not None:
+                raise typer.BadParameter(f"there is no {flag}: {instead}")
+            field = AppConfig.model_fields.get(name := flag.removeprefix("--").replace("-", "_"))
+            if field is None or flag in own or not flag.startswith("--"):
+                told.append(argument)
+                continue
+            if not equals and field.annotation is bool and (not left or left[0] not in ("true", "false")):
+                value = "true"
+            elif not equals:
+                if not left:
+                    raise typer.BadParameter(f"{flag} takes a value: {flag} VALUE")
+                value = left.pop(0)
+            told += ["--set", f"{name}={value}"]
+        return super().parse_args(ctx, told)
 
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-app.add_typer(keys.app, name="keys")
-app.add_typer(prompts.app, name="prompts")
-app.command()(infer)
-app.command()(plan)
-app.command()(doctor)
+TENANTS, TROUBLE, PLANNING = "Tenants and prompts", "When something is wrong", "Measuring and planning"
+app.add_typer(keys.app, name="keys", rich_help_panel=TENANTS)
+app.add_typer(prompts.app, name="prompts", rich_help_panel=TENANTS)
+app.add_typer(questions.app, name="bench", rich_help_panel=PLANNING)
+app.command(rich_help_panel="Serving")(infer)
+app.command(rich_help_panel=PLANNING)(plan)
+app.command(rich_help_panel=TROUBLE)(doctor)
 
 
 def _print_version(wanted: bool) -> None:
@@ -74,22 +85,15 @@ def _root(
     """Cache-aware LLM serving: a request goes to the replica that holds its prefix's KV."""
 
 
-@app.command(cls=_ServeCommand)
+@app.command(cls=_ServeCommand, rich_help_panel="Serving")
 def serve(
-    model_name: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="the same as --model")] = None,
     model: Annotated[
-        str | None, typer.Option(help="'smollm2' (the default), 'demo', 'small', a directory, a GGUF file or a hub id")
+        str | None,
+        typer.Argument(help="'smollm2' (the default), 'demo', 'small', a directory, a GGUF file or a hub id"),
     ] = None,
-    revision: Annotated[str | None, typer.Option(help="branch, tag or commit of a hub id")] = None,
     replicas: Annotated[int | None, typer.Option(help="engine replicas")] = None,
     engine: Annotated[
         str | None, typer.Option(help="torch, vllm, or simulated (a cost model instead of a forward)")
-    ] = None,
-    tensor_parallel_size: Annotated[
-        int | None, typer.Option(help="with --engine vllm: GPUs of a replica, each with a part of every layer")
-    ] = None,
-    pipeline_parallel_size: Annotated[
-        int | None, typer.Option(help="with --engine vllm: stages of a replica, each with a part of the layers")
     ] = None,
     engine_arg: Annotated[
         list[str] | None,
@@ -107,9 +111,12 @@ def serve(
     ] = MAX_CONNECTIONS_PER_ADDRESS,
     verbose: Annotated[bool, typer.Option(help="show what Ray and the replicas log, and whole tracebacks")] = False,
 ) -> None:
-    """Start an instance on this machine and serve until Ctrl-C."""
-    if model_name is not None and model not in (None, model_name):
-        fail(f"two models are named, {model_name} and --model {model}; name one")
+    """Start an instance on this machine and serve until Ctrl-C.
+
+    Every setting of `warmpath settings` is a flag too: --kv-cache-bytes 4GiB, --tensor-parallel-size 2.
+    """
+    if model is not None and any(one.startswith("model=") for one in setting or ()):
+        fail(f"two models are named, {model} and the setting `model`; name one")
     if haproxy and ":" in host:
         fail(f"HAProxy does not reach Serve's ingresses over IPv6: add --no-haproxy to listen on {host}")
     try:
@@ -118,12 +125,9 @@ def serve(
             config,
             setting or [],
             engine_arg or [],
-            model=model or model_name,
-            revision=revision,
+            model=model,
             replicas=replicas,
             engine=engine,
-            tensor_parallel_size=tensor_parallel_size,
-            pipeline_parallel_size=pipeline_parallel_size,
         )
         settings = load()
         for _, sentence in before_model(settings):
@@ -145,7 +149,7 @@ def serve(
     raise typer.Exit(Supervisor(console, settings.shutdown_timeout_s).run(launch))
 
 
-@app.command("settings")
+@app.command("settings", rich_help_panel="Serving")
 def list_settings(
     words: Annotated[
         list[str] | None, typer.Argument(help="only settings that have these words in name or meaning")
@@ -156,7 +160,7 @@ def list_settings(
     print(settings_yaml() if yaml else settings_text(words or []), end="")
 
 
-@app.command()
+@app.command(rich_help_panel=TROUBLE)
 def check(
     file: Annotated[Path, typer.Argument(help="Serve config, KubeRay RayService, or file of settings")],
     elsewhere: Annotated[

@@ -48,7 +48,7 @@ class AutoscalingConfig(BaseModel):
 class RoutingSection(BaseModel):
     """The choice of a replica, and requests that wait for one."""
 
-    policy: PolicyName = Field(DEFAULT_POLICY, description="how a replica is chosen (docs/routing.md)")
+    policy: PolicyName = Field(DEFAULT_POLICY, description="how a replica is chosen (docs/explanation/routing.md)")
     no_replica_wait_s: Seconds = Field(5.0, ge=0, le=600, description="requests without any replica wait, then get 503")
     directory_max_blocks: int = Field(2_000_000, ge=1000, le=100_000_000, description="block hashes a router remembers")
     max_queued_requests: int = Field(

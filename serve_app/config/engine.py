@@ -81,7 +81,8 @@ class EngineSection(BaseModel):
         1, ge=1, le=64, description="with engine vllm: stages on one node, each with a part of the layers"
     )
     engine_args: dict[str, Any] = Field(
-        default_factory=dict, description="with engine vllm: further arguments of vLLM, by its names (docs/vllm.md)"
+        default_factory=dict,
+        description="with engine vllm: further arguments of vLLM, by its names (docs/tutorials/vllm.md)",
     )
     max_model_len: int | None = Field(None, ge=2, description="tokens in prompt plus output; default: the model's own")
     max_num_seqs: int = Field(64, ge=1, le=4096, description="sequences running at once in a replica")

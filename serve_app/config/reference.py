@@ -1,6 +1,6 @@
 """The settings as plain text, as a settings file, and as Markdown.
 
-``python -m serve_app.config.reference > docs/settings.md; warmpath settings --yaml > docs/settings.yaml``.
+`make docs` writes both to docs/reference/.
 """
 
 import json
@@ -22,10 +22,10 @@ from serve_app.config.tenants import ApiKeyConfig, TenantConfig, TenantsSection
 _INTRODUCTION = f"""\
 # Settings
 
-Made from the descriptions in `serve_app/config/` by `python -m serve_app.config.reference > docs/settings.md`.
+Made from the descriptions in `serve_app/config/` by `make docs`.
 
 Give a setting as `--set NAME=VALUE`, or in a YAML file with `warmpath serve --config FILE`; in `args:` of a Serve
-config file; or as `serve run serve_app.app:build_app NAME=VALUE`. Unknown names are errors. Names that vLLM also has
+config file; or as `serve run serve_app:build_app NAME=VALUE`. Unknown names are errors. Names that vLLM also has
 mean the same. `warmpath settings` prints this list, `warmpath settings pin` those about pins.
 [settings.yaml](settings.yaml) is a file with all of them.
 
@@ -33,8 +33,8 @@ Units are in the names: `_tokens`, `_blocks`; `_bytes` takes a number of bytes o
 million), `_s` a number of seconds or a duration such as `5m` or `1h30m`. Relative paths in a settings file start where
 the file lies, all others where the command runs.
 
-These are live: as `user_config` in a Serve config file ([clusters](cluster.md#user_config)) they change without
-a restart:
+These are live: as `user_config` in a Serve config file ([clusters](../tutorials/cluster.md#change-settings)) they
+change without a restart:
 {", ".join(f"`{name}`" for name in sorted(LIVE))}.
 """
 

@@ -16,7 +16,7 @@ LEAST_NODES = 16
 
 @dataclass(frozen=True, slots=True)
 class NodeRow:
-    """NODE in docs/live.md, but that a public one has the tenant that used it."""
+    """NODE in docs/reference/api.md, but that a public one has the tenant that used it."""
 
     id: str
     parent: str | None

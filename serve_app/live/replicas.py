@@ -15,7 +15,7 @@ TENANTS_FIELDS = ("replica", "state", "engine", "simulated")
 """What a tenant sees of a replica: no count is its own there."""
 
 SILENT_S = 5.0
-"""A replica reports at least once a second; after this its feed counts as silent (docs/routing.md)."""
+"""A replica reports at least once a second; after this its feed counts as silent (docs/explanation/routing.md)."""
 
 _BLOCKS = {"used": "blocks_used", "cached": "blocks_reusable", "free": "blocks_free"}
 _EVICTED = "warmpath_prefix_cache_evicted_blocks_total"

@@ -1,4 +1,4 @@
-"""One viewer's picture, told as a snapshot, then as differences (docs/live.md). All rights to see are decided here."""
+"""One viewer's picture, told as a snapshot, then as differences (docs: api). All rights to see are decided here."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence

@@ -11,7 +11,7 @@ MOST_TOLD = 200
 
 
 def session_report(sessions: Sessions, admission: Admission, tenant: str | None, now_s: float) -> dict[str, Any]:
-    """Return a replica's part of ``GET /v1/cache/sessions``, see docs/live.md. ``tenant`` None: for an operator."""
+    """Return a replica's part of ``GET /v1/cache/sessions`` (docs: api). ``tenant`` None: for an operator."""
     own = sessions.all(tenant)
     live_tokens = sum(session.own_tokens for session in sessions.live() if tenant in (None, session.tenant))
     room = {"room_tokens": admission.room_tokens} if tenant is None else {}

@@ -1,6 +1,6 @@
 """Spans and their way to an OTLP collector, in batches by a thread: nobody waits for a collector that is slow or gone.
 
-Sampling, headers and the queue's size are OpenTelemetry's own environment variables (docs/tracing.md). The provider is
+Sampling, headers and the queue's size are OpenTelemetry's own environment variables (docs: monitoring). The provider is
 not the process's global one: Ray Serve may have spans of its own there.
 """
 

@@ -1,4 +1,4 @@
-"""Agents' real packages against a real instance: a prompt, calls of their own tools, an end. (docs/agents.md)
+"""Agents' real packages against a real instance: a prompt, calls of their own tools, an end. (docs: agents)
 
 Run where WARMPATH_CLIENTS names the folder of their commands, as `node_modules/.bin` is one after
 `npm install @anthropic-ai/claude-code @openai/codex @qwen-code/qwen-code`.
@@ -19,7 +19,7 @@ from tests.clients.model import NOTE, Errand, trained
 from tests.integration.conftest import PATIENCE_S, alone, metric
 
 FOLDER = Path(os.environ.get("WARMPATH_CLIENTS", "/nowhere"))
-HOW = "set WARMPATH_CLIENTS to the folder that has the command {}, which npm installs; see docs/agents.md"
+HOW = "set WARMPATH_CLIENTS to the folder that has the command {}, which npm installs; see docs/tutorials/agents.md"
 MODEL = "errands"
 TOKENS = ("warmpath_tenant_prompt_tokens_total", "warmpath_tenant_cached_prompt_tokens_total")
 SHOW = f"tr a-z A-Z < {NOTE}"

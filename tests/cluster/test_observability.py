@@ -1,4 +1,4 @@
-"""The dashboard and the rules ask for what there is. (docs/observability.md)
+"""The dashboard and the rules ask for what there is. (docs: monitoring)
 
 Each alert fires for what it is meant for and is silent just below; checked by promtool where Prometheus is.
 """

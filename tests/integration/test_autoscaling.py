@@ -66,7 +66,7 @@ def decisions(url: str) -> list[dict[str, Any]]:
 def test_it_grows_survives_its_controller_and_shrinks(url: str) -> None:
     """Under load there are three replicas, the same ones after a SIGKILL of the controller, and without load one.
 
-    docs/autoscaling.md
+    docs: autoscaling
     """
     wait_for_replicas(url, 1)
     with load(url) as statuses:

@@ -16,7 +16,7 @@ import httpx
 import pytest
 import yaml
 
-from benchmarks.common.client import stream_events
+from serve_app.cli.bench.client import stream_events
 from serve_app.cli.checks.settings import with_model
 from serve_app.cli.instance import innermost
 from serve_app.cli.local_ray import held_port
@@ -71,7 +71,7 @@ class Cluster:
 
     def deploy_args(self, args: dict[str, Any], user_config: dict[str, Any] | None = None) -> None:
         """Deploy the app with settings, and live ones."""
-        app = {"name": "warmpath", "route_prefix": "/", "import_path": "serve_app.app:build_app", "args": args}
+        app = {"name": "warmpath", "route_prefix": "/", "import_path": "serve_app:build_app", "args": args}
         live = [{"name": name, "user_config": user_config} for name in ("Ingress", "Replica")] if user_config else []
         self.serve("PUT", self.config({**app, "deployments": live}))
 
@@ -151,7 +151,7 @@ def end(process: subprocess.Popen[bytes], seconds: float) -> None:
 def test_serve_status_says_what_a_start_would(cluster: Cluster) -> None:
     """A typo in settings, a model that is not there: the message ends with the sentence that `warmpath serve` has.
 
-    docs/starting.md
+    docs: failures
     """
     missing = {"model": "/nope/model", "engine": "simulated"}
     with pytest.raises(BadSettings) as typo:
@@ -197,7 +197,7 @@ def test_a_user_config_changes_the_app_and_restarts_nothing(cluster: Cluster) ->
 
     A user_config with a mistake changes nothing either, is shown, and goes with the next good one.
 
-    docs/cluster.md
+    docs: cluster
     """
     operators = [KEYS["operator"][1]]
 

@@ -95,7 +95,7 @@ def test_a_start_ends_at_any_moment(word: str, number: signal.Signals) -> None:
 
     An instance that serves before the signal is heard makes of that last one an ordinary stop.
 
-    docs/starting.md
+    docs: failures
     """
     with START, serving() as instance:
         if word:
@@ -111,7 +111,7 @@ def test_a_start_ends_at_any_moment(word: str, number: signal.Signals) -> None:
 
 
 def test_what_fails_in_a_replica_is_said() -> None:
-    """The innermost sentence, where the logs are, and no traceback. (docs/starting.md)"""
+    """The innermost sentence, where the logs are, and no traceback. (docs: failures)"""
     with START, serving("--set", "max_model_len=3") as instance:
         output = instance.end()
         assert instance.process.returncode == 1
@@ -125,7 +125,7 @@ def test_a_stop_lets_streams_finish_and_the_next_life_has_the_disk_tier(tmp_path
 
     The pool is too small for two prompts: what was evicted is on disk, and with the same secret it is there again.
 
-    docs/starting.md, docs/caching.md
+    docs: failures, caching
     """
     settings = {"shutdown_timeout_s": 15, "num_blocks": 96, "tier_load_ratio": 1000, "disk_cache_bytes": 100000000}
     flags = [f"--set={name}={value}" for name, value in settings.items()] + [f"--set=disk_cache_dir={tmp_path}"]

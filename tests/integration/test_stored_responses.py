@@ -66,7 +66,7 @@ def lost(url: str, conversations: list[list[str]]) -> list[str]:
 def test_killed_ingresses_and_a_killed_head_lose_nothing_that_was_acknowledged(tmp_path: Path) -> None:
     """Ingresses die one by one under writing clients, then the whole instance; the next one goes on with all of it.
 
-    docs/failures.md, docs/cluster.md
+    docs: failures, cluster
     """
     file, mark = tmp_path / "responses.sqlite", uuid4().hex
     conversations: list[list[str]] = [[] for _ in range(CLIENTS)]

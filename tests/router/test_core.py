@@ -50,7 +50,7 @@ def test_who_gets_a_request() -> None:
 
 
 def test_simultaneous_requests_spread_and_users_of_one_cold_prompt_follow_the_first() -> None:
-    """Without any report; a herd stays together until its suffixes outweigh the prefix. (docs/routing.md)"""
+    """Without any report; a herd stays together until its suffixes outweigh the prefix. (docs: routing)"""
     core = core_of("abcdefgh")
     apart = [decided(core, ask(n, Random(n + 1).randbytes(160), key=Random(n).randbytes(16))) for n in range(8)]
     assert len({decision.replica_id for decision in apart}) == 8
@@ -128,7 +128,7 @@ def test_core_for_is_one_per_key_and_takes_settings() -> None:
 
 
 def test_regret_says_what_was_not_selected_and_why_less_was_delivered() -> None:
-    """Tokens not selected, gone by then, unused although held, and beyond the prediction differ. (docs/routing.md)"""
+    """Tokens not selected, gone by then, unused although held, and beyond the prediction differ. (docs: routing)"""
     core = core_of("ab", {"b": CHAIN})
     for number, delivered in enumerate((160, 100, 170)):
         decision = decided(core, ask(number, CHAIN))
@@ -150,7 +150,7 @@ def test_regret_says_what_was_not_selected_and_why_less_was_delivered() -> None:
 
 @pytest.mark.parametrize("policy", ["estimated_ttft", "round_robin"])
 def test_estimates_are_compared_with_what_came(policy: str) -> None:
-    """Under every policy; lateness and earliness are apart. (docs/routing.md)"""
+    """Under every policy; lateness and earliness are apart. (docs: routing)"""
     core = core_of("a", policy=policy)
     for number, ttft_s in enumerate((0.33, 0.065)):
         decision = decided(core, ask(number, CHAIN))

@@ -27,7 +27,7 @@ steps = st.lists(
 def test_the_directory_equals_the_caches_of_all_that_are_here_or_away(
     taken: list[tuple[str, str, int]], policy: str
 ) -> None:
-    """Replicas store, forget, leave, return, are given up and die in any order. (docs/routing.md)"""
+    """Replicas store, forget, leave, return, are given up and die in any order. (docs: routing)"""
     core = core_of(NAMES, policy=policy)
     here, away = set(NAMES), set[str]()
     caches: dict[str, set[int]] = {name: set() for name in NAMES}

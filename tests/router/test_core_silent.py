@@ -76,7 +76,7 @@ def test_requests_that_come_back_do_not_hide_that_a_feed_is_silent() -> None:
 
 
 def test_a_feed_that_is_cut_off_is_not_believed_until_a_snapshot_comes() -> None:
-    """Meanwhile the replica gets its share by load, and what its answers show is believed. (docs/failures.md)"""
+    """Meanwhile the replica gets its share by load, and what its answers show is believed. (docs: failures)"""
     case = Case()
     core = case.core
     case.tell("a", 500_000)

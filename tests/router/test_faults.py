@@ -36,7 +36,7 @@ events = st.lists(st.one_of(loads, stats, blocks, st.just(CacheCleared())), max_
 @settings(max_examples=150)
 @given(steps=st.lists(st.tuples(st.sampled_from(["a", "b"]), events), max_size=8))
 def test_nonsense_reports_leave_every_answer_possible(steps: list[tuple[str, list[Event]]]) -> None:
-    """Decisions are made, predictions stay within the prompt, and documents are JSON. (docs/routing.md)"""
+    """Decisions are made, predictions stay within the prompt, and documents are JSON. (docs: routing)"""
     core = core_of("abh")
     for replica_id, said in steps:
         core.apply(replica_id, said)
@@ -74,7 +74,7 @@ def test_invented_tiers_are_bounded() -> None:
     flood=st.integers(1, 40), replicas=st.integers(2, 6), seed=st.integers(1, 9), tier=st.sampled_from(["pool", "host"])
 )
 def test_a_flood_of_blocks_leaves_the_others_room(flood: int, replicas: int, seed: int, tier: str) -> None:
-    """One replica fills at most seven eighths; another's blocks find what is left of its share. (docs/routing.md)"""
+    """One replica fills at most seven eighths; another's blocks find what is left of its share. (docs: routing)"""
     bound = 800
     directory = Directory(16, max_blocks=bound)
     rng = Random(seed)

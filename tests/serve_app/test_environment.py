@@ -18,7 +18,7 @@ def printed_by(script: str, *arguments: str, **options: Any) -> str:
 
 @pytest.mark.parametrize(("given", "found"), [(None, serve_app.SPIN_COUNT), ("7", "7")])
 def test_openmp_is_told_how_long_to_spin_before_torch_loads_it(given: str | None, found: str) -> None:
-    """The replica's module is what a worker imports first; what the operator has set stays. (docs/kernels.md)"""
+    """The replica's module is what a worker imports first; what the operator has set stays. (docs: decisions)"""
     environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
     if given is not None:
         environment["GOMP_SPINCOUNT"] = given

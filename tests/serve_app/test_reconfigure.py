@@ -92,7 +92,7 @@ def test_tenants_change_as_far_as_that_is_safe(
 ) -> None:
     """An instance that is open to everybody is refused; another salt is told.
 
-    docs/cluster.md
+    docs: cluster
     """
     settings, applied = start({"tenants": [ACME]}, engine=engine), Applied()
     assert asyncio.run(settings.reconfigure({"tenants": tenants}, applied)) is accepted
@@ -117,7 +117,7 @@ def test_a_replica_that_starts_takes_down_what_is_over(start: Any, monkeypatch: 
 def test_a_good_one_is_applied_once_and_a_bad_one_never(start: Any) -> None:
     """After a bad one the old settings are in force and the notice says why, until a good one comes.
 
-    docs/cluster.md
+    docs: cluster
     """
     live, applied = start(), Applied()
 

@@ -1,4 +1,4 @@
-"""The example of docs/library.md: two real `vllm serve`, and the router without Ray between them."""
+"""The example of docs: ray-serve-llm: two real `vllm serve`, and the router without Ray between them."""
 
 import json
 import os

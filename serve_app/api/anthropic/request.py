@@ -84,7 +84,7 @@ class CountTokensBody(JsonBody):
     """The body of ``POST /v1/messages/count_tokens``: all that a prompt is made of."""
 
     without_effect: ClassVar[frozenset[str]] = frozenset(
-        {"metadata", "service_tier", "inference_geo", "user_profile_id", "workspace_id"}
+        {"service_tier", "inference_geo", "user_profile_id", "workspace_id"}
     )
     bounded: ClassVar[Mapping[str, int]] = {
         "messages": 1 << 17, "system": 1 << 14, "tools": MAX_TOOL_VALUES, "output_config": 1 << 14,
@@ -103,7 +103,9 @@ class CountTokensBody(JsonBody):
     messages: Annotated[
         list[Any], Field(min_length=1), Must("a list of at least one message")
     ] = Field(description="text, calls of tools, their results; a last assistant's text goes on")  # fmt: skip
-    system: Annotated[str | list[Any], Must("a string or a list of text blocks")] = ""
+    system: Annotated[str | list[Any], Must("a string or a list of text blocks")] = Field(
+        "", description="text, or text blocks, which are joined"
+    )
     tools: Annotated[
         list[Annotated[MessageTool, Must("an object with name and input_schema")]],
         Field(max_length=MAX_TOOLS),
@@ -116,7 +118,9 @@ class CountTokensBody(JsonBody):
     thinking: Annotated[ThinkingConfig | None, Must("an object with type")] = Field(
         None, description="whether the model thinks, where its chat template leaves a choice"
     )
-    output_config: Annotated[OutputConfig, Must("an object with format")] = OutputConfig()
+    output_config: Annotated[OutputConfig, Must("an object with format")] = Field(
+        OutputConfig(), description="format: json_schema"
+    )
     cache_salt: Text1024 = Field(None, description="divides the tenant's own cache: equal salts share KV")
     prompt_ref: Text256 = Field(None, description="NAME@VERSION, or NAME, of a registered prompt that goes before all")
 

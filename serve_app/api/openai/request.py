@@ -93,15 +93,17 @@ class GenerationBody(SamplingBody):
     lora_name: Text256 = Field(None, description="a LoRA adapter of the model")
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES), Whole] = Field(1, description="answers to each prompt")
     temperature: Annotated[float, Field(ge=0, le=2, description="below 0.00001: greedy")] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Annotated[
+        float, Field(gt=0, le=1, description="only the likeliest tokens, up to this sum of probabilities")
+    ] = 1.0
     top_k: Annotated[int, Field(ge=-1, le=MAX_TOKENS), Whole] = Field(0, description="-1 or 0: all tokens")
     seed: Annotated[int | None, Field(ge=-INT64, le=INT64 - 1), Whole] = Field(
         None, description="equal seeds give equal answers"
     )
     stop: Stop = ()
-    ignore_eos: bool = False
-    stream: bool = False
-    stream_options: StreamOptions | None = None
+    ignore_eos: bool = Field(False, description="do not stop at the model's end token")
+    stream: bool = Field(False, description="send the answer as server-sent events")
+    stream_options: StreamOptions | None = Field(None, description="include_usage: end with a chunk that holds usage")
     cache_salt: Text1024 = Field(None, description="divides the tenant's own cache: equal salts share KV")
     prompt_cache_key: Text1024 = Field(None, description="a routing hint that keeps related requests together")
     prompt_ref: Text256 = Field(None, description="NAME@VERSION, or NAME, of a registered prompt that goes before all")
@@ -113,7 +115,7 @@ class GenerationBody(SamplingBody):
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1), Whole] = Field(
         0, description="of the tenant's own requests of one tier: the lowest starts first"
     )
-    disable_spec_decode: bool = False
+    disable_spec_decode: bool = Field(False, description="decode this request without drafts")
     save_system_prompt_kv_cache: bool = Field(False, description="keep the KV of the formatted system prompt")
     store_kv: StoreKV = None
     cache_diagnostics: bool = Field(False, description="tell in usage why the cache was missed")
@@ -160,7 +162,7 @@ class ChatBody(GenerationBody):
     max_completion_tokens: Tokens = Field(None, description="the newer name of max_tokens; goes before it")
     logprobs: bool = Field(False, description="tell the log-probability of each token")
     top_logprobs: TopLogprobs = Field(0, description="and of as many of the likeliest at its place")
-    apply_chat_template: bool = True
+    apply_chat_template: bool = Field(True, description="false: join the texts of the messages as they are")
     add_generation_prompt: bool | None = Field(None, description="default: true, unless continue_final_message is")
     continue_final_message: bool = Field(False, description="the answer goes on with the last message")
     chat_template_kwargs: Annotated[dict[str, Any], Must("an object")] = Field(
@@ -235,6 +237,7 @@ class CompletionBody(GenerationBody):
 
     prompt: Annotated[
         tuple[Prompt, ...],
+        Field(description="text or token ids, one prompt or many"),
         PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
         Must(f"a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of either"),
     ]

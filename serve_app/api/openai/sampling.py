@@ -40,7 +40,7 @@ class SamplingBody(JsonBody):
     """What chat completions and completions say of the choice of tokens beyond temperature, top-p and top-k."""
 
     presence_penalty: _Penalty = Field(0.0, description="taken from logits of tokens that the answer has")
-    frequency_penalty: _Penalty = Field(0.0, description="the same, times how often the answer has them")
+    frequency_penalty: _Penalty = Field(0.0, description="taken from logits of tokens, as often as the answer has them")
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = Field(
         1.0, description="divides logits of tokens that prompt or answer have; 1: off"
     )

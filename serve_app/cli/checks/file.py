@@ -11,7 +11,7 @@ from serve_app.cli.checks.settings import Place, before_model, with_model
 from serve_app.config.files import rooted
 from serve_app.config.live import BadSettings, Location, app_config, overlaid
 
-IMPORT_PATH = "serve_app.app:build_app"
+IMPORT_PATHS = "serve_app:build_app", "serve_app.app:build_app"
 
 
 class Mistake(NamedTuple):
@@ -97,10 +97,10 @@ def _serve_config(document: _Document, place_of_run: Place) -> Iterator[Mistake]
         yield document.mistake(("applications",), what)
         return
     apps = document.values["applications"]
-    if not any(app["import_path"] == IMPORT_PATH for app in apps):
-        yield document.mistake(("applications",), f"no application has the import_path {IMPORT_PATH}")
+    if not any(app["import_path"] in IMPORT_PATHS for app in apps):
+        yield document.mistake(("applications",), f"no application has the import_path {IMPORT_PATHS[0]}")
     for number, app in enumerate(apps):
-        if app["import_path"] == IMPORT_PATH:
+        if app["import_path"] in IMPORT_PATHS:
             yield from _application(document, ("applications", number), app, place_of_run)
 
 

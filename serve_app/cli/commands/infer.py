@@ -16,7 +16,7 @@ from serve_app.errors import InvalidRequest
 
 
 def infer(
-    input_file: Annotated[Path, typer.Option(help="OpenAI's batch file: a request a line (docs/batch.md)")],
+    input_file: Annotated[Path, typer.Option(help="OpenAI's batch file: a request a line (docs/how-to/batch.md)")],
     output_file: Annotated[Path, typer.Option(help="where the responses go, a line each, as they are ready")],
     model: Annotated[str | None, typer.Option(help="as `warmpath serve` takes it")] = None,
     revision: Annotated[str | None, typer.Option(help="branch, tag or commit of a hub id")] = None,

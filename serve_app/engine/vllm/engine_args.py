@@ -35,7 +35,7 @@ PROMISES = {
     "a seeded answer goes on elsewhere, token by token": "logits_processors speculative_config spec_method spec_model "
     "spec_tokens diffusion_config watermark_config enable_batch_sharded_sampling",
 }
-"""Promises of docs/vllm.md -> arguments that would break them."""
+"""Promises of docs/tutorials/vllm.md -> arguments that would break them."""
 
 _WHY = {
     **{f"use {setting}:, a setting here": f"{setting} {names}" for setting, names in _OURS.items()},

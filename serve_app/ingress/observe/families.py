@@ -126,7 +126,7 @@ warmpath_feed_mirror_drift_total: replica
     Times that what was published of the caches was not what they hold; all is told anew then. Should be 0.
 
 # Replicas: sessions
-Chains of requests that go on from each other ([caching](caching.md#sessions)), as each replica sees them.
+Chains of requests that continue each other ([caching](../explanation/caching.md#sessions)), as each replica sees them.
 warmpath_sessions: replica state
     Sessions of the last hour. running, or waiting for room to start; paused: its next request is expected soon, and
     room is kept for it; left: none is expected.

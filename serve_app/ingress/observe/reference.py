@@ -1,4 +1,4 @@
-"""The metrics as Markdown tables: ``python -m serve_app.ingress.observe.reference > docs/metrics.md``."""
+"""The metrics as Markdown tables: `make docs`."""
 
 import sys
 
@@ -7,14 +7,14 @@ from serve_app.ingress.observe.families import SECTIONS
 _INTRODUCTION = """\
 # Metrics
 
-Made from `serve_app/ingress/observe/families.py` by `python -m serve_app.ingress.observe.reference > docs/metrics.md`.
+Made from `serve_app/ingress/observe/families.py` by `make docs`.
 
 `GET /metrics` of any ingress shows the whole app in Prometheus' text format: every ingress (label `ingress`) and every
 replica (label `replica`; its figures come through the feed and are up to a second old). With tenants configured it
 needs an operator key; with `metrics_public` nobody needs one, and who has none sees sums over all tenants. Counters
 start at 0 with their process, so use `rate()`; units are in the names. A series that has nothing to say is absent.
 A dashboard, whose panels hold the queries to begin with, alerts and scrape settings are ready to use:
-[observability](observability.md).
+[monitoring](../how-to/monitoring.md).
 
 Several families are near each other, and these are the ones to show: **time to first token** is
 `warmpath_time_to_first_token_seconds`, **time between tokens** `warmpath_inter_token_latency_seconds`: what clients
@@ -44,7 +44,7 @@ LABELS = {
     "reason": "one of a few words. Of decisions `cached`: it holds the most; `in_flight`: it is computing the same "
     "beginning; `cold`: nobody holds any; `load_spill`: a holder is too busy; `hot_prefix`: one more holder is needed; "
     "`only_replica`: no other can take it; the others say how the policy works. Of misses: see "
-    "[caching](caching.md#why-a-prompt-missed)",
+    "[misses](../how-to/misses.md#reasons)",
     "prompt": "NAME@VERSION of a registered prompt",
     "kind": "`save`, `public`, `prefix`",
     "policy": "a policy's name",

@@ -1,4 +1,4 @@
-"""A watcher's stream of events over HTTP (docs/live.md)."""
+"""A watcher's stream of events over HTTP (docs/reference/api.md)."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""GET /v1/cache/events: what happens now, as server-sent events (docs/live.md)."""
+"""GET /v1/cache/events: what happens now, as server-sent events (docs/reference/api.md)."""
 
 from fastapi import APIRouter
 from starlette.requests import Request

@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.common.client import Answer, StreamCut, stream_answer
 from benchmarks.common.open_loop import UNKNOWN, hit_rate
+from serve_app.cli.bench.client import Answer, StreamCut, stream_answer
 
 TEXT = [{"choices": [{"text": "a"}]}, {"choices": [{"text": "b", "finish_reason": "length"}]}]
 USAGE = {"prompt_tokens": 10, "completion_tokens": 5}

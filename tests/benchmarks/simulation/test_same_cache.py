@@ -21,7 +21,7 @@ def attributes(folder: Path, *, without: str = "-") -> Iterator[tuple[str, str]]
 def test_the_simulator_uses_nothing_of_the_cache_that_no_replica_uses() -> None:
     """Whatever it calls by the name of one of the cache's members, the product calls on a cache or on its pool.
 
-    docs/decisions.md
+    docs: decisions
     """
     members = {name for name in dir(PrefixCache(1, 1)) if not name.startswith("_")}
     simulated = {use for room in ("simulation", "isolation") for use in attributes(ROOT / "benchmarks" / room)}

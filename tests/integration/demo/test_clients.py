@@ -65,7 +65,7 @@ def test_answers_match_their_schema_and_logprobs_their_tokens(served: Served) ->
 def test_a_marked_prompt_is_written_once_and_read_after(served: Served) -> None:
     """First all of it is created, by a pre-warming request without an answer; then all of it is read.
 
-    docs/clients.md
+    docs: first-hour
     """
     client = Anthropic(base_url=served.url, api_key=KEYS["acme"][0], max_retries=0, timeout=PATIENCE_S)
     marked: Any = [{"type": "text", "text": f"Messages. {CLERK}", "cache_control": {"type": "ephemeral"}}]
@@ -95,7 +95,7 @@ def test_a_marked_prompt_is_written_once_and_read_after(served: Served) -> None:
 
 
 def test_saves_are_hits_without_the_flag_until_the_budget_is_full(served: Served) -> None:
-    """A save over the budget is answered, whole or streamed, with a header that says why. (docs/caching.md)"""
+    """A save over the budget is answered, whole or streamed, with a header that says why. (docs: caching)"""
     save = {"save_system_prompt_kv_cache": True}
 
     def ask(number: int, question: str, **more: object) -> httpx.Response:

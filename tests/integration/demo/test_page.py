@@ -17,7 +17,7 @@ SYSTEM_BARS = ".bar[aria-label^='acme’s system prompt'], .bar[aria-label^='sys
 def test_the_page_shows_each_key_its_own_part(served: Served) -> None:
     """A chat's second answer says what was reused, and of whom only its tenant and operators see.
 
-    docs/page.md
+    docs: monitoring
     """
     with chromium() as browser:
 

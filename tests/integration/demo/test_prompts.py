@@ -36,7 +36,7 @@ def answered(served: Served, name: str, ref: str, path: str = CHAT, model: str =
 def test_a_promoted_version_is_warm_for_everybody(served: Served) -> None:
     """From the first request on, in every API, at every ingress, and under an adapter in use; a roll-back is, too.
 
-    docs/prompts.md
+    docs: prompts
     """
     assert "1 is promoted" in cut_over(served, "promote", "clerk@1")
     for path in APIS * 2:

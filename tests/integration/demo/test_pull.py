@@ -20,7 +20,7 @@ MOST_QUESTIONS = 60
 def test_a_killed_holder_costs_time_only(served: Served) -> None:
     """SIGKILL while the other replica waits for its blocks: every request is answered, as if nothing had been.
 
-    docs/pull.md
+    docs: routing
     """
     model = resolve_model("demo")
     system = "system", text_of(PREFIX_TOKENS, model, 2)

@@ -30,7 +30,7 @@ ADAPTER = {"lora_name": "x", "lora_path": "/etc"}
     ],
 )
 def test_keys_open_what_is_theirs(served: Served, path: str, body: object, statuses: dict[str, int]) -> None:
-    """By the holder of each key; "" has none. (docs/security.md)"""
+    """By the holder of each key; "" has none. (docs: isolation)"""
     for name, status in statuses.items():
         headers = served.headers(name) if name else {"authorization": "Bearer wp-guess"}
         answer = HTTP.request("GET" if body is None else "POST", served.url + path, json=body, headers=headers)
@@ -93,7 +93,7 @@ def test_a_trust_group_shares_all_and_a_salt_divides_it(served: Served) -> None:
 
 
 def test_usage_adds_up_over_both_ingresses_and_is_a_tenants_own(served: Served) -> None:
-    """What the answers told is what the ledger has, whichever ingress is asked. (docs/security.md)"""
+    """What the answers told is what the ledger has, whichever ingress is asked. (docs: isolation)"""
 
     def row(key: str) -> dict[str, Any]:
         rows = served.get("/v1/usage", key).raise_for_status().json()["data"]
@@ -136,7 +136,7 @@ async def test_a_retry_storm_shuts_nobody_out(served: Served) -> None:
 def test_one_event_stream_tells_what_both_ingresses_decide(served: Served) -> None:
     """To an operator, and to the tenant whose requests they were; another tenant hears of none, nor of its prefixes.
 
-    docs/live.md
+    docs: api
     """
 
     @contextmanager

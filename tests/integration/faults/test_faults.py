@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.common.client import stream_events
+from serve_app.cli.bench.client import stream_events
 from tests.integration.conftest import HTTP, clients, eventually, replicas_of, wait_for_replicas
 
 pytestmark = pytest.mark.integration
@@ -65,7 +65,7 @@ def test_killed_before_the_first_token(url: str) -> None:
 def test_killed_in_the_middle_of_streams(url: str) -> None:
     """Each goes on from another replica with the very tokens it would have had, whatever was asked for.
 
-    docs/resume.md
+    docs: failures
     """
     asked = [
         body("tell me", max_tokens=100),

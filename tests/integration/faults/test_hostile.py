@@ -29,7 +29,7 @@ def test_rays_headers_are_not_for_clients(url: str) -> None:
 def test_half_open_connections_of_one_address_keep_nobody_out(url: str) -> None:
     """Ten thousand connections with half a request: everybody else's requests are answered meanwhile.
 
-    docs/port.md
+    docs: isolation
     """
     parts = urlsplit(url)
 
@@ -61,7 +61,7 @@ def test_half_open_connections_of_one_address_keep_nobody_out(url: str) -> None:
 
 
 def test_broken_requests_get_a_4xx_or_an_end_and_a_neighbour_its_answers(url: str) -> None:
-    """No server error, nobody left hanging, and the same answer for whoever asks meanwhile. (docs/security.md)"""
+    """No server error, nobody left hanging, and the same answer for whoever asks meanwhile. (docs: isolation)"""
     assert {make_case(seed)[0] for seed in CASES} == set(KINDS)
 
     async def run() -> tuple[dict[str, int], list[object], set[str]]:

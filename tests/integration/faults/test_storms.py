@@ -69,7 +69,7 @@ def test_after_a_storm_nothing_runs_on(storm_url: str) -> None:
 
     Some ask for more than there is room for, and are refused in part.
 
-    docs/routing.md
+    docs: routing
     """
     rng = Random(7)
     ended: Counter[str] = Counter()

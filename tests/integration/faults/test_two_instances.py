@@ -20,7 +20,7 @@ PREFIX_TOKENS, REQUESTS = 6000, 12
 def test_a_hot_prefix_is_pulled_once_and_traces_are_whole(second: Second) -> None:
     """Requests go to the replicas in turn: who lacks the prefix copies it, and then has what the holder has.
 
-    docs/pull.md, docs/tracing.md
+    docs: routing, monitoring
     """
     system = text_of(PREFIX_TOKENS, resolve_model("demo"), 1)
 
@@ -70,7 +70,7 @@ def traces_are_whole(second: Second) -> None:
 def test_instances_share_nothing_and_a_benchmark_ends_with_its_own(url: str, second: Second) -> None:
     """Ingress ports allow sharing (SO_REUSEPORT), so instances with equal ones would get each other's requests.
 
-    docs/security.md
+    docs: isolation
     """
     routers = {base: {cache_state(base)["router_id"] for _ in range(25)} for base in (url, second.url)}
     assert [len(names) for names in routers.values()] == [1, 1]

@@ -18,10 +18,10 @@ import httpx
 import psutil
 import pytest
 
-from benchmarks.common.client import RequestFailed, stream_events
 from benchmarks.common.prompts import text_of
 from cluster.local import LocalCluster, application
 from serve_app.checkpoints.sources.resolve import resolve_model
+from serve_app.cli.bench.client import RequestFailed, stream_events
 from tests.integration.conftest import HTTP, alone, clients, eventually, replicas_of
 
 pytestmark = pytest.mark.integration
@@ -179,7 +179,7 @@ def texts(answers: Sequence[Answer]) -> list[tuple[str, str]]:
 
 
 def test_controller_killed(cluster: LocalCluster) -> None:
-    """Streams go on, and Serve finds the same replicas again. (docs/failures.md)"""
+    """Streams go on, and Serve finds the same replicas again. (docs: failures)"""
     before = names(cluster, "Replica", "Ingress")
     clients = Clients(cluster, 100, tokens=100, max_tokens=150)
     killed: list[int] = []
@@ -266,7 +266,7 @@ def test_haproxy_killed(cluster: LocalCluster) -> None:
 
 
 def test_a_stop_leaves_no_process(cluster: LocalCluster) -> None:
-    """Of all that inherited a mark in its environment; simulated replicas had no torch. (docs/cluster.md)"""
+    """Of all that inherited a mark in its environment; simulated replicas had no torch. (docs: cluster)"""
 
     def marked() -> set[int]:
         pids = set()

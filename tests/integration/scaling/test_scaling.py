@@ -90,7 +90,7 @@ def asked(url: str, systems: list[str]) -> list[str]:
 def test_what_a_leaving_replica_held_is_cached_where_it_was_not(cluster: LocalCluster, url: str) -> None:
     """Three become one: every prompt is a hit there, a save is still one, and every answer is the same.
 
-    docs/lifecycle.md
+    docs: failures
     """
     scale(cluster, 3)
     wait_for_replicas(url, 3)
@@ -124,7 +124,7 @@ def test_streams_longer_than_the_drain_go_on_elsewhere_token_for_token(
 ) -> None:
     """Their replica is stopped in the middle; without time for a hand-over cache is lost, and nothing else.
 
-    docs/lifecycle.md
+    docs: failures
     """
     options = {"graceful_shutdown_timeout_s": graceful_s}
     scale(cluster, 2, **options)
@@ -161,7 +161,7 @@ def test_a_replica_that_cannot_start_takes_no_traffic(cluster: LocalCluster, url
 
 
 def test_a_rolling_update_starts_with_what_the_old_replica_had(cluster: LocalCluster, url: str) -> None:
-    """The new one copies it before the old one leaves, so its first requests are hits. (docs/lifecycle.md)"""
+    """The new one copies it before the old one leaves, so its first requests are hits. (docs: failures)"""
     scale(cluster, 1)
     wait_for_replicas(url, 1)
     forget(url)
@@ -186,7 +186,7 @@ def test_a_rolling_update_starts_with_what_the_old_replica_had(cluster: LocalClu
 def test_a_peer_that_dies_in_the_middle_of_a_prewarm(cluster: LocalCluster, url: str, faults: Path) -> None:
     """It gave the beginning that all prompts share: the new replica starts with that, and within its time.
 
-    docs/lifecycle.md
+    docs: failures
     """
     scale_mortal(cluster, 1)
     wait_for_replicas(url, 1)
@@ -213,7 +213,7 @@ def test_a_peer_that_dies_in_the_middle_of_a_prewarm(cluster: LocalCluster, url:
 def test_a_peer_that_dies_in_the_middle_of_a_hand_over(cluster: LocalCluster, url: str, faults: Path) -> None:
     """Streams run on all three, so some lose the replica that leaves, or the one that dies: all go on as they were.
 
-    docs/lifecycle.md
+    docs: failures
     """
     scale_mortal(cluster, 2)
     wait_for_replicas(url, 2)

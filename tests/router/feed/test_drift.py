@@ -21,7 +21,7 @@ from tests.router.feed.feed_line import HASHES, TIERS, Replica, changes, digest_
 def test_no_honest_feed_is_taken_for_drift(steps: list[tuple[list[Any], str]], seed: int, loss: float) -> None:
     """Messages lost, doubled and reordered, snapshots in flight, new feeds: no digest of an honest replica differs.
 
-    Once the line is whole the directory equals the caches. (docs/routing.md)
+    Once the line is whole the directory equals the caches. (docs: routing)
     """
     line = Replica(seed)
     rng = Random(seed + 1)
@@ -92,7 +92,7 @@ def lie(events: tuple[Event, ...], before: list[Event], kind: str, rng: Random) 
     seed=st.integers(0, 2**32),
 )
 def test_every_lie_is_found_by_the_next_digest_and_mended(batches: list[list[Any]], lies: list[str], seed: int) -> None:
-    """In complete messages in order, and only where the directory is wrong by it. (docs/routing.md)"""
+    """In complete messages in order, and only where the directory is wrong by it. (docs: routing)"""
     line = Replica(seed)
     line.settle()
     before: list[Event] = []

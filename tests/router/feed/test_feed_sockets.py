@@ -76,7 +76,7 @@ async def test_endpoints_that_do_not_answer_delay_nobody() -> None:
 
 
 async def test_wrong_key_gets_nothing() -> None:
-    """The feed is encrypted and authenticated by the publisher's own key. (docs/security.md)"""
+    """The feed is encrypted and authenticated by the publisher's own key. (docs: isolation)"""
     async with following("a") as (core, subscriber, feeds):
         endpoint, wrong = feeds["a"].endpoint, zmq.curve_keypair()[0].decode()
         subscriber.connect("a", FeedEndpoint(endpoint.pub_address, endpoint.snapshot_address, wrong))

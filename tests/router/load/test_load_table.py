@@ -48,7 +48,7 @@ class ReplicaQueue:
     )
 )
 def test_queue_ahead_counts_everything_once(steps: list[tuple[str, int]]) -> None:
-    """After a report, queue ahead = what the replica has queued + what is on its way. (docs/routing.md)"""
+    """After a report, queue ahead = what the replica has queued + what is on its way. (docs: routing)"""
     loads, truth = table(), ReplicaQueue()
     for action, tokens in steps:
         if action == "send":
@@ -143,7 +143,7 @@ def test_rows_follow_their_replicas(ops: list[tuple[bool, int]]) -> None:
 
 
 def test_a_rate_over_few_tokens_is_believed_in_part() -> None:
-    """What is missing to 8,192 tokens is taken at the rate of all; others stay as they are. (docs/routing.md)"""
+    """What is missing to 8,192 tokens is taken at the rate of all; others stay as they are. (docs: routing)"""
     loads = table("thin", "sure", "known")
     reports = {"thin": (200.0, 1024), "sure": (2000.0, 9000), "known": (1000.0, 0)}
 
@@ -175,7 +175,7 @@ def test_a_rate_that_no_replica_has_measured_is_the_usual_one() -> None:
 
 @given(order=st.permutations(range(6)), queued=st.lists(st.integers(0, 1000), min_size=6, max_size=6))
 def test_of_two_reports_the_later_one_counts(order: list[int], queued: list[int]) -> None:
-    """Neither the queue nor what of it is this router's changes by the earlier one. (docs/routing.md)"""
+    """Neither the queue nor what of it is this router's changes by the earlier one. (docs: routing)"""
     loads = table()
     for _ in queued:
         loads.reserve("a", 7, 0.0)

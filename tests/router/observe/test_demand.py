@@ -124,7 +124,7 @@ def test_the_overhead_is_never_negative_and_lies_among_the_differences_seen(seen
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_overhead_is_part_of_estimates_and_of_no_decision(policy: str) -> None:
-    """Of two routers one sees slow first tokens: it decides the same, and expects that much more. (docs/routing.md)"""
+    """Of two routers one sees slow first tokens: it decides the same, and expects that much more. (docs: routing)"""
     plain, learned = busy(policy), busy(policy)
     for number in range(2 * LEAST):
         for core, beyond_s in ((plain, 0.0), (learned, 0.25)):

@@ -36,7 +36,7 @@ def core_with(
 def test_the_winner_is_the_next_decision(
     policy: str, held: dict[str, int], work: dict[str, tuple[int, int, int]], blocked: set[str], before: int
 ) -> None:
-    """The acting policy's winner, reason and estimate are those of the decision that follows. (docs/routing.md)"""
+    """The acting policy's winner, reason and estimate are those of the decision that follows. (docs: routing)"""
     core = core_with(held, {name: load(*row) for name, row in work.items()}, policy)
     for number in range(before):
         core.decide(ask(number, CHAIN[:160]))

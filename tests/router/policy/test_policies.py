@@ -74,7 +74,7 @@ def test_contract(
     prompt: int,
     turn: int,
 ) -> None:
-    """A ranking permutes who may be chosen, is the same for a seed, and begins with its first. (docs/routing.md)"""
+    """A ranking permutes who may be chosen, is the same for a seed, and begins with its first. (docs: routing)"""
     loads = loads_of(*rows)
     asked = request(prompt, avoid=tuple(avoid))
     context = {"turn": turn, "blocked": blocked}
@@ -192,7 +192,7 @@ def test_bounded_hash_spills_only_over_the_bound() -> None:
 
 
 def test_a_policy_knows_the_labels_of_replicas_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a rule needs of a node is a label that Ray was given there. (docs/routing.md)"""
+    """What a rule needs of a node is a label that Ray was given there. (docs: routing)"""
 
     def prefers_nvme(view: RoutingView, limit: int | None = None) -> list[Candidate]:
         ranked = POLICIES["estimated_ttft"](16).rank(view)

@@ -94,7 +94,7 @@ def test_the_holder_with_the_least_work_is_asked() -> None:
 def test_a_decision_names_the_holder_and_reserves_what_is_left(policy: str) -> None:
     """Of a request that leaves a busy holder only the rest is reserved as prefill; for what stores nothing, all.
 
-    It pulls nothing, and the next one of its prefix is not sent after it. (docs/pull.md, docs/caching.md)
+    It pulls nothing, and the next one of its prefix is not sent after it. (docs: routing, caching)
     """
     chain = Random(0).randbytes(16 * 50)
     core = pulling(policy, chain)

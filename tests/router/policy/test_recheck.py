@@ -50,7 +50,7 @@ def test_who_has_no_more_than_believed_takes_the_request(queued: int, believed: 
 
 
 def test_a_second_router_learns_what_the_first_has_just_sent() -> None:
-    """Two blind routers choose one replica, which sends the second request back, to the other. (docs/routing.md)"""
+    """Two blind routers choose one replica, which sends the second request back, to the other. (docs: routing)"""
     first, second = beside("first", "second")
     one = decided(first, request(7))
     other = decided(second, request(7))
@@ -98,7 +98,7 @@ def test_a_request_is_rerouted_so_often_and_counted_once() -> None:
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_only_the_default_policy_beside_others_asks_for_a_second_look(policy: str) -> None:
-    """A router alone sees all, one replica is no choice, other rules do not go by work. (docs/routing.md)"""
+    """A router alone sees all, one replica is no choice, other rules do not go by work. (docs: routing)"""
     alone, among = beside("me", policy=policy)[0], beside("me", "you", policy=policy)[0]
     only = beside("me", "you", policy=policy, replicas="r")[0]
     for core, expected in ((alone, False), (only, False), (among, policy == DEFAULT_POLICY)):

@@ -83,7 +83,7 @@ def test_demand_is_bounded() -> None:
 
 
 def test_a_prefix_in_demand_gets_holders_before_anything_queues() -> None:
-    """At three replicas' worth of work it has four at least, and no queue was ever reported. (docs/routing.md)
+    """At three replicas' worth of work it has four at least, and no queue was ever reported. (docs: routing)
 
     When demand falls one of them is left with the work, so the copies of the others are the oldest of their caches.
     """

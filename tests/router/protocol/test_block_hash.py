@@ -49,7 +49,7 @@ def common(one: list[int] | list[bytes], other: list[int] | list[bytes]) -> int:
 def test_equal_prefixes_share_exactly_their_full_blocks(
     scope: PrefixScope, one: list[int], other: list[int], size: int
 ) -> None:
-    """As many hashes are equal as full blocks lie in the common beginning, and none after it. (docs/caching.md)"""
+    """As many hashes are equal as full blocks lie in the common beginning, and none after it. (docs: caching)"""
     chains = chain_of(scope, one, size), chain_of(scope, other, size)
     assert [len(chain) for chain in chains] == [len(one) // size, len(other) // size]
     assert common(*chains) == common(one, other) // size
@@ -60,7 +60,7 @@ def test_equal_prefixes_share_exactly_their_full_blocks(
 def test_any_difference_of_scope_shares_nothing(
     one: PrefixScope, other: PrefixScope, ids: list[int], size: int
 ) -> None:
-    """Fields are length-prefixed: moving a letter from one to the next is a difference too. (docs/caching.md)"""
+    """Fields are length-prefixed: moving a letter from one to the next is a difference too. (docs: caching)"""
     shared = set(chain_of(one, ids, size)) & set(chain_of(other, ids, size))
     assert shared == (set(chain_of(one, ids, size)) if one == other else set())
 
@@ -69,7 +69,7 @@ def test_any_difference_of_scope_shares_nothing(
 def test_exactly_the_blocks_wholly_inside_a_public_prompt_are_shared(
     one: PrefixScope, other: PrefixScope, prompt: list[int], mine: list[int], theirs: list[int], size: int
 ) -> None:
-    """Two tenants, each with something private after a part of the public prompt. (docs/caching.md)"""
+    """Two tenants, each with something private after a part of the public prompt. (docs: caching)"""
     other = replace(other, model=one.model, lora=one.lora)
     ids = (prompt + mine, prompt + theirs)
     public = [common(prompt, one_ids) for one_ids in ids]

@@ -73,7 +73,7 @@ async def test_nobody_spins() -> None:
 
 
 async def test_a_newcomer_does_not_overtake_and_a_rejected_one_goes_first() -> None:
-    """Room that frees while others wait is theirs; who was sent back keeps its turn. (docs/routing.md)"""
+    """Room that frees while others wait is theirs; who was sent back keeps its turn. (docs: routing)"""
     gate = asyncio.Event()
 
     async def pause(attempt: int) -> None:
@@ -101,7 +101,7 @@ async def test_a_newcomer_does_not_overtake_and_a_rejected_one_goes_first() -> N
 
 
 async def test_tenants_take_turns() -> None:
-    """One request of a tenant waits for one of each other, however many of theirs came before it. (docs/routing.md)"""
+    """One request of a tenant waits for one of each other, however many of theirs came before it. (docs: routing)"""
     room = Room()
     flood = [asyncio.create_task(room.queue.take(room.choose(f"a{number}"), "a")) for number in range(20)]
     other = [asyncio.create_task(room.queue.take(room.choose(f"b{number}"), "b")) for number in range(3)]

@@ -1,4 +1,4 @@
-"""Requests that agents' real packages sent, with their texts cut: nothing in them is a 400. (docs/agents.md)"""
+"""Requests that agents' real packages sent, with their texts cut: nothing in them is a 400. (docs: agents)"""
 
 import copy
 import json

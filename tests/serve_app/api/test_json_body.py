@@ -25,7 +25,7 @@ from serve_app.errors import InvalidRequest
 def test_a_body_of_very_many_values_is_refused_unread(
     body: bytes, parse: Any, field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is decoded of the field that has too many; the error names it. (docs/scheduling.md)"""
+    """Nothing is decoded of the field that has too many; the error names it. (docs: routing)"""
     decoded: list[int] = []
     decode = msgspec.json.decode
     monkeypatch.setattr("msgspec.json.decode", lambda raw, **more: decoded.append(len(raw)) or decode(raw, **more))

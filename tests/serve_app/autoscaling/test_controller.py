@@ -151,7 +151,7 @@ def test_reports_that_stand_still_hold_the_number() -> None:
 
 
 def test_a_policy_that_faults_changes_nothing_and_raises_nothing() -> None:
-    """Serve's application manager stands still for all applications while a policy raises. (docs/autoscaling.md)"""
+    """Serve's application manager stands still for all applications while a policy raises. (docs: autoscaling)"""
     for policy in policies():
         Clock.now_s += CONTROL_PERIOD_S
         assert policy(Context(5, object(), ids(5)))[0] == 5

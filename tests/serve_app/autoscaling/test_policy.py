@@ -123,7 +123,7 @@ def test_a_target_that_was_raised_from_outside_is_not_lowered_by_a_backlog() -> 
 def test_no_flap_while_the_load_is_flat(work: float, first: int, noise: list[float]) -> None:
     """Within 5 % of one load: it grows at the beginning, or shrinks after the delay, and nothing is undone.
 
-    docs/autoscaling.md
+    docs: autoscaling
     """
     deployment = Deployment(first)
     targets = [first]
@@ -194,7 +194,7 @@ def test_it_grows_by_as_many_as_the_work_needs_and_asks_once() -> None:
 
 
 def test_the_smallest_size_is_reached_within_two_periods_of_the_delay() -> None:
-    """Also from a large deployment in one step, and for every delay that can be set. (docs/autoscaling.md)"""
+    """Also from a large deployment in one step, and for every delay that can be set. (docs: autoscaling)"""
     for delay_s in (10.0, 60.0, 600.0, 3600.0):
         deployment = Deployment(1, replace(BOUNDS, downscale_delay_s=delay_s))
         deployment.tick(20.0, 800)

@@ -139,7 +139,7 @@ async def test_what_was_answered_later_explains_nothing() -> None:
     )
 )
 def test_a_tenant_is_told_what_its_own_requests_say_and_nothing_else(asked: list[tuple[str, str, str]]) -> None:
-    """Whatever another tenant sends between them, the answers and the counts are the same. (docs/caching.md)"""
+    """Whatever another tenant sends between them, the answers and the counts are the same. (docs: caching)"""
 
     def told(only: str) -> tuple[list[Miss | None], list[tuple[str, str, int]]]:
         bench = Bench()
@@ -175,7 +175,7 @@ def test_a_tenants_room_is_bounded_and_does_not_depend_on_others(
 ) -> None:
     """After each prompt within the bounds of bytes, prompts and families, as if nobody else had come.
 
-    docs/caching.md
+    docs: caching
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(detector, "MAX_TENANT_BYTES", max_bytes)

@@ -65,7 +65,7 @@ def test_an_unknown_adapter_is_refused_and_only_what_the_caller_may_use_is_named
 
 
 def test_models_that_a_tenant_may_not_use_do_not_exist_for_it() -> None:
-    """The base model too: each answer is word for word that for a name which nobody has. (docs/tenants.md)"""
+    """The base model too: each answer is word for word that for a name which nobody has. (docs: tenants)"""
     held = registry(AdapterEntry("a", spec("a")), AdapterEntry("b", spec("b")))
     assert held.choose("a", None, "t", {"a"}) == spec("a")
     assert held.choose("base", None, "t", {"base"}) is None
@@ -96,7 +96,7 @@ entries = st.builds(
 
 @given(news=st.lists(entries), order=st.randoms())
 def test_copies_agree_whatever_the_order_of_the_news(news: list[AdapterEntry], order: Any) -> None:
-    """Late, repeated and reordered news change nothing, nor do two entries of one name and time. (docs/lora.md)"""
+    """Late, repeated and reordered news change nothing, nor do two entries of one name and time. (docs: adapters)"""
     shuffled = news * 2
     order.shuffle(shuffled)
     first, second = registry(*news), registry(*shuffled)

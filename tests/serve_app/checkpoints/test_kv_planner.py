@@ -24,7 +24,7 @@ LLAMA = {
 
 
 def test_the_worked_example() -> None:
-    """10,000 tokens of Llama-3.1-8B in bf16, and the model's 8,030,261,248 parameters. (docs/planning.md)"""
+    """10,000 tokens of Llama-3.1-8B in bf16, and the model's 8,030,261,248 parameters. (docs: sizing)"""
     found = plan_kv(LLAMA, "bfloat16", memory_bytes=80 * 10**9, prefixes=100, prefix_tokens=10_000)
     assert found.prefix_bytes == 1_310_720_000 and found.weights_bytes == 2 * 8_030_261_248
     assert found.prefixes_per_replica == 48 and found.replicas_needed == 3 and found.hit_rate == 0.48

@@ -206,7 +206,7 @@ def test_errors_of_haproxy_and_of_rays_proxy_have_the_apis_shape(port: int, path
 
 
 def test_the_wrapper_changes_a_configuration_once(port: int, run_dir: Path) -> None:
-    """Ray opens its pages to everybody, and may start HAProxy again with the same file. (docs/security.md)"""
+    """Ray opens its pages to everybody, and may start HAProxy again with the same file. (docs: isolation)"""
     config = run_dir / "haproxy.cfg"
     once = config.read_text()
     checked = subprocess.run([run_dir / "haproxy", "-db", "-f", config, "-c"], capture_output=True, check=False)

@@ -72,7 +72,7 @@ def test_two_instances_have_windows_of_their_own(few_windows: int) -> None:
 
 
 def test_rays_token_is_closed_to_other_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is one: it opens Ray's ports. (docs/security.md)"""
+    """Where there is one: it opens Ray's ports. (docs: isolation)"""
     monkeypatch.setenv("HOME", str(tmp_path))
     keep_token_private()
     token = tmp_path / ".ray" / "auth_token"

@@ -67,9 +67,10 @@ def test_pages_of_any_name_may_post_only_where_that_may_be_meant(
         (["--tensor-parallel-size", "2"], "computes on one device"),
         (["--data-parallel-size", "2"], "use --replicas"),
         (["--api-key", "k"], "warmpath keys new NAME"),
-        (["--dtype", "float16"], "use --set dtype=VALUE"),
-        (["m", "--max-model-len=8"], "use --set max_model_len=VALUE"),
-        (["a", "--model", "b"], "two models are named"),
+        (["--enable-lora"], "use --lora-adapters '{NAME: PATH}'"),
+        (["--max-model-len"], "--max-model-len takes a value"),
+        (["demo", "--dtype", "float8"], "dtype"),
+        (["demo", "--model", "small"], "two models are named"),
         (["--host", "::1"], "add --no-haproxy"),
         (["--prot", "1"], "No such option"),
     ],
@@ -119,9 +120,19 @@ def test_vllm_takes_the_gpus_of_the_machine(
     assert settings.engine_args == {"kv_cache_dtype": "fp8"}
 
 
+def test_every_setting_is_a_flag_too(launched: list[Launch]) -> None:
+    """As `vllm serve` has it: with its value after it, after `=`, or alone where it is a switch."""
+    flags = ["--kv-cache-bytes", "64MiB", "--max-model-len=512", "--strict", "--enable-prefix-caching", "false"]
+    told = CliRunner().invoke(app, ["serve", "demo", *flags, "--explain-misses", "--replicas", "3"])
+    assert told.exit_code == 0, told.output
+    settings = AppConfig.model_validate(launched[0].settings)
+    assert (settings.kv_cache_bytes, settings.max_model_len, settings.replicas) == (64 << 20, 512, 3)
+    assert settings.strict and settings.explain_misses and not settings.enable_prefix_caching
+
+
 def test_what_answers_recommend_can_be_set() -> None:
     answers = " ".join(main._INSTEAD.values())
-    named = re.findall(r"--set '?(\w+)=|the setting (\w+)", answers)
-    assert len(named) >= 5
-    assert {"".join(pair) for pair in named} <= set(AppConfig.model_fields)
+    named = {flag.replace("-", "_") for flag in re.findall(r"--([\w-]+)", answers)}
+    assert len(named) >= 4
+    assert named <= set(AppConfig.model_fields)
     assert load_settings(None, ["lora_adapters={style: /a}"]).lora_adapters == {"style": Path("/a")}

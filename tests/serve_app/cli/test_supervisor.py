@@ -97,7 +97,7 @@ def test_a_signal_ends_it_at_any_moment(
 ) -> None:
     """A start at once, also one that heeds nothing, with all that it started; a service in order, until the second one.
 
-    What a killed replica's processes leave keeps no id until the instance ends. docs/starting.md
+    What a killed replica's processes leave keeps no id until the instance ends. docs: failures
     """
     made = Started(instance, tmp_path)
     for word, number in signals.items():
@@ -124,7 +124,7 @@ def test_a_signal_ends_it_at_any_moment(
 def test_what_goes_wrong_is_said(tmp_path: Path, instance: str, status: int, sentence: str) -> None:
     """Of a mistake in the settings nothing is left; of everything else a log, which has the noise.
 
-    docs/starting.md
+    docs: failures
     """
     made = Started(instance, tmp_path)
     output = made.rest()
@@ -159,7 +159,7 @@ time.sleep(600)
 def test_an_instance_ends_with_its_supervisor(tmp_path: Path) -> None:
     """However that dies: its own process sees the end of its orders, and takes everything with it.
 
-    docs/starting.md
+    docs: failures
     """
     made = Started(_LOYAL, tmp_path)
     assert made.process.stdout is not None

@@ -76,7 +76,7 @@ def test_autoscaling_follows_other_targets_and_stays_on() -> None:
 
 @pytest.mark.parametrize("none", [[], None])
 def test_tenants_of_args_cannot_be_taken_away(none: object) -> None:
-    """Nor from a replica that starts and knows no earlier settings: it would let everybody in. (docs/cluster.md)"""
+    """Nor from a replica that starts and knows no earlier settings: it would let everybody in. (docs: cluster)"""
     base = AppConfig.model_validate({"tenants": [{"name": "acme", "key_sha256": [KEY]}]})
     with pytest.raises(BadSettings, match="everybody could come in"):
         overlaid(base, {"tenants": none})

@@ -1,4 +1,4 @@
-"""docs/settings.md is what the settings say of themselves; reading them needs nothing that is slow to import."""
+"""docs: settings is what the settings say of themselves; reading them needs nothing that is slow to import."""
 
 import subprocess
 import sys
@@ -10,8 +10,8 @@ from serve_app.config.app import AppConfig
 from serve_app.config.files import load_settings
 from serve_app.config.reference import EXAMPLES, LEFT_OUT, SECTIONS, settings_page, settings_text, settings_yaml
 
-FILE = Path(__file__).parents[3] / "docs" / "settings.yaml"
-PAGE = Path(__file__).parents[3] / "docs" / "settings.md"
+FILE = Path(__file__).parents[3] / "docs" / "reference" / "settings.yaml"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "settings.md"
 
 
 def test_page_and_settings_file_are_current() -> None:

@@ -17,7 +17,7 @@ def door_of(places: int = 4, max_waiting: int = 16, max_bytes: int = 64 * MIB) -
 
 @pytest.mark.anyio
 async def test_the_flooder_is_refused_and_nobody_else() -> None:
-    """Of one line for all the last eighth is for others; the refusal says when to come back. (docs/scheduling.md)"""
+    """Of one line for all the last eighth is for others; the refusal says when to come back. (docs: routing)"""
     door = door_of()
     inside: list[Arrival] = []
     with pytest.raises(RateLimited) as refused:
@@ -49,7 +49,7 @@ def test_who_has_little_is_not_told_that_the_room_is_full_of_theirs() -> None:
 
 @pytest.mark.anyio
 async def test_flex_leaves_half_of_the_waiting_room() -> None:
-    """A tenant's other requests are not refused for those of it that can wait. (docs/scheduling.md)"""
+    """A tenant's other requests are not refused for those of it that can wait. (docs: routing)"""
     door = door_of(places=1)
     with door.arrive("a") as first:
         await first.turn(1, flex=True)

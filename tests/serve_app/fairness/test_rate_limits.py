@@ -43,7 +43,7 @@ def test_no_stretch_of_time_gives_out_more_than_the_limit(
 
     And when it says how long to wait, that is exactly long enough.
 
-    docs/tenants.md
+    docs: tenants
     """
     now_s, used, debt = 0.0, 0.0, 0.0
     bucket = Bucket(most, per_s, now_s)

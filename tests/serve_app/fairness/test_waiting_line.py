@@ -28,7 +28,7 @@ async def settle() -> None:
 async def test_a_flood_keeps_nobody_out() -> None:
     """One tenant has hundreds in line; another's request starts at once, for an eighth was not lent.
 
-    docs/scheduling.md
+    docs: routing
     """
     line, budget = line_of(64)
     flood = [asyncio.create_task(line.enter("a", 4, 100)) for _ in range(200)]
@@ -49,7 +49,7 @@ async def test_a_flood_keeps_nobody_out() -> None:
 async def test_turns_go_by_cost_and_not_by_length_of_line() -> None:
     """With one place for all, a tenant of large requests starts as many tokens as one of small ones, not requests.
 
-    docs/scheduling.md
+    docs: routing
     """
     line, _ = line_of(1)
     started: Counter[str] = Counter()
@@ -72,7 +72,7 @@ async def test_turns_go_by_cost_and_not_by_length_of_line() -> None:
 
 
 async def test_a_large_request_within_its_share_is_not_starved_by_small_borrowers() -> None:
-    """While it waits for room nobody takes more than its share, so that the room comes. (docs/scheduling.md)"""
+    """While it waits for room nobody takes more than its share, so that the room comes. (docs: routing)"""
     line, budget = line_of(32, {"a": 1.0, "b": 1.0})
     running = [await line.enter("a", 1, 1) for _ in range(28)]
     large = asyncio.create_task(line.enter("b", 16, 1))
@@ -201,7 +201,7 @@ async def starts(coming: list[tuple[str, int]], total: int) -> list[int]:
 async def test_an_order_is_within_a_tenant(coming: list[tuple[str, int]], total: int) -> None:
     """The tenants start as without one; each starts its lowest order first, and of one order who came first.
 
-    docs/scheduling.md
+    docs: routing
     """
     started = await starts(coming, total)
     plain = await starts([(tenant, 0) for tenant, _ in coming], total)

@@ -11,7 +11,7 @@ from serve_app.fairness.workers import FairWorkers
 
 @pytest.mark.anyio
 async def test_a_tenant_with_much_to_do_leaves_a_thread() -> None:
-    """All of one's jobs hang; another's is done at once. (docs/scheduling.md)"""
+    """All of one's jobs hang; another's is done at once. (docs: routing)"""
     release = threading.Event()
     workers = FairWorkers(Shares({"a": 1.0, "b": 1.0}), threads=2)
     jobs = [asyncio.create_task(workers.run("a", 1000, release.wait, 30)) for _ in range(6)]

@@ -116,7 +116,7 @@ def test_what_taking_raises_is_raised() -> None:
 def test_what_a_busier_replica_sends_back_goes_elsewhere() -> None:
     """Its load is learned, nothing is counted as lost, and the answer is whole; the next call says how often it was.
 
-    docs/routing.md
+    docs: routing
     """
     load = LoadReport(1_000_000, 0, 1, 8, 16, 1000.0, taken_at_s=1.0)
     handle = FakeHandle(at_first(1, always(wire.GenerateChunk(error="rerouted", load=load))))
@@ -151,7 +151,7 @@ def test_when_all_replicas_are_lost_the_client_is_told_to_come_back(chunks: Chun
 def test_a_stream_outlives_any_number_of_replicas_that_leave_in_order() -> None:
     """A rolling update moves a long stream once a replica: what each of them said before it left is progress.
 
-    docs/resume.md
+    docs: failures
     """
 
     async def chunks(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:

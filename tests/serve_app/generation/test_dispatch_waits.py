@@ -111,7 +111,7 @@ def test_backpressure_is_429_in_both_modes_of_the_router(separate_loop: bool) ->
 def test_a_full_line_is_asked_again(by_serve: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was admitted waits for its replica, longer each time, and is no lost call; Serve's own bound reads alike.
 
-    docs/scheduling.md
+    docs: routing
     """
     monkeypatch.setattr("serve_app.generation.dispatch.FIRST_PAUSE_S", 0.001)
     full = always(BackPressureError(num_queued_requests=1, max_queued_requests=1)) if by_serve else always(FULL)

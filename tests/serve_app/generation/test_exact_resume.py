@@ -1,4 +1,4 @@
-"""The exact-resume contract (docs/resume.md): whatever breaks, and wherever, an answer is the undisturbed one.
+"""The exact-resume contract (docs: failures): whatever breaks, and wherever, an answer is the undisturbed one.
 
 Real engines, the real dispatcher, router and preparation of requests; calls break at tokens that Hypothesis chooses.
 """
@@ -32,7 +32,7 @@ def simulated(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -
 def test_an_answer_whose_calls_break_is_the_undisturbed_one(
     simulated: CallCrashes, seed: int, stops: bool, breaks: list[list[int]]
 ) -> None:
-    """Text, finish reasons, their order and usage, for every option at once; simulated tokens. (docs/resume.md)"""
+    """Text, finish reasons, their order and usage, for every option at once; simulated tokens. (docs: failures)"""
 
     async def ask() -> tuple[Reply | Broken, Reply | Broken]:
         drawn = Questions(random.Random(seed))

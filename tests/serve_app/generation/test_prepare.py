@@ -193,7 +193,7 @@ def test_a_reference_puts_the_prompt_first(shop: Preparer) -> None:
 def test_a_prompt_cache_key_places_and_neither_joins_nor_parts(shop: Preparer) -> None:
     """Equal keys of two tenants share nothing, two keys with one prompt have one chain; the place follows the key.
 
-    docs/caching.md
+    docs: caching
     """
     keyed = [ask(shop, tenant, ("user", LONG), prompt_cache_key="k") for tenant in (ACME, ZETA)]
     assert shared_blocks(*keyed) == 0
@@ -248,7 +248,7 @@ def test_the_first_prompt_that_is_too_long_is_the_last_that_is_read(
 
 
 def test_claude_code_finds_the_numbers_of_what_does_not_fit(preparer: Preparer) -> None:
-    """By its own patterns: it asks again for fewer tokens, or shortens its conversation. (docs/agents.md)"""
+    """By its own patterns: it asks again for fewer tokens, or shortens its conversation. (docs: agents)"""
     tokens = len(prepare(preparer, ("user", "Hi")).token_ids)
     with pytest.raises(ContextLengthExceeded) as refused:
         prepare(preparer, ("user", "Hi"), max_tokens=32_000)

@@ -80,7 +80,7 @@ def test_a_loaded_adapter_is_on_every_replica_and_every_ingress(tmp_path: Path) 
 
 
 def test_a_reload_in_place_is_for_whom_its_predecessor_was(tmp_path: Path) -> None:
-    """Leaving ``tenants`` out keeps them; only an explicit null opens a tenant's adapter to all. (docs/lora.md)"""
+    """Leaving ``tenants`` out keeps them; only an explicit null opens a tenant's adapter to all. (docs: adapters)"""
     tenants = [{"name": name, "key_sha256": [sha256(name.encode()).hexdigest()]} for name in ("acme", "globex")]
     app = Deployment(tenants=tenants, operator_key_sha256=[sha256(b"operator").hexdigest()])
 
@@ -176,7 +176,7 @@ def test_adapters_change_only_where_the_settings_allow_it_and_only_inside_the_ro
     ],
 )
 def test_links_in_an_adapters_directory_lead_nowhere_else(path: str, linked: str, tmp_path: Path) -> None:
-    """A file outside ``lora_root`` is not read; links inside, as Hugging Face's cache has, are. (docs/security.md)"""
+    """A file outside ``lora_root`` is not read; links inside, as Hugging Face's cache has, are. (docs: isolation)"""
     app = Deployment(lora_root=str(tmp_path / "root"))
     file = save_plain(tmp_path / "root" / "a") / linked
     secret, fine = tmp_path / "secret.json", tmp_path / "fine"

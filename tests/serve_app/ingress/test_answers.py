@@ -214,7 +214,7 @@ def test_a_request_that_was_not_answered_teaches_no_cost() -> None:
 
 
 def test_a_request_pays_for_its_prompt_and_what_was_generated() -> None:
-    """What was reserved for more is given back; a refusal before the first token costs nothing. (docs/tenants.md)"""
+    """What was reserved for more is given back; a refusal before the first token costs nothing. (docs: tenants)"""
     config = TenantConfig.model_validate({"name": "acme", "key_sha256": ["a" * 64], "tokens_per_minute": 300})
     limits = TenantLimits([config], clock=lambda: 0.0)
     bench = Bench([replace(GENERATION, sampling=SamplingParams(max_tokens=50)) for _ in range(2)], limits, n=2)

@@ -65,7 +65,7 @@ def test_a_request_is_authenticated_once(
 
 
 def test_answers_tell_a_tenant_what_is_left_of_its_own_limits() -> None:
-    """Errors too; who has no limits, or no key, is told nothing, whatever others have. (docs/security.md)"""
+    """Errors too; who has no limits, or no key, is told nothing, whatever others have. (docs: isolation)"""
     configs = [ACME, TenantConfig(name="zeta", key_sha256=[ZETA_DIGEST])]
     guard = RouteGuard(Tenants(configs, b"s" * 32), IngressMetrics(), Drain(), TenantLimits(configs))
 

@@ -74,7 +74,7 @@ def create(client: OpenAI, streamed: bool, text: Any, **fields: Any) -> Response
 def test_a_conversation_goes_on_as_if_it_had_been_sent_whole(
     clients: dict[str, OpenAI], script: Script, streamed: bool
 ) -> None:
-    """The same prompt, so the same KV; instructions are not carried over. (docs/api.md)"""
+    """The same prompt, so the same KV; instructions are not carried over. (docs: api)"""
     client = clients["acme"]
     first = create(client, streamed, "Rain?", instructions="Be brief.", metadata={"a": "b"})
     assert (first.model_extra or {}).get("store", getattr(first, "store", None)) is True
@@ -224,7 +224,7 @@ def owned(clients: dict[str, OpenAI], served: tuple[str, Script]) -> str:
 def test_no_tenant_sees_that_another_has_a_response(
     data: st.DataObject, served: tuple[str, Script], owned: str
 ) -> None:
-    """Another tenant's id, ids near it and any others get the same answer, on every route. (docs/security.md)"""
+    """Another tenant's id, ids near it and any others get the same answer, on every route. (docs: isolation)"""
     near = st.sampled_from([owned, owned.upper(), owned[:-1], f"{owned}0", f"{owned}%00", f"acme%00{owned}"])
     response_id = data.draw(near | st.from_regex(r"resp_[0-9a-f]{32}", fullmatch=True))
     unknown = "resp_" + "0" * 32

@@ -25,7 +25,7 @@ def chat(client: OpenAI, **fields: Any) -> Any:
     ("asked", "served"), [("auto", "default"), ("default", "default"), ("flex", "flex"), ("priority", "priority")]
 )
 def test_answers_say_which_tier_was_served(client: OpenAI, script: Script, asked: Any, served: str) -> None:
-    """Whole and streamed, chats in every chunk; completions have no such field, and messages one tier. (docs/api.md)"""
+    """Whole and streamed, chats in every chunk; completions have no such field, and messages one tier. (docs: api)"""
     script.text = "It rains."
     assert chat(client, service_tier=asked).service_tier == served
     chunks = list(chat(client, service_tier=asked, stream=True, stream_options={"include_usage": True}))

@@ -44,7 +44,7 @@ def facts_of(moment: Moment) -> Facts:
 
 
 def applied(shown: dict[str, Any], events: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a page makes of a snapshot and events, by docs/live.md."""
+    """What a page makes of a snapshot and events, by docs: api."""
     picture = {
         "replica": {row["replica"]: row for row in shown["replicas"]},
         "prefixes": {row["id"]: row for row in shown["prefixes"]},

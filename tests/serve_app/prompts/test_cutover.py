@@ -1,4 +1,4 @@
-"""What a name means, and how that is kept. (docs/prompts.md)"""
+"""What a name means, and how that is kept. (docs: prompts)"""
 
 from pathlib import Path
 

@@ -153,7 +153,7 @@ def test_other_prompts_take_the_place_of_all_from_their_source(tokenizer: Prompt
 def test_a_private_prompt_is_as_unknown_to_others_as_one_that_is_not_there(tokenizer: PromptTokenizer) -> None:
     """By version and by name, promoted or not: the words differ in what was asked for alone, and it is never public.
 
-    docs/prompts.md
+    docs: prompts
     """
     cutovers = Cutovers().promoted("pilot", "1")
     prompts = Prompts([config(text="one")], [locked("pilot@1", tenant="acme")], cutovers)

@@ -109,7 +109,7 @@ async def test_all_who_wait_for_a_pull_have_it_in_their_traces(make_engine: Make
 async def test_a_hundred_requests_wait_for_one_copy(make_engine: MakeEngine, reference: Reference) -> None:
     """While the copy is on its way a request of another prompt runs to its end; nobody computes what is coming.
 
-    docs/pull.md
+    docs: routing
     """
     ids, other = prompt(160), prompt(40, 9)
     second = make_engine(max_num_batched_tokens=512)
@@ -158,7 +158,7 @@ async def test_a_holder_evicts_first_what_a_pull_took_over(
 
     An export that goes to no pull demotes nothing.
 
-    docs/pull.md
+    docs: routing
     """
     system, moved, new = prompt(64), prompt(64, 1), prompt(97, 2)
     shared, moves = np.concatenate([system, prompt(33, 3)]), np.concatenate([system, moved, prompt(1, 4)])
@@ -181,7 +181,7 @@ async def test_a_holder_evicts_first_what_a_pull_took_over(
 async def test_whatever_goes_wrong_costs_time_only(
     trouble: str, make_engine: MakeEngine, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The request is computed, its tokens are right, and the reason is counted. (docs/pull.md)"""
+    """The request is computed, its tokens are right, and the reason is counted. (docs: routing)"""
     ids = prompt(150)
     monkeypatch.setattr(pull_module, "UNKNOWN_DEADLINE_S", 0.2)
     first, second = make_engine(), make_engine()
@@ -218,7 +218,7 @@ async def test_whatever_goes_wrong_costs_time_only(
 async def test_a_holder_hands_out_exactly_the_asked_scope(make_engine: MakeEngine) -> None:
     """The same tokens under another salt, or another root, are not there; nor is what comes after a block's end.
 
-    docs/pull.md
+    docs: routing
     """
     ids = prompt(100)
     engine = make_engine()
@@ -242,7 +242,7 @@ async def test_a_holder_hands_out_exactly_the_asked_scope(make_engine: MakeEngin
 async def test_a_replica_decides_again(make_engine: MakeEngine) -> None:
     """Switched off, held meanwhile, too short, slower than computing, or too many under way: nothing is asked for.
 
-    docs/pull.md
+    docs: routing
     """
     ids = prompt(160)
     engine = make_engine()
@@ -294,7 +294,7 @@ async def test_a_waiting_request_can_be_cancelled_and_stopping_ends_pulls(make_e
 
 
 def test_the_rate_is_learned_and_forgotten() -> None:
-    """It moves to what was measured, and back to the expectation once that is long ago. (docs/pull.md)"""
+    """It moves to what was measured, and back to the expectation once that is long ago. (docs: routing)"""
     rate = PullRate(16, 1_000_000)
     expected = rate.tokens_per_s(0.0)
     assert expected == pytest.approx(2400.0)

@@ -115,7 +115,7 @@ def test_writers_at_once_lose_nothing_and_keep_the_bound(opened: Open, clock: Cl
 
 
 def test_a_file_is_private_and_an_impossible_one_is_named(tmp_path: Path) -> None:
-    """With what SQLite writes beside it, whatever the umask. (docs/security.md)"""
+    """With what SQLite writes beside it, whatever the umask. (docs: isolation)"""
     file, before = tmp_path / "made" / "responses.sqlite", os.umask(0)
     try:
         backend = open_database(None, file, Bounds(50, 1000))
@@ -135,7 +135,7 @@ def test_a_file_is_private_and_an_impossible_one_is_named(tmp_path: Path) -> Non
     ["mysql://u:hunter2@h/d", "redis://u:hunter2/2@h", "hunter2", "postgresql://u:hunter2#@h/d", "redis://[hunter2"],
 )
 def test_a_url_that_names_no_database_is_not_quoted(url: str, tmp_path: Path) -> None:
-    """It may hold a password, and errors are logged. (docs/security.md)"""
+    """It may hold a password, and errors are logged. (docs: isolation)"""
     with pytest.raises(StoreError) as caught:
         open_database(url, tmp_path / "f", Bounds(50, 1000))
     assert "postgresql://HOST" in str(caught.value)

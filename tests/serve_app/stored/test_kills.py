@@ -11,7 +11,7 @@ KILLS = 200
 def test_two_hundred_kills_lose_nothing_that_was_acknowledged(tmp_path: Path) -> None:
     """Two writers of one file at a time, as two ingresses are; stored responses stay, deleted ones stay away.
 
-    docs/failures.md
+    docs: failures
     """
     command = [sys.executable, "-m", "tests.serve_app.stored.kills", str(tmp_path / "responses.sqlite"), str(KILLS)]
     counts = json.loads(subprocess.run(command, check=True, capture_output=True, timeout=250).stdout)

@@ -49,7 +49,7 @@ def with_stored(
 @settings(max_examples=60, deadline=None)
 @given(CALLS)
 def test_each_tenant_has_its_own_responses_and_no_others(calls: list[tuple[str, str, str]]) -> None:
-    """Whatever ids they choose, equal ones too: one model, a dictionary by tenant and id. (docs/security.md)"""
+    """Whatever ids they choose, equal ones too: one model, a dictionary by tenant and id. (docs: isolation)"""
 
     async def compared(stored: StoredResponses) -> None:
         expected: dict[tuple[str, str], str] = {}
@@ -71,7 +71,7 @@ def test_each_tenant_has_its_own_responses_and_no_others(calls: list[tuple[str, 
 
 
 def test_the_database_alone_tells_nothing(tmp_path: Path) -> None:
-    """Neither text, tenant nor id is in the file; with another secret nothing is found. (docs/security.md)"""
+    """Neither text, tenant nor id is in the file; with another secret nothing is found. (docs: isolation)"""
     file, words = tmp_path / "responses.sqlite", "Where does the ship lie tonight, and who knows of it?"
     with_stored(file, lambda stored: stored.put("acme-shipping", document("resp_0123456789", words)))
     raw = b"".join(path.read_bytes() for path in tmp_path.iterdir())

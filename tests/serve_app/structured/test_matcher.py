@@ -42,7 +42,7 @@ def allowed_ids(matcher: AnswerMatcher, answer: np.ndarray) -> set[int] | None:
 def test_a_grammar_that_takes_too_much_time_ends_its_answer(compiler: GrammarCompiler) -> None:
     """Time so far counts against the tokens so far; one that takes as long as honest ones do goes on for ever.
 
-    docs/security.md
+    docs: isolation
     """
     compiled = compiler.compile(llguidance_form(Grammar.regex("[ab]*", "f")))
     tokens = np.full(2000, max(allowed_ids(AnswerMatcher(compiled), tokens_of()) or ()), dtype=np.int32)
@@ -158,7 +158,7 @@ BOMBS = [
 def test_a_hostile_grammar_ends_within_its_limits(grammar: Grammar, fate: str, compiler: GrammarCompiler) -> None:
     """It is refused, or followed for a while: every step of it ends, with a mask or an error, and leaves no harm.
 
-    docs/api.md, docs/security.md
+    docs: api, isolation
     """
     refused = pytest.raises(GrammarError, match=fate) if fate not in ("followed", "ended") else contextlib.nullcontext()
     matcher, answer = None, np.empty(0, dtype=np.int32)

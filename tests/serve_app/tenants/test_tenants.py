@@ -76,7 +76,7 @@ def test_operators_are_known_by_their_own_keys(tenants: Tenants) -> None:
 
 
 def test_keys_are_compared_in_constant_time_all_of_them(tenants: Tenants, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even after a match, and the constant-time function is the only way to find two equal. (docs/security.md)"""
+    """Even after a match, and the constant-time function is the only way to find two equal. (docs: isolation)"""
     compared: list[bytes] = []
     answers = hmac.compare_digest
 
@@ -160,7 +160,7 @@ def test_tenants_and_keys_may_change_at_any_time(tenants: Tenants) -> None:
 def test_only_its_holder_learns_that_a_key_expired_or_was_revoked() -> None:
     """Both are a 401 like an unknown key's; a tenant's other keys open, and one without a good one is closed.
 
-    docs/tenants.md
+    docs: tenants
     """
     now_s = datetime(2027, 1, 31, tzinfo=UTC).timestamp()
     keys = [
@@ -189,7 +189,7 @@ def test_only_one_tenant_or_group_with_one_cache_salt_has_a_salt(
 ) -> None:
     """Whatever they send: ("a", "bc") and ("ab", "c") differ, none and "", and a tenant named like a group.
 
-    Two processes with one secret agree; another deployment's salts are other ones. (docs/security.md)
+    Two processes with one secret agree; another deployment's salts are other ones. (docs: isolation)
     """
     tenants, same, other = Tenants([], SECRET), Tenants([], SECRET), Tenants([], b"t" * 32)
     salts = [tenants.salt(Tenant(name, group), salt) for name, group, salt in asked]
@@ -238,7 +238,7 @@ def test_the_environment_goes_before_the_file_and_the_file_before_the_state(
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
 def test_a_secret_that_others_may_touch_is_refused(state: Path, mode: int) -> None:
-    """The sentence holds the command that mends it. (docs/security.md)"""
+    """The sentence holds the command that mends it. (docs: isolation)"""
     load_secret(state_dir=state)
     (state / "secret").chmod(mode)
     with pytest.raises(SecretError, match="chmod 600"):

@@ -1,7 +1,7 @@
 """A tenant that guesses another one's prompts learns nothing from how long the first token takes.
 
 Time here is what it is made of: the prompt tokens that had to be computed, of a real engine under the real keys, all
-prompts being equally long (docs/security.md).
+prompts being equally long (docs: isolation).
 """
 
 import asyncio

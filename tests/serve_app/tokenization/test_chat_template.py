@@ -137,7 +137,7 @@ def test_formats_are_told_apart(template: str, tokens: set[str], parser: str | N
 def test_the_system_text_holds_the_tools_and_tells_their_format(
     name: str, leading: list[Any], families: Families
 ) -> None:
-    """It is a prefix of every conversation with those system messages and tools. (docs/caching.md)"""
+    """It is a prefix of every conversation with those system messages and tools. (docs: caching)"""
     tokenizer = families[name]
     assert tokenizer.template.reads_tools
     assert find_format(tokenizer.template.source, tokenizer.special_tokens) == FAMILIES[name]

@@ -52,7 +52,7 @@ TEXTS = st.lists(
 
 @given(text=TEXTS, composed=st.booleans())
 def test_no_text_has_fewer_tokens(demo_model_path: Path, text: str, composed: bool) -> None:
-    """Byte-level BPE, with NFC and without: Hangul and accents shrink by composing. (docs/scheduling.md)"""
+    """Byte-level BPE, with NFC and without: Hangul and accents shrink by composing. (docs: routing)"""
     tokenizer = by_bytes(demo_model_path)
     if composed:
         tokenizer.normalizer = normalizers.NFC()

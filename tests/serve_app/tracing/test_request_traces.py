@@ -23,7 +23,7 @@ from tests.serve_app.generation.fake_replicas import FakeHandle, answer, generat
 from tests.serve_app.ingress.scripted import scripted
 from tests.serve_app.tracing.spans import Recorded, Seen, by_name
 
-PAGE = Path(__file__).parents[3] / "docs/tracing.md"
+PAGE = Path(__file__).parents[3] / "docs/how-to/monitoring.md"
 
 
 def of_request(recorded: Recorded, handle: FakeHandle) -> list[Tokens]:

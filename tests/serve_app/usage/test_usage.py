@@ -45,7 +45,7 @@ def everything(ledger: Ledger, tenant: str | None = None) -> Rows:
 def test_what_is_counted_is_conserved(asked: list[tuple[int, str, str, int, int, bool, int]]) -> None:
     """Over two files: read, written and uncached tokens are the prompt's, for each tenant and prompt, none negative.
 
-    docs/tenants.md
+    docs: tenants
     """
     both = [ledger_of(None), ledger_of(None)]
     expected: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
@@ -70,7 +70,7 @@ def test_what_is_counted_is_conserved(asked: list[tuple[int, str, str, int, int,
 
 
 def test_a_file_survives_and_is_shared(tmp_path: Path) -> None:
-    """Two ingresses add to one private file, and the next process finds it all. (docs/security.md)"""
+    """Two ingresses add to one private file, and the next process finds it all. (docs: isolation)"""
     file = tmp_path / "usage.sqlite"
     one, other = ledger_of(file), ledger_of(file)
     for ledger in (one, other):

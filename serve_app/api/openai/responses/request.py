@@ -100,7 +100,10 @@ _FIELDS = (*ITEM_PATHS, *(f"tools[].{name}" for name in ResponseTool.model_field
 class ResponsesBody(GenerationBody):
     """The body of ``POST /v1/responses``."""
 
-    without_effect: ClassVar[frozenset[str]] = GenerationBody.without_effect | {"max_tool_calls", "client_metadata"}
+    without_effect: ClassVar[frozenset[str]] = GenerationBody.without_effect - {"store"} | {
+        "max_tool_calls",
+        "client_metadata",
+    }
     bounded: ClassVar[Mapping[str, int]] = {**BOUNDED, "input": 1 << 17, "tools": MAX_TOOL_VALUES, "text": 1 << 14}
     refused: ClassVar[Refused] = {
         **REFUSED,
@@ -120,23 +123,35 @@ class ResponsesBody(GenerationBody):
     }
 
     n: Annotated[int, Field(ge=1, le=1), Whole, Must("1: a response is one answer")] = 1
-    input: Annotated[str | list[Any], Must("a string or a list of items")]
+    input: Annotated[
+        str | list[Any],
+        Field(description="text, or a list of messages, function calls and their results"),
+        Must("a string or a list of items"),
+    ]
     previous_response_id: Text128 = Field(None, description="a stored response, whose conversation goes on with input")
     store: bool = Field(True, description="keep the response, where the deployment stores any")
     instructions: Annotated[str | None, Must("a string")] = Field(None, description="a system message before the input")
     max_output_tokens: Tokens = Field(None, description="default: the deployment's")
     stream_options: ResponseStreamOptions | None = None
-    text: Annotated[TextConfig, Must("an object with format")] = TextConfig()
-    metadata: Annotated[dict[str, Any], Must("an object")] = Field({}, description="given back as it came")
-    prompt_cache_retention: Text1024 = Field(None, description="changes nothing; given back as it came")
-    prompt_cache_options: Annotated[dict[str, Any] | None, Must("an object")] = None
+    text: Annotated[TextConfig, Must("an object with format")] = Field(
+        TextConfig(), description="format: text, json_object or json_schema"
+    )
+    metadata: Annotated[dict[str, Any], Must("an object")] = Field(
+        {}, description="given back as it came, in responses; its user_id can name the session, in messages"
+    )
+    prompt_cache_retention: Text1024 = Field(None, description="given back as it came, in responses")
+    prompt_cache_options: Annotated[dict[str, Any] | None, Must("an object")] = Field(
+        None, description="given back as it came, in responses"
+    )
     include: Annotated[list[str], Must("a list of strings")] = Field(
         [], description=f"{LOGPROBS}: of each token of the text; nothing more than there is"
     )
     top_logprobs: TopLogprobs = Field(0, description="and of as many of the likeliest at its place")
-    reasoning: Annotated[ReasoningConfig, Must("an object with effort")] = ReasoningConfig()
-    user: Text1024 = None
-    safety_identifier: Text1024 = None
+    reasoning: Annotated[ReasoningConfig, Must("an object with effort")] = Field(
+        ReasoningConfig(), description="effort, as reasoning_effort in chats"
+    )
+    user: Text1024 = Field(None, description="given back as it came, in responses")
+    safety_identifier: Text1024 = Field(None, description="given back as it came, in responses")
     tools: Annotated[
         list[Annotated[ResponseTool, Must("an object with type and name")]],
         Field(max_length=MAX_TOOLS),

@@ -1,4 +1,4 @@
-// What the replicas hold and what was decided, as the events of /v1/cache/events tell it; docs/live.md has their fields.
+// What the replicas hold and what was decided, as the events of /v1/cache/events tell it; docs/reference/api.md has their fields.
 // Knows no element of the page. `apply` is the only way in which it changes.
 
 const MAX_REPLICAS = 256;

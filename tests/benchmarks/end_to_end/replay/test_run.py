@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.common.client import Answer
 from benchmarks.common.open_loop import Result, Shot, fire, summary
 from benchmarks.common.prompts import tokenizer_of
 from benchmarks.common.trace import TraceRequest
@@ -17,6 +16,7 @@ from benchmarks.end_to_end.replay.run import parse, with_tenants
 from benchmarks.end_to_end.replay.shots import read_keys, shots_of
 from benchmarks.end_to_end.replay.text import TraceText
 from serve_app.checkpoints.sources.resolve import resolve_model
+from serve_app.cli.bench.client import Answer
 
 IDS = st.lists(st.integers(0, 1 << 30), min_size=1, max_size=6)
 

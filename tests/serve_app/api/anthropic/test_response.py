@@ -87,7 +87,7 @@ def test_a_stream_builds_the_whole_answer(
 def test_every_token_of_a_prompt_is_counted_once(
     marks: list[tuple[int, float]], cached_blocks: int, more_tokens: int
 ) -> None:
-    """Read, written for minutes, written for an hour, or neither; what is kept longest counts as such. (docs/api.md)"""
+    """Read, written for minutes, written for an hour, or neither; what is kept longest counts as such. (docs: api)"""
     keep = [Save(b"", blocks * 16, ttl_s) for blocks, ttl_s in marks]
     cached = cached_blocks * 16
     prompt = max([cached, *(kept.tokens for kept in keep)]) + more_tokens

@@ -64,7 +64,7 @@ class Used:
 def test_each_block_once_parents_first_by_kind_and_heat(
     requests: list[tuple[str, list[int], int]], pinned: int
 ) -> None:
-    """The cache holds each with these tokens, this scope, this owner. (docs/lifecycle.md)"""
+    """The cache holds each with these tokens, this scope, this owner. (docs: failures)"""
     used = Used(requests, pinned)
     hot = used.hot()
     told = [block_hash for run in hot.runs for block_hash in split_chain(run.hashes)]

@@ -63,7 +63,7 @@ def test_no_collision_gives_a_block_of_other_tokens_or_of_another_scope(
 ) -> None:
     """Any requests of any scopes, with any number of public blocks, while what differs has equal hashes.
 
-    No hit, no overwrite, and the first owner keeps its blocks. (docs/caching.md)
+    No hit, no overwrite, and the first owner keeps its blocks. (docs: caching)
     """
     cache = PrefixCache(64, 2, hash_chain=hash_chain)
     content: dict[int, tuple[PrefixScope, list[int]]] = {}

@@ -46,7 +46,7 @@ class Running:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Requests come, grow, are pinned and end, time passes: every law holds. (docs/caching.md)"""
+    """Requests come, grow, are pinned and end, time passes: every law holds. (docs: caching)"""
 
     running = Bundle("running")
 

@@ -47,7 +47,7 @@ def test_a_block_demoted_twice_and_evicted_is_its_next_owners_alone() -> None:
 
 
 def test_a_flood_does_not_evict_what_all_use() -> None:
-    """A public prompt is on no tenant's account and has a share of its own. (docs/caching.md)"""
+    """A public prompt is on no tenant's account and has a share of its own. (docs: caching)"""
     bench = Bench(24, flood=1.0, small=1.0)
     shared = bench.fill("flood", 5, 1, public=4)[:4]
     assert (bench.held("flood"), bench.held(PUBLIC)) == (1, 4)

@@ -72,7 +72,7 @@ def test_a_save_that_begins_again_ends_when_its_engine_says_so(tmp_path: Path) -
 
 @pytest.mark.parametrize("until_s", [math.inf, 10_000.0])
 def test_the_setting_bounds_what_an_earlier_life_saved(until_s: float, tmp_path: Path) -> None:
-    """It ends so long after the first restart that found it, whatever its file said. (docs/caching.md)"""
+    """It ends so long after the first restart that found it, whatever its file said. (docs: caching)"""
     Disk(tmp_path).store("a", 1, saved_until_s=until_s)
     assert Disk(tmp_path, now_s=1000.0, save_ttl_s=300.0).held(saved=True) == [1]
     assert Disk(tmp_path, now_s=1200.0, save_ttl_s=300.0).held(saved=True) == [1]
@@ -80,7 +80,7 @@ def test_the_setting_bounds_what_an_earlier_life_saved(until_s: float, tmp_path:
 
 
 def test_files_from_before_they_had_owners_are_read_and_go_first(tmp_path: Path) -> None:
-    """Their header has no owner; they are on an account that nobody's requests keep a share for. (docs/caching.md)"""
+    """Their header has no owner; they are on an account that nobody's requests keep a share for. (docs: caching)"""
     files = BlockFiles(tmp_path, FORMAT)
     former = [TierBlock(*(getattr(block, name) for name in TierBlock.__slots__[:-1]), UNKNOWN) for block in path(0, 1)]
     for block in reversed(former):

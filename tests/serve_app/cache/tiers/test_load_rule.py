@@ -8,7 +8,7 @@ from serve_app.cache.tiers.load_rule import LoadRule
 
 
 def test_load_when_it_is_faster_than_computing() -> None:
-    """Once measured: 1 MB/s and 1,000 tokens/s; a megabyte is worth 1,000 tokens, not 900. (docs/caching.md)"""
+    """Once measured: 1 MB/s and 1,000 tokens/s; a megabyte is worth 1,000 tokens, not 900. (docs: caching)"""
     rule = LoadRule(1.0)
     for _ in range(200):
         rule.observe("disk", 100_000, 0.1)

@@ -88,7 +88,7 @@ class NaiveTier:
 
 
 class ShareMachine(TierMachine):
-    """Blocks come, saves begin and end, tenants ask and stay away, lives end. (docs/caching.md)"""
+    """Blocks come, saves begin and end, tenants ask and stay away, lives end. (docs: caching)"""
 
     @initialize(disk=st.booleans(), blocks=st.integers(1, 9))
     def begin(self, disk: bool, blocks: int) -> None:

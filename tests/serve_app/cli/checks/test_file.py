@@ -20,7 +20,7 @@ SHIPPED = sorted(path for path in (ROOT / "cluster").glob("*.yaml"))
 CONFIG = """\
 applications:
   - name: warmpath
-    import_path: serve_app.app:build_app
+    import_path: serve_app:build_app
     args:
       model: demo
       replicas: 2

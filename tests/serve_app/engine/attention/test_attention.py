@@ -124,7 +124,7 @@ def test_a_gpu_attends_by_the_formula(device: torch.device) -> None:
 
 
 def test_a_common_beginning_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what follows it is copied, by as few copies as there are lengths. docs/kernels.md"""
+    """And what follows it is copied, by as few copies as there are lengths. docs: decisions"""
     monkeypatch.setattr(reads, "LONG_RUN_TOKENS", 32)
     shared = [*range(10, 20)]
     cases = [(1, 40, [*shared, 30]), (1, 46, [*shared, 20, 31]), (1, 4, [50, 51])]

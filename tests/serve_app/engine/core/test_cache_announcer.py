@@ -70,7 +70,7 @@ def test_the_digest_is_that_of_the_events(made: tuple[Feed, TorchEngine], reset:
 
 
 def test_what_was_lost_on_the_way_to_the_feed_is_told_anew(made: tuple[Feed, TorchEngine]) -> None:
-    """The next digest finds it; ``anew`` mends it for the mirror and the routers that follow it. (docs/routing.md)"""
+    """The next digest finds it; ``anew`` mends it for the mirror and the routers that follow it. (docs: routing)"""
     feed, engine = made
     traffic(engine, 0)
     feed.losing = True

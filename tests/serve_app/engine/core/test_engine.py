@@ -12,7 +12,7 @@ from tests.serve_app.engine.tiny import SCOPE, Collector, prompt, request, run_a
 
 
 def test_a_hundred_requests_of_two_thousand_cold_tokens_cost_one_prefill(make_simulated: MakeSimulated) -> None:
-    """Single flight: 100 simultaneous users of a cold prompt compute it once. (docs/scheduling.md)"""
+    """Single flight: 100 simultaneous users of a cold prompt compute it once. (docs: routing)"""
     runner = GatedRunner()
     engine = make_simulated(runner, max_num_seqs=128, num_blocks=1024, max_num_batched_tokens=2048, start=False)
     collector = Collector()
@@ -122,7 +122,7 @@ def test_refusals_name_the_reason_before_anything_is_queued(make_simulated: Make
 
 
 def test_a_flooding_tenant_leaves_an_eighth_of_the_queue(make_simulated: MakeSimulated) -> None:
-    """Of sixteen places one tenant gets fourteen; one that is alone gets all. (docs/scheduling.md)"""
+    """Of sixteen places one tenant gets fourteen; one that is alone gets all. (docs: routing)"""
     both = make_simulated(max_waiting_requests=16, tenant_shares={"flood": 1.0, "other": 1.0}, start=False)
     alone = make_simulated(max_waiting_requests=16, start=False)
     collector = Collector()

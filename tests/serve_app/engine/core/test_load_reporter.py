@@ -117,7 +117,7 @@ def test_with_one_tenant_committed_tokens_are_exactly_those_before_a_newcomer(
 def test_committed_tokens_are_before_everybodys_newcomer(
     rows: list[tuple[int, float, str, bool]], steps: int, tenant: str, tenants: str, paced: bool
 ) -> None:
-    """Several tenants, shared prefixes in flight: a newcomer finds at least so many before it. (docs/scheduling.md)"""
+    """Several tenants, shared prefixes in flight: a newcomer finds at least so many before it. (docs: routing)"""
     line = Line(tenants, paced=paced)
     line.build(rows, steps)
     report = line.view.report(0.4)

@@ -12,7 +12,7 @@ from tests.serve_app.engine.tiny import prompt, request, run_all
 def test_a_hit_at_every_block_boundary_changes_no_token(
     kind: str, make_engine: MakeEngine, reference: Reference
 ) -> None:
-    """Each prefix of ten blocks in turn is cached, then the whole prompt is sent. (docs/determinism.md)"""
+    """Each prefix of ten blocks in turn is cached, then the whole prompt is sent. (docs: caching)"""
     ids = prompt(165)
     expected = reference(kind, ids, 12)
     for cached in range(11):
@@ -30,7 +30,7 @@ def test_a_hit_at_every_block_boundary_changes_no_token(
 def test_mixed_batches_and_chunks_equal_solo_generation(
     kind: str, budget: int, caching: bool, make_engine: MakeEngine, reference: Reference
 ) -> None:
-    """Prompts of every awkward length at once, in chunks; the second time with hits. (docs/determinism.md)"""
+    """Prompts of every awkward length at once, in chunks; the second time with hits. (docs: caching)"""
     prompts = {f"p{n}": prompt(n, seed=n) for n in (1, 2, 15, 16, 17, 31, 48, 100, 300)}
     events: list[Event] = []
     engine = make_engine(kind, events=events, max_num_batched_tokens=budget, enable_prefix_caching=caching)

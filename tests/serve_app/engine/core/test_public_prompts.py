@@ -49,7 +49,7 @@ def test_tenants_share_what_is_public_and_nothing_after_it(make_engine: MakeEngi
 
 
 def test_an_answer_to_a_public_prompt_is_private(make_engine: MakeEngine) -> None:
-    """Nothing but public tokens in the prompt: what is generated after them belongs to who asked. (docs/caching.md)"""
+    """Nothing but public tokens in the prompt: what is generated after them belongs to who asked. (docs: caching)"""
     engine = make_engine()
     ids = PUBLIC_IDS[:64]
     answer = run_all(engine, [request("a", ids, 40, scope=scope_of("a"), tenant="a")]).tokens["a"]

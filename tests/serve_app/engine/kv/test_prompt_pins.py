@@ -64,7 +64,7 @@ def churn(engine: TorchEngine) -> None:
 
 
 def test_what_is_kept_stays_whatever_came_between(make_engine: MakeEngine, reference: Reference) -> None:
-    """Six blocks stay through a churn that evicts all else; every answer is as without a cache. (docs/caching.md)"""
+    """Six blocks stay through a churn that evicts all else; every answer is as without a cache. (docs: caching)"""
     engine = make_engine(num_blocks=64, pin_budget_blocks=16)
     run(engine, asking("unsaved", 5))
     churn(engine)
@@ -156,7 +156,7 @@ def test_a_tenants_breakpoints_are_bounded_and_its_saves_are_not(make_simulated:
 
 
 def test_other_tenants_take_effect_in_a_running_engine(make_simulated: MakeSimulated) -> None:
-    """Who is gone keeps no save, and who is new has a share of budget, pool and line. (docs/cluster.md)"""
+    """Who is gone keeps no save, and who is new has a share of budget, pool and line. (docs: cluster)"""
     engine = make_simulated(
         GatedRunner(), num_blocks=128, pin_budget_blocks=12, tenant_shares={"gone": 1.0, "stays": 1.0}
     )
@@ -206,7 +206,7 @@ def test_an_idle_engine_releases_a_pin_whose_time_is_over(make_simulated: MakeSi
 
 
 def test_a_request_has_to_fit_beside_the_pin_budget(make_simulated: MakeSimulated) -> None:
-    """So that pins never keep a request waiting for ever. (docs/caching.md)"""
+    """So that pins never keep a request waiting for ever. (docs: caching)"""
     engine = make_simulated(GatedRunner(), num_blocks=20, pin_budget_blocks=6, max_num_batched_tokens=600)
     with pytest.raises(RequestTooLong, match="pool of 224"):
         engine.submit(request("long", prompt(220), 5), Collector())

@@ -111,7 +111,7 @@ def test_a_collision_never_brings_up_a_foreign_block(kind: str, tmp_path: Path, 
 def test_a_load_from_disk_keeps_nobody_else_waiting(
     tmp_path: Path, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others run, who waits can be cancelled, and who shares the load joins it. (docs/caching.md)"""
+    """Others run, who waits can be cancelled, and who shares the load joins it. (docs: caching)"""
     ids = prompt(150)
     engine = make_engine(tiers=tiers("disk", tmp_path), **SMALL)
     spill(engine, ids)

@@ -88,7 +88,7 @@ def save(engine: TorchEngine, tenant: str, ttl_s: float | None = None, number: i
 
 @pytest.mark.parametrize("ending", ["reset", "recall", "ttl"])
 def test_blocks_on_disk_are_saved_as_long_as_their_save_is(ending: str, engine_over: MakeSimulated) -> None:
-    """It ends with a reset, for another tenant's share of the pins, or with its time. (docs/caching.md)"""
+    """It ends with a reset, for another tenant's share of the pins, or with its time. (docs: caching)"""
     now_s = [0.0]
     engine = engine_over(0, 80, lambda: now_s[0])
     assert save(engine, "flood", 300.0 if ending == "ttl" else None) == "saved"

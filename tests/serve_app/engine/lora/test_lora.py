@@ -49,7 +49,7 @@ def load(engine: TorchEngine, path: Path, name: str = "a") -> PrefixScope:
 def test_the_output_is_pefts(
     variant: str, adapters: dict[str, Path], checkpoints: dict[str, Path], make_engine: MakeEngine, reference: Reference
 ) -> None:
-    """Greedy tokens equal PEFT's own, cold and from cached blocks; the base's are untouched. (docs/lora.md)"""
+    """Greedy tokens equal PEFT's own, cold and from cached blocks; the base's are untouched. (docs: adapters)"""
     engine = make_engine()
     scope = load(engine, adapters[variant])
     ids = prompt(150, 3)
@@ -69,7 +69,7 @@ def test_the_output_is_pefts(
 def test_adapters_mixed_in_one_batch_equal_solo_runs(
     max_loras: int, adapters: dict[str, Path], make_engine: MakeEngine, reference: Reference
 ) -> None:
-    """Fifteen requests of three adapters and the base: as if alone; in one slot they take turns. docs/lora.md"""
+    """Fifteen requests of three adapters and the base: as if alone; in one slot they take turns. docs: adapters"""
     engine = make_engine(max_loras=max_loras, max_cpu_loras=4, start=False)
     scopes = [PrefixScope("tiny"), *(load(engine, path, name) for name, path in adapters.items())]
     wanted = [(f"r{i}", prompt(7 + 53 * (i % 5) + i, i), 10 + i, scopes[i % len(scopes)]) for i in range(15)]
@@ -120,7 +120,7 @@ def test_who_waits_for_a_slot_is_not_overtaken_by_adapters_but_by_the_base(
 
 
 def test_a_step_without_adapters_has_no_hooks(adapters: dict[str, Path], make_engine: MakeEngine) -> None:
-    """Hooks come with the first row that needs one and leave with the last. (docs/lora.md)"""
+    """Hooks come with the first row that needs one and leave with the last. (docs: adapters)"""
     engine = make_engine()
     model = engine._runner.model  # type: ignore[attr-defined]
 
@@ -146,7 +146,7 @@ steps = st.lists(st.tuples(st.sampled_from(["", *RANKS]), st.sampled_from([1, 1,
 
 @given(sequence=st.lists(steps, min_size=1, max_size=3))
 def test_each_row_has_its_own_adapter_once(sequence: list[list[tuple[str, int]]]) -> None:
-    """Whatever is in a step, each row has its own adapter's product. (docs/lora.md)"""
+    """Whatever is in a step, each row has its own adapter's product. (docs: adapters)"""
     weights: dict[str, AdapterWeights] = {
         key: {name: LoraPair(torch.randn(rank, WIDTH), torch.randn(rank, WIDTH)) for name, rank in ranks.items()}
         for key, ranks in RANKS.items()

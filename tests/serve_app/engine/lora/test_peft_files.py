@@ -76,7 +76,7 @@ def test_names_that_could_be_taken_for_a_key_or_a_path_are_refused(name: str, sa
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], reason: str, saved: Path) -> None:
-    """Ignoring any of these would answer with other numbers than the adapter was trained for. (docs/lora.md)"""
+    """Ignoring any of these would answer with other numbers than the adapter was trained for. (docs: adapters)"""
     config = json.loads((saved / "adapter_config.json").read_text())
     assert parse_config(json.dumps(config).encode()).rank == 4
     with pytest.raises(AdapterError, match=reason):

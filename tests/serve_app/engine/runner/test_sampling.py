@@ -137,7 +137,7 @@ def test_every_row_gets_the_likeliest_of_the_oracles_support_and_noise(
 
 
 def test_a_seed_gives_the_same_tokens_alone_in_a_batch_and_after_a_resend(make_engine: MakeEngine) -> None:
-    """Also when a part of the output comes back as prompt: position p draws the same number. (docs/determinism.md)"""
+    """Also when a part of the output comes back as prompt: position p draws the same number. (docs: caching)"""
     engine = make_engine()
     ids = prompt(37)
     how = {"temperature": 0.9, "top_p": 0.95, "seed": 12345}

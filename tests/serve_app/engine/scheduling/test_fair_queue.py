@@ -37,7 +37,7 @@ def serve(
     st.lists(st.tuples(st.integers(1, 2048), st.integers(0, 5)), min_size=1, max_size=60),
 )
 def test_nobody_is_stopped_whatever_it_used(decodes: list[int], steps: list[tuple[int, int]]) -> None:
-    """A round serves all, by a sixteenth of a quantum at least and a quantum at most. (docs/scheduling.md)"""
+    """A round serves all, by a sixteenth of a quantum at least and a quantum at most. (docs: routing)"""
     queue = FairQueue(2048)
     tenants = [f"t{i}" for i in range(len(decodes))]
     for budget, only in steps:
@@ -64,7 +64,7 @@ def ratio(queue: FairQueue, steps: int, decodes: int = 0, awaited: Collection[st
 
 
 def test_who_used_little_comes_first_and_is_equal_soon() -> None:
-    """Beside one that was alone a tenant gets two thirds of its first steps, later half. (docs/scheduling.md)"""
+    """Beside one that was alone a tenant gets two thirds of its first steps, later half. (docs: routing)"""
     queue = FairQueue(2048)
     for _ in range(3 * RECENT_STEPS):
         assert sum(tokens for _, tokens in serve(queue, {"a": 10**9}, 512, {"a": 64})) == 512, "alone it has all"
@@ -80,7 +80,7 @@ def test_who_used_little_comes_first_and_is_equal_soon() -> None:
 def test_decodes_count_as_use_and_who_is_waited_for_has_whole_turns(
     decodes: int, awaited: str, least: float, most: float
 ) -> None:
-    """A prefix that all need would else be as slow as the one that happens to compute it. (docs/scheduling.md)"""
+    """A prefix that all need would else be as slow as the one that happens to compute it. (docs: routing)"""
     assert least <= ratio(FairQueue(2048), 2 * RECENT_STEPS, decodes, awaited) <= most
 
 

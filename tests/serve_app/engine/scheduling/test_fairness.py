@@ -39,7 +39,7 @@ def test_a_long_cold_prompt_starts_within_the_bound_under_a_stream_of_short_ones
 
 
 def test_a_flooding_tenant_delays_anothers_start_by_a_step() -> None:
-    """It may borrow while nobody else is there, and leaves an eighth of the slots. (docs/scheduling.md)"""
+    """It may borrow while nobody else is there, and leaves an eighth of the slots. (docs: routing)"""
     bench = Bench("flood", "new", **ROOMY)
     for i in range(200):
         bench.add(f"f{i}", prompt(2000, i), 400, tenant="flood")
@@ -68,7 +68,7 @@ def test_running_answers_keep_their_pace(beside: str, max_itl_s: float, rate: fl
     """Who used most computes beside others' decodes for as long as those take, and alone as ever.
 
     ``max_itl`` is the longest step beside a decode, whoever prefills, but each step computes a turn.
-    (docs/scheduling.md)
+    (docs: routing)
     """
     bench = Bench("flood", "new", **{**ROOMY, "max_itl_s": max_itl_s})
     bench.add("used", prompt(4000, 1), 1, tenant="flood")
@@ -80,7 +80,7 @@ def test_running_answers_keep_their_pace(beside: str, max_itl_s: float, rate: fl
 
 
 def test_only_uncached_tokens_are_charged() -> None:
-    """A tenant whose prompts are cached gets ten times the requests through for the same turns. (docs/scheduling.md)"""
+    """A tenant whose prompts are cached gets ten times the requests through for the same turns. (docs: routing)"""
     bench = Bench("warm", "cold", **{**ROOMY, "max_num_batched_tokens": 512})
     base = prompt(1440, 7)
     bench.add("prime", base, 1, tenant="warm")
@@ -98,7 +98,7 @@ def test_only_uncached_tokens_are_charged() -> None:
 
 
 def test_nine_tenants_keep_hits_and_starts_under_a_flood() -> None:
-    """0.9 of the hit rate without the flood, and starts within ten quanta and a step. (docs/scheduling.md)"""
+    """0.9 of the hit rate without the flood, and starts within ten quanta and a step. (docs: routing)"""
     flooding: Any = measure_flooding(FloodWorkload(duration_s=30.0))
     assert flooding["hit_rate_ratio"] >= 0.9
     assert flooding["unprotected_hit_rate_ratio"] < 0.8

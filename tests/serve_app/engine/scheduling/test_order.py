@@ -46,7 +46,7 @@ def run(coming: Sequence[tuple[int, str, int]], slots: int, tokens: int) -> tupl
 def test_tenants_are_served_as_without_an_order(coming: list[tuple[int, str, int]], slots: int, tokens: int) -> None:
     """The same tokens to the same tenants in the same steps, whatever anybody asks for; only whose start differs.
 
-    docs/scheduling.md
+    docs: routing
     """
     served, started = run(coming, slots, tokens)
     plain, first_come = run([(gap, tenant, 0) for gap, tenant, _ in coming], slots, tokens)

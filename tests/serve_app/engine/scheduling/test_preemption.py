@@ -133,7 +133,7 @@ class Stepped:
 def test_a_full_pool_changes_no_answer_and_keeps_nobody_from_its_end(
     workload: list[Wish], num_blocks: int, max_num_seqs: int, caching: bool, shares: dict[str, float]
 ) -> None:
-    """Any workload on a tiny pool ends with the tokens of undisturbed runs. (docs/caching.md, docs/scheduling.md)"""
+    """Any workload on a tiny pool ends with the tokens of undisturbed runs. (docs: caching, routing)"""
     bench = Stepped(
         num_blocks=num_blocks,
         max_num_seqs=max_num_seqs,
@@ -183,7 +183,7 @@ def test_nobody_gives_way_more_often_than_its_answer_doubles() -> None:
 
 
 def test_recomputing_takes_what_the_cache_kept() -> None:
-    """A victim finds its complete blocks again unless they were needed. (docs/scheduling.md)"""
+    """A victim finds its complete blocks again unless they were needed. (docs: routing)"""
     bench = Stepped(num_blocks=16, max_num_seqs=2, max_num_batched_tokens=128)
     ids = [prompt(40, 1), prompt(40, 2)]
     for number, row in enumerate(ids):
@@ -229,7 +229,7 @@ def test_the_choice_of_a_victim(
 
 
 def test_a_real_model_says_the_same_with_and_without_preemption(make_engine: MakeEngine) -> None:
-    """Greedy and sampled: a pool for two of six answers, against one for all. (docs/determinism.md)"""
+    """Greedy and sampled: a pool for two of six answers, against one for all. (docs: caching)"""
     base = prompt(24, 3)
     requests = [
         request(f"r{i}", np.append(base, prompt(10 + i, i)), 150, temperature=0.8 * (i % 2), seed=i) for i in range(6)

@@ -18,7 +18,7 @@ def test_decodes_come_first_then_the_least_uncached_work() -> None:
 
 @pytest.mark.parametrize(("rate", "tokens"), [(0.0, 2048), (50.0, 512), (8000.0, 800), (1e6, 2048)])
 def test_a_step_prefills_what_a_tenth_of_a_second_allows(rate: float, tokens: int) -> None:
-    """A newcomer waits for the step in progress: on a slow engine that is a short one. (docs/scheduling.md)"""
+    """A newcomer waits for the step in progress: on a slow engine that is a short one. (docs: routing)"""
     bench = Bench(num_blocks=512, max_num_batched_tokens=2048)
     bench.add("old", prompt(20, 1))
     bench.step()

@@ -135,7 +135,7 @@ def test_calls_are_read_as_they_are_written(grammar: Reading, data: st.DataObjec
 @example(cut=('{"name": 12"abc"', ['{"name": 12', '"abc"']))
 @example(cut=('<tool_call>{"name": "f", "arguments": {"a\\"', ['<tool_call>{"name": "f", "arguments": {"a\\', '"']))
 def test_any_text_is_read_the_same_however_it_is_cut(grammar: Reading, cut: tuple[str, list[str]]) -> None:
-    """Also what is no call, or breaks off in one. (docs/api.md)"""
+    """Also what is no call, or breaks off in one. (docs: api)"""
     text, pieces = cut
     assert read(grammar, pieces) == read(grammar, [text]) == read(grammar, list(text))
 
@@ -234,7 +234,7 @@ def test_only_calls_match(
 ) -> None:
     """Of tools that are offered, with what their schemas ask for; references inside a schema stay its own.
 
-    docs/api.md
+    docs: api
     """
     use = ToolUse(**{"tools": EVERY, "must_call": True, **fields})
     matcher = compiler.compile(llguidance_form(forced_calls(use)))

@@ -1,4 +1,4 @@
-"""docs/metrics.md, the catalog and the code agree: every family is described and bounded. And the state of caches."""
+"""docs: metrics, the catalog and the code agree: every family is described and bounded. And the state of caches."""
 
 import ast
 import re
@@ -29,12 +29,12 @@ from tests.serve_app.engine.tiny import prompt, request, run_all
 from tests.serve_app.live.traffic import answered
 
 ROOT = Path(__file__).parents[4]
-PAGE = ROOT / "docs" / "metrics.md"
+PAGE = ROOT / "docs" / "reference" / "metrics.md"
 _NAME = re.compile(r"warmpath_[a-z0-9_]+")
 
 
 def test_the_page_of_metrics_is_current() -> None:
-    """To write it anew: ``python -m serve_app.ingress.observe.reference > docs/metrics.md``."""
+    """To write it anew: ``python -m serve_app.ingress.observe.reference > docs: metrics``."""
     assert PAGE.read_text() == metrics_page()
 
 

@@ -1,4 +1,4 @@
-"""Events as docs/live.md has them: a small instance, and a recording in which it grows, is used, and shrinks."""
+"""Events as docs: api has them: a small instance, and a recording in which it grows, is used, and shrinks."""
 
 import json
 from pathlib import Path

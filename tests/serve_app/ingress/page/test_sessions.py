@@ -14,7 +14,7 @@ WHY = "It waits for room: live sessions hold 900 of 1,024 tokens, and it needs 6
 
 
 def session(name: str, state: str, **more: Any) -> Event:
-    """A session as docs/live.md has it."""
+    """A session as docs: api has it."""
     told = {"replica": "r1", "session": name, "tenant": "acme", "state": state, "turns": 3, "tokens": 1200}
     return {**told, "own_tokens": 1200, "age_s": 300.0, "idle_s": 0.0, **more}
 
@@ -103,7 +103,7 @@ def test_a_recording_has_no_sessions(opened: Any, stage: Stage, tmp_path: Path) 
 
 
 def test_a_server_without_sessions_says_so(page: Any, stage: Stage) -> None:
-    """As inside Ray Serve LLM. (docs/page.md)"""
+    """As inside Ray Serve LLM. (docs: monitoring)"""
     stage.no_sessions = True
     begin(page, stage)
     page.locator("#sessions summary").click()

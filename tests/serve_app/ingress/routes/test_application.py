@@ -129,7 +129,7 @@ def test_errors_have_openais_shape(method: str, path: str, status: int) -> None:
 
 @pytest.mark.parametrize("path", [path for method, path in (*OPERATORS, *TENANTS) if method == "POST"])
 def test_pages_of_other_sites_post_nowhere(path: str) -> None:
-    """Where nobody needs a key, a page in the operator's browser has none of the operator's rights. (docs/port.md)"""
+    """Where nobody needs a key, a page in the operator's browser has none of the operator's rights. docs: isolation"""
     refused = get(path, AppConfig(), "POST", PAGE)
     assert (refused.status_code, refused.json()["error"]["code"]) == (415, "unsupported_media_type")
     rebound = PAGE | {"host": "evil.example", "content-type": "application/json"}
@@ -198,7 +198,7 @@ def test_a_tenant_sees_the_models_that_it_may_use_and_an_operator_all() -> None:
 
 
 def test_public_metrics_name_tenants_to_operators_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who has no operator key, a tenant too, sees sums; without ``metrics_public`` nothing at all. (docs/tenants.md)"""
+    """Who has no operator key, a tenant too, sees sums; without ``metrics_public`` nothing at all. (docs: tenants)"""
     public = CLOSED.model_copy(update={"metrics_public": True})
 
     async def all_samples(services: Services) -> list[Sample]:
@@ -221,7 +221,7 @@ def test_public_metrics_name_tenants_to_operators_alone(monkeypatch: pytest.Monk
 
 
 def test_health_is_for_good_and_tells_operators_of_a_refused_user_config() -> None:
-    """It stays green: the settings before are in force. Nobody else is told. (docs/cluster.md)"""
+    """It stays green: the settings before are in force. Nobody else is told. (docs: cluster)"""
     core = SimpleNamespace(knows_every_cache=True, replica_ids=["a", "b"])
     services = services_of(CLOSED, core=core, connecting=SimpleNamespace(done=bool))
     for done, knows, status in ((False, True, 503), (True, False, 503), (True, True, 200), (True, False, 200)):

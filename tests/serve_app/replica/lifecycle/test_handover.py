@@ -62,7 +62,7 @@ def test_with_room_the_union_stays_whole_and_nothing_goes_twice(
 
     What the last streams cache after the first round follows in the second.
 
-    docs/lifecycle.md
+    docs: failures
     """
     leaving = filled(mine)
     local = Local({f"peer {number}": filled(prompts) for number, prompts in enumerate(theirs)})
@@ -99,7 +99,7 @@ def test_small_peers_take_what_fits_and_the_rest_is_counted(mine: list[list[int]
 def test_the_hottest_goes_first_and_pushes_out_only_what_is_colder() -> None:
     """A full peer gives up what nobody came back to for the longest, and keeps what is as hot as what comes.
 
-    docs/lifecycle.md
+    docs: failures
     """
     now_s = [0.0]
     peer, leaving = make_engine(10), make_engine()
@@ -120,7 +120,7 @@ def test_the_hottest_goes_first_and_pushes_out_only_what_is_colder() -> None:
 
 
 def test_a_save_stays_a_save_with_its_owner_and_its_time() -> None:
-    """Also where a peer has its blocks already, and through two hand-overs in a row. (docs/lifecycle.md)"""
+    """Also where a peer has its blocks already, and through two hand-overs in a row. (docs: failures)"""
     leaving, first, second = (make_engine(pins=40) for _ in range(3))
     ids = [1] * 40
     blocks = fill(leaving, ids, tenant="a")

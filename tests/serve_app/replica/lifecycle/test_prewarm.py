@@ -51,7 +51,7 @@ def run(local: Local, engine: TorchEngine, blocks: int = 1000, time_s: float = 6
 def test_a_plan_keeps_to_its_budget_and_order(held: list[list[list[int]]], most_blocks: int) -> None:
     """Each block once and after its parent; as many as fit; kinds in their order; each from somebody who has it.
 
-    docs/lifecycle.md
+    docs: failures
     """
     offers = {}
     for number, prompts in enumerate(held):
@@ -123,7 +123,7 @@ def test_what_was_planned_arrives(held: list[list[list[int]]], most_blocks: int)
 def test_a_peer_that_dies_is_replaced_by_the_next(answers: int) -> None:
     """What both hold comes from the other one; what it alone holds is skipped, and the start goes on.
 
-    docs/lifecycle.md
+    docs: failures
     """
     local = Local({"dies": make_engine(), "lives": make_engine()}, {"dies": answers})
     shared, own = [0] * 40, [1] * 40
@@ -141,7 +141,7 @@ def test_a_peer_that_dies_is_replaced_by_the_next(answers: int) -> None:
 
 
 def test_the_time_bounds_it_whatever_peers_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A peer that never answers costs the budget; what had arrived is there. (docs/lifecycle.md)"""
+    """A peer that never answers costs the budget; what had arrived is there. (docs: failures)"""
 
     class Stuck(Local):
         async def fetch(self, holder: str, wanted: WantedPart) -> PulledPart:
@@ -202,7 +202,7 @@ def test_another_model_gives_nothing_and_a_full_pool_takes_what_fits() -> None:
 
 
 def test_what_arrives_is_on_its_tenants_accounts() -> None:
-    """Public blocks on the public one; a scope's blocks are no use to another scope. (docs/lifecycle.md)"""
+    """Public blocks on the public one; a scope's blocks are no use to another scope. (docs: failures)"""
     local = Local({"peer": make_engine()})
     fill(local.engines["peer"], [0] * 40, scope=replace(SCOPE, public_blocks=3), tenant="a")
     fill(local.engines["peer"], [1] * 20, scope=replace(SCOPE, salt=b"other"), tenant="b")

@@ -1,0 +1,190 @@
+"""What README's table quotes: runs its benchmarks, writes figures.json, and the table from it.
+
+`--only NAME,NAME` measures some rows again; rows that need vLLM are skipped where `.venv-vllm` is missing, and keep the
+figures that they have.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+from benchmarks.common.report import BenchmarkError, names_of, parser_of
+from benchmarks.simulation.front_door import RAY_PREFIX
+
+ROOT = Path(__file__).parents[1]
+FIGURES = ROOT / "benchmarks" / "figures.json"
+README = ROOT / "README.md"
+PYTHON, VLLM_PYTHON = ".venv/bin/python", ".venv-vllm/bin/python"
+BEGIN, END = "<!-- figures: made by `make figures` -->\n", "\n<!-- end of figures -->"
+Results = dict[str, Any]
+
+
+class Row(NamedTuple):
+    """One row. ``cell``: its figure, by the benchmark's results; ``flags``: of that benchmark."""
+
+    question: str
+    cell: Callable[[Results], str]
+    meaning: str
+    flags: str
+    python: str = PYTHON
+
+
+def _ttft(found: Results) -> str:
+    return f"**{found['warm_ms_p50'] / 1000:.2f} s**; {found['cold_ms_p50'] / 1000:.1f} s uncached"
+
+
+def _affinity(found: Results) -> str:
+    ours, other = (found[f"{policy}, pulls off"] for policy in ("estimated_ttft", "power_of_two"))
+    return f"**{ours['served_from_cache']:.0%}**; power of two: {other['served_from_cache']:.0%}"
+
+
+def _trace(found: Results) -> str:
+    ours, ray, plain = (found[policy]["ttft_mean_s"] for policy in ("estimated_ttft", RAY_PREFIX, "power_of_two"))
+    return f"**{ours:.1f} s**; Ray's prefix rule: {ray:.1f} s; power of two: {plain:.1f} s"
+
+
+def _agents(found: Results) -> str:
+    ours, plain = (found[f"{name}, pool 0.5"]["job_time_mean"] for name in ("warmpath", "first_come"))
+    return f"**{ours:.2f}**; first come, first served: {plain:.1f}"
+
+
+def _flooding(found: Results) -> str:
+    return f"**{found['hit_rate_ratio']:.2f}**; without shares: {found['unprotected_hit_rate_ratio']:.2f}"
+
+
+def _predictions(found: Results) -> str:
+    return f"**{found['exact']:.2%}** of {found['requests']:,} requests"
+
+
+def _vllm(found: Results) -> str:
+    ratios = found["ratios"]["vllm_cpu"]
+    return f"decode **{ratios['decode_tok_s']:.2f}**, cached TTFT **{ratios['warm_ttft_ms']:.2f}**"
+
+
+def _routing(found: Results) -> str:
+    largest = max(row["blocks"] for row in found["rows"])
+    ours, ray = (
+        next(row["decision_us_p50"] for row in found["rows"] if row["system"] == system and row["blocks"] == largest)
+        for system in ("warmpath", "ray_prefix_tree")
+    )
+    return f"**{ours:.0f} us**; Ray's prefix tree: {ray:,.0f} us"
+
+
+ROWS: dict[str, Row] = {
+    "ttft": Row(
+        "Time to the first token, a prompt of 2,700 cached tokens",
+        _ttft,
+        "a long document is read once",
+        "ttft --model smollm2 --prefix-tokens 2700",
+    ),
+    "affinity": Row(
+        "Repeated prompts found in a cache, 4 replicas, 50 system prompts",
+        _affinity,
+        "requests go where their prefix is",
+        "affinity --policies estimated_ttft,power_of_two --pulls off",
+    ),
+    "trace": Row(
+        "Mean time to the first token, a production trace, 16 replicas (simulated)",
+        _trace,
+        "routing pays on real traffic",
+        f"simulate --speed 2 --no-parts --policies estimated_ttft {RAY_PREFIX} power_of_two",
+    ),
+    "agents": Row(
+        "Job time of coding agents in half the memory they need, over that with enough (simulated)",
+        _agents,
+        "a full cache does not collapse",
+        "simulate --trace agents --replicas 2 --pools 0.5",
+    ),
+    "flooding": Row(
+        "Hit rate beside a tenant that floods, over that alone (simulated)",
+        _flooding,
+        "a neighbour cannot empty your cache",
+        "flooding",
+    ),
+    "predictions": Row(
+        "Cached tokens exactly as the router predicted, over vLLM",
+        _predictions,
+        "the router knows the caches",
+        "predictions --engine vllm --blocks 512",
+        VLLM_PYTHON,
+    ),
+    "vllm": Row(
+        "One replica over plain vLLM (1 is equal)",
+        _vllm,
+        "tenants and routing cost no speed",
+        "engine --threads 1 --systems warmpath_vllm,vllm_cpu --runs 5 --prefix-tokens 2000",
+        VLLM_PYTHON,
+    ),
+    "routing": Row(
+        "One routing decision, 64 replicas, a million blocks",
+        _routing,
+        "the router is not the bottleneck",
+        "routing",
+    ),
+}
+
+
+def table(figures: dict[str, dict[str, str]]) -> str:
+    """Return README's table of the rows that were measured, and where and when that was."""
+    lines = ["| measurement | result | for you | name |", "|---|---|---|---|"]
+    measured = {name: row for name, row in ROWS.items() if name in figures}
+    for name, row in measured.items():
+        lines.append(f"| {row.question} | {figures[name]['figure']} | {row.meaning} | `{name}` |")
+    origins = dict.fromkeys(
+        f"{figure['date']}, commit {figure['commit']}, {figure['machine']}"
+        for figure in (figures[name] for name in measured)
+    )
+    return "\n".join([*lines, "", f"Measured on {'; '.join(origins)}."])
+
+
+def in_readme(readme: str, figures: dict[str, dict[str, str]]) -> str:
+    """Return README with the table in its place."""
+    return re.sub(
+        f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: BEGIN + table(figures) + END, readme, flags=re.DOTALL
+    )
+
+
+def measured(row: Row) -> dict[str, str]:
+    """Run a row's benchmark; return its figure, and where and when that was. Raises BenchmarkError."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "report.json"
+        command = [row.python, "-m", "benchmarks", *row.flags.split(), "--json", str(path)]
+        if subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=False).returncode:
+            raise BenchmarkError(f"it failed: {' '.join(command)}")
+        report = json.loads(path.read_text())
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return {
+        "figure": row.cell(report["results"]),
+        "summary": report["summary"],
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "commit": commit.stdout.strip(),
+        "machine": report["versions"]["processor"],
+    }
+
+
+def main() -> None:
+    """Measure the rows; write the JSON after each, and README at the end."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--only", type=names_of(ROWS), default=list(ROWS), help="rows, separated by commas")
+    options = parser.parse_args()
+    figures: dict[str, dict[str, str]] = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
+    for name in options.only:
+        row = ROWS[name]
+        if not (ROOT / row.python).exists():
+            print(f"{name}: skipped, since {row.python} is missing (make venv-vllm)", file=sys.stderr)
+            continue
+        figures[name] = measured(row)
+        FIGURES.write_text(json.dumps(figures, indent=2) + "\n")
+    README.write_text(in_readme(README.read_text(), figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""`warmpath bench`: how fast a running server is, what its cache brings, and whether it holds beside a flood."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Annotated
+from uuid import uuid4
+
+import typer
+from rich.table import Table
+
+from serve_app.cli.bench.client import Answer, chat_body
+from serve_app.cli.bench.load import Body, Server, answers, row, texts
+from serve_app.cli.console import console, fail
+
+app = typer.Typer(no_args_is_help=True, help="Measure a running server: speed, cache, neighbour.")
+
+Url = Annotated[str, typer.Option(help="of the server, without /v1")]
+Key = Annotated[str, typer.Option(envvar="WARMPATH_API_KEY", help="a tenant's key, where the server asks for one")]
+ModelName = Annotated[str | None, typer.Option(help="the first one that the server lists")]
+Requests = Annotated[int, typer.Option(min=1, help="in each row")]
+AtOnce = Annotated[int, typer.Option(min=1, help="requests at any time")]
+PromptWords = Annotated[int, typer.Option(min=1, help="of each prompt")]
+MaxTokens = Annotated[int, typer.Option(min=1, help="of each answer")]
+HERE = "http://127.0.0.1:8000"
+
+
+@app.command()
+def speed(
+    url: Url = HERE,
+    api_key: Key = "",
+    model: ModelName = None,
+    requests: Requests = 16,
+    at_once: AtOnce = 4,
+    words: PromptWords = 500,
+    max_tokens: MaxTokens = 64,
+) -> None:
+    """Say how fast the server is: new prompts, then the same ones again."""
+    server = Server(url.rstrip("/"), api_key)
+    name = model or server.model()
+    bodies = [chat_body(name, max_tokens, "Sum this up.", text) for text in texts(requests, words, 0)]
+
+    async def both() -> list[tuple[str, list[Answer]]]:
+        return [(told, await answers(server, bodies, at_once, told)) for told in ("new prompts", "the same again")]
+
+    _show(asyncio.run(both()))
+
+
+@app.command()
+def cache(
+    file: Annotated[Path, typer.Argument(help="chat requests, a JSON object a line; OpenAI's batch files, too")],
+    url: Url = HERE,
+    api_key: Key = "",
+    model: ModelName = None,
+    at_once: AtOnce = 1,
+) -> None:
+    """Say what the cache brings for your prompts: each by itself, then all of them in the order of the file."""
+    server = Server(url.rstrip("/"), api_key)
+    name = model or server.model()
+    try:
+        bodies = [_chat(line, name) for line in file.read_text().splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        fail(f"{file}: {error}")
+    if not bodies:
+        fail(f"{file} holds no requests")
+    apart = [body | {"cache_salt": uuid4().hex} for body in bodies]
+    shared = uuid4().hex
+    together = [body | {"cache_salt": shared} for body in bodies]
+
+    async def both() -> list[tuple[str, list[Answer]]]:
+        return [
+            ("without the cache", await answers(server, apart, at_once, "without the cache")),
+            ("with the cache", await answers(server, together, at_once, "with the cache")),
+        ]
+
+    _show(asyncio.run(both()))
+
+
+@app.command()
+def neighbour(
+    flood_api_key: Annotated[str, typer.Option(help="the key of a second tenant, which floods")],
+    url: Url = HERE,
+    api_key: Key = "",
+    model: ModelName = None,
+    requests: Requests = 30,
+    flood_at_once: Annotated[int, typer.Option(min=1, help="the flood's requests at any time")] = 64,
+    words: PromptWords = 500,
+    max_tokens: MaxTokens = 16,
+) -> None:
+    """Say whether a tenant's requests hold beside another tenant that floods the server."""
+    if api_key == flood_api_key:
+        fail("a neighbour is another tenant: give its key with --flood-api-key, and yours with --api-key")
+    server, flooded = Server(url.rstrip("/"), api_key), Server(url.rstrip("/"), flood_api_key)
+    name = model or server.model()
+    [system] = texts(1, words, 0)
+    bodies = [chat_body(name, max_tokens, f"Question {number}.", system) for number in range(requests)]
+
+    async def flood() -> None:
+        while True:
+            drawn = [chat_body(name, 1, "Sum this up.", text) for text in texts(flood_at_once, words, 1)]
+            await answers(flooded, drawn, flood_at_once, "flood")
+
+    async def both() -> list[tuple[str, list[Answer]]]:
+        await answers(server, bodies[:1], 1, "warm-up")
+        alone = await answers(server, bodies, 1, "alone")
+        flooding = asyncio.create_task(flood())
+        await asyncio.sleep(2.0)
+        try:
+            beside = await answers(server, bodies, 1, "beside a flood")
+        finally:
+            flooding.cancel()
+        return [("alone", alone), ("beside a flood", beside)]
+
+    _show(asyncio.run(both()))
+
+
+def _chat(line: str, model: str) -> Body:
+    request = json.loads(line)
+    body = request.get("body", request) if isinstance(request, dict) else None
+    if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
+        raise ValueError("each line is a chat request with messages, or has one as its body")
+    return body | {"model": model, "temperature": 0, "max_tokens": body.get("max_tokens") or 32}
+
+
+def _show(rows: list[tuple[str, list[Answer]]]) -> None:
+    table = Table("", "requests", "TTFT p50", "TTFT p90", "tokens/s of an answer", "prompt from the cache")
+    for name, found in rows:
+        table.add_row(*row(name, found))
+    console.print(table)

@@ -1,0 +1,104 @@
+"""All routes, and the fields of the four generation APIs, as Markdown: `make docs`."""
+
+import inspect
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+
+from serve_app.api.anthropic.request import MessagesBody
+from serve_app.api.json_body import JsonBody
+from serve_app.api.openai.request import ChatBody, CompletionBody
+from serve_app.api.openai.responses.request import ResponsesBody
+from serve_app.ingress.routes.application import ROUTERS
+
+BODIES: dict[str, type[JsonBody]] = {
+    "chat": ChatBody,
+    "completions": CompletionBody,
+    "responses": ResponsesBody,
+    "messages": MessagesBody,
+}
+
+LARGE = 1 << 30
+"""A bound beyond it is there for the machine alone."""
+
+_INTRODUCTION = """\
+# API
+
+Made from the code by `make docs`.
+
+Keys go in `Authorization: Bearer KEY` or `x-api-key`. Errors have the shape of the API that was called. A server
+without tenants asks for no key. [How the APIs behave](../explanation/api.md) tells more about single fields.
+"""
+
+_FIELDS = """\
+## Fields of generation requests
+
+- **yes**: the field is read. **no effect**: it is accepted and changes nothing.
+- **refused**: a 400, unless its value asks for nothing. The error names a field that does the same, if any.
+- Any other field has no effect, and the header `x-warmpath-warning` lists it. With `strict: true` it is a 400.
+
+| field | chat | completions | responses | messages | type | meaning |
+|---|---|---|---|---|---|---|
+"""
+
+
+def api_page() -> str:
+    """Return the page."""
+    return "\n".join([_INTRODUCTION, *_routes(), _FIELDS + "\n".join(_rows()), ""])
+
+
+def _routes() -> Iterator[str]:
+    routes = [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
+    for tag in dict.fromkeys(str(tag) for route in routes if route.include_in_schema for tag in route.tags):
+        yield f"## {tag.capitalize()}\n"
+        for route in routes:
+            if tag in route.tags:
+                yield f"### `{' '.join(sorted(route.methods or ()))} {route.path.replace(':path', '')}`\n"
+                yield inspect.cleandoc(route.endpoint.__doc__ or "") + "\n"
+
+
+def _rows() -> Iterator[str]:
+    names = dict.fromkeys(
+        name for body in BODIES.values() for name in (*body.model_fields, *sorted(body.without_effect), *body.refused)
+    )
+    for name in sorted(names):
+        fields = [body.model_fields[name] for body in BODIES.values() if name in body.model_fields]
+        kind = next((_kind(body, name) for body in BODIES.values() if name in body.model_fields), "")
+        instead = next((body.instead[name] for body in BODIES.values() if name in body.instead), "")
+        meaning = next((field.description for field in fields if field.description), "")
+        meaning = meaning or (f"use `{instead}`" if instead else "")
+        states = " | ".join(_state(body, name) for body in BODIES.values())
+        yield f"| `{name}` | {states} | {kind} | {meaning} |"
+
+
+def _state(body: type[JsonBody], name: str) -> str:
+    if name in body.refused:
+        return "refused"
+    if name in body.without_effect:
+        return "no effect"
+    return "yes" if name in body.model_fields else "-"
+
+
+def _kind(body: type[BaseModel], name: str) -> str:
+    schema: dict[str, Any] = body.model_json_schema()
+    shown = schema["properties"][name]
+    options = [option for option in shown.get("anyOf", [shown]) if option.get("type") != "null"]
+    return " or ".join(dict.fromkeys(_type(option) for option in options))
+
+
+def _type(schema: dict[str, Any]) -> str:
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    kind = str(schema.get("type", "object"))
+    low = schema.get("minimum", schema.get("exclusiveMinimum"))
+    high = schema.get("maximum", schema.get("exclusiveMaximum"))
+    if low is None or high is None or low < -LARGE:
+        return kind
+    return f"{kind}, {low} to {high}" if high < LARGE else f"{kind}, at least {low}"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(api_page())
