@@ -1,4 +1,4 @@
-# warmpath's image, for KubeRay (cluster/rayservice.yaml) and for `ray start` anywhere. On GPUs torch's wheel brings CUDA.
+# warmpath's image, for KubeRay (cluster/chart) and for `ray start` anywhere. On GPUs torch's wheel brings CUDA.
 #   docker build -t warmpath:0.2.0 .
 #   docker build -t warmpath:0.2.0-vllm --build-arg EXTRAS='[vllm]' --build-arg CONSTRAINTS=/dev/null .   # `engine: vllm`, on GPUs
 #   docker run --rm -p 8000:8000 --shm-size 2g warmpath:0.2.0 warmpath serve --host 0.0.0.0

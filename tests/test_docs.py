@@ -22,7 +22,7 @@ _LINK = re.compile(r"\[[^\]\n]+\]\(([^)#\s]+)[^)]*\)")
 _PATH = re.compile(r"^(?:router|serve_app|cluster|benchmarks|tests|docs)/[\w./-]*$")
 _MODULE = re.compile(r"^(?:router|serve_app|cluster)(?:\.\w+)+$")
 _PAGE = re.compile(r"docs/[\w/-]+\.md")
-_CITED = re.compile(r"docs: ([\w-]+(?:, [\w-]+)*)")
+_CITED = re.compile(r"(?:[.(] ?|^ *|\"\"\")docs: ([a-z-]+(?:, [a-z-]+)*)", re.MULTILINE)
 _BENCHMARK = re.compile(r"python -m benchmarks (\w+)")
 
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from serve_app.ingress.observe.families import FAMILIES
-from tests.harness.boards import ALERTS, DASHBOARD, FOLDER, PANELS, SERIES, WINDOW
+from tests.harness.boards import ALERTS, BOARDS, DASHBOARD, FOLDER, PANELS, SERIES, WINDOW
 
 PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: prometheus)")
@@ -104,7 +104,7 @@ def test_alerts_fire_when_they_are_to(tmp_path: Path) -> None:
     promtool("check", "config", FOLDER / "prometheus.yaml")
     tests = [promtool_test(alert, fires=fires) for alert in ALERTS for fires in (True, False)]
     file = tmp_path / "alerts_test.yaml"
-    rules = {"rule_files": [str(FOLDER / "alerts.yaml")], "evaluation_interval": "1m", "tests": tests}
+    rules = {"rule_files": [str(BOARDS / "alerts.yaml")], "evaluation_interval": "1m", "tests": tests}
     file.write_text(yaml.safe_dump(rules, sort_keys=False))
     promtool("test", "rules", file)
 

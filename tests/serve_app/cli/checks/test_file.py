@@ -2,7 +2,6 @@
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -134,30 +133,6 @@ def test_paths_of_a_settings_file_start_where_it_lies(tmp_path: Path) -> None:
     (tmp_path / "prompts").mkdir()
     assert run(file, "prompts_dir: prompts\n")[0] == 0
     assert "secret_file: there is no secret file" in run(file, "secret_file: secret\n")[1]
-
-
-SIZES = ("replica_num_cpus", "num_threads")
-"""A pod's, which `serve deploy` on any machine has no need of."""
-
-
-def application(config: dict[str, Any]) -> Any:
-    [only] = config["applications"]
-    only["args"] = {name: value for name, value in only["args"].items() if name not in SIZES}
-    return only
-
-
-def test_a_ray_service_deploys_what_the_serve_config_of_its_kind_does() -> None:
-    """On Kubernetes only addresses and a pod's sizes differ; the secret comes from a Secret, and no key is written."""
-    for kind in ("", "_gpu", "_vllm"):
-        serve_config = yaml.safe_load((ROOT / f"cluster/serve_config{kind}.yaml").read_text())
-        service = yaml.safe_load((ROOT / f"cluster/rayservice{kind}.yaml").read_text())
-        inner = yaml.safe_load(service["spec"]["serveConfigV2"])
-        assert application(inner) == application(serve_config)
-        cluster = service["spec"]["rayClusterConfig"]
-        for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
-            env = {entry["name"]: entry for entry in group["template"]["spec"]["containers"][0]["env"]}
-            assert "secretKeyRef" in env["WARMPATH_SECRET"]["valueFrom"]
-            assert not any("value" in entry for name, entry in env.items() if "SECRET" in name or "KEY" in name)
 
 
 @pytest.mark.parametrize(

