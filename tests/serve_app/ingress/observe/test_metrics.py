@@ -1,4 +1,4 @@
-"""docs: metrics, the catalog and the code agree: every family is described and bounded. And the state of caches."""
+"""The page of metrics, the catalog and the code agree: every family is described and bounded. And the state of caches."""
 
 import ast
 import re
