@@ -1,4 +1,4 @@
-"""The scripts in examples/ as their first lines say, against one server; the others run in tests/ray_llm and tests/vllm."""
+"""The scripts in examples/, each as its first lines say; those not here run in tests/ray_llm and tests/vllm."""
 
 import os
 import re

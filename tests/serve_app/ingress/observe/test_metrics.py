@@ -1,4 +1,4 @@
-"""The page of metrics, the catalog and the code agree: every family is described and bounded. And the state of caches."""
+"""The page of metrics, the catalog and the code agree: each family is described and bounded. And the caches' state."""
 
 import ast
 import re

@@ -1,1 +1,0 @@
-"""One tenant attacks a real instance, and what the others notice of it is measured."""

@@ -1,0 +1,70 @@
+"""`warmpath bench` against a real server: its three questions, and what it says where it cannot ask them."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from serve_app.cli.main import app
+from tests.integration.demo.conftest import KEYS, Served
+
+pytestmark = pytest.mark.integration
+
+FEW = ["--requests", "3", "--words", "60", "--max-tokens", "4"]
+
+
+def bench(served: Served, *arguments: str, tenant: str = "acme") -> Result:
+    url = ["--url", served.url, "--api-key", KEYS[tenant][0]]
+    return CliRunner().invoke(app, ["bench", *arguments, *url], env={"COLUMNS": "200"})
+
+
+def rows(told: Result) -> dict[str, str]:
+    """The table's rows: by their names, the part of the prompts from the cache."""
+    assert told.exit_code == 0, told.output + told.stderr
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in told.stderr.splitlines() if "│" in line]
+    return {row[0]: row[-1] for row in cells}
+
+
+def test_speed_is_told_of_new_prompts_and_of_the_same_again(served: Served) -> None:
+    found = rows(bench(served, "speed", *FEW))
+    assert found["new prompts"] == "0%"
+    assert int(found["the same again"].rstrip("%")) > 60
+
+
+def test_the_cache_is_measured_with_ones_own_prompts(served: Served, tmp_path: Path) -> None:
+    """Each by itself first, though the server has seen them; bodies and lines of a batch file."""
+    file = tmp_path / "requests.jsonl"
+    system = {"role": "system", "content": "The rules of the bench, once more. " * 30}
+    bodies = [{"messages": [system, {"role": "user", "content": text}], "max_tokens": 2} for text in "abc"]
+    lines = [*map(json.dumps, bodies), json.dumps({"custom_id": "x", "body": bodies[0]})]
+    file.write_text("\n".join(lines))
+    for _ in range(2):
+        found = rows(bench(served, "cache", str(file)))
+        assert found["without the cache"] == "0%"
+        assert int(found["with the cache"].rstrip("%")) > 50
+
+
+def test_a_neighbours_flood_leaves_the_cache(served: Served) -> None:
+    flags = [*FEW, "--flood-api-key", KEYS["globex"][0], "--flood-at-once", "4"]
+    found = rows(bench(served, "neighbour", *flags))
+    assert int(found["beside a flood"].rstrip("%")) > 60
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["cache", "/no/file"], "No such file"),
+        (["neighbour", "--flood-api-key", KEYS["acme"][0]], "a neighbour is another tenant"),
+        (["speed", "--model", "none", *FEW], "a request failed: HTTP 404"),
+    ],
+)
+def test_what_cannot_be_asked_is_a_sentence(served: Served, arguments: list[str], words: str) -> None:
+    told = bench(served, *arguments)
+    assert told.exit_code == 2
+    assert words in " ".join(told.stderr.split())
+
+
+def test_a_server_that_is_not_there_is_a_sentence() -> None:
+    told = CliRunner().invoke(app, ["bench", "speed", "--url", "http://127.0.0.1:9"])
+    assert told.exit_code == 2 and "name a running server with --url" in " ".join(told.stderr.split())
