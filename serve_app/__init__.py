@@ -2,10 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from ray.serve import Application
+from typing import Any
 
 SPIN_COUNT = "30000"
 """Turns of libgomp's waiting loop, about 2 ms. Its own 300,000 are 16 ms, and where the thread that is waited for has
@@ -15,8 +12,8 @@ With the machine to itself the engine is as fast with either; at 10,000 its thre
 os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 
-def build_app(args: Mapping[str, Any]) -> "Application":
-    """Return the application: `serve run serve_app:build_app model=demo replicas=2`. Raises ``BadSettings``."""
+def build_app(args: Mapping[str, Any]) -> Any:
+    """Return the Serve application: `serve run serve_app:build_app model=demo replicas=2`. Raises ``BadSettings``."""
     from serve_app.app import build_app as build  # only here: it imports Ray, which most modules do without
 
     return build(args)
