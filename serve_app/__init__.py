@@ -17,3 +17,10 @@ def build_app(args: Mapping[str, Any]) -> Any:
     from serve_app.app import build_app as build  # only here: it imports Ray, which most modules do without
 
     return build(args)
+
+
+def __getattr__(name: str) -> Any:
+    """Make ``serve_app:app``, the application with every setting's default: `serve build` takes no function."""
+    if name != "app":
+        raise AttributeError(name)
+    return build_app({})

@@ -11,7 +11,7 @@ from serve_app.cli.checks.settings import Place, before_model, with_model
 from serve_app.config.files import rooted
 from serve_app.config.live import BadSettings, Location, app_config, overlaid
 
-IMPORT_PATHS = "serve_app:build_app", "serve_app.app:build_app"
+IMPORT_PATHS = "serve_app:build_app", "serve_app:app", "serve_app.app:build_app"
 
 
 class Mistake(NamedTuple):
