@@ -40,7 +40,9 @@ def unknown_setting(name: str, known: Collection[str]) -> str:
         return "keys are not written here, only their SHA-256, as `key_sha256`; make both with `warmpath keys`"
     if name.startswith("data_parallel"):
         return "each data parallel rank has a cache of its own, which no router would know; use replicas"
-    near = get_close_matches(name.replace("-", "_").lower(), known, n=1)
+    wanted = name.replace("-", "_").lower()
+    short = [full for full in known if "_" in full and "".join(word[0] for word in full.split("_")) == wanted]
+    near = short or get_close_matches(wanted, known, n=1)
     return f"there is no such setting; did you mean {near[0]}?" if near else "there is no such setting; leave it out"
 
 

@@ -1,4 +1,4 @@
-"""The application as Ray's own commands take it: `serve run serve_app:build_app NAME=VALUE`, `serve build serve_app:app`."""
+"""The application for Ray's own commands: `serve run serve_app:build_app NAME=VALUE`, `serve build serve_app:app`."""
 
 import subprocess
 import sys

@@ -45,6 +45,7 @@ secret_file: secret
         ("replicas=0", "replicas: must be at least 1"),
         ("tenants=[{name: a}]", "tenants.0.key_sha256: is missing"),
         ("polcy=lmetric", "polcy: there is no such setting; did you mean policy?"),
+        ("tenants=[{name: a, rps: 5}]", "tenants.0.rps: there is no such setting; did you mean requests_per_second?"),
         ("kv-pull=false", "kv-pull: there is no such setting; did you mean kv_pull?"),
         ("policy=lmetrik", "least_loaded; did you mean lmetric?"),
         ("kv_pull=treu", "; did you mean true?"),
