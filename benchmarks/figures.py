@@ -1,7 +1,7 @@
-"""What README's table quotes: runs its benchmarks, writes figures.json, and the table from it.
+"""Run the benchmarks of README's table, and write figures.json and the table.
 
-`--only NAME,NAME` measures some rows again; rows that need vLLM are skipped where `.venv-vllm` is missing, and keep the
-figures that they have.
+`--only NAME,NAME` measures some rows again. Rows that need vLLM are skipped without `.venv-vllm`, and keep their old
+figures.
 """
 
 import json
@@ -26,7 +26,7 @@ Results = dict[str, Any]
 
 
 class Row(NamedTuple):
-    """One row. ``cell``: its figure, by the benchmark's results; ``flags``: of that benchmark."""
+    """One row. ``cell``: makes its figure from the benchmark's results; ``flags``: the benchmark with its flags."""
 
     question: str
     cell: Callable[[Results], str]
@@ -131,7 +131,7 @@ ROWS: dict[str, Row] = {
 
 
 def table(figures: dict[str, dict[str, str]]) -> str:
-    """Return README's table of the rows that were measured, and where and when that was."""
+    """Return README's table of the measured rows, with the origin of the figures."""
     lines = ["| measurement | result | for you | name |", "|---|---|---|---|"]
     measured = {name: row for name, row in ROWS.items() if name in figures}
     for name, row in measured.items():
@@ -144,14 +144,14 @@ def table(figures: dict[str, dict[str, str]]) -> str:
 
 
 def in_readme(readme: str, figures: dict[str, dict[str, str]]) -> str:
-    """Return README with the table in its place."""
+    """Return README with its table replaced."""
     return re.sub(
         f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: BEGIN + table(figures) + END, readme, flags=re.DOTALL
     )
 
 
 def measured(row: Row) -> dict[str, str]:
-    """Run a row's benchmark; return its figure, and where and when that was. Raises BenchmarkError."""
+    """Run a row's benchmark; return its figure with date, commit and machine. Raises BenchmarkError."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"
         command = [row.python, "-m", "benchmarks", *row.flags.split(), "--json", str(path)]
@@ -171,7 +171,7 @@ def measured(row: Row) -> dict[str, str]:
 
 
 def main() -> None:
-    """Measure the rows; write the JSON after each, and README at the end."""
+    """Measure the rows; write the JSON after each row, and README at the end."""
     parser = parser_of(__doc__)
     parser.add_argument("--only", type=names_of(ROWS), default=list(ROWS), help="rows, separated by commas")
     options = parser.parse_args()

@@ -1,1 +1,1 @@
-"""Running warmpath on Ray clusters."""
+"""warmpath on Ray clusters."""

@@ -1,7 +1,7 @@
-"""A cluster of several nodes on this machine, on loopback, for trials of failures and tests (docs: failures).
+"""A cluster of several nodes on this machine, on loopback, for tests and experiments with failures (docs: failures).
 
-Ray runs in a process of its own, because Serve reads its switches on import and Ray keeps one cluster a process. That
-process answers commands from a pipe and ends with the pipe.
+Ray runs in a separate process, because Serve reads its environment variables on import and Ray allows one cluster per
+process. That process answers commands from a pipe and ends with the pipe.
 """
 
 import os
@@ -31,13 +31,13 @@ _SERVE_ACTORS = {"ServeController": "controller", "HAProxyManager": "proxy", "Pr
 
 
 class ClusterError(RuntimeError):
-    """The cluster failed a command; the message has Serve's own words."""
+    """The cluster failed a command; the message is Serve's own."""
 
 
 class LocalCluster:
-    """Nodes with Serve until ``__exit__``; node 0 is the head, with HAProxy. ``url``: of HTTP, ``address``: of Ray.
+    """Nodes with Serve until ``__exit__``; node 0 is the head, with HAProxy. ``url``: HTTP's, ``address``: Ray's.
 
-    Raises ClusterError when it does not come up.
+    Raises ClusterError if it does not start.
     """
 
     def __init__(self, nodes: int = 3, *, env: Mapping[str, str] | None = None) -> None:
@@ -65,9 +65,9 @@ class LocalCluster:
         self.stop()
 
     def deploy(self, application: Mapping[str, Any], wait_s: float = START_TIMEOUT_S) -> None:
-        """Deploy one application of a Serve config file, and wait until it answers ``/health``; not with ``wait_s`` 0.
+        """Deploy one application of a Serve config file, and, unless ``wait_s`` is 0, wait for its ``/health``.
 
-        Raises ClusterError when it is refused, fails or takes longer.
+        Raises ClusterError if it is refused, fails or takes longer.
         """
         self._ask("deploy", dict(application))
         deadline_s = time.monotonic() + wait_s
@@ -82,7 +82,7 @@ class LocalCluster:
             time.sleep(0.2)
 
     def status(self) -> dict[str, Any]:
-        """Return Serve's ``status`` and ``message`` of the application, and its ``deployments`` by name."""
+        """Return the application's ``status`` and ``message`` from Serve, and its ``deployments`` by name."""
         status: dict[str, Any] = self._ask("status")
         return status
 
@@ -95,13 +95,13 @@ class LocalCluster:
         return [process for process in self._ask("processes") if kind in (None, process["kind"])]
 
     def kill(self, kind: str) -> int:
-        """Kill the newest process of a kind with SIGKILL; returns its process id."""
+        """Kill the newest process of a kind with SIGKILL; return its process id."""
         pid = int(self.processes(kind)[-1]["pid"])
         os.kill(pid, signal.SIGKILL)
         return pid
 
     def kill_node(self, number: int) -> None:
-        """Kill all processes of a node with SIGKILL; not of node 0, the head."""
+        """Kill all processes of a node with SIGKILL; the node must not be 0, the head."""
         self._ask("kill_node", number)
 
     def stop(self) -> None:
@@ -109,7 +109,7 @@ class LocalCluster:
         self._ending.close()
 
     def _ask(self, command: str, *arguments: Any) -> Any:
-        with suppress(OSError):  # it has ended: the answer tells
+        with suppress(OSError):  # the process has ended, which ``_answer`` reports
             self._pipe.send((command, arguments))
         return self._answer()
 
@@ -129,16 +129,16 @@ class LocalCluster:
         self._pipe.close()
         self._process.join(STOP_TIMEOUT_S)
         if self._process.is_alive() and self._process.pid is not None:
-            os.killpg(self._process.pid, signal.SIGKILL)  # Ray's reaper ends what the process had started
+            os.killpg(self._process.pid, signal.SIGKILL)  # Ray's reaper ends its children
             self._process.join()
 
 
 def application(
     settings: Mapping[str, Any], deployments: Mapping[str, Mapping[str, Any]] | None = None
 ) -> dict[str, Any]:
-    """Return an application for ``deploy``, with Serve's options of deployments by name.
+    """Return an application for ``deploy``, with Serve's options for deployments by name.
 
-    Ingresses are kept on the head: nodes of one machine share its ports, and HAProxy could not tell them apart.
+    Ingresses stay on the head: nodes of one machine share its ports, and HAProxy could not distinguish them.
     """
     options = dict(deployments or {})
     on_the_head = {"num_cpus": settings.get("replica_num_cpus", 0.1), "resources": {"node0": 1}}
@@ -147,7 +147,7 @@ def application(
 
 
 class _Raylets:
-    """The commands of ``LocalCluster`` in the process of Ray."""
+    """The commands of ``LocalCluster``, in Ray's process."""
 
     def __init__(self, nodes: int, port: int, run_dir: str) -> None:
         import ray
@@ -158,11 +158,11 @@ class _Raylets:
         self._run_dir = run_dir
         self._port = port
         self._cluster = Cluster()
-        # Node N has 1,000 of the resource "nodeN", by which a deployment is kept on it, or off others.
+        # Node N has 1,000 units of the resource "nodeN", which can tie a deployment to it.
         self._nodes = {
             number: self._cluster.add_node(
-                num_cpus=16,  # logical ones: what limits a node here is the machine, not Ray's accounts
-                object_store_memory=128 << 20,  # more than the KV that is on its way between two replicas
+                num_cpus=16,  # logical CPUs: only the machine limits a node here
+                object_store_memory=128 << 20,  # more than the KV in transit between two replicas
                 resources={f"node{number}": 1000},
                 dashboard_agent_listen_port=None,
                 include_dashboard=False,
@@ -175,11 +175,11 @@ class _Raylets:
         serve.start(http_options={"host": HOST, "port": port}, proxy_location="HeadOnly")
 
     def kill_node(self, number: int) -> None:
-        """Kill a node's processes with SIGKILL, all at once, as when its machine fails."""
+        """Kill all a node's processes with SIGKILL at once, like a failure of its machine."""
         self._cluster.remove_node(self._nodes.pop(number), allow_graceful=False)
 
     def deploy(self, application: dict[str, Any]) -> None:
-        """Do as ``serve deploy`` with a config file of this application, and return before it has started."""
+        """Deploy this application like ``serve deploy`` with a config file; return before its start."""
         ours = {"name": APP_NAME, "route_prefix": "/", "import_path": "serve_app:build_app", **application}
         http = {"host": HOST, "port": self._port}
         deploy_config({"proxy_location": "HeadOnly", "http_options": http, "applications": [ours]})
@@ -203,11 +203,11 @@ class _Raylets:
             kind, name = _SERVE_ACTORS.get(actor["ActorClassName"]), actor["Name"]
             if name.startswith("SERVE_REPLICA::"):
                 _, kind, name = name.removeprefix("SERVE_REPLICA::").split("#")
-            place = numbers.get(actor["Address"]["NodeID"])  # None: it died with its node, and Ray has yet to notice
+            place = numbers.get(actor["Address"]["NodeID"])  # None: it died with its node, but Ray has not noticed yet
             if kind is not None and place is not None:
                 running.append((kind, name, actor["Pid"], place))
-        for process in psutil.process_iter(["name", "cmdline"]):  # by their ids, which rise
-            arguments = process.info["cmdline"] or ()  # none: it has ended
+        for process in psutil.process_iter(["name", "cmdline"]):  # in the order of their ids
+            arguments = process.info["cmdline"] or ()  # None: it has ended
             if process.info["name"] == "haproxy" and any(a.startswith(f"{self._run_dir}/") for a in arguments):
                 running.append(("haproxy", "haproxy", process.pid, 0))
         return [dict(zip(("kind", "name", "pid", "node"), process, strict=True)) for process in running]
@@ -223,19 +223,19 @@ class _Raylets:
 
 
 def _run(pipe: Connection, log: str, env: dict[str, str], nodes: int, port: int) -> None:
-    """Run a cluster until the pipe ends, with all prints in ``log``.
+    """Run a cluster until the pipe ends, with all output in ``log``.
 
-    Sends the address of Ray's head, then each command's result; with either an error's message or "".
+    Sends the address of Ray's head, then each command's result, each with an error message or "".
     """
-    os.setsid()  # a Ctrl-C at the terminal is for the parent, which ends the pipe
+    os.setsid()  # a terminal's Ctrl-C reaches only the parent, which ends the pipe
     with Path(log).open("ab") as file:
         for output in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), output.fileno())
-    # Ray then takes loopback for every node's address, and for its own when it connects.
+    # With this, Ray uses loopback as every node's address, and as its own when it connects.
     os.environ.update({**env, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"})
     adopt_orphans()  # a reload while Serve ends can leave an HAProxy behind
     with (
-        suppress(EOFError, OSError),  # nobody asks any more
+        suppress(EOFError, OSError),  # the parent has closed the pipe
         tempfile.TemporaryDirectory(prefix="warmpath-") as run_dir,
         local_environment(Path(run_dir)),
     ):
@@ -245,14 +245,14 @@ def _run(pipe: Connection, log: str, env: dict[str, str], nodes: int, port: int)
             pipe.send((None, f"{type(error).__name__}: {error}"))
             raise
         try:
-            # Ray takes SIGTERM for itself; what ends this process is the end of the pipe.
+            # Ray has its own handler of SIGTERM; this process ends with the pipe instead.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             pipe.send((raylets.address, ""))
             while True:
                 command, arguments = pipe.recv()
                 try:
                     answer = getattr(raylets, command)(*arguments), ""
-                except Exception as error:  # whoever asked has it, with the rest of the cluster unharmed
+                except Exception as error:  # only the caller gets it; the cluster continues
                     answer = None, f"{type(error).__name__}: {error}"
                 pipe.send(answer)
         finally:

@@ -1,6 +1,6 @@
-"""An agent with two tools. Each turn sends the whole conversation again, and finds it in the cache.
+"""An agent with two tools. Each turn sends the whole conversation again, and its prefix is in the cache.
 
-warmpath serve Qwen/Qwen3-0.6B        # a model whose chat template knows tools
+warmpath serve Qwen/Qwen3-0.6B        # the model needs a chat template with tools
 python examples/agent.py "What is 17 times 23, and what is the day today?"
 """
 
@@ -22,7 +22,7 @@ TOOLS = {
 
 
 def run(name: str, arguments: str) -> str:
-    """Run a tool; return what it says, also of arguments that are wrong."""
+    """Run a tool; return its result, or an error for wrong arguments."""
     try:
         return str(prod(json.loads(arguments)["numbers"])) if name == "multiply" else date.today().isoformat()
     except (ValueError, KeyError, TypeError) as error:
@@ -30,7 +30,7 @@ def run(name: str, arguments: str) -> str:
 
 
 def described(name: str) -> dict:
-    """Return a tool as the API takes it."""
+    """Return a tool's description for the API."""
     text, fields = TOOLS[name]
     parameters = {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
     return {"type": "function", "function": {"name": name, "description": text, "parameters": parameters}}
@@ -38,7 +38,7 @@ def described(name: str) -> dict:
 
 if __name__ == "__main__":
     client = OpenAI(base_url=f"{URL}/v1", api_key=os.environ.get("WARMPATH_API_KEY", "none"))
-    session = {"x-session-id": uuid4().hex}  # optional: the server finds the session by the prompts, too
+    session = {"x-session-id": uuid4().hex}  # optional: the server also recognizes the session by its prompts
     messages = [{"role": "user", "content": " ".join(sys.argv[1:]) or "What is 17 times 23?"}]
     options = {"model": client.models.list().data[0].id, "tools": list(map(described, TOOLS)), "temperature": 0}
     for turn in range(TURNS):

@@ -1,4 +1,4 @@
-"""Two tenants of one server ask the same question: each finds its own cache, and never the other's.
+"""Two tenants of one server ask the same question: each uses its own cache, and never the other's.
 
 warmpath serve --config examples/tenants.yaml
 python examples/chat_with_tenants.py
@@ -10,13 +10,13 @@ from openai import OpenAI
 
 URL = os.environ.get("WARMPATH_URL", "http://127.0.0.1:8000")
 KEYS = {"acme": "acme-key", "zeta": "zeta-key"}
-"""Of examples/tenants.yaml; make your own with `warmpath keys new NAME`."""
+"""The keys of examples/tenants.yaml; make your own with `warmpath keys new NAME`."""
 
 HANDBOOK = "Handbook of the house. " + "Every guest is greeted, every bag is carried, every key is logged. " * 20
 
 
 def ask(tenant: str, question: str) -> tuple[str, int, int]:
-    """Return an answer, its cached tokens and those of the whole prompt."""
+    """Return an answer, its cached tokens and its prompt tokens."""
     client = OpenAI(base_url=f"{URL}/v1", api_key=KEYS[tenant])
     answer = client.chat.completions.create(
         model=client.models.list().data[0].id,

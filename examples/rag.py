@@ -1,4 +1,4 @@
-"""Answers a question from documents, behind a public prompt: its KV is shared by all tenants, the documents' is not.
+"""Answers a question from documents, after a public prompt: all tenants share its KV, but not the documents' KV.
 
 warmpath serve --config examples/tenants.yaml
 python examples/rag.py "What happens when a replica dies?"
@@ -17,12 +17,12 @@ DOCUMENTS = Path(__file__).parents[1] / "docs" / "explanation"
 
 
 def words(text: str) -> Counter[str]:
-    """Return how often a text has each word."""
+    """Return the frequency of each word in a text."""
     return Counter(re.findall(r"[a-z]{4,}", text.lower()))
 
 
 def best(question: str, count: int = 2) -> list[str]:
-    """Return the passages that have most of the question's words, always in the same order: then prompts share more."""
+    """Return the passages with most of the question's words, in a fixed order, so that prompts share more."""
     passages = [part for page in sorted(DOCUMENTS.glob("*.md")) for part in page.read_text().split("\n## ")[1:]]
     wanted = words(question)
     ranked = sorted(passages, key=lambda passage: -sum((words(passage) & wanted).values()))

@@ -1,4 +1,4 @@
-"""Sends completions to the one of two `vllm serve` that holds the prompt's KV. docs: ray-serve-llm."""
+"""Sends completions to that one of two `vllm serve` which holds the prompt's KV. docs: ray-serve-llm."""
 
 import os
 import uuid
@@ -16,7 +16,7 @@ from router.vllm_events.subscriber import EventSubscriber
 
 BLOCK = 32  # vLLM's --block-size
 SERVERS = {f"http://127.0.0.1:800{n}": [f"tcp://127.0.0.1:{port}{n}" for port in (555, 565)] for n in (1, 2)}
-SECRET = os.environ["WARMPATH_SECRET"].encode()  # without it nobody can tell the hashes of another's prompts
+SECRET = os.environ["WARMPATH_SECRET"].encode()  # keeps other parties from computing the hashes of prompts
 
 core = RoutingCore(router_id=uuid.uuid4().hex, settings=RouterSettings(block_size=BLOCK))
 core.update_replicas(SERVERS)
@@ -25,7 +25,7 @@ for url, (events, replay) in SERVERS.items():
 
 
 def complete(model: str, tenant: str, prompt: str) -> tuple[str, dict]:
-    """Return the server that answered and its answer."""
+    """Return the server and its answer."""
     root = PrefixScope(model, salt=tenant.encode()).root(SECRET)
     any_server = next(iter(SERVERS))
     ids = httpx.post(f"{any_server}/tokenize", json={"model": model, "prompt": prompt}).json()["tokens"]
@@ -35,4 +35,4 @@ def complete(model: str, tenant: str, prompt: str) -> tuple[str, dict]:
     try:
         return decision.replica_id, httpx.post(f"{decision.replica_id}/v1/completions", json=body, timeout=60).json()
     finally:
-        core.release(decision)  # until then its tokens count as queued there
+        core.release(decision)  # until then its tokens count as queued at the server

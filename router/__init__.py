@@ -1,4 +1,4 @@
-"""Cache-aware routing: tokens, hashes, replicas and how busy they are. Knows no torch, no HTTP, no text, no secrets."""
+"""Cache-aware routing over tokens, hashes, replicas and their loads. Uses no torch, HTTP, text or secrets."""
 
 __version__ = "0.2.0"
-"""Of all that this repository makes."""
+"""The version of every package in this repository."""

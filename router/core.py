@@ -1,4 +1,4 @@
-"""A router without Ray: its knowledge of the replicas, and a policy, behind one lock. Any thread may call any method.
+"""A router without Ray: the replicas' known state and a policy behind one lock. Any thread may call any method.
 
 The step "match, rank, reserve" is synchronous, so that no two decisions see the same idle replica.
 """
@@ -27,7 +27,7 @@ from router.settings import RouterSettings
 
 
 class RoutingCore:
-    """Decides where requests go. ``directory``, ``loads``, ``drift``: only for a thread that has this core alone."""
+    """Routes requests. ``directory``, ``loads`` and ``drift`` are unlocked: use them only without other threads."""
 
     def __init__(
         self,
@@ -55,18 +55,18 @@ class RoutingCore:
 
     @property
     def directory(self) -> Directory:
-        """Which replica holds which block."""
+        """The map from blocks to the replicas that hold them."""
         return self._known.directory
 
     @property
     def replica_ids(self) -> tuple[str, ...]:
-        """The replicas that requests may go to; those that are away are not among them."""
+        """The replicas that can receive requests. Away replicas are excluded."""
         away = self._known.away
         return tuple(replica_id for replica_id in self.loads.replica_ids if replica_id not in away)
 
     @property
     def knows_every_cache(self) -> bool:
-        """Whether there are replicas and the feed of each has delivered its snapshot (see ``follow``)."""
+        """Whether replicas exist and the feed of each has delivered its snapshot (see ``follow``)."""
         replica_ids, is_live = self.replica_ids, self._known.is_live
         return is_live is not None and bool(replica_ids) and all(map(is_live, replica_ids))
 
@@ -76,12 +76,12 @@ class RoutingCore:
         blocked: Callable[[], Collection[str]] = tuple,
         resync: Callable[[str], None] | None = None,
     ) -> None:
-        """Say who knows whether a feed is complete, who is full beyond the reports, and who asks for snapshots."""
+        """Set the callbacks: feed completeness, full replicas that no report shows, and snapshot requests."""
         self._known.is_live, self._known.resync = is_live, resync
         self._blocked = blocked
 
     def configure(self, settings: RouterSettings) -> None:
-        """Use other settings from the next decision on; another block size or bound empties the directory."""
+        """Use new settings from the next decision on. A new block size or block limit empties the directory."""
         with self._lock:
             before, self.settings = self.settings, settings
             self._counted = self.counters.by_policy[settings.policy]
@@ -96,7 +96,7 @@ class RoutingCore:
         away: Collection[str] = (),
         labels: Mapping[str, Mapping[str, str]] | None = None,
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Make the set equal to these, keep what is known of who is ``away``; return who was added and removed."""
+        """Set the replicas, keep the state of those ``away``, and return the added and the removed replicas."""
         with self._lock:
             added, removed = self._known.update(replica_ids, away)
             self._known.labels = labels or {}
@@ -111,12 +111,12 @@ class RoutingCore:
             self.counters.decisions_by_replica.pop(replica_id, None)
 
     def apply(self, replica_id: str, events: Iterable[Event]) -> None:
-        """Take one feed message's events; events of unknown replicas are ignored."""
+        """Apply one feed message's events. Events of unknown replicas are ignored."""
         with self._lock:
             self._known.apply(replica_id, events, self._clock())
 
     def decide(self, request: RoutedRequest, blocked: Collection[str] = ()) -> Decision | None:
-        """Choose a replica and reserve its work; None while all are full. ``blocked``: who is full as Serve says."""
+        """Choose a replica and reserve its work, or return None while all are full or ``blocked`` (full in Serve)."""
         started_s = self._clock()
         with self._lock:
             decision = self._decide(request, blocked, started_s)
@@ -124,12 +124,12 @@ class RoutingCore:
         return decision
 
     def holders(self, request: RoutedRequest) -> dict[str, int]:
-        """Return how many leading prompt tokens each replica can reuse, of those that can reuse any."""
+        """Return the number of reusable leading prompt tokens by replica, without replicas that can reuse none."""
         with self._lock:
             return dict(self.directory.match(self._reusable_chain(request)))
 
     def decide_unkeyed(self, blocked: Collection[str] = ()) -> str | None:
-        """Return the least loaded replica for a call without a prompt, None while every replica is full."""
+        """Return the least loaded replica for a call without a prompt, or None while every replica is full."""
         with self._lock:
             request, closed = RoutedRequest("", b"", 0, b""), self._closed(blocked)
             view = RoutingView(request, {}, self.loads, self._turn, self._rng, self.settings.scoring, closed)
@@ -137,24 +137,24 @@ class RoutingCore:
         return ranked[0].replica_id if ranked else None
 
     def release(self, decision: Decision) -> None:
-        """End a decision's reservation, at the first token or on error; again is harmless."""
+        """End a decision's reservation, at the first token or on error. A repeated call has no effect."""
         with self._lock:
             self._known.release(decision.reservation)
 
     def reported(self, decision: Decision) -> None:
-        """Hear that its replica's reports now count a decision's work: it is in flight, and reserved no longer."""
+        """Stop reserving a decision's work, because the replica's reports now count it as in flight."""
         with self._lock:
             self.loads.reported(decision.reservation)
 
     def rerouted(self, decision: Decision, load: LoadReport) -> None:
-        """Take back a decision that a replica did not follow, and learn the load that it told instead."""
+        """Cancel a decision that the replica refused, and record the load that the replica reported instead."""
         with self._lock:
             self._known.release(decision.reservation)
             self._known.told(decision.replica_id, load, self._clock())
             self.counters.rerouted += 1
 
     def explain(self, request: RoutedRequest, policies: Collection[str]) -> dict[str, Any]:
-        """Say what each policy would decide now, and why; JSON-able. Counts nothing: the next ``decide`` does that."""
+        """Return each policy's decision for now and its reasons, as JSON-able data. No counter changes."""
         with self._lock:
             now_s = self._clock()
             self._known.expire(now_s)
@@ -172,7 +172,7 @@ class RoutingCore:
     def record_delivered(
         self, decision: Decision, cached_tokens: int, ttft_s: float, chain: bytes = b"", *, stored: bool = True
     ) -> None:
-        """Count what was really reused and how long the first token took. ``stored``: its blocks stay there."""
+        """Count the tokens really reused and the measured TTFT. ``stored``: the replica keeps the blocks."""
         with self._lock:
             selected, held = decision.selected_cached_tokens, 0
             if cached_tokens < selected:
@@ -185,20 +185,20 @@ class RoutingCore:
                 self._overhead.add(decision.work_s, ttft_s)
 
     def stats(self) -> dict[str, StatsReport]:
-        """Return the latest StatsReport of each replica that sent one, without nonsense."""
+        """Return each replica's latest StatsReport, without invalid samples."""
         with self._lock:
             latest = dict(self._known.stats)
         return {replica_id: sane_stats(report) for replica_id, report in latest.items()}
 
     def demand(self) -> tuple[RecentTimes, int]:
-        """Return what the requests of the last minute were like, and the tokens of the working set."""
+        """Return the last minute's request times, and the working set in tokens."""
         with self._lock:
             now_s = self._clock()
             blocks = self._working_set.blocks(now_s, self.loads.active_routers)
             return self._times.recent(now_s), blocks * self.settings.block_size
 
     def state(self) -> dict[str, Any]:
-        """Return what ``/v1/cache/state`` shows of this router; JSON-able."""
+        """Return this router's part of ``/v1/cache/state``, as JSON-able data."""
         with self._lock:
             return {
                 "router_id": self.router_id,
@@ -225,8 +225,8 @@ class RoutingCore:
         if request.block_hashes and request.store_kv:
             self._known.pending.add(request.placement_key, number, replica_id, request.block_hashes)
         best = view.best_tokens
-        if not request.rerouted:  # a request is counted once, however often it is decided about
-            # For autoscaling only what more replicas would change.
+        if not request.rerouted:  # a rerouted request was counted at its first decision
+            # Autoscaling counts only the work that more replicas would speed up.
             self._times.add(work_s, uncached * self.loads.replicas[replica_id].seconds_per_token, now_s)
             if best:
                 self._working_set.add(request.block_hashes, best // self.settings.block_size, now_s)
@@ -238,7 +238,7 @@ class RoutingCore:
         )  # fmt: skip
 
     def _may_reroute(self, request: RoutedRequest, replica_id: str, reason: Reason) -> bool:
-        """Say whether the replica may have more to do than is known here, and can be believed when it says so."""
+        """Return whether the replica may have more work than this router knows, and its own report is usable."""
         return (
             self.loads.active_routers > 1
             and self._policy.may_reroute
@@ -248,11 +248,11 @@ class RoutingCore:
         )
 
     def _view_of(self, request: RoutedRequest, blocked: Collection[str], now_s: float) -> RoutingView:
-        """Return all that a policy needs to know of this request."""
+        """Return the policy's input for this request."""
         chain, known = self._reusable_chain(request), self._known
         match = known.directory.match(chain)
         pending = known.pending.match(request.placement_key, chain)
-        for name in request.dead:  # its caller knows of the death before the news of it is here
+        for name in request.dead:  # the caller learns of a replica's death before this router does
             match.pop(name, None)
             pending.pop(name, None)
         adapter_s = known.adapters.wait_s(request.adapter, self.loads)
@@ -267,7 +267,7 @@ class RoutingCore:
         return away.union(blocked) if away else blocked
 
     def _reusable_chain(self, request: RoutedRequest) -> bytes:
-        """Return the hashes of the blocks that can be reused: the last prompt token never counts."""
+        """Return the hashes of the reusable blocks. The last prompt token is never reused."""
         usable = max(request.prompt_tokens - 1, 0) // self.settings.block_size * HASH_BYTES
         chain = request.block_hashes
         return chain[:usable] if len(chain) > usable else chain

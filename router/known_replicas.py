@@ -1,4 +1,4 @@
-"""What one router knows of its replicas. Decides nothing. Not thread-safe; time is passed in."""
+"""One router's knowledge of its replicas. It makes no decisions and is not thread-safe. Callers pass in the time."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 
@@ -10,16 +10,16 @@ from router.load.lora_residency import LoraResidency
 from router.protocol.events import BlocksStored, CacheCleared, CacheDigest, Event, LoadReport, StatsReport
 
 SILENT_S = 5.0
-"""A replica reports its load once a second. A feed without messages or a snapshot for so long is silent: what it told
-is old, and of the cache only what the replica's answers show is known."""
+"""A replica reports its load once a second. A feed without messages or a snapshot for this long is silent: its reports
+are outdated, and the cache is known only from the replica's answers."""
 
 
 class KnownReplicas:
-    """The parts may be read; what changes the set of replicas, or ends a reservation, goes through this class.
+    """The replicas' loads, caches and reports. Only this class may change the set of replicas or end a reservation.
 
-    ``away``: replicas that may be back soon and get nothing; ``labels``: of each one's node, for policies; ``stats``:
-    the latest StatsReport of each that sent one; ``is_live``: tells whether a feed is complete; ``resync``: asks for a
-    snapshot.
+    ``away``: replicas that may return soon and get no requests; ``labels``: node labels by replica, for policies;
+    ``stats``: the latest StatsReport by replica; ``is_live``: returns whether a feed is complete; ``resync``: asks for
+    a snapshot.
     """
 
     def __init__(self, router_id: str, block_size: int, max_blocks: int) -> None:
@@ -37,7 +37,7 @@ class KnownReplicas:
         self.forget_blocks(block_size, max_blocks)
 
     def forget_blocks(self, block_size: int, max_blocks: int) -> None:
-        """Begin with an empty directory."""
+        """Start over with an empty directory."""
         self.directory = Directory(block_size, max_blocks)
         self.pending = PendingPrefixes(block_size)
         for replica_id in self.loads.replica_ids:
@@ -46,7 +46,7 @@ class KnownReplicas:
                 self.resync(replica_id)
 
     def update(self, replica_ids: Iterable[str], away: Collection[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Make the set equal to ``replica_ids``, keep those ``away``, and return who was added and who was removed."""
+        """Set the replicas to ``replica_ids``, keep those ``away``, and return the added and the removed replicas."""
         wanted = dict.fromkeys(replica_ids)
         known = set(self.loads.replica_ids)
         self.away = frozenset(replica_id for replica_id in known.intersection(away) if replica_id not in wanted)
@@ -60,7 +60,7 @@ class KnownReplicas:
         return added, removed
 
     def drop(self, replica_id: str) -> None:
-        """Forget a replica; unknown ids are ignored."""
+        """Forget a replica. Unknown ids are ignored."""
         self.away -= {replica_id}
         self._heard_s.pop(replica_id, None)
         self._silent.discard(replica_id)
@@ -72,7 +72,7 @@ class KnownReplicas:
         self.drift.forget(replica_id)
 
     def apply(self, replica_id: str, events: Iterable[Event], now_s: float) -> None:
-        """Take one feed message's events; those of unknown replicas are ignored."""
+        """Apply one feed message's events. Events of unknown replicas are ignored."""
         if replica_id not in self.loads.replicas:
             return
         self._heard_s[replica_id] = now_s
@@ -94,33 +94,33 @@ class KnownReplicas:
             self.directory.apply(replica_id, cache_events)
 
     def _compare(self, replica_id: str, digest: CacheDigest, now_s: float) -> None:
-        """Compare the directory with a digest, unless blocks are known to be missing: a snapshot is under way then."""
+        """Compare the directory with a digest, unless known gaps already cause a snapshot."""
         if self.is_live is None or self.resync is None or not self.is_live(replica_id):
             return
         if self.drift.compare(self.directory, replica_id, digest, now_s):
             self.resync(replica_id)
 
     def is_silent(self, replica_id: str) -> bool:
-        """Whether a replica's feed tells nothing any more: what it tells now in another way would stay for ever."""
+        """Whether a replica's feed is silent. No later report would correct a load learned elsewhere."""
         return replica_id in self._silent
 
     def told(self, replica_id: str, load: LoadReport, now_s: float) -> None:
-        """Take a load that did not come by the feed."""
+        """Record a load that did not arrive by the feed."""
         if not self.is_silent(replica_id):
             self.loads.report(replica_id, load, now_s)
 
     def computed(self, replica_id: str, chain: bytes) -> None:
-        """Note a prompt whose first token came: where the feed does not say so, its blocks are there all the same."""
+        """Record the blocks of a prompt after its first token, for a replica with a silent feed."""
         if self.is_silent(replica_id) and chain:
             self.directory.apply(replica_id, (BlocksStored(chain),))
 
     def release(self, reservation: int) -> None:
-        """End a reservation; again is harmless."""
+        """End a reservation. A repeated call has no effect."""
         self.loads.release(reservation)
         self.pending.discard(reservation)
 
     def expire(self, now_s: float) -> None:
-        """End reservations that are too old, and forget what was told by those whose feeds have fallen silent."""
+        """End old reservations, and forget the reported load and blocks of replicas with newly silent feeds."""
         for number in self.loads.expire(now_s):
             self.pending.discard(number)
         if self.is_live is None or now_s - self._looked_s < 0.5:

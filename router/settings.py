@@ -1,4 +1,4 @@
-"""Settings of one router, as JSON carries them in a deployment's ``request_router_kwargs``: names, defaults, checks."""
+"""Settings of one router, stored as JSON in a deployment's ``request_router_kwargs``: names, defaults, checks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 PolicyName = Literal[
     "estimated_ttft", "lmetric", "bounded_hash", "sglang", "power_of_two", "round_robin", "least_loaded"
 ]
-"""The scoring rules; ``policy/policies.py`` has them."""
+"""The scoring rules, defined in ``policy/policies.py``."""
 
 POLICY_NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
 DEFAULT_POLICY: PolicyName = "estimated_ttft"
@@ -16,11 +16,11 @@ DEFAULT_POLICY: PolicyName = "estimated_ttft"
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
-    """What a deployment or a simulation may set of the default policy.
+    """The settings of the default policy, for deployments and simulations.
 
     ``shortest_first``: replicas run the least uncached work first, so a short request overtakes queued long ones;
-    False scores a first-come-first-served queue. ``min_pull_tokens``: a shorter pull is not worth its set-up.
-    ``max_holders``: replicas that hold one prefix at most; 1: a hot prefix gets no more holders.
+    False: scores assume a first-come, first-served queue. ``min_pull_tokens``: a shorter pull is not worth its setup.
+    ``max_holders``: the maximum of replicas that hold one prefix; 1: a hot prefix gets no more holders.
     """
 
     shortest_first: bool = True
@@ -30,7 +30,7 @@ class PolicySettings:
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
-    """Settings of one router. ``max_blocks``: in the directory; ``no_replica_wait_s``: how long without any replica."""
+    """Settings of one router. ``max_blocks``: in the directory; ``no_replica_wait_s``: the wait without any replica."""
 
     policy: str = DEFAULT_POLICY
     block_size: int = 16

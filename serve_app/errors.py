@@ -1,11 +1,11 @@
-"""Every error a client can be shown: one tree, each class with its HTTP status and OpenAI type and code.
+"""All errors for clients: one tree of classes, each with its HTTP status and OpenAI type and code.
 
-A message says what to change; it never carries a stack trace, another tenant's data, or a path but an operator's own.
+A message names the remedy. It never holds a stack trace, another tenant's data, or a path that is not an operator's.
 """
 
 
 class WarmpathError(Exception):
-    """Base of all errors that may be shown to a client. ``param`` names the offending field, if one does."""
+    """Base of all errors for clients. ``param`` names the offending field, if there is one."""
 
     status = 500
     type = "api_error"
@@ -23,7 +23,7 @@ class WarmpathError(Exception):
 
 
 class InvalidRequest(WarmpathError):
-    """The body or a parameter is wrong; the client must change it."""
+    """The body or a parameter is invalid; the client must change it."""
 
     status = 400
     type = "invalid_request_error"
@@ -37,7 +37,7 @@ class ContextLengthExceeded(InvalidRequest):
 
 
 class AuthenticationFailed(WarmpathError):
-    """No API key, or one that nobody issued."""
+    """The API key is missing or unknown."""
 
     status = 401
     type = "invalid_request_error"
@@ -45,7 +45,7 @@ class AuthenticationFailed(WarmpathError):
 
 
 class PermissionDenied(WarmpathError):
-    """A valid key that may not do this."""
+    """The key is valid, but lacks the permission."""
 
     status = 403
     type = "invalid_request_error"
@@ -53,7 +53,7 @@ class PermissionDenied(WarmpathError):
 
 
 class NotFound(WarmpathError):
-    """No such path, model or object."""
+    """The path, model or object does not exist."""
 
     status = 404
     type = "invalid_request_error"
@@ -61,7 +61,7 @@ class NotFound(WarmpathError):
 
 
 class ModelNotFound(NotFound):
-    """The request names a model this deployment does not serve."""
+    """The deployment does not serve the requested model."""
 
     code = "model_not_found"
 
@@ -83,7 +83,7 @@ class RequestTooLarge(WarmpathError):
 
 
 class RateLimited(WarmpathError):
-    """Every queue is full; come back after ``retry_after_s``."""
+    """Every queue is full; retry after ``retry_after_s``."""
 
     status = 429
     type = "rate_limit_error"
@@ -91,7 +91,7 @@ class RateLimited(WarmpathError):
 
 
 class Overloaded(WarmpathError):
-    """No replica can take the request now; come back after ``retry_after_s``."""
+    """No replica can accept the request now; retry after ``retry_after_s``."""
 
     status = 503
     type = "server_error"
@@ -99,7 +99,7 @@ class Overloaded(WarmpathError):
 
 
 class GenerationFailed(WarmpathError):
-    """The engine failed this request; others are unharmed."""
+    """The engine failed this request; others are not affected."""
 
     type = "server_error"
     code = "generation_failed"

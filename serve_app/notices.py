@@ -1,6 +1,6 @@
-"""A notice board of an application in Ray's GCS: what a process wants known after it is gone, or far from who asks.
+"""An application's notice board in Ray's GCS: messages of a process to distant readers, or after its end.
 
-Notices are few and small, hold no prompt and no key, and outlive their writer. Every function blocks for the GCS.
+Notices are few and small, hold no prompt and no key, and outlive their writer. Every function waits for the GCS.
 """
 
 import time
@@ -12,34 +12,34 @@ import msgspec
 from serve_app.ray_compat import kv_delete, kv_items, kv_put
 
 KEPT = 32
-"""Notices of one kind that an application keeps."""
+"""The number of notices that an application keeps of each kind."""
 
 
 def post(app_name: str, kind: str, name: str, notice: dict[str, Any]) -> None:
-    """Put up a notice, in place of the earlier one of that name; ``at_s``, the wall clock's time, is added."""
+    """Post a notice, replacing an earlier one of that name; ``at_s``, the wall-clock time, is added."""
     kv_put(_key(app_name, kind, name), msgspec.json.encode({**notice, "at_s": time.time()}))
     for old, _ in _notices(app_name, kind)[KEPT:]:
         kv_delete(old)
 
 
 def remove(app_name: str, kind: str, name: str) -> None:
-    """Take a notice down; one that is not there is ignored."""
+    """Remove a notice; a missing one is ignored."""
     kv_delete(_key(app_name, kind, name))
 
 
 def clear(app_name: str, kind: str) -> None:
-    """Take down every notice of a kind."""
+    """Remove all notices of a kind."""
     for key, _ in _notices(app_name, kind):
         kv_delete(key)
 
 
 def read(app_name: str, kind: str) -> list[dict[str, Any]]:
-    """Return an application's notices of a kind, the newest first."""
+    """Return an application's notices of a kind, newest first."""
     return [notice for _, notice in _notices(app_name, kind)]
 
 
 def read_kinds(app_name: str, kinds: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
-    """Return an application's notices by kind, the newest first."""
+    """Return an application's notices by kind, newest first."""
     return {kind: read(app_name, kind) for kind in kinds}
 
 

@@ -1,6 +1,6 @@
-"""Every private name of Ray that warmpath needs, and nothing else; Ray 2.60.
+"""All uses of Ray's private names, for Ray 2.60.
 
-Ray is imported where it is needed: Serve reads its switches then, after the command line has set them.
+Ray is imported late, because Serve reads its environment variables at import, after the command line has set them.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 NODE_TOO_SLOW = "node timed out during startup"
-"""Of Ray's message where its raylet takes longer than 30 s, which cannot be set (ray/_private/node.py)."""
+"""Part of Ray's message if its raylet needs over 30 s, which is a fixed limit (ray/_private/node.py)."""
 
 _NAMESPACE = b"warmpath"
 
 
 def serve_request_id() -> str:
-    """Return the id that Serve answers with for the request under way; "" outside of one."""
+    """Return the id that Serve returns for the current request, "" outside a request."""
     from ray.serve.context import _get_serve_request_context
 
     return str(_get_serve_request_context().request_id)
 
 
 def header_names() -> tuple[list[str], str, str]:
-    """Return the headers by which clients could give Serve orders, the prefix of more such, and the request id's."""
+    """Return the headers that clients could control Serve with, the prefix of others, and the request id's header."""
     from ray.serve._private import constants
 
     orders = [
@@ -38,7 +38,7 @@ def header_names() -> tuple[list[str], str, str]:
 
 
 def session_header() -> str:
-    """Return the one header that direct streaming passes on to a router, in lower case."""
+    """Return the only header that direct streaming passes to a router, in lower case."""
     from ray.serve._private.constants import SERVE_SESSION_ID
 
     return str(SERVE_SESSION_ID).lower()
@@ -52,7 +52,7 @@ def vllm_engine_class() -> Any:
 
 
 def on_head_node() -> bool:
-    """Return whether this process runs on the head of its Ray cluster; blocks."""
+    """Return whether this process runs on its Ray cluster's head node; blocks."""
     import ray
     from ray._common.constants import HEAD_NODE_RESOURCE_NAME
 
@@ -61,7 +61,7 @@ def on_head_node() -> bool:
 
 
 def find_serve_actor(name: str) -> Any:
-    """Return the handle of a Serve actor. Raises ValueError where there is none of that name."""
+    """Return the handle of a Serve actor. Raises ValueError if there is none of that name."""
     import ray
     from ray.serve._private.constants import SERVE_NAMESPACE
 
@@ -69,18 +69,18 @@ def find_serve_actor(name: str) -> Any:
 
 
 def own_deployment() -> Any:
-    """Return the config of the deployment that this process is a replica of, ``user_config`` among it."""
+    """Return the config of this replica's deployment, including ``user_config``."""
     from ray import serve
 
     return serve.get_replica_context()._deployment_config
 
 
 def cancel_call(response: DeploymentResponse[bytes]) -> None:
-    """Cancel a call to a replica, whatever became of it.
+    """Cancel a call to a replica in any state.
 
-    Where the router runs in the caller's loop, Ray's own ``cancel`` does nothing between the end of the assignment and
-    the moment when the consumer hears of it: too late to cancel the assignment, and the call itself is not known yet.
-    Where it runs in another loop, ``cancel`` raises once more what the assignment raised.
+    If the router runs in the caller's loop, Ray's own ``cancel`` has a gap between the end of the assignment and the
+    consumer's notice of it: there it does nothing, because the assignment is over and the call is not known yet.
+    If the router runs in another loop, ``cancel`` raises the assignment's error again.
     """
     with suppress(Exception):
         response.cancel()
@@ -90,26 +90,26 @@ def cancel_call(response: DeploymentResponse[bytes]) -> None:
 
 
 def use_outside_of_replicas(handle: DeploymentHandle) -> None:
-    """Let a handle be used in a process that is no replica, which Serve's throughput mode does not expect."""
+    """Make a handle usable in a process that is no replica, which Serve's throughput mode does not expect."""
     handle._init(_run_router_in_separate_loop=True)
 
 
 def kv_put(key: bytes, value: bytes) -> None:
-    """Write a value of warmpath's into Ray's GCS; blocks."""
+    """Write a value to Ray's GCS, in warmpath's namespace; blocks."""
     from ray.experimental import internal_kv
 
     internal_kv._internal_kv_put(key, value, overwrite=True, namespace=_NAMESPACE)
 
 
 def kv_delete(key: bytes) -> None:
-    """Remove it, if it is there; blocks."""
+    """Remove a key, if it exists; blocks."""
     from ray.experimental import internal_kv
 
     internal_kv._internal_kv_del(key, namespace=_NAMESPACE)
 
 
 def kv_items(prefix: bytes) -> list[tuple[bytes, bytes]]:
-    """Return the keys that begin so, with their values; blocks."""
+    """Return the keys with a prefix, and their values; blocks."""
     from ray.experimental import internal_kv
 
     keys = internal_kv._internal_kv_list(prefix, namespace=_NAMESPACE)
@@ -118,7 +118,7 @@ def kv_items(prefix: bytes) -> list[tuple[bytes, bytes]]:
 
 
 def keep_cluster_unlisted() -> None:
-    """Keep Ray's note of "the latest cluster" of this machine as it is; for clusters that this process starts."""
+    """Stop Ray from recording this process's clusters as the machine's "latest cluster"."""
     import ray._common.utils
     import ray._private.utils
 
@@ -127,7 +127,7 @@ def keep_cluster_unlisted() -> None:
 
 
 def deploy_config(config: dict[str, Any]) -> None:
-    """Do what ``serve deploy`` does with a config file; returns before it has started. Raises what Serve raises."""
+    """Deploy a config file's content like ``serve deploy``; return before its start. Raises Serve's errors."""
     from ray.serve.context import _get_global_client
     from ray.serve.schema import ServeDeploySchema
 
@@ -135,7 +135,7 @@ def deploy_config(config: dict[str, Any]) -> None:
 
 
 def live_actors() -> list[dict[str, Any]]:
-    """Return what Ray knows of each actor that lives: ``ActorClassName``, ``Name``, ``Pid``, ``Address``."""
+    """Return Ray's records of all living actors: ``ActorClassName``, ``Name``, ``Pid``, ``Address``."""
     import ray._private.state
 
     return list(ray._private.state.actors(actor_state_name="ALIVE").values())

@@ -1,6 +1,6 @@
-"""The settings in force in one Serve replica, of an ingress or of an engine, and how they change while it runs.
+"""The settings in force in one Serve replica, an ingress or an engine, and their changes while it runs.
 
-Serve kills a replica whose ``reconfigure`` raises: here a bad ``user_config`` changes nothing, and is put on the board.
+Serve kills a replica if ``reconfigure`` raises. So a bad ``user_config`` changes nothing here, and becomes a notice.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from serve_app.ray_compat import own_deployment
 logger = logging.getLogger(__name__)
 
 KIND = "configuration"
-"""Of the notices that are posted here."""
+"""The kind of this module's notices."""
 
 Apply = Callable[[AppConfig], Awaitable[None]]
-"""Puts settings into force. Where it raises, it has changed nothing."""
+"""Applies settings. If it raises, it has changed nothing."""
 
 
 class LiveSettings:
-    """``args`` overlaid with the newest good ``user_config``; ``config``: that, the settings in force.
+    """``args`` overlaid with the newest valid ``user_config``; ``config``: the result, the settings in force.
 
-    ``refused``: how many user_configs could not be used; ``why`` the newest could not, "" where it is in force. Raises
-    BadSettings where the first cannot: a replica that starts has none to go on with.
+    ``refused``: the number of invalid user_configs; ``why``: the newest one's mistake, "" if it is in force. Raises
+    BadSettings if the first one is invalid: a starting replica has no earlier settings.
     """
 
     def __init__(self, args: dict[str, Any]) -> None:
@@ -46,13 +46,13 @@ class LiveSettings:
 
     @classmethod
     async def start(cls, args: dict[str, Any]) -> LiveSettings:
-        """Return a starting replica's settings; notices of earlier mistakes are over. Raises BadSettings."""
+        """Return a starting replica's settings, and clear notices of earlier mistakes. Raises BadSettings."""
         made = cls(args)
         await made._board(clear)
         return made
 
     async def reconfigure(self, user_config: Any, apply: Apply) -> bool:
-        """Put a new ``user_config`` into force by ``apply``; False where it is refused. Never raises."""
+        """Apply a new ``user_config`` with ``apply``; return False if it is refused. Never raises."""
         async with self._lock:
             before = self.config
             try:
@@ -65,22 +65,22 @@ class LiveSettings:
             except Exception as error:
                 self.refused += 1
                 known = isinstance(error, BadSettings)
-                self.why = str(error) if known else "a fault; the log has it"
+                self.why = str(error) if known else "an internal error; see the log"
                 logger.error("a user_config changed nothing: %s", error, exc_info=None if known else error)
                 await self._board(post, self._name, {"name": self._name, "accepted": False, "why": self.why})
                 return False
             self.why = ""
             changed = changed_salts(before, config)
             if changed:
-                what = f"in another trust group, out of reach of what they had cached: {', '.join(changed)}"
-                logger.warning(what)
-                await self._board(post, self._name, {"name": self._name, "accepted": True, "why": what})
+                why = f"in another trust group, without access to their earlier cache: {', '.join(changed)}"
+                logger.warning(why)
+                await self._board(post, self._name, {"name": self._name, "accepted": True, "why": why})
             elif config != before or self.refused:
                 await self._board(remove, self._name)
             return True
 
     async def _board(self, change: Callable[..., None], *arguments: Any) -> None:
-        """Change the board of notices of this kind, if it can be reached."""
+        """Change the notices of this kind, if the board can be reached."""
         try:
             await asyncio.to_thread(change, self._app_name, KIND, *arguments)
         except Exception:

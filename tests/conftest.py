@@ -1,4 +1,4 @@
-"""Fixtures every test may use."""
+"""Fixtures for every test."""
 
 import logging
 import shutil
@@ -14,13 +14,13 @@ from xdist.scheduler import LoadFileScheduling
 from serve_app.checkpoints.demo_model import ensure_demo_model
 
 SHARED = ("tests/integration/demo/", "tests/integration/faults/", "tests/integration/scaling/")
-"""The files of each share instances."""
+"""The test files of each of these folders share instances."""
 
-# A shell has its background jobs ignore it, and what a test starts would inherit that.
+# A shell makes its background jobs ignore SIGINT, and processes that a test starts would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# No test measures time: on a busy machine an example may take long.
+# No test measures time: on a busy machine an example may be slow.
 hypothesis.settings.register_profile("warmpath", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("warmpath")
 
@@ -29,7 +29,7 @@ for chatty in ("httpx", "httpcore", "openai", "asyncio", "ray", "urllib3"):
 
 
 class _Workers(LoadFileScheduling):
-    """A file goes to one worker whole, for its fixtures; the files of a folder that shares instances go together."""
+    """Gives each file to one worker, for its fixtures, and a folder that shares instances to one worker as well."""
 
     def _split_scope(self, nodeid: str) -> str:
         shared = next((folder for folder in SHARED if nodeid.startswith(folder)), None)
@@ -37,13 +37,13 @@ class _Workers(LoadFileScheduling):
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Workers:
-    """Share the suite out among workers (`make test` has three)."""
+    """Distribute the suite over workers (`make test` has three)."""
     return _Workers(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What tests start keeps its secret and stored responses outside the user's state."""
+    """Processes started by tests keep their secret and stored responses outside the user's state."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
@@ -57,14 +57,14 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="session")
 def demo_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built-in ``demo`` checkpoint, built once a session outside the user's cache."""
+    """The built-in ``demo`` checkpoint, built once per session outside the user's cache."""
     return ensure_demo_model("demo", tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="session")
 def tiny_model_path(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama-style checkpoint of random weights, as transformers saves one, with the demo model's tokenizer."""
-    from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM  # seconds, which few tests need
+    """A Llama-style checkpoint of random weights, as saved by transformers, with the demo model's tokenizer."""
+    from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM  # slow to import, and few tests need it
 
     path = tmp_path_factory.mktemp("models") / "tiny-llama"
     config = LlamaConfig(

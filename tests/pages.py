@@ -1,4 +1,4 @@
-"""The pages that people write and read, and the blocks of code on them."""
+"""The pages that people write and read, and their blocks of code."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 WRITTEN = sorted(page for page in DOCS.rglob("*.md") if page.parent.name != "reference")
-"""The others are made from the code."""
+"""The other pages are generated from the code."""
 _BLOCK = re.compile(r"^(?:<!-- (?P<mark>.*?) -->\n)?```(?P<language>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -21,16 +21,16 @@ class Block(NamedTuple):
 
     @property
     def file_name(self) -> str:
-        """The file that a YAML block is, by its first line; "" for none."""
+        """Return the file that a YAML block stands for, by its first line; "" for none."""
         named = re.match(r"# ([\w.-]+)\n", self.text)
         return named[1] if named and self.language == "yaml" else ""
 
     @property
     def runs(self) -> bool:
-        """Whether the test of the pages runs or writes it."""
+        """Return whether the test of the pages runs or writes it."""
         return not self.mark.startswith("not run: ") and (self.language in ("bash", "python") or bool(self.file_name))
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """Return a page's blocks, in their order."""
+    """Return a page's blocks, in order."""
     return [Block(found["language"], found["text"], found["mark"] or "") for found in _BLOCK.finditer(page.read_text())]

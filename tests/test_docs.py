@@ -1,4 +1,4 @@
-"""What the documents name exists, those from the code are as it says, and those by hand are short."""
+"""Names in the documents exist, generated pages are current, and pages written by hand are short."""
 
 import ast
 import json
@@ -16,7 +16,7 @@ from tests.pages import DOCS, README, ROOT, WRITTEN, blocks_of
 
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])
 LOG = ROOT / "benchmarks" / "log"
-"""Findings name the commands and files of their day; the head of each says which commit has them."""
+"""Findings name the commands and files of their day; the head of each names the commit that has them."""
 _CODE = re.compile(r"`([^`\n]+)`")
 _LINK = re.compile(r"\[[^\]\n]+\]\(([^)#\s]+)[^)]*\)")
 _PATH = re.compile(r"^(?:router|serve_app|cluster|benchmarks|tests|docs)/[\w./-]*$")
@@ -28,7 +28,7 @@ _BENCHMARK = re.compile(r"python -m benchmarks (\w+)")
 
 @cache
 def _names(path: Path) -> frozenset[str]:
-    """Return the functions and classes that a file defines, and what it assigns at its top."""
+    """Return the functions and classes that a file defines, and its top-level assignments."""
     tree = ast.parse(path.read_text())
     defined = {
         node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
@@ -44,7 +44,7 @@ def _names(path: Path) -> frozenset[str]:
 
 
 def _missing(code: str) -> str | None:
-    """Return what is wrong with a piece of code that a page shows, or None."""
+    """Return the error in a piece of code that a page shows, or None."""
     path, separator, name = code.partition("::")
     if _PATH.match(path):
         if not (ROOT / path).exists():
@@ -61,8 +61,8 @@ def _missing(code: str) -> str | None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_a_page_names_exists(page: Path) -> None:
-    """Paths, tests, modules and benchmarks (a log has those of its day); links, relative to their page."""
+def test_names_on_a_page_exist(page: Path) -> None:
+    """Paths, tests, modules and benchmarks exist (except in logs), and links, relative to their page."""
     text = page.read_text()
     links = [link for link in _LINK.findall(text) if "://" not in link] if page.name != "CHANGELOG.md" else []
     assert [link for link in links if not (page.parent / link).exists()] == []
@@ -73,12 +73,12 @@ def test_what_a_page_names_exists(page: Path) -> None:
 
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
 def test_pages_do_not_cite_tests(page: Path) -> None:
-    """A reader of a page wants the fact; the test names the page in its docstring."""
+    """A page's reader wants the fact; the test names the page in its docstring."""
     assert re.findall(r"tests/[\w/]*test_\w+\.py|::test_\w+", page.read_text()) == []
 
 
 def test_pages_that_the_code_cites_exist() -> None:
-    """Tests name the pages that promise what they hold, as `docs: failures`; errors and docstrings by their path."""
+    """Tests name the pages with the promises they check, as `docs: failures`; errors and docstrings name paths."""
     rooms = ("tests", "router", "serve_app", "benchmarks", "cluster")
     text = "".join(path.read_text() for room in rooms for path in (ROOT / room).rglob("*.py"))
     assert {name for name in _PAGE.findall(text) if not (ROOT / name).exists()} == set()
@@ -87,23 +87,23 @@ def test_pages_that_the_code_cites_exist() -> None:
     assert len(cited) > 10
 
 
-def test_what_does_not_exist_is_noticed() -> None:
-    """The test of the tests above."""
+def test_missing_names_are_noticed() -> None:
+    """This tests the tests above."""
     assert _missing("router/nowhere.py")
     assert _missing("tests/test_docs.py::test_nothing")
     assert _missing("serve_app.nowhere.at_all")
-    assert _missing("tests/test_docs.py::test_what_does_not_exist_is_noticed") is None
+    assert _missing("tests/test_docs.py::test_missing_names_are_noticed") is None
     assert _missing("serve_app.config.reference") is None
     assert _missing("serve_app/engine/") is None
 
 
 def test_the_page_of_the_api_is_current() -> None:
-    """`make docs` writes it anew."""
+    """`make docs` generates it."""
     assert (DOCS / "reference" / "api.md").read_text() == api_page()
 
 
 def test_the_page_of_the_command_line_is_current() -> None:
-    """`make docs` writes it anew: it has every command and flag."""
+    """`make docs` generates it, with every command and flag."""
     from typer.cli import app as typer_app
 
     told = CliRunner().invoke(
@@ -130,7 +130,7 @@ def test_every_page_is_in_the_navigation() -> None:
     assert told == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
 
 
-def test_blocks_that_do_not_run_say_why() -> None:
+def test_blocks_that_do_not_run_have_a_reason() -> None:
     """Commands and scripts run in tests/integration/test_pages.py; others have a reason."""
     blocks = [block for page in (README, *WRITTEN) for block in blocks_of(page)]
     assert {block.mark for block in blocks if not block.mark.startswith("not run: ")} <= {"", "server"}

@@ -1,6 +1,6 @@
-"""The wheel holds what the tree has, data files too, and works without the tree.
+"""The wheel has all files of the tree, with data files, and works without the tree.
 
-`make lint` refuses what breaks in a fresh clone, and the name of another project on PyPI.
+`make lint` refuses mistakes that break a fresh clone, and the name of another project on PyPI.
 """
 
 import os
@@ -32,13 +32,13 @@ core.apply("a", pool.translate(KvEventBatch(0, [stored])))
 print(core.decide(RoutedRequest("1", chain, 20, root)).replica_id)
 assert not {"ray", "torch", "vllm"} & set(sys.modules)
 """
-"""What the router's own distribution is for, in little."""
+"""A small example of the purpose of the router's own distribution."""
 
 CHECK = runpy.run_path(str(ROOT / ".ci/check_tree.py"))
 
 
 def in_tree() -> set[str]:
-    """What the packages consist of, as paths."""
+    """Return the packages' files, as paths."""
     files = (file for package in PACKAGES for file in (ROOT / package).rglob("*") if file.is_file())
     made = ("__pycache__", "build", "warmpath_router.egg-info")  # by `pip install ./router`, too
     paths = (str(file.relative_to(ROOT)) for file in files if not set(made) & set(file.parts))
@@ -47,7 +47,7 @@ def in_tree() -> set[str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel, built from a copy of what the build needs, by the setuptools that is here."""
+    """A wheel, built by the installed setuptools from a copy of the necessary files."""
     copy, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
@@ -67,7 +67,7 @@ def build_wheel(source: Path, built: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel's contents in a directory of their own."""
+    """The wheel's contents in a separate directory."""
     place = tmp_path_factory.mktemp("installed")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(place)
@@ -75,7 +75,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(installed: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run Python where only the wheel's packages are, besides what they depend on."""
+    """Run Python with only the wheel's packages and their dependencies."""
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     command = [sys.executable, *arguments]
     return subprocess.run(
@@ -83,7 +83,7 @@ def run(installed: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_wheel_holds_what_the_tree_has_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_holds_exactly_the_trees_files(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert held == in_tree()
@@ -99,8 +99,8 @@ def test_it_has_pyprojects_version_and_a_command(installed: Path) -> None:
     assert where.strip() == str(installed / "serve_app" / "__init__.py")
 
 
-def test_serve_deploy_takes_what_the_command_writes(installed: Path) -> None:
-    """Settings as `warmpath settings --yaml` writes them make an application, without the clone."""
+def test_serve_deploy_accepts_the_commands_output(installed: Path) -> None:
+    """The output of `warmpath settings --yaml` makes an application, without the clone."""
     written = run(installed, "-m", "serve_app.cli.entry", "settings", "--yaml").stdout
     (installed / "settings.yaml").write_text(written)
     done = run(installed, "-m", "serve_app.cli.entry", "check", "settings.yaml")
@@ -111,7 +111,7 @@ def test_serve_deploy_takes_what_the_command_writes(installed: Path) -> None:
 
 
 def test_the_router_is_a_distribution_that_needs_neither_ray_nor_torch(tmp_path: Path) -> None:
-    """Installed in an empty environment beside what it depends on, it decides by vLLM's events."""
+    """Installed in an empty environment with only its dependencies, it decides by vLLM's events."""
     source = shutil.copytree(ROOT / "router", tmp_path / "router", ignore=shutil.ignore_patterns("__pycache__"))
     wheel = build_wheel(source, tmp_path)
     venv.create(tmp_path / "empty")

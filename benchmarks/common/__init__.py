@@ -1,1 +1,1 @@
-"""What benchmarks share: clients, instances, traces, reports."""
+"""Shared parts of the benchmarks: clients, instances, traces, reports."""

@@ -1,4 +1,4 @@
-"""Sessions of coding agents as a published trace has them: turns that follow each other, and sub-agents beside them."""
+"""Sessions of coding agents from a published trace: consecutive turns, with sub-agents in parallel."""
 
 import gzip
 import json
@@ -17,14 +17,14 @@ AGENT_TRACE = Path(__file__).parents[1] / "traces" / "agent_sessions.jsonl.gz"
 """200 sessions (``benchmarks/traces/README.md``)."""
 
 AWAKE_S = 300.0
-"""A session in a longer pause than this is not counted as one that runs."""
+"""A session does not count as running during a longer pause."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request. ``pause_s``: from the answer before it in its stream; ``hash_ids``: as in ``TraceRequest``.
+    """One request. ``pause_s``: since the previous answer of its stream; ``hash_ids``: as in ``TraceRequest``.
 
-    ``known_tokens``: of the prompt's beginning, those that an unlimited cache has from the stream's earlier turns.
+    ``known_tokens``: the prompt's first tokens that an unlimited cache has from the stream's earlier turns.
     """
 
     prompt_tokens: int
@@ -36,7 +36,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Turns one after the other. ``after``: the parent's turn with the end of which this begins, ``delay_s`` later."""
+    """Consecutive turns. ``after``: the parent's turn; this stream begins ``delay_s`` after that turn's end."""
 
     turns: tuple[Turn, ...]
     after: int = -1
@@ -45,7 +45,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A main stream, and those of its sub-agents. ``opening_tokens``: tools and system prompt of the main stream."""
+    """A main stream, and its sub-agents' streams. ``opening_tokens``: tools and system prompt of the main stream."""
 
     streams: tuple[Stream, ...]
     opening_tokens: int
@@ -53,7 +53,7 @@ class Session:
 
 @dataclass(slots=True)
 class _Ids:
-    """Hands out block ids. Openings of equal sizes are taken for equal texts, which is a guess."""
+    """Assigns block ids. Openings of equal sizes count as equal texts, which is a guess."""
 
     fresh: Iterator[int] = field(default_factory=count)
     openings: dict[tuple[int, int], list[int]] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class _Ids:
 
 
 def read_sessions(path: Path = AGENT_TRACE) -> list[Session]:
-    """Read a trace, gzipped. Raises OSError; KeyError and ValueError where it is another format."""
+    """Read a gzipped trace. Raises OSError, and KeyError or ValueError for another format."""
     ids = _Ids()
     with gzip.open(path, "rt") as lines:
         return [_session(json.loads(line), ids) for line in lines]
@@ -89,12 +89,12 @@ def job_s(session: Session, answer_s: Callable[[int, int], float], longest_pause
 
 
 def random_arrivals(ideal_s: Sequence[float], running: float, rng: Random) -> list[float]:
-    """Return times of arrival, so often that about ``running`` sessions that take ``ideal_s`` would run at once."""
+    """Return arrival times at which about ``running`` sessions of ``ideal_s`` would run concurrently."""
     return list(accumulate(rng.expovariate(running / fmean(ideal_s)) for _ in ideal_s))
 
 
 def working_set_tokens(sessions: Sequence[Session], ideal_s: Sequence[float], running: float) -> float:
-    """Return the contexts of the sessions that run at once, on average: the longest prompt of each main stream."""
+    """Return the mean size of the concurrent sessions' contexts: the longest prompt of each main stream."""
     longest = [max(turn.prompt_tokens for turn in session.streams[0].turns) for session in sessions]
     return running * sum(tokens * seconds for tokens, seconds in zip(longest, ideal_s, strict=True)) / sum(ideal_s)
 
@@ -137,7 +137,7 @@ def _turns(rows: list[dict[str, Any]], size: int, opening: list[int], ids: _Ids)
 
 
 def requests_of(sessions: Sequence[Session], tenants: int) -> dict[tuple[int, int, int], TraceRequest]:
-    """Return the requests by session, stream and turn; sessions are the tenants' in turns."""
+    """Return the requests by session, stream and turn; sessions are assigned to tenants in turn."""
     return {
         (number, at, place): TraceRequest(
             0.0, turn.prompt_tokens, turn.output_tokens, turn.hash_ids, f"tenant-{number % tenants}"

@@ -1,4 +1,4 @@
-"""Open-loop load: requests leave at their time, whether or not earlier ones were answered."""
+"""Open-loop load: requests are sent at their times, even if earlier ones have no answer yet."""
 
 import asyncio
 import time
@@ -28,7 +28,7 @@ class Shot:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The answer to a shot that left ``late_s`` after its time, or the status (0: none) and reason of its failure."""
+    """The answer to a shot that was sent ``late_s`` late, or the status (0: none) and reason of its failure."""
 
     shot: Shot
     late_s: float
@@ -38,7 +38,7 @@ class Result:
 
     @property
     def ttft_s(self) -> float:
-        """Seconds from the planned departure to the first token."""
+        """Seconds from the planned time of sending to the first token."""
         assert self.answer is not None
         return self.late_s + self.answer.ttft_s
 
@@ -58,12 +58,12 @@ async def fire(url: str, shots: Sequence[Shot], timeout_s: float, progress: Call
                 return Result(shot, late_s, answer)
             except RequestFailed as error:
                 return Result(shot, late_s, None, error.status, str(error))
-            except (httpx.HTTPError, TimeoutError, ValueError, KeyError) as error:  # or no OpenAI stream at all
+            except (httpx.HTTPError, TimeoutError, ValueError, KeyError) as error:  # or it is no OpenAI stream
                 return Result(shot, late_s, None, 0, f"{type(error).__name__}: {error}")
             finally:
                 progress()
 
-        # Tasks are made as their time comes: a day's requests are not all in memory as tasks from the start.
+        # Tasks are created at their time, so that a day's requests are not all tasks in memory from the start.
         tasks: dict[int, asyncio.Task[Result]] = {}
         for place, shot in sorted(enumerate(shots), key=lambda numbered: numbered[1].at_s):
             await asyncio.sleep(max(0.0, shot.at_s - (time.perf_counter() - started_s)))
@@ -72,7 +72,7 @@ async def fire(url: str, shots: Sequence[Shot], timeout_s: float, progress: Call
 
 
 def hit_rate(answers: Sequence[Answer]) -> float | str:
-    """Return cached over all prompt tokens; "unknown" where no server tells them."""
+    """Return the ratio of cached to all prompt tokens; "unknown" if the server does not report them."""
     counted = [answer for answer in answers if answer.cached_told and answer.prompt_tokens]
     if not counted:
         return UNKNOWN
@@ -80,7 +80,7 @@ def hit_rate(answers: Sequence[Answer]) -> float | str:
 
 
 def summary(results: Sequence[Result], ttft_slo_s: float) -> dict[str, Any]:
-    """Return figures in seconds. ``goodput_rps``: answers a second with a first token within ``ttft_slo_s``."""
+    """Return figures in seconds. ``goodput_rps``: answers per second with a first token within ``ttft_slo_s``."""
     answered = [result for result in results if result.answer is not None]
     refused = sum(result.status in REFUSED for result in results)
     figures: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""An engine's outputs by request, for a thread that waits for them."""
+"""Collects an engine's outputs by request, for a waiting thread."""
 
 import threading
 import time
@@ -19,7 +19,7 @@ class OutputCollector:
         self._changed = threading.Condition()
 
     def __call__(self, outputs: Sequence[EngineOutput]) -> None:
-        """Take one step's outputs (the engine's thread)."""
+        """Record one step's outputs (in the engine's thread)."""
         with self._changed:
             for output in outputs:
                 name = output.request_id
@@ -33,7 +33,7 @@ class OutputCollector:
             self._changed.notify_all()
 
     def answer_all(self, engine: Engine, requests: Iterable[EngineRequest]) -> float:
-        """Submit requests together and return the seconds until all end. Raises RuntimeError when one failed."""
+        """Submit requests together and return the seconds until all end. Raises RuntimeError if one failed."""
         requests = list(requests)
         started_s = time.perf_counter()
         for request in requests:
@@ -42,7 +42,7 @@ class OutputCollector:
         return time.perf_counter() - started_s
 
     def wait(self, wanted: Set[str]) -> None:
-        """Wait until these requests have ended. Raises RuntimeError when one failed."""
+        """Wait until these requests have ended. Raises RuntimeError if one failed."""
         with self._changed:
             self._changed.wait_for(lambda: wanted <= self._ended)
             if self._failed:

@@ -35,6 +35,6 @@ def text_of(tokens: int, model_path: Path, seed: int) -> str:
     while count(" ".join(words)) > tokens:
         words.pop()
     text = " ".join(words)
-    while count(text) < tokens:  # a word of several tokens was one too many: fill up with single ones
+    while count(text) < tokens:  # the removed word had several tokens: fill up with single ones
         text += " a"
     return text

@@ -1,4 +1,4 @@
-"""LoRA adapters of random weights for any checkpoint, in PEFT's format."""
+"""LoRA adapters with random weights for any checkpoint, in PEFT's format."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def make_adapters(model: Path, directory: Path, count: int, rank: int = 16) -> list[AdapterSpec]:
-    """Write ``count`` adapters of all linear layers of the decoder into ``directory``."""
+    """Write ``count`` adapters for all linear layers of the decoder to ``directory``."""
     shapes = _linear_shapes(model)
     made = []
     for number in range(count):

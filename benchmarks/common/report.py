@@ -1,4 +1,4 @@
-"""Flags, percentiles and progress of all benchmarks, and their report: JSON, then a sentence in plain English."""
+"""Flags, percentiles, progress bars and reports of all benchmarks; a report is JSON, then a sentence in English."""
 
 import argparse
 import json
@@ -22,18 +22,18 @@ T = TypeVar("T")
 
 
 class BenchmarkError(ValueError):
-    """A benchmark cannot run; the message is shown without a traceback."""
+    """A benchmark cannot run; only the message is shown, without a traceback."""
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the ``percent``-th percentile (0 to 100), linearly interpolated. Raises ValueError when empty."""
+    """Return the ``percent``-th percentile (0 to 100), linearly interpolated. Raises ValueError for no values."""
     if not values:
         raise ValueError("no values")
     return float(np.percentile(values, percent))
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return minimum, median, p90, p99 and maximum."""
+    """Return the minimum, median, p90, p99 and maximum."""
     percentiles = {f"p{percent}": percentile(values, percent) for percent in (50, 90, 99)}
     return {"min": min(values), **percentiles, "max": max(values)}
 
@@ -51,7 +51,7 @@ def _processor() -> str:
 
 
 def write(path: Path | None, settings: Mapping[str, Any], results: Any, summary: str) -> None:
-    """Write the report as JSON to ``path`` and standard output, and ``summary``, a sentence, to standard error."""
+    """Write the report as JSON to ``path`` and standard output, and the sentence ``summary`` to standard error."""
     document = {"settings": dict(settings), "versions": versions(), "results": results, "summary": summary}
     text = json.dumps(document, indent=2, default=str)
     if path is not None:
@@ -67,7 +67,7 @@ def progress(items: Iterable[T], description: str, total: float | None = None) -
 
 
 def parser_of(description: str | None, model: str = "") -> argparse.ArgumentParser:
-    """Return a parser with ``--json``, and with ``--model`` where that has a default."""
+    """Return a parser with ``--json``, and with ``--model`` if that has a default."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path)
     if model:
@@ -82,7 +82,7 @@ def metric_sum(metrics: str, name: str, label: str = "") -> float:
 
 
 def names_of(known: Collection[str]) -> Callable[[str], list[str]]:
-    """Return an argparse ``type`` for names from ``known``, separated by commas."""
+    """Return an argparse ``type`` for comma-separated names from ``known``."""
 
     def parse(text: str) -> list[str]:
         names = [name.strip() for name in text.split(",") if name.strip()]
@@ -95,7 +95,7 @@ def names_of(known: Collection[str]) -> Callable[[str], list[str]]:
 
 
 def add_engine_flag(parser: argparse.ArgumentParser, engines: Sequence[str], default: str) -> None:
-    """Add ``--engine`` with these choices, of which one that is not installed is refused."""
+    """Add ``--engine`` with these choices; an engine that is not installed is refused."""
 
     def installed(engine: str) -> str:
         missing = next((traits.missing() for name, traits in ENGINES.items() if name == engine), "")

@@ -1,4 +1,4 @@
-"""A server in processes of its own, for the time of a benchmark: a warmpath instance, or a peer."""
+"""A server in separate processes during a benchmark: a warmpath instance, or a peer."""
 
 import os
 import shlex
@@ -24,11 +24,11 @@ STOP_TIMEOUT_S = 180.0
 
 
 MARK = "WARMPATH_BENCHMARK"
-"""An environment variable, by whose value an instance's processes are found."""
+"""An environment variable; its value identifies an instance's processes."""
 
 
 def marked_processes(mark: str) -> Iterator[tuple[psutil.Process, str]]:
-    """Yield the processes with a ``MARK``, and their command lines."""
+    """Yield the processes with this ``MARK``, and their command lines."""
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             if process.environ().get(MARK) == mark:
@@ -37,7 +37,7 @@ def marked_processes(mark: str) -> Iterator[tuple[psutil.Process, str]]:
 
 @contextmanager
 def instance(*arguments: str, env: dict[str, str] | None = None) -> Iterator[str]:
-    """Run ``warmpath serve`` on a free loopback port and yield its base URL. Raises as ``server_process``."""
+    """Run ``warmpath serve`` on a free loopback port and yield its base URL. Raises like ``server_process``."""
     with held_port() as port, _leaving_on_sigterm():
         command = [sys.executable, "-m", "serve_app.cli.entry"]
         print("starting warmpath serve", file=sys.stderr, flush=True)
@@ -48,7 +48,7 @@ def instance(*arguments: str, env: dict[str, str] | None = None) -> Iterator[str
 
 @contextmanager
 def server_process(command: Sequence[str], ready_url: str, env: dict[str, str] | None = None) -> Iterator[None]:
-    """Run a server for the block. Raises BenchmarkError with the end of its output when it does not come up."""
+    """Run a server for the block. Raises BenchmarkError with the end of its output if it does not start."""
     with tempfile.NamedTemporaryFile("w+", prefix="warmpath-benchmark-", suffix=".log") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True,
@@ -79,7 +79,7 @@ def _leaving_on_sigterm() -> Iterator[None]:
 
 
 def answers_in_time(url: str, process: subprocess.Popen[Any], timeout_s: float = START_TIMEOUT_S) -> bool:
-    """Wait until a URL answers with 200; False where its process ends first, or the time."""
+    """Wait until a URL answers with 200; return False if the process ends or the time runs out first."""
     deadline_s = time.monotonic() + timeout_s
     while not answers(url):
         if process.poll() is not None or time.monotonic() > deadline_s:
@@ -96,7 +96,7 @@ def _wait(url: str, command: Sequence[str], process: subprocess.Popen[bytes], lo
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
-        # Not SIGINT: a shell has its background jobs ignore that.
+        # Not SIGINT: background jobs of a shell ignore it.
         process.send_signal(signal.SIGTERM)
         try:
             process.wait(STOP_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Requests to replay, in order of arrival: a published trace by its block ids, or a synthetic one from a seed."""
+"""Requests to replay, in order of arrival: a published trace of block ids, or a synthetic one from a seed."""
 
 import argparse
 import gzip
@@ -19,12 +19,12 @@ DEFAULT_TRACE = Path(__file__).parents[1] / "traces" / "mooncake_conversation.js
 """The first 6,000 requests of Mooncake's trace (``benchmarks/traces/README.md``)."""
 SYNTHETIC = "synthetic"
 TRACE_BLOCK_TOKENS = 512
-"""Tokens that one id of the published trace stands for."""
+"""Tokens for each id of the published trace."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request. ``hash_ids``: an id for each block of the prompt, of which the last may be partial."""
+    """One request. ``hash_ids``: an id for each block of the prompt; the last block may be partial."""
 
     arrival_s: float
     prompt_tokens: int
@@ -34,7 +34,7 @@ class TraceRequest:
 
 
 def token_ids_of(hash_ids: Sequence[int], prompt_tokens: int, block_size: int = TRACE_BLOCK_TOKENS) -> TokenArray:
-    """Return stand-in token ids: each block repeats its id."""
+    """Return artificial token ids: each block repeats its id."""
     return np.repeat(np.asarray(hash_ids, dtype="<i4"), block_size)[:prompt_tokens]
 
 
@@ -62,29 +62,29 @@ def read_trace(path: Path, requests: int | None = None) -> list[TraceRequest]:
 
 
 def add_trace_flags(parser: argparse.ArgumentParser, requests: int) -> None:
-    """Add the flags that ``chosen_trace`` reads; ``requests``: how many are replayed by default."""
+    """Add the flags that ``chosen_trace`` reads; ``requests``: the default number of requests."""
     known = f'JSON lines, gzipped or plain, or "{SYNTHETIC}" (default: the first 6,000 requests of the published trace)'
     parser.add_argument("--trace", default=str(DEFAULT_TRACE), help=known)
     parser.add_argument("--requests", type=int, default=requests)
-    parser.add_argument("--skip", type=int, default=0, help="requests at the start of the trace to leave out")
+    parser.add_argument("--skip", type=int, default=0, help="number of requests to skip at the start of the trace")
     parser.add_argument("--seed", type=int, default=0)
 
 
 def chosen_trace(options: argparse.Namespace) -> list[TraceRequest]:
-    """Return the requests that the flags choose. Raises BenchmarkError when the trace has fewer."""
+    """Return the requests that the flags select. Raises BenchmarkError if the trace has fewer."""
     wanted = options.skip + options.requests
     if options.trace == SYNTHETIC:
         return synthetic_trace(wanted, options.seed)[options.skip :]
     found = read_trace(Path(options.trace), wanted)
     if len(found) < wanted:
-        raise BenchmarkError(f"{options.trace} holds {len(found)} requests, {wanted} are asked for")
+        raise BenchmarkError(f"{options.trace} holds {len(found)} requests, but {wanted} are needed")
     return found[options.skip :]
 
 
 def synthetic_trace(
     requests: int, seed: int = 0, *, requests_per_s: float = 3.2, system_prompts: int = 50, skew: float = 1.1
 ) -> list[TraceRequest]:
-    """Make random conversations over system prompts of Zipf's popularity; half of all requests continue one."""
+    """Make random conversations over system prompts with Zipf's popularity; half of all requests continue one."""
     rng = Random(seed)
     next_id = 0
 

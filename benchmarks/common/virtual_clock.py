@@ -1,11 +1,11 @@
-"""Virtual time, in seconds from the start: it moves by sleeping, or from one callback to the next."""
+"""Virtual time, in seconds from the start: it advances by sleeping, or from one callback to the next."""
 
 import heapq
 from collections.abc import Callable
 
 
 class VirtualClock:
-    """A simulation's clock and ``sleep``; callbacks run in the order of their moments, then of scheduling."""
+    """A simulation's clock and ``sleep``; callbacks run in the order of their times, then of scheduling."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -13,28 +13,28 @@ class VirtualClock:
         self._scheduled = 0
 
     def __call__(self) -> float:
-        """Return the moment it is."""
+        """Return the current time."""
         return self.now_s
 
     def sleep(self, seconds: float) -> None:
-        """Move on by ``seconds``, running what is due by then."""
+        """Advance by ``seconds``, and run the callbacks that are due by then."""
         until_s = self.now_s + seconds
         self.run(until_s)
         self.now_s = until_s
 
     def at(self, moment_s: float, callback: Callable[[], None]) -> None:
-        """Run ``callback`` at a moment. Raises ValueError for one that is past."""
+        """Schedule ``callback`` for a time. Raises ValueError for a past time."""
         if moment_s < self.now_s:
             raise ValueError(f"{moment_s} s is past; it is {self.now_s} s")
         self._scheduled += 1
         heapq.heappush(self._events, (moment_s, self._scheduled, callback))
 
     def after(self, delay_s: float, callback: Callable[[], None]) -> None:
-        """Run ``callback`` after a delay."""
+        """Schedule ``callback`` after a delay."""
         self.at(self.now_s + delay_s, callback)
 
     def run(self, until_s: float = float("inf")) -> None:
-        """Run what is scheduled up to ``until_s``."""
+        """Run the callbacks that are scheduled up to ``until_s``."""
         while self._events and self._events[0][0] <= until_s:
             self.now_s, _, callback = heapq.heappop(self._events)
             callback()

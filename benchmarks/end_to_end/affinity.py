@@ -1,7 +1,7 @@
 """Do requests find the replica that holds their prefix? Many system prompts, several replicas, concurrent clients.
 
-The prompts fill `--working-set` of all pools together, and each is asked `--rounds` times in random order. Every policy
-runs without pulls of KV and with them; `--engine vllm --peers sglang_router` adds SGLang's router before `vllm serve`.
+The prompts fill `--working-set` of all pools together, and each is sent `--rounds` times in random order. Every policy
+runs with and without pulls of KV; `--engine vllm --peers sglang_router` adds SGLang's router before `vllm serve`.
 """
 
 import argparse
@@ -56,12 +56,12 @@ def main() -> None:
     for name, router, pulls in [*runs, *((peer, peer, "off") for peer in arguments.peers)]:
         with server(router, pulls, arguments) as url:
             results[name] = asyncio.run(measure(url, name, arguments))
-        print(f"{name}: {json.dumps(results[name])}", file=sys.stderr)  # a later one may fail
+        print(f"{name}: {json.dumps(results[name])}", file=sys.stderr)  # in case a later one fails
     write(arguments.json, vars(arguments), results, summary(results))
 
 
 def summary(results: dict[str, dict[str, Any]]) -> str:
-    """Return the routers' figures in a sentence."""
+    """Return a sentence with the routers' figures."""
     rows = "; ".join(
         f"{name}: {row['served_from_cache']:.1%}, {row['pulled_bytes'] / 1e6:.0f} MB, "
         f"{row['repeat_ttft_ms']['p50']:.0f} and {row['repeat_ttft_ms']['p90']:.0f} ms"
@@ -71,7 +71,7 @@ def summary(results: dict[str, dict[str, Any]]) -> str:
 
 
 def block_size(engine: str) -> int:
-    """Return the tokens of a block of that engine's pool."""
+    """Return the tokens per block of an engine's pool."""
     return VLLM_CPU_BLOCK_SIZE if engine == "vllm" else 16
 
 
@@ -86,7 +86,7 @@ def server(router: str, pulls: str, arguments: argparse.Namespace) -> Iterator[s
         "block_size": size,
         "num_blocks": math.ceil(blocks / (arguments.working_set * arguments.replicas)),
     }
-    if arguments.engine == "vllm":  # alike here and in plain servers
+    if arguments.engine == "vllm":  # the same as in plain servers
         config |= {"num_threads": 1, "enforce_eager": True}
     if router in PEERS:
         servers = vllm_servers(arguments.replicas, {"model": arguments.model, **config})
@@ -100,9 +100,9 @@ def server(router: str, pulls: str, arguments: argparse.Namespace) -> Iterator[s
 
 
 async def measure(url: str, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Send every prompt in random order; return cache use, TTFTs in ms and bytes pulled.
+    """Send every prompt in random order; return cache use, TTFTs in ms and pulled bytes.
 
-    A repeat is served from the cache when its reused tokens cover the system prompt's full blocks but one.
+    A repeat counts as served from the cache if its reused tokens cover all full blocks of the system prompt but one.
     """
     model_path = resolve_model(arguments.model)
     order = [prompt for prompt in range(arguments.prompts) for _ in range(arguments.rounds)]
@@ -122,7 +122,7 @@ async def measure(url: str, name: str, arguments: argparse.Namespace) -> dict[st
                 (first if is_first else repeats).append(await stream_chat(client, url, body))
 
         await asyncio.gather(*(work() for _ in range(arguments.clients)))
-        await asyncio.sleep(1.0)  # replicas tell their counters twice a second
+        await asyncio.sleep(1.0)  # replicas report their counters twice a second
         metrics = await client.get(f"{url}/metrics")
     pulled_tokens = metric_sum(metrics.text, "warmpath_kv_pulled_tokens_total") if metrics.status_code == 200 else 0.0
     fields = json.loads((model_path / "config.json").read_text())

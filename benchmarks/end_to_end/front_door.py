@@ -1,6 +1,6 @@
-"""What a streamed token and a request cost outside the model: CPU time of each kind of process, from the kernel.
+"""The cost of a streamed token and a request outside the model: CPU time of each kind of process, from the kernel.
 
-The engine is simulated. With ``--vllm-python`` the same is asked of `vllm serve` in that environment, on CPUs.
+The engine is simulated. ``--vllm-python`` also measures `vllm serve` in that environment, on CPUs.
 """
 
 import argparse
@@ -30,13 +30,13 @@ KINDS = (
     ("engine core", r"EngineCore"),
     ("api server", r"api_server"),
 )
-"""Kinds of processes by their command lines; all else is "other"."""
+"""Kinds of processes by command line; all others are "other"."""
 
 SYSTEM_TOKENS, QUESTION_TOKENS, LONG_TOKENS = 200, 50, 4500
 
 
 def cpu_s(mark: str) -> Counter[str]:
-    """Return the seconds of user and system time of the processes with a mark, by kind."""
+    """Return the user and system seconds of the marked processes, by kind."""
     used: Counter[str] = Counter()
     for process, command in marked_processes(mark):
         with suppress(psutil.NoSuchProcess):
@@ -48,7 +48,7 @@ def cpu_s(mark: str) -> Counter[str]:
 
 @contextmanager
 def measured(system: str, arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """Run a system for the block; yields its URL and its processes' mark."""
+    """Run a system for the block; yield its URL and its processes' mark."""
     mark = uuid.uuid4().hex
     if system == "warmpath":
         flags = ["--model", arguments.model, "--engine", "simulated", "--replicas", str(arguments.replicas)]
@@ -62,14 +62,14 @@ def measured(system: str, arguments: argparse.Namespace) -> Iterator[tuple[str, 
 
 
 async def measure(url: str, mark: str, arguments: argparse.Namespace, run: int) -> dict[str, Any]:
-    """Return the figures of one run; no two runs ask the same."""
+    """Return the figures of one run; each run has its own prompts."""
     model = resolve_model(arguments.model)
     system = text_of(SYSTEM_TOKENS, model, 1)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=arguments.clients)
     async with httpx.AsyncClient(timeout=300, limits=limits) as client:
 
         async def cost(texts: Sequence[str], max_tokens: int, system: str | None, together: int) -> dict[str, Any]:
-            """Return the CPU time of a token, or of a request of one token, of ``together`` requests at a time."""
+            """Return the CPU time per token, or per request with one token, with ``together`` concurrent requests."""
             free = asyncio.Semaphore(together)
 
             async def ask(text: str) -> Answer:
@@ -105,11 +105,11 @@ def main() -> None:
     parser = parser_of(__doc__, "demo")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--clients", type=int, default=64, help="streams at once")
-    parser.add_argument("--max-tokens", type=int, default=256, help="of each streamed answer")
+    parser.add_argument("--clients", type=int, default=64, help="concurrent streams")
+    parser.add_argument("--max-tokens", type=int, default=256, help="tokens of each streamed answer")
     parser.add_argument("--short-requests", type=int, default=300)
     parser.add_argument("--long-requests", type=int, default=40)
-    parser.add_argument("--vllm-python", type=Path, help="the Python of an environment with vLLM, to compare with")
+    parser.add_argument("--vllm-python", type=Path, help="the Python of an environment with vLLM, for comparison")
     arguments = parser.parse_args()
     results: dict[str, Any] = {}
     for system in ["warmpath", *(["vllm serve"] if arguments.vllm_python else [])]:
@@ -133,7 +133,7 @@ def _figure(values: dict[str, float], digits: int = 0) -> str:
 
 
 def _spread(runs: Sequence[Any]) -> Any:
-    """Return the spread over runs, figure by figure; a figure that a run lacks is 0 there."""
+    """Return the spread of each figure over the runs; a missing figure counts as 0."""
     if isinstance(runs[0], dict):
         names = {name for run in runs for name in run}
         return {name: _spread([run.get(name, 0.0) for run in runs]) for name in sorted(names)}

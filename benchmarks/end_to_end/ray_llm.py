@@ -1,8 +1,8 @@
-"""Inside Ray Serve LLM: mean TTFT behind our router and Ray's own, the same vLLM replicas behind each.
+"""Inside Ray Serve LLM: mean TTFT behind our router and Ray's own, with equal vLLM replicas.
 
-The prompts fill `--working-set` of the pools of both replicas together, and each is asked `--rounds` times in random
-order by a few clients. The routers take turns in each of the `--runs`, each run with prompts of its own. With
-`--direct` the bytes go from HAProxy to a replica, else through Ray's ingress.
+The prompts fill `--working-set` of both replicas' pools together. A few clients send each prompt `--rounds` times in
+random order. The routers take turns in each of the `--runs`, and each run has its own prompts. With `--direct` the
+bytes go from HAProxy to a replica, otherwise through Ray's ingress.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 async def warm_up(url: str) -> None:
-    """Ask for a few answers at once, so that no replica's first request is measured."""
+    """Send some concurrent requests, so that no replica's first request is measured."""
     async with httpx.AsyncClient(timeout=300) as client:
         for round_ in range(3):
             bodies = [chat_body(MODEL, 4, f"{round_}. Are you there, {number}? " * 20) for number in range(8)]
@@ -63,7 +63,7 @@ async def warm_up(url: str) -> None:
 
 
 async def measure(url: str, name: str, run: int, arguments: argparse.Namespace) -> dict[str, float]:
-    """Ask every prompt in random order; return the mean TTFT in ms, the hit rate and errors."""
+    """Send every prompt in random order; return the mean TTFT in ms, the hit rate and errors."""
     model = resolve_model(arguments.model)
     order = [prompt for prompt in range(arguments.prompts) for _ in range(arguments.rounds)]
     random.Random(run).shuffle(order)
@@ -101,7 +101,7 @@ async def measure(url: str, name: str, run: int, arguments: argparse.Namespace) 
 
 
 def summary(runs: dict[str, list[dict[str, Any]]]) -> str:
-    """Return each router's medians, and ours beside the best of the others in the same runs."""
+    """Return each router's medians, and the ratio of ours to the best other one in the same runs."""
     rows = []
     for router, found in runs.items():
         times, hits = [row["mean_ttft_ms"] for row in found], [row["hit_rate"] for row in found]

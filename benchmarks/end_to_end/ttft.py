@@ -1,6 +1,6 @@
-"""End to end over HTTP: how much sooner the first token comes when the system prompt's KV is already there.
+"""End to end over HTTP: the time to the first token with and without the system prompt's KV in the cache.
 
-Each of several long system prompts is sent cold once and then warm several times, with a new question each time. A
+Each of several long system prompts is sent once cold and then several times warm, with a new question each time. A
 second instance in float32 compares cached and uncached greedy answers.
 """
 
@@ -25,8 +25,8 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--prefix-tokens", type=int, default=8000)
     parser.add_argument("--question-tokens", type=int, default=32)
-    parser.add_argument("--prompts", type=int, default=5, help="system prompts; each is cold once")
-    parser.add_argument("--warm", type=int, default=6, help="warm requests a system prompt, at least 5")
+    parser.add_argument("--prompts", type=int, default=5, help="system prompts; each is sent once cold")
+    parser.add_argument("--warm", type=int, default=6, help="warm requests per system prompt, at least 5")
     parser.add_argument("--max-tokens", type=int, default=16)
     arguments = parser.parse_args()
     if arguments.warm < 5:
@@ -38,7 +38,7 @@ def main() -> None:
     with instance(*flags, "--set", "dtype=float32") as url:
         equal = asyncio.run(outputs_equal(url, model_path, arguments))
     said = (
-        f"The first token came after {timing['warm_ms_p50']:.0f} ms with the prefix cached and after "
+        f"The first token arrived after {timing['warm_ms_p50']:.0f} ms with the prefix cached and after "
         f"{timing['cold_ms_p50']:.0f} ms without (medians): {timing['reduction']:.1%} sooner. "
         f"In float32 cached and uncached answers were {'equal' if equal else 'NOT equal'}."
     )
@@ -46,18 +46,18 @@ def main() -> None:
 
 
 def body_of(model_path: Path, arguments: argparse.Namespace, prompt: int, question: int) -> dict[str, Any]:
-    """Return a chat request of one system prompt and question, by their numbers."""
+    """Return the chat request with a system prompt and a question of these numbers."""
     system = text_of(arguments.prefix_tokens, model_path, prompt)
     user = text_of(arguments.question_tokens, model_path, 10_000 + question)
     return chat_body(arguments.model, arguments.max_tokens, user, system)
 
 
 async def measure(url: str, model_path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return times in ms of every prompt cold, then warm."""
+    """Return the times in ms of every prompt, first cold, then warm."""
     cold: list[Answer] = []
     warm: list[Answer] = []
     async with httpx.AsyncClient(timeout=300) as client:
-        # A warm-up of the connection and the tokenizer.
+        # Warm up the connection and the tokenizer.
         await stream_chat(client, url, {**body_of(model_path, arguments, 99, 0), "max_tokens": 1})
         for prompt in progress(range(arguments.prompts), "ttft"):
             cold.append(await stream_chat(client, url, body_of(model_path, arguments, prompt, 100 * prompt)))
@@ -91,7 +91,7 @@ async def outputs_equal(url: str, model_path: Path, arguments: argparse.Namespac
             await stream_chat(client, url, {**body_of(model_path, arguments, prompt, 77), "max_tokens": 1})
             cached = await stream_chat(client, url, body)
             if uncached.cached_tokens != 0 or cached.cached_tokens < arguments.prefix_tokens - 64:
-                raise RuntimeError(f"the cache did not do what was to be compared: {uncached=} {cached=}")
+                raise RuntimeError(f"the answers were not uncached and cached as planned: {uncached=} {cached=}")
             if uncached.text != cached.text:
                 return False
     return True

@@ -1,6 +1,6 @@
-"""The engine alone against its peers: time to first token cold and warm, decode, and a batch of long prompts.
+"""The engine alone against its peers: cold and warm time to first token, decode, and a batch of long prompts.
 
-Every system runs in a process of its own, one after the other, with the same prompts and size of KV blocks.
+The systems run in separate processes, one after the other, with the same prompts and the same size of KV blocks.
 """
 
 import json
@@ -21,7 +21,7 @@ MODULES = {
     "warmpath_vllm": "benchmarks.peers.warmpath_engine",
     "vllm_cpu": "benchmarks.peers.vllm_cpu",
 }
-"""``warmpath_vllm``: vLLM under warmpath; the first of ours that is measured is compared with all others."""
+"""``warmpath_vllm``: vLLM under warmpath. The first measured system of ours is compared with all others."""
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 1800
 
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--prefix-tokens", type=int, default=8000)
     parser.add_argument("--question-tokens", type=int, default=32)
     parser.add_argument("--batch-new-tokens", type=int, default=64)
-    parser.add_argument("--block-size", type=int, default=VLLM_CPU_BLOCK_SIZE, help="vLLM's least on a CPU: 32")
+    parser.add_argument("--block-size", type=int, default=VLLM_CPU_BLOCK_SIZE, help="vLLM's minimum on a CPU is 32")
     parser.add_argument("--systems", type=names_of(MODULES), default=",".join(MODULES))
     here = "" if vllm_missing() else sys.executable
     parser.add_argument("--vllm-python", default=os.environ.get("VLLM_PYTHON", here))
@@ -58,7 +58,7 @@ def summary(results: dict[str, dict[str, Any]]) -> str:
     """Return a sentence for each system, and the ratios."""
     sentences = [
         f"{name}: first token after {row['warm_ttft_ms']:.0f} ms cached and {row['cold_ttft_ms']:.0f} ms cold, "
-        f"{row['decode_tok_s']:.0f} tokens a second in a batch of {DECODE_ROWS}."
+        f"{row['decode_tok_s']:.0f} tokens per second in a batch of {DECODE_ROWS}."
         if "cold_ttft_ms" in row
         else f"{name}: not measured, {row['not_measured']}."
         for name, row in results.items()
@@ -92,7 +92,7 @@ def run(name: str, workload: dict[str, Any], vllm_python: str) -> dict[str, Any]
 
 
 def figures(seconds: dict[str, list[float]], workload: dict[str, Any]) -> dict[str, Any]:
-    """Return medians, and their spread in seconds."""
+    """Return the medians, and the spread in seconds."""
     prompt = workload["prefix_tokens"] + workload["question_tokens"]
     cold, warm = spread(seconds["cold_s"]), spread(seconds["warm_s"])
     decode, batch = spread(seconds["decode_s"]), spread(seconds["batch_s"])
@@ -107,12 +107,12 @@ def figures(seconds: dict[str, list[float]], workload: dict[str, Any]) -> dict[s
 
 
 def ours_of(results: dict[str, dict[str, Any]]) -> str:
-    """Return which of our systems the others are compared with, "" for none."""
+    """Return the name of our system that the others are compared with, "" for none."""
     return next((name for name in results if name.startswith("warmpath")), "")
 
 
 def ratios(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return ours / theirs for every peer that was measured."""
+    """Return ours / theirs for every measured peer."""
     names = ("cold_ttft_ms", "warm_ttft_ms", "prefill_tok_s", "decode_tok_s", "throughput_32x1024_tok_s")
     first = ours_of(results)
     ours = results.get(first, {})

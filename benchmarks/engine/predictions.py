@@ -1,8 +1,8 @@
-"""Are cached tokens as the router says? A router in front of one engine; every answer is compared with its word.
+"""Does the router predict cached tokens exactly? Every answer of an engine is compared with its router's prediction.
 
-Conversations of two tenants, some with a LoRA adapter, grow and begin anew in a pool that is too small for them. They
-come one at a time and in bursts, of which some are aborted; now and then the cache is reset. Half of them may begin
-with a public prompt, and a part of the requests store nothing.
+Conversations of two tenants, some with a LoRA adapter, grow and restart in a pool that is too small for them. Requests
+arrive alone and in bursts, some are aborted, and sometimes the cache is reset. Half of the conversations may begin
+with a public prompt, and a part of the requests stores nothing.
 """
 
 import argparse
@@ -47,27 +47,27 @@ def main() -> None:
     parser = parser_of(__doc__, "demo")
     add_engine_flag(parser, ["torch", "vllm", "simulated"], "torch")
     parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--blocks", type=int, default=256, help=f"of {BLOCK} tokens, in the pool")
+    parser.add_argument("--blocks", type=int, default=256, help=f"blocks of {BLOCK} tokens in the pool")
     parser.add_argument("--conversations", type=int, default=24, help=f"each of up to {LONGEST_TOKENS} tokens")
-    parser.add_argument("--burst", type=int, default=4, help="requests that come together, in every fifth turn or so")
-    parser.add_argument("--pause-s", type=float, default=0.03, help="between turns: what was stored is told by then")
-    parser.add_argument("--public-tokens", type=int, default=0, help="of a public prompt before half of the systems")
-    parser.add_argument("--unstored", type=float, default=0.0, help="part of the requests with store_kv false")
+    parser.add_argument("--burst", type=int, default=4, help="requests in a burst, in about every fifth turn")
+    parser.add_argument("--pause-s", type=float, default=0.03, help="time between turns, for cache events to arrive")
+    parser.add_argument("--public-tokens", type=int, default=0, help="tokens of a public prompt before half of them")
+    parser.add_argument("--unstored", type=float, default=0.0, help="fraction of requests with store_kv false")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--drafts", type=int, default=0, help="tokens that vLLM drafts by n-grams; answers repeat then")
+    parser.add_argument("--drafts", type=int, default=0, help="tokens that vLLM drafts by n-grams; answers then repeat")
     arguments = parser.parse_args()
     results = measure(resolve_model(arguments.model), arguments)
     alone, in_bursts = results["one_at_a_time"]["exact"], results["in_bursts"]["exact"]
     said = (
-        f"Cached tokens exactly as the router said: {results['exact']:.2%} of {results['requests']} requests "
-        f"({alone:.2%} of those that came alone, {in_bursts:.2%} of those in bursts); "
+        f"Cached tokens exactly as predicted: {results['exact']:.2%} of {results['requests']} requests "
+        f"({alone:.2%} of those that arrived alone, {in_bursts:.2%} of those in bursts); "
         f"the others: {results['others'] or 'none'}. {results['evictions']} blocks were evicted."
     )
     write(arguments.json, vars(arguments), results, said)
 
 
 def measure(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Ask; return the share of answers with the predicted cached tokens, and reasons of the others."""
+    """Send all requests; return the share of answers with the predicted cached tokens, and reasons for the others."""
     info = load_checkpoint_info(model)
     config = AppConfig(
         model=str(model),
@@ -102,7 +102,7 @@ def measure(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 class Routed:
-    """The router, and the events by which blocks were removed. Events come from the engine's threads."""
+    """The router, and the removals of blocks by event. Events arrive in the engine's threads."""
 
     def __init__(self) -> None:
         self.core = RoutingCore("predictions", RouterSettings(block_size=BLOCK))
@@ -114,7 +114,7 @@ class Routed:
         self._removed: dict[bytes, int] = {}
 
     def events(self, events: Iterable[Event]) -> None:
-        """Take an engine's events."""
+        """Record an engine's events."""
         events = list(events)
         with self._lock:
             self._number += 1
@@ -128,19 +128,19 @@ class Routed:
         self.core.apply(REPLICA, events)
 
     def number(self) -> int:
-        """Return the number of the last events so far."""
+        """Return the number of event batches so far."""
         with self._lock:
             return self._number
 
     def gone_since(self, number: int, block_hash: bytes) -> bool:
-        """Return whether a block, or all, were removed after the events of that number."""
+        """Return whether a block, or the whole cache, was removed after the batch of that number."""
         with self._lock:
             return max(self._removed.get(block_hash, 0), self._cleared) > number
 
 
 @dataclass(slots=True)
 class Talk:
-    """A conversation: the first tokens of its next request."""
+    """A conversation. ``ids``: the tokens of its next request."""
 
     scope: PrefixScope
     ids: TokenArray
@@ -148,7 +148,7 @@ class Talk:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request under way. ``number``: of the router's last events before its prediction."""
+    """A running request. ``number``: the number of the last event batch before its prediction."""
 
     talk: Talk
     request: EngineRequest
@@ -158,7 +158,7 @@ class Asked:
 
 
 class Talks:
-    """Conversations with one of their scope's two system prompts, which begin anew when they are long."""
+    """Conversations with one of their scope's two system prompts; long ones restart."""
 
     def __init__(
         self, scopes: Sequence[PrefixScope], vocab_size: int, arguments: argparse.Namespace, rng: random.Random
@@ -181,7 +181,7 @@ class Talks:
         return self._random.random() < probability
 
     def answered(self, talk: Talk, tokens: Sequence[int]) -> None:
-        """Go on with an answer's tokens and a new question."""
+        """Continue a conversation with an answer's tokens and a new question."""
         talk.ids = np.concatenate([talk.ids, np.array(tokens, dtype=np.int32), self._tokens(50)])
         if len(talk.ids) > LONGEST_TOKENS:
             talk.ids = self._opening(talk.scope)
@@ -253,7 +253,7 @@ def _ask(engine: Engine, routed: Routed, one: tuple[Talk, EngineRequest], output
 
 
 def _abort_one(engine: Engine, talks: Talks, asked: Asked, done: Counter[str]) -> None:
-    """Abort a request of a burst, at any time of its life or not at all."""
+    """Abort a request of a burst at a random time, or not at all."""
     if talks.chance(0.5):
         time.sleep(0.01 if talks.chance(0.5) else 0.08)
         engine.cancel(asked.request.request_id)
@@ -261,7 +261,7 @@ def _abort_one(engine: Engine, talks: Talks, asked: Asked, done: Counter[str]) -
 
 
 def _compared(routed: Routed, asked: Asked, delivered: int) -> str:
-    """Return "exact", or why more or less tokens were cached than was predicted."""
+    """Return "exact", or the reason for a difference from the prediction."""
     if delivered == asked.predicted:
         return "exact"
     if delivered > asked.predicted:

@@ -1,1 +1,1 @@
-"""Benchmarks of what one tenant can do to another."""
+"""Benchmarks of isolation between tenants."""

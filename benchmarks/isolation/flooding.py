@@ -1,7 +1,7 @@
-"""Tenants that share a replica while one of them floods it: what the others keep of their hit rate.
+"""Tenants share a replica while one of them floods it: the remaining hit rate of the others.
 
-Simulated, or with an engine that computes, in real time and by a smaller workload. "unprotected" runs the same requests
-under one tenant's name: plain LRU, first come first served.
+The engine is simulated, or it computes in real time with a smaller workload. "unprotected" runs the same requests
+under one tenant's name: plain LRU, first come, first served.
 """
 
 import time
@@ -37,12 +37,12 @@ LIVE: dict[str, Any] = {
     "flood_requests_per_s": 20.0, "flood_tokens": 900, "flood_answer_tokens": 32, "flood_waiting": 24,
     "num_blocks": 256, "max_num_seqs": 8, "duration_s": 30.0,
 }  # fmt: skip
-"""What a small model on a few cores is asked, in blocks of 32 tokens."""
+"""The workload for a small model on a few cores, with blocks of 32 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class FloodWorkload:
-    """Quiet tenants return to a few system prompts each; the flooder's prompts are all new."""
+    """Quiet tenants reuse a few system prompts each; all the flooder's prompts are new."""
 
     quiet_tenants: int = 9
     system_prompts: int = 3
@@ -62,7 +62,7 @@ class FloodWorkload:
     seed: int = 0
 
     def arrivals(self, *, flood: bool) -> list[tuple[float, str, TokenArray, int]]:
-        """Return (time, tenant, prompt, answer tokens) in order."""
+        """Return (time, tenant, prompt, answer tokens) in order of time."""
         rows: list[tuple[float, str, TokenArray, int]] = []
         for number in range(self.quiet_tenants):
             rng = Random(f"{self.seed} {number}")
@@ -114,7 +114,7 @@ class Counts:
 
 
 class Sides:
-    """Counts the quiet tenants' requests and the flooder's; of these at most ``flood_waiting`` wait."""
+    """Counts the quiet tenants' requests and the flooder's; at most ``flood_waiting`` of the latter may wait."""
 
     def __init__(self, flood_waiting: int) -> None:
         self.quiet, self.flooder = Counts(), Counts()
@@ -122,7 +122,7 @@ class Sides:
         self._waiting = 0
 
     def arrives(self, request: EngineRequest) -> bool:
-        """Return whether a request is taken."""
+        """Return whether a request is accepted."""
         if self._of(request) is self.flooder:
             if self._waiting >= self._flood_waiting:
                 self.flooder.rejected += 1
@@ -140,11 +140,11 @@ class Sides:
         counts.queue_s.append(queue_s)
 
     def first_token(self, request: EngineRequest, ttft_s: float) -> None:
-        """Time it."""
+        """Record its time to the first token."""
         self._of(request).ttft_s.append(ttft_s)
 
     def answered(self, request: EngineRequest, answer_s: float) -> None:
-        """Time its whole answer."""
+        """Record the time of its whole answer."""
         self._of(request).answer_s.append(answer_s)
 
     def _of(self, request: EngineRequest) -> Counts:
@@ -152,7 +152,7 @@ class Sides:
 
 
 def drive(workload: FloodWorkload, *, flood: bool, protected: bool = True) -> Sides:
-    """Run requests in virtual time over the real scheduler and prefix cache; not ``protected``: as one tenant."""
+    """Run requests in virtual time on the real scheduler and prefix cache; not ``protected``: as one tenant."""
     arrivals = workload.arrivals(flood=flood)
     shares = {tenant: 1.0 for _, tenant, _, _ in arrivals} if protected else {}
     settings = EngineSettings(num_blocks=workload.num_blocks, max_num_seqs=workload.max_num_seqs)
@@ -162,7 +162,7 @@ def drive(workload: FloodWorkload, *, flood: bool, protected: bool = True) -> Si
     cost = CostModel(prefill_tokens_per_s=workload.prefill_tokens_per_s, vocab_size=workload.vocab_size)
     runner = SimulatedRunner(cost, sleep=clock.sleep)
     sides, coming = Sides(workload.flood_waiting), deque(enumerate(arrivals))
-    decode_step_s = cost.step_s(0, 1)  # an engine knows it from its warm-up
+    decode_step_s = cost.step_s(0, 1)  # a real engine measures it in its warm-up
     while coming or scheduler.waiting or scheduler.running:
         while coming and coming[0][1][0] <= clock():
             number, (arrival_s, tenant, ids, answer_tokens) = coming.popleft()
@@ -172,7 +172,7 @@ def drive(workload: FloodWorkload, *, flood: bool, protected: bool = True) -> Si
                 scheduler.add(SequenceState(request, lambda _: None, chain, arrival_s))
         chosen = scheduler.schedule(cost.prefill_tokens_per_s, decode_step_s)
         if not chosen and not scheduler.preempted:
-            assert coming, "what waits can never start"
+            assert coming, "the waiting requests can never start"
             clock.sleep(coming[0][1][0] - clock())
             continue
         for item in chosen:
@@ -195,7 +195,7 @@ def drive(workload: FloodWorkload, *, flood: bool, protected: bool = True) -> Si
 
 
 def drive_live(engine: Engine, workload: FloodWorkload, *, flood: bool, protected: bool = True) -> Sides:
-    """Do as ``drive`` in real time, with an engine that begins with an empty cache."""
+    """Run ``drive``'s requests in real time, with an engine that begins with an empty cache."""
     sides, collector, names = Sides(workload.flood_waiting), OutputCollector(), set[str]()
 
     def submit(request: EngineRequest, arrival_s: float) -> None:
@@ -224,7 +224,7 @@ def drive_live(engine: Engine, workload: FloodWorkload, *, flood: bool, protecte
 
 
 def measure_live(kind: str, model: Path, workload: FloodWorkload) -> dict[str, Any]:
-    """Do as ``measure_flooding`` with an engine that computes ``model``."""
+    """Return the figures of a workload with an engine that computes ``model``."""
     tenants = [f"tenant-{number}" for number in range(workload.quiet_tenants)] + [FLOODER, "everybody"]
     config = AppConfig(
         model=str(model),
@@ -249,7 +249,7 @@ def measure_flooding(workload: FloodWorkload) -> dict[str, Any]:
 
 
 def measured(engine: str, run: Callable[..., Sides]) -> dict[str, Any]:
-    """Return the quiet tenants' figures without a flood, with it, and unprotected, and their ratios."""
+    """Return the quiet tenants' figures without a flood, with it and unprotected, and their ratios."""
     cases = progress(((True, False), (False, True), (True, True)), "flooding")
     bare, calm, flooded = [run(flood=flood, protected=protected) for flood, protected in cases]
     alone, quiet, unprotected = (sides.quiet.to_json() for sides in (calm, flooded, bare))
@@ -277,7 +277,7 @@ def main() -> None:
     """Parse flags, run, write the JSON."""
     parser = parser_of(__doc__, "demo")
     add_engine_flag(parser, ["torch", "vllm", "simulated"], "simulated")
-    parser.add_argument("--duration-s", type=float, help="of requests, in each of three cases")
+    parser.add_argument("--duration-s", type=float, help="duration of the requests, in each of three cases")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     workload, live = FloodWorkload(seed=arguments.seed), arguments.engine != "simulated"

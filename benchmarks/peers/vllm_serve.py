@@ -1,6 +1,6 @@
-"""Plain `vllm serve`, in vLLM's environment, and SGLang's router in front of it.
+"""Plain `vllm serve` in vLLM's environment, and SGLang's router in front of it.
 
-The router needs an environment of its own: `pip install sglang-router==0.3.2`; give its Python to
+The router needs a separate environment: `pip install sglang-router==0.3.2`; give its Python to
 `python -m benchmarks affinity --engine vllm --peers sglang_router --sglang-python /path/to/env/bin/python`.
 """
 
@@ -18,9 +18,9 @@ from serve_app.cli.local_ray import held_port
 def vllm_servers(
     replicas: int, config: dict[str, Any], python: str = sys.executable, env: dict[str, str] | None = None
 ) -> Iterator[list[str]]:
-    """Run servers with a deployment's settings in the environment of ``python``; yields their URLs.
+    """Run servers with a deployment's settings in the environment of ``python``; yield their URLs.
 
-    Raises BenchmarkError when one does not come up.
+    Raises BenchmarkError if one does not start.
     """
     with ExitStack() as stack:
         yield [stack.enter_context(_server(config, python, env or {})) for _ in range(replicas)]
@@ -34,7 +34,7 @@ def _server(config: dict[str, Any], python: str, env: dict[str, str]) -> Iterato
         command += ["--port", str(port), "--model", str(resolve_model(config["model"]))]
         command += ["--served-model-name", config["model"], "--dtype", config["dtype"]]
         command += ["--block-size", str(config["block_size"]), "--num-gpu-blocks-override", str(config["num_blocks"])]
-        # Plain vLLM does not start where this part of the memory is not free.
+        # Plain vLLM does not start unless this fraction of the memory is free.
         command += ["--gpu-memory-utilization", "0.05", "--enforce-eager"]
         command += ["--enable-prompt-tokens-details", "--generation-config", "vllm"]
         environment = {**env, **threads, "OMP_NUM_THREADS": str(config["num_threads"])}
@@ -45,7 +45,7 @@ def _server(config: dict[str, Any], python: str, env: dict[str, str]) -> Iterato
 
 @contextmanager
 def sglang_router(python: str, workers: Sequence[str]) -> Iterator[str]:
-    """Run SGLang's router over servers and yield its URL. Raises BenchmarkError when it does not come up."""
+    """Run SGLang's router over servers and yield its URL. Raises BenchmarkError if it does not start."""
     with held_port() as port, held_port() as metrics_port:
         command = [python, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
         command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]

@@ -1,4 +1,4 @@
-"""warmpath's engines, the built-in one or vLLM's, measured as a peer is: in a process of its own, through `submit`."""
+"""warmpath's engines, the built-in one or vLLM's, measured like a peer: in a separate process, through `submit`."""
 
 from importlib.metadata import version
 from pathlib import Path
@@ -27,7 +27,7 @@ class WarmpathEngine:
         self._numbers = iter(range(1 << 40))
 
     def generate(self, prompts: list[Prompt], max_tokens: int) -> None:
-        """Submit all prompts and wait for their last tokens. Raises RuntimeError when one fails."""
+        """Submit all prompts and wait for their last tokens. Raises RuntimeError if one fails."""
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
         requests = [
             EngineRequest(str(next(self._numbers)), np.asarray(prompt, dtype=np.int32), _SCOPE, _ROOT, sampling)
@@ -37,7 +37,7 @@ class WarmpathEngine:
 
 
 def config_of(workload: dict[str, Any]) -> AppConfig:
-    """Return the settings of the engine that a workload names."""
+    """Return the settings of a workload's engine."""
     return AppConfig(
         engine="vllm" if workload["system"] == "warmpath_vllm" else "torch",
         block_size=workload["block_size"],

@@ -1,6 +1,6 @@
-"""One engine workload and its times, for every system: JSON on standard input and output.
+"""One engine workload and its times, for all systems: JSON on standard input and output.
 
-Standard library only, because it also runs under a peer's own Python.
+It uses only the standard library, because it also runs under a peer's own Python.
 """
 
 import json
@@ -24,17 +24,17 @@ class System(Protocol):
 S = TypeVar("S", bound=System)
 
 DECODE_ROWS, DECODE_PROMPT_TOKENS, DECODE_NEW_TOKENS = 16, 32, 64
-"""The decode figure: so many sequences, all new."""
+"""The size of the decode measurement; all its sequences are new."""
 
 
 def prompts_of(count: int, tokens: int, vocab_size: int, seed: int) -> list[Prompt]:
-    """Return prompts of random ids, without the first few hundred: they are special."""
+    """Return prompts of random ids, without the first few hundred, which are special tokens."""
     generator = random.Random(seed)
     return [[generator.randrange(300, vocab_size) for _ in range(tokens)] for _ in range(count)]
 
 
 def measure(workload: dict[str, Any], system: System, progress: Callable[[str], None]) -> dict[str, list[float]]:
-    """Return each figure's seconds in ``runs`` runs. Every prompt is new but the warm prefix."""
+    """Return each measurement's seconds in ``runs`` runs. Every prompt is new, except the warm prefix."""
     vocab, runs = workload["vocab_size"], workload["runs"]
     prefix, question = workload["prefix_tokens"], workload["question_tokens"]
     seed = iter(range(1, 1_000_000))
@@ -44,7 +44,7 @@ def measure(workload: dict[str, Any], system: System, progress: Callable[[str], 
         system.generate(prompts, max_tokens)
         return time.perf_counter() - started_s
 
-    # A warm-up: kernels are compiled and allocators filled for every shape that follows.
+    # Warm up: this compiles kernels and fills allocators for all later shapes.
     timed(prompts_of(1, prefix + question, vocab, next(seed)), 1)
     timed(prompts_of(16, 32, vocab, next(seed)), 8)
     results: dict[str, list[float]] = {"cold_s": [], "warm_s": [], "decode_s": [], "batch_s": []}
@@ -60,9 +60,9 @@ def measure(workload: dict[str, Any], system: System, progress: Callable[[str], 
 
 
 def serve(make: Callable[[dict[str, Any]], S], version: Callable[[], str]) -> None:
-    """Be a peer's process: read the workload, measure, print the result."""
+    """Run as a peer's process: read the workload, measure, print the result."""
     workload = json.load(sys.stdin)
-    # A peer's own prints go to standard error: standard output has the result alone.
+    # A peer's own prints go to standard error, so that standard output holds only the result.
     result = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 

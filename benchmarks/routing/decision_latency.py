@@ -1,6 +1,6 @@
-"""Routing decisions: latency of a 10k-token prompt, memory a block, events a second.
+"""Routing decisions: latency for a 10k-token prompt, memory per block, events per second.
 
-Each row is measured in a process of its own, because of its resident memory. A failed peer is named with the reason.
+Each row is measured in a separate process, because of its resident memory. A failed peer is reported with the reason.
 """
 
 import json
@@ -39,9 +39,9 @@ TIMEOUT_S = 900
 
 
 def measure_routing(workload: RoutingWorkload) -> dict[str, float]:
-    """Measure RoutingCore's events and whole decisions: match, score, reserve."""
+    """Measure RoutingCore's events and its whole decisions: match, score, reserve."""
     before = resident_bytes()
-    # Requests come as fast as the replicas compute them: at the speed of this loop every prefix would be hot.
+    # Requests arrive as fast as the replicas compute them: at the speed of this loop every prefix would be hot.
     now_s = 0.0
     core = RoutingCore("benchmark", rng=Random(workload.seed), clock=lambda: now_s)
     core.update_replicas(workload.names())
@@ -57,7 +57,7 @@ def measure_routing(workload: RoutingWorkload) -> dict[str, float]:
     for name, report in reports(workload):
         core.apply(name, (report,))
     open_decisions, taken_s, cached = [], [], 0
-    # Made one by one, because an ingress hashes a prompt and then asks: the chain is in the CPU's caches.
+    # Chains are made one by one: an ingress decides just after hashing, while the chain is in the CPU's caches.
     for number, (chain, key) in enumerate(workload.queries()):
         request = RoutedRequest(f"request-{number}", chain, PROMPT_TOKENS, key)
         now_s += PROMPT_TOKENS / (PREFILL_TOKENS_PER_S * workload.replicas)
@@ -73,7 +73,7 @@ def measure_routing(workload: RoutingWorkload) -> dict[str, float]:
 
 
 def reports(workload: RoutingWorkload) -> Iterator[tuple[str, LoadReport]]:
-    """Yield a load for every replica."""
+    """Yield a load report for every replica."""
     rng = Random(workload.seed + 2)
     for name in workload.names():
         waiting = rng.randrange(4)
@@ -83,7 +83,7 @@ def reports(workload: RoutingWorkload) -> Iterator[tuple[str, LoadReport]]:
 
 
 def measure_apart(system: str, workload: RoutingWorkload) -> dict[str, Any]:
-    """Measure one system in a process of its own; a failure becomes a row with the reason."""
+    """Measure one system in a separate process; a failure becomes a row with the reason."""
     row = {"system": system, "replicas": workload.replicas, "blocks": workload.blocks}
     command = [sys.executable, "-m", MODULES[system], json.dumps(asdict(workload))]
     try:
@@ -91,12 +91,12 @@ def measure_apart(system: str, workload: RoutingWorkload) -> dict[str, Any]:
     except (OSError, subprocess.TimeoutExpired) as error:
         return {**row, "not_measured": str(error)}
     if done.returncode:
-        return {**row, "not_measured": (done.stderr.strip().splitlines() or ["it said nothing"])[-1]}
+        return {**row, "not_measured": (done.stderr.strip().splitlines() or ["no message"])[-1]}
     return {**row, **json.loads(done.stdout.strip().splitlines()[-1])}
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the figures of the middle size in a sentence."""
+    """Return a sentence with the figures of the middle size."""
     replicas, blocks = SIZES[1]
     figures = [
         f"{row['system']} {row['decision_us_p50']:.0f} / {row['decision_us_p99']:.0f} us"

@@ -1,4 +1,4 @@
-"""The workload of `benchmarks routing`; hashes are 16 random bytes a block."""
+"""The workload of `benchmarks routing`; a block's hash is 16 random bytes."""
 
 import gc
 import json
@@ -18,7 +18,7 @@ BLOCKS_A_MESSAGE = 128
 
 @dataclass(frozen=True, slots=True)
 class RoutingWorkload:
-    """Prompts of 625 blocks, each held by three replicas; queries share a prefix of any depth with one."""
+    """Prompts of 625 blocks, each held by three replicas; a query shares a prefix of random depth with one prompt."""
 
     replicas: int
     blocks: int
@@ -30,7 +30,7 @@ class RoutingWorkload:
         return [f"replica-{number:04d}" for number in range(self.replicas)]
 
     def prompts(self) -> Iterator[tuple[bytes, list[str]]]:
-        """Yield (packed chain, holders), made anew each time to use no memory."""
+        """Yield (packed chain, holders), recomputed each time to save memory."""
         rng = Random(self.seed)
         names = self.names()
         for _ in range(self.blocks // PROMPT_BLOCKS):
@@ -46,13 +46,13 @@ class RoutingWorkload:
 
 
 def messages_of(chain: bytes) -> list[bytes]:
-    """Cut a chain into pieces of at most ``BLOCKS_A_MESSAGE`` blocks, as replicas publish them."""
+    """Cut a chain into pieces of at most ``BLOCKS_A_MESSAGE`` blocks, like the messages of replicas."""
     size = 16 * BLOCKS_A_MESSAGE
     return [chain[start : start + size] for start in range(0, len(chain), size)]
 
 
 def figures(workload: RoutingWorkload, taken_s: list[float], spent_s: float, grown_bytes: int) -> dict[str, float]:
-    """Return the figures of seconds of each decision and of all events, and of their memory."""
+    """Return figures from the seconds of each decision, the seconds of all events, and their memory."""
     percents = quantiles(taken_s, n=100, method="inclusive")
     blocks = workload.blocks // PROMPT_BLOCKS * PROMPT_BLOCKS
     return {
@@ -64,11 +64,11 @@ def figures(workload: RoutingWorkload, taken_s: list[float], spent_s: float, gro
 
 
 def resident_bytes() -> int:
-    """Return this process's resident memory (Linux), garbage collected first."""
+    """Return this process's resident memory (Linux), after a garbage collection."""
     gc.collect()
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def serve(measure: Callable[[RoutingWorkload], dict[str, float]]) -> None:
-    """Measure the workload of the first argument, as JSON, and print figures as JSON."""
+    """Measure the workload in the first argument (JSON), and print the figures as JSON."""
     print(json.dumps(measure(RoutingWorkload(**json.loads(sys.argv[1])))))

@@ -1,1 +1,1 @@
-"""A cluster in discrete events on a virtual clock: real routing and cache index code, a cost model for the rest."""
+"""A discrete-event simulation of a cluster: real code for routing and the cache index, a cost model for the rest."""

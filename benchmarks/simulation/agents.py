@@ -1,4 +1,4 @@
-"""Agents' sessions on a simulated cluster, closed loop: a turn begins its pause after the answer before it."""
+"""Agents' sessions on a simulated cluster, closed loop: a turn starts a pause after the previous answer."""
 
 import sys
 from collections import defaultdict
@@ -27,7 +27,7 @@ from router.settings import DEFAULT_POLICY
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Sessions with their arrivals, prepared. ``requests``: by session, stream and turn."""
+    """Prepared sessions with their arrivals. ``requests``: by session, stream and turn."""
 
     sessions: Sequence[Session]
     arrivals_s: Sequence[float]
@@ -37,7 +37,7 @@ class Load:
 
 
 def make_load(sessions: Sequence[Session], settings: ClusterSettings, running: float, tenants: int) -> Load:
-    """Let sessions arrive at random, so often that about so many would run at once on an unlimited cache."""
+    """Let sessions arrive at random, so that about ``running`` would run concurrently on an unlimited cache."""
     rng = Random(settings.seed)
     chosen = list(sessions)
     rng.shuffle(chosen)
@@ -51,7 +51,7 @@ def make_load(sessions: Sequence[Session], settings: ClusterSettings, running: f
 
 
 def _ideal_s(session: Session, settings: ClusterSettings, longest_pause_s: float = inf) -> float:
-    """Return a session's time on an unlimited cache without queue."""
+    """Return a session's time on an unlimited cache without a queue."""
 
     def answer_s(at: int, number: int) -> float:
         turn = session.streams[at].turns[number]
@@ -116,13 +116,13 @@ CONTENDERS = {
     "first_come": Contender(DEFAULT_POLICY),
     "power_of_two": Contender("power_of_two"),
 }
-"""By their rows' names; the others' replicas take requests first come first served, with vLLM's order of eviction."""
+"""By row name. The replicas of the last two serve first come, first served, with vLLM's order of eviction."""
 
 
 def simulate_agents(
     settings: ClusterSettings, pools: Sequence[float], sessions: int, running: float, tenants: int
 ) -> dict[str, dict[str, float]]:
-    """Run every contender with pools of these parts of the working set; return figures by the names of the rows."""
+    """Run every contender with pools of these fractions of the working set; return figures by row name."""
     load = make_load(read_sessions()[:sessions], settings, running, tenants)
     results = {}
     for pool in pools:
@@ -136,7 +136,7 @@ def simulate_agents(
 
 
 def agents_summary(results: dict[str, dict[str, float]]) -> str:
-    """Return all rows in a sentence."""
+    """Return a sentence with all rows."""
     rows = "; ".join(f"{name}: {_line(row)}" for name, row in results.items())
     return f"Simulated: job time over that of an unlimited cache without queue, and hit rate. {rows}."
 

@@ -1,4 +1,4 @@
-"""A whole simulated run: requests arrive, routers decide, replicas compute, feeds carry the news."""
+"""A whole simulated run: requests arrive, routers decide, replicas compute, feeds carry the events."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from router.protocol.request import Decision
 
 @dataclass(slots=True)
 class Outcome:
-    """Times by a request's number, and tokens of all requests."""
+    """Times by request number, and the tokens of all requests."""
 
     ttft_s: dict[int, float] = field(default_factory=dict)
     prompt_tokens: int = 0
@@ -25,7 +25,7 @@ class Outcome:
     rerouted: int = 0
 
     def summary(self) -> dict[str, float]:
-        """Return rates and times. ``hit_rate`` counts pulled tokens as cached ones."""
+        """Return rates and times. ``hit_rate`` counts pulled tokens as cached."""
         times = list(self.ttft_s.values())
         return {
             "hit_rate": self.cached_tokens / self.prompt_tokens,
@@ -40,7 +40,7 @@ class Outcome:
 
 
 class Cluster:
-    """Replicas and routers on one clock; run it once."""
+    """Replicas and routers on one clock, for a single run."""
 
     def __init__(self, settings: ClusterSettings, contender: Contender) -> None:
         self.settings = settings
@@ -81,7 +81,7 @@ class Cluster:
         return self.outcome
 
     def send(self, request: SimulatedRequest) -> None:
-        """Let a request come now, at any router."""
+        """Send a request now, through a random router."""
         self._rng.choice(list(self.doors.values())).send(request, self._submit)
 
     def _submit(self, request: SimulatedRequest, decision: Decision) -> LoadReport | None:
@@ -108,7 +108,7 @@ class Cluster:
 
 
 def unlimited(requests: Sequence[SimulatedRequest], settings: ClusterSettings) -> Outcome:
-    """Return the bound on every policy: one unlimited cache of all replicas, and no queue."""
+    """Return the bound of all policies: one unlimited cache for all replicas, and no queue."""
     outcome, size = Outcome(), settings.block_size
     seen: set[bytes] = set()
     for request in requests:

@@ -1,4 +1,4 @@
-"""A simulated router: a RoutingCore, alone or narrowed down by Ray's prefix tree."""
+"""A simulated router: a RoutingCore, alone or restricted by Ray's prefix tree."""
 
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
@@ -15,11 +15,11 @@ RAY_PREFIX = "ray_prefix"
 MATCH_RATE_THRESHOLD = 0.1
 
 Submit = Callable[[SimulatedRequest, Decision], LoadReport | None]
-"""Gives a request to the chosen replica; returns a load when that one sends it back."""
+"""Submits a request to the chosen replica; returns a load report if the replica sends it back."""
 
 
 class RayPrefixTree:
-    """Ray's PrefixCacheAffinityRouter over block ids: a tree of sent prefixes for all routers, never evicted.
+    """Ray's PrefixCacheAffinityRouter on block ids: one tree of sent prefixes for all routers, without eviction.
 
     Source: ray 2.60, ray/llm/_internal/serve/routing_policies/prefix_aware/{prefix_aware_router,prefix_tree}.py.
     """
@@ -29,7 +29,7 @@ class RayPrefixTree:
         self._holders: dict[bytes, set[str]] = {}
 
     def candidates(self, prefixes: Collection[bytes], prompt_tokens: int, block_size: int) -> Collection[str]:
-        """Return the replicas that were sent the deepest known prefix; below the match rate, those with least tokens.
+        """Return the replicas with the deepest known prefix; below the match rate, those with the fewest tokens.
 
         ``prefixes``: a hash for each leading block.
         """
@@ -46,7 +46,7 @@ class RayPrefixTree:
         return matched
 
     def insert(self, replica_id: str, prefixes: Iterable[bytes], block_size: int) -> None:
-        """Note that a replica was sent a prompt."""
+        """Record that a prompt was sent to a replica."""
         for prefix in prefixes:
             holders = self._holders.setdefault(prefix, set())
             if replica_id not in holders:
@@ -55,7 +55,7 @@ class RayPrefixTree:
 
 
 class FrontDoor:
-    """One router. ``tree``: of Ray's prefix rule, shared by all routers."""
+    """One router. ``tree``: the tree of Ray's prefix rule, shared by all routers."""
 
     def __init__(
         self,
@@ -79,11 +79,11 @@ class FrontDoor:
         self._rng = Random(f"{settings.seed} {name} ties")
 
     def take(self, replica_id: str, events: tuple[Event, ...]) -> None:
-        """Take one feed message."""
+        """Apply one feed message."""
         self.core.apply(replica_id, events)
 
     def send(self, request: SimulatedRequest, submit: Submit, rerouted: int = 0) -> None:
-        """Send a request to a replica. ``rerouted``: how often one has sent it back."""
+        """Send a request to a replica. ``rerouted``: how often a replica has sent it back."""
         decision = self._decide(request, rerouted)
         load = submit(request, decision)
         if load is not None:
@@ -108,7 +108,7 @@ class FrontDoor:
         return decision
 
     def _refused_by_tree(self, request: SimulatedRequest) -> list[str]:
-        """Return all replicas but the one of the tree's with the shortest queue."""
+        """Return all replicas except the tree's candidate with the shortest queue."""
         assert self._tree is not None
         loads = self.core.loads
         proposed = sorted(self._tree.candidates(request.prefixes(), request.trace.prompt_tokens, self._block_size))

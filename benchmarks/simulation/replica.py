@@ -1,4 +1,4 @@
-"""One simulated replica: the real prefix cache index, a line of jobs, and a cost model instead of a forward."""
+"""One simulated replica: the real prefix cache index, a queue of jobs, and a cost model instead of a forward."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ MIN_PULL_TOKENS = PolicySettings().min_pull_tokens
 
 @dataclass(slots=True)
 class Job:
-    """A request at its replica. ``joined``: to its pull; ``held``: whether its session has to wait.
+    """A request at its replica. ``joined``: jobs that wait for its pull; ``held``: whether its session has to wait.
 
-    ``uncached_tokens``: a hint until it starts, from then on what is left.
+    ``uncached_tokens``: a hint until the job starts, then its remaining tokens.
     """
 
     request: SimulatedRequest
@@ -47,7 +47,7 @@ class Job:
 
 
 class SimulatedReplica:
-    """A replica of a cluster of ``peers``."""
+    """A replica in a cluster of ``peers``."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class SimulatedReplica:
         )
 
     def submit(self, request: SimulatedRequest, decision: Decision) -> LoadReport | None:
-        """Take a request, or return a load by which the router decides again. Raises ValueError for a long one."""
+        """Accept a request, or return a load for another decision. Raises ValueError for an overlong request."""
         if self._blocks_of(request) > self._settings.blocks:
             raise ValueError(f"request {request.number} needs more blocks than a replica has")
         if decision.queued_tokens is not None:
@@ -118,12 +118,12 @@ class SimulatedReplica:
         return None
 
     def report(self) -> LoadReport:
-        """Return the load now. The rest of a prompt being computed counts as waiting."""
+        """Return the current load. The rest of a running prefill counts as waiting."""
         if self.current is not None:
             self._account(self.current)
         started = [*self._overtaken, *([self.current] if self.current is not None else [])]
         unfinished = [*started, *self.waiting]
-        if self._shortest_first:  # as our engines report: the rest of a step, and what is too old to be overtaken
+        if self._shortest_first:  # like our engines: the rest of a step, and jobs that are too old to be overtaken
             step_tokens = round(PREFILL_S * self._settings.prefill_tokens_per_s)
             committed = min(self.current.uncached_tokens, step_tokens) if self.current is not None else 0
             committed += sum(
@@ -147,7 +147,7 @@ class SimulatedReplica:
         )
 
     def _report(self) -> None:
-        """Tell cache events at once, and the load with other changes of the next moment."""
+        """Publish cache events at once, and the load together with other changes of the next moment."""
         events = self.cache.take_events()
         if events:
             self._publish(self.replica_id, tuple(events))
@@ -160,7 +160,7 @@ class SimulatedReplica:
             self._clock.at(due_s, lambda: self._report_load(due_s))
 
     def _report_load(self, due_s: float) -> None:
-        if due_s != self._report_due_s:  # an earlier one has been sent meanwhile
+        if due_s != self._report_due_s:  # an earlier report replaced this one
             return
         self._report_due_s = inf
         self._publish(self.replica_id, (self.report(),))
@@ -171,7 +171,7 @@ class SimulatedReplica:
         return -(-(request.trace.prompt_tokens + request.trace.output_tokens) // self._settings.block_size)
 
     def _hint(self, job: Job) -> None:
-        """Guess the cached tokens of a job's prompt, at two look-ups when nothing changed."""
+        """Estimate the cached tokens of a job's prompt, with two look-ups if nothing changed."""
         cache, chain = self.cache, job.request.block_hashes
         limit = cache.reusable_blocks(job.request.trace.prompt_tokens)
         held = job.held_blocks
@@ -188,7 +188,7 @@ class SimulatedReplica:
         return job.held_blocks * self._settings.block_size
 
     def _start_next(self) -> None:
-        """Compute what is first. Our scheduler lets a shorter prompt overtake one that is being computed."""
+        """Compute the first job. Our scheduler lets a shorter prompt overtake a running prefill."""
         if self.current is not None and not self._shortest_first:
             return
         self._admit_sessions()
@@ -205,7 +205,7 @@ class SimulatedReplica:
             return
         if job in ready and not self._admit(job):
             if self.current is not None or not self._overtaken:
-                return  # nobody overtakes, or the job might wait for ever
+                return  # no other job overtakes, or this one might wait forever
             job = min(self._overtaken, key=self._rank)
         if self.current is not None:
             self._overtaken.append(self.current)
@@ -218,7 +218,7 @@ class SimulatedReplica:
         self._clock.at(due_s, lambda: self._finish(job, due_s))
 
     def _admit_sessions(self) -> None:
-        """Let those start for which there is room by now, and look again when there may be more."""
+        """Start the sessions that fit now, and check again when there may be more capacity."""
         started = set(self._admission.admitted())
         for job in self.waiting:
             job.held = job.held and str(job.request.number) not in started
@@ -228,14 +228,14 @@ class SimulatedReplica:
             self._clock.at(max(look_s, self._clock.now_s) + 0.001, self._start_next)
 
     def _admit(self, job: Job) -> bool:
-        """Take a job out of the line with the blocks that it needs, if there are as many."""
+        """Remove a job from the queue and allocate its blocks, if there are enough."""
         cache, size = self.cache, self._settings.block_size
         matched = cache.match(SCOPE, job.token_ids, job.request.block_hashes)
         needed = self._blocks_of(job.request) - len(matched)
         if needed > cache.available_blocks - sum(1 for block in matched if cache.pool.is_idle(block)):
             return False
         cache.acquire(matched)
-        if self._shortest_first and needed > cache.pool.free_blocks:  # as our scheduler does
+        if self._shortest_first and needed > cache.pool.free_blocks:  # like our scheduler
             for other in sorted(self.waiting, key=self._rank, reverse=True):
                 cache.touch(other.request.block_hashes, other.held_blocks)
         job.blocks = [*matched, *cache.allocate(needed)]
@@ -246,7 +246,7 @@ class SimulatedReplica:
         return True
 
     def _account(self, job: Job) -> None:
-        """Count what is left to compute of the job that is being computed."""
+        """Update the remaining tokens of the running job."""
         now_s = self._clock.now_s
         if job.finish_s > job.start_s:
             left = (job.finish_s - now_s) / (job.finish_s - job.start_s)
@@ -258,7 +258,7 @@ class SimulatedReplica:
 
     def _finish(self, job: Job, due_s: float) -> None:
         if job is not self.current or job.finish_s != due_s:
-            return  # it was overtaken meanwhile
+            return  # another job has overtaken it
         full = job.request.trace.prompt_tokens // self._settings.block_size
         self.cache.publish(SCOPE, job.token_ids, job.request.block_hashes, job.blocks, job.held_blocks, full)
         self.current = None
@@ -278,7 +278,7 @@ class SimulatedReplica:
         self._on_end(job)
 
     def _join_pull(self, job: Job) -> bool:
-        """Let a job wait for another one's copy of enough of its prompt."""
+        """Let a job wait for another job's pull if that copies enough of its prompt."""
         size = self._settings.block_size
         for other in self.waiting:
             if other.pulling and other is not job and other.decision.pull_from:
@@ -294,7 +294,7 @@ class SimulatedReplica:
         return False
 
     def _begin_pull(self, job: Job) -> None:
-        """Copy the decision's prefix, one pull after another over this replica's link."""
+        """Copy the decision's prefix; pulls share this replica's link one after another."""
         job.pulling = True
         job.uncached_tokens = job.request.trace.prompt_tokens - max(
             job.decision.pull_tokens, job.held_blocks * self._settings.block_size
@@ -304,9 +304,9 @@ class SimulatedReplica:
         self._link_free_s = max(self._clock.now_s, self._link_free_s) + missing / self._settings.pull_tokens_per_s
 
     def export(self, token_ids: TokenArray, chain: bytes, first: int, last: int) -> int:
-        """Hand over blocks ``first`` to ``last`` - 1 to a pull, as ``PrefixTransfer`` does; return their end.
+        """Export blocks ``first`` to ``last`` - 1 to a pull, like ``PrefixTransfer``; return their end.
 
-        Blocks of this prefix alone are evicted first from then on: the conversation has moved.
+        From then on, blocks of this prefix alone are evicted first: the conversation has moved.
         """
         held = self.cache.match(SCOPE, token_ids, chain)[:last]
         self.cache.acquire(held)
@@ -316,7 +316,7 @@ class SimulatedReplica:
         return len(held)
 
     def _copy(self, job: Job) -> None:
-        """Copy as much as the holder still has and this pool has room for, and hold the room meanwhile."""
+        """Copy as many blocks as the holder still has and this pool can hold, and reserve their space meanwhile."""
         cache, size, chain = self.cache, self._settings.block_size, job.request.block_hashes
         matched = cache.match(SCOPE, job.token_ids, chain)
         holder = self._peers.get(job.decision.pull_from)

@@ -1,8 +1,8 @@
 """Time to first token and hit rate of routing policies on a simulated cluster that replays a trace.
 
 The routers and the replicas' cache index are the real code; a forward is a cost model. Baselines run on replicas that
-serve first come, first served; then every policy runs with and without our replica order and pulls. `--trace agents`:
-sessions of coding agents, closed loop, by job time (best with `--replicas 2`).
+serve first come, first served. Then every policy runs with and without our replica order and pulls. `--trace agents`
+runs sessions of coding agents in a closed loop, by job time (best with `--replicas 2`).
 """
 
 import argparse
@@ -25,9 +25,9 @@ AGENTS = "agents"
 
 
 def contenders(policies: list[str], *, pull: bool, parts: bool) -> dict[str, Contender]:
-    """Return contenders by the names of their rows: each policy as its system runs it, then with other parts.
+    """Return contenders by row name: each policy as its own system runs it, then with other parts.
 
-    ``pull``: whether the default policy pulls. ``parts``: whether rows such as ``lmetric/shortest_first+pull`` follow.
+    ``pull``: whether the default policy pulls. ``parts``: add rows such as ``lmetric/shortest_first+pull``.
     """
     found = {}
     for policy in policies:
@@ -45,7 +45,7 @@ def contenders(policies: list[str], *, pull: bool, parts: bool) -> dict[str, Con
 def simulate(
     trace: list[TraceRequest], settings: ClusterSettings, runs: dict[str, Contender]
 ) -> dict[str, dict[str, float]]:
-    """Run every contender from cold caches; return figures by the names of the rows."""
+    """Run every contender from cold caches; return figures by row name."""
     requests = prepare(trace, settings.block_size)
     results = {}
     for name, contender in runs.items():
@@ -64,7 +64,7 @@ def _line(name: str, row: dict[str, float]) -> str:
 
 
 def summary(results: dict[str, dict[str, float]]) -> str:
-    """Return our mean TTFT over the baselines', and the parts' shares where parts were run."""
+    """Return a sentence with the ratio of our mean TTFT to the baselines', and the parts' shares, if measured."""
     means = {name: row["ttft_mean_s"] for name, row in results.items()}
     ours = means.get(DEFAULT_POLICY)
     if ours is None:
@@ -86,20 +86,20 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
     add_trace_flags(parser, requests=6000)
     parser.add_argument("--replicas", type=int, default=16)
-    parser.add_argument("--blocks", type=int, default=1500, help="of 512 tokens, a replica")
+    parser.add_argument("--blocks", type=int, default=1500, help="blocks of 512 tokens per replica")
     parser.add_argument("--prefill-rate", type=float, default=5000.0, help="tokens/s")
     parser.add_argument("--speed", type=float, default=1.0, help="divides the trace's timestamps")
     parser.add_argument("--routers", type=int, default=1)
     parser.add_argument("--feed-delay-ms", type=float, default=0.0)
     parser.add_argument("--pull", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument(
-        "--parts", action=argparse.BooleanOptionalAction, default=True, help="rows for each part's share"
+        "--parts", action=argparse.BooleanOptionalAction, default=True, help="add rows for each part's share"
     )
     parser.add_argument("--policies", nargs="+", choices=CONTENDING, default=list(CONTENDING))
-    parser.add_argument("--sessions", type=int, default=120, help=f"with --trace {AGENTS}: how many, of 200")
-    parser.add_argument("--running", type=float, default=32, help="with agents: sessions at once, were there no queue")
+    parser.add_argument("--sessions", type=int, default=120, help=f"with --trace {AGENTS}: number of sessions, of 200")
+    parser.add_argument("--running", type=float, default=32, help="with agents: concurrent sessions without a queue")
     parser.add_argument(
-        "--pools", type=float, nargs="+", default=[2, 1, 0.5, 0.25], help="with agents: parts of the working set"
+        "--pools", type=float, nargs="+", default=[2, 1, 0.5, 0.25], help="with agents: fractions of the working set"
     )
     parser.add_argument("--tenants", type=int, default=4, help="with agents")
     return parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""What a simulated cluster is like and who competes on it."""
+"""The settings of a simulated cluster, and its contenders."""
 
 from dataclasses import dataclass
 
@@ -17,9 +17,9 @@ class ClusterSettings:
 
     A replica computes one prompt at a time, at ``prefill_tokens_per_s``, slowed by ``decode_weight`` for each
     sequence that decodes at its start; an output token takes ``decode_token_s``. Cache events and loads reach routers
-    after ``feed_delay_s``; while a prefill runs, loads are told every ``report_interval_s``. A request that a replica
+    after ``feed_delay_s``; during a prefill, loads are reported every ``report_interval_s``. A request that a replica
     sends back (``router.policy.recheck``) reaches the next one after ``resend_s``. Sessions wait up to
-    ``session_wait_s`` for room.
+    ``session_wait_s`` for capacity.
     """
 
     replicas: int = 16
@@ -49,10 +49,10 @@ class ClusterSettings:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A policy on replicas of one kind.
+    """A policy with replicas of one kind.
 
-    ``shortest_first``: the least uncached work first, aged; else first come, first served. ``pull``: the chosen replica
-    copies a prefix from another one where that is faster. ``admission``: sessions wait for room.
+    ``shortest_first``: least uncached work first, with aging; else first come, first served. ``pull``: the chosen
+    replica copies a prefix from another one if that is faster. ``admission``: sessions wait for capacity.
     """
 
     policy: str
@@ -63,7 +63,7 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRequest:
-    """A request of a trace. ``block_hashes``: of its full blocks, packed; ``placement_key``: of its opening."""
+    """A trace's request. ``block_hashes``: its full blocks' hashes, packed; ``placement_key``: its opening's hash."""
 
     number: int
     trace: TraceRequest
@@ -80,7 +80,7 @@ def prepare(trace: list[TraceRequest], block_size: int = TRACE_BLOCK_TOKENS) -> 
     prepared = []
     for number, request in enumerate(trace):
         chain = hash_blocks(_ROOT, token_ids_of(request.hash_ids, request.prompt_tokens, block_size), block_size)
-        # The published trace's first block is common to all prompts (a chat template): the key is of two.
+        # All prompts of the published trace share the first block (a chat template): the key covers two blocks.
         key = hash_blocks(_ROOT, token_ids_of(request.hash_ids[:2], 2, 1), 2) or chain[:16] or _ROOT
         prepared.append(SimulatedRequest(number, request, chain, key))
     return prepared

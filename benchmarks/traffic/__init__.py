@@ -1,1 +1,1 @@
-"""Who sends what when: the traffic of many tenants through a day. Pure: no text, no clock, no server."""
+"""The traffic of many tenants during a day, as pure data: no text, no clock, no server."""

@@ -1,4 +1,4 @@
-"""Times of requests of single clients of a production service through a day, from published windows."""
+"""Request times of single clients of a production service during a day, from published windows."""
 
 import gzip
 import json
@@ -12,14 +12,14 @@ from random import Random
 ARRIVALS = Path(__file__).parents[1] / "traces" / "tenant_arrivals.json.gz"
 """``benchmarks/traces/README.md`` names its source and licence."""
 MAX_CV = 4.0
-"""Single published windows reach 24: at a few requests a minute that is one burst and an empty hour."""
+"""Some published windows reach 24: at a few requests per minute that is one burst and an empty hour."""
 
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """One client's day, a value a window of ``window_s``. ``cv``: the gaps' coefficient of variation.
+    """One client's day, with a value for each window of ``window_s``. ``cv``: the gaps' coefficient of variation.
 
-    ``family``: of the gaps: "Gamma", "Weibull", or "" in a window without requests.
+    ``family``: the gaps' distribution, "Gamma" or "Weibull", or "" in a window without requests.
     """
 
     name: str
@@ -29,20 +29,20 @@ class Client:
     family: tuple[str, ...]
 
     def requests_in(self, start_s: float, seconds: float) -> float:
-        """Return the mean number of its requests from ``start_s`` of its day on."""
+        """Return the mean number of requests during ``seconds`` from ``start_s`` of the day."""
         return sum(rate * span_s for rate, _, _, span_s in self._windows(start_s, seconds))
 
     def arrivals(self, rng: Random, scale: float, start_s: float, seconds: float) -> Iterator[float]:
-        """Yield times from ``start_s`` of its day on, less ``start_s``, at ``scale`` times its rate.
+        """Yield times relative to ``start_s`` of the day, at ``scale`` times the client's rate.
 
-        A gap is drawn with mean 1 and stretched by the rates of its windows.
+        Gaps are drawn with mean 1 and scaled by the rates of their windows.
         """
         now_s, left = 0.0, None
         for rate, cv, family, span_s in self._windows(start_s, seconds):
             end_s = now_s + span_s
             if rate * scale > 0.0:
                 draw = _Gaps(family, min(cv, MAX_CV))
-                # The first gap is under way at the start.
+                # The first gap began before the start.
                 left = draw(rng) * rng.random() if left is None else left
                 while now_s + left / (rate * scale) < end_s:
                     now_s += left / (rate * scale)
@@ -52,7 +52,7 @@ class Client:
             now_s = end_s
 
     def _windows(self, start_s: float, seconds: float) -> Iterator[tuple[float, float, str, float]]:
-        """Yield rate, cv, family and length in seconds of each window, or part of one, of a span."""
+        """Yield rate, cv, family and length in seconds of each window, or part of a window, in a span."""
         at_s, end_s = start_s, start_s + seconds
         number = int(start_s // self.window_s)
         while at_s < end_s:
@@ -63,7 +63,7 @@ class Client:
 
 
 class _Gaps:
-    """Draws of mean 1 with a coefficient of variation: Gamma's or Weibull's."""
+    """Draws from a Gamma or Weibull distribution with mean 1 and a given coefficient of variation."""
 
     def __init__(self, family: str, cv: float) -> None:
         self._weibull = family == "Weibull"
@@ -78,7 +78,7 @@ class _Gaps:
 
 @lru_cache(maxsize=4096)
 def _weibull_shape(cv: float) -> float:
-    """Return the shape whose coefficient of variation is ``cv`` (0.05 to 10): a larger shape varies less."""
+    """Return the shape with the coefficient of variation ``cv`` (0.05 to 10); a larger shape varies less."""
     low, high = 0.2, 25.0
     for _ in range(60):
         middle = math.sqrt(low * high)
@@ -88,7 +88,7 @@ def _weibull_shape(cv: float) -> float:
 
 
 def read_clients(path: Path = ARRIVALS) -> list[Client]:
-    """Read the published clients, "/" in their names being "-". Raises ValueError where columns differ in length."""
+    """Read the published clients, with "-" for "/" in names. Raises ValueError if columns differ in length."""
     day = json.loads(gzip.decompress(path.read_bytes()))
     clients = [
         Client(
@@ -107,5 +107,5 @@ def read_clients(path: Path = ARRIVALS) -> list[Client]:
 
 
 def scale_for(clients: Sequence[Client], requests_per_s: float, start_s: float, seconds: float) -> float:
-    """Return the factor of all clients' rates that gives a mean of ``requests_per_s`` over a span, together."""
+    """Return the factor for all clients' rates that gives a total mean of ``requests_per_s`` over a span."""
     return requests_per_s * seconds / sum(client.requests_in(start_s, seconds) for client in clients)

@@ -1,4 +1,4 @@
-"""Shapes of the published trace's conversations: how much each turn keeps and adds, and when it comes."""
+"""The shapes of the published trace's conversations: each turn's kept and new blocks, and its time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,9 +8,9 @@ from benchmarks.common.trace import TRACE_BLOCK_TOKENS, TraceRequest
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request of a conversation, less its system prompt, in blocks of 512 tokens.
+    """One request of a conversation, without its system prompt, in blocks of 512 tokens.
 
-    ``gap_s``: since the turn before; ``kept_blocks``: of that turn, at the beginning of this one.
+    ``gap_s``: since the previous turn; ``kept_blocks``: that turn's blocks at the beginning of this one.
     """
 
     gap_s: float
@@ -31,7 +31,7 @@ class _Conversation:
 def conversations_of(trace: Sequence[TraceRequest], max_blocks: int) -> list[tuple[Turn, ...]]:
     """Return the trace's conversations in the order of their first turns, cut before a prompt over ``max_blocks``.
 
-    The first block, common to all prompts, is left out. A request belongs to the conversation that had its blocks last.
+    The first block, common to all prompts, is dropped. A request belongs to the latest conversation with its blocks.
     """
     found: list[_Conversation] = []
     of_block: dict[int, _Conversation] = {}

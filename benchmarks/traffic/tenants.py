@@ -1,6 +1,6 @@
-"""The traffic of many tenants through a day, as block ids that no two tenants have in common.
+"""The traffic of many tenants during a day, as block ids that no two tenants share.
 
-Times come from the published clients, conversations from the published trace; system prompts are popular by Zipf's law.
+The published clients give the times, the published trace the conversations, and Zipf's law the popularity of prompts.
 """
 
 import heapq
@@ -19,10 +19,10 @@ from benchmarks.traffic.conversations import Turn, conversations_of
 
 @dataclass(frozen=True, slots=True)
 class TrafficSettings:
-    """``requests_per_s``: the mean of all tenants over ``seconds`` from ``start_s`` of the day on.
+    """Settings. ``requests_per_s``: the mean over all tenants during ``seconds`` from ``start_s`` of the day.
 
-    Each tenant has ``system_prompts`` of 1 to ``system_blocks`` blocks. ``skew``: Zipf's exponent. ``max_blocks``: of a
-    conversation's prompt, beside the system prompt.
+    Each tenant has ``system_prompts`` of 1 to ``system_blocks`` blocks. ``skew``: Zipf's exponent. ``max_blocks``: the
+    limit of a conversation's prompt, without the system prompt.
     """
 
     requests_per_s: float
@@ -43,13 +43,13 @@ class TrafficSettings:
 
 
 def tenant_traffic(settings: TrafficSettings, trace: Path = DEFAULT_TRACE) -> Iterator[TraceRequest]:
-    """Yield the requests in order of arrival; times in seconds from ``start_s``.
+    """Yield the requests in order of arrival, with times in seconds from ``start_s``.
 
-    Raises ValueError when there are fewer clients, or no short conversations.
+    Raises ValueError if there are too few clients, or no short conversations.
     """
     clients = read_clients()[: settings.tenants]
     if len(clients) < settings.tenants:
-        raise ValueError(f"{len(clients)} tenants are known, {settings.tenants} are asked for")
+        raise ValueError(f"{len(clients)} tenants are known, but {settings.tenants} are needed")
     conversations = conversations_of(read_trace(trace), settings.max_blocks)
     if not conversations:
         raise ValueError(f"no conversation of {trace} begins with at most {settings.max_blocks} blocks")
@@ -62,7 +62,7 @@ def tenant_traffic(settings: TrafficSettings, trace: Path = DEFAULT_TRACE) -> It
 
 
 class _Ids:
-    """Fresh block ids of one tenant: no other tenant has any of them."""
+    """Makes new block ids for one tenant, which no other tenant gets."""
 
     def __init__(self, first: int, step: int) -> None:
         self._next, self._step = first, step
@@ -75,7 +75,7 @@ class _Ids:
 
 @dataclass(slots=True)
 class _Open:
-    """An open conversation. ``own_ids``: of its latest prompt, less the system prompt."""
+    """An open conversation. ``own_ids``: the ids of its latest prompt, without the system prompt."""
 
     turns: Sequence[Turn]
     asked: int
@@ -99,7 +99,7 @@ class _Tenant:
         self._prompts = [ids.fresh(blocks) for blocks in sizes]
 
     def requests(self, scale: float) -> Iterator[TraceRequest]:
-        """Yield its requests: the conversation that has been due the longest goes on, else one begins."""
+        """Yield its requests: each continues the conversation that is due longest, or begins a new one."""
         settings = self._settings
         waiting: list[tuple[float, int, _Open]] = []
         asked = 0
@@ -111,7 +111,7 @@ class _Tenant:
             yield self._ask(conversation, now_s)
             if conversation.asked < len(conversation.turns):
                 due_s = now_s + conversation.turns[conversation.asked].gap_s
-                asked += 1  # ties are broken by it
+                asked += 1  # breaks ties
                 heapq.heappush(waiting, (due_s, asked, conversation))
 
     def _begin(self) -> _Open:

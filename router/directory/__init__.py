@@ -1,1 +1,1 @@
-"""Which replica holds, or is about to hold, which block. Knows no load, policy or socket."""
+"""The blocks that each replica holds or will soon hold. Uses no load, policy or socket."""

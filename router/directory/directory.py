@@ -1,8 +1,8 @@
-"""Which replica holds which block: hints from the feeds, asked on every routing decision.
+"""The map from blocks to the replicas that hold them, built from the feeds and read on every routing decision.
 
-Owns the map block -> holders over all replicas and tiers; only the replica's own cache decides. A replica
-that holds a block holds the blocks before it too, so ``match`` bisects. A hole (a lost or refused hint) can only make
-a prediction wrong. Not so in ``ENDS_TIER``, where the deepest block that is held says all.
+It covers all replicas and tiers. Its entries are hints: the replica's own cache decides. A replica that holds a block
+also holds the blocks before it, so ``match`` bisects. A hole (a lost or refused hint) can only make a prediction
+wrong. ``ENDS_TIER`` differs: there, the deepest held block alone determines the match.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -19,18 +19,18 @@ _MEMO_ENTRIES = 4096
 _MAX_TIERS = 8
 
 DriftKind = Literal["extra", "missing", "altered"]
-"""Blocks are known that the replica does not hold; or it holds some that are not known; or as many, but others."""
+"""Extra: the directory has blocks that the replica lacks. Missing: the reverse. Altered: as many, but others."""
 
 
 class Directory:
-    """Block holders by replica. Not thread-safe; every call does bounded work besides the blocks it was given."""
+    """Block holders by replica. Not thread-safe. A call's work is bounded, apart from the blocks passed to it."""
 
     def __init__(self, block_size: int, max_blocks: int = 4_000_000) -> None:
         if block_size < 1 or not 1 <= max_blocks <= MAX_ENTRIES:
             raise ValueError(f"block_size and max_blocks must be at least 1, max_blocks at most {MAX_ENTRIES}")
         self.block_size = block_size
         self.max_blocks = max_blocks
-        """The bound on ``num_blocks``; hints beyond it are refused, a little earlier to those with most blocks."""
+        """The limit of ``num_blocks``. Hints beyond it are refused, a little earlier for replicas with most blocks."""
         self._table = KeyTable(max_blocks)
         self._sets = HolderSets()
         self._replicas: dict[str, ReplicaSlots] = {}
@@ -48,17 +48,17 @@ class Directory:
 
     @property
     def num_blocks(self) -> int:
-        """Distinct blocks remembered, those of who is gone or was cleared included until they are swept."""
+        """The distinct blocks, including those of removed or cleared replicas until they are swept."""
         return self._table.num_entries
 
     @property
     def refused_blocks(self) -> int:
-        """Hints refused at the bound since the start."""
+        """The hints refused at the limit since the start."""
         return self._table.num_refused
 
     @property
     def size_bytes(self) -> int:
-        """Bytes held, from the sizes of the arrays and tables."""
+        """The memory in use, from the sizes of the arrays and tables."""
         return self._table.size_bytes + self._sets.size_bytes
 
     def blocks_held(self, replica_id: str) -> Mapping[str, int]:
@@ -67,7 +67,7 @@ class Directory:
         return dict(replica.blocks_of_tier) if replica else {}
 
     def drift(self, replica_id: str, digest: CacheDigest) -> DriftKind | None:
-        """Return how what is known differs from a digest; None too while what was refused finds no room."""
+        """Return the directory's difference from a digest, or None, also while there is no space for refused hints."""
         replica = self._replicas.get(replica_id)
         if replica is None:
             return None
@@ -88,17 +88,17 @@ class Directory:
         return "missing" if missing else None
 
     def add_replica(self, replica_id: str) -> None:
-        """Start taking hints of a replica; adding it again changes nothing."""
+        """Start to accept a replica's hints. Adding it again changes nothing."""
         self._replicas.setdefault(replica_id, ReplicaSlots())
 
     def remove_replica(self, replica_id: str) -> None:
-        """Forget a replica at once; unknown ids are ignored."""
+        """Forget a replica at once. Unknown ids are ignored."""
         replica = self._replicas.pop(replica_id, None)
         if replica is not None:
             self._retire_slots(replica)
 
     def apply(self, replica_id: str, events: Iterable[Event]) -> None:
-        """Take one replica's events in order; those of an unknown replica are ignored, and all but cache events."""
+        """Apply one replica's cache events in order. Other events and unknown replicas are ignored."""
         replica = self._replicas.get(replica_id)
         if replica is None:
             return
@@ -113,7 +113,7 @@ class Directory:
             self.sweep(1 + self._dead.bit_count() // 64)
 
     def sweep(self, shards: int = 1) -> bool:
-        """Drop what nobody holds from the next ``shards`` shards; return whether there may be more of them."""
+        """Drop blocks without a holder from the next ``shards`` shards, and return whether more may be left."""
         for _ in range(shards):
             if self._sweep_at < 0:
                 if not self._dead:
@@ -130,13 +130,13 @@ class Directory:
         return bool(self._dead) or self._sweep_at >= 0
 
     def match(self, chain: bytes) -> dict[str, int]:
-        """Return the tokens of ``chain``'s longest held prefix by replica; replicas that hold nothing are absent.
+        """Return the tokens of ``chain``'s longest held prefix by replica, without replicas that hold nothing.
 
         ``chain``: packed hashes of the prompt's full blocks. About log2(blocks) look-ups for each distinct depth.
-        Say that of 8 blocks A holds all, B 6 and C 3. The interval (0 ABC, 8 -) reads: block 0 is held by A, B and C,
-        block 8 by nobody. Block 4 is held by A and B, which is neither, so (4 AB, 8 -) is left for later and
-        (0 ABC, 4 AB) goes on: block 2 has ABC, block 3 has AB. Low and high are neighbours now, and who is at low and
-        not at high ends here: C has 3 blocks. From (4 AB, 8 -) follow B with 6 and A with 8.
+        Example: of 8 blocks, A holds all, B holds 6 and C holds 3. The interval (0 ABC, 8 -) means: A, B and C hold
+        block 0, and no replica holds block 8. A and B hold block 4, a third set, so (4 AB, 8 -) is postponed and
+        (0 ABC, 4 AB) continues: block 2 has ABC, block 3 has AB. Low and high are now neighbours. A holder at low
+        but not at high ends here: C has 3 blocks. The interval (4 AB, 8 -) then yields B with 6 and A with 8.
         """
         blocks = len(chain) // HASH_BYTES
         if not blocks or not self._live:
@@ -154,7 +154,7 @@ class Directory:
             low, at_low, high, at_high = intervals.pop()
             while high - low > 1:
                 middle = (low + high) >> 1
-                # -- KeyTable.get(words[middle]), in line: it is most of a decision
+                # -- KeyTable.get(words[middle]), inlined because it dominates the time of a decision
                 key = words[middle]
                 shard = key & shard_mask
                 slots, mask = words_of[shard], mask_of[shard]
@@ -166,7 +166,7 @@ class Directory:
                 held = masks[word & value_mask]
                 if extra and (held & extra):
                     held = self._fold(held & live)
-                held = (held & at_low) | at_high  # a hole neither adds a holder nor hides one that is deeper
+                held = (held & at_low) | at_high  # a hole neither adds nor hides holders
                 if held == at_high:
                     high = middle
                 elif held == at_low:
@@ -181,7 +181,7 @@ class Directory:
         return tokens
 
     def _deepest(self, words: memoryview) -> dict[str, int]:
-        """Do as ``match`` for those with blocks in ``ENDS_TIER``; looks at every block behind the deepest one."""
+        """Match replicas with blocks in ``ENDS_TIER``, by scanning the blocks from the last one backwards."""
         tokens: dict[str, int] = {}
         left, masks, table = self._ends, self._sets.masks, self._table
         for index in range(len(words) - 1, -1, -1):
@@ -193,7 +193,7 @@ class Directory:
         return tokens
 
     def tiers(self, chain: bytes, match: Mapping[str, int]) -> dict[str, dict[str, int]]:
-        """Return by replica and tier how many tokens of its match lie there; looks at all blocks: not for decisions."""
+        """Return each match's tokens by replica and tier. It reads every block: too slow for decisions."""
         slots = {name: self._replicas[name].slot_of_tier for name in match}
         found: dict[str, dict[str, int]] = {name: dict.fromkeys(tiers, 0) for name, tiers in slots.items()}
         depth = max(match.values(), default=0) // self.block_size
@@ -207,7 +207,7 @@ class Directory:
         return found
 
     def _fold(self, held: int) -> int:
-        """Turn bits of further tiers into the bit that stands for their replica."""
+        """Replace the bits of further tiers by the bit of their replica's first tier."""
         folded = self._folded.get(held)
         if folded is None:
             folded = held & ~self._extra
@@ -232,7 +232,7 @@ class Directory:
                 return
             slot = self._new_slot(replica_id, replica, event.tier)
         bit = 1 << slot
-        # The last eighth is for replicas below an equal share: one that floods leaves the others room.
+        # The last eighth is reserved for replicas below an equal share, so that one replica cannot crowd out the rest.
         limit = self.max_blocks
         if sum(replica.blocks_of_tier.values()) * len(self._replicas) >= limit:
             limit = self._crowded_at
@@ -252,14 +252,14 @@ class Directory:
         replica.xor_of_tier[event.tier] ^= xor
 
     def _update(self, hashes: bytes, change: Callable[[int], int], max_entries: int | None = None) -> tuple[int, int]:
-        """Change the holders of blocks; return how many blocks' holders did change, and the XOR of their words."""
+        """Change the holders of blocks. Return the number of changed blocks and the XOR of their words."""
         asked: list[int] = []
         changes, xor = self._table.update(block_keys(hashes), self._step(change, asked), max_entries)
         self._sets.count(changes, asked)
         return sum(count for _, _, count in changes), xor
 
     def _step(self, change: Callable[[int], int], asked: list[int]) -> Callable[[int], int]:
-        """Return a change of masks as one of their ids; those it makes are noted in ``asked``."""
+        """Return a function that maps set ids as ``change`` maps masks. It appends new ids to ``asked``."""
         sets = self._sets
 
         def step(set_id: int) -> int:
@@ -290,7 +290,7 @@ class Directory:
         return slot
 
     def _retire_slots(self, replica: ReplicaSlots) -> None:
-        """Make everything a replica held vanish now; its entries are swept later."""
+        """Remove a replica's blocks from matches now. Their entries are swept later."""
         for tier, slot in replica.slot_of_tier.items():
             bit = 1 << slot
             self._live &= ~bit

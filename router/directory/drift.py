@@ -1,6 +1,6 @@
-"""Whether the directory agrees with what replicas say to hold: comparisons counted, and when to ask for a snapshot.
+"""Comparisons of the directory with the digests that replicas report, and the times to ask for a snapshot.
 
-Both sides keep the digest as they go, so a comparison costs the same for every cache. Time is passed in.
+Both sides update their digests incrementally, so a comparison's cost does not depend on the cache. Callers pass time.
 """
 
 import logging
@@ -16,7 +16,7 @@ LAST_PAUSE_S = 600.0
 
 
 class DriftChecks:
-    """Comparisons of one router since its start. ``found``: those that differed, by replica and how."""
+    """Comparisons of one router since its start. ``found``: differences by replica and kind."""
 
     def __init__(self) -> None:
         self.checks = 0
@@ -24,7 +24,7 @@ class DriftChecks:
         self._next_s: dict[str, tuple[float, float]] = {}
 
     def compare(self, directory: Directory, replica_id: str, digest: CacheDigest, now_s: float) -> bool:
-        """Compare; return whether to ask for a snapshot now: at once, then ever more rarely while digests differ."""
+        """Compare, and return whether to ask for a snapshot now. While digests differ, the pauses double."""
         self.checks += 1
         kind = directory.drift(replica_id, digest)
         next_s, pause_s = self._next_s.get(replica_id, (now_s, FIRST_PAUSE_S))
@@ -36,10 +36,10 @@ class DriftChecks:
         if now_s < next_s:
             return False
         self._next_s[replica_id] = (now_s + pause_s, min(2 * pause_s, LAST_PAUSE_S))
-        logger.warning("the directory differs from what replica %s holds (%s): asking for a snapshot", replica_id, kind)
+        logger.warning("the directory disagrees with the cache of %s (%s): asking for a snapshot", replica_id, kind)
         return True
 
     def forget(self, replica_id: str) -> None:
-        """Forget a replica that is gone; unknown ids are ignored."""
+        """Forget a removed replica. Unknown ids are ignored."""
         self.found.pop(replica_id, None)
         self._next_s.pop(replica_id, None)

@@ -1,4 +1,4 @@
-"""The holders of blocks: slots, one bit for each tier of a replica, and interned sets of them, few for many blocks."""
+"""The holders of blocks: a slot (one bit) for each tier of a replica, and interned sets that many blocks share."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from router.directory.key_table import Change
 
 @dataclass(slots=True)
 class ReplicaSlots:
-    """One replica's slots, a bit for each tier; ``xor_of_tier``: of its blocks' words (see ``block_word``)."""
+    """One replica's slots, one bit for each tier. ``xor_of_tier``: the XOR of its block words (see ``block_word``)."""
 
     slot_of_tier: dict[str, int] = field(default_factory=dict)
     blocks_of_tier: dict[str, int] = field(default_factory=dict)
@@ -33,7 +33,7 @@ def bits(mask: int) -> list[int]:
 
 
 class HolderSets:
-    """Mask <-> id, with the number of blocks that refer to each id. Id 0 is the empty set and never freed."""
+    """Masks, their ids, and the number of blocks that refer to each id. Id 0, the empty set, is never freed."""
 
     def __init__(self) -> None:
         self.masks: list[int] = [0]
@@ -43,12 +43,12 @@ class HolderSets:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of masks, ids and counts (masks taken at the size of the largest)."""
+        """Bytes of masks, ids and counts, with every mask at the size of the largest."""
         largest = max(map(getsizeof, self.masks[-64:]))
         return getsizeof(self.masks) + getsizeof(self._refs) + getsizeof(self._ids) + len(self._ids) * (largest + 32)
 
     def id_of(self, mask: int) -> int:
-        """Return the id of a mask, making one if need be; it lives on once ``count`` refers to it."""
+        """Return the id of a mask, and create it if needed. A new id stays only if ``count`` refers to it."""
         found = self._ids.get(mask)
         if found is not None:
             return found
@@ -63,7 +63,7 @@ class HolderSets:
         return fresh
 
     def count(self, changes: Iterable[Change], asked: Iterable[int]) -> None:
-        """Book entries that moved from one id to another, then free ids (those moved from or ``asked``) unused."""
+        """Count entries that moved between ids, then free the unused ones of the old and the ``asked`` ids."""
         refs = self._refs
         touched = set(asked)
         for old, new, entries in changes:

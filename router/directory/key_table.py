@@ -1,9 +1,9 @@
 """A map from 64-bit block keys to small positive integers (0: absent), in about 20 bytes an entry.
 
-Open addressing in shards of one flat array each: growing or sweeping is bounded work (one shard), never a pause over
-all entries. Python objects are made per look-up and none per entry, so the garbage collector sees nothing. With a
-million entries the misses of the CPU's caches cost most, so a slot is one word: the upper 36 bits of the key, then 28
-of the value. The lowest bits of the key choose the shard; two keys that differ nowhere else are taken for one.
+Open addressing in shards of one flat array each. Growing or sweeping is bounded to one shard and never pauses over
+all entries. No entry is a Python object, so the garbage collector has nothing to scan. With a million entries, CPU
+cache misses cost most, so a slot is one word: the upper 36 bits of the key, then 28 bits of the value. The lowest
+bits of the key choose the shard. Two keys with the same upper bits and the same shard count as equal.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ MAX_ENTRIES = 1 << (VALUE_BITS - 1)
 _FIRST_SLOTS = 8
 
 Change = tuple[int, int, int]
-"""(old value, new value, how many entries in a row changed so)."""
+"""(old value, new value, number of consecutive entries with this change)."""
 
 
 def block_keys(hashes: bytes) -> list[int]:
-    """Return the 64-bit keys of packed 16-byte hashes, the first 8 bytes each. A trailing partial hash is ignored."""
+    """Return the 64-bit keys (first 8 bytes) of packed 16-byte hashes. A trailing partial hash is ignored."""
     keys: list[int] = np.frombuffer(hashes, dtype="<u8", count=2 * (len(hashes) // HASH_BYTES))[::2].tolist()
     return keys
 
 
 class KeyTable:
-    """Key -> value; ``words`` (0: free) and slot ``masks`` of its shards are for look-ups in line. Not thread-safe."""
+    """Key -> value. Inlined look-ups read its shards' ``words`` (0: free) and slot ``masks``. Not thread-safe."""
 
     def __init__(self, max_entries: int) -> None:
         self.max_entries = max_entries
@@ -53,7 +53,7 @@ class KeyTable:
         return 8 * slots + 200 * len(self.words)
 
     def get(self, key: int) -> int:
-        """Return the value of ``key``, 0 when it is absent."""
+        """Return the value of ``key``, or 0 when it is absent."""
         shard = key & self.shard_mask
         words, mask = self.words[shard], self.masks[shard]
         tag = key >> VALUE_BITS
@@ -65,9 +65,9 @@ class KeyTable:
     def update(
         self, keys: list[int], step: Callable[[int], int], max_entries: int | None = None
     ) -> tuple[list[Change], int]:
-        """Replace each key's value v (0: absent) by the function ``step(v)`` (0: remove); return what changed.
+        """Replace each key's value v (0: absent) by the function ``step(v)`` (0: remove), and return the changes.
 
-        And the XOR of the changed keys' words (see ``block_word``). New keys beyond ``max_entries`` are refused.
+        Return also the XOR of the changed keys' words (see ``block_word``). Refuse new keys beyond ``max_entries``.
         """
         limit = self.max_entries if max_entries is None else max_entries
         shard_mask = self.shard_mask
@@ -116,13 +116,13 @@ class KeyTable:
         return changes, xor
 
     def rebuild(self, shard: int, step: Callable[[int], int]) -> list[Change]:
-        """Replace every value of one shard by ``step(value)``, drop those that become 0, and shrink to fit."""
+        """Replace every value of one shard by ``step(value)``, drop values that become 0, and shrink the shard."""
         counts = self._rehash(shard, step)
         self.num_entries -= sum(count for _, new, count in counts if new == 0)
         return counts
 
     def _remove(self, shard: int, slot: int) -> None:
-        """Free a slot, and move into it what lies behind it for want of one nearer to its own place."""
+        """Free a slot, and move back later entries that its occupation had displaced."""
         words, mask = self.words[shard], self.masks[shard]
         self._used[shard] -= 1
         free = slot
@@ -133,7 +133,7 @@ class KeyTable:
         words[free] = 0
 
     def _rehash(self, shard: int, step: Callable[[int], int] | None) -> list[Change]:
-        """Move a shard's entries into an array of the right size, mapping values through ``step`` on the way."""
+        """Move a shard's entries into an array of the right size, with values mapped through ``step``."""
         known: dict[int, int] = {}
         counts: dict[int, int] = {}
         kept: list[int] = []
@@ -151,7 +151,7 @@ class KeyTable:
                 word += new - value
             kept.append(word)
         slots = _FIRST_SLOTS
-        while slots * 5 < len(kept) * 8:  # at most 5/8 full, so that the next growth is some way off
+        while slots * 5 < len(kept) * 8:  # at most 5/8 full, so that it does not grow again soon
             slots *= 2
         words, mask = _new_words(slots), _mask_of(slots)
         for word in kept:
@@ -170,5 +170,5 @@ def _new_words(slots: int) -> array[int]:
 
 @cache
 def _mask_of(slots: int) -> int:
-    """Return the slot mask; one object for all shards of a size, so that it stays in the CPU's cache."""
+    """Return the slot mask. All shards of a size share one object, so that it stays in the CPU's cache."""
     return slots - 1

@@ -1,6 +1,6 @@
-"""Prefixes that a replica is computing right now, before its cache can say so.
+"""Prefixes that a replica is computing now and its cache does not report yet.
 
-A short memory of unreleased decisions by placement key, so that a second request for a cold prompt follows the first.
+This short record of unreleased decisions by placement key sends a second request for a cold prompt after the first.
 """
 
 from collections import OrderedDict
@@ -11,7 +11,7 @@ _CHAINS_A_KEY = 4
 
 
 class PendingPrefixes:
-    """Placement key -> the last few (reservation, replica, chain). Bounded by ``max_keys``, oldest out first."""
+    """Placement key -> the last few (reservation, replica, chain). Beyond ``max_keys``, the oldest key is dropped."""
 
     def __init__(self, block_size: int, max_keys: int = 4096) -> None:
         self.block_size = block_size
@@ -20,7 +20,7 @@ class PendingPrefixes:
         self._key_of: dict[int, bytes] = {}
 
     def add(self, placement_key: bytes, reservation: int, replica_id: str, chain: bytes) -> None:
-        """Remember that a replica was sent ``chain`` (packed hashes)."""
+        """Record that a replica received ``chain`` (packed hashes)."""
         chains = self._chains.setdefault(placement_key, {})
         chains[reservation] = (replica_id, chain)
         self._key_of[reservation] = placement_key
@@ -32,7 +32,7 @@ class PendingPrefixes:
                 del self._key_of[oldest]
 
     def discard(self, reservation: int) -> None:
-        """Forget one decision; unknown ones are ignored."""
+        """Forget one decision. Unknown decisions are ignored."""
         placement_key = self._key_of.pop(reservation, None)
         if placement_key is not None:
             chains = self._chains[placement_key]
@@ -41,7 +41,7 @@ class PendingPrefixes:
                 del self._chains[placement_key]
 
     def match(self, placement_key: bytes, chain: bytes) -> dict[str, int]:
-        """Return, by replica, the tokens of ``chain`` that a prompt already under way there has in common with it."""
+        """Return, by replica, the leading tokens that ``chain`` shares with a prompt already in progress there."""
         chains = self._chains.get(placement_key)
         if not chains:
             return {}

@@ -1,8 +1,8 @@
-"""The feed from replicas to routers: a snapshot on joining, then numbered messages, over encrypted ZeroMQ.
+"""The feed from replicas to routers over encrypted ZeroMQ: a snapshot on joining, then numbered messages.
 
 Write path: cache events -> FeedSequencer (numbers, mirror) -> FeedPublisher (sockets). Read path: FeedSubscriber
-(sockets) -> FeedResequencer (order, gaps) -> ``RoutingCore.apply``. The two halves without sockets are the seam on
-which lossy transports are tested. Knows nothing of what events mean: no directory, no loads, no policy.
+(sockets) -> FeedResequencer (order, gaps) -> ``RoutingCore.apply``. The two halves without sockets allow tests with
+lossy transports. The feed does not interpret events: it uses no directory, loads or policy.
 """
 
 from router.feed.messages import FeedEndpoint

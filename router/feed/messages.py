@@ -1,4 +1,4 @@
-"""What crosses the feed: endpoints, numbered messages, chunks of snapshots; a request for one is its nonce alone."""
+"""The feed's data: endpoints, numbered messages and snapshot chunks. A snapshot request is only its nonce."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from router.protocol.events import Event
 
 NONCE_BYTES = 8
 MAX_MESSAGE_BYTES = 4 << 20
-"""A peer that sends more in one message is cut off."""
+"""A peer that sends a larger message is disconnected."""
 
 
 class FeedEndpoint(msgspec.Struct, frozen=True):
-    """Where a replica's feed is, and its CURVE key (Z85), which authenticates it: only who was told can connect."""
+    """The addresses of a replica's feed, and the CURVE key (Z85) that authenticates it and that clients need."""
 
     pub_address: str
     snapshot_address: str
@@ -32,14 +32,14 @@ class FeedEndpoint(msgspec.Struct, frozen=True):
 
 
 class FeedMessage(msgspec.Struct, frozen=True, array_like=True):
-    """One message of one replica's feed. ``seq`` rises by one a message."""
+    """One message of one replica's feed. ``seq`` rises by one with each message."""
 
     seq: int
     events: tuple[Event, ...]
 
 
 class SnapshotChunk(msgspec.Struct, frozen=True, array_like=True):
-    """One piece of a snapshot, a bounded number of blocks."""
+    """One piece of a snapshot, with a bounded number of blocks."""
 
     seq: int
     nonce: bytes
@@ -50,7 +50,7 @@ class SnapshotChunk(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(slots=True)
 class FeedCounters:
-    """What the reading end of all feeds counts. ``gaps``: in the order of messages; ``malformed``: not believed."""
+    """Counters of all feeds' reading end. ``gaps``: in the message sequence; ``malformed``: rejected messages."""
 
     gaps: int = 0
     snapshots: int = 0

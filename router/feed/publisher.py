@@ -1,6 +1,6 @@
-"""The replica's end of the feed: a PUB socket for messages, a ROUTER socket that answers snapshot requests.
+"""The replica's end of the feed: a PUB socket for messages, and a ROUTER socket that answers snapshot requests.
 
-A listener that is too slow is not waited for: it loses messages, notices the gap and asks for a snapshot.
+The publisher never waits for a slow listener. The listener loses messages, notices the gap and asks for a snapshot.
 """
 
 import logging
@@ -23,14 +23,14 @@ _MAX_STREAMS = 1024
 _CHUNKS_A_TURN = 16
 
 MAX_WAITING_BATCHES = 10_000
-"""More are not held for a thread that does not come to them: they are lost, and the caches are announced anew."""
+"""Beyond this, the waiting batches are dropped and counted as lost, and the caches are announced again."""
 
 UNHEALTHY_AFTER_S = 15.0
-"""A feed that published nothing for so long, though there was something, is broken."""
+"""A feed that published nothing for this long, despite waiting events, is broken."""
 
 
 class FeedPublisher:
-    """Publishes one replica's events, those that it can, from its own thread; ``put`` from any thread, in order."""
+    """Publishes one replica's events, best-effort and in order, from its own thread. Any thread may ``put`` them."""
 
     def __init__(
         self,
@@ -74,11 +74,11 @@ class FeedPublisher:
 
     @property
     def mirror_drifts(self) -> int:
-        """How often other blocks were published than the caches hold, by their digests or by a loss."""
+        """The number of times that published blocks differed from the caches, by a digest or a loss."""
         return self._sequencer.mirror_drifts + self._lost
 
     def healthy(self) -> bool:
-        """Say whether the thread publishes what it is handed."""
+        """Return whether the thread publishes the events passed to ``put``."""
         behind_since_s = self._behind_since_s
         late = behind_since_s is not None and self._clock() - behind_since_s > UNHEALTHY_AFTER_S
         return not late and (self._thread.ident is None or self._thread.is_alive())
@@ -88,7 +88,7 @@ class FeedPublisher:
         self._thread.start()
 
     def put(self, events: Sequence[Event]) -> None:
-        """Hand over events to be published; returns at once. After ``stop`` they are dropped."""
+        """Queue events for publication and return at once. After ``stop``, events are dropped."""
         with self._lock:
             if self._stopping:
                 return
@@ -101,7 +101,7 @@ class FeedPublisher:
             self._ring()
 
     def stop(self, timeout_s: float = 2.0) -> None:
-        """Publish what was handed over, then close; again is harmless."""
+        """Publish the queued events, then close. A repeated call has no effect."""
         with self._lock:
             if self._stopping:
                 return
@@ -144,7 +144,7 @@ class FeedPublisher:
             self._context.destroy(linger=0)
 
     def _publish(self, events: Sequence[Event]) -> None:
-        """Send events to whoever listens, or lose them; never blocks."""
+        """Send events to the listeners, or count them as lost. Never blocks."""
         try:
             for message in self._sequencer.publish(events):
                 self._pub.send(message)
@@ -156,7 +156,7 @@ class FeedPublisher:
             self._behind_since_s = None
 
     def _answer(self) -> bool:
-        """Take requests and send each asker some chunks; True while chunks are left to send. Never blocks."""
+        """Accept requests and send each asker some chunks. Return whether chunks are left. Never blocks."""
         self._take_requests()
         for _ in range(_CHUNKS_A_TURN):
             if not self._streams:
@@ -168,7 +168,7 @@ class FeedPublisher:
                 continue
             try:
                 self._router.send_multipart([asker, chunk], flags=zmq.NOBLOCK)
-            except zmq.Again:  # the asker is slow: it keeps its place at the end of the queue
+            except zmq.Again:  # the asker is slow: its next chunk is sent in a later turn
                 self._unsent[asker] = chunk
                 self._streams[asker] = stream
                 break

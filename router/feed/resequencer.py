@@ -1,8 +1,8 @@
 """The receiving half of one replica's feed without its sockets: bytes in, ordered events out.
 
-Owns order and completeness: a snapshot first, then every message once and in sequence; a gap, a malformed message or
-silence asks for a snapshot again, with backoff. Memory is bounded, time and randomness are passed in, and nothing that
-arrives can raise.
+It ensures order and completeness: a snapshot first, then every message once and in sequence. After a gap, a malformed
+message or silence it asks for another snapshot, with backoff. Memory is bounded, and callers pass in time and
+randomness. No input can make it raise.
 """
 
 from collections.abc import Callable
@@ -14,30 +14,30 @@ from router.feed.messages import NONCE_BYTES, FeedCounters, FeedMessage, decode_
 from router.protocol.events import CacheCleared, Event, LoadReport, StatsReport
 
 TIMEOUT_S = 1.0
-"""Without a chunk for so long a request is given up."""
+"""A request without a new chunk for this long is abandoned."""
 
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.05, 5.0
-"""Between requests."""
+"""The first and the longest pause between requests, before jitter."""
 
 SILENCE_S = 5.0
-"""A feed that is silent for so long is asked for a snapshot, which finds out whether the tail was lost."""
+"""After this long without a message, a snapshot is requested to find out whether the last messages were lost."""
 
 MAX_HELD_BYTES = 8 << 20
 _HELD_BYTES_A_MESSAGE = 1024
 
 Deliver = Callable[[tuple[Event, ...]], None]
-"""Takes the events of one replica, in order."""
+"""Receives the events of one replica, in order."""
 
 
 class FeedResequencer:
-    """Turns what arrives of one feed into the events in order."""
+    """Turns one feed's received bytes into ordered events."""
 
     def __init__(self, deliver: Deliver, counters: FeedCounters, rng: Random, now_s: float) -> None:
         self._deliver = deliver
         self._counters = counters
         self._rng = rng
         self._next_seq: int | None = None
-        """None: a snapshot is needed, and messages wait for it, since it may be older than they are."""
+        """None: a snapshot is needed. Messages are held until it arrives, because it may be older than they are."""
         self._held: dict[int, tuple[FeedMessage, int]] = {}
         self._held_bytes = 0
         self._nonce: bytes | None = None
@@ -51,7 +51,7 @@ class FeedResequencer:
         return self._next_seq is not None
 
     def on_delta(self, data: bytes, now_s: float) -> None:
-        """Take one published message."""
+        """Handle one published message."""
         self._heard_s = now_s
         try:
             message = decode_message(data)
@@ -61,7 +61,7 @@ class FeedResequencer:
         self._take(message, len(data))
 
     def on_chunk(self, data: bytes, now_s: float) -> None:
-        """Take one piece of a snapshot; those not asked for, or asked for before the last request, are ignored."""
+        """Handle one piece of a snapshot. Pieces that do not belong to the last request are ignored."""
         self._heard_s = now_s
         try:
             chunk = decode_chunk(data)
@@ -75,7 +75,7 @@ class FeedResequencer:
             return
         if chunk.index == 0:
             if self._next_seq is not None and chunk.seq < self._next_seq:
-                self._nonce = None  # only silence was checked, and nothing is missing
+                self._nonce = None  # the request was a check after silence, and no message is missing
                 return
             self._next_seq = None
             self._deliver((CacheCleared(), *chunk.events))
@@ -93,7 +93,7 @@ class FeedResequencer:
                 self._take(*held[seq])
 
     def poll(self, now_s: float) -> bytes | None:
-        """Return the nonce of a snapshot request to send now, None when none is due."""
+        """Return the nonce of a snapshot request to send now, or None when none is due."""
         if self._nonce is not None:
             if now_s - self._progress_s < TIMEOUT_S:
                 return None
@@ -109,11 +109,11 @@ class FeedResequencer:
         return self._nonce
 
     def resync(self) -> None:
-        """Ask for a snapshot though nothing is known to be missing."""
+        """Ask for a snapshot even though no message is known to be missing."""
         self._next_seq = None
 
     def request_unsent(self) -> None:
-        """The request just returned by ``poll`` could not be sent: the next one need not wait for its answer."""
+        """Record that the request just returned by ``poll`` was not sent, so the next one need not wait for it."""
         self._nonce = None
 
     def _malformed(self) -> None:
@@ -121,7 +121,7 @@ class FeedResequencer:
         self._next_seq = None
 
     def _take(self, message: FeedMessage, size: int) -> None:
-        """Deliver the message whose turn it is, drop what was delivered, hold what comes after a gap."""
+        """Deliver the next message in sequence, drop duplicates, and hold messages that arrive after a gap."""
         if message.seq == self._next_seq:
             self._next_seq += 1
             self._deliver(message.events)
@@ -131,10 +131,10 @@ class FeedResequencer:
             if message.seq in self._held:
                 return
             self._held_bytes += size + _HELD_BYTES_A_MESSAGE
-            if self._held_bytes > MAX_HELD_BYTES:  # what overflows is a gap that one more snapshot closes
+            if self._held_bytes > MAX_HELD_BYTES:  # dropped messages are a gap that one more snapshot closes
                 self._held.clear()
                 self._held_bytes = size + _HELD_BYTES_A_MESSAGE
             self._held[message.seq] = (message, size)
             reports = tuple(event for event in message.events if isinstance(event, LoadReport | StatsReport))
-            if reports:  # load is useful at once, whatever the blocks wait for
+            if reports:  # reports are useful at once, even while blocks wait for a snapshot
                 self._deliver(reports)

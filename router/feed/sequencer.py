@@ -1,6 +1,6 @@
 """The sending half of a feed without its sockets: events in, numbered messages and snapshots out, as bytes.
 
-The mirror of the held hashes makes a snapshot agree with its sequence number, and checks digests. One thread owns it.
+Its mirror of the held hashes keeps snapshots consistent with sequence numbers, and checks digests. One thread owns it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -28,7 +28,7 @@ class BlockMirror:
         self._xors: dict[str, int] = {}
 
     def apply(self, event: Event) -> None:
-        """Take one cache event; others change nothing."""
+        """Apply one cache event. Other events change nothing."""
         if isinstance(event, BlocksStored):
             held = self._tiers.setdefault(event.tier, {})
             new = {block_hash: None for block_hash in split_chain(event.hashes) if block_hash not in held}
@@ -42,13 +42,13 @@ class BlockMirror:
             self._xors.clear()
 
     def holds(self, digest: CacheDigest) -> bool:
-        """Say whether it holds what a digest says."""
+        """Return whether the mirror agrees with a digest."""
         told = {of.tier: of for of in digest.tiers if of.blocks}
         held = {tier: TierDigest(tier, len(blocks), self._xors[tier]) for tier, blocks in self._tiers.items() if blocks}
         return told == held
 
     def tiers(self) -> dict[str, bytes]:
-        """Return the packed hashes of each tier that holds any."""
+        """Return the packed hashes of each tier that has any."""
         return {tier: b"".join(held) for tier, held in self._tiers.items() if held}
 
     def _toggle(self, tier: str, changed: Iterable[bytes]) -> None:
@@ -56,18 +56,18 @@ class BlockMirror:
 
 
 class FeedSequencer:
-    """Numbers and encodes the events of one replica, which has one feed in its life."""
+    """Numbers and encodes the events of one replica, which has one feed in its lifetime."""
 
     def __init__(self, max_blocks_per_message: int = 2048) -> None:
         self.seq = 0
         self.mirror = BlockMirror()
         self.mirror_drifts = 0
-        """Digests that the mirror did not agree with. Routers are not told of them: they know the mirror."""
+        """The digests that the mirror disagreed with. They are not published, because routers follow the mirror."""
         self._max_bytes = max_blocks_per_message * HASH_BYTES
         self._latest: dict[type[Event], Event] = {}
 
     def publish(self, events: Iterable[Event]) -> list[bytes]:
-        """Apply events to the mirror and return their messages, usually one, so small that no listener stalls on it."""
+        """Apply events to the mirror and return their messages, usually one, each too small to stall a listener."""
         messages: list[bytes] = []
         batch: list[Event] = []
         room = self._max_bytes
@@ -90,7 +90,7 @@ class FeedSequencer:
         return messages
 
     def snapshot(self, nonce: bytes) -> Iterator[bytes]:
-        """Return the chunks of a snapshot of this moment; later events do not change them."""
+        """Return the chunks of a snapshot of the current state. Later events do not change them."""
         return self._chunks(nonce, self.seq, self.mirror.tiers(), tuple(self._latest.values()))
 
     def _chunks(self, nonce: bytes, seq: int, tiers: dict[str, bytes], reports: tuple[Event, ...]) -> Iterator[bytes]:

@@ -1,8 +1,8 @@
 """The router's end of the feeds: follows any number of replicas from one asyncio loop.
 
-Owns a SUB and a DEALER socket for each replica; events go to ``deliver`` in order. One feed that is slow, dead or
-hostile delays no other: nothing here blocks, queues and messages are bounded, and after every large message the loop
-gets its turn.
+It owns a SUB and a DEALER socket for each replica, and passes events to ``deliver`` in order. A slow, dead or hostile
+feed delays no other: no call blocks, queues and messages are bounded, and the loop may switch to other tasks after
+every large message.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class _Feed:
 
 
 class FeedSubscriber:
-    """Follows feeds. Every method is for the loop it runs in."""
+    """Follows feeds. Call every method from its event loop."""
 
     def __init__(self, deliver: DeliverFrom, counters: FeedCounters) -> None:
         self._deliver = deliver
@@ -55,22 +55,22 @@ class FeedSubscriber:
 
     @property
     def replica_ids(self) -> frozenset[str]:
-        """The replicas being followed."""
+        """The followed replicas."""
         return frozenset(self._feeds)
 
     def is_live(self, replica_id: str) -> bool:
-        """Whether a followed feed has delivered all that is known of."""
+        """Whether a followed feed has delivered all its known messages."""
         feed = self._feeds.get(replica_id)
         return feed is not None and feed.resequencer.live
 
     def resync(self, replica_id: str) -> None:
-        """Ask a replica for a snapshot, since its blocks are known wrongly; unknown ids are ignored."""
+        """Ask a replica for a snapshot, because its known blocks are wrong. Unknown ids are ignored."""
         feed = self._feeds.get(replica_id)
         if feed is not None:
             feed.resequencer.resync()
 
     def connect(self, replica_id: str, endpoint: FeedEndpoint) -> None:
-        """Follow a replica at its (new) endpoint. Raises ``zmq.ZMQError`` or ``ValueError`` where that is unusable."""
+        """Follow a replica at its (new) endpoint. Raises ``zmq.ZMQError`` or ``ValueError`` for an unusable one."""
         known = self._feeds.get(replica_id)
         if known is not None:
             if known.endpoint == endpoint:
@@ -108,7 +108,7 @@ class FeedSubscriber:
             self._ticker = loop.create_task(self._tick())
 
     def disconnect(self, replica_id: str) -> None:
-        """Stop following a replica; unknown ids are ignored."""
+        """Stop following a replica. Unknown ids are ignored."""
         feed = self._feeds.pop(replica_id, None)
         if feed is None:
             return
@@ -141,10 +141,10 @@ class FeedSubscriber:
             small += 1
             if len(data) > _LARGE_BYTES or small >= _SMALL_MESSAGES_A_TURN:
                 small = 0
-                await asyncio.sleep(0)  # recv returns at once while messages wait: give others their turn
+                await asyncio.sleep(0)  # recv never yields while messages wait, so let other tasks run
 
     async def _tick(self) -> None:
-        """Ask for the snapshots that are due, all feeds in turn."""
+        """Request the snapshots that are due, for all feeds in turn."""
         while True:
             now_s = time.monotonic()
             for feed in list(self._feeds.values()):
@@ -157,7 +157,7 @@ class FeedSubscriber:
         try:
             await feed.dealer.send(nonce, zmq.NOBLOCK)
         except zmq.Again:
-            feed.resequencer.request_unsent()  # not connected (yet): it asks again after its backoff
+            feed.resequencer.request_unsent()  # not connected (yet): retry after the backoff
         except zmq.ZMQError:
             feed.resequencer.request_unsent()
             logger.warning("cannot ask %s for a snapshot", feed.replica_id, exc_info=True)

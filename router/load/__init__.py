@@ -1,1 +1,1 @@
-"""How busy each replica is, seen from this router. Knows no caches, no feeds and no scores."""
+"""Each replica's load as this router knows it. Uses no caches, feeds or scores."""

@@ -1,8 +1,8 @@
-"""How busy each replica is: its latest report plus what this router sent there since.
+"""Each replica's load: its latest report plus the requests that this router has sent since.
 
-Owns reservations and the numbers policies read, as flat arrays with one row a replica. Nothing is counted twice: a
-report contains this router's requests up to the last one that it calls admitted, and only unreleased reservations with
-higher numbers are added. Time is passed in.
+The table owns reservations, and the policies' input as flat arrays with one row for each replica. No request counts
+twice: a report includes this router's requests up to the last admitted one, and the table adds only unreleased
+reservations with higher numbers. Callers pass in the time.
 """
 
 from collections import OrderedDict
@@ -17,26 +17,26 @@ from router.load.replica_load import PULL_PRICE, ReplicaLoad, clamped
 from router.protocol.events import LoadReport
 
 RESERVATION_TTL_S = 120.0
-"""After this a reservation ends by itself: the backstop for lost releases."""
+"""A reservation ends after this time by itself, in case its release is lost."""
 
 _EXPIRED_A_CALL = 64
 
 ACTIVE_S = 30.0
-"""Seconds without a request after which another router is not active."""
+"""Another router counts as inactive after this many seconds without a request."""
 
 Floats = npt.NDArray[np.float64]
 
 
 class LoadTable:
-    """Rows of numbers by replica, in the order of ``replica_ids``. Read the arrays, never write.
+    """Arrays with one row for each replica, in the order of ``replica_ids``. Callers must not write to them.
 
-    ``queued_tokens``: uncached prompt tokens that wait or are being computed; ``committed_tokens``: those of them that
-    nobody overtakes, as those of the first request sent to an idle replica; ``overtakable_tokens``: the others;
-    ``falloff``: sequences that the others belong to / overtakable tokens, negated, 0 where there are none; ``waiting``:
-    sequences that wait; ``running``: decoding sequences; ``seconds_per_token``: of prefill, decoding considered;
-    ``pull_shares``: what a pulled token weighs as a part of a computed one, at most 1; ``full``: takes no more;
-    ``seeds``: 64-bit hashes of the replica ids, for rendezvous order. ``replicas``: the same by replica, as plain
-    numbers.
+    ``queued_tokens``: uncached prompt tokens that wait or are being computed; ``committed_tokens``: those that no
+    request overtakes, such as those of the first request sent to an idle replica; ``overtakable_tokens``: the others;
+    ``falloff``: minus the number of sequences with overtakable tokens / overtakable tokens, 0 without any; ``waiting``:
+    waiting sequences; ``running``: decoding sequences; ``seconds_per_token``: of prefill, slowed by decoding;
+    ``pull_shares``: the cost of a pulled token relative to a computed one, at most 1; ``full``: accepts no more
+    requests; ``seeds``: 64-bit hashes of the replica ids, for rendezvous order. ``replicas`` has the same values by
+    replica, as plain numbers.
     """
 
     queued_tokens: Floats
@@ -63,7 +63,7 @@ class LoadTable:
         self._resize()
 
     def add_replica(self, replica_id: str) -> None:
-        """Start tracking a replica as idle; adding it again changes nothing."""
+        """Start tracking a replica as idle. Adding it again changes nothing."""
         if replica_id in self.replicas:
             return
         row = len(self.replica_ids)
@@ -74,7 +74,7 @@ class LoadTable:
         self._write(replica)
 
     def remove_replica(self, replica_id: str) -> list[int]:
-        """Forget a replica and its reservations, and return their numbers; unknown ids are ignored."""
+        """Forget a replica and its reservations, and return their numbers. Unknown ids are ignored."""
         replica = self.replicas.pop(replica_id, None)
         if replica is None:
             return []
@@ -96,12 +96,12 @@ class LoadTable:
         return ended
 
     def row_of(self, replica_id: str) -> int | None:
-        """Return a replica's row, None when unknown. Rows move when a replica is removed."""
+        """Return a replica's row, or None when unknown. Rows move when a replica is removed."""
         replica = self.replicas.get(replica_id)
         return None if replica is None else replica.row
 
     def report(self, replica_id: str, report: LoadReport, now_s: float) -> None:
-        """Take a known replica's report, within sane bounds, unless a later one has come."""
+        """Store a known replica's report, clamped to sane bounds, unless a newer one has arrived."""
         replica = self.replicas.get(replica_id)
         if replica is None:
             return
@@ -115,21 +115,21 @@ class LoadTable:
         self._peers.report(replica_id, report.admitted, now_s)
         last_admitted = report.admitted.get(self.router_id, 0)
         if last_admitted > replica.last_admitted:
-            # Never beyond what was handed out: a nonsense number would hide every later reservation.
+            # Never above the last issued number: a nonsense value would hide every later reservation.
             replica.last_admitted = min(last_admitted, self._last_number)
             for number in [n for n in replica.unreported if n <= replica.last_admitted]:
                 replica.unreported_tokens -= replica.unreported.pop(number)
         self._write(replica)
 
     def disbelieve(self, replica_id: str) -> None:
-        """Forget what work a replica has told of, not its pace: from now on only this router's own is counted."""
+        """Forget a replica's reported work but not its speed, so that only this router's requests count."""
         replica = self.replicas[replica_id]
         work = ("queued_prefill_tokens", "committed_prefill_tokens", "running_sequences", "waiting_sequences")
         replica.report = msgspec.structs.replace(replica.report, **dict.fromkeys(work, 0))
         self._write(replica)
 
     def reserve(self, replica_id: str, uncached_tokens: int, now_s: float) -> int:
-        """Count work as queued at a known replica from now on; return the reservation's number, which only rises."""
+        """Count work as queued at a known replica, and return the reservation's number. Numbers only rise."""
         replica = self.replicas[replica_id]
         self._last_number += 1
         number = self._last_number
@@ -140,12 +140,12 @@ class LoadTable:
         return number
 
     def release(self, number: int) -> None:
-        """End a reservation (first token, error or time-out); again is harmless."""
+        """End a reservation (first token, error or time-out). A repeated call has no effect."""
         self.reported(number)
         self._reservations.pop(number, None)
 
     def reported(self, number: int) -> None:
-        """Count a reservation no longer, since its replica's reports do; again is harmless."""
+        """Stop counting a reservation that its replica's reports now count. A repeated call has no effect."""
         reservation = self._reservations.get(number)
         if reservation is None:
             return
@@ -156,7 +156,7 @@ class LoadTable:
             self._write_queue(replica)
 
     def expire(self, now_s: float) -> list[int]:
-        """End reservations older than ``RESERVATION_TTL_S``, a bounded number a call; return their numbers."""
+        """End reservations older than ``RESERVATION_TTL_S``, a bounded number per call, and return their numbers."""
         ended: list[int] = []
         while self._reservations and len(ended) < _EXPIRED_A_CALL:
             number = next(iter(self._reservations))
@@ -168,26 +168,26 @@ class LoadTable:
 
     @property
     def active_routers(self) -> int:
-        """Routers that sent a replica something in the last half minute, this one among them."""
+        """The number of routers that sent a request in the last half minute, including this one."""
         return self._peers.active
 
     @property
     def open_reservations(self) -> int:
-        """Reservations neither released nor expired."""
+        """The number of reservations neither released nor expired."""
         return len(self._reservations)
 
     def is_full(self, replica_id: str) -> bool:
-        """Whether a replica's waiting queue is at its bound (unknown replicas are full)."""
+        """Whether a replica's waiting queue is at its limit. Unknown replicas are full."""
         replica = self.replicas.get(replica_id)
         return replica is None or replica.full
 
     def queue_ahead(self, replica_id: str) -> int:
-        """Return the uncached prompt tokens queued at a replica, each counted once (0 when unknown)."""
+        """Return the uncached prompt tokens queued at a replica (0 when unknown)."""
         replica = self.replicas.get(replica_id)
         return 0 if replica is None else replica.queued_tokens
 
     def _count_rate(self, replica: ReplicaLoad, sign: int) -> None:
-        """Add what a replica's prefill rate was measured over to that of all, or take it away."""
+        """Add a replica's prefill measurement to the total over all replicas, or subtract it."""
         self._rate_tokens += sign * replica.rate_tokens
         self._rate_s += sign * replica.rate_s
 
@@ -202,7 +202,7 @@ class LoadTable:
         self._write_queue(replica)
 
     def _write_queue(self, replica: ReplicaLoad) -> None:
-        """Write what of a row changes with a reservation."""
+        """Write the parts of a row that change with a reservation."""
         row, was_full = replica.row, replica.full
         replica.recompute_queue()
         self.queued_tokens[row] = queued = replica.queued_tokens
@@ -214,7 +214,7 @@ class LoadTable:
         self.num_full += replica.full - was_full
 
     def _resize(self) -> None:
-        """Cut the columns to the replicas there are, or lengthen them with zeros."""
+        """Resize the columns to the number of replicas. New rows are zero."""
         for name in _COLUMNS:
             dtype = {"full": np.bool_, "seeds": np.uint64}.get(name, np.float64)
             column: npt.NDArray[np.generic] = np.zeros(len(self.replica_ids), dtype)
@@ -227,7 +227,7 @@ _COLUMNS = tuple(LoadTable.__annotations__)
 
 
 class PeerRouters:
-    """How many routers decide beside this one: load reports say who was active lately."""
+    """The number of recently active routers, including this one, from load reports."""
 
     def __init__(self, router_id: str) -> None:
         self.router_id = router_id
@@ -237,7 +237,7 @@ class PeerRouters:
         self._looked_at_s = 0.0
 
     def report(self, replica_id: str, admitted: Mapping[str, int], now_s: float) -> None:
-        """Take a replica's report: a router with a higher reservation number than before is active."""
+        """Read a replica's report. A router with a higher reservation number than before is active."""
         before = self._admitted.get(replica_id, {})
         self._admitted[replica_id] = admitted
         for name, number in admitted.items():

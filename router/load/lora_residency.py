@@ -1,6 +1,6 @@
-"""Which replicas have which LoRA adapter in memory, and how long a request waits where it is not.
+"""The LoRA adapters that each replica has in memory, and the wait for a load elsewhere.
 
-Adapters are known by the 8-byte hashes of their keys. A report is a hint: a replica loads what it lacks.
+Adapters are identified by the 8-byte hashes of their keys. A report is a hint: a replica loads a missing adapter.
 """
 
 from itertools import repeat
@@ -13,7 +13,7 @@ from router.protocol.events import LoadReport, adapter_hash, unpack_keys
 
 
 class LoraResidency:
-    """Replicas by adapter. A replica that has not measured a load yet costs the median of those that have."""
+    """Replicas by adapter. A replica without a measured load time is assumed to need the others' median."""
 
     def __init__(self) -> None:
         self._reported: dict[str, tuple[bytes, float]] = {}
@@ -21,7 +21,7 @@ class LoraResidency:
         self._loading_s: dict[str, float] = {}
 
     def report(self, replica_id: str, report: LoadReport) -> None:
-        """Take a known replica's report."""
+        """Record a known replica's report."""
         said = (report.adapters, report.adapter_load_s)
         if self._reported.get(replica_id, (b"", 0.0)) == said:
             return
@@ -33,7 +33,7 @@ class LoraResidency:
             self._loading_s[replica_id] = min(report.adapter_load_s, 600.0)
 
     def forget(self, replica_id: str) -> None:
-        """Forget a replica; unknown ids are ignored."""
+        """Forget a replica. Unknown ids are ignored."""
         self._loading_s.pop(replica_id, None)
         packed, _ = self._reported.pop(replica_id, (b"", 0.0))
         for key in set(unpack_keys(packed)):
@@ -42,7 +42,7 @@ class LoraResidency:
                 del self._holders[key]
 
     def wait_s(self, adapter: str, loads: LoadTable) -> Floats | None:
-        """Return by row the seconds of waiting for an adapter (its key; "": none); None where nobody has it loaded."""
+        """Return by row the wait in seconds for an adapter (its key; "": none), or None when no replica has it."""
         holders = self._holders.get(adapter_hash(adapter)) if adapter else None
         if not holders or not self._loading_s:
             return None

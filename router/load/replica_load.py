@@ -1,6 +1,6 @@
-"""One replica's load: its latest report, within sane bounds, and what this router sent there since.
+"""One replica's load: its latest report, clamped to sane bounds, plus the requests that this router has sent since.
 
-A router decides more often than a replica reports, so two methods divide the work. Tokens, sequences, seconds a token.
+A router decides more often than a replica reports, so ``apply_report`` and ``recompute_queue`` divide the work.
 """
 
 from dataclasses import dataclass, field
@@ -11,32 +11,32 @@ import msgspec
 from router.protocol.events import LoadReport
 
 DEFAULT_PREFILL_TOKENS_PER_S = 5000.0
-"""Holds until some replica has measured its own rate."""
+"""Applies until a replica has measured its own rate."""
 
 DECODE_WEIGHT = 0.01
-"""How much each running sequence slows prefill, as a share of it."""
+"""The slowdown of prefill by each running sequence, as a fraction."""
 
 PULL_PRICE = 2.0
-"""Seconds that a second of pulling weighs: a copy takes room from other prefixes and the link from other pulls."""
+"""The cost of a second of pulling, in seconds: a copy takes space from other prefixes and the link from other pulls."""
 
 MAX_TOKENS = 1 << 40
 MAX_SEQUENCES = 1 << 20
 MAX_RATE = 1e9
 
 ENOUGH_RATE_TOKENS = 8192
-"""A prefill rate measured over this many tokens is believed. Of one measured over fewer, what is missing is taken at
-the rate of all replicas together: a warm-up of 1,024 tokens beside other work may find a tenth of the true rate, and
-a replica believed to be slow gets no work that would correct it."""
+"""The router trusts a prefill rate measured over this many tokens. For fewer, it fills in the missing tokens at the
+common rate of all replicas. A warm-up of 1,024 tokens beside other work may measure a tenth of the true rate, and a
+replica that looks slow would get no work to correct it."""
 
 UNREPORTED = LoadReport(0, 0, 0, 0, 0, 0.0, taken_at_s=-inf)
-"""What holds before the first report."""
+"""The assumed report before the first one."""
 
 
 @dataclass(slots=True)
 class ReplicaLoad:
-    """The clamped report, this router's unreleased reservations, and what follows from both, by ``LoadTable``'s names.
+    """The clamped report, this router's unreleased reservations, and the derived values, named as in ``LoadTable``.
 
-    ``pull_pace``: prefill tokens in the time of one pulled token. ``rate_tokens``, ``rate_s``: behind the prefill rate.
+    ``pull_pace``: prefill tokens in the time of one pulled token. ``rate_tokens``, ``rate_s``: the prefill rate's data.
     """
 
     row: int
@@ -58,14 +58,14 @@ class ReplicaLoad:
     full: bool = False
 
     def take(self, report: LoadReport) -> None:
-        """Take a clamped report, and note what its prefill rate was measured over."""
+        """Store a clamped report and the tokens and time behind its prefill rate."""
         self.report = report
         rate, tokens = report.prefill_tokens_per_s, report.prefill_rate_tokens or ENOUGH_RATE_TOKENS
         self.rate_tokens = float(min(tokens, ENOUGH_RATE_TOKENS)) if rate else 0.0
         self.rate_s = self.rate_tokens / rate if rate else 0.0
 
     def apply_report(self, common_rate: float) -> None:
-        """Work out what only a report changes. ``common_rate``: of all replicas together, in tokens/s; 0.0: unknown."""
+        """Compute the values that only a report changes. ``common_rate``: of all replicas in tokens/s; 0.0: unknown."""
         rate, pull_rate = self.report.prefill_tokens_per_s, self.report.pull_tokens_per_s
         missing_tokens = ENOUGH_RATE_TOKENS - self.rate_tokens
         if rate and missing_tokens and common_rate:
@@ -76,17 +76,17 @@ class ReplicaLoad:
         self.pulls = bool(pull_rate)
 
     def recompute_queue(self) -> None:
-        """Work out the queue from the report and the unreported reservations."""
+        """Compute the queue from the report and the unreported reservations."""
         report = self.report
         self.queued_tokens = queued = report.queued_prefill_tokens + self.unreported_tokens
         self.waiting = waiting = report.waiting_sequences + len(self.unreported)
         committed, settled = report.committed_prefill_tokens, report.committed_sequences
         if not report.queued_prefill_tokens and self.unreported:
-            # Where nothing waited the first one begins as it arrives, and nobody overtakes it any more.
+            # On an idle replica the first request begins on arrival, and no other overtakes it.
             committed, settled = next(iter(self.unreported.values())), 1
         self.committed_tokens = committed = committed if committed < queued else queued
         others = queued - committed
-        # At least one sequence has them.
+        # At least one sequence has these tokens.
         self.falloff = -max(waiting - settled if committed else waiting, 1) / others if others else 0.0
         most_waiting = report.max_waiting_sequences
         room = report.max_running_sequences + most_waiting
@@ -94,12 +94,12 @@ class ReplicaLoad:
 
 
 def seconds_per_token(prefill_tokens_per_s: float, running: float) -> float:
-    """Return how long a replica takes for a token of prefill. ``prefill_tokens_per_s``: 0.0 while unknown."""
+    """Return a replica's prefill time per token. ``prefill_tokens_per_s``: 0.0 while unknown."""
     return (1.0 + DECODE_WEIGHT * running) / (prefill_tokens_per_s or DEFAULT_PREFILL_TOKENS_PER_S)
 
 
 def clamped(report: LoadReport) -> LoadReport:
-    """Return a report without nonsense (negative, not finite, huge), and without ``admitted``, which is read once."""
+    """Return a report with negative, non-finite and huge values replaced, and without ``admitted`` (read only once)."""
 
     def rate(value: float) -> float:
         return min(value, MAX_RATE) if isfinite(value) and value >= 1e-3 else 0.0

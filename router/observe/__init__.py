@@ -1,1 +1,1 @@
-"""What a router can tell of itself: counters, state, explanations."""
+"""A router's counters, state and explanations."""

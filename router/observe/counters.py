@@ -1,4 +1,4 @@
-"""What a router counts of its decisions; every number only rises, and the ingress renders them to Prometheus."""
+"""The counters of a router's decisions. Every number only rises, and the ingress exports them to Prometheus."""
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -12,10 +12,10 @@ TTFT_RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 
 
 @dataclass(slots=True)
 class TokensByReason:
-    """Prompt and cached tokens of the decisions of one reason; ``delivered`` is what replicas really reused.
+    """Prompt and cached tokens of the decisions with one reason. ``delivered``: the tokens that replicas really reused.
 
-    Of what was selected and not delivered, ``evicted`` was gone by then and ``unused`` was not: a false hint, or slower
-    to load than to compute. ``unpredicted``: beyond what was selected, as by a prefill that was under way.
+    Of the tokens selected but not delivered, ``evicted`` were gone and ``unused`` were not: a false hint, or slower to
+    load than to compute. ``unpredicted``: delivered beyond the selected tokens, such as by a prefill in progress.
     """
 
     decisions: int = 0
@@ -30,7 +30,7 @@ class TokensByReason:
 
     @property
     def not_selected_tokens(self) -> int:
-        """Regret of the choice: what the best replica held beyond the chosen one."""
+        """The regret of the choice: the tokens that the best replica held beyond the chosen one."""
         return self.best_cached_tokens - self.selected_cached_tokens
 
     def add_decision(self, prompt_tokens: int, best_tokens: int, selected_tokens: int) -> None:
@@ -41,7 +41,7 @@ class TokensByReason:
         self.selected_cached_tokens += selected_tokens
 
     def add_delivered(self, selected_tokens: int, delivered_tokens: int, held_tokens: int) -> None:
-        """Count one first token. ``held_tokens``: what the directory says by now, asked where less was delivered."""
+        """Count one first token. ``held_tokens``: from the directory now, needed if fewer tokens were delivered."""
         self.delivered_requests += 1
         self.delivered_cached_tokens += delivered_tokens
         missing = max(selected_tokens - delivered_tokens, 0)
@@ -53,7 +53,7 @@ class TokensByReason:
 
 @dataclass(slots=True)
 class EstimateCounters:
-    """Estimated and actual times to first token; ``late_s``, ``early_s``: sums of what is over or under an estimate."""
+    """Estimated and actual TTFTs. ``late_s``, ``early_s``: sums of the time over and under the estimates."""
 
     estimated_s: float = 0.0
     actual_s: float = 0.0
@@ -72,7 +72,7 @@ class EstimateCounters:
 
 @dataclass(slots=True)
 class PolicyCounters:
-    """What one policy's decisions came to."""
+    """The results of one policy's decisions."""
 
     by_reason: defaultdict[str, TokensByReason] = field(default_factory=lambda: defaultdict(TokensByReason))
     estimates: EstimateCounters = field(default_factory=EstimateCounters)
@@ -80,7 +80,7 @@ class PolicyCounters:
 
 @dataclass(slots=True)
 class RouterCounters:
-    """Everything one router counts. ``decision_s``: the time that each decision took."""
+    """All counters of one router. ``decision_s``: the duration of each decision."""
 
     by_policy: defaultdict[str, PolicyCounters] = field(default_factory=lambda: defaultdict(PolicyCounters))
     decisions_by_replica: Counter[str] = field(default_factory=Counter)

@@ -1,6 +1,6 @@
-"""What the latest requests were like: how long until their first token and why, and which blocks they reused.
+"""Statistics of the latest requests: their times to first token and the blocks that they reused.
 
-Cheap where requests are decided: times and hashes are noted there, and looked at later. Bounded, not thread-safe.
+A decision only records times and hashes, which are evaluated later. Memory is bounded. Not thread-safe.
 """
 
 from collections import Counter, deque
@@ -21,16 +21,16 @@ _MAX_SAMPLED = 2048
 _PENDING_BLOCKS = 8192
 
 WINDOW = 64
-"""Requests that it is learned from, the latest ones."""
+"""The number of latest requests that the overhead is computed from."""
 
 LEAST = 8
-"""With fewer it is 0: the first requests also pay for connections and kernels."""
+"""With fewer requests the overhead is 0, because the first ones also pay for connections and kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecentTimes:
-    """Of the requests of the last minute: how many, p90 of the estimated TTFT and of their own prefill, and the mean of
-    the latter; 0.0 where there were none."""
+    """The last minute's number of requests, the p90 of their estimated TTFT and of their own prefill, and the latter's
+    mean; 0.0 without requests."""
 
     requests: int = 0
     p90_ttft_s: float = 0.0
@@ -39,17 +39,17 @@ class RecentTimes:
 
 
 class RequestTimes:
-    """Estimated times of the last minute; where more requests came, the latest ``_MAX_TIMES`` stand for all."""
+    """Estimated times of the last minute. The latest ``_MAX_TIMES`` requests represent all."""
 
     def __init__(self) -> None:
         self._times: deque[tuple[float, float, float]] = deque(maxlen=_MAX_TIMES)
 
     def add(self, ttft_s: float, own_s: float, now_s: float) -> None:
-        """Note a request that was routed: its estimated TTFT, and its own prefill's part of that."""
+        """Record a routed request: its estimated TTFT, and the part of it for its own prefill."""
         self._times.append((now_s, ttft_s, own_s))
 
     def recent(self, now_s: float) -> RecentTimes:
-        """Return the figures as of now."""
+        """Return the current statistics."""
         times = self._times
         while times and times[0][0] <= now_s - _WINDOW_S:
             times.popleft()
@@ -64,7 +64,7 @@ class RequestTimes:
 
 
 class WorkingSet:
-    """Estimates how many blocks were reused ``_REUSED`` times in five minutes, by the hashes that end in zeros."""
+    """Estimates the blocks reused ``_REUSED`` times in five minutes, from a sample: hashes that end in zero bits."""
 
     def __init__(self) -> None:
         self._shift = _FIRST_SHIFT
@@ -73,14 +73,14 @@ class WorkingSet:
         self._slices: deque[tuple[float, Counter[int]]] = deque(maxlen=_REUSE_SLICES)
 
     def add(self, chain: bytes, blocks: int, now_s: float) -> None:
-        """Note that a request reuses the first ``blocks`` of a chain."""
+        """Record that a request reuses the first ``blocks`` of a chain."""
         self._pending.append(chain[: blocks * HASH_BYTES])
         self._pending_blocks += blocks
         if self._pending_blocks >= _PENDING_BLOCKS:
             self._count(now_s)
 
     def blocks(self, now_s: float, routers: int = 1) -> int:
-        """Return the estimate. ``routers``: that share the traffic; each sees its part of the uses."""
+        """Return the estimate. ``routers``: the number that share the traffic, each with its part of the uses."""
         self._count(now_s)
         uses = Counter[int]()
         for ends_s, counts in self._slices:
@@ -108,10 +108,10 @@ class WorkingSet:
 
 
 class TtftOverhead:
-    """What a first token takes beside the work that the router knows of: calls, the step under way, a step's own cost.
+    """The part of a TTFT beside the work that the router knows: calls, the step in progress, a step's fixed cost.
 
-    It changes no decision. It is the median of actual time - work over the quarter of the latest requests that had the
-    least work; of the others the difference says how good the prefill rate is.
+    It changes no decision. It is the median of actual time - work over the quarter of the latest requests with the
+    least work. For the other requests, the difference mainly shows errors of the prefill rate.
     """
 
     def __init__(self) -> None:
@@ -119,9 +119,9 @@ class TtftOverhead:
         self._latest: deque[tuple[float, float]] = deque(maxlen=WINDOW)
 
     def add(self, work_s: float, ttft_s: float) -> None:
-        """Learn from one first token. ``work_s``: what was estimated of it without this overhead."""
+        """Learn from one first token. ``work_s``: its estimate without this overhead."""
         self._latest.append((work_s, ttft_s - work_s))
         if len(self._latest) >= LEAST:
             least_s = sorted(work_s for work_s, _ in self._latest)[len(self._latest) // 4 - 1]
-            # All with as little work, not the quickest of them.
+            # All requests with that little work, not only the fastest of them.
             self.seconds = max(0.0, median(beyond_s for work_s, beyond_s in self._latest if work_s <= least_s))

@@ -1,4 +1,4 @@
-"""What every policy would decide about one request, and from which facts: a document for operators. Pure functions."""
+"""A document for operators: each policy's decision about one request, and its inputs. Pure functions."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,20 +8,20 @@ from router.policy.candidates import Candidate, RoutingView
 from router.policy.costs import Estimate, estimate
 
 _BECAUSE = {
-    "only_replica": "it is the only replica that can take the request",
+    "only_replica": "it is the only replica that can accept the request",
     "round_robin": "it is its turn",
     "power_of_two": "of two replicas drawn at random it has fewer requests",
     "placement": "it comes first in the rendezvous order of the prompt's placement key and is within its load bound",
     "fallback": "it has the least queued work",
-    "hot_prefix": "the prefix is asked for more than its holders should carry, so it becomes one more holder",
-    "bounded_hash load_spill": "those before it in the placement key's rendezvous order are over their bound",
+    "hot_prefix": "the prefix has more demand than its holders should carry, so it becomes one more holder",
+    "bounded_hash load_spill": "the replicas before it in the placement key's rendezvous order are over their bound",
 }
 
 
 def explain(
     view: RoutingView, rankings: Mapping[str, list[Candidate]], tiers: Mapping[str, Mapping[str, int]]
 ) -> dict[str, Any]:
-    """Return replicas in the order of the first ranking, and each policy's winner; JSON-able. ``tiers``: of matches."""
+    """Return the replicas in the order of the first ranking, and each policy's winner. ``tiers``: of the matches."""
     loads, adapter_s = view.loads, view.adapter_s
     estimates = {replica_id: estimate(view, replica_id) for replica_id in loads.replica_ids}
     places = {
@@ -75,7 +75,7 @@ def _winner(
 
 
 def _because(ranked: list[Candidate], estimates: Mapping[str, Estimate], view: RoutingView) -> str:
-    """Say why the first of a ranking by score is first."""
+    """Return the reason for the first place of a ranking by score."""
     match, loads = view.match, view.loads
     first, estimated = ranked[0], estimates[ranked[0].replica_id]
     held, best = estimated.cached_tokens, view.best_tokens
@@ -92,10 +92,10 @@ def _because(ranked: list[Candidate], estimates: Mapping[str, Estimate], view: R
     holder = min((name for name in match if match[name] == best), key=lambda name: estimates[name].estimated_ttft_s)
     place = next((candidate for candidate in ranked if candidate.replica_id == holder), None)
     if place is None:
-        why = "is full" if loads.is_full(holder) else "cannot take it"
+        why = "is full" if loads.is_full(holder) else "cannot accept it"
         return f"{holder}, which holds {best} tokens, {why}, and of the others it scores best"
     if place.score < first.score:
-        return "the prefix has as many holders as it may have, and of those that may have it this one scores best"
+        return "the prefix has its maximum of holders, and this one scores best of the replicas that may hold it"
     return (
         f"it scores {first.score:.6g} (lower wins) against {place.score:.6g} at {holder}, which holds {best} tokens "
         f"where it holds {held} but has {loads.queue_ahead(holder)} prefill tokens queued"

@@ -1,4 +1,4 @@
-"""What a router knows and has counted, as JSON-able documents; the caller holds the lock of what it passes in."""
+"""A router's state and counters as JSON-able documents. The caller holds the lock of the objects that it passes in."""
 
 import re
 from collections.abc import Collection
@@ -19,7 +19,7 @@ _LABEL_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
 
 def sane_stats(report: StatsReport) -> StatsReport:
-    """Return a report without the samples that no metrics page could show; a replica may say anything."""
+    """Return a report without the samples that a metrics page cannot show. A replica's report is not trusted."""
     return StatsReport(
         tuple(
             (name, labels, value)
@@ -34,7 +34,7 @@ def sane_stats(report: StatsReport) -> StatsReport:
 def router_state(
     directory: Directory, drift: DriftChecks, loads: LoadTable, away: Collection[str], now_s: float
 ) -> dict[str, Any]:
-    """Return the JSON-able state of a router. ``away``: replicas that it keeps in mind and sends nothing."""
+    """Return the JSON-able state of a router. ``away``: replicas that it remembers but sends no requests."""
     return {
         "block_size": directory.block_size,
         "directory": {
@@ -59,7 +59,7 @@ def router_state(
 
 
 def replica_load_state(replica_id: str, loads: LoadTable, now_s: float) -> dict[str, Any]:
-    """Return how busy a known replica is, JSON-able."""
+    """Return a known replica's load, JSON-able."""
     replica = loads.replicas[replica_id]
     report = replica.report
     return {
@@ -73,7 +73,7 @@ def replica_load_state(replica_id: str, loads: LoadTable, now_s: float) -> dict[
 
 
 def regret_state(counters: RouterCounters) -> dict[str, Any]:
-    """Return by policy what its decisions gave away in cached tokens, by reason, and how good its estimates were."""
+    """Return by policy the cached tokens that its decisions lost, by reason, and the errors of its TTFT estimates."""
     return {
         policy: {
             "decisions": sum(tokens.decisions for tokens in counted.by_reason.values()),

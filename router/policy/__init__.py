@@ -1,1 +1,1 @@
-"""From match and load to a ranking. Pure: knows no clock, lock, socket or counter."""
+"""From match and load to a ranking. Pure: uses no clock, lock, socket or counter."""

@@ -1,7 +1,7 @@
-"""What every policy is made of: a view of one request and the replicas, candidates, and the order of rows.
+"""The parts of every policy: a view of one request and the replicas, candidates, and the order of rows.
 
-Owns ties, rendezvous order and the rule who may be chosen: full and blocked replicas never, those to avoid only
-when no other is open. A row is a replica's place in ``LoadTable``'s columns; arrays here have one entry a row.
+It owns ties, rendezvous order and eligibility: full and blocked replicas are never chosen, replicas to avoid only when
+no other is open. A row is a replica's place in ``LoadTable``'s columns. Arrays here have one entry for each row.
 """
 
 from collections.abc import Collection, Mapping
@@ -22,7 +22,7 @@ Match = Mapping[str, int]
 
 
 class Candidate(NamedTuple):
-    """One replica in a ranking; a lower ``score`` is better, within one policy only."""
+    """One replica in a ranking. A lower ``score`` is better. Scores are comparable within one policy only."""
 
     replica_id: str
     score: float
@@ -33,14 +33,14 @@ _NOTHING: Match = MappingProxyType({})
 
 
 class RoutingView(NamedTuple):
-    """All that one decision is made from. ``match``: tokens that the directory believes cached.
+    """The input of one decision. ``match``: cached tokens by replica, from the directory.
 
-    ``turn`` rises by one a decision. ``blocked``: replicas that cannot take a request for a reason only the caller
-    knows. ``pending``: tokens that an unfinished prefill of the same prefix will have cached, by replica. ``closed``:
-    further rows that cannot take it. ``adapter_s``: by row, the seconds that the request waits there for its LoRA
-    adapter; None: nowhere, or for as long everywhere. ``overhead_s``: what a first token takes beside the work, the
-    same everywhere; it is part of estimates and of no score. ``now_s``: the router's clock. ``labels``: of each
-    replica's node, as Ray has them. ``counted``: False where the same request was counted before.
+    ``turn`` rises by one with each decision. ``blocked``: replicas that cannot accept a request for reasons known only
+    to the caller. ``pending``: tokens by replica that an unfinished prefill of the same prefix will cache. ``closed``:
+    further rows that cannot accept it. ``adapter_s``: by row, the request's wait in seconds for its LoRA adapter; None:
+    no wait, or the same wait everywhere. ``overhead_s``: the part of a TTFT beside the work, equal for all replicas;
+    estimates include it, scores do not. ``now_s``: the router's clock. ``labels``: Ray's labels of each replica's node.
+    ``counted``: False if the same request was counted before.
     """
 
     request: RoutedRequest
@@ -60,12 +60,12 @@ class RoutingView(NamedTuple):
 
     @property
     def best_tokens(self) -> int:
-        """The most that any replica has cached."""
+        """The most tokens that any replica has cached."""
         return max(self.match.values()) if self.match else 0
 
 
 def rendezvous(placement_key: bytes, loads: LoadTable) -> npt.NDArray[np.uint64]:
-    """Return each row's weight for a key, in every router alike: who joins or leaves moves only the keys it has."""
+    """Return each row's weight for a key, equal in all routers. A new or removed replica moves only its own keys."""
     mixed = loads.seeds ^ np.uint64(xxhash.xxh3_64_intdigest(placement_key))
     mixed ^= mixed >> np.uint64(33)
     mixed *= np.uint64(0xFF51AFD7ED558CCD)
@@ -76,7 +76,7 @@ def rendezvous(placement_key: bytes, loads: LoadTable) -> npt.NDArray[np.uint64]
 
 
 def longest(match: Match, pending: Match) -> Match:
-    """Return by replica the larger of two counts."""
+    """Return the larger of two counts by replica."""
     held = dict(match)
     for replica_id, tokens in pending.items():
         if tokens > held.get(replica_id, 0):
@@ -85,7 +85,7 @@ def longest(match: Match, pending: Match) -> Match:
 
 
 def uncached_tokens(view: RoutingView) -> Floats:
-    """Return by row the prompt tokens left to compute after a match; at least 1."""
+    """Return by row the prompt tokens left to compute after a match, at least 1."""
     prompt_tokens, replicas = max(view.request.prompt_tokens, 1), view.loads.replicas
     uncached = np.full(len(replicas), float(prompt_tokens))
     for replica_id, held in view.match.items():
@@ -96,7 +96,7 @@ def uncached_tokens(view: RoutingView) -> Floats:
 
 
 def closed_rows(view: RoutingView) -> tuple[npt.NDArray[np.bool_] | None, int]:
-    """Return the rows that may not be chosen (None: all may; one to avoid, while another is open); how many may."""
+    """Return the ineligible rows (None: no row; rows to avoid only while others are open) and the number eligible."""
     loads, avoid = view.loads, view.request.avoid
     rows = len(loads.replica_ids)
     if not loads.num_full and not view.blocked and not avoid and view.closed is None:
@@ -118,7 +118,7 @@ def _close(closed: npt.NDArray[np.bool_], replica_ids: Collection[str], loads: L
 
 
 def open_rows(view: RoutingView) -> list[int]:
-    """Return the rows that may be chosen."""
+    """Return the eligible rows."""
     closed, _ = closed_rows(view)
     if closed is None:
         return list(range(len(view.loads.replica_ids)))
@@ -127,9 +127,9 @@ def open_rows(view: RoutingView) -> list[int]:
 
 
 def best_rows(scores: Floats, uncached: Floats, view: RoutingView, limit: int, tolerance: float) -> list[int]:
-    """Return the best ``limit`` rows: near-best scores by uncached tokens and rendezvous, the others by score."""
+    """Return the best ``limit`` rows: near-best scores by uncached tokens and rendezvous, other rows by score."""
     best = scores.item(scores.argmin())
-    # An array, for comparing with a number costs a conversion.
+    # An array, because comparing with a number costs a conversion.
     bound = np.array(best + abs(best) * tolerance)
     near = (scores <= bound).nonzero()[0]
     if limit == 1:
@@ -150,7 +150,7 @@ def best_rows(scores: Floats, uncached: Floats, view: RoutingView, limit: int, t
 def scored(
     scores: Floats, uncached: Floats, view: RoutingView, limit: int | None, tolerance: float = 0.0
 ) -> list[Candidate]:
-    """Rank the rows that may be chosen by score; scores within ``tolerance`` of the best go by ``uncached`` tokens."""
+    """Rank the eligible rows by score. Scores within ``tolerance`` of the best are ranked by ``uncached`` tokens."""
     closed, routable = closed_rows(view)
     if not routable:
         return []
@@ -173,7 +173,7 @@ def scored(
 
 
 def listed(rows: list[int], reason: Reason, view: RoutingView, limit: int | None) -> list[Candidate]:
-    """Return candidates for rows already in order; their score is their rank, from 0."""
+    """Return candidates for rows already in order. Their score is their rank, from 0."""
     if len(rows) == 1:
         reason = "only_replica"
     return [Candidate(view.loads.replica_ids[row], float(rank), reason) for rank, row in enumerate(rows[:limit])]

@@ -1,8 +1,8 @@
-"""What a request costs: by row, for scores, and at one given replica: what is reused, pulled and computed there.
+"""The cost of a request: by row, for scores, and at one replica, as reused, pulled and computed tokens.
 
-Owns the choice between a pull and computing: where a replica lacks a prefix that another one holds, is copying its KV
-faster? A pull may fail: the chosen replica computes whatever did not arrive. Pure functions over a view, the estimate
-the same for every policy, so that policies can be compared by it.
+It chooses between pulling a prefix's KV from another replica and computing it. A pull may fail, and the chosen replica
+computes the missing tokens. Pure functions over a view. The estimate is the same for every policy, so that policies
+can be compared by it.
 """
 
 from math import exp
@@ -14,19 +14,19 @@ from router.load.load_table import Floats, LoadTable
 from router.policy.candidates import RoutingView, longest
 
 TIE_TOLERANCE = 0.01
-"""Scores of ``estimated_ttft`` within this share of the best are equal: noise in rates scatters no cold prompts."""
+"""Scores of ``estimated_ttft`` within this fraction of the best tie, so that rate noise does not scatter prompts."""
 
 SHARED_PREFILL = 0.5
-"""Of the wait for a prefill under way that computes a prompt's own prefix, the part that no score counts: elsewhere the
-prompt would wait as long for its own, and a second replica would do the same work."""
+"""The uncounted part of the wait for a prefill in progress that computes the prompt's own prefix. Elsewhere the prompt
+would wait as long for its own prefill, and a second replica would do the same work."""
 
 
 def ttft_scores(view: RoutingView) -> tuple[Floats, Floats]:
-    """Return by row the scores of ``estimated_ttft`` in seconds and the work in tokens, whoever may take it."""
+    """Return by row the scores of ``estimated_ttft`` in seconds and the work in tokens, ineligible rows included."""
     loads = view.loads
     work = work_tokens(view)
     if view.settings.shortest_first:
-        # ahead + own x (1 + behind), put so that it needs the fewest steps: committed + others x (1 - e^-x) + own
+        # ahead + own x (1 + behind), in the form with the fewest steps: committed + others x (1 - e^-x) + own
         shorter = work * loads.falloff
         np.expm1(shorter, shorter)
         scores = work + loads.committed_tokens
@@ -44,13 +44,13 @@ def ttft_scores(view: RoutingView) -> tuple[Floats, Floats]:
 
 
 def work_tokens(view: RoutingView) -> Floats:
-    """Return by row the work of a request in prefill tokens; at least 1. Missing KV is pulled where that is faster.
+    """Return by row the work of a request in prefill tokens, at least 1. Missing KV is pulled where that is faster.
 
-    ``pending`` counts as held; a pulled token costs ``PULL_PRICE`` x the prefill tokens computed meanwhile.
+    ``pending`` counts as held. A pulled token costs ``PULL_PRICE`` x the prefill tokens computed meanwhile.
     """
     match, pending, loads = view.match, view.pending, view.loads
     min_pull_tokens = view.settings.min_pull_tokens
-    # Floats and an array of no dimension: a whole number would cost numpy a conversion each time.
+    # Floats and a zero-dimensional array, because an int costs numpy a conversion each time.
     prompt = float(view.request.prompt_tokens) or 1.0
     least = prompt - max(match.values()) if match else prompt
     if least < 1.0:
@@ -83,7 +83,7 @@ def pulls_faster(replica_id: str, loads: LoadTable) -> bool:
 
 
 def plan_pull(view: RoutingView, replica_id: str, held_tokens: int) -> tuple[str, int]:
-    """Return which of those that hold most, the least busy, should hand over how many tokens; ("", 0): nobody."""
+    """Return the least busy of the replicas that hold most, and the tokens to pull from it; ("", 0): no pull."""
     most, loads = view.best_tokens, view.loads
     if most - held_tokens < view.settings.min_pull_tokens or not pulls_faster(replica_id, loads):
         return "", 0
@@ -97,10 +97,10 @@ def plan_pull(view: RoutingView, replica_id: str, held_tokens: int) -> tuple[str
 
 
 class Estimate(NamedTuple):
-    """``cached_tokens``: by the directory; ``uncached_tokens``: left to compute after hits, prefills under way, pulls.
+    """``cached_tokens``: by the directory; ``uncached_tokens``: to compute after hits, prefills in progress and pulls.
 
-    ``work_s``: seconds of work in the replica until the first token, that before the request included.
-    ``estimated_ttft_s``: ``work_s`` and what a first token takes beside it (``RoutingView.overhead_s``).
+    ``work_s``: seconds of work in the replica until the first token, including the work ahead of the request.
+    ``estimated_ttft_s``: ``work_s`` plus ``RoutingView.overhead_s``.
     """
 
     cached_tokens: int
@@ -127,7 +127,7 @@ def estimate(view: RoutingView, replica_id: str) -> Estimate:
     uncached = max(view.request.prompt_tokens - held, 1)
     ahead = float(replica.queued_tokens)
     if ahead and view.settings.shortest_first:
-        # The queue of ``ttft_scores``, and all of it: the delay of others and ``SHARED_PREFILL`` are the score's alone.
+        # The queue as in ``ttft_scores``. Only scores count the delay of others and ``SHARED_PREFILL``.
         ratio, committed = uncached * replica.falloff, replica.committed_tokens
         ahead = committed + (ahead - committed) * (1.0 - (1.0 - ratio) * exp(ratio))
     wait_s = (ahead + uncached) * replica.seconds_per_token

@@ -1,7 +1,7 @@
-"""The policies: estimated time to first token, and baselines. A new one is a rule here and its name in `settings.py`.
+"""The policies: estimated TTFT, and baselines. A new policy needs a rule here and its name in `settings.py`.
 
-A rule is a pure function view -> ranked candidates; turn, randomness and the moment come in the view. It returns
-replicas that may take the request, best first, at most ``limit`` of them; an empty list means "wait".
+A rule is a pure function view -> ranked candidates. The view contains turn, randomness and time. A rule returns at
+most ``limit`` eligible replicas, best first. An empty list means "wait".
 """
 
 from collections.abc import Callable
@@ -12,48 +12,48 @@ from router.policy.costs import TIE_TOLERANCE, ttft_scores
 from router.policy.replication import Replication
 
 BOUNDED_LOAD = 1.25
-"""Bounded hashing: how far over the mean a replica's requests may be."""
+"""Bounded hashing: a replica's maximum number of requests, relative to the mean."""
 
 SGLANG_RELATIVE_LOAD, SGLANG_ABSOLUTE_LOAD, SGLANG_MATCH_RATIO = 1.1, 32.0, 0.5
-"""Kinder to the rule than sglang-router's own defaults, 1.5, 64 and 0.3: its mean TTFT in `benchmarks simulate`
-is 3 to 5 % shorter with these."""
+"""Better for the rule than sglang-router's own defaults (1.5, 64 and 0.3): its mean TTFT in `benchmarks simulate` is
+3 to 5 % shorter."""
 
 Rule = Callable[[RoutingView, int | None], list[Candidate]]
 
 
 def estimated_ttft(view: RoutingView, limit: int | None = None) -> list[Candidate]:
-    """Rank by work: what runs before the request, its own uncached tokens, and the delay it causes to others.
+    """Rank by work: the tokens ahead of the request, its own uncached tokens, and the delay that it causes to others.
 
     score = (ahead + own x (1 + behind)) x seconds_per_token.
-    Of a queue only totals are known: the tokens that nobody overtakes, which are ahead, and ``others``, taken as jobs
-    with exponential sizes of mean m = others / jobs. Then a request of ``own`` tokens, x = own / m, runs behind
-    others x (1 - (1 + x) e^-x) of them and pushes back jobs x e^-x sequences. Of a prefill that is ahead and computes
-    the request's own prefix a part does not count (``SHARED_PREFILL``). First come first served: everything is ahead,
-    nobody is behind, all of it counts. Ties go to the most cached tokens, then to rendezvous order, which places cold
-    prompts stably while replicas are idle. A replica that lacks the request's LoRA adapter costs the seconds of loading
-    it more: it also takes memory from another adapter. Routers that decide at the same moment do not see each other's
-    choices: a replica with more to do than its router knew returns the request (``recheck``).
+    Only a queue's totals are known: the tokens that no request overtakes, which are ahead, and ``others``, modeled as
+    jobs with exponential sizes of mean m = others / jobs. A request of ``own`` tokens, with x = own / m, then runs
+    after others x (1 - (1 + x) e^-x) of them and delays jobs x e^-x sequences. A prefill ahead that computes the
+    request's own prefix counts only in part (``SHARED_PREFILL``). With first come, first served, all queued tokens are
+    ahead and count in full, and none are behind. Ties go to the most cached tokens, then to rendezvous order, which
+    places cold prompts stably while replicas are idle. A replica without the request's LoRA adapter costs its load time
+    in addition, because loading also takes memory from another adapter. Simultaneous decisions of several routers do
+    not see each other. A replica with more work than its router knew therefore returns the request (``recheck``).
     """
     scores_s, work = ttft_scores(view)
     return scored(scores_s, work, view, limit, TIE_TOLERANCE)
 
 
 def lmetric(view: RoutingView, limit: int | None = None) -> list[Candidate]:
-    """Rank by uncached prefill tokens, queued ones included, times batch size. Source: LMetric."""
+    """Rank by uncached prefill tokens, including queued ones, times batch size. Source: LMetric."""
     loads, uncached = view.loads, uncached_tokens(view)
     scores = (loads.queued_tokens + uncached) * (loads.running + loads.waiting + 1.0)
     return scored(scores, uncached, view, limit)
 
 
 def round_robin(view: RoutingView, limit: int | None = None) -> list[Candidate]:
-    """Rank in turn, whatever the caches and loads."""
+    """Rank in turn, independent of caches and loads."""
     rows = open_rows(view)
     start = view.turn % len(rows) if rows else 0
     return listed(rows[start:] + rows[:start], "round_robin", view, limit)
 
 
 def power_of_two(view: RoutingView, limit: int | None = None) -> list[Candidate]:
-    """Draw two replicas, the one with fewer requests first; the rest follow in random order."""
+    """Rank two random replicas first, the one with fewer requests before the other, then the rest in random order."""
     rows = open_rows(view)
     view.rng.shuffle(rows)
     requests = view.loads.running + view.loads.waiting
@@ -61,7 +61,7 @@ def power_of_two(view: RoutingView, limit: int | None = None) -> list[Candidate]
 
 
 def least_loaded(view: RoutingView, limit: int | None = None) -> list[Candidate]:
-    """Rank by queued tokens per rate, then by requests; for calls that carry no prompt and for faults."""
+    """Rank by queued prefill time, then by requests; for calls without a prompt and for faults."""
     rows = open_rows(view)
     wait_s = view.loads.queued_tokens * view.loads.seconds_per_token
     requests = view.loads.running + view.loads.waiting
@@ -71,7 +71,7 @@ def least_loaded(view: RoutingView, limit: int | None = None) -> list[Candidate]
 
 
 def bounded_hash(view: RoutingView, limit: int | None = None) -> list[Candidate]:
-    """Rank by rendezvous order of the placement key; who is over ``BOUNDED_LOAD`` x the mean comes last, by load."""
+    """Rank by rendezvous order of the placement key. Replicas over ``BOUNDED_LOAD`` x the mean are last, by load."""
     rows = open_rows(view)
     if not rows:
         return []
@@ -89,9 +89,9 @@ def bounded_hash(view: RoutingView, limit: int | None = None) -> list[Candidate]
 
 
 def sglang(view: RoutingView, limit: int | None = None) -> list[Candidate]:
-    """Rank by shortest queue when load is uneven, else by match when it is long enough, else by shortest queue.
+    """Rank by match when load is even and the match is long enough, otherwise by shortest queue.
 
-    Uneven: the most requests are over ``SGLANG_RELATIVE_LOAD`` x the mean and over mean + ``SGLANG_ABSOLUTE_LOAD``.
+    Uneven: the maximum of requests exceeds ``SGLANG_RELATIVE_LOAD`` x the mean and mean + ``SGLANG_ABSOLUTE_LOAD``.
     Source: the cache-threshold rule of sglang-router.
     """
     requests = view.loads.running + view.loads.waiting
@@ -106,7 +106,7 @@ def sglang(view: RoutingView, limit: int | None = None) -> list[Candidate]:
 
 
 class Policy:
-    """A rule that remembers nothing. ``may_reroute``: whether a replica with more to do may return its requests."""
+    """A stateless rule. ``may_reroute``: whether a replica with more work than expected may return its requests."""
 
     may_reroute = False
 
@@ -114,16 +114,16 @@ class Policy:
         self._rule = rule
 
     def rank(self, view: RoutingView, limit: int | None = None) -> list[Candidate]:
-        """Return the ranking of a request that goes nowhere."""
+        """Return the ranking of a request that will not be sent."""
         return self._rule(view, limit)
 
     def choose(self, view: RoutingView) -> Candidate | None:
-        """Choose for a request that will go there; None while nobody can take it."""
+        """Choose for a request that will be sent there, or return None while no replica can accept it."""
         return next(iter(self.rank(view, 1)), None)
 
 
 class EstimatedTtft(Policy):
-    """The default: ``estimated_ttft``, and more holders for prefixes that many requests ask for."""
+    """The default: ``estimated_ttft``, and more holders for prefixes in high demand."""
 
     may_reroute = True
 
@@ -132,7 +132,7 @@ class EstimatedTtft(Policy):
         self._replication = Replication(block_size)
 
     def rank(self, view: RoutingView, limit: int | None = None) -> list[Candidate]:
-        """Return the ranking, first the replica that ``choose`` would choose; the demand stays as it is."""
+        """Return the ranking, beginning with the choice of ``choose``, without counting demand."""
         first = self._replication.choose(view._replace(counted=False)) if view.match else None
         if first is None:
             return super().rank(view, limit)
@@ -140,7 +140,7 @@ class EstimatedTtft(Policy):
         return [first, *others][:limit]
 
     def choose(self, view: RoutingView) -> Candidate | None:
-        """Choose, and count the demand for the request's prefix."""
+        """Choose a replica, and count the demand for the request's prefix."""
         return self._replication.choose(view) if view.match else super().choose(view)
 
 
@@ -153,4 +153,4 @@ POLICIES: dict[str, Callable[[int], Policy]] = {
     "round_robin": lambda _: Policy(round_robin),
     "least_loaded": lambda _: Policy(least_loaded),
 }
-"""By name, what makes a policy for blocks of so many tokens."""
+"""The factory of each policy by name. Its argument is the block size in tokens."""

@@ -1,6 +1,6 @@
-"""A second look at a decision, by the replica that was chosen: was the load it was made from far too low?
+"""The chosen replica's check of a decision: was the decision's load estimate far too low?
 
-Another router's request may have come first: the replica sends this one back with its load as it is. Pure functions.
+Another router's request may have arrived first. The replica then returns this one with its real load. Pure functions.
 """
 
 from router.load.replica_load import DEFAULT_PREFILL_TOKENS_PER_S
@@ -8,17 +8,17 @@ from router.protocol.events import LoadReport
 from router.protocol.request import Decision
 
 MAX_REROUTES = 8
-"""A request that was sent back so often is taken by whoever gets it next."""
+"""After this many returns, the next replica must accept the request."""
 
 WORTH_ASKING_S = 0.02
-"""A wait longer by less than this is not worth the two calls."""
+"""An extra wait below this is not worth the two calls."""
 
 _WORTH_ASKING = 0.1
-"""Nor is one that is a smaller part of the work until the first token that was expected."""
+"""Neither is an extra wait below this fraction of the expected work until the first token."""
 
 
 def is_outdated(decision: Decision, load: LoadReport) -> bool:
-    """Return whether far more is queued than was believed. ``load``: as the request arrives, without it."""
+    """Return whether far more tokens are queued than expected. ``load``: at the request's arrival, without it."""
     if decision.queued_tokens is None:
         return False
     unseen_tokens = load.queued_prefill_tokens - decision.queued_tokens

@@ -1,9 +1,9 @@
-"""Prefixes whose demand outgrows their holders: who becomes one more holder, before requests queue.
+"""Replication of prefixes in high demand: another replica becomes a holder before requests queue.
 
-A prefix is known by its first 2^k blocks, so that a hot system prompt is seen through conversations that go on
-differently. Each held depth counts the work (seconds a second) that its requests bring to a holder; where that exceeds
-what its holders should carry, the request at hand goes to one more replica, which pulls. Holders are not taken away:
-when demand falls, ties send requests to one of them again, and the copies of the others age out.
+A prefix is identified by its first 2^k blocks, so that conversations with different continuations share a hot system
+prompt. Each held depth counts the work (seconds per second) of its requests. If that exceeds its holders' share, the
+current request goes to one more replica, which pulls the prefix. Holders are not removed: when demand falls, ties send
+requests to one of them again, and the other copies age out.
 """
 
 from collections import OrderedDict
@@ -17,18 +17,18 @@ from router.policy.costs import TIE_TOLERANCE, pulls_faster, ttft_scores
 from router.protocol.block_hash import HASH_BYTES
 
 HOLDER_UTILISATION = 0.5
-"""The part of its time that a replica should spend on one prefix before another one holds it too."""
+"""The fraction of its time that a replica should spend on one prefix before another replica holds it too."""
 
 _MOST_WORK_S = 0.5
-"""Counted for one request at most: no single one makes a prefix hot, for more holders would not help it."""
+"""The maximum counted for one request. More holders would not help a single long request."""
 
 _WORTH_LOOKING = 0.125
-"""Part of ``HOLDER_UTILISATION`` below which nothing deeper is counted. A deeper prefix has no demand but a part of
-this, so when it gets hot, what was not counted is an eighth of the bound at most, and decays."""
+"""Below this fraction of ``HOLDER_UTILISATION``, deeper prefixes are not counted. Their demand is part of this prefix's
+demand, so a prefix that gets hot later has lost at most an eighth of the bound, and that decays."""
 
 
 class PrefixDemand:
-    """Rates by key over about the last ``memory_s``; of ``max_keys``, the one unheard of for longest goes first."""
+    """Rates by key over about the last ``memory_s``. Beyond ``max_keys``, the least recently used key is dropped."""
 
     def __init__(self, memory_s: float = 5.0, max_keys: int = 16_384) -> None:
         self._memory_s = memory_s
@@ -36,7 +36,7 @@ class PrefixDemand:
         self._rates: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
 
     def add(self, key: bytes, work_s: float, now_s: float) -> float:
-        """Count work and return the key's rate with it: a steady load of u seconds a second tends to u."""
+        """Count work and return the key's new rate. A steady load of u seconds per second tends to u."""
         rate = self.rate_with(key, work_s, now_s)
         self._rates[key] = rate, now_s
         self._rates.move_to_end(key)
@@ -45,24 +45,24 @@ class PrefixDemand:
         return rate
 
     def rate_with(self, key: bytes, work_s: float, now_s: float) -> float:
-        """Return what ``add`` would, and count nothing."""
+        """Return the result of ``add`` without counting."""
         rate, at_s = self._rates.get(key, (0.0, now_s))
         kept = rate if at_s == now_s else rate * exp(min(at_s - now_s, 0.0) / self._memory_s)
         return kept + work_s / self._memory_s
 
 
 class Replication:
-    """One router's view of demand. Other routers see their part of it: rates are multiplied by how many there are."""
+    """One router's view of demand. Other routers see other parts, so rates are multiplied by the number of routers."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self.demand = PrefixDemand()
 
     def choose(self, view: RoutingView) -> Candidate | None:
-        """Choose the replica when some replica already has part of the prefix: the best by score, or another one.
+        """Choose a replica when a prefix is already held in part: the best by score, or another one.
 
-        Another one where the best would be a holder too many, or where the prefix needs one more holder. None: nobody
-        can take it. A view that is not ``counted`` leaves the demand as it is.
+        It is another one if the best would exceed the holder limit, or if the prefix needs one more holder. None: no
+        replica can accept the request. A view that is not ``counted`` does not change the demand.
         """
         scores_s, work = ttft_scores(view)
         ranked = scored(scores_s, work, view, 1, TIE_TOLERANCE)
@@ -70,10 +70,10 @@ class Replication:
             return None
         chosen = ranked[0]
         if view.best_tokens < view.settings.min_pull_tokens or not view.request.store_kv:
-            return chosen  # what stores nothing makes nobody a holder
+            return chosen  # a request that stores nothing creates no holder
         closed = closed_to_holders(view, chosen.replica_id)
         if closed is not None:
-            # Where all others are full the bound gives way: one more holder is better than waiting.
+            # If all others are full, one more holder is better than waiting.
             within = scored(scores_s, work, view._replace(closed=closed), 1, TIE_TOLERANCE)
             chosen = next(iter(within), chosen)
         another: str | None = None
@@ -84,10 +84,10 @@ class Replication:
         return Candidate(another, scores_s.item(view.loads.replicas[another].row), "hot_prefix")
 
     def one_more_holder(self, view: RoutingView, chosen_id: str) -> str | None:
-        """Count a request's work at who was chosen; return the replica that should be one more holder, if any.
+        """Count a request's work at the chosen replica, and return the replica that should become a holder, if any.
 
-        It is the one with the least work, of equals the first in the prefix's rendezvous order, so that routers
-        agree. None also while all others are full, busier than the idlest holder, or slower to copy than to compute.
+        It is the one with the least work. Ties go by the prefix's rendezvous order, so that routers agree. None also
+        while all others are full, busier than the idlest holder, or slower to copy than to compute.
         """
         request, loads, size, settings = view.request, view.loads, self._block_size, view.settings
         best = view.best_tokens
@@ -114,10 +114,10 @@ class Replication:
 
 
 def closed_to_holders(view: RoutingView, chosen_id: str) -> npt.NDArray[np.bool_] | None:
-    """Return the rows that must not become holders of a request's prefix; None where who was chosen holds it.
+    """Return the rows that must not become holders of a request's prefix, or None if the chosen replica holds it.
 
-    None too for a prefix that is less than half of the prompt, or not worth a pull: it binds nobody. Up to
-    ``max_holders`` replicas may hold it: the present holders, then the next ones in the key's rendezvous order.
+    A prefix below half of the prompt, or not worth a pull, restricts no replica (None). Up to ``max_holders`` replicas
+    may hold a prefix: the present holders, then the next ones in the key's rendezvous order.
     """
     loads, settings = view.loads, view.settings
     rows, most = len(loads.replica_ids), settings.max_holders
@@ -142,7 +142,7 @@ def closed_to_holders(view: RoutingView, chosen_id: str) -> npt.NDArray[np.bool_
 
 
 def _holders(view: RoutingView, tokens: int) -> set[str]:
-    """Return the known replicas that hold the first ``tokens``, or are computing them."""
+    """Return the known replicas that hold or are computing the first ``tokens``."""
     return {
         replica_id
         for held in (view.match, view.pending)
@@ -152,13 +152,13 @@ def _holders(view: RoutingView, tokens: int) -> set[str]:
 
 
 def _next_holder(view: RoutingView, tokens: int, rate: float) -> str | None:
-    """Return the replica that should hold the first ``tokens`` too, whose demand is ``rate``; None: nobody."""
+    """Return the replica that should also hold the first ``tokens``, at their demand ``rate``, or None."""
     loads, most = view.loads, view.settings.max_holders
     holders = _holders(view, tokens)
     wanted = min(1 + int(rate / HOLDER_UTILISATION), most, len(loads.replica_ids))
     if not holders or len(holders) >= wanted:
         return None
-    # In an order that all routers know, so that routers that do not see each other's choices yet keep to the bound.
+    # All routers use this order, so that they keep the bound even before they see each other's choices.
     order = rendezvous(view.request.placement_key, loads).argsort()[::-1].tolist()
     others = [loads.replica_ids[row] for row in order if loads.replica_ids[row] not in holders]
     open_ones = [

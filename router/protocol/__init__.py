@@ -1,1 +1,1 @@
-"""The words that replicas, ingresses and routers say to each other: plain data, no state, no sockets."""
+"""The messages between replicas, ingresses and routers: plain data without state or sockets."""

@@ -1,4 +1,4 @@
-"""What replicas and ingresses tell the autoscaling policy, by name. Counters only rise, so a loss costs nothing."""
+"""The reports of replicas and ingresses to the autoscaling policy. Counters only rise, so a lost report is harmless."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -7,17 +7,17 @@ from typing import Self
 
 
 class _Figures:
-    """Numbers that travel by their fields' names."""
+    """Numbers that are transferred by field name."""
 
     __slots__ = ()
 
     def to_floats(self) -> dict[str, float]:
-        """Return what ``record_autoscaling_stats`` returns."""
+        """Return the result of ``record_autoscaling_stats``."""
         return {name: float(value) for name, value in asdict(self).items()}  # type: ignore[call-overload]
 
     @classmethod
     def of(cls, floats: Mapping[str, float]) -> Self:
-        """Read what ``to_floats`` made. Raises ValueError where a number is missing, negative or not finite."""
+        """Parse the output of ``to_floats``. Raises ValueError if a number is missing, negative or not finite."""
         values = {field.name: floats.get(field.name, -1.0) for field in fields(cls)}  # type: ignore[arg-type]
         for name, value in values.items():
             if not isfinite(value) or value < 0.0:
@@ -27,12 +27,12 @@ class _Figures:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFigures(_Figures):
-    """One replica. ``version``: of the settings it was started with, any number.
+    """One replica. ``version``: a number that identifies the settings at its start.
 
-    ``arrived_tokens``: uncached prompt tokens that ever came, computed or queued; ``queued_tokens``: those of them that
+    ``arrived_tokens``: all uncached prompt tokens since the start, computed or queued; ``queued_tokens``: those that
     wait or are being computed. ``prefill_tokens_per_s``: 0 while unknown. ``running``, ``waiting``: sequences;
-    ``slots``: how many can run. ``used_tokens``: of the pool, by running sequences; ``pinned_tokens``: by explicit
-    saves, of ``pin_budget_tokens``; ``hands_over``: 1 where a replica that leaves gives them to others, else 0.
+    ``slots``: the maximum of running sequences. ``used_tokens``: pool tokens of running sequences; ``pinned_tokens``:
+    by explicit saves, of ``pin_budget_tokens``; ``hands_over``: 1 if a leaving replica transfers its pins, else 0.
     """
 
     version: float
@@ -51,7 +51,7 @@ class ReplicaFigures(_Figures):
 
 @dataclass(frozen=True, slots=True)
 class Bounds(_Figures):
-    """The settings in force: see ``AutoscalingConfig``."""
+    """The current settings: see ``AutoscalingConfig``."""
 
     min_replicas: float
     max_replicas: float
@@ -64,9 +64,8 @@ class Bounds(_Figures):
 class IngressFigures(Bounds):
     """One ingress, its settings and its router.
 
-    ``requests``: it routed in the last minute, with the p90 of their estimated TTFT and of their own prefill, and the
-    mean of the latter; ``waiting_requests``: not routed yet. ``working_set_tokens``: of blocks that are reused over and
-    over.
+    ``requests``: routed in the last minute, with the p90 of their estimated TTFT and of their own prefill, and the
+    latter's mean; ``waiting_requests``: not routed yet. ``working_set_tokens``: in repeatedly reused blocks.
     """
 
     requests: float

@@ -1,8 +1,8 @@
 """Keys of prefix blocks: PrefixScope + token ids -> a chain of 16-byte block hashes.
 
-Owns the byte layout of every hash, so that routers and replicas in different processes or on different machines agree.
-A chain travels as one packed ``bytes`` of ``16 * n_blocks``; block ``i`` is ``chain[16 * i : 16 * i + 16]``. A prompt's
-first blocks may be public: they hang under the public scope's root, and the first private one under
+It defines the byte layout of every hash, so that routers and replicas in different processes or machines agree. A
+chain is transferred as one packed ``bytes`` of ``16 * n_blocks``; block ``i`` is ``chain[16 * i : 16 * i + 16]``. A
+prompt's first blocks may be public: their parent is the public scope's root. The first private block's parent is
 ``private_parent``.
 """
 
@@ -24,22 +24,22 @@ HASH_BYTES = 16
 
 WORD_BITS = 28
 WORD_MASK = (1 << WORD_BITS) - 1
-"""Where ``block_word`` divides a key, and where a directory's table does."""
+"""The split of a key in ``block_word`` and in the directory's table."""
 
 TokenArray = npt.NDArray[np.int32]
 """Token ids: one-dimensional, int32, little-endian in memory."""
 
 ChainHasher = Callable[[bytes, TokenArray, int], bytes]
-"""(parent, ids, block size) -> packed hashes, as ``hash_blocks``; tests pass others to force collisions."""
+"""(parent, ids, block size) -> packed hashes, like ``hash_blocks``. Tests pass others to force collisions."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixScope:
-    """What must be equal, besides the tokens, for two requests to share KV.
+    """The fields that must be equal, besides the tokens, for two requests to share KV.
 
     ``model`` is the fingerprint of config and weights index, ``lora`` the adapter's name and weights digest
-    ("" for the base model), ``salt`` the tenant's derived salt (b"" for a public scope). ``public_blocks``: how many
-    leading blocks of this request are in the public scope instead; a block's own scope (``at``) has none.
+    ("" for the base model), ``salt`` the tenant's derived salt (b"" for a public scope). ``public_blocks``: the number
+    of leading blocks of this request in the public scope; a block's own scope (``at``) has none.
     """
 
     model: str
@@ -58,14 +58,14 @@ class PrefixScope:
 
     @property
     def private(self) -> PrefixScope:
-        """The scope of what is not public."""
+        """The scope of the private blocks."""
         return replace(self, public_blocks=0) if self.public_blocks else self
 
     def root(self, secret: bytes) -> bytes:
-        """Return the 16-byte hash under which this scope's first block hangs.
+        """Return the 16-byte hash that is the parent of this scope's first block.
 
-        Each field is length-prefixed, so ("a", "bc") and ("ab", "c") differ; the key makes roots, and so every
-        block hash, unpredictable to whoever lacks ``secret`` (1 to 64 bytes).
+        Each field is length-prefixed, so ("a", "bc") and ("ab", "c") differ. The key makes roots, and so every block
+        hash, unpredictable without ``secret`` (1 to 64 bytes).
         """
         if not 1 <= len(secret) <= 64:
             raise ValueError(f"the deployment secret must have 1 to 64 bytes, not {len(secret)}")
@@ -79,7 +79,7 @@ class PrefixScope:
 def hash_blocks(parent: bytes, token_ids: TokenArray, block_size: int) -> bytes:
     """Return the packed hashes of the *full* blocks of ``token_ids`` that follow ``parent``.
 
-    ``parent`` is a scope root or the hash of the block before; a trailing partial block is not hashed.
+    ``parent`` is a scope root or the hash of the block before. A trailing partial block is not hashed.
     block i = xxh3_128(parent hash || int32-LE ids of the block).
     """
     ids = np.ascontiguousarray(token_ids, dtype="<i4")
@@ -94,7 +94,7 @@ def hash_blocks(parent: bytes, token_ids: TokenArray, block_size: int) -> bytes:
 
 
 def private_parent(private_root: bytes, public_hash: bytes) -> bytes:
-    """Return what the first private block after ``public_hash`` hangs under, keyed with the private scope's root."""
+    """Return the parent of the first private block after ``public_hash``, keyed with the private scope's root."""
     return blake2b(public_hash, digest_size=HASH_BYTES, key=private_root).digest()
 
 
@@ -106,7 +106,7 @@ def extend_chain(
     known: bytes = b"",
     hasher: ChainHasher = hash_blocks,
 ) -> bytes:
-    """Return a prompt's chain, of which ``known`` is known. ``root``: the private one, after a public one if any."""
+    """Return a prompt's chain that begins with ``known``. ``root``: the private root, after a public one if any."""
     done = len(known) // HASH_BYTES
     return known + next_hashes(root, public_blocks, token_ids, block_size, done, known[-HASH_BYTES:], hasher)
 
@@ -120,7 +120,7 @@ def next_hashes(
     last: bytes,
     hasher: ChainHasher = hash_blocks,
 ) -> bytes:
-    """Return a prompt's hashes from block ``done`` on; ``last``: the one before. ``root`` as in ``extend_chain``."""
+    """Return a prompt's hashes from block ``done`` on. ``last``: the hash before it. ``root``: see ``extend_chain``."""
     more, full = b"", len(token_ids) // block_size
     while done < full:
         end = min(public_blocks, full) if done < public_blocks else full
@@ -144,10 +144,10 @@ def hash_at(chain: bytes, index: int) -> bytes:
 
 
 def block_word(block_hash: bytes) -> int:
-    """Return what a block counts in the digest of a set: the XOR of such words, in whatever order.
+    """Return a block's word. The digest of a set of blocks is the XOR of their words.
 
-    Of the first 8 bytes, by which directories know it, the upper 36 bits times the lower 28: were it those bytes alone,
-    two blocks altered in the same way would look as if nothing had happened.
+    The word is the upper 36 bits times the lower 28 bits of the first 8 bytes, the directory's key. With the plain key,
+    equal alterations of two blocks would cancel out.
     """
     key = int.from_bytes(block_hash[:8], "little")
     return (key >> WORD_BITS) * (key & WORD_MASK)
@@ -163,12 +163,12 @@ def xor_of_words(chain: bytes) -> int:
 
 
 def count_leading(chain: bytes, blocks: int, known: Callable[[bytes], bool]) -> int:
-    """Return how many of the first ``blocks`` hashes are known, where whoever is known has a known parent."""
+    """Return the number of known hashes among the first ``blocks``. Every known hash must have a known parent."""
     return bisect_left(range(blocks), True, key=lambda i: not known(hash_at(chain, i)))
 
 
 def common_blocks(one: bytes, other: bytes) -> int:
-    """Return how many leading hashes two packed chains share; equal hashes at a block mean equal blocks up to it."""
+    """Return the number of leading hashes that two chains share. An equal hash implies equal blocks before it."""
     low, high = 0, min(len(one), len(other)) // HASH_BYTES
     while low < high:
         middle = (low + high) // 2
@@ -181,7 +181,7 @@ def common_blocks(one: bytes, other: bytes) -> int:
 
 
 def common_tokens(left: TokenArray, right: TokenArray) -> int:
-    """Return how many leading tokens two sequences have in common."""
+    """Return the number of leading tokens that two sequences share."""
     length = min(len(left), len(right))
     differs = left[:length] != right[:length]
     first = int(differs.argmax()) if length else 0
@@ -189,5 +189,5 @@ def common_tokens(left: TokenArray, right: TokenArray) -> int:
 
 
 def system_prompt_key(root: bytes, formatted_system_prompt: str) -> bytes:
-    """Return a system prompt's 16-byte key, one hash, which orders replicas while nobody holds the prompt yet."""
+    """Return a system prompt's 16-byte key, which orders replicas while no replica holds the prompt."""
     return xxhash.xxh3_128_digest(root + formatted_system_prompt.encode())

@@ -1,4 +1,4 @@
-"""What replicas tell routers. Hashes travel packed (see ``block_hash``); messages are in ``feed.messages``."""
+"""The events from replicas to routers. Hashes are packed (see ``block_hash``). Messages are in ``feed.messages``."""
 
 from collections.abc import Iterable
 
@@ -8,22 +8,22 @@ import xxhash
 from router.protocol.samples import Sample
 
 POOL_TIER = "pool"
-"""Where a replica computes."""
+"""The pool in which a replica computes."""
 
 ENDS_TIER = "ends"
-"""The pool of a model with a window or a state in some layers: a prompt can be served up to each block that is named,
-whatever is named of those before it."""
+"""The pool of a model with a window or a state in some layers. A prompt can be served up to each listed block, even if
+the blocks before it are not listed."""
 
 
 class BlocksStored(msgspec.Struct, frozen=True, tag="stored", array_like=True):
-    """Blocks that a replica can now serve. ``hashes`` is packed; parents come before children."""
+    """Blocks that a replica can now serve. ``hashes`` is packed, with parents before children."""
 
     hashes: bytes
     tier: str = POOL_TIER
 
 
 class BlocksRemoved(msgspec.Struct, frozen=True, tag="removed", array_like=True):
-    """Blocks that a replica can serve no longer; children come before parents."""
+    """Blocks that a replica can no longer serve, with children before parents."""
 
     hashes: bytes
     tier: str = POOL_TIER
@@ -34,7 +34,7 @@ class CacheCleared(msgspec.Struct, frozen=True, tag="cleared", array_like=True):
 
 
 class TierDigest(msgspec.Struct, frozen=True, array_like=True):
-    """The blocks of one tier: how many, and the XOR of their words (see ``block_hash.block_word``)."""
+    """The blocks of one tier: their number, and the XOR of their words (see ``block_hash.block_word``)."""
 
     tier: str
     blocks: int
@@ -42,7 +42,7 @@ class TierDigest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CacheDigest(msgspec.Struct, frozen=True, tag="digest", array_like=True):
-    """What a replica's caches hold after all events before this one. A tier that is not named holds nothing."""
+    """The contents of a replica's caches after all earlier events. A missing tier is empty."""
 
     tiers: tuple[TierDigest, ...]
 
@@ -51,17 +51,17 @@ class LoadReport(msgspec.Struct, frozen=True, tag="load", array_like=True):
     """A replica's load at one moment. Rates are measured, smoothed, and 0.0 while unknown.
 
     ``admitted``: by router, the highest of its reservation numbers that the replica has admitted.
-    ``committed_prefill_tokens``: those of the queued tokens that run before any request of the usual order that comes
-    now, however short (the rest of a prefill or step that is not interrupted); ``committed_sequences``: the waiting
-    ones that have no other tokens, ignored where none are committed.
-    ``pull_tokens_per_s``: how fast the replica copies KV from others, 0.0 where it does not.
-    ``prefill_rate_tokens``: how many recent prefill tokens that rate was measured over, 0 where it is not measured but
-    known; a router believes a rate over few of them only in part (see ``ReplicaLoad``).
-    ``taken_at_s``: when this was so, by a clock of the replica's own; of two reports the later one counts, in whatever
-    order they come.
-    ``adapters``: the LoRA adapters in memory (see ``pack_adapters``); ``adapter_load_s``: how long one takes to load.
-    ``arrived``, ``begun``: the requests that came, and had their first token or ended, since the report before (see
-    ``request_key``); from a replica that is told no reservation numbers.
+    ``committed_prefill_tokens``: the queued tokens that run before any new request of normal order, however short (the
+    rest of a prefill or step that is not interrupted); ``committed_sequences``: the waiting sequences without other
+    tokens, ignored if no tokens are committed.
+    ``pull_tokens_per_s``: the rate of KV copies from other replicas, 0.0 without such copies.
+    ``prefill_rate_tokens``: the number of recent prefill tokens behind the measured prefill rate, 0 if the rate is
+    known and not measured. A router trusts a rate over few tokens only in part (see ``ReplicaLoad``).
+    ``taken_at_s``: the time of the report by the replica's own clock. Of two reports the later one counts, regardless
+    of their arrival order.
+    ``adapters``: the LoRA adapters in memory (see ``pack_adapters``); ``adapter_load_s``: the load time of one adapter.
+    ``arrived``, ``begun``: since the previous report, the requests that arrived, and that had their first token or
+    ended (see ``request_key``). Only replicas without reservation numbers send them.
     """
 
     queued_prefill_tokens: int
@@ -83,7 +83,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag="load", array_like=True):
 
 
 class StatsReport(msgspec.Struct, frozen=True, tag="stats", array_like=True):
-    """A replica's counters and gauges for /metrics and /v1/cache/state; never read by a policy."""
+    """A replica's counters and gauges for /metrics and /v1/cache/state. No policy reads them."""
 
     samples: tuple[Sample, ...]
 
@@ -92,25 +92,25 @@ Event = BlocksStored | BlocksRemoved | CacheCleared | CacheDigest | LoadReport |
 
 KEY_BYTES = 8
 MAX_KEYS = 1024
-"""Of one replica; what it reports beyond them is not believed."""
+"""The maximum for one report of a replica. Further keys are ignored."""
 
 
 def pack_adapters(keys: Iterable[str]) -> bytes:
-    """Return what a report says of the adapters in memory: 8 bytes a key, the same in whatever order they come."""
+    """Return a report's form of the adapters in memory: 8 bytes for each key, independent of their order."""
     return b"".join(sorted(map(adapter_hash, keys)))
 
 
 def adapter_hash(key: str) -> bytes:
-    """Return the 8 bytes that stand for an adapter's key in a report."""
+    """Return the 8 bytes that represent an adapter's key in a report."""
     return xxhash.xxh3_64_digest(key.encode())
 
 
 def request_key(chain: bytes, prompt_tokens: int) -> bytes:
-    """Return the 8 bytes by which a router and a replica know a request; equal prompts have equal keys."""
+    """Return the 8 bytes that identify a request to a router and a replica. Equal prompts have equal keys."""
     return xxhash.xxh3_64_digest(chain[-2 * KEY_BYTES :] + prompt_tokens.to_bytes(8, "little"))
 
 
 def unpack_keys(packed: bytes) -> list[bytes]:
-    """Return the keys of adapters or requests that a report holds, ``MAX_KEYS`` at most."""
+    """Return the keys of adapters or requests in a report, ``MAX_KEYS`` at most."""
     end = min(len(packed) // KEY_BYTES, MAX_KEYS) * KEY_BYTES
     return [packed[start : start + KEY_BYTES] for start in range(0, end, KEY_BYTES)]

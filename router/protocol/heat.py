@@ -1,4 +1,4 @@
-"""How hits fade: hot is what is used, and used lately."""
+"""The decay of hits over time, so that frequent and recent use makes a prefix hot."""
 
 import math
 
@@ -7,5 +7,5 @@ HEAT_MEMORY_S = 600.0
 
 
 def faded(hits: float, used_s: float, now_s: float) -> float:
-    """Return what hits count at ``now_s`` that counted ``hits`` at ``used_s``."""
+    """Return the value at ``now_s`` of hits that had the value ``hits`` at ``used_s``."""
     return hits * math.exp((used_s - now_s) / HEAT_MEMORY_S)

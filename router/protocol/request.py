@@ -1,4 +1,4 @@
-"""What a router needs to know of one request, and what it decided: what crosses the Serve handle."""
+"""A router's view of one request, and its decision, as passed through the Serve handle."""
 
 from typing import Literal
 
@@ -16,19 +16,19 @@ Reason = Literal[
     "placement",
     "fallback",
 ]
-"""Why a replica was chosen: stable words that counters and documents use."""
+"""The reason for a choice: stable words used by counters and documents."""
 
 
 class RoutedRequest(msgspec.Struct, frozen=True, gc=False):
-    """The routing view of one request; travels as the keyword argument ``route`` of the handle call.
+    """The routing view of one request, passed as the keyword argument ``route`` of the handle call.
 
     ``block_hashes``: packed chain of the prompt's full blocks. ``placement_key``: 16 bytes that keep related
     cold requests together (system-prompt key, or derived from a client's ``prompt_cache_key``).
-    ``avoid``: replicas that already failed this request; ``dead``: those of them whose KV is gone with them.
+    ``avoid``: replicas that already failed this request; ``dead``: those that also lost their KV.
     ``adapter``: the key of its LoRA adapter, "" for none.
-    ``tenant``: whose it is, for the turns of those that wait. ``rerouted``: how often a replica has sent it back
-    because more was queued there than the router believed. ``store_kv`` False: it leaves nothing in a replica's cache.
-    ``order``: of its tenant's requests that wait, those of the lowest go first.
+    ``tenant``: the request's tenant, for fair turns in the queue. ``rerouted``: the number of returns by replicas with
+    more queued work than the router expected. ``store_kv`` False: the request leaves nothing in a replica's cache.
+    ``order``: among the tenant's waiting requests, the lowest is first.
     """
 
     request_id: str
@@ -45,13 +45,13 @@ class RoutedRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):
-    """Where a request was sent and why. Token counts are predictions made from the directory.
+    """The chosen replica and the reason. Token counts are predictions from the directory.
 
-    ``best_cached_tokens``: of whoever has most; ``work_s``: in the replica until the first token; ``estimated_ttft_s``:
-    that with what is beside it; ``reservation``: what ``LoadReport.admitted`` tells back. ``pull_from``: who hands over
-    the KV of the first ``pull_tokens``, "" where computing is faster; a pull that fails costs time only.
-    ``queued_tokens``: believed queued at the replica, which sends the request back where that is far too low; None: it
-    takes it. ``decided_s``: on the router's monotonic clock.
+    ``best_cached_tokens``: of the best holder; ``work_s``: in the replica until the first token; ``estimated_ttft_s``:
+    with the overhead beside that work; ``reservation``: the number that ``LoadReport.admitted`` returns. ``pull_from``:
+    the replica that supplies the KV of the first ``pull_tokens``, "" if computing is faster. A failed pull only costs
+    time. ``queued_tokens``: the expected queue. The replica returns the request if it is far too low; None: it accepts
+    the request in any case. ``decided_s``: on the router's monotonic clock.
     """
 
     replica_id: str
@@ -69,4 +69,4 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
 
 class NoReplicaLeft(Exception):
-    """There has been no replica for longer than a request waits for one."""
+    """No replica has existed for longer than a request waits for one."""

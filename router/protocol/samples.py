@@ -1,4 +1,4 @@
-"""Figures that travel: a sample is (name, labels, number); a histogram yields them as Prometheus wants."""
+"""Metric samples for transfer. A sample is (name, labels, number). A histogram yields samples in Prometheus's form."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ Sample = tuple[str, Labels, float]
 
 @dataclass(slots=True)
 class Histogram:
-    """Counts of values by upper bound, the last one for all above; ``total``: their sum. One thread writes."""
+    """Counts of values by upper bound, the last for larger values. ``total``: the sum of values. One thread writes."""
 
     bounds: tuple[float, ...]
     counts: list[int] = field(init=False)
@@ -21,7 +21,7 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """Number of values."""
+        """The number of values."""
         return sum(self.counts)
 
     def observe(self, value: float) -> None:

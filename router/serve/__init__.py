@@ -1,1 +1,1 @@
-"""The router's side of Ray Serve: the only room of ``router`` that imports ray."""
+"""The router's side of Ray Serve, the only package of ``router`` that imports ray."""

@@ -1,6 +1,6 @@
-"""One RoutingCore for each deployment in a process, and what its Serve router shares with the ingress beside it.
+"""One RoutingCore for each deployment in a process, and the state that its Serve router shares with the ingress.
 
-Imported by reference in a process whose deployment classes are copies: router and replica meet here.
+Serve copies deployment classes into a process but imports this module by reference, so router and replica share it.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,11 +14,11 @@ from router.serve.recent_decisions import RecentDecisions
 from router.settings import RouterSettings
 
 Listener = Callable[[frozenset[str]], None]
-"""Gets the ids of all that run now. Called from the router's loop; must not block or raise."""
+"""Receives the ids of all running replicas. It is called from the router's loop and must not block or raise."""
 
 
 class RunningReplicas:
-    """The ids of the replicas of one deployment that take requests, as a router last heard it. Any thread."""
+    """The ids of one deployment's running replicas, as last reported to a router. Any thread may use it."""
 
     def __init__(self) -> None:
         self.names: frozenset[str] = frozenset()
@@ -26,13 +26,13 @@ class RunningReplicas:
         self._listeners: list[Listener] = []
 
     def listen(self, listener: Listener) -> None:
-        """Call it now, and whenever a router hears of the replicas."""
+        """Call the listener now and after every update."""
         with self._lock:
             self._listeners.append(listener)
             listener(self.names)
 
     def heard(self, names: Iterable[str]) -> None:
-        """Take in what a router was told."""
+        """Store an update that a router received, and call the listeners."""
         with self._lock:
             self.names = frozenset(names)
             for listener in self._listeners:
@@ -53,30 +53,30 @@ _shared_lock = Lock()
 
 
 def core_for(deployment_key: str, settings: RouterSettings | None = None) -> RoutingCore:
-    """Return this process's core for a deployment, made on first use; ``router_id`` is unique to the process.
+    """Return this process's core for a deployment, created on first use. ``router_id`` is unique to the process.
 
-    ``settings``: the deployment's, put into force when they are new here; else ``configure`` has the last word.
+    ``settings``: the deployment's settings, applied when they are new here. Otherwise those of ``configure`` stay.
     """
     return _of(deployment_key, settings).core
 
 
 def decisions_for(deployment_key: str) -> RecentDecisions:
-    """Return what this process's Serve router decided lately for a deployment: Serve's handle does not pass it on."""
+    """Return the recent decisions of this process's Serve router, which Serve's handle does not return."""
     return _of(deployment_key, None).decisions
 
 
 def running_replicas(deployment_key: str) -> RunningReplicas:
-    """Return which replicas of a deployment run, as this process's Serve router last heard it."""
+    """Return the running replicas of a deployment, as last reported to this process's Serve router."""
     return _of(deployment_key, None).running
 
 
 def register_router(deployment_key: str, router: Any) -> None:
-    """Note the latest of this process's Serve routers for a deployment."""
+    """Record the latest of this process's Serve routers for a deployment."""
     _of(deployment_key, None).router = router
 
 
 def router_for(deployment_key: str) -> Any:
-    """Return it, None where this process has none yet. Serve copies a router's class, not what is in this module."""
+    """Return the registered router, or None. Serve copies a router's class, but not this module's state."""
     return _of(deployment_key, None).router
 
 

@@ -1,4 +1,4 @@
-"""Decisions that the ingress has not asked for yet, by request id. Bounded: the oldest is forgotten first."""
+"""Decisions that the ingress has not fetched yet, by request id. Beyond the limit, the oldest is dropped."""
 
 from collections import OrderedDict
 from threading import Lock
@@ -9,7 +9,7 @@ _MAX_REQUESTS = 8192
 
 
 class RecentDecisions:
-    """The last decision of each of the newest requests; a caller that leaves meanwhile learns of it. Any thread."""
+    """The last decision of each recent request, also for callers that leave early. Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -17,7 +17,7 @@ class RecentDecisions:
         self._left: OrderedDict[str, None] = OrderedDict()
 
     def add(self, request_id: str, decision: Decision) -> bool:
-        """Remember a request's decision, in the place of an earlier one. False where its caller has left before."""
+        """Store a request's decision in place of an earlier one. Return False if the caller has already left."""
         with self._lock:
             if request_id in self._left:
                 del self._left[request_id]
@@ -28,7 +28,7 @@ class RecentDecisions:
             return True
 
     def leave(self, request_id: str) -> Decision | None:
-        """Take a request's decision for a caller that leaves; where there is none yet, there will be none."""
+        """Remove and return a leaving caller's decision. Without one, a later ``add`` will be refused."""
         with self._lock:
             decision = self._decisions.pop(request_id, None)
             if decision is None:

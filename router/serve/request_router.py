@@ -1,8 +1,8 @@
 """The Serve adapter: Ray Serve's RequestRouter hooks around a RoutingCore.
 
-Owns the mapping between Serve's replicas and the core's replica ids, and this loop's FeedSubscriber. Scores nothing and
-waits on nothing remote. A call's routing view is the keyword argument ``route``; a caller that also passes
-``decision=None`` gets the Decision filled in for the replica. Replicas call each other by ``target``.
+It maps Serve's replicas to the core's replica ids, and owns this loop's FeedSubscriber. It computes no scores and waits
+for no remote call. A call's routing view is the keyword argument ``route``. If the caller also passes
+``decision=None``, the replica receives the Decision there. Replicas call each other by ``target``.
 """
 
 import asyncio
@@ -29,11 +29,11 @@ FEED_METADATA = "feed"
 """The key of ``record_replica_metadata()`` under which a replica advertises ``FeedEndpoint.to_dict()``."""
 
 LABELS_METADATA = "labels"
-"""The key under which it advertises the labels that its node was given when Ray was started there."""
+"""The key under which a replica advertises its Ray node's labels."""
 
 AWAY_S = 10.0
-"""How long a replica that left the set is kept in mind: one that takes new settings is out of it meanwhile, and its
-cache is not. One that leaves for good can hand out KV until it ends."""
+"""The time for which a replica that left the set is remembered. A replica that applies new settings leaves the set
+temporarily but keeps its cache. A replica that leaves for good can supply KV until it stops."""
 
 
 def deployment_key(app_name: str, deployment_name: str) -> str:
@@ -42,10 +42,10 @@ def deployment_key(app_name: str, deployment_name: str) -> str:
 
 
 class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
-    """Sends each request where RoutingCore decides; configured by JSON (``RouterSettings.from_json``)."""
+    """Sends each request to the replica that RoutingCore chooses. JSON configures it (``RouterSettings.from_json``)."""
 
     def initialize_state(self, **settings: Any) -> None:
-        """Take the ``request_router_kwargs`` of the deployment."""
+        """Apply the ``request_router_kwargs`` of the deployment."""
         key = deployment_key(self._deployment_id.app_name, self._deployment_id.name)
         self._core = core_for(key, RouterSettings.from_json(settings))
         self._decisions = decisions_for(key)
@@ -58,7 +58,7 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
         self._empty_since_s = time.monotonic()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Follow the feeds of new replicas, and forget who left and does not return within ``AWAY_S``."""
+        """Follow the feeds of new replicas, and forget replicas that leave and do not return within ``AWAY_S``."""
         super().update_replicas(replicas)
         before = self._by_name
         self._know({replica.replica_id.unique_id: replica for replica in replicas})
@@ -70,7 +70,7 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
             return
         labels = {name: replica.replica_metadata.get(LABELS_METADATA, {}) for name, replica in self._by_name.items()}
         added, _ = self._core.update_replicas(self._by_name, self._away, labels)
-        if self._subscriber is None:  # here, because only here the router is sure to run in its own loop
+        if self._subscriber is None:  # only here does the router surely run in its own loop
             self._subscriber = FeedSubscriber(self._heard, self._core.counters.feed)
             self._core.follow(self._subscriber.is_live, self._full, self._subscriber.resync)
             added = tuple(self._by_name)
@@ -89,7 +89,7 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
-        """Decide for this very request, in its own coroutine: Serve's queue may swap two. Raises NoReplicaLeft."""
+        """Decide for this request in its own coroutine, because Serve's queue may swap two. Raises NoReplicaLeft."""
         route = await self._route_of(pending_request)
         if is_retry:
             self._undo(route)
@@ -101,21 +101,21 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Rank candidates by their queues, one a rank; for callers inside Serve that bypass our choice."""
+        """Rank candidates by queue length, one per rank, for callers inside Serve that bypass this router's choice."""
         return [[replica] for replica in sorted(candidate_replicas, key=self._queue_length)]
 
     async def _route_of(self, pending_request: PendingRequest) -> RoutedRequest | None:
-        """Return a call's routing view, None for a call without a prompt."""
+        """Return a call's routing view, or None for a call without a prompt."""
         route = pending_request.kwargs.get("route")
         return route if isinstance(route, RoutedRequest) else None
 
     def _choose(
         self, pending_request: PendingRequest, route: RoutedRequest | None, is_retry: bool
     ) -> RunningReplica | None:
-        """Return the replica for a request, None while all are full or away.
+        """Return the replica for a request, or None while all are full or away.
 
-        A call with a ``target`` reaches one that is away too, the first time; where that is gone it goes to any
-        replica, which refuses it. Raises NoReplicaLeft, and CancelledError where the caller has left.
+        The first attempt of a call with a ``target`` also reaches an away replica. If the target is gone, the call goes
+        to any replica, which refuses it. Raises NoReplicaLeft, and CancelledError if the caller has left.
         """
         if not self._by_name:
             wait_s = self._core.settings.no_replica_wait_s
@@ -146,20 +146,20 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
             return min(self._replicas.values(), key=self._queue_length, default=None)
 
     def _decided(self, route: RoutedRequest, decision: Decision) -> None:
-        """Hear of a decision that a request follows. For routers whose replicas are told no reservation."""
+        """Handle a decision that a request follows. A hook for routers without reservation numbers in replicas."""
 
     async def _pause(self, attempt: int) -> None:
-        """Wait before the first in line asks again: longer each time, but not beyond a change of replicas."""
+        """Wait before the first queued request asks again: longer each time, but not beyond a change of replicas."""
         if self._by_name:
             await self._backoff(attempt)
             return
         self._replicas_updated_event.clear()
         with suppress(TimeoutError):
-            async with asyncio.timeout(0.1):  # wait_for would swallow a cancellation that meets the event
+            async with asyncio.timeout(0.1):  # wait_for would swallow a simultaneous cancellation
                 await self._replicas_updated_event.wait()
 
     def _heard(self, replica_id: str, events: Iterable[Event]) -> None:
-        """Take in one message of a replica's feed, in this router's loop."""
+        """Apply one message of a replica's feed, in this router's loop."""
         self._core.apply(replica_id, events)
 
     def _know(self, by_name: dict[str, RunningReplica]) -> None:
@@ -169,7 +169,7 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
         self._running.heard(by_name)
 
     def _undo(self, route: RoutedRequest | None) -> None:
-        """Release what was reserved at the replica that has just rejected the request."""
+        """Release the reservation at the replica that has just rejected the request."""
         try:
             decision: Decision | None = None if route is None else self._decisions.take(route.request_id)
             if decision is not None:
@@ -179,7 +179,7 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
             self._fault("releasing a rejected request")
 
     def _full(self) -> list[str]:
-        """Return the replicas whose ongoing requests, as far as Serve knows, are at their limit."""
+        """Return the replicas that have reached their limit of ongoing requests in Serve's count."""
         queue_length = self._replica_queue_len_cache.get
         return [
             name
@@ -203,7 +203,7 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
             self._fault(f"following the feed of {name}")
 
     def _forget(self, name: str, replica: RunningReplica) -> None:
-        """Forget a replica that left, unless it returned meanwhile."""
+        """Forget a replica that left, unless it has returned."""
         if self._away.get(name) is replica:
             del self._away[name]
             self._core.drop_replica(name)
@@ -219,7 +219,7 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
 
 
 def _runs_in(app_name: str, deployment_name: str) -> bool:
-    """Say whether this process is a replica of that deployment: then its router only reaches peers by name."""
+    """Return whether this process is a replica of that deployment. Its router then only reaches peers by name."""
     try:
         context = get_replica_context()
     except RayServeException:  # a driver

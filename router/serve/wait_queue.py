@@ -1,4 +1,4 @@
-"""Requests that no replica can take yet: tenants take turns, one request at a time asks again. One loop uses it."""
+"""A queue of requests that no replica can accept yet. Tenants take turns, and one request at a time asks again."""
 
 import asyncio
 from bisect import insort
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class WaitQueue:
-    """``pause``: called with the number of attempts so far, returns when it is time for the next."""
+    """A queue for one event loop. ``pause`` waits for the next attempt, given the number of attempts so far."""
 
     def __init__(self, pause: Callable[[int], Awaitable[None]]) -> None:
         self._pause = pause
@@ -20,9 +20,9 @@ class WaitQueue:
         self._asking: tuple[float, asyncio.Event] | None = None
 
     async def take(self, choose: Callable[[], T | None], tenant: str = "", order: int = 0, *, ahead: bool = False) -> T:
-        """Return what ``choose`` does once it is not None. ``ahead``: in front of all, for who had a turn before.
+        """Return the result of ``choose`` once it is not None. ``ahead``: before all others, for a retry.
 
-        Of a tenant's requests those of the lowest ``order`` go first, and of these who came first.
+        A tenant's requests are sorted by ``order``, lowest first, then by arrival.
         """
         if not self._lines or ahead:
             found = choose()

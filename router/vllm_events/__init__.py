@@ -1,1 +1,1 @@
-"""vLLM's KV events: how they are read, put in order, followed, and told under our hashes."""
+"""vLLM's KV events: subscription, decoding, ordering, and translation to this project's hashes."""

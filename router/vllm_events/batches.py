@@ -1,6 +1,6 @@
-"""vLLM's KV events as they come over its socket: bytes in, typed events out. Imports no vllm: a batch is msgpack.
+"""The wire format of vLLM's KV events: bytes in, typed events out. A batch is msgpack, so vllm is not imported.
 
-A batch is [ts, events, data_parallel_rank]; unknown fields are ignored. Source: vLLM's ``distributed/kv_events.py``.
+A batch is [ts, events, data_parallel_rank]. Unknown fields are ignored. Source: vLLM's ``distributed/kv_events.py``.
 """
 
 from typing import Annotated, Any
@@ -8,26 +8,26 @@ from typing import Annotated, Any
 import msgspec
 
 BlockHash = bytes | int
-"""vLLM's name of a block: the 32 bytes of a SHA-256, or 64 bits of it where it was told to cut hashes."""
+"""vLLM's name of a block: the 32 bytes of a SHA-256, or 64 bits of it if vLLM truncates hashes."""
 
 TokenId = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 
 SEQUENCE_BYTES = 8
-"""Of a batch's number, signed and big-endian, in a frame of its own; batches of one engine count from 0."""
+"""The size of a batch's number: signed, big-endian, in its own frame. An engine's batches are numbered from 0."""
 
 END_OF_REPLAY = -1
 """The number after the last batch of a replay."""
 
 
 class MalformedBatch(ValueError):
-    """The bytes are no batch of KV events, or an event in it is not known or lacks what it must have."""
+    """The bytes are not a batch of KV events, or an event in it is unknown or incomplete."""
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag="BlockStored"):
-    """Blocks that hang one under the other, the first under ``parent_block_hash`` (None: it begins a chain).
+    """A row of blocks, each the parent of the next. ``parent_block_hash``: the first one's parent (None: a new chain).
 
-    ``token_ids``: those of all the blocks. ``extra_keys``: for each block what its hash covers besides tokens and
-    parent: the adapter's name, the salt (a chain's first block only), what images and embeddings are; untagged.
+    ``token_ids``: of all the blocks. ``extra_keys``: each block's hash inputs besides tokens and parent, untagged:
+    the adapter's name, the salt (in a chain's first block only), and identifiers of images and embeddings.
     """
 
     block_hashes: list[BlockHash]
@@ -43,7 +43,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag="BlockStored"):
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag="BlockRemoved"):
-    """One copy of each of these blocks is gone."""
+    """One copy of each of these blocks was removed."""
 
     block_hashes: list[BlockHash]
     medium: str | None = None
@@ -51,14 +51,14 @@ class BlockRemoved(msgspec.Struct, frozen=True, tag="BlockRemoved"):
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, tag="AllBlocksCleared"):
-    """Every block is gone."""
+    """Every block was removed."""
 
 
 KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KvEventBatch(msgspec.Struct, frozen=True, array_like=True):
-    """What one step of an engine did. ``ts``: seconds since 1970, by the engine's clock."""
+    """The events of one engine step. ``ts``: seconds since 1970, by the engine's clock."""
 
     ts: float
     events: list[KvEvent]
@@ -69,7 +69,7 @@ _decode = msgspec.msgpack.Decoder(KvEventBatch).decode
 
 
 def decode_batch(payload: bytes) -> KvEventBatch:
-    """Return what a payload says. Raises MalformedBatch, with what is wrong and where."""
+    """Decode a payload. Raises MalformedBatch with the error and its position."""
     try:
         return _decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -1,8 +1,8 @@
-"""The blocks of the group that leads, by our hashes, each under its parent; and how many are held in a row.
+"""The blocks of the leading group by this project's hashes, each with its parent and the length of its held row.
 
-A layer with full attention goes on from a block whose whole chain is held: where tenants evict by themselves, a public
-or shared parent may go before what hangs under it. One with a window goes on from any block that ends a row as long as
-the window: what is before that may be gone.
+A full-attention layer can continue from a block only if its whole chain is held. With eviction by tenant, a public or
+shared parent may be evicted before its children. A sliding-window layer can continue from any block that ends a row as
+long as the window, even if earlier blocks are gone.
 """
 
 import math
@@ -13,10 +13,10 @@ from router.vllm_events.batches import BlockHash
 
 @dataclass(slots=True)
 class HeldBlock:
-    """``under``: the parent's hash, of a chain's first block the root. ``root``: what begins here, b"" for nothing.
+    """``under``: the parent's hash, or the root for a first block. ``root``: of a scope that begins here, or b"".
 
-    ``row``: blocks held in a row up to this one, no more than needed; a chain's beginning counts as enough.
-    ``hits``: requests that used a prefix that ends here, as of ``used_s``: older ones count less.
+    ``row``: consecutive held blocks up to this one, capped at the needed number, which a chain's first block satisfies.
+    ``hits``: requests that used a prefix that ends here, as of ``used_s``. Older requests count less.
     """
 
     under: bytes
@@ -29,9 +29,9 @@ class HeldBlock:
 
 
 class Chains(dict[bytes, HeldBlock]):
-    """``needed``: blocks of a window, all up to a beginning where there is none. ``touched``: rows or presence changed.
+    """Held blocks by hash. ``needed``: the blocks of a window, or infinity without one: all back to the beginning.
 
-    ``add`` and ``drop`` alone change it.
+    ``touched``: blocks with a changed row or presence. Change the mapping only by ``add``, ``drop`` and ``clear``.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Chains(dict[bytes, HeldBlock]):
         self._children: dict[bytes, set[bytes]] = {}
 
     def add(self, block: bytes, held: HeldBlock) -> None:
-        """Take a block that was not held."""
+        """Add a block that was not held."""
         above = self.get(held.under)
         held.row = min(self.needed, self.needed if above is None else above.row + 1)
         self[block] = held
@@ -50,7 +50,7 @@ class Chains(dict[bytes, HeldBlock]):
         self._recount(block, held.row)
 
     def drop(self, block: bytes) -> None:
-        """Let a held block go."""
+        """Remove a held block."""
         under = self.pop(block).under
         self.touched[block] = None
         self._children[under].discard(block)
@@ -59,13 +59,13 @@ class Chains(dict[bytes, HeldBlock]):
         self._recount(block, 0)
 
     def clear(self) -> None:
-        """Hold nothing any more."""
+        """Remove all blocks."""
         super().clear()
         self.touched.clear()
         self._children.clear()
 
     def _recount(self, block: bytes, row: float) -> None:
-        """Count rows anew below a block that ends one of ``row``."""
+        """Update the rows of the descendants of a block with the row length ``row``."""
         below = [(block, row)]
         for parent, above in below:
             for child in self._children.get(parent, ()):

@@ -1,12 +1,12 @@
-"""What an engine's pool holds by its KV events, under our hashes; and what routers are to be told of it.
+"""The contents of an engine's pool from its KV events, under this project's hashes, and the resulting router events.
 
 Every request's ``cache_salt`` is the hex of its scope's root. vLLM puts the salt in the extra keys of a chain's first
-block, and our scheduler the tenant's in those of the first block after public ones, so the events name the roots; other
-blocks hang under a parent known by then. Nothing is shared with the side that submits requests, and no order between
-the two is needed. A block whose parent is gone is no hit until that is back, and is not told. Knows no socket.
+block, and this project's scheduler puts the tenant's in those of the first block after public ones. The events thus
+contain the roots. Other blocks have a parent that is already known. No state or order is shared with the code that
+submits requests. A block without its parent is no hit and is not reported until the parent returns. Uses no socket.
 
-A model's layers may be in groups with blocks of their own. One leads: its blocks make the chains. With a window or a
-state in some layers a prompt is served up to some of them only: those are told, under ``ENDS_TIER``, and no others.
+A model's layers may form groups with separate blocks. The blocks of one leading group make the chains. With a window or
+a state in some layers, a prompt can be served up to some blocks only, and only those are reported, under ``ENDS_TIER``.
 """
 
 import re
@@ -49,16 +49,16 @@ _Changes = list[tuple[type[BlocksStored | BlocksRemoved | CacheCleared], bytes]]
 
 
 class UnsupportedEvents(ValueError):
-    """The engine keeps KV in a way that this project cannot route by; the message says which and what to do."""
+    """The engine's KV layout does not allow routing. The message contains the reason and the remedy."""
 
 
 class VllmPool:
-    """One engine's: the blocks that routers are told of, as they can be hit. Iterates over their hashes, by ours.
+    """One engine's blocks that can be hit and are reported to routers. Iterates over this project's hashes of them.
 
-    ``max_blocks``: of the engine's pool; each holds one block at a time, so more are never held. ``states``: whether
-    some layers keep a state in place of KV by token. ``xor``: of the words of the hashes; ``unplaced``: stored blocks
-    that no chain could be told for. One thread changes it, any may ask.
-    vLLM does not deduplicate: equal blocks are stored and removed once a copy, and only the last removal counts.
+    ``max_blocks``: the size of the engine's pool, never exceeded. ``states``: whether some layers keep a state instead
+    of KV by token. ``xor``: of the words of the hashes; ``unplaced``: stored blocks without a known chain. One thread
+    changes the pool, and any thread may read it.
+    vLLM does not deduplicate: equal blocks are stored and removed once for each copy, and only the last removal counts.
     """
 
     def __init__(
@@ -86,13 +86,13 @@ class VllmPool:
 
     @property
     def held_blocks(self) -> int:
-        """Blocks of vLLM's pool that hold something, in all groups; copies are one."""
+        """The distinct blocks that vLLM's pool holds, in all groups."""
         return len(self._ours) + sum(map(len, self._others.values()))
 
     def translate(self, batch: KvEventBatch) -> list[Event]:
-        """Take a batch; return what it means to routers, neighbours of one kind joined.
+        """Apply a batch and return its router events. Adjacent events of one kind are joined.
 
-        Raises UnsupportedEvents and MalformedBatch; what came before in the batch is taken, so ``forget`` then.
+        Raises UnsupportedEvents and MalformedBatch. The batch is then applied in part, so call ``forget``.
         """
         if batch.data_parallel_rank:
             raise UnsupportedEvents(
@@ -103,7 +103,7 @@ class VllmPool:
         for event in batch.events:
             if isinstance(event, AllBlocksCleared):
                 self._clear(changes)
-            elif event.medium not in (None, "GPU"):  # which the pool of a CPU is called, too
+            elif event.medium not in (None, "GPU"):  # the pool on a CPU is also called GPU
                 self._skip(event)
             elif isinstance(event, BlockRemoved):
                 self._removed(event)
@@ -115,22 +115,22 @@ class VllmPool:
         return _joined(changes, self.tier)
 
     def forget(self) -> list[Event]:
-        """Start anew, as where events were lost: return what to tell.
+        """Start over after lost events, and return the router events.
 
-        What the engine goes on holding of before is not known any more, nor are blocks under it, until stored again.
+        Blocks that the engine still holds, and blocks under them, are unknown until they are stored again.
         """
         self._clear([])
         return [CacheCleared()]
 
     def known(self, chain: bytes, most: int) -> int:
-        """Return how many of a packed chain's first ``most`` blocks are held; a hint where a hole is among them."""
+        """Return the number of held blocks among a packed chain's first ``most``. With holes it is only a hint."""
         most = min(most, len(chain) // HASH_BYTES)
         if self.tier == POOL_TIER:
             return count_leading(chain, most, self._told.__contains__)
         return next((blocks for blocks in range(most, 0, -1) if hash_at(chain, blocks - 1) in self._told), 0)
 
     def hit(self, chain: bytes, most: int) -> int:
-        """Do as ``known`` for a request that will use them, and count it: hot is what is used."""
+        """Return ``known`` for a request that will use these blocks, and count the hit."""
         blocks = self.known(chain, most)
         held = self._blocks.get(hash_at(chain, blocks - 1)) if blocks else None
         if held is not None:
@@ -140,18 +140,18 @@ class VllmPool:
         return blocks
 
     def roots_of(self, chain: bytes, public_blocks: int) -> bytes:
-        """Return the root of a chain that is held as requests have it: with public blocks the tenant's behind it.
+        """Return the roots of a held chain as in requests: the first block's, and after public blocks the tenant's.
 
-        That is left out where no block is private, and what is not held is b"".
+        The tenant's root is missing if no block is private. Blocks that are not held add b"".
         """
         firsts = [self._blocks.get(hash_at(chain, index)) for index in sorted({0, public_blocks})]
         return b"".join(first.root for first in firsts if first is not None)
 
     def held(self) -> Iterator[tuple[bytes, HeldBlock]]:
-        """Yield what can be hit, a parent before what hangs under it."""
+        """Yield the blocks that can be hit, with parents before children."""
         for block_hash in list(self._told):
             held = self._blocks.get(block_hash)
-            if held is not None:  # it may be gone meanwhile
+            if held is not None:  # the block may have been removed during the iteration
                 yield block_hash, held
 
     def _clear(self, changes: _Changes) -> None:
@@ -161,7 +161,7 @@ class VllmPool:
         changes.append((CacheCleared, b""))
 
     def _leads(self, event: BlockStored) -> bool:
-        """Return whether an event is of the group that leads: of full attention, else the only one, with a window."""
+        """Return whether an event is of the leading group: of full attention, or the only one, with a window."""
         kind, group = event.kv_cache_spec_kind, event.group_idx or 0
         if self._lead is None and (kind in _FULL or (kind in _WINDOW and not self._states)):
             self._lead = group
@@ -171,7 +171,7 @@ class VllmPool:
         return group == self._lead
 
     def _stored_beside(self, event: BlockStored) -> None:
-        """Take what another group holds: of one with a window nothing, so that nothing is told."""
+        """Record another group's blocks. A second group with a window records none, so that no block is reported."""
         held = self._others.setdefault(event.group_idx, Counter())
         if event.kv_cache_spec_kind not in _BESIDE:
             self._skip(event)
@@ -187,7 +187,7 @@ class VllmPool:
         if self._leaves_out(event):
             self._skip(event)
             return
-        if self.held_blocks + len(event.block_hashes) > self._max_blocks:  # removals were lost, or it is another pool
+        if self.held_blocks + len(event.block_hashes) > self._max_blocks:  # removals were lost, or the pool changed
             self._clear(changes)
         roots = [_root(_beside_adapter(event, keys)) for keys in event.extra_keys or [None] * len(event.block_hashes)]
         parent = b"" if event.parent_block_hash is None else self._ours.get(event.parent_block_hash)
@@ -211,9 +211,9 @@ class VllmPool:
             under = ours
 
     def _leaves_out(self, event: BlockStored) -> bool:
-        """Return whether an event tells of some of its tokens' blocks only, and so not of which.
+        """Return whether an event omits blocks of its tokens, so that the others cannot be identified.
 
-        Raises UnsupportedEvents for other blocks than the routers', MalformedBatch for a contradiction.
+        Raises UnsupportedEvents for a block size other than the routers', and MalformedBatch for a contradiction.
         """
         size, tokens, blocks = self._block_size, len(event.token_ids), len(event.block_hashes)
         if event.block_size != size:
@@ -244,7 +244,7 @@ class VllmPool:
         self._blocks.touched |= dict.fromkeys(self._ours[theirs] for theirs in names if theirs in self._ours)
 
     def _tell(self, changes: _Changes) -> None:
-        """Note which of the touched blocks a prompt can be served up to now and could not before, or the reverse."""
+        """Append the touched blocks that a prompt can newly be served up to, and those that it no longer can."""
         stored, removed = list[bytes](), list[bytes]()
         for block in self._blocks.touched:
             held = self._blocks.get(block)
@@ -259,13 +259,13 @@ class VllmPool:
         changes += [(BlocksRemoved, block) for block in reversed(removed)] + [(BlocksStored, block) for block in stored]
 
     def _served(self, theirs: BlockHash) -> bool:
-        """Return whether the groups beside the one that leads can go on from a block."""
+        """Return whether the groups beside the leading one can continue from a block."""
         known = bool(self._others) or not self._states
         return known and all(theirs in held for held in self._others.values())
 
 
 def _joined(changes: _Changes, tier: str) -> list[Event]:
-    """Return events, those of neighbours of one kind as one; clearing makes what came before needless."""
+    """Return the changes as events, with adjacent changes of one kind joined. A clear drops all earlier events."""
     events: list[Event] = []
     for kind, same in groupby(changes, itemgetter(0)):
         if kind is CacheCleared:
@@ -276,7 +276,7 @@ def _joined(changes: _Changes, tier: str) -> list[Event]:
 
 
 def _beside_adapter(event: BlockStored, keys: tuple[object, ...] | None) -> list[object]:
-    """Return a block's extra keys without the adapter's: they are untagged, and the adapter's comes first."""
+    """Return a block's extra keys without the adapter's name. Keys are untagged, and the adapter's name is first."""
     found = list(keys or ())
     if event.lora_name is not None and event.lora_name in found:
         found.remove(event.lora_name)
@@ -284,7 +284,7 @@ def _beside_adapter(event: BlockStored, keys: tuple[object, ...] | None) -> list
 
 
 def _root(keys: list[object]) -> bytes | None:
-    """Return the root that a block's keys name: the one key there is, 32 hex digits. None: it is another; b"": none."""
+    """Return the root in a block's keys, a single key of 32 hex digits; b"" without keys, None for other keys."""
     match keys:
         case []:
             return b""

@@ -1,8 +1,8 @@
-"""One engine's KV events, from its sockets to a sink: in order, repaired, translated.
+"""One engine's KV events, from its sockets to a sink: in order, with gaps repaired, translated.
 
-Owns the thread that listens. Batches are numbered, and the engine sends its last ones again: after a gap, and after a
-silence, since a loss at the end shows in no later number. A batch that is lost for good or cannot be read means that
-all is forgotten; an engine whose events cannot be routed by at all is followed no longer.
+It owns the listening thread. Batches are numbered, and the engine resends its last ones on request: after a gap, and
+after silence, because no later number reveals a loss at the end. After a batch that is lost for good or unreadable,
+all blocks are forgotten. If an engine's events are unsupported, the subscriber stops following it.
 """
 
 import logging
@@ -19,22 +19,22 @@ _log = logging.getLogger(__name__)
 
 _TICK_MS = 100
 _SILENT_TICKS = 10
-"""After so long without a batch the engine is asked whether there was one."""
+"""After this long without a batch, the engine is asked for missed batches."""
 
 _ANSWER_TICKS = 50
 """An engine that has not answered by then is asked again later."""
 
 _MAX_QUEUED_BATCHES = 10_000
-"""As many as vLLM keeps for a replay: what is dropped beyond them is asked for again."""
+"""The number of batches that vLLM keeps for a replay. Dropped batches are requested again."""
 
 _MAX_BATCH_BYTES = 64 * 1024 * 1024
 
 
 class EventSubscriber:
-    """Follows one engine for its life. Start it early: what the engine no longer has then is lost.
+    """Follows one engine for its lifetime. Start it early: batches that the engine no longer keeps then are lost.
 
-    ``sink`` is called with events in order, one call at a time, from the listening thread and ``tell``. ``cleared`` is
-    set when everything was told to be gone.
+    ``sink`` receives the events in order, one call at a time, from the listening thread and ``tell``. ``cleared`` is
+    set after the sink received a CacheCleared.
     """
 
     def __init__(self, publish: str, replay: str, pool: VllmPool, sink: Callable[[Sequence[Event]], None]) -> None:
@@ -49,21 +49,21 @@ class EventSubscriber:
         self._thread = threading.Thread(target=self._listen, name="vllm-events", daemon=True)
 
     def start(self) -> None:
-        """Begin to listen."""
+        """Start to listen."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop listening; nothing is given to the sink any more. Twice is once."""
+        """Stop listening. The sink receives no more events. A repeated call has no effect."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join()
 
     def healthy(self) -> bool:
-        """Whether it listens, if it was started; False once its thread has ended."""
+        """Return False once the started thread has ended."""
         return self._thread.ident is None or self._thread.is_alive()
 
     def tell(self, *, anew: bool) -> None:
-        """Give the sink a digest of what the pool holds by the events so far; ``anew``: every block before it."""
+        """Send a digest of the pool's known blocks to the sink. ``anew``: send every block before it."""
         with self._lock:
             pool = self._pool
             blocks: list[Event] = [CacheCleared(), BlocksStored(b"".join(pool), pool.tier)] if anew else []
@@ -74,7 +74,7 @@ class EventSubscriber:
         try:
             self._follow(context)
         except UnsupportedEvents as error:
-            _log.error("the directory knows nothing of this engine any more: %s", error)
+            _log.error("the directory no longer follows this engine: %s", error)
         except Exception:
             _log.exception("the listener of the engine's events stopped")
         finally:
@@ -103,7 +103,7 @@ class EventSubscriber:
         self._take(number, payload)
 
     def _catch_up(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        """Take what was missed from the engine's last batches: all that it has, unless it does not answer."""
+        """Request and apply the missed batches, as far as the engine still keeps them and answers."""
         with _connected(context, zmq.DEALER, self._replay) as replay:
             replay.send_multipart((b"", self._expected.to_bytes(SEQUENCE_BYTES, "big")))
             waited_ticks = 0
@@ -117,19 +117,19 @@ class EventSubscriber:
                 self._take(number, payload)
 
     def _take(self, number: int, payload: bytes) -> None:
-        """Translate a batch, unless it was taken before; those that are missing before it will not come."""
+        """Translate a batch, unless it was handled before. Missing earlier batches are lost for good."""
         if number < self._expected:
             return
         with self._lock:
             if number > self._expected:
                 lost = number - self._expected
-                _log.warning("%d batches of KV events are lost: the directory of this engine starts anew", lost)
+                _log.warning("%d batches of KV events are lost: the directory of this engine starts over", lost)
                 self._deliver(self._pool.forget())
             self._expected = number + 1
             try:
                 self._deliver(self._pool.translate(decode_batch(payload)))
             except MalformedBatch as error:
-                _log.warning("a batch of KV events cannot be read; all is forgotten: %s", error)
+                _log.warning("a batch of KV events cannot be read; all blocks are forgotten: %s", error)
                 self._deliver(self._pool.forget())
 
     def _deliver(self, events: Sequence[Event]) -> None:
@@ -145,7 +145,7 @@ class EventSubscriber:
 
 def _connected(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -> zmq.Socket[bytes]:
     socket = context.socket(kind)
-    socket.setsockopt(zmq.LINGER, 0)  # a question that nobody takes any more must not hold up the end
+    socket.setsockopt(zmq.LINGER, 0)  # an unanswered request must not delay the shutdown
     socket.setsockopt(zmq.RCVHWM, _MAX_QUEUED_BATCHES)
     socket.setsockopt(zmq.MAXMSGSIZE, _MAX_BATCH_BYTES)
     socket.setsockopt(zmq.RECONNECT_IVL, 20)
@@ -154,6 +154,6 @@ def _connected(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str)
 
 
 def _numbered(frames: Sequence[bytes]) -> tuple[int, bytes]:
-    """Return number and payload, the last two frames: a topic or an empty frame may go before them."""
+    """Return number and payload, the last two frames. A topic or an empty frame may precede them."""
     *_, number, payload = frames
     return int.from_bytes(number, "big", signed=True), payload

@@ -1,1 +1,1 @@
-"""Wire formats <-> ``GenerateRequest``. Knows no tokens, tenants or HTTP."""
+"""Convert wire formats to and from ``GenerateRequest``. This package knows nothing of tokens, tenants or HTTP."""

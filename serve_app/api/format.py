@@ -1,4 +1,4 @@
-"""The shapes that an API gives: a whole answer, the events of a streamed one, and errors."""
+"""The output side of an API: a whole answer, the events of a streamed one, and errors."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,14 +9,14 @@ from serve_app.errors import WarmpathError
 from serve_app.fairness.rate_limits import LimitsLeft
 
 FinishReason = Literal["stop", "length", "tool_calls"]
-"""Why a choice ended; "tool_calls" where it stopped after calls of tools."""
+"""Why a choice ended; "tool_calls": it stopped after tool calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """What all parts of one answer share. ``answer_id`` has no API's prefix; ``created_s`` is in Unix seconds.
+    """Fields that all parts of one answer share. ``answer_id`` has no API's prefix; ``created_s`` is in Unix seconds.
 
-    ``repeated``: fields of the request that the answer repeats, as the API shows them.
+    ``repeated``: fields of the request that the answer repeats, in the API's shape.
     """
 
     answer_id: str
@@ -28,10 +28,10 @@ class AnswerHead:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request over all its choices. ``cached_tokens``: prompt tokens whose KV was reused.
+    """Token counts of one request over all its choices. ``cached_tokens``: prompt tokens with reused KV.
 
-    ``kept_5m_tokens``, ``kept_1h_tokens``: other tokens of the prompt, kept for so long because it was asked for.
-    ``cache_miss``: why other tokens were not, where the request asks and it is known, which is at the answer's end.
+    ``kept_5m_tokens``, ``kept_1h_tokens``: other prompt tokens, kept that long because the request asks for it.
+    ``cache_miss``: why other tokens were not cached, if the request asks; known only at the end of the answer.
     ``reasoning_tokens``: completion tokens of reasoning.
     """
 
@@ -45,14 +45,14 @@ class Usage:
 
 
 class ShownToken(NamedTuple):
-    """A token's bytes, which need not be whole characters, and the logarithm of its probability."""
+    """A token's bytes, which may split a character, and its log-probability."""
 
     raw: bytes
     logprob: float
 
 
 class ToldToken(NamedTuple):
-    """A token of an answer, ``offset`` characters behind its beginning, and the likeliest at its place."""
+    """A token at character ``offset`` of an answer; ``top``: the likeliest tokens at its place."""
 
     token: ShownToken
     top: tuple[ShownToken, ...]
@@ -61,10 +61,10 @@ class ToldToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One finished answer. ``calls``: the tool calls that came after or between its text, each one whole.
+    """One finished answer. ``calls``: its complete tool calls, after or between the text.
 
-    ``logprobs``: of its tokens, None where nobody asked. ``stop_sequence``: the stop string that ended it, "" for none.
-    ``reasoning``: before its text.
+    ``logprobs``: its tokens' log-probabilities, None if not requested. ``stop_sequence``: the stop string that ended
+    it, "" for none. ``reasoning``: the reasoning before its text.
     """
 
     text: str
@@ -77,7 +77,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class ErrorAnswer:
-    """An error as an API shows it: the HTTP status, and a body to be encoded as JSON."""
+    """An error in an API's shape: the HTTP status and a body to encode as JSON."""
 
     status: int
     body: dict[str, Any]
@@ -87,36 +87,36 @@ RenderError = Callable[[WarmpathError, str], ErrorAnswer]
 """(error, request id) -> the error in the shape of one API."""
 
 RenderLimits = Callable[[LimitsLeft], dict[str, str]]
-"""What is left of a tenant's limits -> the headers that say so in one API."""
+"""The rest of a tenant's limits -> one API's headers for it."""
 
 
 class AnswerStream(Protocol):
     """One streamed answer. Every call returns server-sent events, framed: none, one or several."""
 
     def opening(self, index: int, usage: Usage) -> bytes:
-        """Begin choice ``index``; ``usage`` is what is known by then: the prompt and what of it was cached."""
+        """Begin choice ``index``; ``usage`` holds the prompt's tokens and its cached tokens."""
 
     def text(self, index: int, text: str, logprobs: Sequence[ToldToken] = ()) -> bytes:
-        """Add text to a choice, with its tokens where they were asked for."""
+        """Add text to a choice, with its tokens if the request asks for them."""
 
     def reasoning(self, index: int, text: str) -> bytes:
-        """Add to the reasoning of a choice, which comes before its text, where the API has it."""
+        """Add to the reasoning of a choice, before its text, if the API has reasoning."""
 
     def call(self, index: int, event: CallEvent) -> bytes:
-        """Add a part of a tool call to a choice, where the API has tools."""
+        """Add a part of a tool call to a choice, if the API has tools."""
 
     def finish(self, index: int, reason: FinishReason, stop_sequence: str = "") -> bytes:
-        """End a choice. ``stop_sequence``: the stop string that did, "" for none."""
+        """End a choice. ``stop_sequence``: the stop string that ended it, "" for none."""
 
     def usage(self, usage: Usage) -> bytes:
-        """End the stream, with usage where the API or the client wants it."""
+        """End the stream, with usage if the API or the client wants it."""
 
     def error(self, error: WarmpathError) -> bytes:
-        """End the stream with an error; nothing comes after it."""
+        """End the stream with an error; nothing follows it."""
 
 
 class AnswerFormat(Protocol):
-    """How one API shows answers and errors. Has no state: what an answer needs to remember is its stream's."""
+    """One API's shape of answers and errors. It is stateless: an answer's state is in its stream."""
 
     def whole(self, head: AnswerHead, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """Return the body of an answer that is not streamed."""
@@ -125,4 +125,4 @@ class AnswerFormat(Protocol):
         """Begin a streamed answer."""
 
     def error(self, error: WarmpathError, request_id: str) -> ErrorAnswer:
-        """Return an error that happens before the headers are sent."""
+        """Return an error that occurs before the headers are sent."""

@@ -1,6 +1,6 @@
-"""A JSON body becomes a pydantic model, or a 400 that names the field and says what to send.
+"""Parse a JSON body into a pydantic model, or raise a 400 that names the field and the value it needs.
 
-A null field counts as absent, save for ``nullable`` ones; an unknown one has no effect, and is in ``unknown``.
+A null field counts as absent, except for ``nullable`` fields. Unknown fields have no effect; ``unknown`` lists them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,18 +27,18 @@ _NULL = msgspec.Raw(b"null")
 _skim = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 Refused = Mapping[str, tuple[Any, ...]]
-"""Field -> the values that ask for nothing."""
+"""Field -> the values of it that are harmless to ignore."""
 
 
 @dataclass(frozen=True, slots=True)
 class Must:
-    """Beside a field's type: the words of its error, ``NAME must be DEMAND.``; bounds and flags need none."""
+    """The wording of a field's error: ``NAME must be DEMAND.``; bounds and flags do not need it."""
 
     demand: str
 
 
 def refused(path: str, instead: str = "") -> InvalidRequest:
-    """Return the error for a field that would change the answer, and has no effect here."""
+    """Return the error for an unsupported field that would change the answer; ``instead`` names a replacement."""
     remedy = f"use {instead}" if instead else "leave it out"
     return InvalidRequest(f"{path} is not supported by this version; {remedy}.", param=path)
 
@@ -48,7 +48,7 @@ def _whole(value: Any) -> Any:
 
 
 Whole = BeforeValidator(_whole)
-"""JSON's 3.0 is a whole number too."""
+"""Accept 3.0 as a whole number."""
 Text64 = Annotated[str | None, Field(min_length=1, max_length=64)]
 Text128 = Annotated[str | None, Field(min_length=1, max_length=128)]
 Text256 = Annotated[str | None, Field(min_length=1, max_length=256)]
@@ -56,17 +56,17 @@ Text1024 = Annotated[str | None, Field(min_length=1, max_length=1024)]
 
 ModelName = Annotated[
     str,
-    Field(min_length=1, max_length=256, description="the served model, or a LoRA adapter"),
+    Field(min_length=1, max_length=256, description="the served model or a LoRA adapter"),
     Must("the name of a model in 1 to 256 characters, see GET /v1/models"),
 ]
 StoreKV = Annotated[
-    bool | None, Field(description="false: read the cache and leave nothing in it; default: the tenant's setting")
+    bool | None, Field(description="false: read the cache, but store nothing in it; default: the tenant's setting")
 ]
 Once = AfterValidator(lambda values: tuple(dict.fromkeys(values)))
-"""Of a tuple: what it repeats is left out."""
+"""Drop repeated values from a tuple."""
 Stops = Annotated[
     tuple[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)], ...],
-    Field(max_length=MAX_STOPS, strict=False, description="strings that end the answer and are no part of it"),
+    Field(max_length=MAX_STOPS, strict=False, description="strings that end the answer and are not part of it"),
     Once,
     Must(f"a list of at most {MAX_STOPS} strings, each of 1 to {MAX_STOP_CHARS} characters"),
 ]
@@ -78,13 +78,13 @@ Stop = Annotated[
 
 
 class JsonBody(BaseModel):
-    """The JSON object that a request's body is, or an object inside it.
+    """The JSON object of a request's body, or an object inside it.
 
-    ``refused``: fields of the outermost object that would change the answer, but have no effect here.
-    ``instead``: what does what a refused field would.
-    ``bounded``: the most values, nested ones counted, in fields of it that a client could make very many of.
-    ``nullable``: fields of it in which null says something; absent ones are not in ``model_fields_set``.
-    ``without_effect``: fields of it that are known, and change nothing wherever they are given.
+    ``refused``: unsupported fields of the outermost object that would change the answer.
+    ``instead``: the supported replacement of a refused field.
+    ``bounded``: the highest number of values, nested ones included, in fields that a client could make very large.
+    ``nullable``: fields in which null has a meaning; absent fields are not in ``model_fields_set``.
+    ``without_effect``: known fields that are accepted and change nothing.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
@@ -96,7 +96,7 @@ class JsonBody(BaseModel):
     without_effect: ClassVar[frozenset[str]] = frozenset()
 
     def unknown(self, inner: Iterable[str] = (), known: Iterable[str] = ()) -> tuple[UnknownField, ...]:
-        """Return the first ``MAX_TOLD`` fields that nothing reads; ``inner``: those inside others, of the ``known``."""
+        """Return the first ``MAX_TOLD`` unread fields; ``inner``: unread nested fields, ``known``: supported ones."""
         fields = type(self).model_fields
         harmless = {*self.refused, *self.without_effect}
         ignored = (name for name in self.model_extra or () if name not in harmless)
@@ -104,12 +104,12 @@ class JsonBody(BaseModel):
 
     @classmethod
     def parse(cls, raw: bytes) -> Self:
-        """Read a body. Raises InvalidRequest for anything but one valid JSON object with the fields it should have."""
+        """Parse a body. Raises InvalidRequest unless it is one JSON object with valid fields."""
         return cls.checked(cls.read(raw))
 
     @classmethod
     def read(cls, raw: bytes) -> dict[str, Any]:
-        """Return the fields of a body that are not absent. Raises InvalidRequest for what is no object, or refused."""
+        """Return a body's fields that are present. Raises InvalidRequest for a non-object or a refused field."""
         try:
             value = cls._decode(raw)
         except (ValueError, RecursionError) as error:  # also: invalid UTF-8, lone surrogates, numbers out of range
@@ -125,7 +125,7 @@ class JsonBody(BaseModel):
 
     @classmethod
     def checked(cls, fields: dict[str, Any]) -> Self:
-        """Return the body that fields are. Raises InvalidRequest for fields that are not as they should be."""
+        """Validate fields and return the body. Raises InvalidRequest for an invalid field."""
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
@@ -133,9 +133,9 @@ class JsonBody(BaseModel):
 
     @classmethod
     def _decode(cls, raw: bytes) -> Any:
-        """Return a body's value; of a large object only the fields that somebody reads, once their size is known.
+        """Return the decoded body; of a large object, decode only the known fields, after checking their sizes.
 
-        Millions of values in one body would take a gigabyte, and hold the interpreter for a second.
+        Millions of values in one body would need a gigabyte and block the interpreter for a second.
         """
         if len(raw) <= _LARGE_BYTES or raw[:256].lstrip()[:1] != b"{":
             return msgspec.json.decode(raw)
@@ -149,14 +149,14 @@ class JsonBody(BaseModel):
 
 
 def call_id(value: Any, path: str) -> str:
-    """Return the id of a call that a result, or the call itself, names. Raises InvalidRequest."""
+    """Return the id in a tool call or its result. Raises InvalidRequest."""
     if not isinstance(value, str) or not 1 <= len(value) <= MAX_ID_CHARS:
         raise InvalidRequest(f"{path} must be a string of 1 to {MAX_ID_CHARS} characters.", param=path)
     return value
 
 
 def _count_values(raw: bytes) -> int:
-    """Return the commas and opening brackets outside of strings, and one: at least as many values as it holds."""
+    """Return an upper bound of the number of values: one plus the commas and opening brackets outside strings."""
     if b"\\" in raw:
         raw = raw.replace(b"\\\\", b"  ").replace(b'\\"', b"  ")
     text = np.frombuffer(raw, np.uint8)
@@ -168,16 +168,16 @@ def _count_values(raw: bytes) -> int:
 def _refusal(model: type[JsonBody], error: ErrorDetails) -> InvalidRequest:
     """Return one of pydantic's errors as a sentence."""
     path = ""
-    place: Any = model  # what is at the path, as its annotation
+    place: Any = model  # the annotation at the path
     for step in error["loc"]:
         if isinstance(step, int):
             if not _must(item := _item(place)):
-                break  # the sentence of the whole list says it
+                break  # the list's own demand covers its items
             path, place = f"{path}[{step}]", item
         elif step in (fields := _fields(place)):
             path, place = f"{path}.{step}" if path else step, fields[step]
         else:
-            break  # into a member of a union, which nobody asked for
+            break  # a step into a member of a union
     demand = error["msg"] if error["type"] == "must_be" else _demand(place)
     if error["type"] == "missing":
         return InvalidRequest(f"{path} is missing; it must be {demand}.", param=path)
@@ -185,7 +185,7 @@ def _refusal(model: type[JsonBody], error: ErrorDetails) -> InvalidRequest:
 
 
 def _parts(annotation: Any) -> Iterator[Any]:
-    """Yield an annotation and whatever it is made of, outer parts first."""
+    """Yield an annotation and its parts, outer parts first."""
     yield annotation
     for part in get_args(annotation):
         yield from _parts(part)
@@ -203,13 +203,13 @@ def _item(annotation: Any) -> Any:
 
 
 def _must(annotation: Any) -> str:
-    """Return what a ``Must`` says of an annotation, "" where there is none."""
+    """Return the demand of an annotation's ``Must``, "" if there is none."""
     metadata = (known for part in _parts(annotation) for known in reversed(getattr(part, "__metadata__", ())))
     return next((known.demand for known in metadata if isinstance(known, Must)), "")
 
 
 def _demand(annotation: Any) -> str:
-    """Return the same; where nothing is said, the type and its bounds say it."""
+    """Return the demand of an annotation; without a ``Must``, derive it from the type and its bounds."""
     if demand := _must(annotation):
         return demand
     parts = list(_parts(annotation))

@@ -1,4 +1,4 @@
-"""The one internal form of a generation request: every wire format is turned into it, and nothing else goes on."""
+"""The internal form of a generation request; every wire format is converted to it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,18 +8,18 @@ from serve_app.api.unknown import UnknownField
 from serve_app.structured.grammar import Grammar
 
 Prompt = str | tuple[int, ...]
-"""Text to tokenize, or token ids (not yet compared with a vocabulary)."""
+"""Text to tokenize, or token ids (not yet checked against a vocabulary)."""
 
 Tool = Mapping[str, Any]
-"""A function as chat templates read it: ``{"type": "function", "function": {name, description, parameters}}``."""
+"""A function in the form of chat templates: ``{"type": "function", "function": {name, description, parameters}}``."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What a request offers and how the answer may use it.
+    """The tools that a request offers, and how the answer may use them.
 
-    ``must_call``: the answer is calls and nothing else. ``only``: the names that it may call, all of them when empty.
-    ``may_call`` False: the prompt holds the tools, so that its KV is the same, and the answer is text.
+    ``must_call``: the answer consists of calls alone. ``only``: the one name that it may call, "" for all of them.
+    ``may_call`` False: the answer is text, but the prompt still holds the tools, so that its KV stays the same.
     """
 
     tools: tuple[Tool, ...] = ()
@@ -42,12 +42,12 @@ NO_TOOLS = ToolUse()
 
 
 def reasoning_fields(text: str) -> dict[str, str]:
-    """Return the fields of a message's reasoning: by DeepSeek's name, which most templates have, and by vLLM's."""
+    """Return a message's reasoning under two names: DeepSeek's, which most templates read, and vLLM's."""
     return {"reasoning_content": text, "reasoning": text}
 
 
 def thinking_switches(effort: str | None) -> dict[str, Any]:
-    """Return the variables by which chat templates have their model think: "none": not, None: as they do by default."""
+    """Return the chat template's variables for thinking. "none": do not think; None: the template's default."""
     if effort is None:
         return {}
     on = effort != "none"
@@ -56,9 +56,9 @@ def thinking_switches(effort: str | None) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class CacheBreakpoint:
-    """A place in a conversation: what leads to it stays cached for ``ttl_s`` after its last read.
+    """A place in a conversation: the prefix up to it stays cached for ``ttl_s`` after its last read.
 
-    ``messages``: the conversation as far as the breakpoint, the last message cut there; none: the tools alone.
+    ``messages``: the conversation up to the breakpoint, the last message cut there; empty: the tools alone.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -66,26 +66,26 @@ class CacheBreakpoint:
 
 
 TIERS = {"priority": -1, "default": 0, "flex": 1}
-"""The service tiers in the order in which a tenant's requests start."""
+"""The service tiers, in the order in which a tenant's requests start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFields:
-    """What both kinds of requests say of what to generate and how to answer, validated.
+    """The validated fields that both kinds of requests share: the sampling and the form of the answer.
 
-    ``model`` names the base model or a LoRA adapter; ``lora_name``, if given, the adapter.
+    ``model`` names the base model or a LoRA adapter; ``lora_name``, if given, names the adapter.
     ``max_tokens`` None: the deployment's default. ``top_k`` 0 and ``min_p`` 0 switch these off. ``stop`` strings and
-    ``stop_token_ids`` are excluded from the text, unless ``include_stop_str_in_output``. ``logprobs``: how many of the
-    likeliest tokens to tell with each, None for nothing. ``grammar``: what the answer must match.
-    ``prompt_cache_key`` is a routing hint, ``cache_salt`` divides the tenant's own cache; ``prompt_ref`` names the
-    registered prompt that goes before everything else. ``store_kv`` False: leave nothing in the cache; None: as the
-    tenant's setting says. ``cache_diagnostics``: tell why the cache was missed. ``unknown``: fields without effect.
-    ``service_tier`` and, within one, ``priority`` say which of the tenant's own requests starts first. ``session``: the
-    client's own word for the session that the request belongs to, "" for none.
+    ``stop_token_ids`` are excluded from the text, unless ``include_stop_str_in_output``. ``logprobs``: the number of
+    likeliest tokens to report with each token, None: no log-probabilities. ``grammar``: the grammar of the answer.
+    ``prompt_cache_key`` is a routing hint. ``cache_salt`` divides the tenant's cache. ``prompt_ref`` names the
+    registered prompt to prepend. ``store_kv`` False: store nothing in the cache; None: the tenant's setting.
+    ``cache_diagnostics``: report the reason of a cache miss. ``unknown``: fields without effect.
+    ``service_tier`` and, within a tier, ``priority`` order the tenant's own requests. ``session``: the client's name
+    for the request's session, "" for none.
     """
 
     prompt_field: ClassVar[str]
-    """The field that errors about the prompt name."""
+    """The field that errors about the prompt mention."""
 
     model: str
     lora_name: str | None = None
@@ -124,7 +124,7 @@ class RequestFields:
 
     @property
     def answering_model(self) -> str:
-        """What an answer names as its model: the adapter, where there is one."""
+        """The model name in the answer: the adapter, if there is one."""
         return self.lora_name or self.model
 
     @property
@@ -134,16 +134,16 @@ class RequestFields:
 
     @property
     def order(self) -> int:
-        """Its place among its tenant's requests that wait: the lowest starts first. 0 is usual, 64 bits hold it."""
+        """The rank among its tenant's waiting requests: the lowest starts first. It is usually 0, and fits 64 bits."""
         return TIERS[self.service_tier] * 2**32 + self.priority
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest(RequestFields):
-    """A conversation; each of ``messages`` has string ``role`` and ``content``, an assistant's maybe ``tool_calls``
-    and ``reasoning_fields``. ``thinking``: variables of the chat template, for those that have them.
+    """A conversation. Each of ``messages`` has a string ``role`` and ``content``; an assistant's message may also have
+    ``tool_calls`` and ``reasoning_fields``. ``thinking``: variables for chat templates that support thinking.
 
-    ``repeated``: fields that the answer repeats, as its API shows them. ``breakpoints``: places up to which to keep KV.
+    ``repeated``: fields that the answer repeats, in its API's shape. ``breakpoints``: the ends of prefixes to keep.
     """
 
     prompt_field = "messages"
@@ -161,7 +161,7 @@ class ChatRequest(RequestFields):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest(RequestFields):
-    """Prompts that are answered one by one."""
+    """Prompts that are answered separately."""
 
     prompt_field = "prompt"
 
@@ -177,4 +177,4 @@ class CompletionRequest(RequestFields):
 
 
 GenerateRequest = ChatRequest | CompletionRequest
-"""Whatever generates text."""
+"""Any request that generates text."""

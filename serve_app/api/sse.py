@@ -1,15 +1,15 @@
-"""Server-sent events: the framing and the headers. What the JSON says, and how a stream ends, is each API's own."""
+"""Server-sent events: the framing and the headers. Each API defines the JSON and the end of the stream."""
 
 CONTENT_TYPE = "text/event-stream; charset=utf-8"
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-"""Neither caches nor a buffering proxy may hold tokens back."""
+"""Keep caches and buffering proxies from delaying tokens."""
 
 
 def named_event(name: str, payload: bytes) -> bytes:
-    """Frame JSON on one line under a name, for the APIs whose events have one."""
+    """Frame one line of JSON under an event name, for the APIs that name their events."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), payload)
 
 
 def data_event(payload: bytes) -> bytes:
-    """Frame JSON on one line; JSON from an encoder holds no line break."""
+    """Frame one line of JSON; an encoder's JSON holds no line break."""
     return b"data: " + payload + b"\n\n"

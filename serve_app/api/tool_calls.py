@@ -1,4 +1,4 @@
-"""What an answer calls, whole and while it comes, whatever an API calls its fields."""
+"""Tool calls of an answer, finished and streamed, independent of an API's field names."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """A choice begins a call; the one before has ended."""
+    """A choice begins a call; the previous one has ended."""
 
     call_id: str
     name: str
@@ -22,14 +22,14 @@ class CallBegun:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of the JSON of the arguments of the call that has begun."""
+    """More of the JSON of the current call's arguments."""
 
     json: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallEnded:
-    """The call has ended, or the text in it. ``raw``: all its text, for whoever cannot use broken arguments."""
+    """The current call ends, or the text inside it. ``raw``: its full text, for broken arguments."""
 
     raw: str
 

@@ -1,1 +1,1 @@
-"""How many replicas there should be: signals, a pure rule over them, and their surroundings in Serve's controller."""
+"""Autoscaling of replicas: signals, a pure policy over them, and their integration in Serve's controller."""

@@ -1,6 +1,6 @@
-"""Where the policies of one application's deployments meet, in the controller: state, freshness, what is told of it.
+"""The shared state of one application's autoscaling policies, in Serve's controller, with freshness and notices.
 
-Serve pickles a policy's own module by value; this one is imported by reference, so what it holds outlives a deploy.
+Serve pickles a policy's module by value. This module is imported by reference, so its state survives a deploy.
 """
 
 import logging
@@ -21,19 +21,19 @@ from serve_app.notices import post
 logger = logging.getLogger("ray.serve")
 
 Raw = Mapping[str, Mapping[str, tuple[float, float]]]
-"""By a replica's id and figure: when the newest value was taken, by the clock of its machine, and the value."""
+"""By replica id and figure name: the time of the newest value, by its machine's clock, and the value."""
 
 F = TypeVar("F", ReplicaFigures, IngressFigures)
 
 
 class _Newest:
-    """When each source's figures last changed, by this process's clock: other machines' may be wrong."""
+    """The time of each source's last change, by this process's clock, because other clocks may be wrong."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[float, float]] = {}
 
     def aged(self, raw: Raw, kind: type[F], now_s: float) -> dict[str, tuple[float, F]]:
-        """Return by source how old its figures are, and the figures; without those that make no sense."""
+        """Return the age and the figures by source, without invalid figures."""
         seen: dict[str, tuple[float, float]] = {}
         aged: dict[str, tuple[float, F]] = {}
         for source, figures in raw.items():
@@ -47,7 +47,7 @@ class _Newest:
 
 
 class Board:
-    """One application. The controller's only thread calls it, often."""
+    """The board of one application. The controller's only thread calls it often."""
 
     def __init__(self, app_name: str) -> None:
         self._app_name = app_name
@@ -59,7 +59,7 @@ class Board:
         self._last = ""
 
     def safely(self, ctx: AutoscalingContext, ask: Callable[[AutoscalingContext], int]) -> int:
-        """Return what ``ask`` does, else as many replicas as now: an error would stop the controller's work."""
+        """Return the result of ``ask``, or on an error the current target. An exception would stop the controller."""
         try:
             return ask(ctx)
         except Exception:
@@ -70,12 +70,12 @@ class Board:
             return int(ctx.target_num_replicas)
 
     def hear_ingresses(self, ctx: AutoscalingContext) -> int:
-        """Take what the ingresses report; their number stays."""
+        """Store the ingresses' figures, and return their unchanged number."""
         self._ingress_raw = _newest(ctx)
         return int(ctx.target_num_replicas)
 
     def target(self, ctx: AutoscalingContext) -> int:
-        """Return how many replicas there should be; between two control periods, as many as there are to be now."""
+        """Return the target number of replicas. Between two control periods it does not change."""
         now_s, current = time.monotonic(), int(ctx.target_num_replicas)
         if now_s < self._next_s:
             return current
@@ -98,7 +98,7 @@ class Board:
             return
         change = f"{current} -> {decision.target} replicas" if decision.target != current else f"{current} replicas"
         logger.info("autoscaling of %s: %s (%s): %s", self._app_name, change, decision.reason, decision.why)
-        # Ray's store is asked in a thread: the controller has one, and everything waits for it.
+        # A thread calls Ray's store, because the controller's only thread must not block.
         notice: dict[str, Any] = {"from": current, **asdict(decision)}
         name = f"{decision.reason} {self._next_s:.0f}"
         threading.Thread(target=_post, args=(self._app_name, name, notice), daemon=True).start()
@@ -108,7 +108,7 @@ def _post(app_name: str, name: str, notice: dict[str, Any]) -> None:
     try:
         post(app_name, "autoscaling", name, notice)
     except Exception:
-        logger.exception("a notice of autoscaling could not be put up")
+        logger.exception("a notice of autoscaling could not be posted")
 
 
 def _newest(ctx: AutoscalingContext) -> Raw:
@@ -124,7 +124,7 @@ _boards: dict[str, Board] = {}
 
 
 def board_of(app_name: str) -> Board:
-    """Return an application's board, made on first use."""
+    """Return an application's board, created on first use."""
     if app_name not in _boards:
         _boards[app_name] = Board(app_name)
     return _boards[app_name]

@@ -1,4 +1,4 @@
-"""The policies that Serve's controller calls, pickled by value: what has to be kept is in ``autoscaling.board``."""
+"""The policies that Serve's controller calls. They are pickled by value, so ``autoscaling.board`` keeps their state."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ from serve_app.autoscaling.board import board_of
 
 
 def ingress_policy(ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """Of the ingresses: their number stays, and what they report is put up for the replicas' policy."""
+    """Keep the number of ingresses, and store their reports for the replicas' policy."""
     board = board_of(ctx.app_name)
     return board.safely(ctx, board.hear_ingresses), {}
 
 
 def replica_policy(ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """Of the replicas."""
+    """Return the target number of replicas."""
     board = board_of(ctx.app_name)
     return board.safely(ctx, board.target), {}

@@ -1,6 +1,6 @@
-"""How many replicas there should be: one pure function, run by Serve's controller and by the simulator alike.
+"""The target number of replicas: one pure function, used by Serve's controller and by the simulator.
 
-Knows neither Ray nor a clock. Formula and failures: docs/how-to/autoscaling.md.
+It uses neither Ray nor a clock. Formula and failures: docs/how-to/autoscaling.md.
 """
 
 from dataclasses import dataclass, replace
@@ -14,29 +14,29 @@ CONTROL_PERIOD_S = 5.0
 
 FAST_S, SLOW_S = 30.0, 300.0
 ENOUGH_REQUESTS, ENOUGH_A_REPLICA = 200, 20
-"""Work is averaged over so many requests, and between these two times: few large requests say little of what comes,
-and the more replicas there are, the smaller is the part of the work that one of them is.
+"""Work is averaged over the time of this many requests, within these two times. A few large requests predict little,
+and with more replicas one replica is a smaller part of the work.
 """
 
 DRAIN_S = 60.0
-"""In so long a backlog should be gone that is beyond what the target allows to wait."""
+"""The time to work off a backlog beyond the wait that the target allows."""
 
 LEAST_BETA, FIRST_BETA, MOST_BETA = 0.0, 1.0, 2.5
 BETA_UP_A_S, BETA_DOWN_A_S = 0.004, 0.0004
-"""Replicas beyond the work are ``beta`` times its square root; beta follows the p90 of the TTFT, slowly."""
+"""Spare replicas are ``beta`` times the square root of the work. Beta slowly follows the p90 of TTFT."""
 
 OWN_WEIGHT = 1.1
-"""A p90 within a tenth of the requests' own prefill is as low as replicas can make it."""
+"""More replicas cannot lower a p90 within a tenth of the requests' own prefill."""
 
 SLOTS_FILLED = POOL_FILLED = 0.85
 SET_FILLED = 0.9
 SHRINK_MARGIN = 1.1
 RISEN = 1.05
-"""What was just stopped is not started again before so much more work comes than there was then, or a backlog."""
+"""Just-stopped replicas start again only if work exceeds that at the stop by this factor, or for a backlog."""
 GROW_SLACK = 0.1
 
 START_PATIENCE_S = 300.0
-"""Replicas that take longer to start may never: no more are asked for meanwhile."""
+"""Replicas that need longer to start may never start, so no more are requested meanwhile."""
 
 _LEAST_REQUESTS = 10
 REQUESTS_S = 60.0
@@ -44,20 +44,20 @@ REQUESTS_S = 60.0
 Reason = Literal[
     "hold", "steady", "bounds", "work", "backlog", "ttft", "decode_slots", "kv_pool", "load_fell", "floor", "starting"
 ]
-"""Stable words for logs, notices and metrics. ``floor``: fewer would do, but for what caches have to keep."""
+"""Stable words for logs, notices and metrics. ``floor``: the load needs fewer replicas than the caches."""
 
 Point = tuple[float, float]
-"""A moment in seconds, and a value then."""
+"""A time in seconds, and the value at that time."""
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What the policy remembers; bounded by ``downscale_delay_s``.
+    """The policy's memory, bounded by ``downscale_delay_s``.
 
-    ``since_s``: from when on ``needs`` is without a gap; ``arrived_tokens``: as last reported, by replica; ``work``:
-    how much had come in all, in seconds of prefill; ``needs``: moment, need and work, the need falling from one to the
-    next, so that the first is the greatest; ``wants``: rising, of the time in which more than the target were wanted.
-    ``grown_s``, ``shrunk_s``: the last decisions; ``shrunk_work``: the most work within the delay before the latter.
+    ``since_s``: the time since which ``needs`` has no gap; ``arrived_tokens``: as last reported, by replica; ``work``:
+    the total work arrived so far, in seconds of prefill; ``needs``: time, need and work, with falling needs, so that
+    the first is the maximum; ``wants``: rising, for the time in which more than the target were wanted. ``grown_s``,
+    ``shrunk_s``: the last decisions; ``shrunk_work``: the maximum work within the delay before ``shrunk_s``.
     """
 
     since_s: float
@@ -75,7 +75,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """``target``: replicas; ``needed``: before delays, bounds and rounding; ``why``: a line for people."""
+    """``target``: replicas; ``needed``: before delays, bounds and rounding; ``why``: an explanation for people."""
 
     target: int
     needed: float
@@ -116,23 +116,23 @@ def _decision(
     if now_s - state.wanted_since_s >= bounds.upscale_delay_s and target < most:
         if now.running < target and now_s - state.grown_s >= START_PATIENCE_S:
             return Decision(target, needed, "starting", f"{target - now.running} replicas do not start; {why}")
-        # A deploy may have raised the target since fewer were wanted.
+        # A deploy may have raised the target meanwhile.
         return Decision(max(target, min(int(state.wants[0][1]), most)), needed, cause, why)
     highest = state.needs[0][1]
     enough = ceil(SHRINK_MARGIN * highest)
     if enough < target and _past(max(state.since_s, state.grown_s), bounds, now_s):
-        floor, what = _floor(now)
+        floor, purpose = _floor(now)
         wanted = min(max(enough, floor, least), target)
         if wanted < target:
             said = f"at most {highest:.2f} were needed for {bounds.downscale_delay_s:g} s"
-            return Decision(wanted, needed, "load_fell", said if floor <= enough else f"{said}; {floor} for {what}")
+            return Decision(wanted, needed, "load_fell", said if floor <= enough else f"{said}; {floor} for {purpose}")
         if floor > max(enough, least):
-            return Decision(target, needed, "floor", f"{enough} would do, but {floor} are kept for {what}")
+            return Decision(target, needed, "floor", f"{enough} are enough, but {floor} are kept for {purpose}")
     return Decision(target, needed, "steady", why)
 
 
 def _taken_in(state: State, now: Signals, bounds: Bounds, now_s: float) -> State:
-    """Add what has come since the last time, and let beta follow the TTFT."""
+    """Add the work that arrived since the last call, and adapt beta to the TTFT."""
     before = dict(state.arrived_tokens)
     came_tokens = sum(max(tokens - before.get(name, tokens), 0.0) for name, tokens in now.arrived_tokens)
     total_s = came_tokens * now.token_s + (state.work[-1][1] if state.work else 0.0)
@@ -151,14 +151,14 @@ def _taken_in(state: State, now: Signals, bounds: Bounds, now_s: float) -> State
 
 
 def _work(state: State, now: Signals, bounds: Bounds, now_s: float) -> float:
-    """Return how many replicas the work that comes keeps busy."""
+    """Return the number of replicas that the arriving work keeps busy."""
     enough = ENOUGH_REQUESTS + ENOUGH_A_REPLICA * now.target
     window_s = min(max(FAST_S, REQUESTS_S * enough / max(now.requests, 1.0)), _slow_s(bounds))
     return _rate(state.work, now_s, window_s)
 
 
 def _needed(state: State, now: Signals, bounds: Bounds, work: float) -> tuple[float, Reason, str]:
-    """Return how many replicas the load takes now, and why."""
+    """Return the number of replicas that the current load needs, and the reason."""
     spare = state.beta * sqrt(work)
     behind = work + max(now.backlog_s - now.target * bounds.target_ttft_s, 0.0) / DRAIN_S
     slots = now.decoding / now.slots / SLOTS_FILLED if now.slots else 0.0
@@ -179,8 +179,8 @@ def _needed(state: State, now: Signals, bounds: Bounds, work: float) -> tuple[fl
 def _remember(
     state: State, needed: float, work: float, now: Signals, bounds: Bounds, now_s: float, *, may_grow: bool
 ) -> State:
-    """Note what is needed now: for the greatest of the delay, and for the least since more was wanted."""
-    # What was needed came from work of up to ``SLOW_S`` before: together that is the delay, and no more.
+    """Record the current need, for the maximum within the delay and the minimum since more were wanted."""
+    # A need averages work of up to ``SLOW_S`` before it. Both times together must not exceed the delay.
     kept_s = now_s - (bounds.downscale_delay_s - _slow_s(bounds))
     needs = tuple(point for point in state.needs if kept_s <= point[0] < now_s and point[1] > needed)
     state = replace(state, needs=(*needs, (now_s, needed, work)))
@@ -193,16 +193,16 @@ def _remember(
 
 
 def _floor(now: Signals) -> tuple[int, str]:
-    """Return how many replicas the caches need, and what for."""
+    """Return the number of replicas that the caches need, and the purpose."""
     floors = {"the working set": 0.0, "explicit saves": 0.0}
     if now.pool_tokens:
         floors["the working set"] = now.working_set_tokens / (SET_FILLED * now.pool_tokens)
     if now.pinned_tokens and not now.hands_over:
-        floors["explicit saves"] = float(now.target)  # whoever leaves may have them
+        floors["explicit saves"] = float(now.target)  # any leaving replica may hold them
     elif now.pin_budget_tokens:
         floors["explicit saves"] = now.pinned_tokens / now.pin_budget_tokens
-    what = max(floors, key=lambda one: floors[one])
-    return ceil(floors[what]), what
+    purpose = max(floors, key=lambda one: floors[one])
+    return ceil(floors[purpose]), purpose
 
 
 def _past(decided_s: float, bounds: Bounds, now_s: float) -> bool:
@@ -214,7 +214,7 @@ def _slow_s(bounds: Bounds) -> float:
 
 
 def _rate(work: tuple[Point, ...], now_s: float, window_s: float) -> float:
-    """Return the work that came in a second, over the window or what is known of it."""
+    """Return the work that arrived per second, over the window or its known part."""
     first = work[0]
     for point in work:
         if point[0] > now_s - window_s:

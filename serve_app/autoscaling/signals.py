@@ -1,4 +1,4 @@
-"""From figures as they were reported to what the policy decides by: one set of numbers for the whole deployment.
+"""Converts reported figures to the policy's input: one set of numbers for the whole deployment.
 
 Figures must be complete, fresh and of one version. Ingresses' are merged: each router sees a part of the traffic.
 """
@@ -10,18 +10,18 @@ from router.load.replica_load import seconds_per_token
 from router.protocol.autoscaling import Bounds, IngressFigures, ReplicaFigures
 
 OLD_AFTER_S = 10.0
-"""Figures are not believed that are older, nor those of a deployment where any replica's are."""
+"""Older figures are ignored. If any replica's figures are older, the policy makes no decision."""
 
 
 @dataclass(frozen=True, slots=True)
 class Signals:
-    """The deployment at one moment; tokens and seconds are sums over replicas, or of one where that is said.
+    """The deployment at one time. Tokens and seconds are sums over replicas unless stated otherwise.
 
-    ``running``: replicas that run, ``target``: that are wanted; those between are starting. ``fault``: why nothing can
-    be decided, "" where it can. ``arrived_tokens``: by replica, the uncached tokens that ever came to it; ``token_s``:
-    how long a replica takes for one; ``backlog_s``: for all that wait. ``decoding``: sequences that run or wait,
-    ``slots``: of one replica, 0: no bound. ``pool_tokens``, ``pin_budget_tokens``: of one replica. ``hands_over``:
-    whether what is pinned outlives its replica.
+    ``running``: running replicas; ``target``: wanted replicas. The difference is starting. ``fault``: the reason why no
+    decision is possible, or "". ``arrived_tokens``: by replica, all uncached tokens since its start; ``token_s``: a
+    replica's time for one token; ``backlog_s``: the time for all waiting tokens. ``decoding``: sequences that run or
+    wait; ``slots``: of one replica, 0: no bound. ``pool_tokens``, ``pin_budget_tokens``: of one replica.
+    ``hands_over``: whether pinned KV survives its replica.
     """
 
     target: int
@@ -50,9 +50,9 @@ def signals(
     replicas: Mapping[str, tuple[float, ReplicaFigures]],
     ingresses: Sequence[tuple[float, IngressFigures]],
 ) -> Signals:
-    """Return the signals. ``running``: ids of the replicas that run; figures come with their age in seconds."""
+    """Return the signals. ``running``: ids of the running replicas. Figures have their age in seconds."""
     told = [figures for age_s, figures in ingresses if age_s <= OLD_AFTER_S]
-    # While new settings travel, the ingresses may differ for a second: any one's are as good.
+    # While new settings spread, the ingresses may differ for a second. Any ingress's settings will do.
     bounds = told[0] if told else None
     known = {name: replicas[name][1] for name in running if name in replicas and replicas[name][0] <= OLD_AFTER_S}
     fault = ""
@@ -91,7 +91,7 @@ def signals(
         pinned_tokens=sum(one.pinned_tokens for one in figures),
         pin_budget_tokens=min(one.pin_budget_tokens for one in figures),
         hands_over=all(one.hands_over for one in figures),
-        # Routers that share traffic see the same hot blocks: the most that one of them sees is what is common to them.
+        # Routers that share traffic see the same hot blocks, so the maximum over routers is the common working set.
         working_set_tokens=max(one.working_set_tokens for one in told),
         requests=requests,
         p90_ttft_s=mean([one.p90_ttft_s for one in told]),

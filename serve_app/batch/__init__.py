@@ -1,1 +1,1 @@
-"""A file of requests answered in this process: the server's own engine and answers, without Ray or HTTP."""
+"""Answers a file of requests in this process, with the server's engine and answers, without Ray or HTTP."""

@@ -1,4 +1,4 @@
-"""OpenAI's batch file: a request a line in, a response a line out.
+"""OpenAI's batch file: one request per input line, one response per output line.
 
 Source: OpenAI's Batch API guide, and its reference of the request input and output objects.
 """
@@ -37,7 +37,7 @@ class BatchRequest(JsonBody):
         return APIS[self.url][0](msgspec.json.encode({"model": model, "seed": seed, **given}))
 
     def response(self, answer: ErrorAnswer, answer_id: str) -> dict[str, Any]:
-        """Return the line of the output."""
+        """Return the output's line."""
         return {
             "id": f"batch_req_{answer_id}",
             "custom_id": self.custom_id,
@@ -47,7 +47,7 @@ class BatchRequest(JsonBody):
 
 
 def read_batch_file(path: Path) -> list[BatchRequest]:
-    """Read a file. Raises InvalidRequest, naming the line, and OSError."""
+    """Read a file. Raises InvalidRequest, which names the line, and OSError."""
     requests: list[BatchRequest] = []
     lines: dict[str, int] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
@@ -62,5 +62,5 @@ def read_batch_file(path: Path) -> list[BatchRequest]:
         lines[request.custom_id] = number
         requests.append(request)
     if not requests:
-        raise InvalidRequest("It holds no request; it must have one JSON object a line.")
+        raise InvalidRequest("It holds no request; it must have one JSON object per line.")
     return requests

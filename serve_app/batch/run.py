@@ -42,9 +42,9 @@ async def run_batch(
     requests: Sequence[BatchRequest],
     on_response: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Answer every request, also after failed ones; ``on_response`` gets each line of the output when it is ready.
+    """Answer every request, even after failed ones; ``on_response`` gets each output line when it is ready.
 
-    Raises ValueError for settings, adapters or a model that cannot be run.
+    Raises ValueError for unusable settings, adapters or models.
     """
     tokenizer = await asyncio.to_thread(
         PromptTokenizer, info.path, cache_bytes=config.tokenizer_cache_bytes, block_size=config.block_size
@@ -63,7 +63,7 @@ async def run_batch(
 
 
 class _Batch:
-    """One run: a route for its answers, and a replica for their tokens."""
+    """One run, in the place of both the ingress and the replica."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class _Batch:
         )
 
     async def answer(self, index: int, request: BatchRequest) -> dict[str, Any]:
-        """Return a request's line of the output: its answer or its error."""
+        """Return a request's output line: its answer or its error."""
         answer_id = uuid.uuid4().hex
         try:
             answer = ErrorAnswer(200, await self._answer_body(index, request, answer_id))
@@ -106,7 +106,7 @@ class _Batch:
         return request.response(answer, answer_id)
 
     async def _answer_body(self, index: int, request: BatchRequest, answer_id: str) -> dict[str, Any]:
-        # Its seed is its index, so that a file gives the same answers again.
+        # The request's index is its seed, so that a file gives the same answers again.
         wanted = self._readers.checked(request.parse_body(self._model, seed=index))
         place = await self._places.enter(self._tenant.name, wanted.choices)
         try:
@@ -127,7 +127,7 @@ class _Batch:
         return APIS[request.url][1].whole(head, [choice.choice() for choice in choices], usage.total())
 
     async def generate(self, generation: Generation, *, take: TakeTokens | None = None) -> AsyncGenerator[Tokens, None]:
-        """Yield a sequence's tokens as they come; the last have a finish reason. Raises a ``WarmpathError``."""
+        """Yield a sequence's tokens as they arrive; the last have a finish reason. Raises a ``WarmpathError``."""
         loop = asyncio.get_running_loop()
         stream, ready = TokenStream(generation.interval_s), asyncio.Queue[EngineOutput]()
 

@@ -1,1 +1,1 @@
-"""Which computed KV can be used again. Knows no torch, Ray or requests."""
+"""The reusable computed KV. Uses no torch, Ray or requests."""

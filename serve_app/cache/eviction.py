@@ -1,6 +1,6 @@
-"""Which of a tenant's blocks goes first, in the pool and in the tiers below it: ``rank`` is the one place that says so.
+"""The eviction order of a tenant's blocks, in the pool and in the tiers below it. Only ``rank`` defines it.
 
-``Accounts`` chooses the tenant; the caches keep what is in use, and a parent as long as its child. Not thread-safe.
+``Accounts`` chooses the tenant. The caches keep blocks in use, and a parent as long as its child. Not thread-safe.
 """
 
 import heapq
@@ -11,26 +11,26 @@ K = TypeVar("K")
 
 
 class Standing(IntEnum):
-    """What goes before anything else of its tenant, and what after all of it."""
+    """The eviction class of a block. All of a tenant's blocks of a lower class are evicted first."""
 
     DEMOTED = 0
-    """Another replica took it over."""
+    """Another replica has a copy."""
     ORDINARY = 1
     PINNED = 2
-    """A pin's, written to disk, where it may be evicted."""
+    """A pinned block's copy on disk, which may be evicted."""
 
 
 def rank(used: int, size: int, hits: float) -> float:
-    """Return a block's place among those of its standing: the lowest goes first. Least recently used.
+    """Return a block's rank within its standing. The lowest rank is evicted first: least recently used.
 
-    ``used``: the tick of its last use, which rises; ``size``: bytes, or 1 in the pool; ``hits``: requests that matched
-    a prefix that ends with the block, 0.0 in a tier.
+    ``used``: the tick of its last use; ``size``: bytes, or 1 in the pool; ``hits``: requests that matched a prefix
+    ending with the block, 0.0 in a tier.
     """
     return used
 
 
 class EvictionQueue(Generic[K]):
-    """One tenant's blocks that can go. Every call is O(log n) or better, amortized."""
+    """One tenant's evictable blocks. Every call is O(log n) or better, amortized."""
 
     __slots__ = ("_entries", "_heap", "_numbers")
 
@@ -43,7 +43,7 @@ class EvictionQueue(Generic[K]):
         return len(self._numbers)
 
     def put(self, key: K, used: int, standing: Standing, *, size: int = 1, hits: float = 0.0) -> None:
-        """Take a block in, or change its place."""
+        """Add a block, or change its rank."""
         self._entries += 1
         self._numbers[key] = self._entries
         heapq.heappush(self._heap, (standing, rank(used, size, hits), self._entries, key))
@@ -52,11 +52,11 @@ class EvictionQueue(Generic[K]):
             heapq.heapify(self._heap)
 
     def discard(self, key: K) -> None:
-        """Take a block out, if it is there."""
+        """Remove a block, if it is queued."""
         self._numbers.pop(key, None)
 
     def first(self) -> K:
-        """Return the block that goes first, which stays. Raises IndexError when there is none."""
+        """Return the block to evict first, without removing it. Raises IndexError when there is none."""
         while self._numbers.get(self._heap[0][3]) != self._heap[0][2]:
             heapq.heappop(self._heap)
         return self._heap[0][3]

@@ -1,8 +1,8 @@
-"""KV of a chain of blocks as it travels: to another replica, or to a file.
+"""The format of a block chain's KV for transfer to another replica or to a file.
 
-Owns the header, its byte layout, and every reason to refuse what arrives. Layout: magic, version, header length, xxh3
-of the header, header (msgpack), payload. The payload is block after block, so that a part of a chain is a slice and a
-file holds one block; numbers travel as raw bytes, since numpy has no bfloat16.
+It defines the header, its byte layout, and all checks of received data. Layout: magic, version, header length, xxh3 of
+the header, header (msgpack), payload. The payload stores block after block, so that a part of a chain is a slice and a
+file holds one block. Numbers are raw bytes, because numpy has no bfloat16.
 """
 
 import struct
@@ -33,11 +33,11 @@ class TransferError(ValueError):
 
 
 class Damaged(TransferError):
-    """The bytes are no block chain of this version, or not all of one, or they changed on the way."""
+    """The bytes are not a block chain of this version, are incomplete, or were altered in transfer."""
 
 
 class FormatMismatch(TransferError):
-    """Another model, dtype, layout or block size."""
+    """The KV has another model, dtype, layout or block size."""
 
 
 class WrongScope(TransferError):
@@ -45,11 +45,11 @@ class WrongScope(TransferError):
 
 
 class WrongChain(TransferError):
-    """Hashes, tokens and digest do not belong together, or another secret made them."""
+    """Hashes, tokens and digest do not match, or another secret made them."""
 
 
 class KvPart(msgspec.Struct, frozen=True):
-    """One tensor of a block, ``axes`` by ``shape``; a replica of several ranks has one for each."""
+    """One tensor of a block, ``axes`` by ``shape``. A replica with several ranks has one part for each."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -57,7 +57,7 @@ class KvPart(msgspec.Struct, frozen=True):
 
 
 class KvFormat(msgspec.Struct, frozen=True):
-    """What must be equal for KV to be loaded: the model's fingerprint, tokens in a block, and each part's layout."""
+    """The format that must be equal to load KV: the model's fingerprint, the block size, and each part's layout."""
 
     model: str
     block_size: int
@@ -78,11 +78,11 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "simulate
 
 
 class ChainHeader(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a payload is. ``hashes``: packed; ``token_ids``: int32-LE; ``scope``, ``prefix_digest``: of the last block.
+    """A payload's header. ``hashes``: packed; ``token_ids``: int32-LE; ``scope``, ``prefix_digest``: of the last block.
 
     ``prefix_digest`` is called "lineage" in the bytes of version 1. ``checksum``: xxh3_128 of the payload. A file holds
     one block from anywhere in a chain, an export a chain's start. ``owner``: of a file, as in ``TierBlock``. ``root``:
-    that of the chain, for an engine that cannot load without it; never in a file.
+    the chain's root, for an engine that needs it to load. It is never in a file.
     """
 
     format: KvFormat
@@ -97,18 +97,18 @@ class ChainHeader(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def blocks(self) -> int:
-        """Blocks in the payload."""
+        """The number of blocks in the payload."""
         return len(self.hashes) // HASH_BYTES
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes after the header."""
+        """The number of bytes after the header."""
         return self.blocks * self.format.block_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class KvChain:
-    """A header and its payload [blocks, block_bytes]; numpy, so that it crosses Ray's object store without a copy."""
+    """A header and its payload [blocks, block_bytes], in numpy so that Ray's object store passes it without a copy."""
 
     header: ChainHeader
     payload: Row
@@ -130,7 +130,7 @@ def encode_header(header: ChainHeader) -> bytes:
 
 
 def header_bytes(prefix: bytes | memoryview) -> int:
-    """Return where the payload starts, from the first ``PREFIX_BYTES``. Raises Damaged."""
+    """Return the payload's offset, from the first ``PREFIX_BYTES``. Raises Damaged."""
     if len(prefix) < PREFIX_BYTES:
         raise Damaged(f"{len(prefix)} bytes hold no header")
     magic, version, length, _ = _PREFIX.unpack_from(prefix)
@@ -144,7 +144,7 @@ def header_bytes(prefix: bytes | memoryview) -> int:
 
 
 def decode_header(data: bytes | memoryview) -> tuple[ChainHeader, int]:
-    """Return the header and where the payload starts. Raises Damaged."""
+    """Return the header and the payload's offset. Raises Damaged."""
     start = header_bytes(data)
     if len(data) < start:
         raise Damaged(f"a header of {start} bytes in {len(data)}")
@@ -164,7 +164,7 @@ def decode_header(data: bytes | memoryview) -> tuple[ChainHeader, int]:
 
 
 def check_payload(header: ChainHeader, payload: Row) -> None:
-    """Raise Damaged where the payload is not the header's."""
+    """Raise Damaged if the payload does not match the header."""
     if payload.dtype != np.uint8 or payload.shape != (header.blocks, header.format.block_bytes):
         raise Damaged(f"a payload of shape {payload.shape} for {header.blocks} blocks")
     if checksum(np.ascontiguousarray(payload)) != header.checksum:
@@ -172,7 +172,7 @@ def check_payload(header: ChainHeader, payload: Row) -> None:
 
 
 def check_format(header: ChainHeader, expected: KvFormat) -> None:
-    """Raise FormatMismatch, naming the field, where the header's format is another one."""
+    """Raise FormatMismatch with the field's name if the header's format differs."""
     for field in KvFormat.__struct_fields__:
         theirs, ours = getattr(header.format, field), getattr(expected, field)
         if theirs != ours:
@@ -180,7 +180,7 @@ def check_format(header: ChainHeader, expected: KvFormat) -> None:
 
 
 def check_scope(header: ChainHeader, scope: PrefixScope, first: int = 0) -> None:
-    """Raise WrongScope where the KV, of the blocks from ``first`` on, was computed under another scope."""
+    """Raise WrongScope if the KV, of the blocks from ``first`` on, was computed under another scope."""
     if header.lora != scope.lora:
         raise WrongScope(f"the KV was computed with adapter {header.lora!r}, not {scope.lora!r}")
     if header.scope != scope_digest(scope.at(first + max(header.blocks - 1, 0))):
@@ -190,7 +190,7 @@ def check_scope(header: ChainHeader, scope: PrefixScope, first: int = 0) -> None
 def make_header(
     kv_format: KvFormat, scope: PrefixScope, token_ids: TokenArray, hashes: bytes, payload: Row, first: int = 0
 ) -> ChainHeader:
-    """Describe a chain's blocks from ``first`` on; ``token_ids`` and ``hashes`` are those of all blocks to its end."""
+    """Return the header of a chain's blocks from ``first`` on. ``token_ids`` and ``hashes`` cover the whole chain."""
     digests = extend_digests(b"", scope, token_ids, kv_format.block_size)
     return ChainHeader(
         format=kv_format,
@@ -206,7 +206,7 @@ def make_header(
 def verify_part(
     part: KvChain, kv_format: KvFormat, scope: PrefixScope, token_ids: TokenArray, hashes: bytes, first: int
 ) -> None:
-    """Raise a TransferError unless ``part`` holds the wanted chain's blocks from ``first`` on; the chain may go on."""
+    """Raise a TransferError unless ``part`` holds blocks of the wanted chain, in order from block ``first`` on."""
     header, size = part.header, kv_format.block_size
     check_format(header, kv_format)
     check_scope(header, scope, first)

@@ -1,6 +1,6 @@
-"""What a block outside the pool is verified by: one digest of its scope and of all tokens up to its end.
+"""The digest that verifies a block outside the pool. It covers the block's scope and all tokens up to its end.
 
-The xxHash that names a block can collide and proves nothing of the blocks before it; in the pool a parent does that.
+A block's xxHash can collide and proves nothing about earlier blocks. In the pool, the parent proves them.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ DIGEST_BYTES = 32
 
 @lru_cache(maxsize=1024)
 def scope_digest(scope: PrefixScope) -> bytes:
-    """Return the 32-byte digest of a block's scope (length-prefixed fields); it tells nothing of a secret salt."""
+    """Return the 32-byte digest of a block's scope (length-prefixed fields). It reveals nothing about a secret salt."""
     digest = blake2b(digest_size=DIGEST_BYTES)
     for field in (scope.model.encode(), scope.lora.encode(), scope.salt):
         digest.update(len(field).to_bytes(8, "little"))
@@ -23,7 +23,7 @@ def scope_digest(scope: PrefixScope) -> bytes:
 
 
 def next_digest(parent: bytes, scope: bytes, token_bytes: bytes) -> bytes:
-    """Return the digest of a block under ``parent``'s (b"": the first) with a scope's digest and its own ids."""
+    """Return a block's digest from its parent's (b"" for the first block), its scope's digest and its token ids."""
     return blake2b(parent + scope + token_bytes, digest_size=DIGEST_BYTES).digest()
 
 
@@ -42,7 +42,7 @@ def extend_digests(parent: bytes, scope: PrefixScope, token_ids: TokenArray, blo
 
 @dataclass(frozen=True, slots=True)
 class TierBlock:
-    """A block's name, its digest, its scope's; ``owner``: the key of its account (see ``TierIndex``), "": unknown."""
+    """A block's identity outside the pool. ``owner``: the key of its account (see ``TierIndex``), "" if unknown."""
 
     block_hash: bytes
     prefix_digest: bytes

@@ -1,1 +1,1 @@
-"""Why a prompt was not read from the cache: what differs from its tenant's earlier ones. Knows no Ray and no HTTP."""
+"""The reasons for cache misses, found by comparison with the tenant's earlier prompts. Uses no Ray and no HTTP."""

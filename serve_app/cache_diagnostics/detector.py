@@ -1,4 +1,4 @@
-"""Remembers an ingress' prompts, and explains misses in threads beside the answers."""
+"""Remembers an ingress's prompts, and explains misses in threads beside the answers."""
 
 import asyncio
 import logging
@@ -13,13 +13,13 @@ from serve_app.generation.request_usage import RequestUsage
 logger = logging.getLogger(__name__)
 
 MAX_AT_ONCE = 4
-"""Misses of a tenant under explanation; further ones are counted as ``not_compared``."""
+"""The maximum of a tenant's misses explained at once. Further ones are counted as ``not_compared``."""
 MAX_FAMILIES = 32
 FAMILY_PROMPTS = 4
-"""Prompts of one system prompt, so that a popular one drives out no others."""
+"""The maximum of prompts with one system prompt, so that a popular one does not displace others."""
 MAX_TENANT_BYTES = 4 << 20
 MAX_BYTES = 64 << 20
-"""Of all tenants."""
+"""The maximum for all tenants together."""
 PROMPT_BYTES = 512
 """A prompt's memory beside its tokens."""
 
@@ -27,7 +27,7 @@ PROMPT_BYTES = 512
 class PromptMemory:
     """The prompts of all tenants, by family. ``tenants``: their number.
 
-    Each tenant has an equal part of ``MAX_BYTES``, so that its explanations tell nothing of others.
+    Each tenant has an equal part of ``MAX_BYTES``, so that its explanations reveal nothing about others.
     """
 
     def __init__(self, tenants: Callable[[], int]) -> None:
@@ -35,15 +35,15 @@ class PromptMemory:
         self._rooms: OrderedDict[str, OrderedDict[bytes, deque[SeenPrompt]]] = OrderedDict()
 
     def prompts(self, tenant: str) -> list[SeenPrompt]:
-        """Return a tenant's prompts, the family used least recently first."""
+        """Return a tenant's prompts, with the least recently used family first."""
         return [prompt for family in self._rooms.get(tenant, {}).values() for prompt in family]
 
     def add(self, tenant: str, family: bytes, prompt: SeenPrompt) -> None:
-        """Remember a prompt of a tenant, and forget its oldest families until all fit."""
+        """Remember a prompt of a tenant, and drop its oldest families until all fit."""
         tenants = max(1, self._tenants())
         room = self._rooms.setdefault(tenant, OrderedDict())
         self._rooms.move_to_end(tenant)
-        while len(self._rooms) > tenants:  # tenants that are configured no more
+        while len(self._rooms) > tenants:  # tenants no longer configured
             self._rooms.popitem(last=False)
         room.setdefault(family, deque(maxlen=FAMILY_PROMPTS)).append(prompt)
         room.move_to_end(family)
@@ -56,7 +56,7 @@ class PromptMemory:
 
 
 class MissDetector:
-    """Explains the misses of one ingress; ``count`` gets the tenant, reason and lost tokens of each."""
+    """Explains the misses of one ingress. ``count`` receives the tenant, reason and lost tokens of each."""
 
     def __init__(
         self,
@@ -80,9 +80,9 @@ class MissDetector:
         now_s: float,
         usage: RequestUsage | None = None,
     ) -> asyncio.Task[Miss] | None:
-        """Remember a prompt at its first token; return a miss's coming explanation, else None.
+        """Remember a prompt at its first token. Return a task for a miss's explanation, else None.
 
-        ``usage``: of the answer, which goes on. A request that leaves nothing in the cache is neither remembered nor
+        ``usage``: of the answer, which continues. A request that leaves nothing in the cache is neither remembered nor
         explained.
         """
         if not generation.store_kv:

@@ -1,4 +1,4 @@
-"""The class of the first difference of two texts."""
+"""The classification of the first difference between two texts."""
 
 import re
 from collections import Counter
@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from typing import Literal
 
 Kind = Literal["time", "id"]
-"""Of a value that changes between requests: a date, time or timestamp; a UUID, or a number alone."""
+"""The kind of a value that changes between requests: a date, time or timestamp; a UUID, or a separate number."""
 Difference = Kind | Literal["whitespace", "reordered", "text"]
 
 VALUE_CHARS = 80
-"""No value is longer."""
+"""The maximum length of a value."""
 MAX_CHARS = 16 << 10
-"""Read behind a difference to find its class."""
+"""The maximum text read after a difference to classify it."""
 SPACE_CHARS = 24
 
 _WEEKDAY = r"(?:(?:mon|tue|wed|thu|fri|sat|sun)[a-z]*\.?,?\s+)?"
@@ -28,7 +28,7 @@ _TIMES = (
     r"(?:[01]?\d|2[0-3])\s?[h時时시]\s?[0-5]\d(?!\d)",
     r"1[4-9]\d{8}(?:\.\d{1,9}|\d{3}|\d{6}|\d{9})?(?![\w-])(?!\.\d)",
 )
-# Alone: not a version, a price, a share, a phone number.
+# A separate number: not part of a version, price, percentage or phone number.
 _NUMBER = r"(?<![\w.,:$€£¥+/-])\d{1,9}(?!\w)(?![.,:/-]\d)(?!\s?[%€$£°])"
 _PATTERNS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
     ("id", re.compile(r"(?<![0-9a-f])[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}(?![0-9a-f])", re.I)),
@@ -42,7 +42,7 @@ _WORD_THERE = re.compile(r"\s*\S+|\s+")
 
 
 def _values_at(text: str, place: int) -> Iterator[tuple[Kind, int, str]]:
-    """Yield kind, start and text of the values that hold the character at ``place``, or end there."""
+    """Yield kind, start and text of the values that contain the character at ``place``, or end there."""
     begin = max(0, place - VALUE_CHARS)
     for kind, pattern in _PATTERNS:
         for match in pattern.finditer(text, begin, place + VALUE_CHARS):
@@ -51,7 +51,7 @@ def _values_at(text: str, place: int) -> Iterator[tuple[Kind, int, str]]:
 
 
 def classify(new: str, old: str, place: int) -> Difference:
-    """Return the class of the difference at ``place`` of two texts, which are equal before it."""
+    """Return the class of the difference at ``place`` between two texts that are equal before it."""
     if _differs_in_space(new, old, place):
         return "whitespace"
     before = {(kind, start): value for kind, start, value in _values_at(old, place)}
@@ -62,7 +62,7 @@ def classify(new: str, old: str, place: int) -> Difference:
 
 
 def value_there(text: str, place: int) -> str:
-    """Return the value that holds a place of a text, or the rest of the word there; at most 64 characters."""
+    """Return the value at a place of a text, or the rest of the word there, at most 64 characters."""
     for _, _, value in _values_at(text, place):
         return value[:64]
     word = _WORD_THERE.match(text, place)
@@ -71,7 +71,7 @@ def value_there(text: str, place: int) -> str:
 
 def _differs_in_space(new: str, old: str, place: int) -> bool:
     rests = [text[place : place + 16 * SPACE_CHARS] for text in (new, old)]
-    # At a place between two words either may have the space.
+    # At a place between two words, either text may have the space.
     if not any(_SPACE.match(rest) for rest in rests):
         return False
     new_words, old_words = (_SPACE.sub("", rest)[:SPACE_CHARS] for rest in rests)
@@ -79,7 +79,7 @@ def _differs_in_space(new: str, old: str, place: int) -> bool:
 
 
 def _is_reordered(new: str, old: str, place: int) -> bool:
-    """Return whether lines from that of the place on are the same in another order, or one line of JSON's fields."""
+    """Return whether the lines from the place on are equal in another order, or the fields of one JSON line."""
     start = new.rfind("\n", 0, place) + 1
     lines = (text[start : start + MAX_CHARS].split("\n") for text in (new, old))
     unmatched: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""From a prompt that missed the cache, and its tenant's earlier ones, to the reason."""
+"""Finds the reason for a cache miss by comparing the prompt with its tenant's earlier ones."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -15,23 +15,23 @@ from serve_app.prompts.lock import first_difference
 Reason = Difference | Literal["adapter", "salt", "evicted", "reasoning", "never_seen", "not_compared"]
 
 MAX_PROMPT_TOKENS = 32_768
-"""Remembered of one prompt, and compared."""
+"""The maximum of one prompt's tokens that is remembered and compared."""
 MIN_MISSED_TOKENS = 64
-"""Fewer computed tokens are no miss: a question takes as many."""
+"""Fewer computed tokens are not a miss, because a new question needs as many."""
 MISSED_PART = 8
-"""A miss computes at least one of so many tokens of its prompt: a new turn of a long conversation is none."""
+"""A miss computes at least one in this many of its prompt's tokens. A new turn of a long conversation is not a miss."""
 MIN_LOST_TOKENS = 32
-"""Fewer tokens computed again are not told."""
+"""Fewer recomputed tokens are not reported."""
 MAX_COMPARED = 4
-"""Earlier prompts compared to their ends: those with the longest beginning in common."""
+"""The number of earlier prompts compared in full: those with the longest common prefix."""
 OPENING_TOKENS = 8
-"""A template that opens reasoning ends a prompt with up to so many, which the next prompt does not have."""
+"""A template that opens reasoning ends a prompt with up to this many tokens, which the next prompt lacks."""
 GRAM = 8
-"""So many equal tokens are the same place of two prompts."""
+"""This many equal tokens identify the same place in two prompts."""
 LONG_TOKENS, SAMPLED_PART = 2048, 8
-"""Prompts so long are compared with those alone that share one of an eighth of their grams."""
+"""Prompts of this length are compared only with prompts that share a gram from a sample of an eighth."""
 BEFORE_TOKENS, BEHIND_TOKENS = 64, 1024
-"""Read of both texts around their first difference."""
+"""The tokens of both texts read around their first difference."""
 
 _MULTIPLIERS = np.random.default_rng(1).integers(1 << 63, size=3, dtype=np.uint64) | np.uint64(1)
 """For grams of 2, 4 and 8 tokens."""
@@ -42,27 +42,27 @@ Decode = Callable[[Sequence[int]], str]
 """Token ids -> their text, special tokens included."""
 
 REMEDIES: dict[Reason, str] = {
-    "time": "Move the date or time behind the parts that stay the same, best into the last user message, or leave it "
-    "out.",
-    "id": "Leave ids and numbers that change out of the prompt, or put them into the last user message.",
+    "time": "Move the date or time after the parts that stay the same, best into the last user message, or remove it "
+    "from the prompt.",
+    "id": "Remove changing ids and numbers from the prompt, or move them into the last user message.",
     "whitespace": "Write the prompt from one template: spaces and line ends must be the same each time.",
     "reordered": "Write JSON with sorted keys, and tools and lists in a fixed order.",
-    "text": "The prompt was changed here. If it changes with each request, move the part behind what stays the same.",
-    "adapter": "Each LoRA adapter has KV of its own: send requests with one prompt to one adapter.",
-    "salt": "The same prompt came with another cache_salt, which keeps KV apart: use one salt where that is allowed.",
-    "evicted": "The prompt was computed before, and its KV is gone or on a busier replica: see `warmpath plan`, pin it "
-    "(cache_control, save_system_prompt_kv_cache), or give it more memory.",
-    "reasoning": "Nothing to change: the chat template leaves the reasoning of earlier answers out, so what followed "
-    "them is computed once more.",
+    "text": "The prompt changed here. If this part changes with each request, move it after the parts that do not.",
+    "adapter": "Each LoRA adapter has its own KV: send requests with one prompt to one adapter.",
+    "salt": "The same prompt arrived with another cache_salt, which separates KV: use one salt where that is allowed.",
+    "evicted": "The prompt was computed before, but its KV is gone or on a busier replica: see `warmpath plan`, pin it "
+    "(cache_control, save_system_prompt_kv_cache), or add memory.",
+    "reasoning": "No change is needed: the chat template omits the reasoning of earlier answers, so the text after it "
+    "is computed once more.",
     "never_seen": "None of the last prompts begins like this one: the first request with a prompt computes it.",
-    "not_compared": "The prompts are equal as far as they are compared.",
+    "not_compared": "The prompts are equal in the compared part.",
 }
 
 
 class SeenPrompt:
-    """The beginning of one prompt. ``seen_s``: when its first token came, by ``time.perf_counter``.
+    """The beginning of one prompt. ``seen_s``: the time of its first token, by ``time.perf_counter``.
 
-    ``usage``: of its answer, which goes on.
+    ``usage``: of its answer, which continues.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class SeenPrompt:
         seen_s: float,
         usage: RequestUsage | None = None,
     ) -> None:
-        # A part of a long prompt would keep all of it.
+        # A view of a long prompt would keep all of it in memory.
         self.ids = token_ids if len(token_ids) <= MAX_PROMPT_TOKENS else token_ids[:MAX_PROMPT_TOKENS].copy()
         self.cache = scope.lora, scope.salt
         self.system_chars = system_chars
@@ -81,14 +81,14 @@ class SeenPrompt:
         self._usage = usage
 
     def answer_after_reasoning(self) -> int:
-        """Return how many tokens of its answer followed its reasoning, 0 where there was none."""
+        """Return the number of its answer's tokens after the reasoning, or 0 without reasoning."""
         used = self._usage.total() if self._usage is not None else None
         return used.completion_tokens - used.reasoning_tokens if used is not None and used.reasoning_tokens else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a prompt differs first. ``line``: from 1. ``found``: the text there, at most 64 characters."""
+    """A prompt's first difference. ``line``: from 1. ``found``: the text there, at most 64 characters."""
 
     part: Literal["system", "messages"]
     token: int
@@ -99,27 +99,27 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """Why a prompt was computed. ``lost_tokens``: computed again, though an earlier prompt had them in this order."""
+    """The reason for a miss. ``lost_tokens``: recomputed, although an earlier prompt had them in this order."""
 
     reason: Reason
     lost_tokens: int
     first_difference: Place | None = None
 
     def shown(self) -> dict[str, Any]:
-        """Return it for answers, without another prompt's text."""
+        """Return the miss as fields of an answer, without another prompt's text."""
         return {**asdict(self), "remedy": REMEDIES[self.reason]}
 
 
 def is_miss(prompt_tokens: int, cached_tokens: int) -> bool:
-    """Return whether enough was computed for a miss."""
+    """Return whether enough tokens were computed for a miss."""
     missed = prompt_tokens - cached_tokens
     return missed >= MIN_MISSED_TOKENS and missed * MISSED_PART >= prompt_tokens
 
 
 def explain(prompt: SeenPrompt, cached_tokens: int, earlier: Sequence[SeenPrompt], decode: Decode) -> Miss:
-    """Return why a prompt was not read beyond ``cached_tokens``.
+    """Return the reason for a prompt's miss beyond ``cached_tokens``.
 
-    ``earlier``: its tenant's prompts that were answered before it came. O(tokens remembered), in numpy.
+    ``earlier``: its tenant's prompts that were answered before it arrived. O(remembered tokens), in numpy.
     """
     common = {seen: common_tokens(prompt.ids, seen.ids) for seen in earlier}
     siblings = [seen for seen in earlier if seen.cache == prompt.cache]
@@ -131,7 +131,7 @@ def explain(prompt: SeenPrompt, cached_tokens: int, earlier: Sequence[SeenPrompt
     longest = max(earlier, key=lambda seen: common[seen], default=None)
     if longest is not None and common[longest] - max(own, cached_tokens) >= MIN_MISSED_TOKENS:
         return Miss("adapter" if longest.cache[0] != prompt.cache[0] else "salt", common[longest] - cached_tokens)
-    # What was read further than an earlier prompt goes explains nothing by it.
+    # An earlier prompt with a common prefix far shorter than the cached one explains nothing.
     least = cached_tokens - len(prompt.ids) // MISSED_PART
     near = sorted((seen for seen in siblings if common[seen] >= least), key=lambda seen: (common[seen], seen.seen_s))
     if near and common[near[-1]] >= len(near[-1].ids) - OPENING_TOKENS and near[-1].answer_after_reasoning():
@@ -149,19 +149,19 @@ def explain(prompt: SeenPrompt, cached_tokens: int, earlier: Sequence[SeenPrompt
 
 
 def equal_behind(new: TokenArray, old: TokenArray, start: int) -> int:
-    """Return how many tokens of ``new`` from ``start`` on stand in a gram that ``old`` has from there on, too."""
+    """Return the number of tokens of ``new`` from ``start`` on that are in a gram of ``old`` from ``start`` on."""
     equal = np.isin(_grams(new[start:]), _grams(old[start:]))
     return int(np.count_nonzero(np.convolve(equal, np.ones(GRAM)))) if equal.any() else 0
 
 
 def _sample(ids: TokenArray, part: int) -> set[int]:
-    """Return one of ``part`` grams: those with small hashes, so the same ones of every prompt."""
+    """Return one in ``part`` grams: those with small hashes, which are the same in every prompt."""
     grams = _grams(ids)
     return set(grams[grams <= _LARGEST // part].tolist())
 
 
 def _grams(ids: TokenArray) -> npt.NDArray[np.uint64]:
-    """Return a hash of the ``GRAM`` tokens from each token on; none where there are fewer."""
+    """Return a hash of the ``GRAM`` tokens from each token on, as long as there are enough."""
     hashes = ids.astype(np.uint64)
     for power, multiplier in enumerate(_MULTIPLIERS):
         tokens = 1 << power
@@ -177,5 +177,5 @@ def _difference(prompt: SeenPrompt, seen: SeenPrompt, token: int, decode: Decode
     char = len(before) + at
     line = before.count("\n") + new.count("\n", 0, at) + 1
     part: Literal["system", "messages"] = "system" if char < prompt.system_chars else "messages"
-    # The beginning of the value is what a reader looks for, not the first of its digits that changed.
+    # A reader looks for the beginning of the value, not for its first changed digit.
     return classify(new, old, at), Place(part, token, char, line, value_there(new, at))

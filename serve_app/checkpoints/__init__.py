@@ -1,1 +1,1 @@
-"""What is known of a model and its adapters before anything is loaded. No torch."""
+"""Facts about a model and its adapters that are available without loading them. No torch."""

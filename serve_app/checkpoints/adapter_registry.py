@@ -1,4 +1,4 @@
-"""The LoRA adapters of a deployment and their tenants; copies agree by merging: per name the latest stamp wins."""
+"""The LoRA adapters of a deployment and their tenants. Copies agree by merging: for each name the latest stamp wins."""
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -14,7 +14,7 @@ SHOWN_NAMES = 20
 
 @dataclass(frozen=True, slots=True)
 class AdapterEntry:
-    """One adapter's state. ``tenants``: its users, empty for everyone; ``spec`` None: it was unloaded.
+    """One adapter's state. ``tenants``: its users, empty for all tenants; ``spec`` None: it was unloaded.
 
     ``stamp``: nanoseconds since 1970, 0 for an entry of the settings.
     """
@@ -26,10 +26,10 @@ class AdapterEntry:
 
 
 class AdapterRegistry:
-    """The adapters by name, told only to their tenants.
+    """The adapters by name, visible only to their tenants.
 
-    ``current``: it has merged the other copies. Before that no adapter is chosen: one that was unloaded or restricted
-    after the settings were written would be open to all again.
+    ``current``: the registry has merged the other copies. Before that it chooses no adapter, because one that was
+    unloaded or restricted after the settings were written would be available to all again.
     """
 
     def __init__(self, model_name: str, *, now_ns: Callable[[], int] = time.time_ns, current: bool = True) -> None:
@@ -39,18 +39,18 @@ class AdapterRegistry:
         self._entries: dict[str, AdapterEntry] = {}
 
     def entries(self) -> tuple[AdapterEntry, ...]:
-        """Return all entries, unloaded ones too, for another copy to merge."""
+        """Return all entries, including unloaded ones, for another copy to merge."""
         return tuple(self._entries.values())
 
     def merge(self, entries: Iterable[AdapterEntry]) -> None:
-        """Take in another copy's entries; the later one of a name stays, the same in all copies."""
+        """Merge another copy's entries. All copies keep the same, latest entry of a name."""
         for entry in entries:
             known = self._entries.get(entry.name)
             if known is None or _order(entry) > _order(known):
                 self._entries[entry.name] = entry
 
     def next_entry(self, name: str, spec: AdapterSpec | None, tenants: tuple[str, ...] = ()) -> AdapterEntry:
-        """Return an entry that supersedes the known one; it is not merged yet."""
+        """Return a new entry that supersedes the known one, without merging it."""
         known = self._entries.get(name)
         return AdapterEntry(name, spec, tenants, max(self._now_ns(), known.stamp + 1 if known is not None else 1))
 
@@ -63,12 +63,12 @@ class AdapterRegistry:
             )
 
     def get(self, name: str) -> AdapterEntry | None:
-        """Return a name's entry while it is loaded."""
+        """Return a name's entry if it is loaded."""
         entry = self._entries.get(name)
         return entry if entry is not None and entry.spec is not None else None
 
     def visible(self, tenant: str | None, models: Collection[str] | None = None) -> tuple[AdapterSpec, ...]:
-        """Return a tenant's adapters; all for None, an operator. ``models``: the tenant's only names; None: all."""
+        """Return a tenant's adapters, or all for an operator (None). ``models``: the allowed names; None: all."""
         return tuple(
             entry.spec
             for entry in self._entries.values()
@@ -82,10 +82,10 @@ class AdapterRegistry:
     def choose(
         self, model: str, lora_name: str | None, tenant: str, models: Collection[str] | None = None
     ) -> AdapterSpec | None:
-        """Return a request's adapter; None for the base model.
+        """Return a request's adapter, or None for the base model.
 
         Raises ModelNotFound for an unknown ``model``, InvalidRequest for a ``lora_name`` that is unknown or contradicts
-        ``model``, and Overloaded for all but the base model while this copy is not ``current``.
+        ``model``, and Overloaded for all except the base model while this copy is not ``current``.
         """
         base = self.base_visible(models)
         is_base = base and model == self._model_name
@@ -94,7 +94,7 @@ class AdapterRegistry:
         chosen = self._of(model, tenant, models)
         if chosen is None and not is_base:
             known = [*([self._model_name] if base else []), *(spec.name for spec in self.visible(tenant, models))]
-            use = f"use {_listed(known)} (GET /v1/models lists what is)" if known else "nor is any other for this key"
+            use = f"use {_listed(known)} (GET /v1/models lists all)" if known else "this key has no models"
             raise ModelNotFound(f"The model {model[:200]!r} is not served here; {use}.", param="model")
         if lora_name is None:
             return chosen
@@ -119,9 +119,9 @@ def _is_for(entry: AdapterEntry, tenant: str, models: Collection[str] | None) ->
 
 
 def _order(entry: AdapterEntry) -> tuple[int, bool, str, str, tuple[str, ...]]:
-    """Return an order of one name's entries that all copies share, also of entries of the same nanosecond.
+    """Return the sort key of one name's entries, equal in all copies, also for entries of the same nanosecond.
 
-    Those of the settings are equal: after an update of the settings each copy keeps its own.
+    Entries of the settings are equal, so that after an update of the settings each copy keeps its own.
     """
     if not entry.stamp:
         return 0, False, "", "", ()

@@ -1,4 +1,4 @@
-"""The facts of a checkpoint directory, read without whole weights."""
+"""The facts of a checkpoint directory, read without loading the weights in full."""
 
 import struct
 from collections.abc import Iterator
@@ -10,14 +10,14 @@ from typing import Any
 import msgspec
 
 SAMPLE_BYTES = 256
-"""Of each tensor's middle, for the fingerprint."""
+"""The bytes from each tensor's middle for the fingerprint."""
 
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be served; the message says what to do."""
+    """A checkpoint cannot be served. The message contains the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ class _TensorHeader(msgspec.Struct):
 def load_checkpoint_info(path: Path) -> CheckpointInfo:
     """Read the facts of the checkpoint in directory ``path``.
 
-    The fingerprint is a SHA-256, cut to 128 bits, over config.json, the weights' index, and of each safetensors file
-    the name, size, header and ``SAMPLE_BYTES`` from the middle of each tensor. A change of a few numbers outside every
-    sample goes unseen. Raises CheckpointError with a remedy when a file is missing or broken.
+    The fingerprint is a SHA-256, truncated to 128 bits, over config.json, the weights' index, and each safetensors
+    file's name, size, header and ``SAMPLE_BYTES`` from the middle of each tensor. Changes outside the samples are not
+    detected. Raises CheckpointError with a remedy when a file is missing or broken.
     """
     if not path.is_dir():
         raise CheckpointError(f"no directory {path}; give the path of a checkpoint directory that exists")
@@ -76,7 +76,7 @@ def load_checkpoint_info(path: Path) -> CheckpointInfo:
 
 
 def _first_size(config: dict[str, Any], keys: tuple[str, ...]) -> int | None:
-    """Return the first of ``keys`` that holds a positive integer."""
+    """Return the first positive integer under one of ``keys``."""
     values = (config.get(key) for key in keys)
     return next((value for value in values if type(value) is int and value > 0), None)
 
@@ -91,7 +91,7 @@ def _read_json(path: Path, remedy: str) -> dict[str, Any]:
 
 
 def _eos_token_ids(path: Path, *configs: dict[str, Any]) -> tuple[int, ...]:
-    """Return every id that ends a generation: generation_config first, then the tokenizer's, then the config's."""
+    """Return every id that ends a generation: from generation_config, then the tokenizer, then the config."""
     named: list[Any] = []
     generation = path / "generation_config.json"
     if generation.is_file():
@@ -138,12 +138,12 @@ def _index_bytes(path: Path) -> Iterator[bytes]:
     names = _read_json(index, "").get("weight_map")
     missing = sorted({str(name) for name in names.values() if not (path / str(name)).is_file()}) if names else []
     if missing:
-        raise CheckpointError(f"{path} lacks weights that its index names: {', '.join(missing)}; copy them too")
+        raise CheckpointError(f"{path} lacks weights listed in its index: {', '.join(missing)}; copy them too")
     yield index.read_bytes()
 
 
 def _weights_sample(file: Path) -> Iterator[bytes]:
-    """Yield name, size, header and one slice a tensor of a safetensors file.
+    """Yield a safetensors file's name, size, header and one slice of each tensor.
 
     Source: the format's layout, 8 bytes of little-endian header length, a JSON header, then the tensors' data.
     """

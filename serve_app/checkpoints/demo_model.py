@@ -1,7 +1,7 @@
-"""Built-in demo checkpoints in Hugging Face's form, built in seconds without torch and without a network.
+"""Built-in demo checkpoints in Hugging Face's format, built in seconds without torch and without a network.
 
-Qwen3-style decoders with random weights from a fixed seed, a byte-level BPE tokenizer trained on text that Python
-ships, and a ChatML template with tools.
+Qwen3-style decoders with random weights from a fixed seed, a byte-level BPE tokenizer trained on Python's own source
+text, and a ChatML template with tools.
 """
 
 import importlib.util
@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from serve_app.checkpoints.model_cache import default_cache_dir, ensure_made
 
 RECIPE_VERSION = 2
-"""Raised whenever the same recipe gives other bytes, so that an old build is not used."""
+"""Incremented whenever the same recipe produces other bytes, so that old builds are not used."""
 
 IM_START, IM_END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
@@ -59,7 +59,7 @@ _CORPUS_MODULES = (
 
 @dataclass(frozen=True, slots=True)
 class DemoRecipe:
-    """All that decides a demo checkpoint's bytes, besides the tokenizer's text."""
+    """All parameters of a demo checkpoint's bytes, besides the tokenizer's training text."""
 
     name: str
     hidden_size: int
@@ -85,7 +85,7 @@ RECIPES = {
 
 
 def ensure_demo_model(name: str, cache_dir: Path | None = None) -> Path:
-    """Return the directory of a built-in model, built first if it is missing. Raises ValueError on an unknown name."""
+    """Return the directory of a built-in model, built if missing. Raises ValueError on an unknown name."""
     if name not in RECIPES:
         raise ValueError(f"no built-in model is called {name!r}; there are: {', '.join(RECIPES)}")
     recipe = RECIPES[name]
@@ -98,7 +98,7 @@ def ensure_demo_model(name: str, cache_dir: Path | None = None) -> Path:
 
 
 def shipped_text() -> Iterator[str]:
-    """Yield the sources of stdlib modules that this Python has, in a fixed order."""
+    """Yield the sources of this Python's stdlib modules, in a fixed order."""
     for module in _CORPUS_MODULES:
         spec = importlib.util.find_spec(module)
         loader = None if spec is None else spec.loader
@@ -183,9 +183,9 @@ def _model_config(recipe: DemoRecipe, ids: dict[str, int]) -> dict[str, Any]:
 def _weights(recipe: DemoRecipe, ids: dict[str, int]) -> dict[str, npt.NDArray[np.float32]]:
     """Return every tensor by its Hugging Face name, float32.
 
-    With an ordinary random initialisation greedy output is one token for ever. Small embeddings keep the tied head from
-    repeating the last token, and query and key norms above 1 keep the context from averaging out. <|im_end|> is made
-    likelier, so that an answer without ``max_tokens`` ends, and the other special tokens unlikely.
+    With ordinary random initialisation, greedy output repeats one token forever. Small embeddings keep the tied head
+    from repeating the last token, and query and key norms above 1 keep the context from averaging out. <|im_end|> is
+    made likelier, so that an answer without ``max_tokens`` ends, and the other special tokens unlikely.
     """
     rng = np.random.Generator(np.random.PCG64(recipe.seed))
 

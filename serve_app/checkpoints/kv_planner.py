@@ -1,6 +1,6 @@
-"""Arithmetic of a cache's prefixes from a model's config, memory and working set.
+"""Arithmetic for the number of cached prefixes, from a model's config, memory and working set.
 
-Weights are counted as a Llama-style decoder's, with experts where the config has them.
+Weights are counted as for a Llama-style decoder, with experts if the config has them.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ class KvRoom:
 class KvPlan:
     """A plan. ``hit_rate``: expected over equally popular prefixes, each at its home replica.
 
-    ``replicas_needed``: for the whole working set, 0 where a replica holds not one prefix.
+    ``replicas_needed``: for the whole working set, 0 if a replica cannot hold a single prefix.
     """
 
     bytes_per_token: int
@@ -39,7 +39,7 @@ class KvPlan:
 
 
 def weights_bytes(fields: Mapping[str, Any], dtype: str) -> int:
-    """Return the bytes of a decoder's weights. Raises KeyError for a config that lacks a size."""
+    """Return the bytes of a decoder's weights. Raises KeyError for a config without a needed size."""
     config = SimpleNamespace(**fields)
     layers, kv_heads, head_dim = kv_shape(config)
     hidden, heads = int(fields["hidden_size"]), int(fields["num_attention_heads"])
@@ -54,7 +54,7 @@ def weights_bytes(fields: Mapping[str, Any], dtype: str) -> int:
 def kv_room(
     fields: Mapping[str, Any], dtype: str, memory_bytes: int, block_size: int = 16, ranks: tuple[int, int] = (1, 1)
 ) -> KvRoom:
-    """Return the room of a replica of ``memory_bytes``, in all of its ranks. Arguments and errors as of ``plan_kv``."""
+    """Return the KV capacity of a replica with ``memory_bytes`` in all ranks. Arguments and errors: see ``plan_kv``."""
     weights = weights_bytes(fields, dtype)
     block_bytes = kv_bytes_per_block(SimpleNamespace(**fields), dtype, block_size, *ranks)
     kv_bytes = max(0, memory_bytes - weights)
@@ -72,10 +72,10 @@ def plan_kv(
     block_size: int = 16,
     ranks: tuple[int, int] = (1, 1),
 ) -> KvPlan:
-    """Plan ``prefixes`` of ``prefix_tokens`` over replicas of ``memory_bytes`` each. ``fields``: of config.json.
+    """Plan ``prefixes`` of ``prefix_tokens`` over replicas with ``memory_bytes`` each. ``fields``: of config.json.
 
-    ``ranks``: those of a replica that divide each layer, and the stages that divide its layers.
-    Raises KeyError for a config that lacks a size, ValueError for an unknown ``dtype``.
+    ``ranks``: a replica's tensor-parallel ranks and pipeline stages.
+    Raises KeyError for a config without a needed size, and ValueError for an unknown ``dtype``.
     """
     room = kv_room(fields, dtype, memory_bytes, block_size, ranks)
     held = room.tokens // (-(-prefix_tokens // block_size) * block_size)

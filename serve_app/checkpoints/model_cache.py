@@ -1,4 +1,4 @@
-"""The directory of models that warmpath builds, fetches or converts; one under its final name is whole."""
+"""The directory of models that warmpath builds, fetches or converts. A model under its final name is complete."""
 
 import contextlib
 import fcntl
@@ -12,14 +12,14 @@ from serve_app.checkpoints.checkpoint import CheckpointError
 
 
 def default_cache_dir() -> Path:
-    """Return ``$XDG_CACHE_HOME/warmpath/models``, or that in ~/.cache."""
+    """Return ``$XDG_CACHE_HOME/warmpath/models``, or ``~/.cache/warmpath/models``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "warmpath" / "models"
 
 
 def ensure_made(target: Path, make: Callable[[Path], None]) -> Path:
-    """Return ``target``; where it is missing, ``make`` fills a temporary directory, which is renamed.
+    """Return ``target``. If it is missing, ``make`` fills a temporary directory, which is then renamed.
 
-    One process makes it and others wait. Raises as ``make``, and CheckpointError where the directory is not writable.
+    One process makes it and others wait. Raises as ``make``, and CheckpointError if the directory is not writable.
     """
     try:
         if not target.is_dir():
@@ -29,7 +29,7 @@ def ensure_made(target: Path, make: Callable[[Path], None]) -> Path:
                     _make(target, make)
     except OSError as error:
         raise CheckpointError(
-            f"{target.name} cannot be put into the model cache: {error}; XDG_CACHE_HOME names another place"
+            f"{target.name} cannot be put into the model cache: {error}; set XDG_CACHE_HOME to another directory"
         ) from error
     return target
 
@@ -49,7 +49,7 @@ def _make(target: Path, make: Callable[[Path], None]) -> None:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Wait until no other process makes a model here."""
+    """Wait until no other process makes a model in the directory."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -1,6 +1,6 @@
-"""Hit rates of a recorded trace by cache size, from LRU stack distances of its blocks.
+"""Hit rates of a recorded trace by cache size, from the LRU stack distances of its blocks.
 
-Exact for one LRU cache of whole blocks that evicts the ends of prompts first.
+Exact for a single LRU cache of whole blocks that evicts the ends of prompts first.
 """
 
 import gzip
@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 TRACE_BLOCK_TOKENS = 512
-"""Tokens of one id of a Mooncake trace."""
+"""The tokens of one id in a Mooncake trace."""
 
 
 @dataclass(frozen=True, slots=True)
 class TracePrompt:
-    """``hash_ids``: an id for each block, of which the last may be partial; equal ids mean equal prefixes."""
+    """``hash_ids``: an id for each block; the last block may be partial. Equal ids mean equal prefixes."""
 
     tokens: int
     hash_ids: tuple[int, ...]
@@ -27,7 +27,7 @@ class TracePrompt:
 
 @dataclass(frozen=True, slots=True)
 class ReuseCurve:
-    """Hits by size. ``distances``: of blocks seen before, ascending; ``hit_tokens``: up to each of them."""
+    """Hits by cache size. ``distances``: of blocks seen before, ascending; ``hit_tokens``: cumulative up to each."""
 
     requests: int
     prompt_tokens: int
@@ -37,16 +37,16 @@ class ReuseCurve:
     hit_tokens: np.ndarray[Any, np.dtype[np.int64]]
 
     def hit_rate(self, blocks: int | None = None) -> float:
-        """Return the part of prompt tokens that a cache of ``blocks`` hits; None: an unlimited one."""
+        """Return the fraction of prompt tokens that a cache of ``blocks`` hits; None: an unlimited cache."""
         hits = self._hits(blocks)
         return int(self.hit_tokens[hits - 1]) / self.prompt_tokens if hits else 0.0
 
     def evictions(self, blocks: int) -> int:
-        """Return the evicted blocks of the whole trace."""
+        """Return the number of evicted blocks over the whole trace."""
         return self.blocks - self._hits(blocks) - min(blocks, self.distinct_blocks)
 
     def blocks_for(self, hit_rate: float) -> int:
-        """Return the fewest blocks that hit so much. Raises ValueError where no cache does."""
+        """Return the fewest blocks with that hit rate. Raises ValueError if no cache reaches it."""
         if hit_rate <= 0:
             return 0
         index = int(np.searchsorted(self.hit_tokens, hit_rate * self.prompt_tokens - 1e-6))
@@ -61,7 +61,7 @@ class ReuseCurve:
 
 
 def read_prompts(path: Path) -> list[TracePrompt]:
-    """Read a trace, gzipped or plain, by arrival. Raises ValueError naming a malformed line, OSError."""
+    """Read a trace, gzipped or plain, by arrival. Raises OSError, and ValueError with a malformed line's number."""
     arrivals: list[tuple[float, TracePrompt]] = []
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
         for number, line in enumerate(lines, 1):
@@ -80,15 +80,15 @@ def read_prompts(path: Path) -> list[TracePrompt]:
 
 
 def reuse_curve(prompts: Iterable[TracePrompt]) -> ReuseCurve:
-    """Return the curve of prompts in order of arrival.
+    """Return the reuse curve of prompts in order of arrival.
 
-    A block's distance is its place from the top of the LRU stack when its prompt arrives. A prompt's first block is
-    stacked last, so that hits are a prefix in a cache of any size.
+    A block's distance is its position from the top of the LRU stack when its prompt arrives. A prompt's first block is
+    stacked last, so that hits form a prefix in a cache of any size.
     Source: Mattson et al., Evaluation Techniques for Storage Hierarchies, 1970.
     """
     served = list(prompts)
     used: dict[int, int] = {}
-    uses: list[int] = []  # the moment of each block's last use, ascending: the stack, its top last
+    uses: list[int] = []  # the time of each block's last use, ascending: the stack, with the top last
     reused: list[tuple[int, int]] = []
     moment = 0
     for prompt in served:

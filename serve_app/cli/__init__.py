@@ -1,1 +1,1 @@
-"""The words and flags of ``warmpath``. Knows everything above it as one call each; no serving logic."""
+"""The command line of ``warmpath``. It calls the other packages and holds no serving logic."""

@@ -1,4 +1,4 @@
-"""Where `warmpath` prints what is not its output: standard error."""
+"""The console of `warmpath` for messages that are not output: standard error."""
 
 import re
 import sys
@@ -11,7 +11,7 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]
 
 
 def harmless(value: Any) -> Any:
-    """Return JSON of others with every control character of its strings replaced: a terminal would obey them."""
+    """Return received JSON with all control characters in its strings replaced: a terminal would obey them."""
     if isinstance(value, str):
         return _CONTROLS.sub("\ufffd", value)
     if isinstance(value, dict):
@@ -20,6 +20,6 @@ def harmless(value: Any) -> Any:
 
 
 def fail(message: str) -> NoReturn:
-    """Print an error and leave with status 2."""
+    """Print an error and exit with status 2."""
     console.print(f"error: {harmless(message)}", style="red", markup=False, soft_wrap=True)
     sys.exit(2)

@@ -1,4 +1,4 @@
-"""Where the command begins: it imports the rest, so that Ctrl-C, or a module in place of ours, ends with a word."""
+"""The entry point: it imports the rest late, to report Ctrl-C, or a module that hides ours, in one sentence."""
 
 import signal
 import sys
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def shadow(name: str, places: Iterable[str]) -> Path | None:
-    """Return what is imported of that name, where the first of ``places`` that has one is not where this code lies."""
+    """Return the module that Python would import by a name from ``places``, None if it is this code's own."""
     for place in places:
         for module in (Path(place, name, "__init__.py"), Path(place, f"{name}.py")):
             if module.is_file():

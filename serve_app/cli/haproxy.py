@@ -1,4 +1,4 @@
-"""HAProxy in front of a local instance: the program that Ray starts as it, with bounds for each client of the port."""
+"""HAProxy in front of a local instance: a wrapper program that Ray starts, with bounds for each client of the port."""
 
 import json
 from dataclasses import dataclass
@@ -9,17 +9,17 @@ from serve_app.errors import GenerationFailed, InvalidRequest, Overloaded, RateL
 
 MAX_CONNECTIONS_PER_ADDRESS = 512
 BUFFER_BYTES = 64 << 10
-"""What HAProxy holds of a request: one that fits is sent to another ingress when its own dies before it answers."""
+"""HAProxy's buffer for a request: one that fits is resent to another ingress if its first dies before it answers."""
 RETRY_ON = "conn-failure empty-response"
 TOLD_CONNECTIONS = 64
-"""Connections over an address' bound that are told so with a 429; more are closed as they come."""
+"""Connections over an address' bound that get a 429; further ones are closed at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class PortBounds:
-    """What one client may hold of the port.
+    """The limits of one client of the port.
 
-    ``body_timeout_s``: for what of a body fits the buffer; ``stall_timeout_s``: with no byte sent or taken.
+    ``body_timeout_s``: for the part of a body that fits the buffer; ``stall_timeout_s``: without any transferred byte.
     """
 
     connections_per_address: int = MAX_CONNECTIONS_PER_ADDRESS
@@ -30,9 +30,9 @@ class PortBounds:
 
 
 _WRAPPER = """#!/bin/sh
-# Ray binds HAProxy's statistics and metrics pages to every interface, and opens its admin socket to every user;
-# this instance has no use for either beyond this machine and this user. `option splice-request` keeps HAProxy 2.8 from
-# seeing a client that leaves before its answer begins. $3 is the config file (-db -f FILE ...).
+# Ray binds HAProxy's statistics and metrics pages to every interface, and opens its admin socket to every user.
+# This instance needs them only for this machine and this user. With `option splice-request`, HAProxy 2.8 does not
+# notice a client that leaves before its answer begins. $3 is the config file (-db -f FILE ...).
 sed -i -E 's/^( *bind) \\*?:({stats}|{metrics})$/\\1 127.0.0.1:\\2/; s/(stats socket .*) mode 666/\\1 mode 600/' "$3"
 sed -i -E '/^ *option splice-re(quest|sponse)/d; /^ *errorfile 50[234] /d' "$3"
 grep -q 'track-sc0' "$3" || sed -i '/^frontend http_frontend$/,/^ *bind /{{
@@ -45,22 +45,22 @@ _RULES = """\
     timeout http-request {bounds.header_timeout_s}s
     timeout http-keep-alive {bounds.idle_timeout_s}s
     timeout client {bounds.stall_timeout_s}s
-    # Only a request that is here whole can be sent again.
+    # Only a complete request can be resent.
     http-request wait-for-body time {bounds.body_timeout_s}s if METH_POST
-    # One address of IPv6 is a network of 64 bits: whoever has one address there has them all.
+    # For IPv6 an address is a network of 64 bits: one client has all its addresses.
     stick-table type ipv6 size 100k expire 10m store conn_cur
     tcp-request connection track-sc0 src,ipmask(32,64)
     tcp-request connection reject if {{ sc0_conn_cur gt {most} }}
     tcp-request connection set-var(sess.refused) bool(true) if {{ sc0_conn_cur gt {bounds.connections_per_address} }}
     http-request return {refused} hdr Connection close if {{ var(sess.refused) -m bool }}
-    # Ray's proxy stands in while no ingress is known to be up, and says no more of one that dies under it.
+    # Ray's proxy answers while no ingress is known to be up, with a bare 500 if one dies during a request.
     http-response return {broken_off} if {{ status 500 }} {{ res.hdr(content-type) -m beg text/plain }}
 {errors}
 """
 
 
 def write_wrapper(run_dir: Path, *, binary: str, stats: int, metrics: int, bounds: PortBounds) -> Path:
-    """Write the program that Ray is to start as HAProxy; return its path. ``stats``, ``metrics``: HAProxy's ports."""
+    """Write the program that Ray starts as HAProxy; return its path. ``stats``, ``metrics``: HAProxy's ports."""
     rules, wrapper = run_dir / "frontend.rules", run_dir / "haproxy"
     rules.write_text(_frontend_rules(bounds))
     wrapper.write_text(_WRAPPER.format(stats=stats, metrics=metrics, binary=binary, rules=rules))
@@ -77,7 +77,7 @@ def _frontend_rules(bounds: PortBounds) -> str:
         retry_after_s=1,
     )
     broken_off = Overloaded("The answer broke off before it began; send the request again.", retry_after_s=1)
-    # HAProxy's own 400 and 408 for headers that are not HTTP, or do not end, are fixed text and cannot be set.
+    # HAProxy's own 400 and 408 for invalid or unfinished headers have a fixed text.
     errors: dict[int, WarmpathError] = {
         400: InvalidRequest("The request is not valid HTTP, or its body did not arrive."),
         408: RequestTimeout("The request did not arrive in time; send it again."),

@@ -1,4 +1,4 @@
-"""An instance's own process: starts Ray and Serve, takes orders from the socket that is its stdin, and ends with it."""
+"""An instance's process: starts Ray and Serve, reads orders from its stdin, a socket, and ends with that socket."""
 
 import json
 import logging
@@ -36,7 +36,7 @@ _EXCEPTION = re.compile(r"^(?P<kind>(?:\w+\.)*[A-Z]\w*): (?P<text>.+)$")
 
 
 class StartFailed(Exception):
-    """The instance cannot start; ``sentences`` say why. ``status``: 2 where nothing was started yet, else 1."""
+    """The instance cannot start, for the reasons in ``sentences``. ``status``: 2 if nothing was started yet, else 1."""
 
     def __init__(self, *sentences: str, status: int = 1) -> None:
         super().__init__(*sentences)
@@ -45,27 +45,27 @@ class StartFailed(Exception):
 
 
 def main() -> None:
-    """Run the instance of the socket's first line until a second. Leaves with 2 for refused settings, 1 for faults."""
+    """Run the instance of the socket's first line until the second. Exits with 2 for refused settings, 1 for faults."""
     channel = FileIO(os.dup(sys.stdin.fileno()), "r+")
     with Path(os.devnull).open() as nothing:
-        os.dup2(nothing.fileno(), sys.stdin.fileno())  # what is started here would keep the socket open
+        os.dup2(nothing.fileno(), sys.stdin.fileno())  # child processes would keep the socket open
     launch = Launch(**json.loads(channel.readline()))
     stop = threading.Event()
     threading.Thread(target=_take_orders, args=(channel, launch.run_dir, stop), daemon=True).start()
     terminal, output = _kept(sys.stderr), _kept(sys.stdout)
     console = Console(file=terminal, highlight=False, markup=False, soft_wrap=True)
     try:
-        channel.write(b"begun\n")  # from here on an interrupt is an end without a word
+        channel.write(b"begun\n")  # from here on, an interrupt ends the process silently
         settings = _usable(AppConfig.model_validate(launch.settings), console)
         if not launch.verbose:
             _write_to(launch.log)
         with _serving(settings, launch, console):
-            channel.write(b"serving\n")  # before the user knows, and may stop it
+            channel.write(b"serving\n")  # before the user reads the greeting, and may stop the instance
             print(greeting(settings, launch.url), file=output, flush=True)
             stop.wait()
             _drain(settings.shutdown_timeout_s, console)
     except KeyboardInterrupt:
-        pass  # the start is given up: what was half made of a model is gone
+        pass  # the start is cancelled: a half-made model has been removed
     except StartFailed as error:
         for sentence in error.sentences:
             console.print(f"error: {sentence}", style="red")
@@ -82,33 +82,33 @@ def _take_orders(channel: FileIO, run_dir: str, stop: threading.Event) -> None:
     if channel.readline():
         stop.set()
         channel.readline()
-    # Nobody is there to end what this process has started, if it does not do so now.
+    # No other process would end this one's children.
     end_descendants(os.getpid())
     shutil.rmtree(run_dir, ignore_errors=True)
     os._exit(1)
 
 
 def _kept(stream: TextIO) -> TextIO:
-    """Return a stream that leads where this one does now; no other process inherits it."""
+    """Return a copy of a stream that no other process inherits."""
     return os.fdopen(os.dup(stream.fileno()), "w")
 
 
 def _write_to(log: str) -> None:
-    """Send to a file what this process and its children print from now on."""
+    """Redirect the output of this process and its children to a file."""
     with Path(log).open("ab") as file:
         for output in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), output.fileno())
 
 
 @contextmanager
-def _step(console: Console, what: str) -> Iterator[None]:
-    with console.status(f"{what}: starting"):
+def _step(console: Console, subject: str) -> Iterator[None]:
+    with console.status(f"{subject}: starting"):
         yield
-    console.print(f"{what}: started")
+    console.print(f"{subject}: started")
 
 
 def _usable(settings: AppConfig, console: Console) -> AppConfig:
-    """Find, fetch or build the model; return the settings with it. Raises StartFailed where they cannot be used."""
+    """Find, fetch or build the model; return the settings with it. Raises StartFailed for unusable settings."""
     try:
         settings = with_local_model(settings, console.print)
     except CheckpointError as error:
@@ -131,7 +131,7 @@ def _serving(settings: AppConfig, launch: Launch, console: Console) -> Iterator[
 
         from serve_app.app import build_app
 
-        # Ray takes SIGTERM for itself, and leaves at once; what ends this process is an order.
+        # Ray's own handler of SIGTERM exits at once; this process ends by an order instead.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with _step(console, f"[3/4] {settings.first_replicas} replicas and the ingress"):
             ray_serve.start(http_options={"host": launch.host, "port": launch.port}, proxy_location="HeadOnly")
@@ -147,7 +147,7 @@ def _serving(settings: AppConfig, launch: Launch, console: Console) -> Iterator[
 
 
 def _start_ray(settings: AppConfig, verbose: bool, console: Console) -> Path:
-    """Start Ray on this machine, at the second try if need be; return where its processes and Serve's write logs."""
+    """Start Ray on this machine, with a second try if needed; return the folder of Serve's logs."""
     import ray
 
     level = logging.INFO if verbose else logging.ERROR
@@ -168,9 +168,9 @@ def _start_ray(settings: AppConfig, verbose: bool, console: Console) -> Path:
     except Exception as error:
         if NODE_TOO_SLOW not in str(error):
             raise
-        console.print("Ray was not up in the 30 s that it gives itself (a busy machine?): once more")
+        console.print("Ray did not start within its limit of 30 s (a busy machine?): trying again")
         ray.shutdown()
-        end_descendants(os.getpid())  # what the first try has started goes on otherwise
+        end_descendants(os.getpid())  # processes of the first try would continue otherwise
         context = init()
     keep_token_private()
     gpus, wanted = ray.cluster_resources().get("GPU", 0), settings.first_replicas * settings.replica_num_gpus
@@ -180,7 +180,7 @@ def _start_ray(settings: AppConfig, verbose: bool, console: Console) -> Path:
 
 
 def _drain(timeout_s: float, console: Console) -> None:
-    """Let every ingress finish what it answers. Never raises: a stop goes on."""
+    """Let every ingress finish its answers. Never raises, so that a stop continues."""
     from ray import serve as ray_serve
 
     try:
@@ -191,11 +191,11 @@ def _drain(timeout_s: float, console: Console) -> None:
             console.print(f"{sum(cut)} answers were not whole after {timeout_s:g} s, and ended with an error")
     except Exception:
         traceback.print_exc()
-        console.print("an ingress could not be told to stop; its answers end as they are")
+        console.print("an ingress could not be stopped in order; its answers break off")
 
 
 def _wait_until_running(logs: Path) -> None:
-    """Return when the application runs. Raises StartFailed at a constructor's first failure; Serve tries 20 times."""
+    """Return when the application runs. Raises StartFailed at a constructor's first failure; Serve would retry."""
     from ray import serve as ray_serve
 
     while True:
@@ -209,7 +209,7 @@ def _wait_until_running(logs: Path) -> None:
 
 
 def failure(status: str, deployments: Mapping[str, str], message: str) -> str | None:
-    """Return why a start has failed, or is about to; None while it may succeed."""
+    """Return the reason of a start's failure; None while it may succeed."""
     for name, text in deployments.items():
         if "Traceback (most recent call last)" in text:
             return f"{name} does not start: {innermost(text)}"
@@ -219,7 +219,7 @@ def failure(status: str, deployments: Mapping[str, str], message: str) -> str | 
 
 
 def innermost(message: str) -> str:
-    """Return the sentence of a traceback's last exception, without its kind where it is ours; else the text itself."""
+    """Return the last exception in a traceback, without the class if it is warmpath's; else the text itself."""
     for line in reversed(message.strip().splitlines()):
         if match := _EXCEPTION.match(line):
             ours = match["kind"] == "ValueError" or match["kind"].startswith(("serve_app.", "router."))
@@ -237,7 +237,7 @@ def _wait_healthy(url: str, logs: Path) -> None:
 
 
 def greeting(settings: AppConfig, url: str) -> str:
-    """Return what a newcomer reads when it is ready: how to call it, with commands to paste, and what it is not."""
+    """Return the text for a new user when the instance is ready: commands to paste, and notes on its limits."""
     model_name = settings.model_name
     key = "YOUR_KEY" if settings.tenants else "none"
     auth = " -H 'Authorization: Bearer YOUR_KEY'" if settings.tenants else ""
@@ -249,7 +249,7 @@ def greeting(settings: AppConfig, url: str) -> str:
         "This model has random weights: it answers nonsense. Bring another with --model.": settings.model in RECIPES,
         "SmolLM2-135M-Instruct writes full English sentences, which are not always true.": settings.model == SMOLLM2,
         "simulated: no model runs; tokens are made up and times come from a cost model.": simulated,
-        "No API keys are configured: everyone who can reach this port is the tenant `default`.": not settings.tenants,
+        "No API keys are configured: every client of this port is the tenant `default`.": not settings.tenants,
     }
     return f"""\
 warmpath serves {model_name} at {url} with {settings.first_replicas} replicas (engine: {settings.engine})
@@ -263,4 +263,4 @@ stream = client.chat.completions.create(model="{model_name}", stream=True, tempe
 for chunk in stream: print(chunk.choices[0].delta.content or "", end="", flush=True)
 
 A chat, and the cache map: {url}/
-What the caches hold: {url}/v1/cache/state   Metrics: {url}/metrics{operators}   Stop: Ctrl-C"""
+Cache state: {url}/v1/cache/state   Metrics: {url}/metrics{operators}   Stop: Ctrl-C"""

@@ -1,4 +1,4 @@
-"""The environment and the ports of a local instance: on loopback where they can be."""
+"""The environment and the ports of a local instance, on loopback where possible."""
 
 import os
 import secrets
@@ -12,40 +12,40 @@ import httpx
 from serve_app.cli.haproxy import BUFFER_BYTES, MAX_CONNECTIONS_PER_ADDRESS, RETRY_ON, PortBounds, write_wrapper
 
 FIRST_PORT, LAST_PORT = 20_000, 32_000
-"""Above the ports `ray start` gives to workers, below those that outgoing connections get."""
+"""Above the ports of `ray start`'s workers, below those of outgoing connections."""
 CLIENT_HEADERS = "serve_app.ingress.client_headers:middlewares"
-"""What Ray puts around all it serves; only named here, as it imports Ray."""
+"""Ray puts these around all applications. Only the name is here, because the module imports Ray."""
 PORT_WINDOW = 100
-"""Ports of one instance: most for ingresses, one each, and as many again while a new version replaces an old one."""
+"""Ports of one instance: mostly for ingresses, one each, and twice that while a new version replaces an old one."""
 
 _DEFAULTS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-    # How long a stopping ingress waits for load balancers to notice: here it is HAProxy on the same machine.
+    # The time for load balancers to notice a stopping ingress: here it is HAProxy on the same machine.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
-    # A HAProxy that died is noticed after three failed checks, and nothing listens until then: every 10 s by default.
+    # Three failed checks reveal a dead HAProxy, and nothing listens until then. Ray's default is a check every 10 s.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     "RAY_SERVE_HAPROXY_RETRY_ON": RETRY_ON,
     "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(BUFFER_BYTES),
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": CLIENT_HEADERS,
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "TOKENIZERS_PARALLELISM": "false",
-    # gRPC, by which ingresses call replicas, would ask a proxy of http_proxy for every address of this machine.
+    # Ingresses call replicas over gRPC, which would use the proxy of http_proxy for every address of this machine.
     "no_grpc_proxy": "localhost,0.0.0.0/0,::/0",
 }
-"""Of the environment of a local instance, where the user has not set them."""
+"""Environment variables of a local instance, unless the user has set them."""
 
 
 @contextmanager
 def held_port() -> Iterator[int]:
-    """Yield a free TCP port on loopback, the first of a window of ours, and keep it until the context ends."""
+    """Yield a free TCP port on loopback, the first of a reserved window, and hold it until the context ends."""
     with held_window() as port, _kept(port):
         yield port
 
 
 @contextmanager
 def _kept(port: int) -> Iterator[None]:
-    """Keep a port from connections: the kernel gives away none that is bound, but lets one socket listen beside it."""
+    """Reserve a port: the kernel assigns no bound port to connections, but one other socket may listen on it."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", port))
@@ -54,15 +54,15 @@ def _kept(port: int) -> Iterator[None]:
 
 @contextmanager
 def held_window() -> Iterator[int]:
-    """Yield the first of ``PORT_WINDOW`` free ports. Raises RuntimeError when there are none.
+    """Yield the first of ``PORT_WINDOW`` free ports. Raises RuntimeError if there are none.
 
-    The last is held until the context ends: two instances have different windows, even if they start at once.
+    The last port is held until the context ends, so that instances have different windows, even if they start at once.
     """
     for _ in range(100):
         first = secrets.randbelow((LAST_PORT - FIRST_PORT) // PORT_WINDOW) * PORT_WINDOW + FIRST_PORT
         with socket.socket() as holder:
             try:
-                # Without SO_REUSEPORT a bind fails even where a listener allows sharing.
+                # Without SO_REUSEPORT a bind fails even if a listener allows sharing.
                 holder.bind(("", first + PORT_WINDOW - 1))
                 for port in range(first, first + PORT_WINDOW - 1):
                     with socket.socket() as probe:
@@ -78,16 +78,16 @@ def held_window() -> Iterator[int]:
 def local_environment(
     run_dir: Path, connections_per_address: int = MAX_CONNECTIONS_PER_ADDRESS, *, use_haproxy: bool = True
 ) -> Iterator[None]:
-    """Set the environment, before ``ray`` is imported, and hold the ports. ``run_dir``: private, for HAProxy."""
+    """Set the environment, before the import of ``ray``, and hold the ports. ``run_dir``: private, for HAProxy."""
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
-    # An ingress binds its port with SO_REUSEPORT, and Serve counts from the same port in every instance: without ports
-    # of its own, an instance would silently be given a share of another's requests.
+    # An ingress binds its port with SO_REUSEPORT, and Serve counts from the same port in every instance. Without
+    # separate ports, an instance would silently receive a part of another's requests.
     with ExitStack() as ending:
         first = ending.enter_context(held_window())
         os.environ["RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT"] = str(first)
         os.environ["RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT"] = str(first + PORT_WINDOW - 5)
-        # HAProxy turns to this one while no ingress is up; it is shared in the same way.
+        # HAProxy uses this port while no ingress is up; it would be shared in the same way.
         os.environ["RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"] = str(first + PORT_WINDOW - 2)
         if use_haproxy:
             stats, metrics = first + PORT_WINDOW - 3, first + PORT_WINDOW - 4
@@ -98,14 +98,14 @@ def local_environment(
 
 
 def answers(url: str) -> bool:
-    """Return whether somebody answers there with status 200; no proxy leads to this machine."""
+    """Return whether a URL of this machine answers with status 200, without a proxy."""
     with suppress(httpx.HTTPError):
         return httpx.get(url, timeout=5, trust_env=False).status_code == 200
     return False
 
 
 def keep_token_private() -> None:
-    """Close to other users the token that opens Ray's ports, where Ray has made one: it leaves it readable."""
+    """Hide Ray's authentication token from other users, if there is one: Ray leaves the file readable."""
     token = Path.home() / ".ray" / "auth_token"
     if token.exists():
         token.chmod(0o600)

@@ -1,4 +1,4 @@
-"""`warmpath`: its commands and flags, and what to use in place of flags that others have."""
+"""The command `warmpath`: its subcommands and flags, and replacements for other servers' flags."""
 
 from functools import partial
 from importlib.metadata import version
@@ -25,18 +25,18 @@ from serve_app.config.files import load_settings
 from serve_app.config.reference import settings_text, settings_yaml
 
 _INSTEAD = {
-    "--data-parallel-size": "use --replicas: each is an engine of its own, and requests go where their prefix is",
-    "--api-key": "keys belong to tenants: `warmpath keys new NAME` makes one, and says what to set",
+    "--data-parallel-size": "use --replicas: each one is a separate engine, and requests follow their cached prefix",
+    "--api-key": "keys belong to tenants: `warmpath keys new NAME` makes one, and prints the settings for it",
     "--enable-auto-tool-choice": "tool calls are on; --tool-parser names their format",
     "--tool-call-parser": "use --tool-parser NAME",
     "--enable-lora": "use --lora-adapters '{NAME: PATH}', or --allow-runtime-lora",
     "--lora-modules": "use --lora-adapters '{NAME: PATH}'",
 }
-"""Of flags that people know from `vllm serve` and others: what does the same here."""
+"""The equivalents of flags of `vllm serve` and other servers."""
 
 
 class _ServeCommand(TyperCommand):
-    """A command that takes every setting as a flag too, and answers flags of other servers with what does the same."""
+    """A command that also accepts every setting as a flag, and names the equivalents of other servers' flags."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         own = {flag for parameter in self.params for flag in (*parameter.opts, *parameter.secondary_opts)}
@@ -54,7 +54,7 @@ class _ServeCommand(TyperCommand):
                 value = "true"
             elif not equals:
                 if not left:
-                    raise typer.BadParameter(f"{flag} takes a value: {flag} VALUE")
+                    raise typer.BadParameter(f"{flag} needs a value: {flag} VALUE")
                 value = left.pop(0)
             told += ["--set", f"{name}={value}"]
         return super().parse_args(ctx, told)
@@ -79,7 +79,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _root(
     _: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and leave")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and exit")
     ] = False,
 ) -> None:
     """Cache-aware LLM serving: a request goes to the replica that holds its prefix's KV."""
@@ -97,23 +97,23 @@ def serve(
     ] = None,
     engine_arg: Annotated[
         list[str] | None,
-        typer.Option(help="NAME=VALUE, an argument of vLLM, the value as YAML or JSON; repeatable"),
+        typer.Option(help="NAME=VALUE, an argument of vLLM with its value as YAML or JSON; repeatable"),
     ] = None,
     port: Annotated[int, typer.Option(help="HTTP port")] = 8000,
-    host: Annotated[str, typer.Option(help="HTTP address; 0.0.0.0 opens it to the network")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="HTTP address; 0.0.0.0 opens the port to the network")] = "127.0.0.1",
     config: Annotated[Path | None, typer.Option(help="YAML or JSON file of settings")] = None,
     setting: Annotated[
-        list[str] | None, typer.Option("--set", help="NAME=VALUE, any of `warmpath settings`; repeatable")
+        list[str] | None, typer.Option("--set", help="NAME=VALUE, a setting of `warmpath settings`; repeatable")
     ] = None,
     haproxy: Annotated[bool, typer.Option(help="HAProxy in front (Ray Serve's fast path)")] = True,
     max_connections_per_address: Annotated[
-        int, typer.Option(help="connections that one address may have open to HAProxy; more are refused", min=1)
+        int, typer.Option(help="open connections to HAProxy per client address; more are refused", min=1)
     ] = MAX_CONNECTIONS_PER_ADDRESS,
-    verbose: Annotated[bool, typer.Option(help="show what Ray and the replicas log, and whole tracebacks")] = False,
+    verbose: Annotated[bool, typer.Option(help="show the logs of Ray and the replicas, and whole tracebacks")] = False,
 ) -> None:
     """Start an instance on this machine and serve until Ctrl-C.
 
-    Every setting of `warmpath settings` is a flag too: --kv-cache-bytes 4GiB, --tensor-parallel-size 2.
+    Every setting of `warmpath settings` is also a flag: --kv-cache-bytes 4GiB, --tensor-parallel-size 2.
     """
     if model is not None and any(one.startswith("model=") for one in setting or ()):
         fail(f"two models are named, {model} and the setting `model`; name one")
@@ -141,9 +141,9 @@ def serve(
     if (listens := address(host, port)).advice:
         fail(f"{listens.found}: {listens.advice}")
     if settings.allowed_hosts is None and not settings.tenants and host in ("127.0.0.1", "localhost", "::1"):
-        # Everybody's pages run on this machine, and nothing but the name in Host tells theirs from ours.
+        # Pages of any site run in this machine's browser; only the name in Host distinguishes them from ours.
         settings.allowed_hosts = []
-    # Which settings were given, and which are defaults, matters where the default model cannot be had.
+    # The difference between given settings and defaults matters if the default model is unavailable.
     given = settings.model_dump(mode="json", exclude_unset=True)
     launch = Launch(given, host, port, haproxy, max_connections_per_address, verbose)
     raise typer.Exit(Supervisor(console, settings.shutdown_timeout_s).run(launch))
@@ -151,23 +151,21 @@ def serve(
 
 @app.command("settings", rich_help_panel="Serving")
 def list_settings(
-    words: Annotated[
-        list[str] | None, typer.Argument(help="only settings that have these words in name or meaning")
-    ] = None,
-    yaml: Annotated[bool, typer.Option("--yaml", help="as a settings file of all defaults, with comments")] = False,
+    words: Annotated[list[str] | None, typer.Argument(help="only settings with these words in name or meaning")] = None,
+    yaml: Annotated[bool, typer.Option("--yaml", help="print a settings file with all defaults and comments")] = False,
 ) -> None:
-    """List all settings: type, bounds, default, meaning. `--set` and settings files take them."""
+    """List all settings with type, bounds, default and meaning. `--set` and settings files accept them."""
     print(settings_yaml() if yaml else settings_text(words or []), end="")
 
 
 @app.command(rich_help_panel=TROUBLE)
 def check(
-    file: Annotated[Path, typer.Argument(help="Serve config, KubeRay RayService, or file of settings")],
+    file: Annotated[Path, typer.Argument(help="a Serve config, a KubeRay RayService, or a settings file")],
     elsewhere: Annotated[
-        bool, typer.Option(help="the instance runs on other machines: files and packages are not looked for here")
+        bool, typer.Option(help="the instance runs on other machines: do not look for files and packages here")
     ] = False,
 ) -> None:
-    """Say what is wrong with a configuration before it is deployed; leaves with 1 where something is."""
+    """Report the mistakes in a configuration before its deployment; exits with 1 if there are any."""
     try:
         mistakes = mistakes_in(file.read_text(), file.parent, place_of_run="elsewhere" if elsewhere else "here")
     except (OSError, ValueError) as error:

@@ -1,6 +1,6 @@
-"""Runs an instance in a process of its own, to end it at any moment: Ray's calls wait in C++ and heed no signal.
+"""Runs an instance in a child process, to end it at any moment: Ray's calls block in C++ and ignore signals.
 
-Their socket carries the launch and the order to stop, and back "begun" (it may be interrupted) and "serving".
+Their socket carries the launch and the order to stop; the child replies "begun" (interruptible) and "serving".
 """
 
 import json
@@ -24,12 +24,12 @@ from rich.segment import ControlType
 from serve_app.cli.processes import OWNER, adopt_orphans, end_descendants, forget_orphans
 
 _OWN_LINE = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2), ControlType.SHOW_CURSOR)
-"""Where the instance has left a spinner's line, and no cursor."""
+"""Clears the line of the instance's spinner and restores the cursor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """All that an instance's process is told. ``settings``: as JSON. ``run_dir``: a directory that ends with it."""
+    """The arguments of an instance's process. ``settings``: as JSON. ``run_dir``: a directory of the same lifetime."""
 
     settings: dict[str, Any]
     host: str
@@ -42,13 +42,13 @@ class Launch:
 
     @property
     def url(self) -> str:
-        """Where clients on this machine reach it: "every address" is the loopback, and IPv6 stands in brackets."""
+        """The URL for clients on this machine: "every address" becomes the loopback, and IPv6 gets brackets."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
 
 class Supervisor:
-    """One instance from start to end. ``stop_margin_s``: for replicas and Ray to end, after ``shutdown_timeout_s``."""
+    """Runs one instance. ``stop_margin_s``: the time for replicas and Ray to end after ``shutdown_timeout_s``."""
 
     def __init__(self, console: Console, shutdown_timeout_s: float, stop_margin_s: float = 60.0) -> None:
         self._console = console
@@ -56,9 +56,9 @@ class Supervisor:
         self._stop_margin_s = stop_margin_s
 
     def run(self, launch: Launch, command: list[str] | None = None) -> int:
-        """Run it until nothing of it is left. ``command``: another program than the instance's own.
+        """Run the instance until all its processes have ended. ``command``: replaces the instance's program.
 
-        Returns the status to leave with: 0 after a stop, 1 failed, 2 refused, 128 + signal where it was cut short.
+        Return the exit status: 0 after a stop, 1 failed, 2 refused, 128 + signal if it was cut short.
         """
         adopt_orphans()
         channel, theirs = socket.socketpair()
@@ -69,7 +69,7 @@ class Supervisor:
                 command or [sys.executable, *path_flags(), "-c", "from serve_app.cli.instance import main; main()"],
                 stdin=theirs.fileno(),
                 env={**os.environ, OWNER: str(os.getpid())},
-                start_new_session=True,  # a terminal's Ctrl-C is for this process alone
+                start_new_session=True,  # a terminal's Ctrl-C reaches only this process
             )
             theirs.close()
             orphans = signal.signal(signal.SIGCHLD, lambda *_: forget_orphans((process.pid,)))
@@ -84,20 +84,20 @@ class Supervisor:
         if status == 1 and not launch.verbose:
             self._say(f"log: {log} (--verbose shows it here)")
         else:
-            log.unlink(missing_ok=True)  # after weeks the machine may have tidied up
+            log.unlink(missing_ok=True)  # the system may have deleted it after weeks
         if status != 2:
             self._say("stopped")
         return status
 
     def _follow(self, process: subprocess.Popen[bytes], channel: socket.socket, signals: socket.socket) -> int:
-        """Wait until the instance has ended, or must be ended; return the status to leave with."""
+        """Wait until the instance has ended or must be ended; return the exit status."""
         words, stopping = b"", False
         while True:
             patience_s = self._shutdown_timeout_s + self._stop_margin_s if stopping else None
             if not select.select([channel, signals], [], [], patience_s)[0]:
                 self._say("it does not stop in time: ending it", error=True)
                 return 1
-            # Before any signal: whoever sent it may have read that the instance serves.
+            # Read these before any signal: its sender may have read that the instance serves.
             while (part := _received(channel)) is not None:
                 if not part:
                     return 0 if stopping else self._ended(process.wait())
@@ -108,7 +108,7 @@ class Supervisor:
                 if stopping or b"serving" not in words:
                     self._say("stopping at once" if stopping else "stopping: the start is given up")
                     if b"begun" in words and not stopping:
-                        process.send_signal(signal.SIGINT)  # it removes what it has half made: a model in the cache
+                        process.send_signal(signal.SIGINT)  # it removes a half-made model from the cache
                         with suppress(subprocess.TimeoutExpired):
                             process.wait(1.0)
                     return 128 + number
@@ -130,7 +130,7 @@ class Supervisor:
 
 @contextmanager
 def _noted_signals() -> Iterator[socket.socket]:
-    """Yield a socket that is told the number of each signal, a byte; SIGINT and SIGTERM do nothing else meanwhile."""
+    """Yield a socket that gets each signal's number as a byte; meanwhile SIGINT and SIGTERM do nothing else."""
     heard, noted = socket.socketpair()
     noted.setblocking(False)
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -146,20 +146,20 @@ def _noted_signals() -> Iterator[socket.socket]:
 
 
 def _received(source: socket.socket) -> bytes | None:
-    """Return what has come, b"" at the end, None where nothing has."""
+    """Return the received bytes, b"" at the end, None if there are none."""
     try:
         return source.recv(4096, socket.MSG_DONTWAIT)
     except BlockingIOError:
         return None
-    except ConnectionError:  # it was killed with words of ours unread
+    except ConnectionError:  # it was killed before it read all our data
         return b""
 
 
 def path_flags() -> list[str]:
-    """Return what makes the other process find modules where this one does: not in any directory it is started in."""
+    """Return Python's flags that keep a child process from importing modules from its current directory."""
     return [] if "" in sys.path else ["-P"]
 
 
 def _tell(channel: socket.socket, line: str) -> None:
-    with suppress(OSError):  # it has ended; that is seen where it is heard
+    with suppress(OSError):  # the process has ended, which the reader notices
         channel.sendall(f"{line}\n".encode())

@@ -1,4 +1,4 @@
-"""All settings of a deployment but secrets: one flat pydantic model, with vLLM's names for settings of vLLM."""
+"""All settings of a deployment except secrets: one flat pydantic model, with vLLM's names for settings of vLLM."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+", re.ASCII)
 
 
 def is_hub_id(model: str) -> bool:
-    """Return whether ``model`` is NAMESPACE/NAME of a hub, and no directory or GGUF file."""
+    """Return whether ``model`` is NAMESPACE/NAME of a hub, and not a directory or GGUF file."""
     return _HUB_ID.fullmatch(model) is not None and not model.endswith(".gguf") and not Path(model).is_dir()
 
 
@@ -28,14 +28,14 @@ class AutoscalingConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    min_replicas: int = Field(1, ge=1, le=MAX_REPLICAS, description="never fewer; as many start")
-    max_replicas: int = Field(ge=1, le=MAX_REPLICAS, description="never more")
+    min_replicas: int = Field(1, ge=1, le=MAX_REPLICAS, description="minimum, and number at the start")
+    max_replicas: int = Field(ge=1, le=MAX_REPLICAS, description="maximum")
     target_ttft_s: Seconds = Field(
-        2.0, gt=0, le=600, description="p90 of the time to first token to keep, or 1.1 times that of their own prefill"
+        2.0, gt=0, le=600, description="target for the p90 of TTFT, but at least 1.1 times the p90 of own prefill"
     )
-    upscale_delay_s: Seconds = Field(10.0, ge=0, le=3600, description="more are needed for so long before they start")
+    upscale_delay_s: Seconds = Field(10.0, ge=0, le=3600, description="time that more are needed before they start")
     downscale_delay_s: Seconds = Field(
-        600.0, ge=10, le=86_400, description="fewer suffice for so long before any stops"
+        600.0, ge=10, le=86_400, description="time that fewer are enough before any stops"
     )
 
     @model_validator(mode="after")
@@ -46,61 +46,61 @@ class AutoscalingConfig(BaseModel):
 
 
 class RoutingSection(BaseModel):
-    """The choice of a replica, and requests that wait for one."""
+    """The choice of a replica, and the requests that wait for one."""
 
-    policy: PolicyName = Field(DEFAULT_POLICY, description="how a replica is chosen (docs/explanation/routing.md)")
-    no_replica_wait_s: Seconds = Field(5.0, ge=0, le=600, description="requests without any replica wait, then get 503")
+    policy: PolicyName = Field(DEFAULT_POLICY, description="policy that chooses replicas (docs/explanation/routing.md)")
+    no_replica_wait_s: Seconds = Field(5.0, ge=0, le=600, description="a request's wait without any replica, then 503")
     directory_max_blocks: int = Field(2_000_000, ge=1000, le=100_000_000, description="block hashes a router remembers")
     max_queued_requests: int = Field(
-        512, ge=1, description="requests that wait in an ingress; a tenant over its share of them gets 429"
+        512, ge=1, description="most requests that wait in an ingress; a tenant over its share of them gets 429"
     )
     load_report_interval_s: Seconds = Field(0.05, gt=0, le=10, description="time between a replica's load reports")
 
 
 class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, CacheSection, EngineSection):
-    """All settings. Unknown names are refused: a typo must not become a default."""
+    """All settings. Unknown names are refused, so that a typo does not silently keep a default."""
 
     model_config = ConfigDict(extra="forbid")
 
     model: str = Field(
         "smollm2",
         description="'smollm2' (fetched once), 'demo' or 'small' (random weights), the directory of a checkpoint, "
-        "a GGUF file, or a hub id; without any, and where 'smollm2' cannot be had, `warmpath serve` takes 'demo'",
+        "a GGUF file, or a hub id; if it is not set and 'smollm2' cannot be fetched, `warmpath serve` uses 'demo'",
     )
     revision: str | None = Field(None, description="branch, tag or commit of a hub id; default: its main branch")
     served_model_name: str | None = Field(None, description="name in /v1/models; default: the model's own name")
-    replicas: int = Field(2, ge=1, le=MAX_REPLICAS, description="engine replicas, without `autoscaling`")
-    autoscaling: AutoscalingConfig | None = Field(None, description="replicas by load; default: always `replicas`")
-    ingress_replicas: int = Field(1, ge=1, le=64, description="HTTP ingress replicas; each is a router of its own")
+    replicas: int = Field(2, ge=1, le=MAX_REPLICAS, description="number of engine replicas, without `autoscaling`")
+    autoscaling: AutoscalingConfig | None = Field(None, description="replicas by load; default: fixed `replicas`")
+    ingress_replicas: int = Field(1, ge=1, le=64, description="HTTP ingress replicas, each with its own router")
     default_max_tokens: int = Field(1024, ge=1, description="max_tokens of a chat without it")
     max_body_bytes: Bytes = Field(8 * MIB, ge=1024, description="larger bodies are refused with 413")
-    request_timeout_s: Seconds = Field(600.0, gt=0, description="a longer request ends with an error")
+    request_timeout_s: Seconds = Field(600.0, gt=0, description="a request that takes longer ends with an error")
     strict: bool = Field(
-        False, description="refuse a request with an unknown field; else x-warmpath-warning names it, and it is ignored"
+        False, description="refuse requests with unknown fields; else x-warmpath-warning names the ignored fields"
     )
     tool_parser: str = Field(
         "auto",
-        description="the form of tool calls, by vLLM's name, as hermes; auto: by chat template and special tokens",
+        description="format of tool calls by vLLM's name, such as hermes; auto: from chat template and special tokens",
     )
     reasoning_parser: str = Field(
         "auto",
-        description="the tags around reasoning, by vLLM's name, as qwen3; auto: by chat template and special tokens; "
+        description="tags around reasoning by vLLM's name, such as qwen3; auto: from chat template and special tokens; "
         "none: reasoning is text",
     )
     allowed_hosts: list[str] | None = Field(
         None,
-        description="names of this server, in lower case; their web pages may post to it, as those of addresses and "
-        "localhost; default: any, but none for `warmpath serve` on loopback without tenants",
+        description="names of this server, in lower case; their web pages may post to it, as may those of addresses "
+        "and localhost; default: any, but none for `warmpath serve` on loopback without tenants",
     )
     enable_docs: bool | None = Field(
-        None, description="serve /openapi.json, and /docs with a script from a CDN; default: without tenants"
+        None, description="serve /openapi.json, and /docs with a script from a CDN; default: only without tenants"
     )
     otlp_endpoint: str | None = Field(
         None,
-        description="URL of an OpenTelemetry collector (OTLP over HTTP) for traces of requests, as "
+        description="URL of an OpenTelemetry collector (OTLP over HTTP) for traces of requests, such as "
         "http://127.0.0.1:4318; /v1/traces is appended; default: no traces",
     )
-    tokenizer_cache_bytes: Bytes = Field(256 * MIB, ge=MIB, description="token ids and hashes an ingress remembers")
+    tokenizer_cache_bytes: Bytes = Field(256 * MIB, ge=MIB, description="an ingress's cache of token ids and hashes")
 
     @field_validator("otlp_endpoint")
     @classmethod
@@ -117,7 +117,7 @@ class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, C
 
     @model_validator(mode="after")
     def _defaults_of_the_engine(self) -> Self:
-        """Set the engine's own defaults; given values that do not fit it are refused later."""
+        """Set the engine's own defaults. Given values that do not fit it are refused later."""
         own = self.engine_traits.defaults | ({} if self.replica_num_gpus else self.engine_traits.cpu_defaults)
         for name in own.keys() - set(self.model_fields_set):
             setattr(self, name, own[name])
@@ -130,7 +130,7 @@ class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, C
 
     @property
     def model_name(self) -> str:
-        """Clients' name: the configured one, else the built-in name, the hub id or the path's last part."""
+        """The model's name for clients: the configured one, else the built-in name, hub id or path's last part."""
         if self.served_model_name or is_hub_id(self.model):
             return self.served_model_name or self.model
         return Path(self.model).name.removesuffix(".gguf")
@@ -151,7 +151,7 @@ class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, C
         return not self.tenants if self.enable_docs is None else self.enable_docs
 
     def routing(self) -> dict[str, Any]:
-        """The router's part, as ``RouterSettings.from_json`` takes it."""
+        """Return the router's settings for ``RouterSettings.from_json``."""
         return {
             "policy": self.policy,
             "block_size": self.block_size,
@@ -161,5 +161,5 @@ class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, C
         }
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON-able copy, which ``AppConfig.model_validate`` reads back."""
+        """Return a JSON-able copy for ``AppConfig.model_validate``."""
         return self.model_dump(mode="json")

@@ -1,4 +1,4 @@
-"""Settings of the KV cache: the pool, the tiers below it, pulls between replicas, pins, replicas that come and go."""
+"""Settings of the KV cache: the pool, its tiers, pulls between replicas, pins, and joining and leaving replicas."""
 
 from pathlib import Path
 from typing import Annotated, Self
@@ -9,7 +9,7 @@ from serve_app.config.quantities import Bytes, InBytes, InSeconds, Seconds
 
 MIB = 1024 * 1024
 CPU_POOL_BYTES = 512 * MIB
-"""A replica's KV pool without a GPU, by default."""
+"""The default size of a replica's KV pool without a GPU."""
 
 
 class CacheSection(BaseModel):
@@ -18,34 +18,34 @@ class CacheSection(BaseModel):
     block_size: int = Field(16, ge=1, le=1024, description="tokens in a KV block; vLLM on a CPU: 32")
     num_blocks: int | None = Field(None, ge=2, description="blocks in a replica's pool; default: from kv_cache_bytes")
     kv_cache_bytes: Annotated[int, Field(ge=MIB), InBytes] | None = Field(
-        None, description="bytes of a replica's KV pool; default: 512 MiB, on a GPU by gpu_memory_utilization"
+        None, description="bytes of a replica's KV pool; default: 512 MiB, on a GPU from gpu_memory_utilization"
     )
     gpu_memory_utilization: float = Field(
-        0.9, gt=0, le=1, description="part of a GPU for a replica: weights, a step's work, the rest KV"
+        0.9, gt=0, le=1, description="fraction of a GPU's memory for a replica's weights, step buffers and KV"
     )
     enable_prefix_caching: bool = Field(True, description="reuse the KV of computed prefixes")
-    explain_misses: bool = Field(True, description="explain cache misses; an ingress keeps tenants' last prompts")
+    explain_misses: bool = Field(True, description="explain cache misses; an ingress then keeps tenants' last prompts")
     host_cache_bytes: Bytes = Field(0, ge=0, description="host memory of a replica for blocks evicted from its pool")
     disk_cache_bytes: Bytes = Field(0, ge=0, description="disk of a replica for blocks evicted from the tier above")
-    disk_cache_dir: Path | None = Field(None, description="directory of the disk tier, with a slot for each replica")
-    disk_queue_bytes: Bytes = Field(256 * MIB, ge=MIB, description="memory for blocks on their way to disk")
-    tier_load_ratio: float = Field(1.0, ge=0, description="longest load from a tier, as part of the time to compute it")
-    kv_pull: bool = Field(True, description="copy a prefix from another replica where that is faster than computing it")
+    disk_cache_dir: Path | None = Field(None, description="directory of the disk tier, with one slot for each replica")
+    disk_queue_bytes: Bytes = Field(256 * MIB, ge=MIB, description="memory for blocks that wait to be written to disk")
+    tier_load_ratio: float = Field(1.0, ge=0, description="longest load from a tier, relative to computing the KV")
+    kv_pull: bool = Field(True, description="copy a prefix from another replica if that is faster than computing it")
     max_pulls: int = Field(4, ge=1, le=64, description="prefixes that a replica copies at once")
-    max_pull_bytes: Bytes = Field(256 * MIB, ge=MIB, description="KV copied for one request at most")
-    min_pull_tokens: int = Field(512, ge=1, description="a shorter missing prefix is computed")
+    max_pull_bytes: Bytes = Field(256 * MIB, ge=MIB, description="most KV copied for one request")
+    min_pull_tokens: int = Field(512, ge=1, description="shorter missing prefixes are computed, not copied")
     session_wait_s: Seconds = Field(
         3600.0,
         ge=0,
-        description="longest wait of a new or cold request for room beside the contexts of sessions that are about to "
-        "return; 0: none waits",
+        description="longest wait of a new or cold request for space beside the contexts of sessions that will soon "
+        "return; 0: no wait",
     )
-    max_holders: int = Field(16, ge=1, description="most replicas with one prefix; their number follows its demand")
+    max_holders: int = Field(16, ge=1, description="most replicas that hold one prefix; the number follows demand")
     pin_budget: float = Field(
-        0.25, ge=0, description="KV that explicit saves may keep: a part of the pool below 1, else blocks"
+        0.25, ge=0, description="KV that explicit saves may keep: below 1 a fraction of the pool, else blocks"
     )
     save_ttl_s: Annotated[float, Field(gt=0), InSeconds] | None = Field(
-        None, description="life of a saved prompt after its last use; default: until a reset"
+        None, description="lifetime of a saved prompt after its last use; default: until a reset"
     )
 
     @model_validator(mode="after")
@@ -53,26 +53,26 @@ class CacheSection(BaseModel):
         if self.disk_cache_bytes and self.disk_cache_dir is None:
             raise ValueError("disk_cache_bytes needs disk_cache_dir")
         if self.num_blocks is not None and self.pin_budget >= self.num_blocks:
-            raise ValueError(f"pin_budget={self.pin_budget:g} leaves nothing of {self.num_blocks} blocks to requests")
+            raise ValueError(f"pin_budget={self.pin_budget:g} leaves nothing of {self.num_blocks} blocks for requests")
         return self
 
 
 class LifecycleSection(BaseModel):
     """Cached KV when the number of replicas changes."""
 
-    prewarm: bool = Field(True, description="a new replica copies its peers' hottest prefixes before it takes requests")
+    prewarm: bool = Field(True, description="a new replica copies its peers' hottest prefixes before it serves")
     prewarm_max_bytes: Bytes = Field(4096 * MIB, ge=0, description="most KV that a new replica copies")
-    prewarm_timeout_s: Seconds = Field(10.0, ge=0, le=600, description="most time that this adds to a replica's start")
-    handover: bool = Field(True, description="a leaving replica gives peers what only it holds, saves first")
+    prewarm_timeout_s: Seconds = Field(10.0, ge=0, le=600, description="most time that prewarming adds to a start")
+    handover: bool = Field(True, description="a leaving replica gives peers the KV that only it holds, saves first")
     graceful_shutdown_timeout_s: Seconds = Field(
         20.0,
         ge=0,
         le=3600,
-        description="time of a stopping replica for its streams and its hand-over; longer streams go on elsewhere",
+        description="time for a stopping replica's streams and handover; longer streams continue on other replicas",
     )
     shutdown_timeout_s: Seconds = Field(
         30.0,
         ge=0,
         le=3600,
-        description="time of answers under way when `warmpath serve` stops; then they end with an error",
+        description="time for running answers when `warmpath serve` stops; afterwards they end with an error",
     )

@@ -1,4 +1,4 @@
-"""The engines and their settings; each has an entry in ``ENGINES`` and one in `replica/engine_factory.py`."""
+"""The engines and their settings. Each has an entry in ``ENGINES`` and in `replica/engine_factory.py`."""
 
 import importlib.util
 from collections.abc import Callable
@@ -13,10 +13,10 @@ from serve_app.config.quantities import Seconds
 EngineName = Literal["torch", "vllm", "simulated"]
 
 VLLM_CPU_BLOCK_SIZE = 32
-"""The default of `block_size` for vLLM without a GPU: there it computes in multiples of this."""
+"""The default of `block_size` for vLLM without a GPU, which computes in multiples of it there."""
 
 NGRAM = "ngram"
-"""The only `speculative_model`, and no model: what followed the same tokens before is drafted."""
+"""The only `speculative_model`. It is not a model: it drafts the tokens that followed the same tokens before."""
 
 VLLM_MISSING = (
     "engine=vllm needs vLLM 0.32 in the environment of the replicas: on a GPU run `pip install '.[vllm]'` in a clone; "
@@ -31,11 +31,11 @@ def vllm_missing() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class EngineTraits:
-    """Traits of an engine. ``simulated``: no model runs. ``built_in``: it loads models by transformers.
+    """Traits of an engine. ``simulated``: no model runs. ``built_in``: it loads models with transformers.
 
-    ``ranks``: a replica may have several, and arguments of the engine's own. ``ngram``: it drafts.
-    ``missing``: why it cannot be used in this environment, or "". ``defaults``, ``cpu_defaults`` without GPUs: its own
-    defaults of settings.
+    ``ranks``: it supports several ranks in a replica, and its own arguments. ``ngram``: it supports n-gram drafts.
+    ``missing``: the reason why it cannot be used in this environment, or "". ``defaults``, ``cpu_defaults`` (without
+    GPUs): its own defaults of settings.
     """
 
     simulated: bool = False
@@ -65,14 +65,14 @@ class EngineSection(BaseModel):
 
     engine: EngineName = Field(
         "torch",
-        description="'torch': the built-in one; 'vllm': vLLM in each replica; 'simulated': a cost model, no forward",
+        description="'torch': the built-in engine; 'vllm': vLLM in each replica; 'simulated': a cost model only",
     )
     replica_num_cpus: float = Field(0.1, ge=0, description="logical CPUs Ray reserves for an engine replica")
     replica_num_gpus: float = Field(
         0.0,
         ge=0,
-        description="GPUs Ray reserves for an engine replica, one a rank; `warmpath serve` with engine vllm takes "
-        "those it finds",
+        description="GPUs Ray reserves for an engine replica, one for each rank; `warmpath serve` with engine vllm "
+        "uses the GPUs it finds",
     )
     tensor_parallel_size: int = Field(
         1, ge=1, le=64, description="with engine vllm: ranks on one node, each with a part of every layer"
@@ -84,64 +84,64 @@ class EngineSection(BaseModel):
         default_factory=dict,
         description="with engine vllm: further arguments of vLLM, by its names (docs/tutorials/vllm.md)",
     )
-    max_model_len: int | None = Field(None, ge=2, description="tokens in prompt plus output; default: the model's own")
-    max_num_seqs: int = Field(64, ge=1, le=4096, description="sequences running at once in a replica")
-    max_num_batched_tokens: int = Field(2048, ge=16, description="tokens in one engine step")
+    max_model_len: int | None = Field(None, ge=2, description="most tokens of prompt plus output; default: the model's")
+    max_num_seqs: int = Field(64, ge=1, le=4096, description="most sequences that run at once in a replica")
+    max_num_batched_tokens: int = Field(2048, ge=16, description="most tokens in one engine step")
     max_itl_ms: float | None = Field(
-        None, gt=0, description="longest step while an answer is generated: a prompt's part in it is cut to fit"
+        None, gt=0, description="longest step while answers are generated; prompt chunks are shortened to fit"
     )
     max_waiting_requests: int = Field(
-        256, ge=1, description="requests waiting in a replica; it refuses more, and their ingress asks again"
+        256, ge=1, description="most requests that wait in a replica; it refuses more, and their ingress retries"
     )
     speculative_model: str | None = Field(
         None,
-        description="with engine vllm 'ngram': drafts are what followed the same tokens before in prompt and answer",
+        description="with engine vllm 'ngram': draft the tokens that followed the same tokens before in the sequence",
     )
     num_speculative_tokens: int = Field(
         4, ge=1, le=32, description="with engine vllm: tokens drafted ahead of each verification"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="format of weights and KV; 'auto': bfloat16 where the device multiplies it, else float32"
+        "auto", description="format of weights and KV; 'auto': bfloat16 if the device multiplies it, else float32"
     )
-    device: str = Field("auto", description="'cpu', 'cuda', or 'auto': a GPU where the replica sees one")
-    enforce_eager: bool = Field(False, description="with engine vllm: no CUDA graphs and no compilation")
+    device: str = Field("auto", description="'cpu', 'cuda', or 'auto': a GPU if the replica has one")
+    enforce_eager: bool = Field(False, description="with engine vllm: no CUDA graphs, no compilation")
     num_threads: int = Field(0, ge=0, description="torch threads of a replica; 0: the machine's cores / replicas")
     simulated_prefill_tokens_per_s: float = Field(5000.0, gt=0, description="prefill rate of a simulated engine")
     simulated_decode_step_s: Seconds = Field(0.02, gt=0, description="time of a simulated engine's decode step")
 
     @property
     def hf_overrides(self) -> dict[str, Any]:
-        """Fields that ``engine_args`` puts in the place of those of the model's config.json."""
+        """The fields in ``engine_args`` that replace fields of the model's config.json."""
         overrides = self.engine_args.get("hf_overrides")
         return overrides if isinstance(overrides, dict) else {}
 
     @property
     def rank_sizes(self) -> tuple[int, int]:
-        """A replica's ranks: those that divide each layer, and the stages that divide the layers."""
+        """A replica's tensor-parallel ranks, which split each layer, and pipeline stages, which split the layers."""
         return self.tensor_parallel_size, self.pipeline_parallel_size
 
     @property
     def ranks(self) -> int:
-        """A replica's processes that compute, each with a device of its own."""
+        """The number of a replica's compute processes, each with its own device."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @model_validator(mode="after")
     def _engine_fits(self) -> Self:
         if not ENGINES[self.engine].ranks and (self.ranks > 1 or self.engine_args):
             raise ValueError(
-                f"engine={self.engine} computes on one device and takes no engine_args: set engine: vllm, or leave "
-                "tensor_parallel_size, pipeline_parallel_size and engine_args out"
+                f"engine={self.engine} computes on one device and accepts no engine_args: set engine: vllm, or remove "
+                "tensor_parallel_size, pipeline_parallel_size and engine_args"
             )
         if self.speculative_model is not None and (self.speculative_model != NGRAM or not ENGINES[self.engine].ngram):
             raise ValueError(
-                f"speculative_model={self.speculative_model!r} with engine={self.engine}: only {NGRAM!r} is there, "
+                f"speculative_model={self.speculative_model!r} with engine={self.engine}: only {NGRAM!r} is supported, "
                 "with engine: vllm"
             )
         wanted = self.ranks if max(self.ranks, self.replica_num_gpus) > 1 else self.replica_num_gpus
         if ENGINES[self.engine].ranks and self.replica_num_gpus not in (0, wanted):
             raise ValueError(
-                f"replica_num_gpus={self.replica_num_gpus:g}, and tensor_parallel_size x pipeline_parallel_size is "
-                f"{self.ranks}: each rank has a GPU, so set replica_num_gpus: {self.ranks}"
+                f"replica_num_gpus={self.replica_num_gpus:g}, but tensor_parallel_size x pipeline_parallel_size is "
+                f"{self.ranks}: each rank needs a GPU, so set replica_num_gpus: {self.ranks}"
             )
         if self.device.startswith("cuda") and self.replica_num_gpus == 0:
             raise ValueError("device=cuda needs replica_num_gpus (1, say): a replica sees only GPUs that it reserves")

@@ -1,4 +1,4 @@
-"""Settings from a file, ``NAME=VALUE`` and flags. Paths in a file start in its directory, others in ours."""
+"""Settings from a file, ``NAME=VALUE`` and flags. Only paths in a file are relative to the file's directory."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,9 +15,9 @@ PATHS = frozenset(name for name, field in AppConfig.model_fields.items() if fiel
 def load_settings(
     config: Path | None, assignments: Sequence[str], engine_args: Sequence[str] = (), **flags: Any
 ) -> AppConfig:
-    """Merge a settings file, ``NAME=VALUE`` assignments and flags, later ones winning. Raises ValueError.
+    """Merge a settings file, ``NAME=VALUE`` assignments and flags. Later values win. Raises ValueError.
 
-    ``engine_args``: assignments too, to the arguments in the setting of that name.
+    ``engine_args``: assignments to the arguments in the setting of that name.
     """
     merged: dict[str, Any] = {}
     if config is not None:
@@ -49,7 +49,7 @@ def load_settings(
 
 
 def rooted(settings: Mapping[Any, Any], directory: Path) -> dict[Any, Any]:
-    """Return settings with relative paths that start in ``directory``; wrong values stay as they are."""
+    """Return settings with relative paths resolved from ``directory``. Invalid values stay unchanged."""
     base = directory.absolute()
 
     def path(value: Any) -> Any:
@@ -58,7 +58,7 @@ def rooted(settings: Mapping[Any, Any], directory: Path) -> dict[Any, Any]:
     def model(value: Any) -> Any:
         if not isinstance(value, str) or not value:
             return value
-        # Anything else is a model's name.
+        # Any other value is a model's name.
         written_as_path = value.startswith(("./", "../", "~")) or value in (".", "..")
         return path(value) if written_as_path or ("/" in value and (base / value).exists()) else value
 

@@ -1,4 +1,4 @@
-"""Settings that change without a restart, as ``user_config`` of a Serve config file, which is laid over ``args:``."""
+"""Settings that can change without a restart, in ``user_config`` of a Serve config file, which overrides ``args:``."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -28,21 +28,21 @@ LIVE = frozenset(
 )
 """The names of settings that may change without a restart."""
 
-NO_TENANTS = "without any, everybody could come in; that needs a restart, with none under args: either"
+NO_TENANTS = "without any, every client has access; that needs a restart, with none under args: either"
 
 Location = tuple[int | str, ...]
 
 
 class BadSettings(ValueError):
-    """Settings cannot be used. ``found``: places in them, each with a sentence that says what to change."""
+    """Settings cannot be used. ``found``: places in them, each with a sentence about the required change."""
 
     def __init__(self, found: list[tuple[Location, str]]) -> None:
         self.found = found
-        super().__init__("; ".join(f"{'.'.join(map(str, where))}: {what}" if where else what for where, what in found))
+        super().__init__("; ".join(f"{'.'.join(map(str, where))}: {why}" if where else why for where, why in found))
 
 
 def app_config(values: Any) -> AppConfig:
-    """Read settings of ``args:`` or a settings file. Raises BadSettings."""
+    """Read settings from ``args:`` or a settings file. Raises BadSettings."""
     if not isinstance(values, Mapping):
         raise BadSettings([((), "settings are pairs of NAME: VALUE")])
     try:
@@ -52,10 +52,10 @@ def app_config(values: Any) -> AppConfig:
 
 
 def overlaid(args: AppConfig, user_config: Any) -> AppConfig:
-    """Return ``args`` with the values of ``user_config`` in their place. Raises BadSettings.
+    """Return ``args`` overridden by the values of ``user_config``. Raises BadSettings.
 
-    A list replaces that of ``args`` whole, ``autoscaling`` value by value. An empty list of tenants is refused where
-    ``args`` has any: everybody could come in.
+    A list replaces the whole list of ``args``; ``autoscaling`` is merged value by value. An empty list of tenants is
+    refused if ``args`` has any, because every client would then have access.
     """
     if not user_config:
         return args
@@ -68,8 +68,8 @@ def overlaid(args: AppConfig, user_config: Any) -> AppConfig:
         if name not in LIVE
     ]
     if "autoscaling" in user_config and (args.autoscaling is None) != (user_config["autoscaling"] is None):
-        what = "is switched on or off with a restart only; put it under args:, its values may change here"
-        refused.append((("autoscaling",), what))
+        why = "is switched on or off with a restart only; put it under args:, its values may change here"
+        refused.append((("autoscaling",), why))
     if args.tenants and "tenants" in user_config and not user_config["tenants"]:
         refused.append((("tenants",), NO_TENANTS))
     if refused:
@@ -81,6 +81,6 @@ def overlaid(args: AppConfig, user_config: Any) -> AppConfig:
 
 
 def changed_salts(before: AppConfig, after: AppConfig) -> list[str]:
-    """Return the tenants of another trust group than before, which lose their cached KV."""
+    """Return the tenants with a changed trust group, which lose their cached KV."""
     groups = {tenant.name: tenant.trust_group for tenant in before.tenants}
     return [t.name for t in after.tenants if groups.get(t.name, t.trust_group) != t.trust_group]

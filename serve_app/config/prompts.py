@@ -8,21 +8,21 @@ MAX_PROMPTS = 256
 MAX_PROMPT_BYTES = 1 << 20
 MAX_TOTAL_BYTES = 8 << 20
 PROMPT_WORD = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
-"""A name, or a version."""
+"""The form of a name or version."""
 
 
 class PublicPromptConfig(BaseModel):
-    """One public prompt of the settings; files belong in ``prompts_dir``."""
+    """One public prompt of the settings. Prompts in files belong in ``prompts_dir``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(pattern=f"^{PROMPT_WORD}$", description="clients refer to the prompt as name@version")
-    version: str = Field(pattern=f"^{PROMPT_WORD}$", description="other text needs another version")
+    version: str = Field(pattern=f"^{PROMPT_WORD}$", description="a changed text needs a new version")
     text: str = Field(description="the prompt itself")
 
     @property
     def ref(self) -> str:
-        """A request's name of it."""
+        """The prompt's name in requests."""
         return f"{self.name}@{self.version}"
 
     @field_validator("text")
@@ -33,7 +33,7 @@ class PublicPromptConfig(BaseModel):
         except UnicodeEncodeError as error:
             raise ValueError("it holds a lone surrogate") from error
         if not 0 < size <= MAX_PROMPT_BYTES:
-            raise ValueError(f"it has {size} bytes, and may have 1 to {MAX_PROMPT_BYTES}")
+            raise ValueError(f"it has {size} bytes; 1 to {MAX_PROMPT_BYTES} are allowed")
         return text
 
 

@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them: ``64MiB``, ``5m``."""
+"""Sizes and durations with units: ``64MiB``, ``5m``."""
 
 import re
 from typing import Annotated, Any
@@ -25,7 +25,7 @@ def _bytes(value: Any) -> Any:
     size = _SIZE.fullmatch(value.strip().lower())
     if size is None or len(value) > MAX_CHARS or size[2] not in _BYTES:
         raise PydanticCustomError("size", "must be a number of bytes, or a size such as 64MiB, 1.5GiB or 200MB")
-    # Not through a float: 1.1 of a unit is rounded down to a whole byte once.
+    # No float, so that a size such as 1.1 units is only rounded once, down to a whole byte.
     whole, _, part = size[1].partition(".")
     return int(whole + part) * _BYTES[size[2]] // 10 ** len(part)
 
@@ -56,7 +56,7 @@ Seconds = Annotated[float, InSeconds]
 
 
 def shown_bytes(value: int) -> str:
-    """Return a size in the largest unit of 1024 that it is a whole number of: ``8MiB``."""
+    """Return a size as a whole number of the largest possible unit of 1024: ``8MiB``."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if value and value % 1024**power == 0:
             return f"{value // 1024**power}{unit}"
@@ -64,7 +64,7 @@ def shown_bytes(value: int) -> str:
 
 
 def shown_seconds(value: float) -> str:
-    """Return a duration in the largest unit that it is a whole number of: ``10m``, ``50ms``."""
+    """Return a duration as a whole number of the largest possible unit: ``10m``, ``50ms``."""
     for unit in ("d", "h", "m", "s"):
         if value and value % _SECONDS[unit] == 0:
             return f"{int(value / _SECONDS[unit])}{unit}"
@@ -72,12 +72,12 @@ def shown_seconds(value: float) -> str:
 
 
 def is_duration(name: str) -> bool:
-    """Whether a setting's name says that it is a number of seconds."""
+    """Return whether a setting is a number of seconds, by its name."""
     return name.endswith("_s") and not name.endswith("_per_s")
 
 
 def shown_value(value: Any, name: str) -> str:
-    """Return a value or bound of a setting as a settings file takes it."""
+    """Return a setting's value or bound in the form of a settings file."""
     if isinstance(value, bool):
         return str(value).lower()
     if name.endswith("_bytes"):

@@ -1,4 +1,4 @@
-"""pydantic's errors -> sentences that say what to change; none repeats a value, which may be a key."""
+"""Converts pydantic's errors to sentences with a remedy. No sentence repeats a value, because it may be a key."""
 
 import re
 from collections.abc import Collection, Iterator
@@ -35,11 +35,11 @@ _KEYS = frozenset({"key", "keys", "api_key", "api_keys", "operator_key", "operat
 
 
 def unknown_setting(name: str, known: Collection[str]) -> str:
-    """Return a sentence on a name that is none of the ``known``."""
+    """Return a sentence on a name that is not in ``known``."""
     if name in _KEYS:
         return "keys are not written here, only their SHA-256, as `key_sha256`; make both with `warmpath keys`"
     if name.startswith("data_parallel"):
-        return "each data parallel rank has a cache of its own, which no router would know; use replicas"
+        return "each data parallel rank has its own cache, which routers would not know; use replicas"
     wanted = name.replace("-", "_").lower()
     short = [full for full in known if "_" in full and "".join(word[0] for word in full.split("_")) == wanted]
     near = short or get_close_matches(wanted, known, n=1)
@@ -52,7 +52,7 @@ def sentence(error: ErrorDetails, settings: type[BaseModel]) -> str:
     if kind == "extra_forbidden":
         return unknown_setting(str(where[-1]), _model_of(where, settings).model_fields)
     if any(name in where for name in _HASHES) and kind.startswith("string"):
-        return "a key is named by its SHA-256, 64 hex digits; make both with `warmpath keys`"
+        return "a key is given as its SHA-256, 64 hex digits; make both with `warmpath keys`"
     name = next((str(step) for step in reversed(where) if isinstance(step, str)), "")
     if kind in _BOUNDS:
         limit, word = _BOUNDS[kind]
@@ -81,7 +81,7 @@ def _one_of(choices: list[str], given: Any) -> str:
 
 
 def _model_of(where: tuple[int | str, ...], settings: type[BaseModel]) -> type[BaseModel]:
-    """Return the settings that the last name of a place is one of."""
+    """Return the settings model that contains the last name of a location."""
     model = settings
     for step in where[:-1]:
         if isinstance(step, str) and step in model.model_fields:

@@ -12,13 +12,13 @@ Sha256Hex = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
 class ApiKeyConfig(BaseModel):
-    """One API key, known by its digest. The holder of an expired or revoked one is told so."""
+    """One API key, identified by its digest. Clients with an expired or revoked key get a specific error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    sha256: Sha256Hex = Field(description="SHA-256 of the key, as `warmpath keys new` prints it")
-    expires: AwareDatetime | None = Field(None, description="the moment from which it is refused: 2027-01-31T00:00:00Z")
-    revoked: bool = Field(False, description="refuse it from now on")
+    sha256: Sha256Hex = Field(description="SHA-256 of the key, printed by `warmpath keys new`")
+    expires: AwareDatetime | None = Field(None, description="time of expiry, such as 2027-01-31T00:00:00Z")
+    revoked: bool = Field(False, description="refuse the key from now on")
 
 
 def _with_names(value: Any) -> Any:
@@ -26,11 +26,11 @@ def _with_names(value: Any) -> Any:
 
 
 TenantKey = Annotated[ApiKeyConfig, BeforeValidator(_with_names, json_schema_input_type=Sha256Hex | ApiKeyConfig)]
-"""A key in the settings: its digest alone, or with limits."""
+"""A key in the settings: only its digest, or with expiry and revocation."""
 
 
 class TenantConfig(BaseModel):
-    """One customer of the settings."""
+    """One tenant in the settings."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -41,11 +41,11 @@ class TenantConfig(BaseModel):
     )
     models: list[str] | None = Field(None, description="models and LoRA adapters it may use, by name; default: all")
     requests_per_second: float | None = Field(
-        None, gt=0, le=1_000_000, description="requests that it may begin; as many, at least one, may come at once"
+        None, gt=0, le=1_000_000, description="rate of new requests; one second's worth (at least one) may burst"
     )
-    concurrent_requests: int | None = Field(None, ge=1, description="its requests under way at once")
+    concurrent_requests: int | None = Field(None, ge=1, description="most requests of the tenant at once")
     tokens_per_minute: int | None = Field(
-        None, ge=1, description="tokens of prompts, cached or not, and of answers; max_tokens is reserved at the start"
+        None, ge=1, description="tokens of prompts, cached or not, and of answers; a request reserves its max_tokens"
     )
     store_kv: bool = Field(True, description="false: its requests only read the cache")
     cache_share: float = Field(1.0, gt=0, le=1000, description="weight of the tenant's share of each KV pool")
@@ -55,37 +55,37 @@ class TenantConfig(BaseModel):
 
 
 class TenantsSection(BaseModel):
-    """Tenants, operators, the deployment's secret, the prompts that all tenants share, and what is kept of each."""
+    """Tenants, operators, the deployment's secret, public prompts, usage, and stored responses."""
 
-    tenants: list[TenantConfig] = Field(default_factory=list, description="none: one open `default` tenant")
+    tenants: list[TenantConfig] = Field(default_factory=list, description="without any: one open `default` tenant")
     public_prompts: list[PublicPromptConfig] = Field(
         default_factory=list, description="system prompts with KV that all tenants share"
     )
-    prompts_dir: Path | None = Field(None, description="prompts by version with prompts.lock (`warmpath prompts add`)")
+    prompts_dir: Path | None = Field(None, description="versioned prompts with prompts.lock (`warmpath prompts add`)")
     operator_key_sha256: list[Sha256Hex] = Field(
         default_factory=list, description="SHA-256 of each key for /metrics, /v1/cache, adapters and resets"
     )
     metrics_public: bool = Field(
-        False, description="serve /metrics without an operator key although tenants exist; without one it names none"
+        False, description="although tenants exist, serve /metrics without an operator key, then without tenant names"
     )
     secret_file: Path | None = Field(None, description="deployment secret; default: $WARMPATH_SECRET, or a state file")
     usage_file: Path | None = Field(None, description="SQLite file of usage by day; default: kept in memory")
     store_responses: bool = Field(
-        True, description="keep responses, encrypted, unless a request says `store: false`; false: nothing is stored"
+        True, description="keep responses, encrypted, unless a request has `store: false`; false: store no responses"
     )
     responses_file: Path | None = Field(
         None,
-        description="SQLite file of stored responses, for ingresses of one machine, where $WARMPATH_RESPONSES_URL "
-        "names no Redis or Postgres; default: beside the state file of the secret, on Ray's head node alone",
+        description="SQLite file of stored responses, for ingresses on one machine, if $WARMPATH_RESPONSES_URL is not "
+        "set to a Redis or Postgres; default: beside the secret's state file, only on Ray's head node",
     )
-    responses_ttl_s: Seconds = Field(2_592_000.0, ge=1, le=315_360_000, description="a response is kept for so long")
+    responses_ttl_s: Seconds = Field(2_592_000.0, ge=1, le=315_360_000, description="lifetime of a stored response")
     responses_max_bytes: Bytes = Field(
-        1 << 30, ge=1 << 24, description="kept of each tenant; beyond it the oldest leave"
+        1 << 30, ge=1 << 24, description="most stored for each tenant; beyond it the oldest are removed"
     )
 
     @property
     def cache_shares(self) -> dict[str, float]:
-        """The tenants' weights, by name."""
+        """The tenants' weights by name."""
         return {tenant.name: tenant.cache_share for tenant in self.tenants}
 
     @model_validator(mode="after")

@@ -1,1 +1,1 @@
-"""Engines: the contract (``protocol``, ``settings``, ``step``, ``metrics``) and the built-in one's rooms."""
+"""Engines: the contract (``protocol``, ``settings``, ``step``, ``metrics``) and the parts of the built-in one."""

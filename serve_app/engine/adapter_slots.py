@@ -1,8 +1,8 @@
-"""Which LoRA adapters are in memory, which may be in a batch, and who still needs them.
+"""The LoRA adapters in memory and in the batch, with the requests that still need them.
 
-Two LRUs: adapters in host memory (``max_cpu_loras``; those with live requests are kept) and slots in the batch
-(``max_loras``; those of running sequences are kept). Any thread may call; only ``load`` takes long, and it holds no
-lock while it does.
+Two LRUs: adapters in host memory (``max_cpu_loras``; those with live requests stay) and slots in the batch
+(``max_loras``; those of running sequences stay). Any thread may call; only ``load`` takes long, and it holds no lock
+meanwhile.
 """
 
 import threading
@@ -17,7 +17,7 @@ W = TypeVar("W")
 
 
 class LoadedAdapters(Generic[W]):
-    """LoRA adapters by ``AdapterSpec.key``, and what ``load`` made of them; the key "" is the base model."""
+    """LoRA adapters by ``AdapterSpec.key``, with the results of ``load``; the key "" is the base model."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class LoadedAdapters(Generic[W]):
         max_cpu_loras: int,
         on_forget: Callable[[W], None] = lambda _: None,
     ) -> None:
-        """``on_forget``: called, with the lock held, with what ``load`` made once it is not kept any more."""
+        """``on_forget``: called with a dropped result of ``load``, while the lock is held."""
         if max_loras < 1 or max_cpu_loras < max_loras:
             raise ValueError("max_loras must be at least 1, and max_cpu_loras at least max_loras")
         self._load = load
@@ -56,7 +56,7 @@ class LoadedAdapters(Generic[W]):
             return tuple(self._slots)
 
     def load(self, spec: AdapterSpec) -> None:
-        """Make an adapter available in place of an idle one. Raises AdapterError, and QueueFull while none is idle."""
+        """Make an adapter available in place of an idle one. Raises AdapterError, and QueueFull if none is idle."""
         with self._lock:
             if self._renew(spec.key):
                 return
@@ -76,7 +76,7 @@ class LoadedAdapters(Generic[W]):
             self._loads += 1
 
     def unload(self, key: str) -> bool:
-        """Refuse new requests for ``key`` and free it once its last live one ends; False when it is not here."""
+        """Refuse new requests for ``key`` and free it when its last live one ends; False if it is not loaded."""
         with self._lock:
             if key not in self._loaded or key in self._retired:
                 return False
@@ -85,7 +85,7 @@ class LoadedAdapters(Generic[W]):
             return True
 
     def pin(self, key: str) -> None:
-        """Note a live request. Raises UnknownAdapter when the adapter is not loaded."""
+        """Count a live request. Raises UnknownAdapter if the adapter is not loaded."""
         if not key:
             return
         with self._lock:
@@ -103,14 +103,14 @@ class LoadedAdapters(Generic[W]):
             self._free_retired(key)
 
     def room(self, key: str) -> bool:
-        """Whether ``acquire`` could succeed now."""
+        """Return whether ``acquire`` could succeed now."""
         if not key:
             return True
         with self._lock:
             return key in self._slots or len(self._slots) < self._max_loras or self._idle_slot() is not None
 
     def acquire(self, key: str) -> None:
-        """Give a running sequence's adapter a slot, from the least recently used idle one if all are taken."""
+        """Give a running sequence's adapter a slot; if all are taken, that of the least recently used idle one."""
         if not key:
             return
         with self._lock:
@@ -129,12 +129,12 @@ class LoadedAdapters(Generic[W]):
                 _decrement(self._running, key)
 
     def weights(self, key: str) -> W:
-        """Return what ``load`` made of an adapter with live requests."""
+        """Return the result of ``load`` for an adapter with live requests."""
         with self._lock:
             return self._loaded[key]
 
     def samples(self, labels: Labels) -> Iterable[Sample]:
-        """Yield how many adapters are loaded, hold slots and run, and what was loaded and evicted so far."""
+        """Yield the numbers of loaded and running adapters and of used slots, and the loads and evictions so far."""
         with self._lock:
             counts = (("loaded", len(self._loaded)), ("slots", len(self._slots)), ("running", len(self._running)))
             loads, evictions = self._loads, self._evictions

@@ -1,4 +1,4 @@
-"""What an engine counts and measures: counters, histograms, smoothed rates.
+"""An engine's counters, histograms and smoothed rates.
 
 Names are vLLM's suffixes under ``warmpath_``. Written by the engine's thread alone; any thread may read samples.
 """
@@ -12,7 +12,7 @@ from serve_app.cache.prefix.pins import Pins
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 
 TENANT_LABELS = 100
-"""Tenants counted under their own name; later ones are counted as "other", so that /metrics stays bounded."""
+"""Number of tenants counted under their own name; later ones count as "other", so that /metrics stays bounded."""
 
 _PREFILL_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40, 80, 160)
 _QUEUE_BUCKETS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120)
@@ -23,7 +23,7 @@ _DECODE_WEIGHT = 0.1
 
 
 class EngineMeters:
-    """Counters of one engine's life."""
+    """Counters of an engine since its start."""
 
     def __init__(self) -> None:
         self.prefill_tokens_per_s = 0.0
@@ -35,7 +35,7 @@ class EngineMeters:
         self.finished: Counter[str] = Counter()
         self.saves: Counter[str] = Counter()
         self.drafts: Counter[str] = Counter()
-        """The worth of drafts, by sample; empty where nothing drafts."""
+        """Counters of speculative drafts by sample name; empty if nothing drafts."""
         self.prefill_time = Histogram(_PREFILL_BUCKETS_S)
         self.queue_time = Histogram(_QUEUE_BUCKETS_S)
         self._queries: Counter[str] = Counter()
@@ -46,11 +46,11 @@ class EngineMeters:
 
     @property
     def prefill_rate_tokens(self) -> int:
-        """The prefill tokens that ``prefill_tokens_per_s`` was measured over, older ones counted in part."""
+        """Prefill tokens behind ``prefill_tokens_per_s``, older ones with a lower weight."""
         return round(self._rate_tokens)
 
     def admitted(self, tenant: str, prompt_tokens: int, cached_tokens: int, *, caching: bool) -> None:
-        """Count a request's prefix-cache query, once, when it is first scheduled."""
+        """Count a request's prefix-cache query once, when it is first scheduled."""
         self.prompt_tokens += prompt_tokens
         if not caching:
             return
@@ -59,7 +59,7 @@ class EngineMeters:
         self._hits[name] += cached_tokens
 
     def stepped(self, prefill_tokens: int, duration_s: float) -> None:
-        """Smooth the rates over 8,192 prefill tokens and ten decode steps; tiny prefills say nothing of throughput."""
+        """Smooth the rates over 8,192 prefill tokens and ten decode steps; tiny prefills do not show throughput."""
         if prefill_tokens == 0:
             last = self.decode_step_s
             self.decode_step_s = duration_s if last == 0.0 else last + _DECODE_WEIGHT * (duration_s - last)
@@ -98,7 +98,7 @@ class EngineMeters:
 
 
 def pin_samples(pins: Pins, labels: Labels, recalled: int) -> Iterable[Sample]:
-    """Yield how much is pinned, of how much that may be, by whom, and how many pins others needed the room of."""
+    """Yield the pinned blocks in total and by tenant, their budget, and the pins ended to make space for others."""
     yield "warmpath_pinned_prefixes", labels, float(len(pins))
     yield "warmpath_pinned_blocks", labels, float(pins.blocks)
     yield "warmpath_pin_budget_blocks", labels, float(pins.budget_blocks)
@@ -108,9 +108,9 @@ def pin_samples(pins: Pins, labels: Labels, recalled: int) -> Iterable[Sample]:
 
 
 def gauge_samples(cache: PrefixCache, labels: Labels, block_bytes: int, running: int, waiting: int) -> Iterable[Sample]:
-    """Yield the pool's blocks by state, a block's bytes, pins, and how many requests run and wait."""
+    """Yield the pool's blocks by state, a block's bytes, pins, and the numbers of running and waiting requests."""
     pool = cache.pool
-    # A block that only a pin holds is in use to the pool, and cached to whoever asks.
+    # A block held only by a pin is in use for the pool, but counts as cached here.
     kept = min(cache.pinned_idle_blocks(), pool.used_blocks)
     yield "warmpath_num_requests_running", labels, float(running)
     yield "warmpath_num_requests_waiting", labels, float(waiting)
@@ -130,7 +130,7 @@ def _tenant_label(counts: Mapping[str, int], tenant: str) -> str:
 
 
 def _largest_tenants(by_tenant: Mapping[str, int]) -> dict[str, int]:
-    """Return the largest ``TENANT_LABELS`` figures by tenant, and the sum of the rest as "other"."""
+    """Return the ``TENANT_LABELS`` largest figures by tenant, and the sum of the rest as "other"."""
     if len(by_tenant) <= TENANT_LABELS:
         return dict(by_tenant)
     ordered = sorted(by_tenant.items(), key=lambda item: (-item[1], item[0]))

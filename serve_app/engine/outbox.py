@@ -1,4 +1,4 @@
-"""Outputs between the step that made them and their delivery, one batch a submitter."""
+"""Outputs between the step that made them and their delivery, one batch per submitter."""
 
 import logging
 from collections.abc import Callable
@@ -9,20 +9,20 @@ _log = logging.getLogger(__name__)
 
 
 class Outbox:
-    """Outputs waiting to be delivered. ``on_first``: called when something comes into an empty box."""
+    """Outputs waiting to be delivered. ``on_first``: called when an output enters an empty box."""
 
     def __init__(self, on_first: Callable[[], object] = lambda: None) -> None:
         self._on_first = on_first
         self._batches: dict[OutputSink, list[EngineOutput]] = {}
 
     def add(self, sink: OutputSink, output: EngineOutput) -> None:
-        """Put an output in."""
+        """Add an output."""
         if not self._batches:
             self._on_first()
         self._batches.setdefault(sink, []).append(output)
 
     def deliver(self) -> None:
-        """Empty the box: each sink gets its batch. One that fails harms nobody else."""
+        """Empty the box: each sink gets its batch. A failing sink does not affect others."""
         batches, self._batches = self._batches, {}
         for sink, batch in batches.items():
             try:

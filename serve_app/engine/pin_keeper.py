@@ -1,6 +1,6 @@
-"""What requests ask an engine to keep: which prefixes those are, whether there is room, and what clients hear.
+"""Requests' saves: the prefixes to keep, the space for them, and the result for the client.
 
-For an explicit save and a cache breakpoint alike. A prefix that cannot be kept is a warning, never a failure.
+Used for explicit saves and cache breakpoints alike. A prefix that cannot be kept is a warning, never a failure.
 """
 
 import logging
@@ -15,7 +15,7 @@ from serve_app.engine.protocol import Clock, EngineRequest, SaveOutcome, SaveRes
 _log = logging.getLogger(__name__)
 
 MAX_BREAKPOINTS = 256
-"""Pins that one tenant's cache breakpoints may add to its others: each remembers all of its blocks."""
+"""Pins that a tenant's cache breakpoints may add to its others: each pin remembers all of its blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class WantedPin:
 
 
 class PinKeeper:
-    """One engine's. ``pins``: those that it has."""
+    """The keeper of one engine with these ``pins``."""
 
     def __init__(self, pins: Pins, block_size: int, meters: EngineMeters, clock: Clock) -> None:
         self._pins = pins
@@ -38,16 +38,16 @@ class PinKeeper:
         self._clock = clock
 
     def wanted(self, request: EngineRequest, chain: bytes, blocks: int) -> Iterator[WantedPin]:
-        """Yield what a request asks to keep of its first ``blocks`` blocks, which have KV and the hashes ``chain``."""
+        """Yield the pins that a request wants among its first ``blocks`` blocks, which have KV and hashes ``chain``."""
         for save in request.saves:
             kept = min(save.tokens // self._block_size, blocks)
             if save.key or kept:
-                # Equal prefixes are one pin; nobody's request renews another tenant's.
+                # Equal prefixes are one pin; a request never renews another tenant's.
                 key = save.key or hash_at(chain, kept - 1) + request.tenant.encode()
                 yield WantedPin(key, kept, save.ttl_s, explicit=bool(save.key))
 
     def without_pinning(self, wanted: WantedPin, tenant: str, numbers: Sequence[int]) -> SaveResult | None:
-        """Return the result where nothing is to be pinned, else None. ``numbers``: what ``Pins`` know its blocks by."""
+        """Return the result if nothing has to be pinned, else None. ``numbers``: the blocks' numbers in ``Pins``."""
         pins = self._pins
         if not wanted.blocks:
             return SaveResult("too_short")
@@ -60,7 +60,7 @@ class PinKeeper:
         return None
 
     def pinned(self, outcome: SaveOutcome, tenant: str, numbers: Sequence[int]) -> SaveResult:
-        """Return what became of a prefix that was to be pinned, and how much room there is where it does not fit."""
+        """Return the result of pinning a prefix, with the available space if it does not fit."""
         if outcome != "over_budget":
             return SaveResult(outcome)
         held, budget = self._pins.room(tenant)
@@ -68,7 +68,7 @@ class PinKeeper:
         return SaveResult(outcome, *(blocks * self._block_size for blocks in (more, held, budget)))
 
     def answer(self, request: EngineRequest, results: Sequence[SaveResult]) -> SaveResult | None:
-        """Return what the client is told of all its prefixes, and count it: the last one may be a refusal."""
+        """Return the client's result for all its prefixes, and count it; only the last result can be a refusal."""
         if not results:
             return None
         saved = (result for result in results if result.outcome == "saved")

@@ -1,6 +1,6 @@
-"""The engine's contract: what goes in, what streams out, what it reports.
+"""The engine's contract: requests, streamed outputs, load and statistics.
 
-Token ids are int32 arrays, scopes and hashes the router's. Any ``Engine`` can run in a replica.
+Token ids are int32 arrays; scopes and hashes are the router's. A replica can run any ``Engine``.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from serve_app.engine.sampling_params import TokenMatcher as TokenMatcher
 from serve_app.engine.sampling_params import TokenRules as TokenRules
 
 Clock = Callable[[], float]
-"""Returns the seconds since some moment; never fewer than before."""
+"""Returns monotonic seconds."""
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 
 SaveOutcome = Literal["saved", "present", "over_budget", "too_large", "too_short", "failed", "off"]
-"""What became of a save: "present" when it was there or on its way; the last five are warnings ("off": no cache)."""
+"""Result of a save: "present" if it existed already; the last five are warnings ("off": no cache)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Save:
     """Keep the full blocks of a request's first ``tokens`` tokens once the request has computed them.
 
-    ``key`` names the save, within the scope of the request. It is b"" for a cache breakpoint: equal prefixes of a
-    tenant are one then, and none is written to disk. ``ttl_s`` counts from the last read; None: no end.
+    ``key`` names the save, within the scope of the request. A cache breakpoint has the key b"": equal prefixes of a
+    tenant then share one save, and it is not written to disk. ``ttl_s`` counts from the last read; None: no expiry.
     """
 
     key: bytes
@@ -47,7 +47,7 @@ class Save:
 
 
 class RemoteKv:
-    """KV on its way to requests, which start when it is ``done``; ``tokens``: leading ones that will have KV then."""
+    """KV in transit for requests, which start once it is ``done``; ``tokens``: leading tokens that it covers."""
 
     __slots__ = ("_ended", "tokens")
 
@@ -57,11 +57,11 @@ class RemoteKv:
 
     @property
     def done(self) -> bool:
-        """Whether the copy is over, however it went."""
+        """Whether the copy has ended, successfully or not."""
         return self._ended.is_set()
 
     def end(self) -> None:
-        """Say that it is over, for everyone who waits; wake the engine then."""
+        """Mark the copy as ended, for all waiting requests; the caller then wakes the engine."""
         self._ended.set()
 
 
@@ -69,18 +69,18 @@ class RemoteKv:
 class EngineRequest:
     """One generation. ``token_ids``: the prompt, int32, at least one id.
 
-    The last ``resumed_tokens`` of them are the answer's first ones, which another replica generated.
-    ``matcher``: what the answer must match, of its own; it goes before the rules where they leave no token.
+    Its last ``resumed_tokens`` are the answer's first tokens, which another replica generated.
+    ``matcher``: this answer's own grammar; where the rules leave no token, the grammar wins.
 
     ``scope.lora`` names the LoRA adapter (``AdapterSpec.key``), "" the base model.
-    ``root`` is the scope's keyed root hash, behind the public scope's where ``scope.public_blocks`` is not 0;
-    ``block_hashes`` the packed chain of the prompt's full blocks under it (empty: the engine computes it).
+    ``root`` is the scope's keyed root hash, behind the public scope's where ``scope.public_blocks`` is not 0.
+    ``block_hashes``: the packed chain of the prompt's full blocks under it (empty: the engine computes it).
     ``router_id`` and ``reservation`` come back in the load report.
-    ``remote_kv``: what it has to wait for, though it counts as waiting, and queues, from its submission.
-    ``timeout_s``: how long it may take from its submission on; what is not finished by then ends with "timeout".
-    ``saves``: what is to be kept, in the order in which it gets room.
-    ``order``: of its tenant's requests that wait, those of the lowest start first; between tenants it says nothing.
-    ``store_kv`` False: it takes hits, and no block that it computes is ever anybody else's or outlives it.
+    ``remote_kv``: KV in transit that the request waits for; it is queued, and counted as waiting, from submission.
+    ``timeout_s``: limit from submission to the end; an unfinished request then ends with "timeout".
+    ``saves``: the prefixes to keep, in the order in which they get space.
+    ``order``: among a tenant's waiting requests the lowest starts first; it has no effect between tenants.
+    ``store_kv`` False: the request uses cached blocks, but its own are never shared and end with it.
     """
 
     request_id: str
@@ -103,10 +103,10 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class SaveResult:
-    """What became of the save that a request asked for, or of the prefixes to keep: of the first that did not fit.
+    """The result of a request's save; of several prefixes to keep, the result of the first that did not fit.
 
-    Of one that does not fit also ``needed_tokens``, which it would have kept in addition; ``held_tokens``, which the
-    tenant's saves keep; and ``budget_tokens``, which they may: its share of the budget, with "too_large" the whole one.
+    A refusal for size has ``needed_tokens``: those it would have kept in addition; ``held_tokens``: those that the
+    tenant's saves keep; and ``budget_tokens``: the tenant's share of the budget, with "too_large" the whole budget.
     """
 
     outcome: SaveOutcome
@@ -122,9 +122,9 @@ class SaveResult:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """What is known of a request once it has tokens. ``cached_tokens``: of its prompt, whose KV was reused.
+    """Facts known once a request has tokens. ``cached_tokens``: tokens of its prompt with reused KV.
 
-    ``queue_s``: from arrival to first scheduling. ``save``: what became of the one that was asked for.
+    ``queue_s``: from arrival to first scheduling. ``save``: the result of the requested save.
     """
 
     cached_tokens: int
@@ -132,12 +132,12 @@ class FirstToken:
     save: SaveResult | None = None
 
 
-class EngineOutput(msgspec.Struct, frozen=True):  # one a token: a frozen dataclass takes several times as long
+class EngineOutput(msgspec.Struct, frozen=True):  # one per token: a frozen dataclass takes several times as long
     """Tokens of one request that became ready in one step.
 
-    ``first`` is in a request's first output only. The last output carries ``finish_reason``; with "error" or
-    "timeout", ``error`` says why. A stop token is not among ``token_ids``, unless it was asked for. ``logprobs``: one
-    for each of them, where asked for.
+    Only a request's first output has ``first``. The last one has ``finish_reason``, and ``error`` explains "error" and
+    "timeout". ``token_ids`` excludes the stop token unless it was requested. ``logprobs``: one for each token, if
+    requested.
     """
 
     request_id: str
@@ -150,25 +150,25 @@ class EngineOutput(msgspec.Struct, frozen=True):  # one a token: a frozen datacl
 
 @dataclass(frozen=True, slots=True)
 class CacheRoom:
-    """Room for blocks from elsewhere. ``idle_heats``: of blocks that could be evicted, packed float32, ascending."""
+    """Space for blocks of other replicas. ``idle_heats``: heats of evictable blocks, packed float32, ascending."""
 
     free_blocks: int
     idle_heats: bytes
 
     def blocks_for(self, heat: float) -> int:
-        """Return how many blocks of that heat fit without pushing out one as hot."""
+        """Return how many blocks of this heat fit without evicting one at least as hot."""
         return self.free_blocks + int(np.searchsorted(np.frombuffer(self.idle_heats, "<f4"), np.float32(heat)))
 
 
 OutputSink = Callable[[Sequence[EngineOutput]], None]
-"""Called from the engine's thread once a step with everything of that step that belongs to one submitter."""
+"""Called from the engine's thread once per step, with all of the step's outputs for one submitter."""
 
 EventSink = Callable[[Sequence[Event]], None]
-"""Called from the engine's thread with cache events in the order in which they happened."""
+"""Called from the engine's thread with cache events, in the order in which they happened."""
 
 
 class EngineError(Exception):
-    """A request the engine cannot take."""
+    """The engine cannot accept the request."""
 
 
 class RequestTooLong(EngineError):
@@ -180,7 +180,7 @@ class UnknownAdapter(EngineError):
 
 
 class QueueFull(EngineError):
-    """The waiting queue is at its bound; ``retry_after_s`` says when to come back."""
+    """The waiting queue is full; ``retry_after_s``: when to try again."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
@@ -188,31 +188,31 @@ class QueueFull(EngineError):
 
 
 class KvTransfer(Protocol):
-    """An engine's way in and out for cached prefixes. Any thread, but it waits for the loop."""
+    """Export and import of an engine's cached prefixes. Any thread may call, but waits for the loop."""
 
     def export_prefix(
         self, prefix: HashedTokens, first: int = 0, most_blocks: int | None = None, *, demote: bool = False
     ) -> KvChain | None:
-        """Return the KV of the longest cached part of a prefix, in blocks from ``first`` on, ``most_blocks`` at most.
+        """Return the KV of the longest cached part of a prefix: at most ``most_blocks`` blocks from ``first`` on.
 
-        What its chain does not name is not looked for. ``demote``: another replica takes the prefix over, so that what
-        nobody else uses of it is evicted first here. None when there is none.
+        Only blocks named in its chain are looked up. ``demote``: another replica takes the prefix over, so this one
+        evicts the blocks that nothing else uses first. Returns None if no block is cached.
         """
 
     def import_part(self, part: KvChain, prefix: HashedTokens, first: int) -> int:
-        """Take a prompt's blocks from ``first`` on, if they are exactly those; return how many leading ones are held.
+        """Import a prompt's blocks from ``first`` on after checking them; return how many leading blocks are held.
 
-        ``prefix``: the prompt's own, whose tenant pays. Raises a TransferError, taking nothing.
+        ``prefix``: the prompt's own; its tenant is charged. Raises a TransferError, importing nothing.
         """
 
     def hot_prefixes(self) -> HotPrefixes:
-        """Return all that the pool holds, saves and the hottest first."""
+        """Return all prefixes in the pool, saves and the hottest first."""
 
     def cache_room(self) -> CacheRoom:
-        """Return what would fit from elsewhere."""
+        """Return the space for blocks of other replicas."""
 
     def take_over_pin(self, saved: SavedPrefix, prefix: HashedTokens) -> PinOutcome | None:
-        """Pin a prefix that another replica kept; None: it is not all here, or over."""
+        """Pin a prefix that another replica kept; None if part of it is missing here or its time is over."""
 
 
 class Adapters(Protocol):
@@ -223,10 +223,10 @@ class Adapters(Protocol):
         """Keys of the loaded adapters."""
 
     def load(self, spec: AdapterSpec) -> None:
-        """Make an adapter available; reads files. Raises AdapterError, QueueFull if none is idle."""
+        """Make an adapter available; reads files. Raises AdapterError, or QueueFull if none is idle."""
 
     def unload(self, key: str) -> bool:
-        """Refuse new requests for an adapter; those it has go on. False when it is not loaded."""
+        """Refuse new requests for an adapter; current ones continue. Return False if it is not loaded."""
 
 
 class Engine(Protocol):
@@ -251,24 +251,24 @@ class Engine(Protocol):
         """Counters and gauges (any thread)."""
 
     def reset_prefix_cache(self, *, tiers: bool = True) -> bool:
-        """Forget every cached block not in use, also below the pool if ``tiers``; False when some in use were kept."""
+        """Drop all cached blocks not in use, and those of the tiers if ``tiers``; False if blocks in use were kept."""
 
     def tell_cache(self, *, anew: bool = False) -> None:
-        """Hand a ``CacheDigest`` to the event sink after its events (any thread, waits); ``anew``: with all held."""
+        """Send pending events and a ``CacheDigest`` to the event sink (any thread, waits); ``anew``: blocks first."""
 
     def set_tenant_shares(self, shares: Mapping[str, float]) -> None:
-        """Divide cache and memory among these tenants from now on, by weight; explicit saves of all others end.
+        """Divide cache and memory among these tenants by weight from now on; explicit saves of others end.
 
-        Without any, there is one tenant. Waits for the current step. Raises ValueError for a weight that is none.
+        An empty mapping means one tenant. Waits for the current step. Raises ValueError for an invalid weight.
         """
 
     @property
     def adapters(self) -> Adapters:
-        """What it has loaded of LoRA adapters."""
+        """The loaded LoRA adapters."""
 
     @property
     def transfer(self) -> KvTransfer:
-        """How prefixes come and go."""
+        """Export and import of prefixes."""
 
     @property
     def kv_block_bytes(self) -> int:
@@ -278,19 +278,19 @@ class Engine(Protocol):
         """Return how many of a chain's first ``most`` blocks are cached or being computed (any thread; a hint)."""
 
     def wake(self) -> None:
-        """Look again at requests whose ``remote_kv`` is done by now (any thread)."""
+        """Check again whether each request's ``remote_kv`` is done (any thread)."""
 
     def healthy(self) -> bool:
-        """False once the loop has died or stalled."""
+        """Return False once the loop has died or stalled."""
 
 
 class AdapterError(ValueError):
-    """The adapter cannot be served; the message says what to change and names no path."""
+    """The adapter cannot be served; the message tells the user the fix and contains no path."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
-    """Which adapter: its name, the digest of what it computes, and where the files are."""
+    """An adapter: its name, the digest of its config and weights, and the path of its files."""
 
     name: str
     digest: str
@@ -298,11 +298,11 @@ class AdapterSpec:
 
     @property
     def key(self) -> str:
-        """``PrefixScope.lora``: the same name with other weights is another key, and so shares no KV."""
+        """``PrefixScope.lora``: other weights of the same name have another key, and so share no KV."""
         return f"{self.name}@{self.digest}"
 
     @classmethod
     def of_key(cls, key: str, path: str) -> AdapterSpec:
-        """Return the spec whose ``key`` is given."""
+        """Return the spec with this ``key``."""
         name, _, digest = key.rpartition("@")
         return cls(name, digest, path)

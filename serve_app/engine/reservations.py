@@ -1,13 +1,13 @@
-"""What routers have reserved at one engine, as its load reports tell them. Not thread-safe."""
+"""Router reservations at one engine, as reported in its load reports. Not thread-safe."""
 
 from collections import OrderedDict
 
 ROUTERS_REMEMBERED = 256
-"""Routers whose last reservation is kept; the one unheard of for longest is dropped first."""
+"""Number of routers with a remembered reservation; the one silent for longest is dropped first."""
 
 
 class RouterReservations:
-    """The last reservation of each router that has arrived here; a router is "" where a request has none."""
+    """The last reservation of each router that has arrived here; a request without a router has the router id ""."""
 
     def __init__(self) -> None:
         self._last: OrderedDict[str, int] = OrderedDict()
@@ -27,5 +27,5 @@ class RouterReservations:
 
 
 def retry_after_s(queued_tokens: int, prefill_tokens_per_s: float) -> float:
-    """Return when a refused request might fit: the time to compute half of what is queued."""
+    """Return when a refused request might fit: the time to compute half of the queue."""
     return max(0.1, queued_tokens / prefill_tokens_per_s / 2) if prefill_tokens_per_s > 0.0 else 1.0

@@ -1,4 +1,4 @@
-"""How tokens are chosen, as a request says it; part of the engine's contract, whose other types are in ``protocol``."""
+"""A request's sampling parameters: a part of the engine's contract; the other types are in ``protocol``."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -14,11 +14,11 @@ MIN_TEMPERATURE = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class TokenRules:
-    """What changes logits before a token is chosen; each rule is a function of the prompt's and the answer's token ids.
+    """Changes to logits before a token is chosen; each rule is a function of prompt and answer token ids.
 
     ``presence_penalty`` and ``frequency_penalty`` count the answer's tokens, ``repetition_penalty`` the prompt's too.
-    ``logit_bias``: (token id, what to add). Until the answer has ``min_tokens`` no stop token is chosen.
-    ``bad_words``: token ids of which the last never follows the others in the answer.
+    ``logit_bias``: (token id, addend). Until the answer has ``min_tokens`` no stop token is chosen.
+    ``bad_words``: sequences of token ids; the last id never follows the others in the answer.
     """
 
     presence_penalty: float = 0.0
@@ -34,9 +34,9 @@ class SamplingParams:
     """How to choose tokens. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 switch those filters off.
 
     The random number for the token at absolute position p depends only on (``seed``, p), so that a request sent
-    again elsewhere with the tokens it already has continues identically. ``rules``: None where there are none.
-    ``logprobs``: how many of the likeliest tokens to tell with each token, 0 for its own alone, None for nothing.
-    ``shown_stop_token_ids``: those of the stop tokens that are among the answer's tokens when they end it.
+    again elsewhere with its tokens so far continues identically. ``rules``: None if there are none.
+    ``logprobs``: number of likeliest tokens to report with each token, 0 for its own alone, None for no logprobs.
+    ``shown_stop_token_ids``: the stop tokens that stay in the answer when they end it.
     """
 
     max_tokens: int
@@ -53,23 +53,23 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken: also at temperatures so near 0 that logits divided by them overflow."""
+        """Whether to take the likeliest token: also at temperatures so near 0 that scaled logits overflow."""
         return self.temperature < MIN_TEMPERATURE or self.top_k == 1
 
 
 class TokenLogprob(NamedTuple):
-    """Logarithms of the model's own probabilities, before any rule; ``top``: (token id, its own) of the likeliest."""
+    """Log-probabilities of the model before any rule; ``top``: (token id, log-probability) of the likeliest tokens."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
 
 
 class TokenMatcher(Protocol):
-    """Which tokens may come next in one answer, told from its token ids alone; belongs to the engine's thread."""
+    """Decides the next tokens allowed in one answer from its token ids alone; belongs to the engine's thread."""
 
     def allowed(self, answer: TokenArray) -> NDArray[np.uint8] | None:
-        """Return a bit a token id, the lowest bit first, at least one of them set; None where the answer is none.
+        """Return one bit per token id, lowest bit first, at least one set; None if the answer does not match.
 
-        Answers may come in any order; the one that goes on where the last one ended costs least. Raises ValueError
-        where the grammar takes more work than it may.
+        Answers may come in any order; continuing the last one is cheapest. Raises ValueError if the grammar exceeds
+        its limit of work.
         """

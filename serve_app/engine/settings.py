@@ -1,4 +1,4 @@
-"""Sizes and switches of the built-in engine; another engine has settings of its own."""
+"""Sizes and switches of the built-in engine; another engine has its own settings."""
 
 import math
 from collections.abc import Mapping
@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from serve_app.cache.tiers.tiers import TierSettings
 
 STALL_AFTER_S = 120.0
-"""Live requests, and no step that ends for so long, make an engine unhealthy."""
+"""An engine with live requests is unhealthy if no step ends for this long."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """Sizes and switches of the built-in engine; names are vLLM's where vLLM has them.
 
-    ``pin_budget_blocks``: blocks that saves may keep; a request has to fit the rest of the pool. ``max_itl_s``: the
-    longest step beside a decode.
+    ``pin_budget_blocks``: blocks that saves may keep; a request must fit in the rest of the pool. ``max_itl_s``: the
+    longest step that includes a decode.
     """
 
     block_size: int = 16

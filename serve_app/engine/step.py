@@ -1,6 +1,6 @@
-"""One forward's worth of work: which tokens of which sequences, over which blocks.
+"""The work of one forward: tokens of sequences, over their blocks.
 
-The engine's two halves, scheduling and model, meet here alone.
+It is the only interface between the engine's two halves, scheduling and model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class History:
     guessed: int = 0
 
     def guess(self, drafts: Sequence[int]) -> History:
-        """Return it with ``drafts`` after the answer."""
+        """Return this history with ``drafts`` after the answer."""
         answer = np.concatenate([self.answer, np.array(drafts, dtype=np.int32)])
         return replace(self, answer=answer, guessed=self.guessed + len(drafts))
 
@@ -42,9 +42,9 @@ class History:
 class Segment(msgspec.Struct, frozen=True):
     """A sequence's part of a step: ``token_ids`` enter at positions ``start``, ``start`` + 1, ...
 
-    ``blocks`` and ``runs`` (the same blocks, as runs) hold the KV of positions 0 to ``end`` - 1. With ``sampling``
-    the token at position ``end`` is wanted. ``lora``: the adapter's key, "" for the base model. ``history``: None where
-    nothing reads it.
+    ``blocks`` and ``runs`` (the same blocks, as runs) hold the KV of positions 0 to ``end`` - 1. If ``sampling`` is
+    set, the step samples the token at position ``end``. ``lora``: the adapter's key, "" for the base model.
+    ``history``: None if nothing reads it.
     """
 
     token_ids: TokenArray
@@ -62,9 +62,9 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 class SegmentResult(msgspec.Struct, frozen=True):
-    """One segment's result: the sampled token, if one was wanted, or why it failed.
+    """One segment's result: the sampled token, if any, or the reason of its failure.
 
-    ``logprob``: the token's, where it was asked for.
+    ``logprob``: the token's, if requested.
     """
 
     token: int | None = None
@@ -73,7 +73,7 @@ class SegmentResult(msgspec.Struct, frozen=True):
 
 
 AdapterSlots = LoadedAdapters[Any]
-"""Which adapters are in memory, which may be in a batch, and who still needs them."""
+"""The adapters in memory and in the batch, with the requests that still need them."""
 
 
 class Runner(Protocol):
@@ -85,14 +85,14 @@ class Runner(Protocol):
     max_positions: int
     block_bytes: int
     kv_format: KvFormat
-    """What KV must be like to be loaded here; ``block_bytes`` of it is what a block really carries."""
+    """The format of KV that can be loaded here; its ``block_bytes`` is the real size of a block's content."""
 
     @property
     def adapters(self) -> AdapterSlots:
-        """The LoRA adapters that steps may name."""
+        """The LoRA adapters that a step may use."""
 
     def execute(self, segments: Sequence[Segment]) -> list[SegmentResult]:
-        """Compute one step and return one result a segment. What it raises concerns the step as a whole."""
+        """Compute one step and return one result per segment. An exception concerns the whole step."""
 
     def read_blocks(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
         """Copy each block's KV into its row of ``kv_format.block_bytes`` bytes."""
@@ -102,7 +102,7 @@ class Runner(Protocol):
 
 
 def ceil_div(total: int, part: int) -> int:
-    """Return ``total`` / ``part``, rounded up: how many parts hold ``total``."""
+    """Return ``total`` / ``part``, rounded up: the number of parts that hold ``total``."""
     return -(-total // part)
 
 
@@ -122,7 +122,7 @@ def block_runs(blocks: Sequence[int]) -> list[BlockRun]:
 
 
 def run_step(runner: Runner, segments: Sequence[Segment]) -> list[SegmentResult]:
-    """Run a step; when it raises, run each segment alone once, so that only the bad ones fail."""
+    """Run a step; if it raises, run each segment alone once, so that only the bad ones fail."""
     try:
         return runner.execute(segments)
     except Exception as error:

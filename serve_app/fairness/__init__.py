@@ -1,1 +1,1 @@
-"""Who is next, and who must wait, where tenants share a thing: places, bytes, threads. Knows no HTTP and no Ray."""
+"""Fair shares and turns of tenants for a shared resource: places, bytes or threads. Uses no HTTP and no Ray."""

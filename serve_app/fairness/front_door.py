@@ -1,6 +1,6 @@
-"""What a request passes before anything expensive is done for it: bounds by tenant on what waits, then a line.
+"""Admission of requests before any expensive work: limits by tenant on waiting requests, then a queue.
 
-It has an ingress' part of the replicas' places. One asyncio loop uses it.
+It has an ingress's part of the replicas' places. One asyncio loop uses it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from serve_app.fairness.shares import Budget, Shares
 from serve_app.fairness.waiting_line import Place, WaitingLine
 
 _FIRST_GUESS = 0.25
-"""Uncached tokens a byte of body, for a tenant that was not seen before."""
+"""Uncached tokens per byte of body, for a new tenant."""
 _WEIGHT = 0.2
-"""Of the newest request in a tenant's average."""
+"""The weight of the newest request in a tenant's average."""
 
 
 class FrontDoor:
-    """Admits requests. ``places``: generations that may be under way at once; ``max_waiting``: requests in line,
-    ``max_bytes``: of their bodies, which both may be set; all three by tenant, by the rule of ``Budget``.
-    ``limits``: what tenants may ask for however much is free; default: anything.
+    """Admits requests. ``places``: the maximum of concurrent generations; ``max_waiting``: of queued requests;
+    ``max_bytes``: of their bodies. The last two may be changed. ``Budget`` divides all three among tenants.
+    ``limits``: rate limits of tenants, even with free capacity; default: none.
     """
 
     def __init__(
@@ -46,41 +46,41 @@ class FrontDoor:
         self._uncached: dict[str, float] = {}
 
     def waiting(self) -> Counter[str]:
-        """Return the requests in line by tenant."""
+        """Return the number of queued requests by tenant."""
         return self._line.waiting()
 
     def arrive(self, tenant: str) -> Arrival:
-        """Let a request in that has just come. Raises RateLimited where too many of its tenant's wait or came."""
+        """Register a new request. Raises RateLimited if too many of its tenant's requests wait or have arrived."""
         self._shares.touch(tenant)
         self._check(self._requests, tenant, 1, "requests")
         return Arrival(self, tenant, self._limits.begin(tenant))
 
     def learn(self, tenant: str, body_bytes: int, uncached_tokens: int) -> None:
-        """Note what a request cost that was answered."""
+        """Record the cost of an answered request."""
         before = self._uncached.get(tenant, _FIRST_GUESS)
         self._uncached[tenant] = before + _WEIGHT * (uncached_tokens / max(1, body_bytes) - before)
 
     def cost_tokens(self, tenant: str, body_bytes: int) -> int:
-        """Return the uncached tokens that a body of a tenant should have, by its earlier ones."""
+        """Return the estimated uncached tokens of a tenant's body, from its earlier requests."""
         return int(self._uncached.get(tenant, _FIRST_GUESS) * body_bytes)
 
-    def _check(self, budget: Budget, tenant: str, amount: int, what: str) -> None:
-        """Raise RateLimited unless a tenant may take ``amount``, saying whether it or others fill the room."""
+    def _check(self, budget: Budget, tenant: str, amount: int, unit: str) -> None:
+        """Raise RateLimited unless a tenant may take ``amount``. The message blames the tenant or the total load."""
         verdict = budget.verdict(tenant, amount)
         if verdict != "granted":
-            raise self._refusal(tenant, what, own=verdict == "over_share")
+            raise self._refusal(tenant, unit, own=verdict == "over_share")
 
-    def _refusal(self, tenant: str, what: str, *, own: bool, code: str | None = None) -> RateLimited:
+    def _refusal(self, tenant: str, unit: str, *, own: bool, code: str | None = None) -> RateLimited:
         retry_after_s = self._line.retry_after_s(tenant)
         again = f"send this one again after {ceil(retry_after_s)} s"
-        message = f"There is no room for your request: too many {what} wait for an answer already; {again}."
+        message = f"There is no capacity for your request: too many {unit} wait for an answer already; {again}."
         if own:
-            message = f"Too many of your {what} wait for an answer already; {again}, or send fewer at once."
+            message = f"Too many of your {unit} wait for an answer already; {again}, or send fewer at once."
         return RateLimited(message, code=code, retry_after_s=retry_after_s)
 
 
 class Arrival:
-    """One request on its way in; leaving the ``with`` block frees what it holds and has not handed over."""
+    """One request during admission. Leaving the ``with`` block frees all that it holds and has not handed over."""
 
     def __init__(self, door: FrontDoor, tenant: str, allowance: Allowance) -> None:
         self.allowance = allowance
@@ -99,16 +99,16 @@ class Arrival:
         self.release()
 
     def grow(self, size_bytes: int) -> None:
-        """Count bytes of the body, before they are read. Raises RateLimited where too many of its tenant's wait."""
+        """Count bytes of the body before they are read. Raises RateLimited if too many of its tenant's bytes wait."""
         self._door._check(self._door._bytes, self._tenant, size_bytes, "bytes")
         self._door._bytes.take(self._tenant, size_bytes)
         self.body_bytes += size_bytes
 
     async def turn(self, choices: int, order: int = 0, *, flex: bool = False) -> None:
-        """Wait for the turn of a request of ``choices``: for a place of as many, or of the tenant's share.
+        """Wait for a place for ``choices`` generations, or for the tenant's whole share if that is less.
 
-        Of a tenant's requests those of the lowest ``order`` go first. Raises RateLimited for a ``flex`` one where it
-        would not leave half of the tenant's waiting room to its others.
+        A tenant's requests with the lowest ``order`` are first. Raises RateLimited for a ``flex`` request that would
+        not leave half of the tenant's queue capacity to its other requests.
         """
         room = self._door._requests
         if flex and not room.within(self._tenant, room.share(self._tenant) // 2):
@@ -118,15 +118,15 @@ class Arrival:
         self._stop_waiting()
 
     def hand_over(self) -> Place:
-        """Return the place, which is the caller's from now on with the ``allowance``; all else is freed."""
+        """Return the place. The caller then owns it and the ``allowance``; all else is freed."""
         place, self._place = self._place, None
         self._handed_over = True
-        assert place is not None, "a place comes with a turn"
+        assert place is not None, "a turn grants a place"
         self.release()
         return place
 
     def release(self) -> None:
-        """Free what was taken; harmless when that was done."""
+        """Free everything that this request holds. A repeated call has no effect."""
         self._stop_waiting()
         if self.body_bytes:
             self._door._bytes.give_back(self._tenant, self.body_bytes)

@@ -1,6 +1,6 @@
-"""What a tenant may ask for: requests a second, requests at once, tokens a minute; and how much of that is left.
+"""The limits of each tenant (requests per second, concurrent requests, tokens per minute) and their remaining amounts.
 
-Counts of one ingress, which has its part of each limit; headers are the APIs'. One asyncio loop uses it.
+Each ingress counts its part of each limit. The APIs write the headers. One asyncio loop uses it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from serve_app.config.tenants import TenantConfig
 from serve_app.errors import RateLimited
 
 _WEIGHT = 0.2
-"""Of the newest request in the mean of how long one takes."""
+"""The weight of the newest request in the mean duration."""
 _LEAST = 1e-6
-"""Less than this is nothing: sums of floats are not exact."""
+"""Smaller amounts count as zero, because sums of floats are not exact."""
 
 
 class Bucket:
-    """Holds up to ``most`` and refills by ``per_s``. In any T seconds it gives out at most ``most`` + ``per_s`` x T.
+    """A bucket of size ``most`` that refills by ``per_s``. In T seconds it grants at most ``most`` + ``per_s`` x T.
 
-    What is more than ``most`` is given out of a full one, which then is in debt.
+    A full bucket also grants an amount above ``most``, and is then in debt.
     """
 
     __slots__ = ("_level", "_seen_s", "most", "per_s")
@@ -33,29 +33,29 @@ class Bucket:
         self._seen_s = now_s
 
     def level(self, now_s: float) -> float:
-        """Return what it holds, below 0 where it is in debt."""
+        """Return the current level, which is below 0 in debt."""
         self._level = min(self.most, self._level + self.per_s * max(0.0, now_s - self._seen_s))
         self._seen_s = now_s
         return self._level
 
     def wait_s(self, amount: float, now_s: float) -> float:
-        """Return how long it takes until it would give ``amount``; 0.0: it does now."""
+        """Return the wait until the bucket can grant ``amount``; 0.0: it can now."""
         missing = min(amount, self.most) - self.level(now_s)
         return missing / self.per_s if missing > _LEAST else 0.0
 
     def take(self, amount: float, now_s: float) -> None:
-        """Take ``amount`` out; below 0 put it back."""
+        """Take ``amount`` out. A negative amount is put back."""
         self._level = min(self.most, self.level(now_s) - amount)
 
     def resize(self, most: float, per_s: float, now_s: float) -> None:
-        """Have another size from now on; what was taken out lately stays out."""
+        """Change the size. Amounts already taken stay taken."""
         self._level = most - (self.most - self.level(now_s))
         self.most, self.per_s = most, per_s
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """``remaining`` of a ``limit``, over all ingresses as far as one can tell. ``reset_s``: until all is back."""
+    """``remaining`` of a ``limit``, estimated over all ingresses. ``reset_s``: until the whole limit is available."""
 
     limit: int
     remaining: int
@@ -64,7 +64,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class LimitsLeft:
-    """What is left to a tenant; None: it has no such limit."""
+    """A tenant's remaining limits; None: no such limit."""
 
     requests: Left | None
     tokens: Left | None
@@ -72,7 +72,7 @@ class LimitsLeft:
 
 @dataclass(slots=True, eq=False)
 class _Tenant:
-    """One tenant's counts in one ingress. ``mean_s``: how long its requests take."""
+    """One tenant's counts in one ingress. ``mean_s``: the mean duration of its requests."""
 
     config: TenantConfig
     requests: Bucket | None = None
@@ -82,7 +82,7 @@ class _Tenant:
 
 
 class TenantLimits:
-    """The limits of all tenants, of which this ingress, one of ``ingresses``, has its part."""
+    """The limits of all tenants. This ingress enforces its part of them, one of ``ingresses``."""
 
     def __init__(
         self, tenants: Sequence[TenantConfig] = (), ingresses: int = 1, *, clock: Callable[[], float] = time.monotonic
@@ -93,7 +93,7 @@ class TenantLimits:
         self.configure(tenants)
 
     def configure(self, tenants: Sequence[TenantConfig]) -> None:
-        """Go by other limits from now on; what has begun goes on, and counts."""
+        """Use new limits from now on. Requests in progress continue, and still count."""
         now_s, parts = self._clock(), self._ingresses
         before, self._tenants = self._tenants, {}
         for config in tenants:
@@ -105,13 +105,13 @@ class TenantLimits:
             tenant.tokens = None if tokens is None else _sized(tokens_left, tokens / parts, tokens / 60 / parts, now_s)
 
     def left(self, tenant: str) -> LimitsLeft | None:
-        """Return what a tenant may still ask for; None where its requests and tokens have no limit."""
+        """Return a tenant's remaining limits, or None if its requests and tokens have no limit."""
         known, now_s = self._tenants.get(tenant), self._clock()
         if known is None or (known.requests is None and known.tokens is None):
             return None
         requests = tokens = None
         if known.requests is not None and known.config.requests_per_second is not None:
-            here = int(max(0.0, known.requests.level(now_s)) + _LEAST)  # a part of a request is none
+            here = int(max(0.0, known.requests.level(now_s)) + _LEAST)  # whole requests only
             requests = _left(
                 known.requests, max(1, int(known.config.requests_per_second)), here * self._ingresses, now_s
             )
@@ -121,7 +121,7 @@ class TenantLimits:
         return LimitsLeft(requests, tokens)
 
     def begin(self, tenant: str) -> Allowance:
-        """Count a request that has just come. Raises RateLimited, counting nothing, where it is one too many."""
+        """Count a new request. Raises RateLimited, without counting it, if it exceeds a limit."""
         known = self._tenants.get(tenant)
         if known is None:
             return Allowance(None, self._clock)
@@ -139,7 +139,7 @@ class TenantLimits:
 
 
 class Allowance:
-    """What one request holds of its tenant's limits until its ``end``."""
+    """The part of its tenant's limits that one request holds until its ``end``."""
 
     __slots__ = ("_begun_s", "_clock", "_reserved", "_tenant", "_used")
 
@@ -152,7 +152,7 @@ class Allowance:
             tenant.running += 1
 
     def reserve(self, prompt_tokens: int, output_tokens: int) -> None:
-        """Take a prompt, cached tokens included, and all that may be generated. Raises RateLimited, taking nothing."""
+        """Reserve the prompt, including cached tokens, and the longest output. Raises RateLimited and takes nothing."""
         tenant = self._tenant
         if tenant is None or tenant.tokens is None:
             return
@@ -174,7 +174,7 @@ class Allowance:
         self._used += tokens
 
     def end(self, *, refused: bool = False) -> None:
-        """Give back what was reserved and not used, all of it where the request was ``refused``; again is harmless."""
+        """Return unused reserved tokens, or all if the request was ``refused``. A repeated call has no effect."""
         tenant, self._tenant = self._tenant, None
         if tenant is None:
             return
@@ -197,6 +197,6 @@ def _left(bucket: Bucket, limit: int, everywhere: int, now_s: float) -> Left:
     return Left(limit, min(limit, everywhere), bucket.wait_s(bucket.most, now_s))
 
 
-def _refusal(what: str, wait_s: float) -> RateLimited:
-    sentence = f"Your limit is reached ({what}); send the request again after {max(1, ceil(wait_s))} s."
+def _refusal(limit: str, wait_s: float) -> RateLimited:
+    sentence = f"Your limit is reached ({limit}); send the request again after {max(1, ceil(wait_s))} s."
     return RateLimited(sentence, retry_after_s=wait_s)

@@ -1,6 +1,6 @@
-"""What part of a thing is a tenant's, whether it may take more, and whose turn it is: the rules of replica and ingress.
+"""The rules for tenants' shares, borrowing and turns, used in replicas and ingresses.
 
-Within its share a tenant takes what is free; beyond it, it must leave an eighth to the others. Not thread-safe.
+Within its share a tenant takes free capacity. Beyond its share it must leave an eighth to the others. Not thread-safe.
 """
 
 import time
@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Literal
 
 ACTIVE_S = 60.0
-"""Seconds without a request after which a tenant has no share until its next."""
+"""After this many seconds without a request, a tenant has no share until its next request."""
 
 UNBORROWED_PART = 8
 """One part in this many (an eighth) is never borrowed."""
@@ -18,10 +18,10 @@ Verdict = Literal["granted", "no_room", "over_share"]
 
 
 class Shares:
-    """Parts of a whole by weight, among the tenants seen lately.
+    """Parts of a whole by weight, among the recently active tenants.
 
-    ``weights``: of every tenant that there can be. Where there are several, one that is alone counts as one of two:
-    a share has to be ready for whoever comes next.
+    ``weights``: of every possible tenant. If there are several, a lone active tenant counts as one of two, so that a
+    share is ready for the next tenant.
     """
 
     def __init__(self, weights: Mapping[str, float], clock: Callable[[], float] = time.monotonic) -> None:
@@ -31,22 +31,22 @@ class Shares:
         self._active_weight = 0.0
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
-        """Go by other weights from now on."""
+        """Use new weights from now on."""
         self._weights = dict(weights)
         self._active_weight = sum(map(self._weight, self._seen_s))
 
     @property
     def several(self) -> bool:
-        """Whether there can be more than one tenant."""
+        """Whether more than one tenant is configured."""
         return len(self._weights) > 1
 
     @property
     def contested(self) -> bool:
-        """Whether more than one tenant was seen lately."""
+        """Whether more than one tenant was active recently."""
         return len(self._seen_s) > 1
 
     def touch(self, tenant: str) -> None:
-        """Note a request of a tenant."""
+        """Record a request of a tenant."""
         now_s = self._clock()
         if tenant not in self._seen_s:
             self._active_weight += self._weight(tenant)
@@ -57,7 +57,7 @@ class Shares:
             self._active_weight -= self._weight(idle)
 
     def fraction(self, tenant: str) -> float:
-        """Return the part that is ``tenant``'s among those seen in the last ``ACTIVE_S``, over 0 and at most 1."""
+        """Return the share of ``tenant`` among tenants active in the last ``ACTIVE_S``, above 0 and at most 1."""
         weight = self._weight(tenant)
         others = self._active_weight - (weight if tenant in self._seen_s else 0.0)
         if self.several and len(self._seen_s) <= 1:
@@ -69,7 +69,7 @@ class Shares:
 
 
 class Budget:
-    """A bounded amount of something, held by tenants. ``total`` is asked at every verdict."""
+    """A bounded amount of a resource, held by tenants. ``total`` is called at every verdict."""
 
     def __init__(self, shares: Shares, total: Callable[[], int]) -> None:
         self.shares = shares
@@ -82,12 +82,12 @@ class Budget:
         return max(1, int(self._total() * self.shares.fraction(tenant)))
 
     def within(self, tenant: str, amount: int) -> bool:
-        """Whether a tenant would not borrow: it has nothing yet, or enough of its share is left."""
+        """Return whether a tenant would stay within its share. A tenant that holds nothing always does."""
         held = self._held[tenant]
         return not held or held + amount <= self.share(tenant)
 
     def verdict(self, tenant: str, amount: int) -> Verdict:
-        """Say whether a tenant may take ``amount`` now; what is larger than the whole fits where nothing is taken."""
+        """Return whether a tenant may take ``amount`` now. An amount above the total fits if nothing is in use."""
         total = self._total()
         free = total - self.used
         if self.within(tenant, amount):
@@ -96,12 +96,12 @@ class Budget:
         return "granted" if free - amount >= left else "over_share"
 
     def take(self, tenant: str, amount: int) -> None:
-        """Give ``amount`` to a tenant."""
+        """Assign ``amount`` to a tenant."""
         self._held[tenant] += amount
         self.used += amount
 
     def give_back(self, tenant: str, amount: int) -> None:
-        """Take ``amount`` back from a tenant."""
+        """Return ``amount`` from a tenant."""
         self.used -= amount
         self._held[tenant] -= amount
         if not self._held[tenant]:
@@ -109,10 +109,10 @@ class Budget:
 
 
 class Turns:
-    """Deficit round robin: whose turn it is among tenants that have work, whatever the cost of each piece of it.
+    """Deficit round robin: the order of turns among tenants with work, fair for work items of any cost.
 
-    With n tenants at work one waits for at most a turn of each other, and what it took beyond its turn. ``credit``: the
-    ring of tenants with work; ``turn``: the credit of a tenant's next turn.
+    With n tenants, one waits for at most a turn of each other tenant, plus the excess of its own last turn. ``credit``:
+    the ring of tenants with work; ``turn``: the credit of a tenant's next turn.
     """
 
     def __init__(self, turn: Callable[[str], int]) -> None:
@@ -120,17 +120,17 @@ class Turns:
         self._turn = turn
 
     def join(self, tenant: str) -> None:
-        """Put a tenant that has work at the ring's end, unless it is in it."""
+        """Add a tenant with work to the ring's end, unless it is already in the ring."""
         self.credit.setdefault(tenant, 0)
 
     def leave(self, tenant: str) -> None:
-        """Take out a tenant without work: it has neither credit nor debt."""
+        """Remove a tenant without work. It keeps neither credit nor debt."""
         del self.credit[tenant]
 
     def next(self, able: Collection[str]) -> str:
-        """Return the next tenant of some in the ring's order; a turn gives credit, and debtors are passed over."""
+        """Return the next of the ``able`` tenants (in ring order). A turn adds credit; tenants in debt are skipped."""
         credit = self.credit
-        # The rounds in which nobody comes out of debt, at once.
+        # Apply all rounds in which every tenant stays in debt at once.
         rounds = min(-credit[tenant] // self._turn(tenant) for tenant in able)
         if rounds > 0:
             for tenant in able:
@@ -144,7 +144,7 @@ class Turns:
         return tenant
 
     def charge(self, tenant: str, cost: int) -> None:
-        """Take the cost of what was begun from a tenant's credit; without any left its turn is over."""
+        """Subtract the cost of started work from a tenant's credit. Without credit its turn ends."""
         self.credit[tenant] -= cost
         if self.credit[tenant] <= 0:
             self.credit.move_to_end(tenant)

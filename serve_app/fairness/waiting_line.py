@@ -1,7 +1,7 @@
-"""One line by tenant for a bounded number of places, in turns by cost.
+"""One queue per tenant for a bounded number of places, with turns by cost.
 
-Laws: places are conserved; a tenant within its share waits for nobody who borrows; with n tenants in line each gets a
-quantum of cost in n, whatever the length and the order of its line. One asyncio loop uses it.
+Invariants: places are conserved; a tenant within its share never waits for borrowing tenants; with n waiting tenants,
+each gets every n-th quantum of cost, regardless of the length and order of its queue. One asyncio loop uses it.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from operator import attrgetter
 from serve_app.fairness.shares import Budget, Turns
 
 QUANTUM = 512
-"""Cost a turn: the prompt tokens that a replica gives a tenant in its turn."""
+"""The cost of a turn: the prompt tokens of a tenant's turn in a replica."""
 
 _WEIGHT = 0.2
-"""Of the newest start in a tenant's pace."""
+"""The weight of the newest start in a tenant's pace."""
 
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """What one request holds: ``units`` of the line's budget, given back one by one or all at once."""
+    """The ``units`` of the queue's budget that one request holds, returned one by one or all at once."""
 
     _line: WaitingLine
     tenant: str
     units: int
 
     def give_back(self, units: int | None = None) -> None:
-        """Give units back, None: all that are left; harmless when none are."""
+        """Return units; None: all that are left. Without any left, this has no effect."""
         units = self.units if units is None else min(units, self.units)
         if units:
             self.units -= units
@@ -49,7 +49,7 @@ class _Waiter:
 
 
 class WaitingLine:
-    """Lines of requests for the units of one budget."""
+    """Queues of requests for the units of one budget."""
 
     def __init__(self, budget: Budget, quantum: int = QUANTUM, clock: Callable[[], float] = time.monotonic) -> None:
         self._budget = budget
@@ -57,24 +57,24 @@ class WaitingLine:
         self._clock = clock
         self._lines: dict[str, deque[_Waiter]] = {}
         self._pace_s: dict[str, float] = {}
-        """By tenant, how long the first in line waited lately. Time without a line is nobody's wait."""
+        """By tenant, the recent average wait at the head of its queue. Time with an empty queue does not count."""
         self._first_since_s: dict[str, float] = {}
 
     def waiting(self) -> Counter[str]:
-        """Return the requests in line by tenant."""
+        """Return the number of queued requests by tenant."""
         return Counter({tenant: len(line) for tenant, line in self._lines.items()})
 
     def retry_after_s(self, tenant: str) -> float:
-        """Return how long a tenant's line takes at the pace at which it went forward lately, 1 to 60 s."""
+        """Return the time for a tenant's queue at its recent pace, 1 to 60 s."""
         pace_s, line = self._pace_s.get(tenant, 0.0), self._lines.get(tenant, ())
         if line:
             pace_s = max(pace_s, self._clock() - self._first_since_s[tenant])
         return min(60.0, max(1.0, pace_s * (1 + len(line))))
 
     async def enter(self, tenant: str, units: int = 1, cost: int = 1, order: int = 0) -> Place:
-        """Wait for ``units``, or for the tenant's whole share where that is less; a cancelled wait gives back.
+        """Wait for ``units``, or for the tenant's whole share if that is less. A cancelled wait returns its units.
 
-        Of a tenant's line those of the lowest ``order`` go first, and of these who came first.
+        A tenant's queue is sorted by ``order``, lowest first, then by arrival.
         """
         shares = self._budget.shares
         shares.touch(tenant)
@@ -98,7 +98,7 @@ class WaitingLine:
         return min(waiter.units, self._budget.share(tenant))
 
     def _start(self, tenant: str, waiter: _Waiter) -> None:
-        if waiter.granted.cancelled():  # whoever waited has left, and was not heard yet
+        if waiter.granted.cancelled():  # the waiting caller was cancelled and has not run yet
             return
         units = self._units(tenant, waiter)
         self._budget.take(tenant, units)
@@ -119,7 +119,7 @@ class WaitingLine:
             self._turns.leave(tenant)
 
     def _grant(self) -> None:
-        """Start whoever can, in turns."""
+        """Start all requests that fit, in turns."""
         while able := self._able():
             tenant = self._turns.next(able)
             waiter = self._lines[tenant].popleft()
@@ -133,10 +133,10 @@ class WaitingLine:
             self._drop_if_empty(tenant)
 
     def _able(self) -> list[str]:
-        """Return the tenants whose first request fits, in the order of their turns.
+        """Return the tenants with a first request that fits, in the order of their turns.
 
-        While somebody within their share finds no room nobody borrows: else small requests of those who have more
-        than their share would keep a large one of somebody who has less waiting for ever.
+        While a tenant within its share lacks capacity, no tenant borrows. Otherwise small requests of tenants over
+        their share could block a large request of a tenant under its share forever.
         """
         budget = self._budget
         able: list[str] = []

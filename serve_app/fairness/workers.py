@@ -1,4 +1,4 @@
-"""Threads for what would hold up an event loop, in turns of tenants: one tenant's long texts keep nobody else's out."""
+"""Threads for work that would block an event loop. Tenants take turns, so long texts of one do not delay others."""
 
 import asyncio
 import os
@@ -14,11 +14,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 QUANTUM_BYTES = 16 << 10
-"""Bytes of text a turn."""
+"""Bytes of text per turn."""
 
 
 class FairWorkers:
-    """A few threads; where there are several tenants, none of them has all."""
+    """A few threads. With several tenants, no tenant can use all of them."""
 
     def __init__(self, shares: Shares, threads: int | None = None) -> None:
         threads = max(2, min(4, os.cpu_count() or 1)) if threads is None else threads
@@ -26,12 +26,12 @@ class FairWorkers:
         self._line = WaitingLine(Budget(shares, lambda: threads), QUANTUM_BYTES)
 
     async def run(self, tenant: str, cost_bytes: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return what ``work`` returns, run in a thread at the tenant's turn; it is finished even if nobody waits."""
+        """Run ``work`` in a thread at the tenant's turn and return its result. A cancelled caller does not stop it."""
         place = await self._line.enter(tenant, cost=cost_bytes)
         loop = asyncio.get_running_loop()
 
         def finished(_: Future[T]) -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody is left who could want the thread
+            with suppress(RuntimeError):  # the loop is closed, so no caller needs the thread
                 loop.call_soon_threadsafe(place.give_back)
 
         done = self._threads.submit(work, *args, **kwargs)

@@ -1,1 +1,1 @@
-"""A validated request becomes token streams. Knows no HTTP, wire formats or engines' insides."""
+"""Turns a validated request into token streams. Knows no HTTP, wire formats or engine internals."""

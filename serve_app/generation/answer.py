@@ -1,4 +1,4 @@
-"""From generated tokens to the text of an answer, piece by piece, its choices merged into one stream."""
+"""From generated tokens to the text of an answer, piece by piece; all its choices are merged into one stream."""
 
 import asyncio
 from collections import deque
@@ -18,25 +18,25 @@ from serve_app.generation.generation import Generation, TakeTokens, Tokens
 from serve_app.tokenization.detokenizer import Detokenizer, StopChecker
 
 STARTED_AT_ONCE = 4
-"""Choices of one request that are sent in one round of the loop: a hundred would hold everybody else up."""
+"""Choices of one request that start in one round of the loop: starting a hundred would delay all other requests."""
 
 
 class TokenSource(Protocol):
-    """Where generated tokens come from."""
+    """Source of generated tokens."""
 
     def generate(self, generation: Generation, *, take: TakeTokens | None = None) -> AsyncGenerator[Tokens, None]:
-        """Yield a sequence's tokens as they come, but for those that ``take`` takes; the last has a finish reason.
+        """Yield a sequence's tokens as they arrive, except those that ``take`` takes; the last has a finish reason.
 
-        Raises a ``WarmpathError``, or what ``take`` raises.
+        Raises a ``WarmpathError``, or the error of ``take``.
         """
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """Text that one choice gained (maybe none), and then ``calls``. ``first``: in its first piece alone.
+    """Text that one choice gained (maybe none), and then ``calls``. ``first``: only in its first piece.
 
-    ``reasoning``: more of the reasoning, which comes before the text; ``reasoning_tokens`` of the new ones are of it.
-    ``logprobs``: of the tokens that begin within the text, where they were asked for. ``stop_sequence``: which stop
-    string ended the choice, in its last. ``token_ids``: of the piece before it was split.
+    ``reasoning``: more of the reasoning, which precedes the text; ``reasoning_tokens``: how many new tokens it has.
+    ``logprobs``: of the tokens that begin within the text, if requested. ``stop_sequence``: in the last piece, the stop
+    string that ended the choice. ``token_ids``: of the piece before it was split.
     """
 
     index: int
@@ -57,16 +57,16 @@ class SplitPiece(Protocol):
 
     @property
     def by_token(self) -> bool:
-        """Whether the next piece must be of one token."""
+        """Whether each next piece must hold a single token."""
 
     def split(self, piece: Piece) -> list[Piece]:
-        """Return a piece as one or several; the last may end the choice."""
+        """Split a piece into one or several; the last may end the choice."""
 
 
 def in_pieces(piece: Piece, events: list[str | CallEvent], *, called: bool, parallel: bool) -> list[Piece]:
-    """Return a piece with ``events`` in place of its text, as one or several; in each the text comes first.
+    """Replace a piece's text by ``events``, and return it as one or several pieces; in each the text comes first.
 
-    ``called``: the choice has begun a call. Without ``parallel`` it ends with its first one.
+    ``called``: the choice has begun a call. Without ``parallel`` it ends with its first call.
     """
     reason: FinishReason | None = piece.finish_reason
     if not parallel:
@@ -98,9 +98,9 @@ def _in_order(events: list[str | CallEvent]) -> Iterator[tuple[str, tuple[CallEv
 
 
 class ChoiceReader:
-    """Tokens of one choice become pieces, the last with a finish reason; what is told of a token goes with its text.
+    """Turns tokens of one choice into pieces, the last with a finish reason; logprobs go with their token's text.
 
-    ``stop`` strings end it, with ``include_stop`` as its last part. ``split``: None where it is text alone.
+    ``stop`` strings end it; with ``include_stop`` they are its last part. ``split``: None if it is only text.
     """
 
     def __init__(
@@ -120,14 +120,14 @@ class ChoiceReader:
         self._checker = StopChecker(stop, include=include_stop)
         self._split = split
         self._min_tokens = sampling.rules.min_tokens if sampling.rules is not None else 0
-        # A stop string is looked for token by token: how many come at once is a matter of timing, and usage counts the
-        # same ones. So are characters counted where their tokens are told.
+        # Stop strings are searched token by token: the number of tokens per chunk depends on timing, but usage must
+        # not. With logprobs, characters are counted per token too.
         self._one_by_one = bool(stop) or sampling.logprobs is not None
         self._read = self._decoded_chars = self._shown_chars = 0
         self._told: deque[ToldToken] = deque()
 
     def read(self, tokens: Tokens) -> list[Piece]:
-        """Return the pieces that these tokens complete. Raises GenerationFailed where the generation broke off."""
+        """Return the pieces that these tokens complete. Raises GenerationFailed if the generation broke off."""
         if len(tokens.token_ids) > 1 and self._split is not None and self._split.by_token:
             return self._read_apart(tokens)
         if self._one_by_one:
@@ -156,7 +156,7 @@ class ChoiceReader:
         return [piece] if self._split is None else self._split.split(piece)
 
     def _read_apart(self, tokens: Tokens) -> list[Piece]:
-        """Read tokens one by one, as if each had come alone."""
+        """Read tokens one by one, as if each had arrived alone."""
         pieces: list[Piece] = []
         for at, token_id in enumerate(tokens.token_ids, 1):
             last, first = at == len(tokens.token_ids), tokens.first if at == 1 else None
@@ -167,7 +167,7 @@ class ChoiceReader:
         return pieces
 
     def _read_one_by_one(self, tokens: Tokens) -> tuple[str, int, bool]:
-        """Return (text that is safe to show, tokens read for it, whether a stop string was found)."""
+        """Return (text that is safe to show, number of tokens read for it, whether a stop string was found)."""
         shown = ""
         for taken, token_id in enumerate(tokens.token_ids, 1):
             if tokens.logprobs:
@@ -188,7 +188,7 @@ class ChoiceReader:
 
 
 class PieceSink:
-    """Takes pieces of an answer of one choice as they come, past its generator, while ``open`` says so."""
+    """Accepts pieces of a single-choice answer directly, bypassing its generator, while ``open`` returns True."""
 
     def __init__(self) -> None:
         self.open: Callable[[], bool] = lambda: False
@@ -196,7 +196,7 @@ class PieceSink:
 
 
 class _Ended(Exception):
-    """Tokens that were taken at once ended the choice, with ``last``."""
+    """Tokens that were taken directly ended the choice, with ``last``."""
 
     def __init__(self, last: Piece) -> None:
         self.last = last
@@ -205,7 +205,7 @@ class _Ended(Exception):
 async def choice_pieces(
     generation: Generation, source: TokenSource, reader: ChoiceReader, sink: PieceSink | None = None
 ) -> AsyncGenerator[Piece, None]:
-    """Yield one choice's pieces, but for those that ``sink`` took; closing it cancels the generation."""
+    """Yield one choice's pieces, except those that ``sink`` accepted; closing it cancels the generation."""
 
     def take(tokens: Tokens) -> bool:
         if sink is None or not sink.open():
@@ -234,9 +234,9 @@ async def answer_pieces(
     place: Place,
     sink: PieceSink | None = None,
 ) -> AsyncGenerator[Piece, None]:
-    """Yield the pieces of all choices as they come, as many at once as ``place`` has units. A failing one ends all.
+    """Yield the pieces of all choices as they arrive; ``place`` has a unit per concurrent one. A failure ends all.
 
-    Those of a single choice may go to ``sink`` instead.
+    Pieces of a single choice may go to ``sink`` instead.
     """
     streams = (
         choice_pieces(generation, source, make_reader(index, generation), sink if len(generations) == 1 else None)
@@ -258,7 +258,7 @@ async def answer_pieces(
                             ready.put_nowait(piece)
                 place.give_back(1)
                 ready.put_nowait(None)
-            except Exception as error:  # handed to the consumer, who raises it
+            except Exception as error:  # the consumer raises it
                 ready.put_nowait(error)
 
         pumps: list[asyncio.Task[None]] = []

@@ -1,4 +1,4 @@
-"""One call to a replica: what is reserved for it, its chunks and errors, and who is told where nobody waits for it."""
+"""One call to a replica: its reservation, its chunks and errors, and notices of abandoned calls."""
 
 import asyncio
 import logging
@@ -22,14 +22,14 @@ from serve_app.tracing.request import CallTrace
 logger = logging.getLogger(__name__)
 
 LATE_S = 5.0
-"""How long tokens may take that were sent before the end of their call was heard of."""
+"""How long to wait, after a call's end is known, for tokens that were sent before it."""
 
 TELL_AFTER_S = 0.5
-"""Calls that are left within it are told together."""
+"""Abandoned calls within this time are reported together."""
 
 
 class Reservation:
-    """What the router reserved for a call, until its first token or its end. ``decision``: the router's, once ended."""
+    """The router's reservation for a call, until its first token or its end. ``decision``: the router's, once ended."""
 
     def __init__(self, core: RoutingCore, decisions: RecentDecisions, route: RoutedRequest) -> None:
         self._core = core
@@ -40,11 +40,11 @@ class Reservation:
 
     @property
     def replica_id(self) -> str:
-        """The replica the router chose, "" when it chose none."""
+        """The replica that the router chose, "" if it chose none."""
         return self.decision.replica_id if self.decision is not None else ""
 
     def delivered(self, cached_tokens: int, ttft_s: float) -> None:
-        """The first token came: count what was reused, and end the reservation."""
+        """Count the reused tokens at the first token, and end the reservation."""
         if not self._ended:
             self.end()
             if self.decision is not None:
@@ -52,7 +52,7 @@ class Reservation:
                 self._core.record_delivered(self.decision, cached_tokens, ttft_s, hashes, stored=stored)
 
     def end(self, *, leaves: bool = False, load: LoadReport | None = None) -> None:
-        """Free what was reserved. ``leaves``: nobody waits any more. ``load``: of a replica that sent the call back."""
+        """End the reservation. ``leaves``: the call is abandoned. ``load``: of a replica that sent the call back."""
         if self._ended:
             return
         self._ended = True
@@ -67,9 +67,9 @@ class Reservation:
 
 
 class Call:
-    """One call's chunks as they come. ``answered``: the last one was taken, or an error.
+    """One call's chunks as they arrive. ``answered``: its last chunk or an error was read.
 
-    ``end``: the bytes of ``response``. ``first_token`` hears of the first tokens.
+    ``end``: the bytes of ``response``. ``first_token`` is called with the first token's facts.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class Call:
         self._trace = trace
 
     def cancel(self) -> None:
-        """Have the replica end it."""
+        """Tell the replica to end the call."""
         self._end.cancel()
         cancel_call(self._response)
 
     async def chunk(self) -> wire.GenerateChunk:
-        """Wait for the next chunk. Raises ReplicaLost where tokens were lost on the way, or what the call raises."""
+        """Wait for the next chunk. Raises ReplicaLost if tokens were lost in transit, and the call's own errors."""
         chunk = self._arrivals.take()
         while chunk is None:
             if self._end.done():
@@ -109,7 +109,7 @@ class Call:
         return chunk
 
     async def _last(self) -> wire.GenerateChunk | None:
-        """Return what the call returned, once all that was sent before has come; None where more has come first."""
+        """Return the call's result after all chunks sent before it; None if more chunks arrived first."""
         last = wire.decode_chunk(self._end.result())
         if last.seq == self._arrivals.received:
             if not last.error and last.finish_reason is None:
@@ -124,20 +124,20 @@ class Call:
 
 
 class ReplicaLost(Exception):
-    """The replica is going away or broke off; the generation can be sent elsewhere."""
+    """The replica is leaving or broke off; another one can continue the generation."""
 
 
 class ReplicaLeaves(ReplicaLost):
-    """The replica says itself that it is going away."""
+    """The replica itself reports that it is leaving."""
 
 
 def queue_full(retry_after_s: float) -> RateLimited:
-    """Return the error of a line that is full at every replica."""
+    """Return the error for full queues at every replica."""
     return RateLimited("Every replica's queue is full; send the request again later.", retry_after_s=retry_after_s)
 
 
 def raise_for(chunk: wire.GenerateChunk) -> None:
-    """Raise the error that a client is shown for a chunk's, where it has one."""
+    """Raise the client's error for a chunk with an error."""
     error: WarmpathError
     match chunk.error:
         case "":
@@ -156,9 +156,9 @@ def raise_for(chunk: wire.GenerateChunk) -> None:
 
 
 class Aborts:
-    """Tells replicas which calls nobody waits for any more. One event loop uses it.
+    """Tells replicas about abandoned calls. Used from one event loop.
 
-    Ray's own cancelling loses one call in some thousands, in the moment of its start: that would run to its end.
+    Ray's own cancellation loses one call in some thousands, at the moment of its start: it would run to its end.
     """
 
     def __init__(self, handle: DeploymentHandle) -> None:
@@ -167,7 +167,7 @@ class Aborts:
         self._telling: set[asyncio.Task[None]] = set()
 
     def note(self, replica_id: str, request_id: str) -> None:
-        """Have a replica told before long that nobody waits for a call."""
+        """Tell a replica soon that a call is abandoned."""
         if not self._by_replica:
             task = asyncio.get_running_loop().create_task(self._tell())
             self._telling.add(task)
@@ -184,4 +184,4 @@ class Aborts:
             async with asyncio.timeout(30):
                 await self._end_calls.remote(request_ids, target=replica_id)
         except (RayError, RayServeException, NoReplicaLeft, TimeoutError) as error:
-            logger.debug("replica %s was not told of calls that were left: %r", replica_id, error)
+            logger.debug("replica %s was not told of abandoned calls: %r", replica_id, error)

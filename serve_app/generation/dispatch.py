@@ -1,4 +1,4 @@
-"""Sends a generation to a replica and takes its tokens; owns retries, and the mapping of Ray's errors to clients'."""
+"""Send a generation to a replica and receive its tokens; owns retries, and the mapping of Ray's errors to clients'."""
 
 import asyncio
 import logging
@@ -29,23 +29,23 @@ from serve_app.tracing.tracer import Tracer
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 4
-"""Times one generation is lost: more replicas than that dying at once is an outage."""
+"""Losses of one generation before it fails: more replicas that die at once are an outage."""
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
-"""Between two times that a generation is sent to replicas whose lines are full, or where none is left."""
+"""Range of the pauses before a generation is sent again while all queues are full or no replica exists."""
 
 Delivered = Callable[[Generation, Decision, FirstToken, float], None]
-"""With the seconds from the call to the first token."""
+"""Called with the seconds from the call to the first token."""
 
 Left = Callable[[str, str], None]
-"""With the id of a replica and that of a call there which nobody waits for any more."""
+"""Called with the id of a replica and that of an abandoned call there."""
 
 
 class Dispatcher:
     """Streams generations from the replicas behind one Serve handle.
 
-    ``count_retry(after_first_token)`` hears of each one sent again, ``delivered`` of each first token, at next to no
-    cost, ``left`` of each call that ends before its answer. ``caller``: the name of this Serve actor.
+    ``count_retry(after_first_token)`` is called for each retry, ``delivered``, which must be cheap, for each first
+    token, ``left`` for each call abandoned before its answer. ``caller``: the name of this Serve actor.
     """
 
     def __init__(
@@ -76,15 +76,15 @@ class Dispatcher:
     async def generate(
         self, generation: Generation, avoid: tuple[str, ...] = (), *, take: TakeTokens | None = None
     ) -> AsyncGenerator[Tokens, None]:
-        """Yield the sequence's tokens as they come. ``avoid``: replicas for where no other can take it.
+        """Yield the sequence's tokens as they arrive. ``avoid``: replicas to use only if no other can take it.
 
-        Tokens that ``take`` takes are not yielded; what it raises is raised here.
+        Tokens that ``take`` takes are not yielded; its errors are raised here.
 
         After a replica's death another one gets the prompt and the tokens so far: a token depends only on (seed,
-        position), so the stream goes on. A full line is asked again until the deadline; so is, for a stream that has
-        begun, a deployment without a replica. A replica that leaves in order, after tokens of its own, is no loss. One
-        with more to do than was known sends it back with its load. Raises a ``WarmpathError`` when the generation
-        cannot be done.
+        position), so the stream continues. Full queues are tried again until the deadline, and so is a deployment
+        without replicas once the stream has begun. A replica that leaves in order, after sending tokens, is no loss.
+        One with more load than the router knew returns the generation with its load. Raises a ``WarmpathError`` if the
+        generation is impossible.
         """
         received: list[int] = []
         dead: tuple[str, ...] = ()
@@ -122,9 +122,9 @@ class Dispatcher:
                         if chunk.finish_reason is not None:
                             return
             except (RateLimited, Overloaded) as error:
-                # The request was admitted, and other choices of it may be under way: this one waits for its replica.
-                # Where there is none, a client who has had nothing yet is told; one who has had a part cannot ask for
-                # the rest.
+                # The request was admitted, and its other choices may be running: this one waits for a replica. If
+                # there is none, a client without any tokens gets the error; a client with some could not ask for the
+                # rest.
                 if isinstance(error, Overloaded) and not received:
                     raise
                 pause_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** min(refusals, 10))
@@ -165,7 +165,7 @@ class Dispatcher:
         reservation: Reservation,
         at_once: Callable[[wire.GenerateChunk], bool],
     ) -> AsyncIterator[Call]:
-        """One call to one replica; ends its reservation at the first token, or at whatever ends the call."""
+        """One call to one replica; ends its reservation at the first token, or when the call ends."""
         started_s = time.perf_counter()
         trace = call_trace(self._tracer, generation.traceparent, route.request_id)
         message = wire.GenerateCall(
@@ -208,7 +208,7 @@ class Dispatcher:
                 logger.exception("replica call failed for request %s", generation.request_id)
                 raise GenerationFailed("The replica failed while generating this answer.") from error
             except (RayError, grpc.RpcError) as error:
-                # Ray lost the call, not the replica's code: another replica can go on from what was received.
+                # Ray lost the call, not the replica's code: another replica can continue from the received tokens.
                 raise ReplicaLost(type(error).__name__) from error
             finally:
                 if call is not None and call.answered:
@@ -225,7 +225,7 @@ class Dispatcher:
     def _heard(self, end: asyncio.Future[bytes]) -> None:
         self._ends.discard(end)
         if not end.cancelled():
-            end.exception()  # nobody may ask any more, and then it is not logged as lost
+            end.exception()  # marks it as retrieved, so that an abandoned call's error is not logged
 
 
 def route_of(
@@ -235,7 +235,7 @@ def route_of(
     dead: tuple[str, ...] = (),
     rerouted: int = 0,
 ) -> RoutedRequest:
-    """Return a generation's routing view. ``dead``: those of ``avoid`` that did not just leave; ``rerouted``: times."""
+    """Return a generation's routing view. ``dead``: lost ones of ``avoid``; ``rerouted``: times it was sent back."""
     return RoutedRequest(
         request_id=f"{generation.request_id}.{attempt}",
         block_hashes=generation.block_hashes,
@@ -252,11 +252,11 @@ def route_of(
 
 
 def _resumed(generation: Generation, received: list[int], block_size: int) -> Generation:
-    """The same generation with the tokens already received moved into the prompt, and counted as the answer's."""
+    """Return the generation with the received tokens moved into the prompt, and counted as the answer's."""
     token_ids = np.concatenate([generation.token_ids, np.asarray(received, dtype=np.int32)])
     public_blocks = generation.scope.public_blocks
     hashes = extend_chain(generation.root, public_blocks, token_ids, block_size, generation.block_hashes)
     sampling = replace(generation.sampling, max_tokens=generation.sampling.max_tokens - len(received))
     more = replace(generation, token_ids=token_ids, block_hashes=hashes, sampling=sampling)
-    # Its client reads already: it waits no longer than a usual one.
+    # Its client is reading already: it waits no longer than one of the default order.
     return replace(more, resumed_tokens=len(received), order=min(generation.order, 0))

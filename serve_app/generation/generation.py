@@ -1,4 +1,4 @@
-"""One sequence to generate, and the tokens that come of it: plain data, no Ray."""
+"""One sequence to generate, and its resulting tokens: plain data, no Ray."""
 
 import math
 from collections.abc import Callable
@@ -14,12 +14,12 @@ from serve_app.engine.protocol import EngineRequest, FinishReason, FirstToken, S
 class Generation:
     """One sequence to generate: the prompt, its keys, and how to sample.
 
-    ``deadline_s``: of ``time.perf_counter``. ``interval_s``: the least time between two chunks of its tokens, but for
-    the first and the last. ``store_kv``: whether its KV may stay in the cache. ``grammar``: in llguidance's form. The
-    last ``resumed_tokens`` of the prompt are the answer's first ones. ``echo``: the prompt, where it stands before the
-    answer. ``saves``: an explicit one, then those of cache breakpoints, the shortest first. ``prompt_ref``: the version
-    of its registered prompt. ``system_chars``: of the formatted system prompt; ``system_tokens``: of the prompt, in
-    common with that. ``order``: see ``EngineRequest``. ``session``: a ``session_key``. ``traceparent``: W3C's, of the
+    ``deadline_s``: by ``time.perf_counter``. ``interval_s``: minimum time between two chunks of its tokens, except the
+    first and the last. ``store_kv``: whether its KV may stay in the cache. ``grammar``: in llguidance's form. The last
+    ``resumed_tokens`` of the prompt are the answer's first ones. ``echo``: the prompt, if the answer repeats it.
+    ``saves``: an explicit one, then those of cache breakpoints, the shortest first. ``prompt_ref``: the version of its
+    registered prompt. ``system_chars``: of the formatted system prompt; ``system_tokens``: those that the prompt has in
+    common with it. ``order``: see ``EngineRequest``. ``session``: a ``session_key``. ``traceparent``: W3C's, of the
     span. "" and 0 stand for none.
     """
 
@@ -48,11 +48,11 @@ class Generation:
 
     @property
     def public(self) -> bool:
-        """Whether some of its blocks are public: other tenants' prompts have them, too."""
+        """Whether some of its blocks are public: other tenants' prompts may have them too."""
         return self.scope.public_blocks > 0
 
     def engine_request(self, request_id: str, now_s: float) -> EngineRequest:
-        """Return what an engine is asked, without what its replica adds. ``now_s``: of ``time.perf_counter``."""
+        """Return the engine's request, without the fields that its replica adds. ``now_s``: ``time.perf_counter``."""
         return EngineRequest(
             request_id=request_id,
             token_ids=self.token_ids,
@@ -78,4 +78,4 @@ class Tokens(msgspec.Struct, frozen=True):
 
 
 TakeTokens = Callable[[Tokens], bool]
-"""Takes tokens from the middle of a sequence as they come, past whoever waits for them; False: not now."""
+"""Takes a sequence's tokens as they arrive, except its first and last, bypassing the generator; False: not now."""

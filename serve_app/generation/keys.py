@@ -1,4 +1,4 @@
-"""Under which keys a prompt's KV lies (scope roots, cached), and by which it is placed. The secret goes no further."""
+"""The keys of a prompt's KV (cached scope roots) and of its placement. The secret stays in this module."""
 
 import hashlib
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from serve_app.tenants.tenants import Tenant, Tenants
 from serve_app.tokenization.tokenizer import EncodedPrompt
 
 PLACEMENT_BLOCKS = 16
-"""A prompt without a system prompt is placed by this many first blocks: requests that share them stay together."""
+"""Prompts without a system prompt are placed by their first blocks, up to this many: equal ones share a replica."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """A private scope and its root; ``public_root``: the public scope's, b"" where nothing is public."""
+    """A private scope and its root; ``public_root``: the public scope's, b"" if there are no public prompts."""
 
     scope: PrefixScope
     root: bytes
@@ -36,11 +36,11 @@ class ScopeKeys:
         self._known = lru_cache(4096)(self._make)
 
     def clear(self) -> None:
-        """Forget what is known: salts follow the tenants, and public roots are there where public prompts are."""
+        """Clear the cache: salts follow the tenants, and public roots exist only with public prompts."""
         self._known.cache_clear()
 
     def of(self, tenant: Tenant, cache_salt: str | None, adapter: AdapterSpec | None) -> Keys:
-        """Return the keys of a tenant's scope; ``adapter`` None: of the model alone."""
+        """Return the keys of a tenant's scope; ``adapter`` None: those of the model alone."""
         return self._known(tenant, cache_salt, adapter.key if adapter is not None else "")
 
     def _make(self, tenant: Tenant, cache_salt: str | None, lora: str) -> Keys:
@@ -48,14 +48,14 @@ class ScopeKeys:
         return Keys(scope, scope.root(self._secret), scope.public.root(self._secret) if self._prompts else b"")
 
     def placement(self, keys: Keys, prompt_cache_key: str | None, encoded: EncodedPrompt, system_text: str) -> bytes:
-        """Return the 16 bytes that say where a prompt goes while nobody holds it; ``system_text`` "": it has none."""
-        # A public prompt that nobody holds yet is computed once, not once a tenant.
+        """Return the 16 bytes that place a prompt while no replica holds it; ``system_text`` "": it has none."""
+        # A public prompt that no replica holds yet is computed once, not once per tenant.
         shared = not prompt_cache_key and encoded.public_blocks and self._prompts.is_public(system_text)
         return placement_key(keys.public_root if shared else keys.root, prompt_cache_key, encoded, system_text)
 
 
 def placement_key(root: bytes, prompt_cache_key: str | None, encoded: EncodedPrompt, system_text: str) -> bytes:
-    """Return the 16 bytes by which a prompt under ``root`` is placed."""
+    """Return the 16 bytes that place a prompt under ``root``."""
     if prompt_cache_key:
         return xxhash.xxh3_128_digest(root + b"prompt_cache_key:" + prompt_cache_key.encode())
     if system_text:
@@ -67,5 +67,5 @@ def placement_key(root: bytes, prompt_cache_key: str | None, encoded: EncodedPro
 
 
 def session_key(tenant: str, word: str) -> str:
-    """Return 16 hexadecimal digits for a tenant's word for a session, "" for none: the word itself goes no further."""
+    """Return 16 hexadecimal digits for a tenant's session word, "" for none; the word itself is not passed on."""
     return hashlib.blake2b(f"{tenant}\0{word}".encode(), digest_size=8).hexdigest() if word else ""

@@ -1,4 +1,4 @@
-"""From a validated request and its tenant to generations: text to ids, keys, sampling values, length checks."""
+"""Turn a validated request and its tenant into generations: text to ids, keys, sampling values, length checks."""
 
 import asyncio
 import math
@@ -27,15 +27,15 @@ from serve_app.tokenization.tokenizer import EncodedPrompt, PromptTokenizer
 R = TypeVar("R", bound=RequestFields)
 
 WHOLE_INTERVAL_S = 0.25
-"""Between chunks of an answer that is sent whole: nobody sees its parts, and each costs an ingress as much."""
+"""Time between chunks of an answer that is sent whole: no client sees its parts, and each costs the ingress as much."""
 
 SYSTEM_PROMPTS = 1024
-"""Whose tokens are remembered; the oldest is forgotten first, and counted again."""
+"""Number of system prompts with remembered token counts; the oldest is dropped first, and counted again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long generations may be, in tokens, and saves stay. ``save_ttl_s`` None: until a reset."""
+    """Limits of generations, in tokens, and of the time that saves stay. ``save_ttl_s`` None: until a reset."""
 
     max_model_len: int
     default_max_tokens: int
@@ -43,7 +43,7 @@ class Limits:
 
 
 class Preparer:
-    """Turns requests into generations for one model. ``simulated``: there are no logits for a rule to change."""
+    """Turns requests into generations for one model. ``simulated``: there are no logits that rules could change."""
 
     def __init__(
         self,
@@ -69,12 +69,12 @@ class Preparer:
         self._system_tokens: dict[tuple[bytes, bool], int] = {}
 
     def configure(self, limits: Limits) -> None:
-        """Go by other limits from the next request on, and by what the tenants and prompts have become."""
+        """Use these limits, and the current tenants and prompts, from the next request on."""
         self._limits = limits
         self.prompts_changed()
 
     def prompts_changed(self) -> None:
-        """Go by what the prompts have become."""
+        """Use the current prompts."""
         self._keys.clear()
 
     async def prepare(
@@ -112,12 +112,12 @@ class Preparer:
                         root=keys.public_root + keys.root if public_blocks else keys.root,
                         placement_key=placement_key,
                         tenant=tenant.name,
-                        # Choices of one request must differ; the first is what a single one would have been.
+                        # Choices of one request must differ; the first equals a single one's.
                         sampling=replace(sampling, seed=seed + choice),
                         saves=saves,
                         lora_path=adapter.path if adapter is not None else "",
                         deadline_s=deadline_s,
-                        # A stop string is looked for here: until it is found the replica goes on.
+                        # Stop strings are searched here, and the replica continues until one is found.
                         interval_s=0.0 if request.stream or request.stop else WHOLE_INTERVAL_S,
                         store_kv=store_kv,
                         grammar=grammar,
@@ -132,7 +132,7 @@ class Preparer:
         return generations
 
     async def _scope(self, request: R, tenant: Tenant) -> tuple[R, AdapterSpec | None, Keys]:
-        """Return a request, with NAME@VERSION for the prompt that it refers to, its adapter, and its keys."""
+        """Return a request, its prompt reference resolved to NAME@VERSION, its adapter, and its keys."""
         await self._prompts.keep_current(self._tokenizer)
         if request.prompt_ref is not None:
             request = replace(request, prompt_ref=self._prompts.find(request.prompt_ref, tenant.name).ref)
@@ -140,11 +140,11 @@ class Preparer:
         return request, adapter, self._keys.of(tenant, request.cache_salt, adapter)
 
     def _before(self, request: GenerateRequest, tenant: str) -> str:
-        """Return the text of the prompt that a request refers to, "" for none."""
+        """Return the text of a request's referenced prompt, "" for none."""
         return "" if request.prompt_ref is None else self._prompts.find(request.prompt_ref, tenant).text
 
     def _echo(self, request: GenerateRequest, index: int) -> str:
-        """Return what stands before the answers to a prompt, "" for nothing."""
+        """Return the text to put before the answers to a prompt, "" for none."""
         if not isinstance(request, CompletionRequest) or not request.echo:
             return ""
         prompt = request.prompts[index]
@@ -153,7 +153,7 @@ class Preparer:
     async def _encode(
         self, request: GenerateRequest, keys: Keys, tenant: str
     ) -> AsyncIterator[tuple[EncodedPrompt, str]]:
-        """Yield each prompt, with the formatted system prompt that it begins with, "" for none."""
+        """Yield each prompt with the formatted system prompt at its beginning, "" for none."""
         if isinstance(request, ChatRequest):
             yield await self._encode_chat(request, keys, tenant)
             return
@@ -171,7 +171,7 @@ class Preparer:
                 self._check_size(request, 0, at_least_tokens=len(prompt))
                 encoded = self._tokenizer.encode_ids(prompt, root, public_root)
             yield encoded, ""
-            await asyncio.sleep(0)  # many long prompts, all of them known, must not hold up the loop
+            await asyncio.sleep(0)  # many long prompts, even all cached, must not block the loop
 
     async def _encode_chat(self, request: ChatRequest, keys: Keys, tenant: str) -> tuple[EncodedPrompt, str]:
         rendered = await self.formatted(request, tenant)
@@ -185,7 +185,7 @@ class Preparer:
         return encoded, rendered.system_text
 
     async def formatted(self, request: ChatRequest, tenant: str) -> RenderedPrompt:
-        """Return a chat as the model reads it, with its formatted system prompt. Raises what ``prepare`` does."""
+        """Return a chat in the model's form, with its formatted system prompt. Raises the errors of ``prepare``."""
         before = self._before(request, tenant)
         messages = request.messages if not before else ({"role": "system", "content": before}, *request.messages)
         contents = [str(message.get("content") or "") for message in messages]
@@ -208,11 +208,11 @@ class Preparer:
             continue_final_message=request.continue_final_message,
             **{**thinking, **request.chat_template_kwargs},
         )
-        self._check_size(request, len(rendered.text))  # tools and calls are in it, too
+        self._check_size(request, len(rendered.text))  # includes tools and calls
         return rendered
 
     def _check_size(self, request: GenerateRequest, chars: int, at_least_tokens: int = 0) -> None:
-        """Refuse what cannot fit, before it is rendered, tokenized or hashed. Raises ContextLengthExceeded."""
+        """Raise ContextLengthExceeded for a prompt that cannot fit, before it is rendered, tokenized or hashed."""
         longest, max_model_len = self._tokenizer.longest_token_chars, self._limits.max_model_len
         if longest is not None:
             at_least_tokens = max(at_least_tokens, -(-chars // longest))
@@ -226,9 +226,9 @@ class Preparer:
     async def _system_prompt(
         self, request: GenerateRequest, root: bytes, tenant: str, encoded: EncodedPrompt, system_text: str
     ) -> tuple[tuple[Save, ...], int]:
-        """Return what to save of a prompt, and how many of its tokens are its system prompt's: those in common.
+        """Return the saves of a prompt's system prompt, and how many of the prompt's tokens it has in common.
 
-        Its last token may merge with the text that follows, so what is to be saved is counted anew.
+        Its last token may merge with the following text, so saves recount the common tokens.
         """
         if not isinstance(request, ChatRequest) or not system_text:
             return (), 0
@@ -245,9 +245,9 @@ class Preparer:
     async def _keep(
         self, request: GenerateRequest, keys: Keys, tenant: str, encoded: EncodedPrompt
     ) -> tuple[Save, ...]:
-        """Return the prefixes that cache breakpoints ask to keep, in whole blocks, the shortest first.
+        """Return the prefixes to keep for cache breakpoints, in whole blocks, the shortest first.
 
-        One that fills no block, or that the chat template refuses alone, is none.
+        Breakpoints that fill no block, or that the chat template refuses alone, are ignored.
         """
         if not isinstance(request, ChatRequest) or not request.breakpoints:
             return ()
@@ -266,13 +266,13 @@ class Preparer:
         return tuple(Save(b"", tokens, ttl_s) for tokens, ttl_s in sorted(found.items()))
 
     async def count(self, request: ChatRequest, tenant: Tenant) -> int:
-        """Return how many tokens a request's prompt has. Raises what ``prepare`` would for the prompt."""
+        """Return the number of tokens in a request's prompt. Raises the errors of ``prepare`` for the prompt."""
         request, _, keys = await self._scope(request, tenant)
         encoded, _ = await self._encode_chat(request, keys, tenant.name)
         return len(encoded.token_ids)
 
 
 def _as_far_as(mark: CacheBreakpoint, request: ChatRequest) -> tuple[Mapping[str, Any], ...]:
-    """Return the conversation to compare with. Templates write tools and system messages as one, before others."""
+    """Return the conversation to compare with. Templates write tools and system messages together, before others."""
     messages = mark.messages or tuple(takewhile(lambda message: message["role"] == "system", request.messages))
     return messages if any(message["role"] != "system" for message in messages) else (*messages, OTHER_WORDS)

@@ -1,4 +1,4 @@
-"""Reasoning that a model writes before its answer, told from it by the tags around it. Source of names: vLLM."""
+"""Separate the reasoning that a model writes before its answer by the tags around it. Source of names: vLLM."""
 
 import json
 from collections.abc import Mapping
@@ -12,16 +12,16 @@ from serve_app.generation.tool_calls.source import held_back
 
 
 class Tags(NamedTuple):
-    """The tags around reasoning. ``assumed``: an answer begins inside it, unless its prompt has ended it."""
+    """The tags around reasoning. ``assumed``: an answer begins inside reasoning unless its prompt has ended it."""
 
     start: str
     end: str
     assumed: bool = False
 
     def opened_by(self, prompt: str, continued: str = "") -> bool:
-        """Return whether an answer begins inside reasoning. ``continued``: the text of an answer that it goes on with.
+        """Return whether an answer begins inside reasoning. ``continued``: the text of the answer that it continues.
 
-        What a user writes opens none: the tag is the prompt's last word, or the continued answer's own.
+        A user's text opens none: the tag is the prompt's last word, or part of the continued answer.
         """
         if self.start in continued:
             return self.end not in continued.rpartition(self.start)[2]
@@ -36,17 +36,17 @@ REASONING_TAGS = {
     "seed_oss": Tags("<seed:think>", "</seed:think>"),
     "granite": Tags("Here is my thought process:", "Here is my response:"),
 }
-"""By the name that the setting ``reasoning_parser`` has for it; of two that a template has, the first."""
+"""By their names in the setting ``reasoning_parser``; if a template has two, the first counts."""
 
 
 def find_reasoning_tags(template: str, special_tokens: frozenset[str]) -> str:
-    """Return the name of the tags that a chat template or the special tokens have, "none" where they have none."""
+    """Return the name of the tags in a chat template or the special tokens, "none" if there are none."""
     found = (name for name, tags in REASONING_TAGS.items() if tags.end in template or tags.end in special_tokens)
     return next(found, "none")
 
 
 def grammar_after(grammar: str, tags: Tags, special: Mapping[str, int], *, opened: bool) -> str:
-    """Return a grammar, in llguidance's form, that begins to count after the reasoning, or at once without any.
+    """Return a grammar, in llguidance's form, that applies only after the reasoning, or at once without any.
 
     ``special``: ids of tags that are special tokens.
     """
@@ -59,9 +59,9 @@ def grammar_after(grammar: str, tags: Tags, special: Mapping[str, int], *, opene
 
 
 class ReasoningReader:
-    """Splits one choice, token by token, into its reasoning and the text after it, which ``rest`` reads on.
+    """Splits one choice, token by token, into its reasoning and the text after it, which ``rest`` then reads.
 
-    White space around either is left out. The tags are tokens of the reasoning; only those after it are told.
+    White space around either is dropped. The tags count as reasoning tokens; logprobs cover only tokens after it.
     """
 
     def __init__(self, tags: Tags, *, opened: bool, rest: SplitPiece | None = None) -> None:
@@ -76,11 +76,11 @@ class ReasoningReader:
 
     @property
     def by_token(self) -> bool:
-        """Whether reasoning may go on, or calls are read token by token."""
+        """Whether reasoning may continue, or calls are read token by token."""
         return self._stage != "over" or (self._rest is not None and self._rest.by_token)
 
     def split(self, piece: Piece) -> list[Piece]:
-        """Return a piece as one or several; in each the reasoning comes first."""
+        """Split a piece into one or several; in each the reasoning comes first."""
         if self._stage != "over":
             piece = self._split(piece)
         return [piece] if self._rest is None or self._stage != "over" else self._rest.split(piece)
@@ -97,7 +97,7 @@ class ReasoningReader:
         return replace(piece, text=text, reasoning=reasoning, reasoning_tokens=tokens, logprobs=told)
 
     def push(self, text: str, *, ended: bool = False) -> tuple[str, str]:
-        """Return (more of the reasoning, more of what is behind it). The beginning of a tag is held back."""
+        """Return (more of the reasoning, more of the text behind it). The beginning of a tag is held back."""
         start, end = self._tags.start, self._tags.end
         self._held += text
         reasoning = ""

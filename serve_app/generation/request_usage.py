@@ -1,4 +1,4 @@
-"""What one request used so far, as its answer tells it, and what became of its save."""
+"""One request's usage so far, for its answer, and the result of its save."""
 
 import asyncio
 from collections.abc import Awaitable, Mapping, Sequence
@@ -24,21 +24,21 @@ _NOT_SAVED = {
 }
 
 MISS_WAIT_S = 1.0
-"""An answer that is whole waits so long for the reason of its miss, and is sent without it then."""
+"""A complete answer waits at most this long for the reason of its cache miss; then it is sent without it."""
 
 
 class ShownMiss(Protocol):
-    """Why the cache was missed."""
+    """The reason of a cache miss."""
 
     def shown(self) -> dict[str, Any]:
-        """Return it as answers tell it."""
+        """Return it in the form shown in answers."""
 
 
 class RequestUsage:
-    """Adds up a request's usage; a prompt counts once, however many choices it has.
+    """Adds up a request's usage; a prompt counts once for all its choices.
 
-    ``n``: choices of each prompt. ``save``: the outcome of a save; ``asked_by``: the field that asked. ``miss``: its
-    reason.
+    ``n``: choices of each prompt. ``save``: the result of a save; ``asked_by``: the field that requested it.
+    ``miss``: the reason of its cache miss.
     """
 
     def __init__(self, n: int, generations: list[Generation]) -> None:
@@ -67,26 +67,26 @@ class RequestUsage:
                 self._kept = kept_tokens(self._keep, first.cached_tokens)
 
     async def know_miss(self) -> None:
-        """Wait for the reason of the miss, where it was asked for."""
+        """Wait for the reason of the cache miss, if it was requested."""
         if self.miss is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(MISS_WAIT_S):
                     self._cache_miss = (await asyncio.shield(self.miss)).shown()
 
     def total(self) -> Usage:
-        """Return the usage as of now."""
+        """Return the current usage."""
         counted = self._prompt_tokens, self._completion_tokens, self._cached_tokens
         return Usage(*counted, *self._kept, self._cache_miss, self._reasoning_tokens)
 
 
 def kept_tokens(keep: Sequence[Save], cached_tokens: int) -> tuple[int, int]:
-    """Return how many tokens that were not cached are kept now: for minutes, and for an hour."""
+    """Return how many tokens that were not cached are newly kept: for minutes, and for an hour."""
     hour = max((kept.tokens for kept in keep if kept.ttl_s is not None and kept.ttl_s >= 3600), default=0)
     most = max((kept.tokens for kept in keep), default=0)
     return max(0, most - max(hour, cached_tokens)), max(0, hour - cached_tokens)
 
 
 def save_warning(save: SaveResult | None, asked_by: str = SAVE_FIELD) -> str:
-    """Return why a save is not there, "" where it is or none was asked for; ``asked_by``: the field that asked."""
+    """Return why a save failed, "" if it succeeded or none was requested; ``asked_by``: the requesting field."""
     reason = _NOT_SAVED.get(save.outcome) if save is not None else None
     return f"{asked_by}: {reason.format(**asdict(save))}" if save is not None and reason else ""

@@ -1,4 +1,4 @@
-"""What a request asks of tokens, checked for this model: rules of sampling as the engine takes them, and grammars."""
+"""A request's rules for tokens, checked for this model: sampling rules for the engine, and grammars."""
 
 import json
 from collections import OrderedDict
@@ -17,14 +17,14 @@ _NO_RULES = TokenRules()
 
 
 def rules_of(request: GenerateRequest, bad_words: Sequence[tuple[int, ...]], vocab_size: int) -> TokenRules | None:
-    """Return a request's rules, None for none. Raises InvalidRequest for token ids that the model does not have."""
+    """Return a request's rules, None for none. Raises InvalidRequest for token ids beyond the model's vocabulary."""
     for field, ids in (
         ("logit_bias", [token for token, _ in request.logit_bias]),
         ("stop_token_ids", request.stop_token_ids),
     ):
         if ids and max(ids) >= vocab_size:
             raise InvalidRequest(
-                f"{field} must name token ids from 0 to {vocab_size - 1}; {max(ids)} is none.", param=field
+                f"{field} must name token ids from 0 to {vocab_size - 1}; {max(ids)} is not one.", param=field
             )
     rules = TokenRules(
         presence_penalty=request.presence_penalty,
@@ -45,7 +45,7 @@ def sampling_of(
     default_max_tokens: int,
     end_token_ids: Sequence[int],
 ) -> SamplingParams:
-    """Return the sampling values of a request, but its seed. Raises ContextLengthExceeded, InvalidRequest."""
+    """Return a request's sampling parameters without its seed. Raises ContextLengthExceeded, InvalidRequest."""
     room = max_model_len - prompt_tokens
     if room < 1:
         raise ContextLengthExceeded(
@@ -59,14 +59,14 @@ def sampling_of(
     max_tokens = min(default_max_tokens, room) if request.max_tokens is None else request.max_tokens
     if max_tokens > room:
         raise ContextLengthExceeded(
-            # Words that Claude Code looks for, to ask again for fewer tokens.
+            # Claude Code searches for these words, to ask again for fewer tokens.
             f"The input length and `max_tokens` exceed context limit: {prompt_tokens} + {max_tokens} > "
             f"{max_model_len}; use at most {room}, or a shorter prompt.",
             param="max_tokens",
         )
     if request.min_tokens > max_tokens:
         raise InvalidRequest(f"min_tokens must be at most max_tokens, which is {max_tokens}.", param="min_tokens")
-    # A grammar says itself where an answer ends.
+    # A grammar itself decides where an answer ends.
     ends = () if request.ignore_eos and request.grammar is None else end_token_ids
     return SamplingParams(
         max_tokens=max_tokens,
@@ -83,7 +83,7 @@ def sampling_of(
 
 
 def stores_kv(request: GenerateRequest, tenant: Tenant) -> bool:
-    """Return whether a request's KV may stay. Raises InvalidRequest where it asks for what that rules out."""
+    """Return whether a request's KV may stay. Raises InvalidRequest if the request contradicts that."""
     if request.store_kv and not tenant.store_kv:
         message = "store_kv cannot be true: no request with this API key leaves anything in the cache; leave it out."
         raise InvalidRequest(message, param="store_kv")
@@ -96,7 +96,7 @@ def stores_kv(request: GenerateRequest, tenant: Tenant) -> bool:
 
 
 def refuse_without_logits(request: GenerateRequest) -> None:
-    """Raise InvalidRequest for what needs a model's logits, where there is none."""
+    """Raise InvalidRequest for fields that need a model's logits, for an engine without any."""
     asked = {
         "presence_penalty": request.presence_penalty,
         "frequency_penalty": request.frequency_penalty,
@@ -115,11 +115,11 @@ def refuse_without_logits(request: GenerateRequest) -> None:
 
 
 MAX_KNOWN = 128
-"""Grammars that are known to be good, over all tenants."""
+"""Number of remembered valid grammars, over all tenants."""
 
 
 class CheckedGrammars:
-    """Grammars that an ingress has compiled, so that a bad one is a 400 at once. A tenant's are its own."""
+    """Grammars that an ingress has compiled, so that a bad one is a 400 at once. Each tenant has its own."""
 
     def __init__(self, info: CheckpointInfo, workers: FairWorkers) -> None:
         self._ends = bool(info.eos_token_ids)
@@ -128,11 +128,11 @@ class CheckedGrammars:
         self._known: OrderedDict[tuple[str, Grammar], str] = OrderedDict()
 
     async def form(self, grammar: Grammar | None, tenant: str) -> str:
-        """Return a grammar in llguidance's form, "" for none. Raises InvalidRequest where no answer could follow it."""
+        """Return a grammar in llguidance's form, "" for none. Raises InvalidRequest if no answer could match it."""
         if grammar is None:
             return ""
         if not self._ends:
-            message = f"{grammar.field} needs a model with an end token, and this one names none."
+            message = f"{grammar.field} needs a model with an end token, and this one has none."
             raise InvalidRequest(message, param=grammar.field)
         key = (tenant, grammar)
         found = self._known.get(key)

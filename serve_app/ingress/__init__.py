@@ -1,1 +1,1 @@
-"""HTTP: the only room that knows starlette and fastapi. Knows no scoring, blocks or engines."""
+"""HTTP: the only package that uses starlette and fastapi. It knows nothing of scoring, blocks or engines."""

@@ -1,4 +1,4 @@
-"""Loading and unloading LoRA adapters over HTTP, on replicas first, then on ingresses (vLLM's endpoints)."""
+"""Load and unload LoRA adapters over HTTP, first on replicas, then on ingresses (vLLM's endpoints)."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -19,7 +19,7 @@ from serve_app.errors import InvalidRequest, NotFound, PermissionDenied
 MAX_PATH_CHARS = 4096
 
 Tell = Callable[[str, Any], Awaitable[list[Any]]]
-"""Call a method with one argument on every replica of a deployment; returns their answers."""
+"""Calls a method with one argument on every replica of a deployment, and returns the answers."""
 
 
 def _names(value: Any) -> tuple[str, ...]:
@@ -40,15 +40,13 @@ class LoadAdapterBody(JsonBody):
         str | None,
         Field(min_length=1, max_length=MAX_PATH_CHARS),
         Must(f"a string of 1 to {MAX_PATH_CHARS} characters"),
-    ] = Field(None, description="a directory on the replicas' machines, as PEFT saves adapters")
+    ] = Field(None, description="a PEFT adapter's directory on the replicas' machines")
     load_inplace: bool = Field(False, description="replace an adapter of that name")
     tenants: Annotated[
         tuple[str, ...],
         PlainValidator(_names, json_schema_input_type=list[str] | None),
         Must("a list of at least one tenant's name, or null for all"),
-    ] = Field(
-        (), description="who may use it; null: all; left out: all, or with load_inplace whoever had the predecessor"
-    )
+    ] = Field((), description="tenants that may use it; null: all; absent: all, or with load_inplace the predecessor's")
 
 
 class UnloadAdapterBody(JsonBody):
@@ -59,7 +57,7 @@ class UnloadAdapterBody(JsonBody):
 
 @dataclass(slots=True)
 class AdapterAdmin:
-    """Changes to the adapters of a deployment. ``config``: the settings in force, which may be set."""
+    """Changes the adapters of a deployment. ``config``: the settings in force, which may be replaced."""
 
     config: AppConfig
     registry: AdapterRegistry
@@ -68,9 +66,9 @@ class AdapterAdmin:
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def load(self, body: bytes) -> str:
-        """Load an adapter; returns vLLM's sentence. Raises InvalidRequest, PermissionDenied, and Overloaded.
+        """Load an adapter; return vLLM's message. Raises InvalidRequest, PermissionDenied, and Overloaded.
 
-        Where a replica cannot serve it, or another request was faster, no replica keeps it.
+        If a replica cannot serve it, or another request was faster, no replica keeps it.
         """
         self._require_allowed()
         wanted = LoadAdapterBody.parse(body)
@@ -95,8 +93,8 @@ class AdapterAdmin:
                 spec = await asyncio.to_thread(describe_adapter, name, where, root=self.config.lora_root)
             except AdapterError as error:
                 inside = "" if self.config.lora_root is None else ", as lora_path starts in lora_root"
-                what = f"The adapter cannot be loaded from {str(where)[:MAX_PATH_CHARS]}{inside}: {error}."
-                raise InvalidRequest(what, param="lora_path") from error
+                message = f"The adapter cannot be loaded from {str(where)[:MAX_PATH_CHARS]}{inside}: {error}."
+                raise InvalidRequest(message, param="lora_path") from error
             tenants = wanted.tenants
             if before is not None and "tenants" not in wanted.model_fields_set:
                 tenants = before.tenants
@@ -116,7 +114,7 @@ class AdapterAdmin:
         return f"Success: LoRA adapter '{name}' added successfully."
 
     async def unload(self, body: bytes) -> str:
-        """Unload ``lora_name``; requests that have begun finish with it. Raises InvalidRequest and NotFound."""
+        """Unload ``lora_name``; running requests finish with it. Raises InvalidRequest and NotFound."""
         self._require_allowed()
         wanted = UnloadAdapterBody.parse(body)
         require_none(wanted.unknown())
@@ -131,7 +129,7 @@ class AdapterAdmin:
         return f"Success: LoRA adapter '{name}' removed successfully."
 
     async def _announce(self, entry: AdapterEntry, replaced: AdapterEntry | None) -> None:
-        """Make an entry known: here, to every ingress, and to replicas, from which later ingresses learn it."""
+        """Publish an entry: here, to every ingress, and to replicas, from which later ingresses learn it."""
         self.registry.merge([entry])
         await self.tell_ingresses("merge_adapters", [entry])
         await self.tell_replicas("merge_adapters", [entry])
@@ -144,7 +142,7 @@ class AdapterAdmin:
         self.registry.require_current()
 
     def _confined(self, path: str) -> Path:
-        """Return the path that is meant. Raises PermissionDenied for one outside ``lora_root``, links followed."""
+        """Resolve a path. Raises PermissionDenied if it lies outside ``lora_root``, with links followed."""
         root = self.config.lora_root
         try:
             if root is None:

@@ -1,4 +1,4 @@
-"""One answer on its way out: its pieces as server-sent events or as one body, in the format of its API."""
+"""Sends one answer: its pieces as server-sent events or as one body, in the format of its API."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request's answer while it comes; leaving it as a block ends what is under way, frees its place, counts it."""
+    """One request's answer. As a context manager it ends the generations, frees the request's place and counts it."""
 
     format: AnswerFormat
     head: AnswerHead
@@ -53,12 +53,12 @@ class Answer:
         try:
             await self.pieces.aclose()
         finally:
-            self.place.give_back()  # pieces that have not begun give nothing back
+            self.place.give_back()  # unstarted pieces do not return it
             self.meter.end(error)
 
 
 class EventStream(Response):
-    """An answer as server-sent events, which go straight to the connection; ``opening``: its first piece."""
+    """An answer as server-sent events, written directly to the connection; ``opening``: its first piece."""
 
     def __init__(self, answer: Answer, opening: Piece) -> None:
         headers = _headers(answer, opening.first.save if opening.first is not None else None)
@@ -68,25 +68,25 @@ class EventStream(Response):
         self._opening = opening
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
+        """Send the answer."""
         answer, stream = self._answer, self._answer.format.stream(self._answer.head)
         try:
             async with until_disconnect(Request(scope, receive)):
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 last = await self._events(stream, connection_of(scope, send))
-                # A client that takes nothing may have come to the end of its time: it has a little more for this.
+                # A client that stopped reading may have reached its deadline: it gets a little more time for this.
                 remaining_s = max(0.0, answer.deadline.at_s - time.perf_counter()) + LAST_EVENT_S
                 async with asyncio.timeout(remaining_s):
                     await send({"type": "http.response.body", "body": last, "more_body": False})
         except TimeoutError:
-            logger.info("stream %s ends without its last event: its client takes nothing", answer.head.answer_id)
+            logger.info("stream %s ends without its last event: its client does not read", answer.head.answer_id)
         except (ClientDisconnect, asyncio.CancelledError) as error:
             answer.meter.client_left()
             if isinstance(error, asyncio.CancelledError):
                 raise
 
     async def _events(self, stream: AnswerStream, connection: Connection) -> bytes:
-        """Send all events but the last; return that, which is an error's where the answer breaks off."""
+        """Send all events except the last one, and return that: an error if the answer breaks off."""
         answer, meter = self._answer, self._answer.meter
         opened: set[int] = set()
 
@@ -144,17 +144,17 @@ async def whole(answer: Answer) -> Response:
 
 
 async def streamed(answer: Answer) -> Response:
-    """Return an answer as a stream with its first piece: errors before it have a status. Raises a ``WarmpathError``."""
+    """Return an answer as a stream, after its first piece: earlier errors have a status. Raises a ``WarmpathError``."""
     async with AsyncExitStack() as ending:
         await ending.enter_async_context(answer)
         async with answer.deadline.limit():
             first = await anext(answer.pieces)
-        ending.pop_all()  # the stream ends it
+        ending.pop_all()  # from here on, the stream ends the answer
     return EventStream(answer, first)
 
 
 def _headers(answer: Answer, save: SaveResult | None) -> dict[str, str]:
-    """Return the version of the prompt that was meant, and a warning where something asked for could not be had."""
+    """Return headers with the version of the registered prompt, and with a warning for each unmet wish."""
     meter = answer.meter
     prompt = meter.generations[0].prompt_ref
     warnings = save_warning(save, meter.usage.asked_by), ignored_fields(meter.wanted.unknown)

@@ -1,4 +1,4 @@
-"""The parts of an ingress are made here, in the order in which they need each other."""
+"""Builds the parts of an ingress, in the order of their dependencies."""
 
 import asyncio
 import ctypes
@@ -62,11 +62,11 @@ logger = logging.getLogger(__name__)
 
 LARGE_BYTES = 1 << 20
 _M_MMAP_THRESHOLD = -3
-"""Source: glibc's malloc.h. Setting it also keeps malloc from raising it to the largest buffer that was ever freed."""
+"""Source: glibc's malloc.h. Once set, malloc no longer raises it to the size of the largest freed buffer."""
 
 
 async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentHandle) -> Services:
-    """Put an ingress together; its router connects in the background. ``args``: the settings of Serve's own router."""
+    """Build an ingress; its router connects in the background. ``args``: the settings of Serve's own router."""
     return_large_buffers()
     context = serve.get_replica_context()
     app_name, name = context.app_name, context.replica_id.unique_id
@@ -74,7 +74,7 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
     secret = load_secret(secret_file=config.secret_file)
     tenants = Tenants(config.tenants, secret, operator_key_sha256=config.operator_key_sha256)
     if tenants.open:
-        logger.warning("no tenants are configured: everyone who can reach this port is the tenant `default`")
+        logger.warning("no tenants are configured: every client of this port is the tenant `default`")
     shares = Shares(config.cache_shares)
     workers = FairWorkers(shares)
     tokenizer, prompts = await asyncio.to_thread(_load_tokenizer, info.path, config, workers)
@@ -146,7 +146,7 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
 
 
 async def stored_responses(config: AppConfig, secret: bytes, workers: FairWorkers) -> StoredResponses | None:
-    """Open where responses are stored, None where they are not. Raises StoreError."""
+    """Open the storage of responses, None if the deployment stores none. Raises StoreError."""
     if not config.store_responses:
         return None
     url, given = os.environ.get(URL_VARIABLE), config.responses_file
@@ -162,7 +162,7 @@ async def stored_responses(config: AppConfig, secret: bytes, workers: FairWorker
 
 
 def about(config: AppConfig) -> dict[str, Any]:
-    """Return what a snapshot of the event stream says of the instance."""
+    """Return the description of the instance in snapshots of the event stream."""
     return {
         "model": config.model_name,
         "engine": config.engine,
@@ -174,9 +174,9 @@ def about(config: AppConfig) -> dict[str, Any]:
 
 
 def places(config: AppConfig, replicas: int) -> int:
-    """Return the generations that one ingress may have under way: its part of what the replicas take.
+    """Return the number of generations that one ingress may run: its part of the replicas' capacity.
 
-    Half as many as run may wait in the replicas; more would only make turns longer.
+    Replicas may queue half as many sequences as they run; more would only make turns longer.
     """
     by_replica = config.max_num_seqs + min(config.max_waiting_requests, (config.max_num_seqs + 1) // 2)
     return max(1, max(config.first_replicas, replicas) * by_replica // config.ingress_replicas)
@@ -192,6 +192,6 @@ def _load_tokenizer(path: Path, config: AppConfig, workers: FairWorkers) -> tupl
 
 
 def return_large_buffers() -> bool:
-    """Have malloc map buffers over ``LARGE_BYTES`` on their own, in this process; False where malloc is not glibc's."""
+    """Make malloc map buffers over ``LARGE_BYTES`` separately in this process; return False without glibc's malloc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and bool(mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES))

@@ -1,4 +1,4 @@
-"""Calls to all replicas and to all ingresses of one application, with their time limits."""
+"""Calls to all replicas or all ingresses of one application, with time limits."""
 
 import asyncio
 import logging
@@ -19,7 +19,7 @@ INGRESS_NAME = "Ingress"
 
 
 class Broadcast:
-    """Calls a method of every replica or ingress. ``ingress_replicas``: how many there are, this one included."""
+    """Calls a method of every replica or ingress. ``ingress_replicas``: their number, including this one."""
 
     def __init__(self, replica: DeploymentHandle, app_name: str, ingress_replicas: int) -> None:
         self._replica = replica
@@ -31,21 +31,21 @@ class Broadcast:
         return list(await self._replica.broadcast(method, *arguments).results_async(timeout_s=timeout_s))
 
     async def ingresses(self, method: str, *arguments: Any, timeout_s: float = 30) -> list[Any]:
-        """Call a method of every ingress, this one too, and return the answers; none where there is no other."""
+        """Call a method of every ingress, including this one, and return the answers; none if there is no other."""
         if self._ingress_replicas == 1:
             return []
         handle = serve.get_deployment_handle(INGRESS_NAME, self._app_name)
         return list(await handle.broadcast(method, *arguments).results_async(timeout_s=timeout_s))
 
     async def connect(self, adapters: AdapterRegistry, learn: Callable[[], Awaitable[None]]) -> None:
-        """Return once replicas and ingresses answer, with ``adapters`` current. ``learn``: asks the ingresses for more.
+        """Return once replicas and ingresses answer and ``adapters`` is current. ``learn``: asks ingresses for more.
 
-        A router comes to life with its handle's first call.
+        A handle creates its router at its first call.
         """
         while True:
             try:
                 await self._replica.describe.remote()
-                # Replicas may all be younger than what an operator loaded; the other ingresses know it too.
+                # All replicas may be younger than an adapter that an operator loaded; other ingresses know it, too.
                 for known in [*await self.replicas("known_adapters"), *await self.ingresses("known_adapters")]:
                     adapters.merge(known)
                 await learn()

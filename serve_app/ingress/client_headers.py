@@ -1,7 +1,7 @@
-"""Around all of Ray: the headers that clients may set, and a short way for an answer's bytes. Knows no routes.
+"""The outermost ASGI middleware: it filters clients' headers, and offers a short path for an answer's bytes.
 
-Ray asks ``middlewares`` in every process that listens for HTTP, by RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH: an
-application's own middleware would come after Ray, which takes orders from headers.
+Ray calls ``middlewares`` in every process that listens for HTTP (RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH). An
+application's own middleware would run after Ray, which obeys some headers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from serve_app.ray_compat import header_names
 
 
 def _plain(name: bytes) -> bytes:
-    # Ray takes - and _ for the same in some of its names.
+    # Ray treats - and _ as equal in some of its names.
     return name.lower().replace(b"_", b"-")
 
 
@@ -28,17 +28,17 @@ _RAYS = frozenset(_plain(name.encode()) for name in _ORDERS)
 _RAYS_PREFIX = _plain(_ORDERS_PREFIX.encode())
 _REQUEST_ID = _ID.encode()
 _SESSION, _KEPT_SESSION = b"x-session-id", b"x-warmpath-session"
-"""A client's word for its session, and what it is called past Ray, which would choose a replica by it."""
+"""A client's session header, and its name behind Ray, which would choose a replica by the original."""
 _SESSIONS = (_KEPT_SESSION.decode(), _SESSION.decode(), "x-claude-code-session-id", "session-id")
-"""The headers by which clients name sessions, the most telling first; the last two are Claude Code's and Codex'."""
+"""The headers in which clients name sessions, by precedence; the last two are from Claude Code and Codex."""
 _MOST_SESSION_CHARS = 256
 _VALID_REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
 
 def client_headers(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Return ``headers`` without Ray's, and without an ``x-request-id`` that is not one short printable word.
+    """Return ``headers`` without Ray's, and without an ``x-request-id`` unless it is one short printable word.
 
-    The client's word for its session has another name among them.
+    The client's session header is renamed.
     """
     kept = [
         (name, value)
@@ -56,7 +56,7 @@ def _renamed(header: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
 
 
 def session_of(headers: Mapping[str, str]) -> str:
-    """Return a client's word for its session, "" for none. ``headers``: in lower case; what is too long is none."""
+    """Return the client's session, "" for none or an overlong one. ``headers``: with names in lower case."""
     words = (headers.get(name, "") for name in _SESSIONS)
     return next((word for word in words if 0 < len(word) <= _MOST_SESSION_CHARS), "")
 
@@ -66,31 +66,31 @@ _CONNECTION = "warmpath.connection"
 
 @dataclass(frozen=True, slots=True)
 class _Outermost:
-    """The server's own ``send``, and the loop that has it; empty in another process."""
+    """The server's own ``send`` and its event loop; empty in another process."""
 
     send: Send | None = None
     loop: asyncio.AbstractEventLoop | None = None
 
     def __reduce__(self) -> tuple[type[_Outermost], tuple[()]]:
-        """Serve's proxies pickle what they know of a request."""
+        """Pickle as empty: Serve's proxies pickle a request's scope."""
         return _Outermost, ()
 
 
 class Connection:
-    """Takes the middle of a body. ``flow``: the server's of the connection, None where it is not known."""
+    """Sends the middle of a body. ``flow``: the server's flow control of the connection, None if unknown."""
 
     def __init__(self, send: Send, flow: Any) -> None:
         self._send = send
         self._flow = flow
 
     def open(self) -> bool:
-        """Whether ``write`` can be used now: the client keeps up."""
+        """Return whether the client keeps up, so that ``write`` can be used now."""
         return self._flow is not None and not self._flow.write_paused
 
     def write(self, part: bytes) -> None:
-        """Send a part at once, while it is ``open``."""
+        """Send a part at once, while the connection is ``open``."""
         try:
-            self.send(part).send(None)  # the server's ``send`` waits for nothing but the client
+            self.send(part).send(None)  # the server's ``send`` waits only for the client
         except StopIteration:
             return
         raise RuntimeError("the server's send waits for more than its client")
@@ -102,10 +102,10 @@ class Connection:
 
 
 def connection_of(scope: Scope, send: Send) -> Connection:
-    """Return the connection itself, for the middle of a body; ``send`` alone where that cannot be used.
+    """Return the connection itself for the middle of a body, or a wrapper of ``send`` if it cannot be used.
 
-    The layers of Ray and the application look at the start and the end of an answer alone. Behind a proxy, or where
-    Serve runs the application in a loop of its own, as by default, the connection is somebody else's.
+    The layers of Ray and the application need only the start and the end of an answer. Behind a proxy, or if Serve
+    runs the application in a separate loop (the default), another process or loop has the connection.
     """
     outermost = scope.get(_CONNECTION)
     if isinstance(outermost, _Outermost) and outermost.loop is asyncio.get_running_loop() and outermost.send:
@@ -115,7 +115,7 @@ def connection_of(scope: Scope, send: Send) -> Connection:
 
 
 class ClientHeaders:
-    """ASGI middleware, the outermost: the application behind it sees ``client_headers`` alone."""
+    """The outermost ASGI middleware: the application behind it sees only ``client_headers``."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -129,5 +129,5 @@ class ClientHeaders:
 
 
 def middlewares() -> list[Middleware]:
-    """Return what Ray is to put around the applications it serves."""
+    """Return the middlewares that Ray puts around its applications."""
     return [Middleware(ClientHeaders)]

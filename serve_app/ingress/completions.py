@@ -1,4 +1,4 @@
-"""The way of a request for text: its body, its turn, its generations, its answer."""
+"""The path of a generation request: its body, its turn in the queue, its generations, its answer."""
 
 import secrets
 import time
@@ -29,7 +29,7 @@ from serve_app.tokenization.tokenizer import PromptTokenizer
 from serve_app.tracing.request import RequestTrace
 
 INLINE_BODY_BYTES = 64 << 10
-"""Longer bodies are parsed off the loop."""
+"""Longer bodies are parsed outside the event loop."""
 
 Parse = Callable[[bytes], GenerateRequest]
 T = TypeVar("T")
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Completions:
-    """Answers every request for text, in any API's format. ``config``: the settings in force, which may be set."""
+    """Answers generation requests in any API's format. ``config``: the settings in force, which may be replaced."""
 
     config: AppConfig
     preparer: Preparer
@@ -49,13 +49,13 @@ class Completions:
     drain: Drain
 
     async def generate(self, request: Request, tenant: Tenant, parse: Parse, answer_format: AnswerFormat) -> Response:
-        """Return the answer, whole or begun. Raises a ``WarmpathError`` before its first piece, or ClientDisconnect."""
+        """Return a whole or started answer. Raises a ``WarmpathError`` before its first piece, or ClientDisconnect."""
         arrived_s = time.perf_counter()
         with self.counters.front_door.arrive(tenant.name) as arrival:
             wanted = self.readers.checked(await self._wanted(request, tenant, arrival, parse, answer_format))
             if session := session_of(request.headers):
                 wanted = replace(wanted, session=session)
-            # Internal ids are ours: two clients may send the same x-request-id.
+            # The internal id is random: two clients may send the same x-request-id.
             answer_id = secrets.token_hex(16)
             timeout_s = self.config.request_timeout_s
             deadline = Deadline(self.drain, arrived_s + timeout_s, timeout_s)
@@ -85,7 +85,7 @@ class Completions:
                 return await (streamed if wanted.stream else whole)(answer)
 
     async def count_tokens(self, request: Request, tenant: Tenant, parse: Callable[[bytes], ChatRequest]) -> int:
-        """Return how many tokens the prompt of a request has. Raises a ``WarmpathError``."""
+        """Return the number of tokens in a request's prompt. Raises a ``WarmpathError``."""
         with self.counters.front_door.arrive(tenant.name) as arrival:
             wanted = await self._wanted(request, tenant, arrival, parse)
             assert isinstance(wanted, ChatRequest)
@@ -94,7 +94,7 @@ class Completions:
     async def _wanted(
         self, request: Request, tenant: Tenant, arrival: Arrival, parse: Parse, form: AnswerFormat | None = None
     ) -> GenerateRequest:
-        """Return what a request's body asks for. Raises a ``WarmpathError``."""
+        """Read and parse a request's body. Raises a ``WarmpathError``."""
         body = await read_body(request, self.config.max_body_bytes, arrival.grow)
 
         async def read(work: Callable[[bytes], T]) -> T:

@@ -1,4 +1,4 @@
-"""An ingress' end: no more requests, and a time for answers under way, counted until their last byte is sent."""
+"""The shutdown of an ingress: refuse new requests, and give running answers time until their last byte is sent."""
 
 import asyncio
 import time
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from serve_app.errors import GenerationFailed, Overloaded
 
 LAST_EVENT_S = 2.0
-"""How long a client has to take the last event of a stream whose time is over."""
+"""The time for a client to receive the last event of a stream after its deadline."""
 
 CODE = "server_stopping"
 
 
 class Drain:
-    """``begun``: whether requests are refused; ``over``: whether those that run are ended; ``limits``: of those."""
+    """Stops an ingress. ``begun``: requests are refused; ``over``: running ones end; ``limits``: their timeouts."""
 
     def __init__(self) -> None:
         self.begun = False
@@ -43,7 +43,7 @@ class Drain:
                 self._idle.set()
 
     async def run(self, timeout_s: float) -> int:
-        """Refuse requests from now on; return when no answer is under way, and how many were ended after their time."""
+        """Refuse requests from now on; return when no answer is running, with the number of answers ended early."""
         self.begun = True
         if await self._idle_within(timeout_s):
             return 0
@@ -65,7 +65,7 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """The moment of ``time.perf_counter`` until which a request is answered, ``timeout_s`` after it came."""
+    """A request's deadline on ``time.perf_counter``, ``timeout_s`` after its arrival."""
 
     drain: Drain
     at_s: float
@@ -73,7 +73,7 @@ class Deadline:
 
     @asynccontextmanager
     async def limit(self) -> AsyncIterator[None]:
-        """End the block then, or when the ingress stops. Raises the WarmpathError that says so."""
+        """End the block at the deadline, or when the ingress stops, with a WarmpathError."""
         drain = self.drain
         try:
             async with asyncio.timeout(0 if drain.over else self.at_s - time.perf_counter()) as limit:

@@ -1,4 +1,4 @@
-"""What every route shares: who may call it, errors in the shape of the API, and the count of answers."""
+"""The common part of all routes: access, errors in the shape of the API, and counting answers."""
 
 import logging
 from collections.abc import Awaitable, Callable, Collection
@@ -31,26 +31,26 @@ logger = logging.getLogger(__name__)
 
 
 class UnsupportedMediaType(InvalidRequest):
-    """The body is declared to be something else than JSON."""
+    """The declared type of the body is not JSON."""
 
     status = 415
     code = "unsupported_media_type"
 
 
 class Api(NamedTuple):
-    """How an API shows errors, and a tenant's limits. ``id_header``: of its answers, for the request's id; "": none."""
+    """An API's shape of errors and limits. ``id_header``: its header for the request's id in answers, "" for none."""
 
     error: RenderError
     limits: RenderLimits
     id_header: str = ""
 
     def refusal(self, error: WarmpathError, request: Request) -> Response:
-        """Return an error as an answer."""
+        """Return an answer with an error."""
         shown = self.error(error, request_id_of(request))
         return self.named(json_response(shown.body, shown.status, error_headers(error)), request)
 
     def named(self, response: Response, request: Request) -> Response:
-        """Return an answer with the request's id, where the API has a header for it."""
+        """Return an answer with the request's id, if the API has a header for it."""
         if self.id_header:
             response.headers[self.id_header] = request_id_of(request)
         return response
@@ -58,7 +58,7 @@ class Api(NamedTuple):
 
 @dataclass(slots=True)
 class RouteGuard:
-    """Runs routes. ``allowed_hosts``: of which pages may post; it may be set."""
+    """Runs routes. ``allowed_hosts``: the hosts of pages that may post; it may be replaced."""
 
     tenants: Tenants
     metrics: IngressMetrics
@@ -67,20 +67,20 @@ class RouteGuard:
     allowed_hosts: Collection[str] | None = None
 
     def tenant(self, request: Request) -> Tenant:
-        """Return who asks, remembered for the counters. Raises AuthenticationFailed."""
+        """Return the caller's tenant, and store it for the counters. Raises AuthenticationFailed."""
         tenant = _found(request)
         if tenant is None:
             tenant = request.state.tenant = self.tenants.authenticate(credentials(request))
         return tenant
 
     def sees_all(self, request: Request) -> bool:
-        """Whether the caller may see every tenant: an operator key, or a deployment open to everyone."""
+        """Return whether the caller may see every tenant: it has an operator key, or the deployment is open."""
         if self.tenants.is_operator(credentials(request)):
             return True
         return self.tenants.open and not self.tenants.has_operators
 
     def viewer(self, request: Request) -> str | None:
-        """Return a tenant's name for its part of the caches, None for all, as of now. Raises AuthenticationFailed."""
+        """Return the tenant that the caller may see, None for all, as of now. Raises AuthenticationFailed."""
         return None if self.sees_all(request) else self.tenants.authenticate(credentials(request)).name
 
     def require_operator(self, request: Request) -> None:
@@ -96,7 +96,7 @@ class RouteGuard:
     async def answer(
         self, request: Request, endpoint: str, api: Api, work: Callable[[], Awaitable[Response]]
     ) -> Response:
-        """Run a route's work and count the answer, with the tenant's limits; a failure is an error of the API."""
+        """Run a route's work, count the answer and add the tenant's limits; failures become errors of the API."""
         try:
             refuse_foreign_page(request, self.allowed_hosts)
             if request.method == "POST":
@@ -122,7 +122,7 @@ def _found(request: Request) -> Tenant | None:
 
 
 def _shown(error: Exception, request: Request) -> WarmpathError:
-    """Return what a client is told of an error; what it cannot do anything about is logged."""
+    """Return the error for the client; log errors that a client cannot fix."""
     if isinstance(error, WarmpathError):
         return error
     if isinstance(error, NoReplicaLeft):
@@ -136,12 +136,12 @@ def _shown(error: Exception, request: Request) -> WarmpathError:
 
 
 def refuse_foreign_page(request: Request, allowed_hosts: Collection[str] | None) -> None:
-    """Refuse a POST, or a DELETE, that a page of another site makes its reader's browser send.
+    """Refuse a POST or a DELETE that another site's page makes a browser send.
 
     Such a page reaches servers on the user's machine, which may need no key. Other clients send no ``Origin``.
-    ``allowed_hosts``: names in ``Host`` that are this server's, beside addresses and localhost; None: any. Raises
-    UnsupportedMediaType for a type other than JSON (a browser asks before it sends that to another site, and gets no
-    yes), and PermissionDenied for a page with a name that was made to lead here (DNS rebinding).
+    ``allowed_hosts``: this server's names in ``Host``, besides addresses and localhost; None: any name. Raises
+    UnsupportedMediaType for a type other than JSON (for JSON, a browser first asks for a permission that it never
+    gets), and PermissionDenied for a page with a name that was pointed at this server (DNS rebinding).
     """
     origin = request.headers.get("origin")
     if request.method not in ("POST", "DELETE") or origin is None:
@@ -153,7 +153,7 @@ def refuse_foreign_page(request: Request, allowed_hosts: Collection[str] | None)
             "setting allowed_hosts."
         )
     if request.method == "DELETE":
-        return  # a browser asks first, whatever the type
+        return  # a browser asks for permission first, for any type
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if origin.partition("://")[2] != host and media_type != "application/json":
         raise UnsupportedMediaType("Send the header Content-Type: application/json.")

@@ -1,4 +1,4 @@
-"""HTTP plumbing of the ingress: bounded bodies, request ids, errors in the API's shape, watching for disconnects."""
+"""HTTP helpers of the ingress: bounded bodies, request ids, errors in the API's shape, disconnect detection."""
 
 import asyncio
 import hmac
@@ -16,18 +16,18 @@ from serve_app.ray_compat import serve_request_id
 
 BODY_TIMEOUT_S = 30.0
 MIN_BODY_BYTES_PER_S = 65_536
-"""A body has ``BODY_TIMEOUT_S`` and, beyond that, the time that what has arrived takes at this rate."""
+"""A body may take ``BODY_TIMEOUT_S``, plus the time that its received bytes need at this rate."""
 
 
 def request_id_of(request: Request) -> str:
-    """Return the id that Serve answers with as ``x-request-id``: the client's own, or one Serve made."""
+    """Return the id that Serve returns as ``x-request-id``: the client's own, or a generated one."""
     return (serve_request_id() or request.headers.get("x-request-id", ""))[:128]
 
 
 def credentials(request: Request) -> str | None:
-    """Return the Authorization header, or what it would be for a key in ``x-api-key``, Anthropic's header.
+    """Return the Authorization header, or its equivalent for a key in ``x-api-key``, Anthropic's header.
 
-    Raises AuthenticationFailed where both are there and differ.
+    Raises AuthenticationFailed if both exist and differ.
     """
     authorization, key = request.headers.get("authorization"), request.headers.get("x-api-key")
     if key is None:
@@ -41,9 +41,9 @@ def credentials(request: Request) -> str | None:
 async def read_body(
     request: Request, max_bytes: int, grow: Callable[[int], None] = lambda _: None, timeout_s: float = BODY_TIMEOUT_S
 ) -> bytes:
-    """Return the body. ``grow`` hears of bytes before they are kept: all that are announced, or each part.
+    """Return the body. ``grow`` gets byte counts before the bytes are stored: the announced size, or each part.
 
-    Raises RequestTooLarge as soon as that is known, and RequestTimeout when the body stops for ``timeout_s``, or falls
+    Raises RequestTooLarge as soon as possible, and RequestTimeout if the body stops for ``timeout_s``, or falls
     behind ``MIN_BODY_BYTES_PER_S`` by as much.
     """
     too_large = RequestTooLarge(f"The request body is over the limit of {max_bytes} bytes; send a shorter prompt.")
@@ -74,12 +74,12 @@ async def read_body(
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Return a JSON response (msgspec encodes several times faster than json)."""
+    """Return a JSON response, encoded by msgspec, which is several times faster than json."""
     return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
 
 
 def error_headers(error: WarmpathError) -> dict[str, str]:
-    """Return ``Retry-After`` (whole seconds, from 1); a request that did not arrive ends its connection, too."""
+    """Return ``Retry-After`` (whole seconds, at least 1); a request timeout also closes its connection."""
     headers = {"connection": "close"} if isinstance(error, RequestTimeout) else {}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
@@ -88,9 +88,9 @@ def error_headers(error: WarmpathError) -> dict[str, str]:
 
 @asynccontextmanager
 async def until_disconnect(request: Request) -> AsyncIterator[None]:
-    """Cancel the block when the client goes away; ClientDisconnect leaves it then. The body must have been read.
+    """Cancel the block when the client disconnects, and raise ClientDisconnect. The body must be read before.
 
-    The block runs in the caller's own task, so nothing that it has made is lost on the way to a closer.
+    The block runs in the caller's own task, so the caller can still close all objects that the block made.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -99,7 +99,7 @@ async def until_disconnect(request: Request) -> AsyncIterator[None]:
     def leave(watcher: asyncio.Future[None]) -> None:
         nonlocal left
         if not watcher.cancelled() and not over:
-            watcher.exception()  # that nothing more can be heard of the client is the same to us
+            watcher.exception()  # an error in receiving counts as a disconnect
             left = True
             task.cancel()
 
@@ -113,11 +113,11 @@ async def until_disconnect(request: Request) -> AsyncIterator[None]:
         raise
     finally:
         over = True
-        # It has ended in the loop's next round, before any task that listens next has begun.
+        # It ends in the loop's next round, before another task begins to receive.
         watcher.cancel()
 
 
 async def until_gone(receive: Callable[[], Awaitable[Any]]) -> None:
-    """Return when the client has gone; whatever else it sends is passed over."""
+    """Return when the client has disconnected; ignore its other messages."""
     while (await receive())["type"] != "http.disconnect":
         pass

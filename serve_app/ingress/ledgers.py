@@ -1,4 +1,4 @@
-"""Usage of one ingress and of all: what is counted here is written again and again, and read with what others have."""
+"""Usage of one ingress and of all: own counts are written periodically, and merged with others' on request."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -9,7 +9,7 @@ from serve_app.usage.report import Rows, merged
 
 
 class Ledgers:
-    """``ingresses``: calls a method of every ingress, this one too; returns nothing where there is no other."""
+    """Reads and writes usage. ``ingresses``: calls a method of all ingresses; returns nothing if there is only one."""
 
     def __init__(self, ledger: Ledger, ingresses: Callable[..., Awaitable[list[Any]]]) -> None:
         self._ledger = ledger
@@ -17,16 +17,16 @@ class Ledgers:
         self._writing = asyncio.create_task(self._write())
 
     async def here(self, first_day: str, last_day: str, tenant: str | None) -> tuple[str, Rows]:
-        """Return what this ingress' file has from one day to another, of a tenant or (None) of all, with its id."""
+        """Return the id of this ingress' file, and its rows from one day to another, of a tenant or (None) all."""
         return self._ledger.file_id, await asyncio.to_thread(self._ledger.read, first_day, last_day, tenant)
 
     async def everywhere(self, first_day: str, last_day: str, tenant: str | None) -> Rows:
-        """Return what all ingresses have."""
+        """Return the rows of all ingresses."""
         asked = first_day, last_day, tenant
         return merged(await self._ingresses("usage", *asked) or [await self.here(*asked)])
 
     async def flush(self) -> None:
-        """Write what was counted."""
+        """Write the counts to the file."""
         await asyncio.to_thread(self._ledger.flush)
 
     async def _write(self) -> None:

@@ -1,4 +1,4 @@
-"""What one ingress is made of, and what its routes ask of several parts at once. `assembly.py` puts it together."""
+"""The parts of one ingress, and operations of routes that need several parts. `assembly.py` builds it."""
 
 import asyncio
 import logging
@@ -45,15 +45,15 @@ from serve_app.tracing.tracer import Tracer
 logger = logging.getLogger(__name__)
 
 BODIES = 8
-"""How many bodies of the greatest size an ingress holds before they are admitted, over all tenants."""
+"""The number of bodies of maximum size that an ingress holds before admission, over all tenants."""
 
 
 @dataclass(slots=True)
 class Services:
-    """The parts of one ingress. ``base_model``: as clients see it. ``config``: the settings in force.
+    """The parts of one ingress. ``base_model``: its description for clients. ``config``: the settings in force.
 
     ``connecting`` is done once replicas and ingresses answer. ``refused_settings``: why the newest are not in force.
-    ``stored`` None: no responses are kept.
+    ``stored`` None: no responses are stored.
     """
 
     config: AppConfig
@@ -89,8 +89,8 @@ class Services:
     _synced: bool = False
 
     async def configure(self, config: AppConfig) -> None:
-        """Put other live settings into force; requests that have begun go on with those that they began with."""
-        # First what takes time, and could fail. All else happens between two requests.
+        """Apply other live settings; running requests keep their old ones."""
+        # The slow step, which could fail, is first. All others run between two requests.
         await self.prompts.replace(self.tokenizer, config.public_prompts)
         self.core.configure(RouterSettings.from_json(config.routing()))
         self.tenants.configure(config.tenants, config.operator_key_sha256)
@@ -103,7 +103,7 @@ class Services:
         self.preparer.configure(limits_of(config, self.base_model["max_model_len"]))
 
     def ready(self) -> bool:
-        """Whether a request can be answered, and routed: every cache was known once. Later replicas change nothing."""
+        """Return whether requests can be routed: every cache was known once. Later replicas change nothing."""
         if not self._synced and self.connecting.done():
             self._synced = self.core.knows_every_cache
         return self._synced and bool(self.core.replica_ids)
@@ -113,7 +113,7 @@ class Services:
         return await read_body(request, self.config.max_body_bytes)
 
     def models(self, request: Request) -> list[dict[str, Any]]:
-        """Return the models of whoever asks; where files lie is shown to operators, and where nobody else is."""
+        """Return the caller's models; operators, and callers of an open deployment, see the files' full paths."""
         operator = self.tenants.is_operator(credentials(request))
         tenant = None if operator else self.guard.tenant(request)
         names = None if tenant is None else tenant.models
@@ -127,7 +127,7 @@ class Services:
         return [{**adapter, "parent": None} for adapter in adapters]
 
     def autoscaling_stats(self) -> dict[str, float]:
-        """Return this ingress' figures for the autoscaling policy; none where that is off. Never raises."""
+        """Return this ingress' figures for the autoscaling policy; none if that is off. Never raises."""
         try:
             if self.config.autoscaling is None:
                 return {}
@@ -138,12 +138,12 @@ class Services:
                 **asdict(times),
                 **self.config.autoscaling.model_dump(),
             ).to_floats()
-        except Exception:  # Serve would ask no more
+        except Exception:  # after an error, Serve would stop asking
             logger.exception("no figures for autoscaling")
             return {}
 
     def samples(self) -> list[Sample]:
-        """Return what this ingress and its router have counted."""
+        """Return the samples of this ingress and its router."""
         streams = figures.samples_of({"warmpath_event_streams": self.live.watchers})
         samples = [*self.metrics.samples(), *figures.router_samples(self.core), *streams]
         for tenant, requests in self.front_door.waiting().items():
@@ -152,7 +152,7 @@ class Services:
         return [*samples, *version_samples(versions)]
 
     async def all_samples(self) -> list[Sample]:
-        """Return what every ingress and every replica has counted."""
+        """Return the samples of every ingress and every replica."""
         samples = figures.replica_samples(self.core)
         if self.config.autoscaling is not None:
             notices = await asyncio.to_thread(read, self.app_name, "autoscaling")
@@ -163,12 +163,12 @@ class Services:
         return samples
 
     async def cache_state(self) -> dict[str, Any]:
-        """Return what the caches hold, as this ingress' router sees it."""
+        """Return the content of the caches, as this ingress' router sees it."""
         model, engine = self.config.model_name, self.config.engine
         notices = await asyncio.to_thread(read_kinds, self.app_name, NOTICES)
         return cache_state(self.core, self.prefixes, self.tokenizer.stats(), notices, model=model, engine=engine)
 
 
 def limits_of(config: AppConfig, model_len: int) -> Limits:
-    """Return how long generations may be, in tokens, and saves stay; ``model_len``: the most the model takes."""
+    """Return the limits of generations, in tokens, and of saves; ``model_len``: the model's maximum length."""
     return Limits(model_len, config.default_max_tokens, config.save_ttl_s)

@@ -21,14 +21,14 @@ _HEADER = "# Written by `warmpath prompts add`. A version never changes; its fil
 
 
 class PromptError(ValueError):
-    """A prompt, or the lock, is not as it should be; the message says what to do."""
+    """A prompt or the lock is invalid. The message contains the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One version. ``tenant``: whose alone it is, None: public. ``digest``: ``sha256:`` and 64 hex digits.
+    """One version. ``tenant``: its only tenant, None: public. ``digest``: ``sha256:`` and 64 hex digits.
 
-    Without ``digest`` it came with the settings; without ``text`` it is what the lock says.
+    ``digest`` is empty for a prompt of the settings. ``text`` is empty for an entry of the lock.
     """
 
     name: str
@@ -39,18 +39,18 @@ class Prompt:
 
     @property
     def ref(self) -> str:
-        """What a request calls it."""
+        """The prompt's reference in requests."""
         return f"{self.name}@{self.version}"
 
 
 class PromptDirectory:
-    """The prompts below ``path``. Reads nothing by itself; every call sees the files as they are then."""
+    """The prompts below ``path``. Every call reads the current files."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def locks(self) -> list[Prompt]:
-        """Return what ``prompts.lock`` says, nothing where there is none. Raises PromptError."""
+        """Return the entries of ``prompts.lock``, or none without a lock. Raises PromptError."""
         file = self._path / LOCK
         if not self._path.is_dir():
             raise PromptError(f"there is no directory {self._path}")
@@ -62,13 +62,13 @@ class PromptDirectory:
         except OSError as error:
             raise PromptError(f"cannot read {file}: {error}") from error
         except (AttributeError, LookupError, TypeError, ValueError, yaml.YAMLError) as error:
-            raise PromptError(f"{file} is no lock of prompts ({error}); take it from version control") from error
+            raise PromptError(f"{file} is no lock of prompts ({error}); restore it from version control") from error
         if len(locks) > MAX_PROMPTS:
             raise PromptError(f"{file} has {len(locks)} prompts; at most {MAX_PROMPTS}")
         return locks
 
     def read(self) -> list[Prompt]:
-        """Return all prompts. Raises PromptError for the first that is not what was locked."""
+        """Return all prompts. Raises PromptError for the first that differs from its lock."""
         contents = [(lock, self._bytes(lock)) for lock in self.locks()]
         total = sum(len(raw) for _, raw in contents)
         if total > MAX_TOTAL_BYTES:
@@ -76,7 +76,7 @@ class PromptDirectory:
         return [replace(lock, text=raw.decode()) for lock, raw in contents]
 
     def problems(self) -> list[str]:
-        """Return what is wrong: files that are not what was locked, or not locked at all. Raises PromptError."""
+        """Return the problems: files that differ from the lock, or are not locked. Raises PromptError."""
         locks, problems = self.locks(), []
         for lock in locks:
             try:
@@ -93,7 +93,7 @@ class PromptDirectory:
     def add(self, ref: str, source: Path | None, tenant: str | None) -> Prompt:
         """Lock a version: the bytes of ``source``, else of its file. ``tenant`` None: as other versions, else public.
 
-        Raises PromptError, also where other bytes are locked: what clients have been given never changes.
+        Raises PromptError, also if other bytes are locked, because a published version never changes.
         """
         name, separator, version = ref.partition("@")
         if not separator or not _WORD.fullmatch(name) or not _WORD.fullmatch(version):
@@ -116,7 +116,7 @@ class PromptDirectory:
                 f"{ref} is locked as {before.digest}, and this is {lock.digest}; {where}. Take a new version"
             )
         if before is None and len(locks) == MAX_PROMPTS:
-            raise PromptError(f"there are {MAX_PROMPTS} prompts already; take versions out of {LOCK} that nobody uses")
+            raise PromptError(f"there are {MAX_PROMPTS} prompts already; remove unused versions from {LOCK}")
         for file in (self._file(lock), self._copy(lock)):
             file.parent.mkdir(exist_ok=True)
             write_atomically(file, raw)
@@ -139,12 +139,12 @@ class PromptDirectory:
         return raw
 
     def _difference(self, lock: Prompt, raw: bytes) -> str:
-        """Say where bytes differ from those that were locked, as far as a true copy of these is there."""
+        """Describe the first difference from the locked bytes, if an intact copy of them exists."""
         copy = self._copy(lock)
         try:
             locked = read_bounded(copy, MAX_PROMPT_BYTES)
         except OSError:
-            return f"which byte differs cannot be told: there is no copy of what was locked, {copy}"
+            return f"which byte differs cannot be told: there is no copy of the locked bytes, {copy}"
         if _digest(locked) != lock.digest:
             return f"which byte differs cannot be told: {copy} was changed, too"
         at = first_difference(locked, raw)
@@ -152,13 +152,13 @@ class PromptDirectory:
 
 
 def first_difference(one: AnyStr, other: AnyStr) -> int:
-    """Return the offset of the first character or byte that differs; the length where one begins the other."""
+    """Return the offset of the first differing character or byte, or the shorter length if one is a prefix."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))
 
 
 def read_bounded(file: Path, most: int) -> bytes:
-    """Return a file's bytes. Raises OSError, and ValueError where there are more than ``most``."""
+    """Return a file's bytes. Raises OSError, and ValueError for more than ``most`` bytes."""
     with file.open("rb") as opened:
         raw = opened.read(most + 1)
     if len(raw) > most:
@@ -167,7 +167,7 @@ def read_bounded(file: Path, most: int) -> bytes:
 
 
 def write_atomically(file: Path, raw: bytes) -> None:
-    """Replace a file's bytes, all or nothing. Raises OSError."""
+    """Replace a file's bytes atomically. Raises OSError."""
     part = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
     try:
         part.write_bytes(raw)
@@ -205,9 +205,9 @@ def _locks_of(entries: Mapping[str, Any]) -> Iterable[Prompt]:
         for version, digest in entry["versions"].items():
             words = (name, version) if tenant is None else (name, version, tenant)
             if not all(isinstance(word, str) and _WORD.fullmatch(word) for word in words):
-                raise ValueError(f"{name!r} {version!r} has a name that is none")
+                raise ValueError(f"{name!r} {version!r} has an invalid name")
             if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-                raise ValueError(f"the digest of {name}@{version} is none")
+                raise ValueError(f"the digest of {name}@{version} is invalid")
             yield Prompt(name, version, "", tenant, digest)
 
 

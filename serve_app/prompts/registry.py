@@ -1,4 +1,4 @@
-"""Registered prompts: a reference -> the text a tenant gets; the tokens that public ones make public in any prompt."""
+"""Registered prompts: a reference -> a tenant's text. The tokens of public ones are public in any prompt."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 
 
 class PromptNotFound(NotFound):
-    """A request refers to a prompt that is not registered, or that is another tenant's."""
+    """A request refers to a prompt that is not registered or belongs to another tenant."""
 
     code = "prompt_not_found"
 
 
 class Prompts:
-    """All prompts of a deployment, formatted anew each day: templates may write the date. ``cutovers``: of names."""
+    """All prompts of a deployment, formatted daily because templates may write the date. ``cutovers``: by name."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Prompts:
 
     @classmethod
     def of(cls, configs: Iterable[PublicPromptConfig], directory: Path | None) -> Prompts:
-        """Return the prompts of settings, and of a directory where there is one. Raises PromptError."""
+        """Return the prompts of the settings, and of a directory if given. Raises PromptError."""
         if directory is None:
             return cls(configs)
         return cls(configs, PromptDirectory(directory).read(), read_cutovers(directory))
@@ -59,23 +59,23 @@ class Prompts:
         return any(prompt.tenant is None for prompt in self._prompts.values())
 
     def all(self) -> Mapping[str, Prompt]:
-        """Return all prompts by reference, private ones too."""
+        """Return all prompts by reference, including private ones."""
         return self._prompts
 
     def tokens(self, ref: str) -> int:
-        """Return how many tokens a prompt's own text has, 0 for one that is not registered."""
+        """Return the number of tokens of a prompt's own text, 0 for an unregistered one."""
         return self._tokens.get(ref, 0)
 
     def least_tokens(self, ref: str, block_size: int) -> int:
-        """Return how many cached tokens show a whole prompt in the cache: a block less, as the last token may merge."""
+        """Return the cached tokens that imply a fully cached prompt: one block less, as the last token may merge."""
         return max(0, self.tokens(ref) // block_size - 1) * block_size
 
     def find(self, ref: str, tenant: str = "") -> Prompt:
-        """Return what a tenant means by NAME@VERSION or NAME. Raises InvalidRequest, and PromptNotFound."""
+        """Return a tenant's prompt for NAME@VERSION or NAME. Raises InvalidRequest and PromptNotFound."""
         name, separator, version = ref.partition("@")
         if not name or (separator and not version):
             raise InvalidRequest(
-                "prompt_ref must be NAME@VERSION, or NAME for the version that is promoted.", param="prompt_ref"
+                "prompt_ref must be NAME@VERSION, or NAME for the promoted version.", param="prompt_ref"
             )
         cutover = self.cutovers.names.get(name)
         if not separator and cutover is not None:
@@ -84,13 +84,13 @@ class Prompts:
         if prompt is None or prompt.tenant not in (None, tenant):
             versions = [other for other in self._prompts.values() if other.name == name]
             visible = [other.ref for other in versions if other.tenant in (None, tenant)]
-            what = "known versions" if separator else "none of it is promoted; name a version"
-            hint = f"{what}: {', '.join(visible[:8])}" if visible else "no version of it is registered"
+            lead = "known versions" if separator else "none of it is promoted; name a version"
+            hint = f"{lead}: {', '.join(visible[:8])}" if visible else "no version of it is registered"
             raise PromptNotFound(f"There is no prompt {ref[:160]!r}; {hint}.", param="prompt_ref")
         return prompt
 
     def is_public(self, system_text: str) -> bool:
-        """Tell whether a formatted system prompt is a registered public one and nothing else."""
+        """Return whether a formatted system prompt equals a registered public one."""
         return system_text in self._formatted
 
     async def replace(
@@ -99,7 +99,7 @@ class Prompts:
         configs: Sequence[PublicPromptConfig] | None = None,
         locked: Sequence[Prompt] | None = None,
     ) -> None:
-        """Register these in place of those from the same source. Raises PromptError, and changes nothing then."""
+        """Replace the prompts of the same source. Raises PromptError, and then changes nothing."""
         async with self._lock:
             now = (
                 tuple(self._configs if configs is None else configs),
@@ -112,7 +112,7 @@ class Prompts:
                 self._configs, self._locked = now
 
     def switch(self, cutovers: Cutovers) -> bool:
-        """Go by a newer state from the next request on; False for an older one. Raises PromptError."""
+        """Use a newer state from the next request on. Return False for an older one. Raises PromptError."""
         if not cutovers.newer_than(self.cutovers):
             return False
         cutovers.check({prompt.ref for prompt in self._locked})
@@ -120,14 +120,14 @@ class Prompts:
         return True
 
     async def keep_current(self, tokenizer: PromptTokenizer) -> None:
-        """Format the prompts, where that has not been done today."""
+        """Format the prompts, unless that was already done today."""
         if self._prompts and self._formatted_on != self._today():
             async with self._lock:
                 if self._formatted_on != self._today():
                     await asyncio.to_thread(self.install, tokenizer)
 
     def install(self, tokenizer: PromptTokenizer) -> None:
-        """Format and tokenize every prompt, and have the tokenizer recognise public ones, in chats and as bare text."""
+        """Format and tokenize every prompt, and register public ones with the tokenizer, for chats and bare text."""
         self._install(self._prompts, tokenizer)
 
     def _install(self, prompts: dict[str, Prompt], tokenizer: PromptTokenizer) -> None:
@@ -135,7 +135,7 @@ class Prompts:
         public = {ref: prompt.text for ref, prompt in prompts.items() if prompt.tenant is None}
         chats = [text for text in (_chat_text(tokenizer, ref, text) for ref, text in public.items()) if text]
         formatted = (*chats, *public.values())
-        # What the tokenizer remembers of these calls is under a root that nobody has.
+        # The tokenizer caches these calls under a random root that no request uses.
         root = secrets.token_bytes(16)
         if (prompts, formatted) != (self._prompts, self._formatted) or self._formatted_on is None:
             bare = {
@@ -155,7 +155,7 @@ def _merged(configs: Iterable[PublicPromptConfig], locked: Iterable[Prompt]) -> 
     prompts = {config.ref: Prompt(config.name, config.version, config.text) for config in configs}
     for prompt in locked:
         if prompt.ref in prompts:
-            raise PromptError(f"{prompt.ref} is in public_prompts and in prompts_dir; take one out")
+            raise PromptError(f"{prompt.ref} is in public_prompts and in prompts_dir; remove one")
         prompts[prompt.ref] = prompt
     return prompts
 

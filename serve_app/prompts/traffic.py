@@ -1,4 +1,4 @@
-"""How each version of a prompt is used at one ingress since its start, in bounded memory."""
+"""The use of each prompt version at one ingress since its start, in bounded memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from router.protocol.samples import Sample
 
 
 class Use(NamedTuple):
-    """A way to ask for a prompt, with KV of its own. ``tenant``: the latest. ``chat``: by the template, or as text."""
+    """A kind of request for a prompt, with its own KV. ``tenant``: the latest. ``chat``: by the template, else text."""
 
     tenant: str
     model: str
@@ -21,7 +21,7 @@ class Use(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """Of one version. ``warm_requests``: those that found all of it in the cache."""
+    """The figures of one version. ``warm_requests``: requests that found all of it in the cache."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -29,11 +29,11 @@ class Figures(NamedTuple):
     warm_requests: int = 0
 
     def plus(self, other: Figures) -> Figures:
-        """Return what both have counted."""
+        """Return the sum of both."""
         return Figures(*map(operator.add, self, other))
 
     def to_json(self) -> dict[str, Any]:
-        """Return what an operator is shown."""
+        """Return the figures for operators."""
         return {
             "requests": self.requests,
             "cold_requests": self.requests - self.warm_requests,
@@ -42,7 +42,7 @@ class Figures(NamedTuple):
 
 
 class PromptTraffic:
-    """What came to one ingress, by NAME@VERSION. ``least_tokens``: cached ones that say all of a version was cached."""
+    """Requests at one ingress by NAME@VERSION. ``least_tokens``: cached tokens that imply a fully cached version."""
 
     def __init__(self, least_tokens: Callable[[str], int] = lambda _: 1) -> None:
         self._least_tokens = least_tokens
@@ -56,7 +56,7 @@ class PromptTraffic:
         self._figures[ref] = self._figures.get(ref, Figures()).plus(counted)
 
     def add_use(self, ref: str, use: Use, *, public: bool) -> None:
-        """Remember how a prompt is asked for; of a public one KV is the same for all tenants and salts."""
+        """Record a use of a prompt. A public prompt's KV is the same for all tenants and salts."""
         uses = self._uses.setdefault(ref.partition("@")[0], OrderedDict())
         way = use._replace(tenant="", cache_salt=None) if public else use
         uses[way] = use
@@ -65,7 +65,7 @@ class PromptTraffic:
             uses.popitem(last=False)
 
     def report(self) -> tuple[dict[str, Figures], dict[str, list[Use]]]:
-        """Return the figures by version, and the ways each name is asked for, the latest last."""
+        """Return the figures by version, and each name's uses, the latest last."""
         return dict(self._figures), {name: list(uses.values()) for name, uses in self._uses.items()}
 
 
@@ -78,7 +78,7 @@ def version_samples(report: Mapping[str, Figures]) -> Iterable[Sample]:
 
 
 def merged(reports: Iterable[Mapping[str, Figures]]) -> dict[str, Figures]:
-    """Return the figures of several ingresses as one's."""
+    """Return the summed figures of several ingresses."""
     totals: dict[str, Figures] = {}
     for report in reports:
         for ref, figures in report.items():

@@ -1,6 +1,6 @@
 """warmpath's routing inside Ray Serve LLM: a server class and a request router class for an ``LLMConfig``.
 
-Each is imported when it is asked for: the server needs what ``ray[llm]`` brings, and no module needs torch or vLLM.
+Each is imported on access: the server needs ``ray[llm]``, and no module needs torch or vLLM.
 """
 
 from importlib import import_module

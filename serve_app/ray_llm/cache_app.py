@@ -1,6 +1,6 @@
-"""A small application beside Ray's: the page, the event stream, where a request would go, and metrics.
+"""A small application beside Ray's: the page, the event stream, routing explanations, and metrics.
 
-A tenant's key sees its own part of the events. The rest is for the holder of ``WARMPATH_OPERATOR_KEY``.
+A tenant's key gives access to its own part of the events; the rest needs ``WARMPATH_OPERATOR_KEY``.
 """
 
 import asyncio
@@ -33,16 +33,16 @@ from serve_app.ray_llm.router import WarmRouter
 
 OPERATOR_KEY = "WARMPATH_OPERATOR_KEY"
 MAX_WATCHERS = 64
-"""Any key may watch, and there are as many as a client makes up."""
+"""Any key may watch, and a client can invent any number of keys."""
 SHOWN_TENANTS = 64
-"""Of which prefixes are kept, those used last."""
+"""Number of tenants with kept prefixes; the last used ones stay."""
 
 
 class CacheApp:
-    """Of one LLM application. It knows the caches as every router does, by following all feeds."""
+    """The application of one LLM application. Like every router, it knows the caches by following all feeds."""
 
     def __init__(self, application: str, deployment: str, route_prefix: str) -> None:
-        """``deployment``: of the LLM server, as ``serve status`` has it; ``route_prefix``: of its application."""
+        """``deployment``: of the LLM server, as in ``serve status``; ``route_prefix``: of its application."""
         self._key = application, deployment
         self._llm = route_prefix.rstrip("/")
         self._operator = f"Bearer {os.environ[OPERATOR_KEY]}" if os.environ.get(OPERATOR_KEY) else ""
@@ -62,7 +62,7 @@ class CacheApp:
     async def _answer(self, request: Request) -> Response:
         path = request.url.path.removeprefix(request.scope.get("root_path", "")).strip("/")
         if not path and not request.url.path.endswith("/"):
-            return RedirectResponse(f"{request.url.path}/")  # what the page asks is relative to it
+            return RedirectResponse(f"{request.url.path}/")  # the page's requests are relative to it
         if not path or path.startswith("page/"):
             return page_response(path.removeprefix("page/") or "index.html", request.headers.get("if-none-match"))
         if path in ("v1/models", "v1/chat/completions"):
@@ -98,7 +98,7 @@ class CacheApp:
         return {"policy": acting, "prompts": [await asyncio.wrap_future(found)]}
 
     def _viewer(self, request: Request, router: WarmRouter) -> str | None:
-        """Return the tenant of a request's key, None for the operator, or where tenants are not told apart."""
+        """Return the tenant of a request's key; None for the operator, or if tenants are not separated."""
         sent = request.headers.get("authorization", "")
         if self._operator and hmac.compare_digest(sent.encode(), self._operator.encode()):
             return None
@@ -120,7 +120,7 @@ class CacheApp:
         return Live("ray", core, table, lambda: about, dict, self._look)
 
     async def _look(self, *_: Any, timeout_s: float) -> list[Any]:
-        """Ask the replicas what they have answered; only while somebody watches."""
+        """Ask the replicas for their recent answers; only while clients watch."""
         assert self._handle is not None and self._live is not None
         found = await self._handle.broadcast("recent_answers", self._numbers).results_async(timeout_s=timeout_s)
         for replica, number, answers in found:

@@ -1,6 +1,6 @@
-"""Ray's vLLM engine, followed: requests get the salt of their scope, and its KV events become a feed for routers.
+"""Ray's vLLM engine, extended: requests get the salt of their scope, and its KV events become a feed for routers.
 
-Imported in a replica alone, since it imports vLLM.
+Imported only in replicas, since it imports vLLM.
 """
 
 import asyncio
@@ -26,17 +26,17 @@ from serve_app.replica.reporter import Reporter, tell_caches
 LOAD_INTERVAL_S = 0.05
 
 tenant_now: ContextVar[str] = ContextVar("tenant", default="")
-"""The tenant of the request under way in this task."""
+"""The tenant of the current request in this task."""
 
 
 _VllmEngine: Any = vllm_engine_class()
 
 
 class WarmEngine(_VllmEngine):  # type: ignore[misc]
-    """``follow`` begins once it has started."""
+    """Ray's vLLM engine; call ``follow`` once it has started."""
 
     def follow(self, endpoints: EventEndpoints, scopes: Scopes, feed: FeedPublisher) -> int:
-        """Salt what enters from now on, and tell ``feed`` what vLLM holds; return the tokens in a block."""
+        """Salt all requests from now on, and report vLLM's blocks to ``feed``; return the tokens in a block."""
         config = self._engine_client.vllm_config
         size, blocks = config.cache_config.block_size, config.cache_config.num_gpu_blocks
         self._size, self._scopes = size, scopes
@@ -53,7 +53,7 @@ class WarmEngine(_VllmEngine):  # type: ignore[misc]
         return int(size)
 
     async def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncIterator[Any]:
-        """Do as vLLM's ``generate``, under the salt of the request's scope."""
+        """Run vLLM's ``generate`` under the salt of the request's scope."""
         prompt, root = self._salted(prompt, options.get("lora_request"))
         ids, tenant, started_s = prompt.get("prompt_token_ids"), tenant_now.get(), time.monotonic()
         if ids is not None:
@@ -76,22 +76,22 @@ class WarmEngine(_VllmEngine):  # type: ignore[misc]
     def encode(
         self, prompt: Any, pooling_params: Any, request_id: str, *more: Any, **options: Any
     ) -> AsyncIterator[Any]:
-        """Do as vLLM's ``encode``, under the salt of the request's scope."""
+        """Run vLLM's ``encode`` under the salt of the request's scope."""
         prompt, _ = self._salted(prompt, more[0] if more else options.get("lora_request"))
         outputs: AsyncIterator[Any] = self._encode(prompt, pooling_params, request_id, *more, **options)
         return outputs
 
     def _salted(self, prompt: Any, lora: Any) -> tuple[dict[str, Any], bytes]:
-        """Return a prompt under its scope, and the scope's root. Raises ValueError for one that has no place for it."""
+        """Return a salted prompt, and its scope's root. Raises ValueError for a prompt that cannot carry a salt."""
         if isinstance(prompt, str):
             prompt = {"prompt": prompt}
         if not isinstance(prompt, dict):
-            raise ValueError("this kind of prompt cannot be kept apart by tenant; send text, messages or token ids")
+            raise ValueError("this kind of prompt cannot be separated by tenant; send text, messages or token ids")
         root = self._scopes.root(tenant_now.get(), lora.lora_name if lora else "", prompt.get("cache_salt"))
         return {**prompt, "cache_salt": root.hex()}, root
 
     def unfollow(self) -> None:
-        """Stop listening and telling; again is harmless."""
+        """Stop listening and reporting; may be called again."""
         for task in self._tasks:
             task.cancel()
         self._events.stop()
@@ -101,5 +101,5 @@ class WarmEngine(_VllmEngine):  # type: ignore[misc]
         return StatsReport((("warmpath_unplaced_kv_blocks_total", labels, float(self._pool.unplaced)),))
 
     def tell_cache(self, *, anew: bool = False) -> None:
-        """Tell what the pool holds by vLLM's events so far, as a digest; ``anew``: every block before it."""
+        """Send a digest of the pool by vLLM's events so far; ``anew``: all its blocks first."""
         self._events.tell(anew=anew)

@@ -1,4 +1,4 @@
-"""How busy one engine is, from the requests that enter it and their first tokens."""
+"""One engine's load, from the requests that enter it and their first tokens."""
 
 import time
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from threading import Lock
 from router.protocol.events import LoadReport
 
 _MEMORY_TOKENS = 65_536
-"""The rate is measured over about as many of the last prompt tokens that were computed."""
+"""The rate is measured over roughly this many of the latest computed prompt tokens."""
 
 
 class Prefills:
@@ -25,7 +25,7 @@ class Prefills:
         self._tokens = self._seconds = 0.0
 
     def arrived(self, request_id: str, uncached_tokens: int, key: bytes) -> None:
-        """Note a request whose prompt has so many tokens to compute. ``key``: see ``request_key``."""
+        """Note a request with this many prompt tokens to compute. ``key``: see ``request_key``."""
         with self._lock:
             self._arrived.append(key)
             if not self._waiting:
@@ -48,7 +48,7 @@ class Prefills:
                 self._tokens, self._seconds = self._tokens / 2, self._seconds / 2
 
     def ended(self, request_id: str) -> None:
-        """Note that a request is over, whether or not it had a token."""
+        """Note that a request has ended, with or without a token."""
         with self._lock:
             waited = self._waiting.pop(request_id, None)
             if waited is not None:
@@ -56,7 +56,7 @@ class Prefills:
             self._running.discard(request_id)
 
     def report(self) -> LoadReport:
-        """Return the load as one message, which alone names the news before it. vLLM's line has no bound."""
+        """Return the load as one message, the only one that names the news before it. vLLM's queue is unbounded."""
         with self._lock:
             arrived, begun = b"".join(self._arrived), b"".join(self._begun)
             self._arrived, self._begun = [], []

@@ -1,4 +1,4 @@
-"""A request as Ray's ingress has it, parsed or raw, to the prompt that vLLM will compute, where that can be said."""
+"""Turn a request of Ray's ingress, parsed or raw, into the prompt that vLLM will compute, where that is possible."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,9 +20,9 @@ class Prompts:
         self._tokenizer = PromptTokenizer(_directory(source), block_size=block_size)
 
     async def encode(self, body: Any, root: bytes, tenant: str) -> tuple[EncodedPrompt, bytes] | None:
-        """Return a body's prompt and its placement key, None for what is routed by load.
+        """Return a body's prompt and its placement key, None for one that is routed by load.
 
-        So are several prompts in one request, media, and what a template refuses: vLLM's answer says what is wrong.
+        Such bodies have several prompts, media, or a prompt that the template refuses; vLLM answers with the error.
         """
         try:
             text, system_text, special = getattr(body, "prompt", None), "", True
@@ -56,7 +56,7 @@ class Prompts:
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """Return a message with its parts of text as one. Raises ValueError for media."""
+    """Return a message with its text parts joined. Raises ValueError for media."""
     plain = _plain(message)
     content = plain.get("content")
     if content is None or isinstance(content, str):
@@ -68,12 +68,12 @@ def _message(message: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> dict[str, Any]:
-    """Return a mapping, or a model of pydantic, as a dict of its fields that are set."""
+    """Return a mapping, or a pydantic model, as a dict of its fields that are set."""
     return dict(value) if isinstance(value, Mapping) else dict(value.model_dump(exclude_none=True))
 
 
 def _directory(source: str) -> Path:
-    """Return where the tokenizer's files are, fetched where they are not on this machine."""
+    """Return the directory of the tokenizer's files, downloading them if they are not on this machine."""
     if Path(source).is_dir():
         return Path(source)
     from huggingface_hub import snapshot_download

@@ -1,4 +1,4 @@
-"""A replica's latest answers, for the application beside Ray's that shows them."""
+"""A replica's latest answers, for the cache application beside Ray's."""
 
 from collections import deque
 
@@ -9,7 +9,7 @@ KEPT = 256
 
 
 class RecentAnswers:
-    """The last ``KEPT`` requests that had their first token, numbered from 1. Of one event loop."""
+    """The last ``KEPT`` requests that had their first token, numbered from 1. Used from one event loop."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -21,6 +21,6 @@ class RecentAnswers:
         self._kept.append(answer)
 
     def since(self, number: int) -> list[Answer]:
-        """Return those after the one of that number, the oldest first, as far as they are kept."""
+        """Return the kept answers after the one with this number, the oldest first."""
         new = min(self.number - number, len(self._kept))
         return list(self._kept)[len(self._kept) - new :] if new > 0 else []

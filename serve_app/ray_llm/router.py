@@ -1,7 +1,7 @@
-"""``request_router_class`` of an ``LLMConfig``: exact, tenant-safe routing on either of Ray's paths.
+"""``request_router_class`` of an ``LLMConfig``: exact, tenant-safe routing on both of Ray's paths.
 
-On the standard path Serve asks for a replica with the parsed request and its headers; with direct streaming Ray's
-``LLMRouter`` asks with the raw body's fields, and of the headers Serve's session id alone.
+On the standard path Serve asks for a replica with the parsed request and its headers. With direct streaming Ray's
+``LLMRouter`` asks with the raw body's fields, but of the headers only with Serve's session id.
 """
 
 import asyncio
@@ -27,20 +27,20 @@ from serve_app.ray_llm.scopes import METADATA, EngineFacts, Scopes
 logger = logging.getLogger("ray.serve")
 
 RESERVED_S = 2.0
-"""After this a request that no replica has reported counts as load no longer: vLLM may have refused it."""
+"""After this time a request that no replica has reported no longer counts as load: vLLM may have refused it."""
 
 MAX_OPEN = 4096
-"""Decisions of which no first token was heard yet; the oldest are given up."""
+"""Limit of decisions without a reported first token; the oldest are dropped."""
 
 
 class WarmRouter(CacheAwareRouter):
-    """Goes by what replicas advertise; a request that cannot be followed goes to the least loaded replica."""
+    """Routes by the data that replicas advertise; a request that cannot be keyed goes to the least loaded replica."""
 
     def initialize_state(self, **settings: Any) -> None:
-        """Take the ``request_router_kwargs``, those of ``RouterSettings``. As in Ray, requests wait for a replica."""
+        """Store the ``request_router_kwargs`` (of ``RouterSettings``). As in Ray, requests wait for a replica."""
         super().initialize_state(**{"no_replica_wait_s": math.inf, **settings})
         self.by_load: Counter[str] = Counter()
-        self._routed = metrics.Counter("warm_router_requests", "Requests by the reason of their way.", ("reason",))
+        self._routed = metrics.Counter("warm_router_requests", "Requests by the reason of their route.", ("reason",))
         self._open: OrderedDict[tuple[str, bytes], list[Decision]] = OrderedDict()
         register_router(deployment_key(self._deployment_id.app_name, self._deployment_id.name), self)
         self._facts: EngineFacts | None = None
@@ -50,12 +50,12 @@ class WarmRouter(CacheAwareRouter):
 
     @property
     def core(self) -> RoutingCore:
-        """Its knowledge of the replicas."""
+        """The router's knowledge of the replicas."""
         return self._core
 
     @property
     def knows_every_cache(self) -> bool:
-        """Whether it can predict: all feeds are followed, and the tokenizer is there."""
+        """Whether the router can predict: it follows all feeds, and the tokenizer is loaded."""
         return self._core.knows_every_cache and self._prompts is not None
 
     @property
@@ -64,7 +64,7 @@ class WarmRouter(CacheAwareRouter):
         return "" if self._facts is None else self._facts.model
 
     def explain_soon(self, body: Any, tenant: str, policies: list[str]) -> Future[dict[str, Any]]:
-        """Say in the router's loop what would become of a tenant's request; any thread may wait for it."""
+        """Explain, in the router's loop, the routing of a tenant's request; any thread may wait for the result."""
 
         async def explain() -> dict[str, Any]:
             route = await self._route("explain", body, tenant)
@@ -73,7 +73,7 @@ class WarmRouter(CacheAwareRouter):
         return asyncio.run_coroutine_threadsafe(explain(), self._event_loop)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Learn of the engines before the feeds are followed: hashes are of their blocks."""
+        """Learn the engines' facts before following their feeds: hashes depend on the block size."""
         told = [replica.replica_metadata.get(METADATA) for replica in replicas]
         facts = next((EngineFacts(**values) for values in told if values), None)
         if facts is not None and facts != self._facts:
@@ -83,7 +83,7 @@ class WarmRouter(CacheAwareRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Decide for direct streaming, and reserve here: Ray asks once a request, and tells nobody what came of it."""
+        """Decide for direct streaming, and reserve here: Ray asks once per request, and reports no result."""
         if pending_request is None:
             return await super().choose_replicas(candidate_replicas, pending_request)
         pending_request.routing_context.should_backoff = True  # else Serve asks without a pause while all are full
@@ -91,7 +91,7 @@ class WarmRouter(CacheAwareRouter):
         return [] if chosen is None else [[chosen]]
 
     def _decided(self, route: RoutedRequest, decision: Decision) -> None:
-        """Know a request again by its prompt's key when its replica reports it."""
+        """Remember a request by its prompt's key, to recognise it in its replica's reports."""
         self._routed.inc(tags={"reason": decision.reason})
         self._event_loop.call_later(RESERVED_S, self._core.reported, decision)
         key = decision.replica_id, request_key(route.block_hashes, route.prompt_tokens)
@@ -102,7 +102,7 @@ class WarmRouter(CacheAwareRouter):
                 self._core.release(other)
 
     def _heard(self, replica_id: str, events: Iterable[Event]) -> None:
-        """Follow this router's requests by their keys too: neither of Ray's paths carries a decision to a replica."""
+        """Track this router's requests by their keys too: neither of Ray's paths carries a decision to a replica."""
         events = list(events)
         super()._heard(replica_id, events)
         for report in (event for event in events if isinstance(event, LoadReport)):
@@ -134,13 +134,13 @@ class WarmRouter(CacheAwareRouter):
             return None
 
     def _unkeyed(self, reason: str) -> RoutedRequest | None:
-        """Count a request that goes by load."""
+        """Count a request that is routed by load."""
         self.by_load[reason] += 1
         self._routed.inc(tags={"reason": f"by load: {reason}"})
         return None
 
     def tenant(self, headers: Mapping[str, str]) -> str:
-        """Return the tenant that a request's headers name, "" where tenants are not told apart."""
+        """Return the tenant of a request's headers, "" if tenants are not separated."""
         assert self._scopes is not None
         return self._scopes.tenant_in(headers)
 
@@ -164,7 +164,7 @@ class WarmRouter(CacheAwareRouter):
         self._loading = self._event_loop.create_task(self._load(facts))
 
     async def _load(self, facts: EngineFacts) -> None:
-        """Load what predicts; without it requests go by load."""
+        """Load the tokenizer for predictions; without it requests are routed by load."""
         try:
             scopes = Scopes(facts.model, facts.tenant_header)
             if scopes.check != facts.secret_check:
@@ -173,6 +173,6 @@ class WarmRouter(CacheAwareRouter):
 
             prompts = await asyncio.to_thread(Prompts, facts.source, facts.block_size)
             self._scopes = scopes
-            self._prompts = prompts  # last: another thread takes it for the sign that all is there
+            self._prompts = prompts  # last: its presence tells another thread that everything is loaded
         except Exception:
-            logger.exception("requests for %s go by load alone", facts.model)
+            logger.exception("requests for %s are routed by load alone", facts.model)

@@ -1,4 +1,4 @@
-"""Under which root a request's KV lies: said alike by the router, which predicts, and the replica, which salts."""
+"""The root of a request's KV: the same in the router, which predicts, and in the replica, which salts."""
 
 import hmac
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from router.protocol.block_hash import PrefixScope
 from serve_app.tenants.secret import load_secret
 
 TENANT_HEADER = "WARMPATH_TENANT_HEADER"
-"""The key in an ``LLMConfig``'s ``experimental_configs``. "": all requests are one tenant's."""
+"""The key in an ``LLMConfig``'s ``experimental_configs``. "": all requests belong to one tenant."""
 
 DEFAULT_TENANT_HEADER = "authorization"
 METADATA = "warmpath"
@@ -19,9 +19,9 @@ METADATA = "warmpath"
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What a router has to know of the engines. ``model``: their model's id; ``source``: where its files come from.
+    """Facts of the engines for a router. ``model``: their model's id; ``source``: where its files come from.
 
-    ``secret_check``: equal where the secret is.
+    ``secret_check``: equal if the secrets are equal.
     """
 
     model: str
@@ -43,14 +43,14 @@ class Scopes:
         self._known = lru_cache(4096)(self._make)
 
     def tenant_in(self, headers: Mapping[str, str]) -> str:
-        """Return the tenant that headers name, by a digest: a key is kept nowhere. "" where tenants are not told apart.
+        """Return the tenant of these headers, as a digest: no key is stored. "" if tenants are not separated.
 
-        A request without the header is of a tenant that has none.
+        Requests without the header form a tenant of their own.
         """
         return self.tenant_of(next((value for name, value in headers.items() if name.lower() == self._header), ""))
 
     def tenant_of(self, value: str) -> str:
-        """Return the tenant that the header's value names."""
+        """Return the tenant for the header's value."""
         return hmac.digest(self._secret, value.encode(), "sha256").hex()[:32] if self._header else ""
 
     def root(self, tenant: str, lora: str, cache_salt: str | None) -> bytes:

@@ -1,4 +1,4 @@
-"""``server_cls`` of an ``LLMConfig``: Ray's LLM server whose cache routers know, tenants apart."""
+"""``server_cls`` of an ``LLMConfig``: Ray's LLM server with a cache that routers know, separated by tenants."""
 
 import asyncio
 import logging
@@ -20,10 +20,10 @@ logger = logging.getLogger("ray.serve")
 
 
 class WarmLLMServer(LLMServer):  # type: ignore[misc]
-    """Ray's own, on both of its paths; answers are vLLM's."""
+    """Ray's own server, on both of its paths; answers are vLLM's."""
 
     def _init_shared(self, llm_config: Any, *more: Any) -> None:
-        """Set what vLLM has to be started with, before Ray makes its engine."""
+        """Set vLLM's start arguments before Ray makes its engine."""
         super()._init_shared(llm_config, *more)
         header = str(llm_config.experimental_configs.get(TENANT_HEADER, DEFAULT_TENANT_HEADER))
         if not header:
@@ -45,7 +45,7 @@ class WarmLLMServer(LLMServer):  # type: ignore[misc]
         return WarmEngine
 
     async def start(self) -> None:
-        """Start vLLM, then follow it."""
+        """Start vLLM, then follow its events."""
         await super().start()
         self._name = serve.get_replica_context().replica_id.unique_id
         self._feed = FeedPublisher(self._name, host=ray.util.get_node_ip_address())
@@ -56,7 +56,7 @@ class WarmLLMServer(LLMServer):  # type: ignore[misc]
         self._facts = EngineFacts(config.model_id, source, size, self._header, self._scopes.check)
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Advertise the feed, and what a router needs to predict."""
+        """Advertise the feed, and the facts that a router needs to predict."""
         labels = ray.get_runtime_context().get_node_labels()
         return {
             FEED_METADATA: self._feed.endpoint.to_dict(),
@@ -70,12 +70,12 @@ class WarmLLMServer(LLMServer):  # type: ignore[misc]
         return self._name, answers.number, answers.since(numbers.get(self._name, 0))
 
     async def _run_request(self, request: Any, *, raw_request_info: Any = None, **more: Any) -> Any:
-        """Run a request of the standard path, as its tenant's."""
+        """Run a request of the standard path for its tenant."""
         self._note_tenant(getattr(raw_request_info, "headers", None) or {})
         return await super()._run_request(request, raw_request_info=raw_request_info, **more)
 
     async def __serve_build_asgi_app__(self) -> Any:
-        """Return vLLM's own app for direct streaming, in which a request is its tenant's."""
+        """Return vLLM's own app for direct streaming, extended to note each request's tenant."""
         app = await super().__serve_build_asgi_app__()
         app.add_middleware(_TenantMiddleware, note=self._note_tenant)
         return app

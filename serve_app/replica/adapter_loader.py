@@ -1,4 +1,4 @@
-"""A replica's LoRA adapters: loaded ahead where it is told to, and on demand, since requests say where they lie."""
+"""A replica's LoRA adapters: loaded ahead if configured, and on demand, since requests carry their paths."""
 
 import asyncio
 import time
@@ -17,7 +17,7 @@ from serve_app.engine.protocol import (
 )
 
 _TRIES = 3
-"""An adapter that was just loaded can be evicted before its request is in; more often than that is no accident."""
+"""An adapter can be evicted right after its load, before its request enters; more often than that is no accident."""
 
 _SMOOTHING = 0.3
 
@@ -30,13 +30,13 @@ class ReplicaAdapters:
         self._engine = engine
         self._clock = clock
         self.load_s = 0.0
-        """Seconds that a load took lately, smoothed; 0.0 until there was one."""
+        """Smoothed duration of recent loads in seconds; 0.0 before the first one."""
         self.registry = AdapterRegistry(config.model_name)
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._paths: dict[str, str] = {}
 
     async def preload(self) -> None:
-        """Load the adapters of the settings, as many as memory takes. Raises AdapterError for one that is unfit."""
+        """Load the configured adapters, as many as memory can hold. Raises AdapterError for an unfit one."""
         config = self._config
         entries = await asyncio.to_thread(configured_adapters, config.lora_adapters, config.max_lora_rank)
         self.registry.merge(entries)
@@ -53,7 +53,7 @@ class ReplicaAdapters:
         return tuple(AdapterSpec.of_key(key, self._paths[key]) for key in keys if key in self._paths)
 
     async def load(self, spec: AdapterSpec) -> str:
-        """Load an adapter that nobody asks for yet; returns why it cannot be served, or ""."""
+        """Load an adapter before any request for it; return why it cannot be served, or ""."""
         try:
             await self._load_once(spec)
         except (AdapterError, EngineError) as error:
@@ -61,7 +61,7 @@ class ReplicaAdapters:
         return ""
 
     async def submit(self, request: EngineRequest, lora_path: str, sink: OutputSink) -> None:
-        """Submit a request, first loading a missing adapter. Raises what ``submit`` and ``load_adapter`` do."""
+        """Submit a request, first loading a missing adapter. Raises the errors of ``submit`` and of the load."""
         for attempt in range(_TRIES):
             try:
                 self._engine.submit(request, sink)
@@ -77,7 +77,7 @@ class ReplicaAdapters:
             task = asyncio.create_task(self._timed_load(spec))
             self._loading[spec.key] = task
             task.add_done_callback(lambda _: self._loading.pop(spec.key, None))
-        # Who leaves while waiting must not end the load for the others who wait.
+        # A cancelled request must not end the load for other waiting requests.
         await asyncio.shield(task)
 
     async def _timed_load(self, spec: AdapterSpec) -> None:

@@ -1,4 +1,4 @@
-"""From a deployment's settings and a checkpoint's facts to an engine of the right size."""
+"""Make an engine of the right size from a deployment's settings and a checkpoint's facts."""
 
 import json
 import math
@@ -33,12 +33,12 @@ _KINDS = {"layer_types", "layers_block_type"}
 
 
 def make_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) -> Engine:
-    """Return the engine, not started. Raises ValueError for settings that do not fit, and as ``load_runner``."""
+    """Return the engine, not started. Raises ValueError for unfit settings, and the errors of ``load_runner``."""
     return MAKERS[config.engine].build(config, info, event_sink)
 
 
 def _torch_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) -> Engine:
-    # Only here: they are seconds and hundreds of megabytes, which simulated replicas do without.
+    # Imported here: they take seconds and hundreds of megabytes, which simulated replicas save.
     from serve_app.engine.runner.model_runner import load_runner
     from serve_app.replica.pool_size import pool_blocks
 
@@ -47,7 +47,7 @@ def _torch_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink
 
 
 def _vllm_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) -> Engine:
-    # Only here: vLLM is installed where it is used.
+    # Imported here: vLLM may not be installed.
     from serve_app.engine.runner.model_runner import choose_device, choose_dtype
     from serve_app.engine.vllm.engine import VllmEngine
     from serve_app.engine.vllm.settings import VllmSettings
@@ -87,7 +87,7 @@ def _vllm_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink)
 
 
 def served_fields(config: AppConfig, path: Path) -> dict[str, Any]:
-    """Return a checkpoint's config.json, with what ``engine_args`` put in its place."""
+    """Return a checkpoint's config.json, with the overrides in ``engine_args``."""
     fields: dict[str, Any] = json.loads((path / "config.json").read_text())
     return fields | config.hf_overrides
 
@@ -116,7 +116,7 @@ def _simulated_engine(config: AppConfig, info: CheckpointInfo, event_sink: Event
 
 
 def _model_config(path: Path, overrides: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """Return what the model's config says of its KV; transformers, which loads torch, is asked for defaults alone."""
+    """Return the config fields that size KV; asks transformers, which loads torch, only for missing defaults."""
     fields = json.loads((path / "config.json").read_text()) | overrides
     if fields.keys() >= _KV_FIELDS:
         return SimpleNamespace(**{name: fields[name] for name in fields.keys() & (_KV_FIELDS | _KINDS)})
@@ -146,7 +146,7 @@ def _torch_settings(config: AppConfig, info: CheckpointInfo, num_blocks: int) ->
 
 
 def _settings(kind: type[T], config: AppConfig, **own: Any) -> T:
-    """Return an engine's settings: ``own``, and what the deployment's settings call the same."""
+    """Return an engine's settings: ``own``, and the deployment's settings of the same names."""
     same = {name: getattr(config, name) for name in kind.__dataclass_fields__.keys() & AppConfig.model_fields.keys()}
     num_threads = config.num_threads or max(1, (os.cpu_count() or 1) // config.most_replicas)
     return kind(**{**same, "num_threads": num_threads, "tenant_shares": config.cache_shares, **own})
@@ -154,7 +154,7 @@ def _settings(kind: type[T], config: AppConfig, **own: Any) -> T:
 
 @dataclass(frozen=True, slots=True)
 class EngineMaker:
-    """How an engine is built, and which settings and models (by their config.json) it cannot have: a sentence each."""
+    """Builds an engine; the other fields return a sentence for each unsupported setting or model (config.json)."""
 
     build: Callable[[AppConfig, CheckpointInfo, EventSink], Engine]
     refused_settings: Callable[..., list[str]] = lambda _, *, on_cpu: []

@@ -1,4 +1,4 @@
-"""A replica's grammars: compiled in threads of their own, in turns of tenants, before requests reach the engine."""
+"""A replica's grammars: compiled in separate threads, in turns of tenants, before requests reach the engine."""
 
 from serve_app.checkpoints.checkpoint import CheckpointInfo
 from serve_app.config.app import AppConfig
@@ -16,5 +16,5 @@ class ReplicaMatchers:
         self._workers = FairWorkers(Shares(config.cache_shares), threads=2)
 
     async def matcher(self, grammar: str, tenant: str) -> AnswerMatcher:
-        """Return a matcher of its own for an answer. Raises GrammarError."""
+        """Return a new matcher for one answer. Raises GrammarError."""
         return await self._workers.run(tenant, len(grammar), self._matchers.matcher, grammar)

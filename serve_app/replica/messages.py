@@ -1,4 +1,4 @@
-"""What crosses between ingress and replica, as msgpack: a call and its end by the Serve handle, chunks by a channel.
+"""Messages between ingress and replica, as msgpack: calls and their ends by the Serve handle, chunks by a channel.
 
 msgpack of typed structs is several times cheaper than pickling objects; token ids travel as raw int32 bytes.
 """
@@ -16,20 +16,20 @@ ChunkError = Literal["", "too_long", "queue_full", "invalid", "failed", "unavail
 
 
 class ReplyTo(msgspec.Struct, frozen=True, array_like=True):
-    """Where an ingress takes tokens. ``public_key``: its CURVE key (Z85 text); only who was told it can connect."""
+    """The token address of an ingress. ``public_key``: its CURVE key (Z85 text), without which no peer can connect."""
 
     address: str = ""
     public_key: str = ""
 
 
 class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
-    """One generation. ``caller``: the name of the Serve actor that asks, with whose death it ends.
+    """One generation. ``caller``: the name of the calling Serve actor; the generation ends when it dies.
 
-    ``request``: but for what the router says of it, and what ``grammar`` says, in llguidance's form, "" for none. Its
-    ``timeout_s`` is counted by the replica from the call on: no two clocks are compared.
-    ``reply_to``: where its chunks go. ``lora_path``: where a replica that lacks the request's adapter finds it.
-    ``interval_s``: between chunks. ``traceparent``: W3C's, of the span that the replica's are children of; "": not
-    traced. ``session``: the client's word for it, "" for none.
+    ``request``: without the router's fields, and without the matcher for ``grammar``, which is in llguidance's form,
+    "" for none. The replica counts ``timeout_s`` from the call on: no two clocks are compared.
+    ``reply_to``: the destination of its chunks. ``lora_path``: path of the adapter for a replica that lacks it.
+    ``interval_s``: between chunks. ``traceparent``: W3C's, of the parent of the replica's spans; "": not traced.
+    ``session``: the client's word for it, "" for none.
     """
 
     request: EngineRequest
@@ -45,10 +45,9 @@ class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
 class GenerateChunk(msgspec.Struct, frozen=True, array_like=True):
     """Tokens that were ready together. The first chunk has ``replica_id`` and ``first``.
 
-    ``seq``: how many chunks of its call were sent before. A call returns a last one without tokens, which says that no
-    more come: with the end of those that were sent, or with an error. ``error`` names a class of failure and
-    ``message`` the sentence for the client. ``load``: what the replica has to do, where that is more than the router
-    believed ("rerouted"). ``logprobs``: one a token.
+    ``seq``: number of earlier chunks of its call. A call returns a last chunk without tokens, with the finish reason or
+    an error. ``error`` names a class of failure, and ``message`` explains it to the client.
+    ``load``: the replica's load, if it exceeds the router's estimate ("rerouted"). ``logprobs``: one per token.
     """
 
     token_ids: tuple[int, ...] = ()

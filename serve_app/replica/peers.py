@@ -1,4 +1,4 @@
-"""The other replicas, and what is asked of them by Serve handle calls; answers are mapped from the object store."""
+"""The other replicas, and questions to them by Serve handle calls; answers are mapped from the object store."""
 
 import asyncio
 import logging
@@ -29,12 +29,12 @@ Question = Literal["export_kv", "offer_hot", "survey_cache", "take_kv", "keep_sa
 
 
 class HolderLost(Exception):
-    """The replica that was asked is gone."""
+    """The asked replica is gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class WantedPart:
-    """What one replica asks of another: blocks from ``first`` on, ``most_blocks`` at most, of a prefix of exactly
+    """A request for KV from another replica: at most ``most_blocks`` blocks from ``first`` on, of a prefix of exactly
     this scope. ``token_ids``: int32-LE bytes from the prompt's start, ``block_hashes`` their packed chain.
     ``demote``: as in ``KvTransfer.export_prefix``."""
 
@@ -48,12 +48,12 @@ class WantedPart:
 
 NoPart = Literal["gone", "busy"]
 PulledPart = KvChain | NoPart
-"""A part; or nothing: the holder has no more of it, or it hands out too much already."""
+"""A part; or nothing: the holder has no more of it ("gone"), or too many exports already ("busy")."""
 
 
 @dataclass(frozen=True, slots=True)
 class HotOffer:
-    """What a peer has: prefixes, the hottest first, and the adapters in its memory, the last used first."""
+    """A peer's prefixes, the hottest first, and the adapters in its memory, the last used first."""
 
     prefixes: HotPrefixes
     adapters: tuple[AdapterSpec, ...] = ()
@@ -61,17 +61,17 @@ class HotOffer:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """``known``: of each run that was asked about, how many leading blocks are there; ``room``: for others."""
+    """``known``: the number of leading blocks held of each run; ``room``: the space for others."""
 
     known: tuple[int, ...]
     room: CacheRoom
 
 
 class Peers:
-    """The peers of the replica whose process this is. Every question raises HolderLost; cancelling it cancels the call.
+    """The peers of this process's replica. Every question raises HolderLost; cancelling it cancels the call.
 
-    ``running``: what the router beside knows of them. That router comes to life here: a replica that starts knows its
-    peers by the time it can ask.
+    ``running``: the replicas known to this process's router. The constructor starts that router, so that a starting
+    replica knows its peers by the time it can ask them.
     """
 
     def __init__(self) -> None:
@@ -85,20 +85,20 @@ class Peers:
         return cast(PulledPart, await self._ask("export_kv", holder, wanted))
 
     async def offer(self, peer: str, most_blocks: int) -> HotOffer:
-        """Ask what is hottest there."""
+        """Ask for a peer's hottest prefixes."""
         return cast(HotOffer, await self._ask("offer_hot", peer, most_blocks))
 
     async def survey(self, peer: str, runs: Sequence[bytes]) -> Survey:
-        """Ask what a peer knows of runs of blocks, and what room it has."""
+        """Ask how much of these runs of blocks a peer holds, and for its free space."""
         return cast(Survey, await self._ask("survey_cache", peer, runs))
 
     async def take(self, peer: str, prefix: HashedTokens, first: int, part: KvChain, kind: Kind) -> int:
-        """Give a peer blocks; returns how many leading ones of the prefix it holds then, -1 where it refused them."""
+        """Give a peer blocks; return how many leading ones of the prefix it then holds, -1 if it refused them."""
         reference = await asyncio.to_thread(ray.put, part)
         return cast(int, await self._ask("take_kv", peer, prefix, first, [reference], kind))
 
     async def keep(self, peer: str, saved: SavedPrefix, prefix: HashedTokens) -> bool:
-        """Have a peer keep a save; returns whether it does."""
+        """Ask a peer to keep a save; return whether it does."""
         return cast(bool, await self._ask("keep_save", peer, saved, prefix))
 
     async def _ask(self, question: Question, peer: str, *args: Any) -> Any:
@@ -121,7 +121,7 @@ class Peers:
 async def ask_all(
     peers: Sequence[str], ask: Callable[[str], Awaitable[T]], time_s: float, lost: set[str]
 ) -> dict[str, T]:
-    """Ask all peers at once and return their answers; who is lost, or takes longer, is put into ``lost`` instead."""
+    """Ask all peers at once and return their answers; dead or too slow ones are added to ``lost`` instead."""
 
     async def answer_of(peer: str) -> None:
         try:

@@ -1,4 +1,4 @@
-"""How many blocks the pool of a real engine has. Loads torch and transformers, which a simulated one does without."""
+"""The number of blocks in a real engine's pool. Loads torch and transformers, which simulated engines do not need."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from serve_app.engine.runner.model_runner import choose_device, choose_dtype
 
 
 def pool_blocks(config: AppConfig, model: Path) -> int:
-    """Return the blocks of the pool: as set, else what fits ``pool_bytes``. Raises ValueError when not one does."""
+    """Return the pool's blocks: as set, else as many as fit ``pool_bytes``. Raises ValueError if none fits."""
     if config.num_blocks:
         return config.num_blocks
     model_config = AutoConfig.from_pretrained(str(model), local_files_only=True).get_text_config()
@@ -24,7 +24,7 @@ def pool_blocks(config: AppConfig, model: Path) -> int:
 
 
 def pool_bytes(config: AppConfig, model_config: Any) -> int:
-    """Return the KV pool's bytes: as set, else 512 MiB, or a GPU's rest. Raises ValueError when that is nothing."""
+    """Return the KV pool's bytes: as set, else 512 MiB, or a GPU's rest. Raises ValueError if nothing is left."""
     device = choose_device(config.device)
     if config.kv_cache_bytes is not None or device.type != "cuda":
         return config.kv_cache_bytes or CPU_POOL_BYTES

@@ -1,6 +1,6 @@
-"""KV that another replica holds, for requests that came with its name: copy or compute, and who waits for what.
+"""KV of other replicas for requests routed with a holder: decides to copy or compute, and tracks waiting requests.
 
-Everything runs in the replica's loop; a request that waits starts when its ``RemoteKv`` is done, with whatever came.
+Everything runs in the replica's loop; a waiting request starts when its ``RemoteKv`` is done, with the arrived blocks.
 """
 
 import asyncio
@@ -26,32 +26,32 @@ from serve_app.tracing.replica import PullTrace, ReplicaTrace
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 32 * 1024 * 1024
-"""Asked for at once: neither side's loops stop for longer than it takes to copy that."""
+"""Bytes per request to a holder: neither side's loops stop for longer than it takes to copy them."""
 
 LEAST_DEADLINE_S = 0.25
 UNKNOWN_DEADLINE_S = 5.0
 
 EXPECTED_BYTES_PER_S = 150e6
-"""Of a pull between two processes of one machine, until one was measured (``benchmarks/log/end_to_end.md``)."""
+"""Assumed rate of a pull between two processes of one machine, until measured (``benchmarks/log/end_to_end.md``)."""
 
 _EXPECTED_WEIGHT_S = 0.1
 _MEMORY_S = 60.0
 
 Refusal = Literal["off", "held", "short", "slow", "busy"]
-"""Why a planned pull was not begun: already here, too little, slower than computing, too many under way."""
+"""Why a planned pull was not begun: switched off, already here, too little, slower than computing, too many pulls."""
 
 Outcome = Literal["whole", "part", "late", "gone", "holder_busy", "holder_lost", "no_room", "invalid", "failed"]
-"""How a pull ended: "part" brought less than planned because the holder had no more; the others after that too."""
+"""How a pull ended: "part" brought less than planned because the holder had no more; others may have brought some."""
 
 _BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 Fetch = Callable[[str, WantedPart], Awaitable[PulledPart]]
-"""Asks a replica for a part. Raises HolderLost; may be cancelled."""
+"""Requests a part from a replica. Raises HolderLost; may be cancelled."""
 
 
 @dataclass(slots=True)
 class _Pull:
-    """One pull of blocks ``first`` to ``last`` - 1 of a request's chain. ``traces``: of those that wait for it."""
+    """One pull of blocks ``first`` to ``last`` - 1 of a request's chain. ``traces``: of the requests waiting for it."""
 
     request: EngineRequest
     holder: str
@@ -64,7 +64,7 @@ class _Pull:
 
 
 class PullRate:
-    """Tokens and seconds of past pulls, halved every 40 seconds or so."""
+    """Tokens and seconds of past pulls, halved about every 40 seconds."""
 
     def __init__(self, block_size: int, block_bytes: int) -> None:
         self._expected = EXPECTED_BYTES_PER_S / max(block_bytes, 1) * block_size
@@ -73,14 +73,14 @@ class PullRate:
         self._at_s = 0.0
 
     def observe(self, tokens: int, duration_s: float, now_s: float) -> None:
-        """Take a pull into account; one that failed for being late brought 0 tokens, or few."""
+        """Add a pull; one that was too late brought few tokens, or 0."""
         kept = self._kept(now_s)
         self._tokens = self._tokens * kept + tokens
         self._seconds = self._seconds * kept + duration_s
         self._at_s = now_s
 
     def tokens_per_s(self, now_s: float) -> float:
-        """Return the rate as it is believed to be, in two significant digits, so that reports of it rarely change."""
+        """Return the estimated rate in two significant digits, so that reports of it rarely change."""
         kept = self._kept(now_s)
         tokens = self._tokens * kept + self._expected * _EXPECTED_WEIGHT_S
         seconds = self._seconds * kept + _EXPECTED_WEIGHT_S
@@ -91,7 +91,7 @@ class PullRate:
 
 
 class PullMeters:
-    """Counters of one replica's life. Belongs to its event loop."""
+    """Counters of one replica since its start. Belongs to its event loop."""
 
     def __init__(self) -> None:
         self.refused: Counter[Refusal] = Counter()
@@ -136,16 +136,16 @@ class Puller:
 
     @property
     def tokens_per_s(self) -> float:
-        """The rate that routers are told; 0.0 when this replica pulls nothing."""
+        """The rate reported to routers; 0.0 if this replica pulls nothing."""
         return self._rate.tokens_per_s(self._clock()) if self._enabled else 0.0
 
     def begin(
         self, request: EngineRequest, holder: str, tokens: int, trace: ReplicaTrace | None = None
     ) -> RemoteKv | None:
-        """Decide again, with what is known here, and begin the copy of a prompt's first ``tokens`` from ``holder``.
+        """Decide again with local knowledge, and begin to copy a prompt's first ``tokens`` from ``holder``.
 
-        Returns what the request has to wait for; None: nothing. Requests whose prefix is on its way already wait for
-        that, whether they name a holder or not.
+        Returns the KV that the request waits for, or None. A request with a prefix already in transit waits for that
+        pull, whether it names a holder or not.
         """
         if not request.block_hashes or not (holder or self._under_way):
             return None
@@ -179,7 +179,7 @@ class Puller:
         return pull.remote_kv
 
     async def stop(self) -> None:
-        """End what is under way; requests that wait for it go on without."""
+        """End running pulls; requests that wait for them continue without."""
         tasks = list(self._under_way)
         for task in tasks:
             task.cancel()
@@ -227,7 +227,7 @@ class Puller:
             self._engine.wake()
 
     async def _copy(self, pull: _Pull) -> Outcome:
-        """Copy piece after piece; ``pull.held`` says how far it came."""
+        """Copy piece after piece; ``pull.held`` tracks the progress."""
         request = pull.request
         prefix = HashedTokens(request.scope, request.token_ids, request.block_hashes, request.tenant)
         piece_blocks = max(1, PIECE_BYTES // self._block_bytes)
@@ -261,6 +261,6 @@ async def copy_part(
     part = await fetch(holder, WantedPart(prefix.scope, chain, ids.tobytes(), first, count, demote))
     if not isinstance(part, KvChain):
         return part
-    # A copy into the pool that has begun is finished, whatever becomes of a deadline.
+    # A copy into the pool that has begun is finished, even past a deadline.
     held = await asyncio.shield(asyncio.to_thread(engine.transfer.import_part, part, prefix, first))
     return held, part.header.blocks

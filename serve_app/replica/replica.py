@@ -1,6 +1,6 @@
 """The Serve deployment around one engine: calls in, token chunks out, cache events and load to the routers.
 
-The engine runs in a thread of its own; everything here runs in the replica's loop.
+The engine runs in its own thread; everything here runs in the replica's loop.
 """
 
 import asyncio
@@ -56,14 +56,14 @@ from serve_app.tracing.tracer import open_tracer
 logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 1024
-"""Prompt of the warm-up: long enough that the kernels of long prefills are compiled before the first user comes."""
+"""Prompt of the warm-up: long enough that kernels of long prefills are compiled before the first request."""
 
 
 class Replica:
     """One engine, its prefix cache and its feed, as a Ray Serve replica."""
 
     async def __init__(self, config: dict[str, Any]) -> None:  # type: ignore[misc]
-        # Only here: whoever deploys replicas imports this class, and need not wait for torch.
+        # Imported here: deploying processes import this class, and should not wait for torch.
         from serve_app.replica.engine_factory import make_engine
 
         self._ending = AsyncExitStack()
@@ -111,7 +111,7 @@ class Replica:
         return self._live.config
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Take other settings while requests run (Serve calls it; ``LiveSettings`` says what happens to bad ones)."""
+        """Apply new settings while requests run (Serve calls it; ``LiveSettings`` handles bad ones)."""
         with self._lifecycle.departure.reconfiguring():
             await self._live.reconfigure(user_config, self._configure)
 
@@ -121,43 +121,43 @@ class Replica:
         return {"feed": self._feed.endpoint.to_dict(), "pid": os.getpid(), "labels": labels}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return what the autoscaling policy needs of this replica; Serve asks every second where that is on."""
+        """Return this replica's figures for the autoscaling policy; Serve asks every second if autoscaling is on."""
         try:
             return replica_figures(self._engine, self._version, self._config).to_floats()
-        except Exception:  # Serve would ask no more
+        except Exception:  # else Serve would stop asking
             logger.exception("no figures for autoscaling")
             return {}
 
     def check_health(self) -> None:
-        """Raise when the engine's loop or the feed died or stalled, so that Serve replaces this replica."""
+        """Raise if the engine's loop or the feed died or stalled, so that Serve replaces this replica."""
         if not self._engine.healthy():
             raise RuntimeError("the engine loop died or stalled")
         if not self._feed.healthy():
-            raise RuntimeError("the feed publishes nothing: routers do not know what this replica holds")
+            raise RuntimeError("the feed publishes nothing: routers do not know the blocks of this replica")
 
     async def describe(self) -> dict[str, Any]:
-        """Who this is; also what an ingress calls once to bring its router to life."""
+        """Return this replica's identity; an ingress also calls it once to start its router."""
         return {"replica_id": self._replica_id, "pid": os.getpid()}
 
     async def sessions(self, tenant: str | None) -> dict[str, Any]:
-        """Return what a tenant, or (None) an operator, is told of the sessions here."""
+        """Return the report on this replica's sessions for a tenant, or for an operator (None)."""
         return {"replica": self._replica_id, **self._gate.report(tenant)}
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget every cached block that is not in use."""
+        """Drop all cached blocks that are not in use."""
         return await asyncio.to_thread(self._engine.reset_prefix_cache)
 
     async def answer_peer(self, question: Question, *args: Any, target: str) -> Any:
-        """Answer a peer (``PeerAnswers``), or "lost" where ``target`` is another: Serve sends a dead one's on."""
+        """Answer a peer (``PeerAnswers``), or "lost" for another ``target``: Serve redirects calls of a dead one."""
         return await getattr(self._answers, question)(*args) if target == self._replica_id else "lost"
 
     async def end_calls(self, request_ids: Sequence[str], *, target: str) -> None:
-        """End generations that nobody waits for. ``target``: see ``answer_peer``."""
+        """End abandoned generations. ``target``: see ``answer_peer``."""
         if target == self._replica_id:
             self._running.leave(request_ids)
 
     async def load_adapter(self, entry: AdapterEntry) -> str:
-        """Load an adapter ahead of its requests; returns why this replica cannot serve it, or ""."""
+        """Load an adapter ahead of its requests; return why this replica cannot serve it, or ""."""
         assert entry.spec is not None, "an unloaded name has nothing to load"
         return await self._adapters.load(entry.spec)
 
@@ -166,17 +166,17 @@ class Replica:
         return self._engine.adapters.unload(key)
 
     async def merge_adapters(self, entries: Sequence[AdapterEntry]) -> None:
-        """Remember which adapters the deployment has."""
+        """Remember the deployment's adapters."""
         self._adapters.registry.merge(entries)
 
     async def known_adapters(self) -> tuple[AdapterEntry, ...]:
-        """Say which adapters the deployment has, to an ingress that has just started."""
+        """Return the deployment's adapters, for an ingress that has just started."""
         return self._adapters.registry.entries()
 
     async def generate(
         self, payload: bytes, *, route: RoutedRequest | None = None, decision: Decision | None = None
     ) -> bytes:
-        """Run one generation: its chunks go where the call says, and its end is returned. Cancelling ends it."""
+        """Run one generation: its chunks go to the call's address, and its end is returned. Cancelling ends it."""
         if self._running.closed:
             return wire.encode(wire.GenerateChunk(replica_id=self._replica_id, error="unavailable", message=STOPPING))
         call = wire.decode_call(payload)
@@ -199,7 +199,7 @@ class Replica:
         try:
             holder, tokens = (decision.pull_from, decision.pull_tokens) if decision is not None else ("", 0)
             remote_kv = self._gate.begin(request, tokens if holder else 0, call.session)
-            if remote_kv is None and request.store_kv:  # a copy would stay here for its sake
+            if remote_kv is None and request.store_kv:  # a copy would stay in the cache
                 remote_kv = self._puller.begin(request, holder, tokens, trace)
             if remote_kv is not None:
                 request = replace(request, remote_kv=remote_kv)
@@ -235,7 +235,7 @@ class Replica:
         self._gate.set_shares(config.cache_shares)
 
     def _load(self) -> LoadReport:
-        """Return the load, with what the engine does not know of it."""
+        """Return the engine's load with the replica's own fields."""
         return msgspec.structs.replace(
             self._engine.load(),
             pull_tokens_per_s=self._puller.tokens_per_s,
@@ -271,7 +271,7 @@ class Replica:
         return wire.GenerateChunk(replica_id=self._replica_id, error=kind, message=str(error))
 
     async def _warm_up(self, tokens: int, vocab_size: int) -> None:
-        """Run one short generation, so that the first user does not pay for lazy set-up and rates are known."""
+        """Run one short generation, so that lazy set-up does not delay the first request and rates are known."""
         running = self._running.begin("warm-up", None, TokenStream())
         scope = PrefixScope("warm-up", "", b"")
         request = EngineRequest(
@@ -286,5 +286,5 @@ class Replica:
         self._running.forget("warm-up")
         if chunk.error:
             raise RuntimeError(f"the engine failed its warm-up: {chunk.message}")
-        # What an earlier life left on disk stays.
+        # Keep the blocks that an earlier process left on disk.
         await asyncio.to_thread(partial(self._engine.reset_prefix_cache, tiers=False))

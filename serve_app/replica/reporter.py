@@ -1,4 +1,4 @@
-"""What a replica tells routers besides cache events, and its figures for the autoscaling policy."""
+"""A replica's reports to routers besides cache events, and its figures for the autoscaling policy."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ from serve_app.engine.protocol import Engine
 logger = logging.getLogger(__name__)
 
 NEWS_PAUSE_S = 0.001
-"""Prefills that start and end within it are told together."""
+"""Prefills that start and end within this time are reported together."""
 STATS_INTERVAL_S = 0.5
 HEARTBEAT_S = 1.0
 DIGEST_INTERVAL_S = 5.0
@@ -26,7 +26,7 @@ _LAST_PAUSE_S = 600.0
 
 
 class Reporter:
-    """Hands ``load`` and ``stats`` to ``feed`` while ``run`` runs."""
+    """Sends ``load`` and ``stats`` to ``feed`` while ``run`` runs."""
 
     def __init__(
         self, load: Callable[[], LoadReport], stats: Callable[[], StatsReport], feed: FeedPublisher, interval_s: float
@@ -38,14 +38,14 @@ class Reporter:
         self._prefills_changed = asyncio.Event()
 
     def prefills_changed(self) -> None:
-        """Let routers know at once that a prefill has come, or has ended; call it in the loop that runs ``run``."""
+        """Tell routers at once that a prefill has arrived or ended; call it in the loop that runs ``run``."""
         self._prefills_changed.set()
 
     async def run(self) -> None:
         """Report until cancelled.
 
-        Load goes out when prefills change; otherwise when it changed, at most every ``interval_s``, and at least every
-        heartbeat.
+        Load is sent when prefills change; otherwise when it changed, at most every ``interval_s``, and at least at
+        every heartbeat.
         """
         last_load: LoadReport | None = None
         last_load_s = last_stats_s = float("-inf")
@@ -70,20 +70,20 @@ class Reporter:
 
 
 async def tell_caches(engine: Engine, feed: FeedPublisher, interval_s: float = DIGEST_INTERVAL_S) -> None:
-    """Tell digests every ``interval_s``, and all anew where other blocks were published, ever more rarely."""
+    """Send digests every ``interval_s``; if wrong blocks were published, send all again, at growing intervals."""
     mended, next_s, pause_s = 0, 0.0, interval_s
     while True:
         await asyncio.sleep(interval_s)
         drifts, now_s = feed.mirror_drifts, time.monotonic()
         anew = drifts != mended and now_s >= next_s
         if anew:
-            logger.warning("other blocks were published than the caches hold: all that is held is told anew")
+            logger.warning("other blocks were published than the caches hold: all held blocks are published again")
             mended, next_s, pause_s = drifts, now_s + pause_s, min(2 * pause_s, _LAST_PAUSE_S)
         await asyncio.to_thread(engine.tell_cache, anew=anew)
 
 
 def replica_figures(engine: Engine, version: int, config: AppConfig) -> ReplicaFigures:
-    """Return the figures for the autoscaling policy as of now."""
+    """Return the current figures for the autoscaling policy."""
     load, block_size = engine.load(), config.block_size
     sums: Counter[str] = Counter()
     for name, labels, value in engine.stats().samples:

@@ -1,9 +1,9 @@
-"""The generations that run in a replica: an engine's step leaves in one message for each ingress that waits for it.
+"""A replica's running generations: the outputs of an engine's step leave in one message per waiting ingress.
 
-They end when their ingress has died, or says that nobody waits. With calls between actors Ray lets a streaming call run
-on after its caller's death. Whether an ingress lives is asked of Ray, not of the ingress: one that is busy is not dead.
-And of the calls that are cancelled in the moment in which they start Ray loses one in some thousands: it runs on, so
-the ingress says so once more.
+They end when their ingress has died or reports them as abandoned. For calls between actors, Ray lets a streaming call
+continue after its caller's death. Ray, not the ingress, is asked whether it lives, as a busy ingress is not dead. Ray
+also loses one cancellation in some thousands, at the moment of the call's start, and the call would run on. So the
+ingress reports abandoned calls again.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ STOPPING = "the replica is being stopped"
 LOOK_EVERY_S = 1.0
 
 _MAX_LEFT = 8192
-"""So many calls that nobody waits for are kept in mind, for those that have not arrived."""
+"""Number of abandoned calls to remember, for those that have not arrived yet."""
 
 
 def actor_lives(name: str) -> bool:
@@ -38,15 +38,15 @@ def actor_lives(name: str) -> bool:
     except ValueError:
         return False
     except RayError:
-        logger.warning("Ray does not say whether %s lives", name, exc_info=True)
+        logger.warning("Ray does not know whether %s lives", name, exc_info=True)
     return True
 
 
 @dataclass(slots=True, eq=False)
 class RunningCall:
-    """One generation. ``sent``: its chunks so far, ``tokens``: theirs. ``end``: the last, once no more tokens come.
+    """One generation. ``sent``: number of its chunks so far, ``tokens``: of their tokens. ``end``: its last chunk.
 
-    ``reply_to``: None where nobody reads it. ``caller``: the Serve actor that asks, "" where it is none.
+    ``reply_to``: None if no ingress reads it. ``caller``: the calling Serve actor, "" if there is none.
     """
 
     reply_to: wire.ReplyTo | None
@@ -57,13 +57,13 @@ class RunningCall:
     tokens: int = 0
 
     def finish(self, chunk: wire.GenerateChunk) -> None:
-        """Say how it ended; what ended before stays as it is."""
+        """Set its end, unless it has ended before."""
         if not self.end.done():
             self.end.set_result(chunk)
 
 
 class RunningCalls:
-    """All of them, for the replica's loop. ``cancel`` ends one in the engine; ``closed``: whether the replica ends."""
+    """The generations of the replica's loop. ``cancel`` ends one in the engine; ``closed``: the replica is ending."""
 
     def __init__(self, replica_id: str, sender: TokenSender, cancel: Callable[[str], None]) -> None:
         self.closed = False
@@ -77,18 +77,18 @@ class RunningCalls:
         return bool(self._calls)
 
     def begin(self, call_id: str, reply_to: wire.ReplyTo | None, stream: TokenStream, caller: str = "") -> RunningCall:
-        """Take outputs of a generation that is about to be submitted."""
+        """Accept outputs of a generation that is about to be submitted."""
         call = RunningCall(reply_to, stream, caller, asyncio.get_running_loop().create_future())
         self._calls[call_id] = call
         return call
 
     def forget(self, call_id: str) -> None:
-        """Take no more outputs of a generation."""
+        """Accept no more outputs of a generation."""
         self._calls.pop(call_id, None)
         self._left.pop(call_id, None)
 
     def leave(self, call_ids: Sequence[str]) -> None:
-        """End generations that nobody waits for, also those that have not begun."""
+        """End abandoned generations, also those that have not begun."""
         for call_id in call_ids:
             self._left[call_id] = None
             if len(self._left) > _MAX_LEFT:
@@ -96,7 +96,7 @@ class RunningCalls:
         self._end_left()
 
     async def watch(self, lives: Callable[[str], bool] = actor_lives) -> None:
-        """End the generations of dead callers, and those that were left, again and again; ``lives`` may block."""
+        """Repeatedly end abandoned generations and those of dead callers; ``lives`` may block."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             self._end_left()
@@ -108,7 +108,7 @@ class RunningCalls:
                         self._cancel(call_id)
 
     def break_off(self) -> None:
-        """End every generation, so that its ingress goes on with it elsewhere; nothing of it runs on here."""
+        """End every generation here, so that its ingress continues it on another replica."""
         self.closed = True
         calls, self._calls = self._calls, {}
         for call_id, call in calls.items():
@@ -116,7 +116,7 @@ class RunningCalls:
             call.finish(self._failure("unavailable", STOPPING, call))
 
     def deliver(self, outputs: Sequence[EngineOutput]) -> None:
-        """Send a step's outputs to those who wait for them; those of other requests are nobody's."""
+        """Send a step's outputs to their ingresses; outputs of other requests are dropped."""
         messages: dict[wire.ReplyTo, list[Addressed]] = {}
         for output in outputs:
             call = self._calls.get(output.request_id)
@@ -143,18 +143,18 @@ class RunningCalls:
             self._cancel(call_id)
 
     def _lost(self, call_id: str, chunk: wire.GenerateChunk) -> None:
-        """End a generation whose tokens its ingress does not take; it may ask another replica for the rest."""
+        """End a generation with tokens that its ingress did not accept; it may ask another replica for the rest."""
         call = self._calls[call_id]
         if not call.end.done():
             call.sent = chunk.seq
-            call.finish(self._failure("unavailable", "its tokens are not taken in time", call))
+            call.finish(self._failure("unavailable", "its ingress does not read tokens in time", call))
             self._cancel(call_id)
 
     def _chunk(self, output: EngineOutput, call: RunningCall) -> wire.GenerateChunk:
         if output.finish_reason == "timeout":
             return self._failure("timeout", output.error, call)
         if output.finish_reason == "error":
-            # A stopping replica fails what it could not finish; another replica can take it over.
+            # A stopping replica fails its unfinished requests; another replica can take them over.
             return self._failure("unavailable" if self.closed else "failed", output.error, call)
         return wire.GenerateChunk(
             token_ids=output.token_ids,

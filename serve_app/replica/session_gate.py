@@ -1,7 +1,7 @@
-"""Sessions of a replica's requests: which of them wait until there is room for their contexts.
+"""Sessions of a replica's requests: a request may wait until its session's context fits.
 
-A request that waits is in its engine's line already, as one that waits for a copy: so load reports count it, its time
-limit holds, and it ends as any other. All in the replica's loop.
+A waiting request is already in its engine's queue, like one that waits for a copy. So load reports count it, its time
+limit holds, and it ends like any other. All in the replica's loop.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ EXPIRE_EVERY_S = 60.0
 
 
 class SessionGate:
-    """One replica's; ``engine`` has started."""
+    """The session gate of one replica; ``engine`` has started."""
 
     def __init__(self, engine: Engine, config: AppConfig, *, clock: Clock = time.monotonic) -> None:
         self.sessions = Sessions(config.block_size, clock)
@@ -32,7 +32,7 @@ class SessionGate:
         host_blocks = config.host_cache_bytes // max(1, engine.kv_block_bytes)
         self._admission = Admission(
             self.sessions,
-            # A context that was pushed out to the host's memory is loaded in a moment: there is room in both.
+            # A context in host memory loads in a moment, so both sizes count.
             int(replica_figures(engine, 0, config).pool_tokens) + host_blocks * config.block_size,
             pinned_tokens=lambda: int(replica_figures(engine, 0, config).pinned_tokens),
             tokens_per_s=lambda: engine.load().prefill_tokens_per_s,
@@ -44,12 +44,12 @@ class SessionGate:
         self._changed = asyncio.Event()
 
     def begin(self, request: EngineRequest, pulled_tokens: int = 0, name: str = "") -> RemoteKv | None:
-        """Note a request, of whose prompt so many tokens can be copied; return what it has to wait for, None: nothing.
+        """Note a request and how many of its prompt's tokens can be copied; return the KV to wait for, or None.
 
         ``name``: the client's word for its session.
         """
         chain, prompt_tokens, size = request.block_hashes, len(request.token_ids), self._config.block_size
-        if not chain or not request.store_kv:  # nothing of it outlives its answer
+        if not chain or not request.store_kv:  # none of its KV outlives its answer
             return None
 
         def cached_tokens() -> int:
@@ -65,7 +65,7 @@ class SessionGate:
         return None if held.done else held
 
     def end(self, request_id: str, answer_tokens: int) -> None:
-        """Note that a request is over, however it went."""
+        """Note that a request has ended, successfully or not."""
         self.sessions.end(request_id, answer_tokens)
         self._admission.forget(request_id)
         self._held.pop(request_id, None)
@@ -73,15 +73,15 @@ class SessionGate:
             self._admit()
 
     def set_shares(self, shares: Mapping[str, float]) -> None:
-        """Go by other weights of tenants from now on."""
+        """Use these weights of tenants from now on."""
         self._admission.shares = shares
 
     def report(self, tenant: str | None) -> dict[str, Any]:
-        """Return what a tenant, or (None) an operator, is told of the sessions."""
+        """Return the report on sessions for a tenant, or for an operator (None)."""
         return session_report(self.sessions, self._admission, tenant, self._clock())
 
     async def run(self) -> None:
-        """Let requests start as others' sessions go, until cancelled."""
+        """Let requests start as others' sessions end, until cancelled."""
         while True:
             self._admit()
             self.sessions.expire()

@@ -1,6 +1,6 @@
-"""Tokens on their way from replicas to an ingress: one encrypted message a step for each pair of them.
+"""Tokens from replicas to an ingress: one encrypted message per step for each pair of them.
 
-An ingress' calls say where its socket is. A replica never waits: an ingress that is too far behind loses its calls.
+An ingress' calls carry the address of its socket. A replica never waits: an ingress too far behind loses its calls.
 """
 
 import asyncio
@@ -22,13 +22,13 @@ from serve_app.tracing.replica import ReplicaTrace
 logger = logging.getLogger(__name__)
 
 MAX_WAITING_MESSAGES = 512
-"""Steps that an ingress may be behind, at each end of the connection."""
+"""Number of steps that an ingress may be behind, at each end of the connection."""
 MAX_MESSAGE_BYTES = 16 << 20
-"""A peer that sends more in one message is cut off."""
+"""A peer with a larger message is disconnected."""
 MAX_AT_ONCE = 64
-"""Messages that an ingress reads before it does anything else."""
+"""Number of messages that an ingress reads before it does anything else."""
 MAX_INGRESSES = 64
-"""Connections that a replica keeps; ingresses that were replaced are the first to be forgotten."""
+"""Number of connections that a replica keeps; those to replaced ingresses are dropped first."""
 
 Addressed = tuple[str, GenerateChunk]
 """A call's id, and a chunk of its answer."""
@@ -38,7 +38,7 @@ _decode = msgspec.msgpack.Decoder(list[Addressed]).decode
 
 
 class TokenSender:
-    """The replica's end. One thread uses it."""
+    """The replica's end. Used from one thread."""
 
     def __init__(self) -> None:
         self._context = zmq.Context()
@@ -46,16 +46,16 @@ class TokenSender:
         self._sockets: OrderedDict[ReplyTo, zmq.Socket[bytes]] = OrderedDict()
 
     def send(self, to: ReplyTo, chunks: Sequence[Addressed]) -> bool:
-        """Send chunks to an ingress; False where it is too far behind, or cannot be reached by such an address."""
+        """Send chunks to an ingress; return False if it is too far behind, or its address is invalid."""
         try:
             self._socket(to).send(_encode(chunks), flags=zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            logger.warning("tokens for the ingress at %s are not taken: %s", to.address, error)
+            logger.warning("tokens for the ingress at %s cannot be sent: %s", to.address, error)
             return False
         return True
 
     def close(self) -> None:
-        """Close the connections; what is under way has a second to arrive."""
+        """Close the connections; messages in transit have a second to arrive."""
         self._context.destroy(linger=1000)
 
     def _socket(self, to: ReplyTo) -> zmq.Socket[bytes]:
@@ -65,7 +65,7 @@ class TokenSender:
             try:
                 socket.setsockopt(zmq.SNDHWM, MAX_WAITING_MESSAGES)
                 socket.setsockopt(zmq.LINGER, 1000)
-                socket.setsockopt(zmq.RECONNECT_IVL_MAX, 5000)  # an ingress that has ended is asked less and less often
+                socket.setsockopt(zmq.RECONNECT_IVL_MAX, 5000)  # ever longer pauses for an ingress that has ended
                 socket.setsockopt(zmq.CURVE_PUBLICKEY, self._public_key)
                 socket.setsockopt(zmq.CURVE_SECRETKEY, self._secret_key)
                 socket.setsockopt(zmq.CURVE_SERVERKEY, to.public_key.encode())
@@ -81,7 +81,7 @@ class TokenSender:
 
 
 class TokenStream:
-    """Holds outputs back: one leaves every ``interval_s`` at most, but first and last at once; ``trace`` sees each."""
+    """Holds outputs back: at most one leaves per ``interval_s``, but first and last at once; ``trace`` sees each."""
 
     __slots__ = ("_due_s", "_interval_s", "_outputs", "_trace")
 
@@ -92,7 +92,7 @@ class TokenStream:
         self._trace = trace
 
     def push(self, output: EngineOutput) -> EngineOutput | None:
-        """Add one output; return all that may leave now as one, None where they wait for more."""
+        """Add one output; return all that may leave now as one output, None if they wait for more."""
         if self._trace is not None:
             self._trace.saw(output)
         if self._interval_s:
@@ -111,9 +111,9 @@ class TokenStream:
 
 
 class Arrivals:
-    """Chunks of one call that were not taken yet. ``received``: how many came, up to the first that was lost.
+    """Unread chunks of one call. ``received``: number of chunks that arrived, up to the first lost one.
 
-    ``at_once`` is offered what comes while somebody waits, before he is woken; it says whether it took that.
+    ``at_once`` is offered chunks that arrive while a reader waits, before it wakes; it returns whether it took them.
     """
 
     __slots__ = ("_chunks", "_news", "at_once", "received")
@@ -125,13 +125,13 @@ class Arrivals:
         self.received = 0
 
     def add(self, chunk: GenerateChunk) -> None:
-        """Add a chunk; what comes behind a lost one is of no use."""
+        """Add a chunk; chunks behind a lost one are useless."""
         if chunk.seq == self.received:
             self.received += 1
             self._chunks.append(chunk)
 
     def hand_on(self) -> None:
-        """Have what was added taken, or wake whoever waits for it."""
+        """Hand the added chunks to ``at_once``, or wake the waiting reader."""
         news = self._news
         if news is None or news.done() or not self._chunks:
             return
@@ -141,14 +141,14 @@ class Arrivals:
             try:
                 if self.at_once(chunk):
                     return
-            except Exception as error:  # it is raised to whoever waits
+            except Exception as error:  # raised in the waiting reader
                 news.set_exception(error)
                 return
             self._chunks.append(chunk)
         news.set_result(None)
 
     def take(self) -> GenerateChunk | None:
-        """Return all that waits as one chunk, None: nothing. A slow ingress so has fewer, larger ones to do."""
+        """Return all waiting chunks as one, None if there are none. So a slow ingress handles fewer, larger ones."""
         if not self._chunks:
             return None
         first = last = self._chunks.popleft()
@@ -174,7 +174,7 @@ class Arrivals:
 
 
 class TokenInbox:
-    """Calls of one ingress and what has come for each. ``reply_to``: what they tell replicas. One loop uses it."""
+    """Calls of one ingress and their arrivals. ``reply_to``: the address in its calls. Used from one loop."""
 
     def __init__(self, reply_to: ReplyTo) -> None:
         self.reply_to = reply_to
@@ -182,7 +182,7 @@ class TokenInbox:
 
     @contextmanager
     def arrivals(self, call_id: str) -> Iterator[Arrivals]:
-        """Take a call's chunks within the block; those of other calls are nobody's."""
+        """Collect a call's chunks within the block; chunks of other calls are dropped."""
         arrivals = self._calls[call_id] = Arrivals()
         try:
             yield arrivals
@@ -190,7 +190,7 @@ class TokenInbox:
             del self._calls[call_id]
 
     def deliver(self, *messages: Sequence[Addressed]) -> None:
-        """Hand chunks to those who wait for them; what several messages have for a call goes as one."""
+        """Hand chunks to their readers; a call's chunks from several messages go together."""
         came: dict[str, Arrivals] = {}
         for call_id, chunk in chain.from_iterable(messages):
             arrivals = self._calls.get(call_id)
@@ -202,10 +202,10 @@ class TokenInbox:
 
 
 class TokenReceiver:
-    """The ingress' end: puts what comes by its socket into ``inbox``."""
+    """The ingress' end: puts messages from its socket into ``inbox``."""
 
     def __init__(self, host: str) -> None:
-        """Bind to a random port of ``host``, in the loop that reads."""
+        """Bind to a random port of ``host``, in the reading loop."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
         public_key, secret_key = zmq.curve_keypair()
@@ -220,12 +220,12 @@ class TokenReceiver:
         self._loop.add_reader(self._socket.fileno(), self._read)
 
     def close(self) -> None:
-        """Take nothing more."""
+        """Receive nothing more."""
         self._loop.remove_reader(self._socket.fileno())
         self._context.destroy(linger=0)
 
     def _read(self) -> None:
-        """Take what is there. The socket tells of the first message alone, until all were read."""
+        """Read the available messages. The socket signals only the first message until all were read."""
         if self._socket.closed:
             return
         messages = []
@@ -237,7 +237,7 @@ class TokenReceiver:
             try:
                 messages.append(_decode(data))
             except msgspec.MsgspecError:
-                logger.exception("a message of %d bytes is none of a replica's", len(data))
+                logger.exception("a message of %d bytes is not from a replica", len(data))
         else:
             self._loop.call_soon(self._read)
         self.inbox.deliver(*messages)

@@ -1,1 +1,1 @@
-"""Sessions: chains of requests that go on from each other, as a replica sees them."""
+"""Sessions: chains of requests that continue each other, as seen by one replica."""

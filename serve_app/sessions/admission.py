@@ -1,9 +1,9 @@
-"""Which requests may start: none whose context would push live sessions out of the pool, as long as it can wait.
+"""Admission of requests: a request waits if its context would evict live sessions from the pool.
 
-A request that finds most of its prompt cached starts at once. Another one waits while what live sessions hold and its
-own context are more than the pool, unless its tenant's sessions and it fit the tenant's share: so a flood makes its own
-tenant wait. Nobody waits longer than ``wait_s``. Without this, in a pool that is too small, every return computes again
-what the return before pushed out. Not thread-safe.
+A request with most of its prompt cached starts at once. Another one waits while live sessions and its own context
+exceed the pool, unless its tenant's sessions and it fit the tenant's share, so that a flood delays only its own tenant.
+No request waits longer than ``wait_s``. Without admission, in a pool that is too small, every returning session
+recomputes the blocks that the previous one evicted. Not thread-safe.
 """
 
 import math
@@ -15,12 +15,12 @@ from router.protocol.samples import Histogram, Sample
 from serve_app.sessions.sessions import Session, Sessions
 
 SMALL_PART = 64
-"""Needs below this part of the pool never wait: they are the turns of conversations that go on."""
+"""Requests that need less than this part of the pool never wait. They are the turns of active conversations."""
 
 _BUCKETS_S = (0.1, 1.0, 10.0, 60.0, 300.0, 1800.0)
 
 AGING_SHARE = 0.1
-"""The least to compute first, but nothing is overtaken by what comes later than ten times its own computing time."""
+"""Shortest prefill first, but no request is overtaken by one that arrives after ten times its own computing time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ class _Waiting:
 
 
 class Admission:
-    """One replica's, over a pool of so many tokens.
+    """One replica's admission, for a pool of ``pool_tokens``.
 
-    ``pinned_tokens``: returns those that saves keep; ``tokens_per_s``: the pace of prefills, 0.0 while unknown.
+    ``pinned_tokens``: returns the tokens kept by saves; ``tokens_per_s``: the prefill rate, 0.0 while unknown.
     ``shares``: weights of tenants, 1.0 for all others.
     """
 
@@ -60,9 +60,9 @@ class Admission:
         self._waits_s = Histogram(_BUCKETS_S)
 
     def waits(self, session: Session, needed_tokens: int, cached_tokens: Callable[[], int]) -> bool:
-        """Return whether a session's request, which has to compute so many tokens, waits until ``admitted`` names it.
+        """Return whether a session's request waits until ``admitted`` returns it. ``needed_tokens``: to compute.
 
-        Ask that at once: there may be room. ``cached_tokens``: returns those of its prompt that are cached by then.
+        Call ``admitted`` at once, because there may be space. ``cached_tokens``: returns its prompt's cached tokens.
         """
         if not self.wait_s or needed_tokens * SMALL_PART <= self._pool_tokens or 2 * needed_tokens <= session.tokens:
             return False
@@ -72,19 +72,19 @@ class Admission:
 
     @property
     def room_tokens(self) -> int:
-        """The tokens that saves leave to sessions."""
+        """The tokens that saves leave for sessions."""
         return self._pool_tokens - self._pinned_tokens()
 
     def waited_s(self, session: Session) -> float:
-        """Return how long a session that waits has done so."""
+        """Return the time that a waiting session has waited."""
         return self._clock() - self._waiting[session.running].arrival_s
 
     def forget(self, request_id: str) -> None:
-        """Wait no more for a request that is over."""
+        """Remove a request that has ended."""
         self._waiting.pop(request_id, None)
 
     def admitted(self) -> list[str]:
-        """Return the requests that may start by now; they wait no more."""
+        """Return the requests that may start now, and stop waiting for them."""
         if not self._waiting:
             return []
         room, now_s = self.room_tokens, self._clock()
@@ -101,7 +101,7 @@ class Admission:
             line, key=lambda item: held[item[1].session.tenant] / weights[item[1].session.tenant]
         ):
             session = waiting.session
-            if session.turns == 1:  # another request may have computed the same prompt meanwhile
+            if session.turns == 1:  # another request may have computed the same prompt
                 session.shared_tokens = max(session.shared_tokens, waiting.cached_tokens())
             tenant, tokens = session.tenant, session.own_tokens
             fits = held.total() + tokens <= room or held[tenant] + tokens <= room * weights[tenant] / total
@@ -114,11 +114,11 @@ class Admission:
         return started
 
     def samples(self) -> Iterator[Sample]:
-        """Yield how long requests waited."""
+        """Yield the histogram of wait times."""
         return self._waits_s.samples("warmpath_session_wait_seconds")
 
     def look_again_s(self) -> float:
-        """Return the time of the clock at which more may start though nothing ends; infinite without any waiting."""
+        """Return the time at which more requests may start even if none ends; infinite without waiting requests."""
         if not self._waiting:
             return math.inf
         soonest = min(waiting.arrival_s for waiting in self._waiting.values()) + self.wait_s

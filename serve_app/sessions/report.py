@@ -1,4 +1,4 @@
-"""What is told of one replica's sessions: all to operators, its own to a tenant, and no number that counts others'."""
+"""The report of one replica's sessions: all for operators, only its own for a tenant, without totals over others."""
 
 from heapq import nsmallest
 from typing import Any
@@ -7,7 +7,7 @@ from serve_app.sessions.admission import Admission
 from serve_app.sessions.sessions import Session, Sessions
 
 MOST_TOLD = 200
-"""Sessions, those in use or used last."""
+"""The maximum number of reported sessions: those in use or used last."""
 
 
 def session_report(sessions: Sessions, admission: Admission, tenant: str | None, now_s: float) -> dict[str, Any]:
@@ -41,9 +41,9 @@ def session_report(sessions: Sessions, admission: Admission, tenant: str | None,
 
 
 def _why(needed_tokens: int, live_tokens: int, room_tokens: int | None = None) -> str:
-    if room_tokens is None:  # what all hold is others' too
-        return f"It waits for room: its {needed_tokens:,} tokens do not fit beside live sessions."
+    if room_tokens is None:  # the total would reveal other tenants' sessions
+        return f"It waits for space: its {needed_tokens:,} tokens do not fit beside live sessions."
     return (
-        f"It waits for room: live sessions hold {live_tokens:,} of {room_tokens:,} tokens, and it needs "
+        f"It waits for space: live sessions hold {live_tokens:,} of {room_tokens:,} tokens, and it needs "
         f"{needed_tokens:,}."
     )

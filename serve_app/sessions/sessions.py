@@ -1,9 +1,9 @@
-"""The sessions of one replica, by tenant: what each holds of the pool, and how soon they return.
+"""The sessions of one replica, by tenant: the part of the pool that each holds, and the time until it returns.
 
-A request that begins with nine tenths of an earlier prompt goes on with its session, unless the client says that it is
-another's: clients change the end of what they sent, as reminders that hold for one turn. A
-session is live while an answer of it runs and, after that, for as long as nine of ten of its tenant's returns took.
-Bounded by tenant. Not thread-safe.
+A request that begins with nine tenths of an earlier prompt continues its session, unless the client names another
+session. Clients change the end of earlier prompts, for example reminders for one turn. A session is live while its
+answer runs, and after that for the time in which nine of ten of its tenant's sessions returned. The memory is bounded
+by tenant. Not thread-safe.
 """
 
 from collections import Counter, deque
@@ -15,13 +15,13 @@ from router.protocol.block_hash import HASH_BYTES
 from router.protocol.samples import Histogram, Sample
 
 MOST_SESSIONS = 256
-"""Of one tenant: beyond it the one that was used least recently is forgotten."""
+"""The maximum for one tenant. Beyond it, the least recently used session is forgotten."""
 
 FIRST_HOLD_S, LEAST_HOLD_S, MOST_HOLD_S = 120.0, 10.0, 150.0
-"""How long a session is live after its answer, while no returns are measured; and within which bounds if they are."""
+"""The time that a session is live after its answer, without measured returns, and the bounds with measured returns."""
 
 RETURNS = 256
-"""So many of a tenant's last returns are remembered."""
+"""The number of a tenant's last returns that are remembered."""
 
 State = Literal["running", "paused", "waiting", "left"]
 
@@ -32,8 +32,8 @@ _JOB_BUCKETS_S = (10.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0)
 class Session:
     """One chain of requests. ``tokens``: of its context; ``shared_tokens``: of those, cached before it began.
 
-    ``marks``: of some blocks of its last prompt's last tenth, where their hashes begin in its chain, and these, the
-    longest prefix first; ``name``: the client's own word.
+    ``marks``: (offset in the chain, hash) of some blocks in the last tenth of its last prompt, the longest prefix
+    first; ``name``: given by the client.
     """
 
     tenant: str
@@ -49,17 +49,17 @@ class Session:
 
     @property
     def own_tokens(self) -> int:
-        """Tokens of its context that nobody else had cached when it began."""
+        """The tokens of its context that were not cached when it began."""
         return max(0, self.tokens - self.shared_tokens)
 
     def common_blocks(self, chain: bytes, name: str) -> int:
-        """Return how many blocks of this session's last prompt one of that chain begins with, 0 for another session."""
+        """Return the number of leading blocks that a chain shares with the last prompt, or 0 for another session."""
         if self.running or (name and self.name and name != self.name):
             return 0
         return next((at // HASH_BYTES + 1 for at, block_hash in self.marks if _has(chain, at, block_hash)), 0)
 
     def mark(self, chain: bytes) -> None:
-        """Remember a prompt's chain as the last one."""
+        """Record a prompt's chain as the last one."""
         blocks = len(chain) // HASH_BYTES
         before = [1, *(1 + (1 << power) for power in range(blocks.bit_length()))]
         starts = [(blocks - back) * HASH_BYTES for back in before if back <= min(blocks, 1 + blocks // 10)]
@@ -73,7 +73,7 @@ def _has(chain: bytes, at: int, block_hash: bytes) -> bool:
 @dataclass(slots=True)
 class _Tenant:
     sessions: list[Session] = field(default_factory=list)
-    """The least recently used first."""
+    """Least recently used first."""
     pauses_s: deque[float] = field(default_factory=lambda: deque(maxlen=RETURNS))
     hold_s: float = FIRST_HOLD_S
 
@@ -85,7 +85,7 @@ class _Tenant:
 
 
 class Sessions:
-    """All of a replica's. ``clock``: seconds that never go back."""
+    """All sessions of a replica. ``clock``: monotonic seconds."""
 
     def __init__(self, block_size: int, clock: Callable[[], float]) -> None:
         self._size = block_size
@@ -99,10 +99,10 @@ class Sessions:
     def begin(
         self, request_id: str, tenant: str, chain: bytes, prompt_tokens: int, cached_tokens: int, name: str = ""
     ) -> Session:
-        """Note a request, and return its session. ``chain``: hashes of the prompt's full blocks, packed."""
+        """Record a request, and return its session. ``chain``: the packed hashes of the prompt's full blocks."""
         now_s = self._clock()
         own = self._tenants.setdefault(tenant, _Tenant())
-        # Of many sessions nearly all are told apart by one look each.
+        # One comparison for each session excludes nearly all of them.
         near = [other for other in own.sessions for mark in other.marks[-1:] if _has(chain, *mark)]
         found = [(other.common_blocks(chain, name), other) for other in near]
         common, session = max(found, key=lambda pair: pair[0], default=(0, None))
@@ -124,7 +124,7 @@ class Sessions:
         return session
 
     def end(self, request_id: str, answer_tokens: int = 0) -> None:
-        """Note that a request is over, however it went."""
+        """Record the end of a request, with any outcome."""
         session = self._by_request.pop(request_id, None)
         if session is not None:
             session.tokens = 0 if session.waits else session.tokens + answer_tokens
@@ -132,11 +132,11 @@ class Sessions:
             session.used_s = self._clock()
 
     def hold_s(self, tenant: str) -> float:
-        """Return how long a session of that tenant is live after its answer."""
+        """Return the time that a tenant's session is live after its answer."""
         return self._tenants[tenant].hold_s
 
     def live(self) -> Iterator[Session]:
-        """Yield what runs, and what is about to return; not what waits for its start."""
+        """Yield the sessions that run or will soon return, without those that wait for their start."""
         now_s = self._clock()
         for own in self._tenants.values():
             for session in own.sessions:
@@ -144,19 +144,19 @@ class Sessions:
                     yield session
 
     def state(self, session: Session) -> State:
-        """Return what a session does now."""
+        """Return a session's current state."""
         if session.running:
             return "waiting" if session.waits else "running"
         return "paused" if session.used_s + self.hold_s(session.tenant) > self._clock() else "left"
 
     def all(self, tenant: str | None = None) -> list[Session]:
-        """Return the sessions of a tenant, or of all, the least recently used first."""
+        """Return the sessions of one tenant or of all tenants, least recently used first."""
         if tenant is not None:
             return list(self._tenants[tenant].sessions) if tenant in self._tenants else []
         return [session for own in self._tenants.values() for session in own.sessions]
 
     def expire(self, after_s: float = 3600.0) -> None:
-        """Forget the sessions that nobody used for so long, and tenants without any."""
+        """Forget sessions unused for ``after_s``, and tenants without sessions."""
         then_s = self._clock() - after_s
         for tenant, own in list(self._tenants.items()):
             for session in [session for session in own.sessions if not session.running and session.used_s < then_s]:

@@ -1,1 +1,1 @@
-"""Responses that are kept for their tenants, encrypted and bounded, in SQLite, Postgres or Redis. Knows no HTTP."""
+"""Stored responses of tenants, encrypted and bounded, in SQLite, Postgres or Redis. Uses no HTTP."""

@@ -1,6 +1,6 @@
-"""Where sealed responses lie: SQLite or Postgres, by the same statements, or Redis. Names and data are opaque bytes.
+"""Databases for sealed responses: SQLite or Postgres, with the same statements, or Redis. Names and data are opaque.
 
-Any thread may call, and waits. What a call raises where the database cannot be used is among its ``failures``.
+Any thread may call, and blocks. If a database cannot be used, a call raises one of its ``failures``.
 """
 
 import os
@@ -15,13 +15,13 @@ from threading import Lock
 from typing import Any
 
 URL_VARIABLE = "WARMPATH_RESPONSES_URL"
-"""Of the environment: the URL of a database, which may hold a password, and so is no setting."""
+"""The environment variable for a database's URL. It is not a setting, because it may contain a password."""
 _URL = re.compile(r"(redis(?=s?:)|postgres(?=(?:ql)?:))\w*://([^@/?#]*@)?([\w.,-]+|\[[\da-fA-F:]+\])(:\d+)?([/?].*)?")
 TIMEOUT_S = 5
-"""The longest that a database may take for a call."""
+"""The longest time of a database call."""
 SLACK = 16
-"""A tenant over its bytes comes to a sixteenth below them, and each ingress stores a sixteenth of what is free before
-it looks again: not every response that follows costs a look, or moves others out."""
+"""A tenant over its limit is reduced to a sixteenth below it, and each ingress stores a sixteenth of the free bytes
+before it checks again. So later responses do not all cost a check or evict others."""
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS sealed_responses (
@@ -66,16 +66,16 @@ while true do
 end
 for _, key in ipairs(KEYS) do redis.call('EXPIRE', key, math.ceil(ttl_s)) end
 """
-"""Of a tenant's keys, a hash of data, a sorted set of times, and a count of bytes. Without data it removes."""
+"""KEYS: a tenant's hash of data, sorted set of times, and byte count. Without data, the script removes a response."""
 
 
 class StoreError(ValueError):
-    """No responses can be stored so; the message says what to change, and holds no part of a URL."""
+    """Responses cannot be stored with these settings. The message contains the remedy, but no part of a URL."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of what is kept: ``ttl_s`` of each response, ``max_bytes`` of a tenant's together. ``now_s``: since 1970."""
+    """The limits of storage: ``ttl_s`` of each response, ``max_bytes`` of each tenant. ``now_s``: since 1970."""
 
     ttl_s: float
     max_bytes: int
@@ -83,7 +83,7 @@ class Bounds:
 
 
 class SqlDatabase:
-    """One connection, which ``connect`` makes, and makes again. ``mark``: the driver's mark of a parameter."""
+    """One connection. ``connect`` opens and reopens it. ``mark``: the driver's parameter placeholder."""
 
     def __init__(
         self, connect: Callable[[], Any], bounds: Bounds, failures: tuple[type[Exception], ...], mark: str = "?"
@@ -93,13 +93,13 @@ class SqlDatabase:
         self._bounds = bounds
         self._mark = mark
         self._lock = Lock()
-        self._room: dict[bytes, int] = {}  # by tenant: bytes to store before its sum, which takes long, is due again
+        self._room: dict[bytes, int] = {}  # by tenant: bytes to store before its slow sum is computed again
         self._connection: Any = None
 
     def put(self, tenant: bytes, response_id: bytes, data: bytes) -> None:
-        """Keep a response; it is durable on return, and a second time changes nothing.
+        """Store a response durably. A repeated call has no effect.
 
-        Some of what is older than ``ttl_s`` leaves, and where the tenant is over ``max_bytes``, its oldest others.
+        It also removes some responses older than ``ttl_s``, and the oldest others of a tenant over ``max_bytes``.
         """
         now_s, most_bytes = self._bounds.now_s(), self._bounds.max_bytes
         self._execute(_PUT, response_id, tenant, now_s, len(data), data)
@@ -109,24 +109,24 @@ class SqlDatabase:
             return
         while (over := int(self._execute(_USED, tenant)[0][0]) - most_bytes) > 0:
             if not self._execute(_EVICT, tenant, response_id, over + most_bytes // SLACK):
-                break  # it is alone
+                break  # the tenant has no other responses
         self._room[tenant] = -over // SLACK
 
     def get(self, tenant: bytes, response_id: bytes) -> bytes | None:
-        """Return the data of a response, None where it is not there."""
+        """Return the data of a response, or None if it does not exist."""
         rows = self._execute(_GET, tenant, response_id)
         return bytes(rows[0][0]) if rows else None
 
     def delete(self, tenant: bytes, response_id: bytes) -> bool:
-        """Remove a response; returns whether it was there."""
+        """Remove a response, and return whether it existed."""
         return bool(self._execute(_DELETE, tenant, response_id))
 
     def _execute(self, statement: str, *values: Any) -> Any:
-        """Return the rows that a statement finds, or how many it changes; each is a transaction."""
+        """Run a statement as a transaction. Return its rows, or the number of changed rows."""
         with self._lock:
             try:
                 return self._once(statement, values)
-            except self.failures:  # the connection may have gone: once more over a new one
+            except self.failures:  # the connection may be lost: retry once with a new one
                 old, self._connection = self._connection, None
                 if old is not None:
                     with suppress(*self.failures):
@@ -141,7 +141,7 @@ class SqlDatabase:
 
 
 class RedisDatabase:
-    """Has the methods of ``SqlDatabase``; as durable as the server is set to be (``appendfsync always``)."""
+    """Has the methods of ``SqlDatabase``. Durability depends on the server's settings (``appendfsync always``)."""
 
     def __init__(self, url: str, bounds: Bounds) -> None:
         import redis
@@ -152,7 +152,7 @@ class RedisDatabase:
         self._change = self._client.register_script(_SCRIPT)
 
     def put(self, tenant: bytes, response_id: bytes, data: bytes) -> None:
-        """See ``SqlDatabase``. What is too old leaves of this tenant's, and all of one that stores no more."""
+        """See ``SqlDatabase``. Removes this tenant's old responses. An inactive tenant's keys expire."""
         bounds = self._bounds
         self._change(_keys(tenant), [response_id, data, bounds.now_s(), bounds.ttl_s, bounds.max_bytes])
 
@@ -170,9 +170,9 @@ Database = SqlDatabase | RedisDatabase
 
 
 def open_database(url: str | None, file: Path, bounds: Bounds) -> Database:
-    """Return the database behind a URL, which is connected to when it is needed, or else the SQLite ``file``.
+    """Return the database at a URL, connected on first use, or else the SQLite ``file``.
 
-    Raises StoreError for a URL that names no database, a client library that is missing, and an impossible file.
+    Raises StoreError for an invalid URL, a missing client library, or an unusable file.
     """
     if not url:
         return _sqlite(file, bounds)
@@ -188,7 +188,7 @@ def open_database(url: str | None, file: Path, bounds: Bounds) -> Database:
 
 
 def _sqlite(file: Path, bounds: Bounds) -> SqlDatabase:
-    """Return the database of a file, which is made, private, where it is not there. Raises StoreError."""
+    """Return the database of a file, created as private if missing. Raises StoreError."""
 
     def connect() -> sqlite3.Connection:
         connection = sqlite3.connect(file, TIMEOUT_S, isolation_level=None, check_same_thread=False)
@@ -215,7 +215,7 @@ def _postgres(url: str, bounds: Bounds) -> SqlDatabase:
     begin = f"""
     SET synchronous_commit = on; SET statement_timeout = '{TIMEOUT_S}s';
     SELECT pg_advisory_xact_lock(hashtext('stored_responses')); {_TABLES.replace("BLOB", "BYTEA")}
-    """  # one transaction: two at once would both make the tables, and one would fail
+    """  # one transaction under a lock, because two at once would both create the tables, and one would fail
 
     def connect() -> Any:
         connection = psycopg.connect(

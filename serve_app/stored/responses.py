@@ -1,4 +1,4 @@
-"""A tenant's stored responses, sealed: a database without the secret shows neither texts nor tenants nor ids."""
+"""A tenant's stored responses, sealed: without the secret, a database reveals no texts, tenants or ids."""
 
 import asyncio
 import hmac
@@ -25,14 +25,14 @@ _NONCE_BYTES = 12
 
 
 class Document(msgspec.Struct):
-    """A stored response as clients get it, and its ``input``: the items of the whole conversation before it."""
+    """A stored response as sent to clients. ``input``: the items of the whole conversation before it."""
 
     input: list[dict[str, Any]]
     response: dict[str, Any]
 
 
 class StoredResponses:
-    """All tenants' responses. A lookup needs tenant and id: another tenant's id is one that does not exist."""
+    """All tenants' responses. A lookup needs tenant and id, so another tenant's id does not exist."""
 
     def __init__(self, database: Database, secret: bytes, workers: FairWorkers, bounds: Bounds) -> None:
         self._database = database
@@ -41,19 +41,19 @@ class StoredResponses:
         self._bounds = bounds
 
     async def put(self, tenant: str, document: Document) -> None:
-        """Store a response; it is durable on return. Raises Overloaded, and RequestTooLarge for one beyond bounds."""
+        """Store a response durably. Raises Overloaded, and RequestTooLarge for one over the limit."""
 
         def put() -> None:
             nonce, (owner, name, cipher) = os.urandom(_NONCE_BYTES), self._place(tenant, document.response["id"])
             data = nonce + cipher.encrypt(nonce, zlib.compress(msgspec.json.encode(document), 1), None)
             if len(data) > self._bounds.max_bytes:
-                raise RequestTooLarge("The response is larger than all that is stored for a tenant; send store: false.")
+                raise RequestTooLarge("The response exceeds the storage limit of a tenant; send store: false.")
             self._database.put(owner, name, data)
 
         await self._run(tenant, put)
 
     async def get(self, tenant: str, response_id: str) -> tuple[Document, int] | None:
-        """Return a response and its bytes as JSON, None for one that is not there. Raises Overloaded."""
+        """Return a response and its size in bytes as JSON, or None if it does not exist. Raises Overloaded."""
 
         def get() -> tuple[Document, int] | None:
             owner, name, cipher = self._place(tenant, response_id)
@@ -68,11 +68,11 @@ class StoredResponses:
         return await self._run(tenant, get)
 
     async def delete(self, tenant: str, response_id: str) -> bool:
-        """Remove a response; returns whether it was there. Raises Overloaded."""
+        """Remove a response, and return whether it existed. Raises Overloaded."""
         return await self._run(tenant, lambda: self._database.delete(*self._place(tenant, response_id)[:2]))
 
     def _place(self, tenant: str, response_id: str) -> tuple[bytes, bytes, AESGCM]:
-        """Return the names of a tenant and of its response in the database, and the cipher of this response alone."""
+        """Return the database names of a tenant and its response, and the cipher of only this response."""
 
         def derived(*fields: str) -> bytes:  # only the last field may hold a NUL
             message = "\0".join(("stored responses", *fields)).encode("utf-8", "surrogatepass")
@@ -85,7 +85,7 @@ class StoredResponses:
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 return await self._workers.run(tenant, QUANTUM_BYTES, work)
-        except self._database.failures as error:  # OSError is among them, and so is the end of the time
+        except self._database.failures as error:  # includes OSError, and therefore TimeoutError
             logger.exception("stored responses cannot be reached")
             message = "Stored responses cannot be reached now; send the request again later, or with store: false."
             raise Overloaded(message, code="response_store_unavailable", retry_after_s=5) from error

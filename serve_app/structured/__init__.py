@@ -1,1 +1,1 @@
-"""What an answer must look like, token by token. Knows no HTTP, models or engines; only here is llguidance imported."""
+"""Constraints on answers, token by token. Uses no HTTP, models or engines. Only this package imports llguidance."""

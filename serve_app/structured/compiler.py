@@ -1,4 +1,4 @@
-"""Grammars become llguidance's, compiled for one tokenizer, with limits for hostile ones. Compiling is for threads."""
+"""Compiles grammars for one tokenizer with llguidance, with limits for hostile grammars. Compile in worker threads."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
-"""Between two parts of JSON: a model that likes it too much would write nothing else."""
+"""The whitespace between two parts of JSON. It is bounded because some models would write nothing else."""
 
 _SEARCHED = 200
-"""Parts of a schema that are tried to find the one that is wrong."""
+"""The maximum number of schema parts that are tried to find the invalid one."""
 _SEARCH_S = 0.2
-"""How long that may take: parts can be as much work as the whole, and somebody else waits for the thread."""
+"""The time limit of that search. A part can be as expensive as the whole, and other requests wait for the thread."""
 
 
 class GrammarError(ValueError):
-    """No answer can follow this grammar; the message says why in a clause."""
+    """No answer can follow this grammar. The message contains the reason as a clause."""
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer (any thread). llguidance is imported, and the tokenizer read, at the first.
+    """Compiles grammars for one tokenizer (any thread). The first call imports llguidance and reads the tokenizer.
 
-    ``path``: a checkpoint with a fast tokenizer. ``end_token_ids``: the ends of an answer, one at least.
+    ``path``: a checkpoint with a fast tokenizer. ``end_token_ids``: the tokens that end an answer, at least one.
     """
 
     def __init__(self, path: Path, vocab_size: int, end_token_ids: Sequence[int]) -> None:
@@ -41,19 +41,19 @@ class GrammarCompiler:
         self._tokenizer: LLTokenizer | None = None
 
     def compile(self, text: str) -> LLMatcher:
-        """Return a matcher that has read nothing, for a grammar in llguidance's own form. Raises GrammarError."""
+        """Return a fresh matcher for a grammar in llguidance's own form. Raises GrammarError."""
         from llguidance import LLMatcher
 
         matcher = LLMatcher(self._loaded(), text, log_level=0, limits=_limits())
         if not matcher.is_error():
-            matcher.compute_bitmask()  # what its copies begin with is known then
+            matcher.compute_bitmask()  # precomputes the initial state of its copies
         error = matcher.get_error() if matcher.is_error() else ""
         if error or (matcher.is_stopped() and not matcher.is_accepting()):
             raise GrammarError(_said(error))
         return matcher
 
     def place_of_error(self, schema: Mapping[str, Any], error: str) -> str:
-        """Return the path of the innermost part found in time that alone has the same error, "" for the whole."""
+        """Return the path of the innermost part found in time with the same error by itself, "" for the whole."""
         end_s = time.perf_counter() + _SEARCH_S
         definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
         tried = 0
@@ -84,7 +84,7 @@ class GrammarCompiler:
 
 
 def _limits() -> LLParserLimits:
-    """Return limits in llguidance's units: about 20 ms to begin with, 40 MB; time a token is ``AnswerMatcher``'s."""
+    """Return limits in llguidance's units: about 20 ms at the start, 40 MB. ``AnswerMatcher`` limits time per token."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
@@ -100,7 +100,7 @@ def _limits() -> LLParserLimits:
 
 
 def llguidance_form(grammar: Grammar) -> str:
-    """Return a grammar in llguidance's own form, not checked. Raises GrammarError where there is none."""
+    """Return a grammar in llguidance's own form, unchecked. Raises GrammarError if it cannot be converted."""
     from llguidance import LLMatcher, grammar_from
 
     try:
@@ -119,7 +119,7 @@ def llguidance_form(grammar: Grammar) -> str:
 
 
 def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the schemas that are directly in a schema, with their paths."""
+    """Yield the direct subschemas of a schema, with their paths."""
     named: list[tuple[str, Any]] = [(name, schema.get(name)) for name in ("items", "additionalProperties")]
     for keyword in ("properties", "patternProperties", "$defs", "definitions"):
         inner = schema.get(keyword)
@@ -131,10 +131,10 @@ def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _said(error: str) -> str:
-    """Return what llguidance says in one line, cut."""
+    """Return llguidance's error as one shortened line."""
     lines = [line.strip() for line in error.splitlines() if line.strip()]
     if not lines or lines[0] in ("NoExtension", "NoExtensionBias"):
         return "nothing matches it"
-    # A regular expression's error is shown in several lines, of which the last says what it is.
+    # A regular expression's error has several lines, and the last one contains the reason.
     reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
     return reason[:200]

@@ -1,4 +1,4 @@
-"""Grammars as requests name them: their kinds, their bounds, and errors about both. Validity is found elsewhere."""
+"""Grammars as given in requests: their kinds, their bounds, and errors about both. It does not check validity."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import msgspec
 from serve_app.errors import InvalidRequest
 
 MAX_GRAMMAR_BYTES = 64 << 10
-"""Of one grammar, as JSON or text."""
+"""The maximum size of one grammar, as JSON or text."""
 MAX_GRAMMAR_DEPTH = 64
-"""Levels of objects, lists and brackets: whoever reads a grammar does so recursively."""
+"""The maximum levels of objects, lists and brackets, because grammars are parsed recursively."""
 MAX_CHOICES = 1024
 
 _encode = msgspec.json.Encoder().encode
@@ -21,9 +21,9 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer must match. ``text``: JSON for "json" (a schema) and "choice" (strings), else the grammar itself.
+    """A constraint on an answer. ``text``: JSON for "json" (a schema) and "choice" (strings), else the grammar itself.
 
-    ``field``: the request's field that it comes from, which errors name. Properties come in the schema's order.
+    ``field``: its field in the request, for error messages. Properties are in the schema's order.
     """
 
     kind: Literal["json", "regex", "choice", "grammar"]
@@ -32,12 +32,12 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any], field: str) -> Grammar:
-        """Return the grammar of JSON that a schema describes. Raises InvalidRequest where it is too large or deep."""
+        """Return the grammar of JSON that matches a schema. Raises InvalidRequest if it is too large or deep."""
         return cls("json", _bounded(_encode(schema).decode(), field), field)
 
     @classmethod
     def json_text(cls, schema: str, field: str) -> Grammar:
-        """Return the same for a schema as text. Raises InvalidRequest."""
+        """Return the grammar of a schema given as text. Raises InvalidRequest."""
         try:
             value = msgspec.json.decode(_bounded(schema, field))
         except ValueError as error:
@@ -53,12 +53,12 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str, field: str) -> Grammar:
-        """Return the grammar of what a whole regular expression matches. Raises InvalidRequest."""
+        """Return the grammar of full matches of a regular expression. Raises InvalidRequest."""
         return cls("regex", _bounded(pattern, field), field)
 
     @classmethod
     def choice(cls, strings: Sequence[str], field: str) -> Grammar:
-        """Return the grammar of one of several strings. Raises InvalidRequest."""
+        """Return the grammar of a choice among strings. Raises InvalidRequest."""
         if not 1 <= len(strings) <= MAX_CHOICES or not all(isinstance(text, str) and text for text in strings):
             raise InvalidRequest(
                 f"{field} must be a list of 1 to {MAX_CHOICES} strings that are not empty.", param=field
@@ -84,7 +84,7 @@ def _bounded(text: str, field: str, *, nested: bool = True) -> str:
 
 
 def _depth(text: str) -> int:
-    """Return the most brackets that are open at once; those in strings count too, which costs no honest grammar."""
+    """Return the maximum number of open brackets, including those in strings, which does not affect honest grammars."""
     depth = deepest = 0
     for char in text:
         if char in "([{":

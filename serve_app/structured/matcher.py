@@ -1,4 +1,4 @@
-"""One answer's place in a grammar, told from its token ids alone; and the latest compiled grammars of a replica."""
+"""Matches one answer against a grammar by its token ids, and caches a replica's latest compiled grammars."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 MAX_COMPILED = 64
-"""Grammars that a replica keeps compiled."""
+"""The number of compiled grammars that a replica keeps."""
 
 SPENT_AT_FIRST_S, SPENT_A_TOKEN_S = 0.05, 0.001
-"""Of a core, what one answer's grammar may take in all, for every step waits for it; honest ones take 25 us a token."""
+"""The CPU time limit of one answer's grammar, because every step waits for it. Honest ones need 25 us per token."""
 
 _NOTHING: TokenArray = np.empty(0, dtype=np.int32)
 
 
 class AnswerMatcher:
-    """Which tokens may come next in one answer; satisfies the engine's ``TokenMatcher``.
+    """The allowed next tokens of one answer. Implements the engine's ``TokenMatcher``.
 
-    ``clock``: CPU seconds of this thread, for a busy machine must end no answer. ``text``: the grammar, for an engine
-    with steps in another process.
+    ``clock``: CPU seconds of this thread, so that a busy machine does not end an answer. ``text``: the grammar, for an
+    engine with steps in another process.
     """
 
     def __init__(self, compiled: LLMatcher, clock: Callable[[], float] = time.thread_time, *, text: str = "") -> None:
@@ -41,7 +41,7 @@ class AnswerMatcher:
         self._left_s = SPENT_AT_FIRST_S
 
     def allowed(self, answer: TokenArray) -> NDArray[np.uint8] | None:
-        """Return a bit a token id, lowest first; None where ``answer`` does not match. Raises GrammarError."""
+        """Return one bit per token id, lowest first, or None if ``answer`` does not match. Raises GrammarError."""
         begun_s = self._clock()
         if self._left_s < 0:
             raise GrammarError("the grammar takes too much time; make it less ambiguous")
@@ -50,7 +50,7 @@ class AnswerMatcher:
         return mask
 
     def _read_on(self, answer: TokenArray) -> tuple[NDArray[np.uint8] | None, int]:
-        """Return what is allowed, and for how many tokens that was work: those that were read, one at least."""
+        """Return the allowed tokens, and the number of newly read tokens, at least one."""
         same = common_tokens(self._read, answer)
         if same < len(self._read) and not self._matcher.rollback(len(self._read) - same):
             self._restart()
@@ -71,11 +71,11 @@ class AnswerMatcher:
 
 
 class Matchers:
-    """Makes matchers (any thread); what is not known is compiled, by the thread that asks."""
+    """Creates matchers (any thread). The calling thread compiles a new grammar."""
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiled = lru_cache(MAX_COMPILED)(compiler.compile)
 
     def matcher(self, text: str) -> AnswerMatcher:
-        """Return a matcher of its own for an answer, by a grammar in llguidance's form. Raises GrammarError."""
+        """Return a new matcher for an answer, from a grammar in llguidance's form. Raises GrammarError."""
         return AnswerMatcher(self._compiled(text), text=text)

@@ -1,1 +1,1 @@
-"""Who asks and what they may use. Knows no HTTP and no tokens."""
+"""Authentication of tenants and their permissions. Uses no HTTP and no tokens."""

@@ -1,4 +1,4 @@
-"""The deployment secret: from the environment, a private file, or made once."""
+"""The deployment secret: from the environment, from a private file, or created once."""
 
 import os
 import secrets
@@ -11,14 +11,14 @@ MIN_SECRET_CHARS = 16
 
 
 class SecretError(ValueError):
-    """The deployment secret cannot be used; the message says what to do."""
+    """The deployment secret cannot be used. The message contains the remedy."""
 
 
 def load_secret(env: str = "WARMPATH_SECRET", secret_file: Path | None = None, state_dir: Path | None = None) -> bytes:
-    """Return the deployment secret as 32 bytes: from the environment, else the file, else a file made once.
+    """Return the deployment secret as 32 bytes: from the environment, else the file, else a file created once.
 
-    The made file is ``secret`` in ``state_dir`` (default ``$XDG_STATE_HOME/warmpath``, or ``~/.local/state/warmpath``),
-    with mode 0600. Raises SecretError for a short secret, and for a file that others may read.
+    The new file is ``secret`` in ``state_dir`` (default ``$XDG_STATE_HOME/warmpath``, or ``~/.local/state/warmpath``),
+    with mode 0600. Raises SecretError for a short secret, and for a file that other users may read.
     """
     given = os.environ.get(env)
     if given is not None:
@@ -35,14 +35,14 @@ def load_secret(env: str = "WARMPATH_SECRET", secret_file: Path | None = None, s
 
 
 def own_state_dir() -> Path:
-    """Return where a user's instances keep what outlives them."""
+    """Return the directory for a user's persistent state."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "warmpath"
 
 
 def _create_secret(path: Path) -> None:
-    """Write a random secret to ``path`` unless another process is first; the file is whole or absent."""
+    """Write a random secret to ``path`` atomically, unless another process is first."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor, name = tempfile.mkstemp(prefix=".secret-", dir=path.parent)  # mkstemp makes it 0600
+    descriptor, name = tempfile.mkstemp(prefix=".secret-", dir=path.parent)  # mkstemp sets mode 0600
     try:
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_hex(32) + "\n")
@@ -59,7 +59,7 @@ def _read_secret(path: Path) -> bytes:
             mode = os.fstat(file.fileno()).st_mode
             content = file.read()
     except FileNotFoundError:
-        raise SecretError(f"there is no secret file {path}; make it, or leave secret_file out") from None
+        raise SecretError(f"there is no secret file {path}; create it, or remove secret_file") from None
     except OSError as error:
         raise SecretError(f"cannot read the secret file {path} ({error.strerror})") from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):

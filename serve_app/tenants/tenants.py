@@ -1,4 +1,4 @@
-"""API keys, known as SHA-256 -> tenant; deployment secret and tenant -> a salt that nobody else can guess."""
+"""API keys (as SHA-256) -> tenant; deployment secret and tenant -> a salt that others cannot guess."""
 
 import hmac
 import secrets
@@ -16,7 +16,7 @@ DEFAULT_TENANT = "default"
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """An authenticated customer. Tenants of one ``trust_group`` share their KV.
+    """An authenticated tenant. Tenants of one ``trust_group`` share their KV.
 
     ``models``: names of its models and adapters, None: all. ``store_kv``: its requests may write to the cache.
     """
@@ -38,7 +38,7 @@ class _Key:
 
 
 class Tenants:
-    """All tenants of a deployment. Their names and keys differ (``TenantsSection`` checks it)."""
+    """All tenants of a deployment. ``TenantsSection`` ensures that names and keys differ."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Tenants:
         self.configure(configs, operator_key_sha256)
 
     def configure(self, configs: Sequence[TenantConfig], operator_key_sha256: Sequence[str]) -> None:
-        """Replace tenants and operators; authenticated requests stay so."""
+        """Replace tenants and operators. Authenticated requests stay authenticated."""
         self._keys = [
             _Key(bytes.fromhex(key.sha256), tenant, key.expires.timestamp() if key.expires else None, key.revoked)
             for config, tenant in zip(configs, map(_tenant, configs), strict=True)
@@ -63,19 +63,19 @@ class Tenants:
 
     @property
     def open(self) -> bool:
-        """Whether no tenant is configured: everybody is the tenant ``default``."""
+        """Whether no tenant is configured. Every client then is the tenant ``default``."""
         return not self._keys
 
     @property
     def has_operators(self) -> bool:
-        """Whether there are operator keys."""
+        """Whether operator keys exist."""
         return bool(self._operator_keys)
 
     def authenticate(self, authorization: str | None) -> Tenant:
         """Return the tenant of the Authorization header's key, compared with all keys in constant time.
 
-        Raises AuthenticationFailed without a key, or with one that is unknown, revoked or expired, unless the
-        deployment is ``open``.
+        Unless the deployment is ``open``, raises AuthenticationFailed without a key, or with an unknown, revoked or
+        expired one.
         """
         if self.open:
             return Tenant(DEFAULT_TENANT)
@@ -101,11 +101,11 @@ class Tenants:
 
     @property
     def by_name(self) -> dict[str, Tenant]:
-        """The tenants, ``default`` alone where none is configured."""
+        """The tenants by name; only ``default`` if none is configured."""
         return {key.tenant.name: key.tenant for key in self._keys} or {DEFAULT_TENANT: Tenant(DEFAULT_TENANT)}
 
     def is_operator(self, authorization: str | None) -> bool:
-        """Return whether the header bears an operator key."""
+        """Return whether the header contains an operator key."""
         digest = _bearer_digest(authorization)
         matches = [hmac.compare_digest(known, digest) for known in self._operator_keys]
         return any(matches)
@@ -113,12 +113,12 @@ class Tenants:
     def salt(self, tenant: Tenant, cache_salt: str | None) -> bytes:
         """Return the 32-byte salt of a tenant's or trust group's scope, which a ``cache_salt`` divides further.
 
-        HMAC-SHA256 keyed with the secret over length-prefixed fields: no client's salt reaches another scope, and no
-        salt differs from the empty one.
+        HMAC-SHA256 keyed with the secret over length-prefixed fields. No client's ``cache_salt`` can reach another
+        scope, and a missing one differs from the empty one.
         """
         message = _length_prefixed(tenant.name.encode())
         if tenant.trust_group is not None:
-            # No tenant's name is empty, so no group is a tenant of the same name.
+            # No tenant has an empty name, so a group never equals a tenant of the same name.
             message = _length_prefixed(b"") + _length_prefixed(tenant.trust_group.encode())
         if cache_salt is not None:
             message += b"\1" + _length_prefixed(cache_salt.encode())

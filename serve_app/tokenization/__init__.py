@@ -1,1 +1,1 @@
-"""Text <-> token ids, exactly, cached. Knows no tenants and no requests."""
+"""Exact, cached conversion between text and token ids. Uses no tenants and no requests."""

@@ -1,4 +1,4 @@
-"""A conversation becomes text by the checkpoint's own chat template, or a 400 that says why not."""
+"""Renders conversations with the checkpoint's own chat template, or raises a 400 with the reason."""
 
 import inspect
 import re
@@ -13,35 +13,35 @@ from serve_app.errors import InvalidRequest
 
 _WORD = re.compile(r"\w+")
 OTHER_WORDS: Mapping[str, Any] = {"role": "user", "content": "\ue000\ue001\ue000"}
-"""Characters for private use, which no template and no conversation has."""
+"""A message of private-use characters, which no template or conversation contains."""
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """A conversation as the model reads it. ``system_text``: the formatted system prompt, a prefix of ``text``."""
+    """A rendered conversation. ``system_text``: the formatted system prompt, a prefix of ``text``."""
 
     text: str
     system_text: str
 
 
 class ChatTemplate:
-    """The chat template of a transformers tokenizer; any thread may render."""
+    """The chat template of a transformers tokenizer. Any thread may render."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         parameters = inspect.signature(tokenizer.apply_chat_template).parameters
         self._reserved = frozenset((*parameters, *tokenizer.SPECIAL_TOKENS_ATTRIBUTES))
-        # Once, not for each request: templates have many thousand characters.
+        # Computed once, because templates have many thousand characters.
         self._words = frozenset(_WORD.findall(self.source))
 
     @property
     def source(self) -> str:
-        """The template's text; of several by name, all."""
+        """The template's text, or the text of all named templates."""
         return str(self._tokenizer.chat_template or "")
 
     @property
     def reads_tools(self) -> bool:
-        """Whether the template has the variable ``tools``."""
+        """Whether the template uses the variable ``tools``."""
         return not any(self.unread(["tools"]))
 
     def render(
@@ -54,12 +54,12 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> RenderedPrompt:
-        """Return a conversation as the model reads it; ``kwargs``: more variables of the template.
+        """Return the rendered conversation. ``kwargs``: more variables of the template.
 
-        ``continue_final_message``: nothing of the template follows the last message. ``system_text``: the template
-        applied to the leading system messages alone, as far as the whole begins with it, "" for none. With ``tools`` it
-        is all text before the first other message, as templates write tools before, after or in place of a system
-        prompt. Raises InvalidRequest for no template, or for messages that it refuses.
+        ``continue_final_message``: no template text follows the last message. ``system_text``: the rendered leading
+        system messages alone, as far as the whole text begins with them, "" without any. With ``tools`` it is all text
+        before the first other message, because templates write tools before, after or in place of a system prompt.
+        Raises InvalidRequest without a template, or for messages that it refuses.
         """
         if not self._tokenizer.chat_template:
             raise InvalidRequest(
@@ -91,7 +91,7 @@ class ChatTemplate:
         return RenderedPrompt(text, probe)
 
     def unread(self, names: Iterable[str]) -> Iterator[str]:
-        """Yield those of the names of variables that stand nowhere in the template: they change nothing."""
+        """Yield the variable names that do not occur in the template, and therefore have no effect."""
         return (name for name in names if name not in self._words)
 
     def _apply(
@@ -125,7 +125,7 @@ class ChatTemplate:
 
 
 def _alternating(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return messages as strict templates take them: a system message at the beginning, others as the user's turns."""
+    """Return messages for strict templates: one system message at the start, later ones as user turns."""
     told: list[Mapping[str, Any]] = []
     for message in messages:
         before, role = told[-1]["role"] if told else "system", message["role"]

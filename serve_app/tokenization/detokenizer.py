@@ -1,4 +1,4 @@
-"""Tokens to text while they arrive, never half a character; and where the text must stop."""
+"""Incremental conversion of tokens to text in whole characters, and detection of stop strings."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from encodings import utf_8
@@ -7,11 +7,11 @@ from typing import Any
 from serve_app.tokenization.segmenter import component_state
 
 MAX_HELD_TOKENS = 16
-"""A tokenizer that is not byte-level gets its text out after this many tokens, even if it looks unfinished."""
+"""Text of a tokenizer that is not byte-level is released after this many tokens, even if it looks unfinished."""
 
 
 def _byte_of_char() -> dict[str, int]:
-    """Return the byte each character of a byte-level vocabulary stands for. Source: GPT-2's bytes_to_unicode."""
+    """Return the byte of each character of a byte-level vocabulary. Source: GPT-2's bytes_to_unicode."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
     rest = (byte for byte in range(256) if byte not in set(printable))
@@ -19,7 +19,7 @@ def _byte_of_char() -> dict[str, int]:
 
 
 class TokenTexts:
-    """What the ids of one tokenizer stand for; shared by all decoders. ``byte_level``: every id is some bytes."""
+    """The texts of one tokenizer's ids, shared by all decoders. ``byte_level``: every id is a byte string."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -34,16 +34,16 @@ class TokenTexts:
         self._byte_of_char = _byte_of_char()
 
     def is_special(self, token_id: int) -> bool:
-        """Tell whether the token is left out of the text."""
+        """Return whether the text omits the token."""
         return token_id in self._special
 
     @property
     def special_tokens(self) -> frozenset[str]:
-        """What the special tokens are called."""
+        """The names of the special tokens."""
         return frozenset(self._special.values())
 
     def special(self, words: Iterable[str]) -> dict[int, str]:
-        """Return those special tokens that are one of the words, by id."""
+        """Return the special tokens among the words, by id."""
         wanted = frozenset(words)
         return {token_id: word for token_id, word in self._special.items() if word in wanted}
 
@@ -60,7 +60,7 @@ class TokenTexts:
         return known
 
     def shown_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token as a list of tokens shows it: special ones by their name."""
+        """Return the bytes of one token for display in a token list. Special tokens are shown by name."""
         token: str | None = self._tokenizer.id_to_token(token_id)
         if token is None or token_id in self._special:
             return (token or "").encode()
@@ -71,16 +71,16 @@ class TokenTexts:
         return token.replace("\u2581", " ").encode()
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of a whole sequence, special tokens left out."""
+        """Return the text of a whole sequence without special tokens."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
 class Detokenizer:
-    """Detokenizes one answer. Everything pushed, then ``flush``, concatenates to the decoding of all its ids.
+    """Detokenizes one answer. The results of all ``push`` calls and ``flush`` concatenate to the decoding of all ids.
 
-    Byte-level BPE (Llama 3, Qwen, the demo model): exact and constant work a token. Others: a window of the tokens
-    since the last text, as sentencepiece drops a first space. There a run of byte tokens may differ if it turns
-    invalid, or looks unfinished for ``MAX_HELD_TOKENS``. ``shown``: special tokens that are text too.
+    Byte-level BPE (Llama 3, Qwen, the demo model): exact, with constant work per token. Others: a window of the tokens
+    since the last text, because sentencepiece drops a first space. There, a run of byte tokens may differ if it becomes
+    invalid, or looks unfinished for ``MAX_HELD_TOKENS``. ``shown``: special tokens that are also text.
     """
 
     def __init__(self, texts: TokenTexts, shown: Mapping[int, str] | None = None) -> None:
@@ -91,20 +91,20 @@ class Detokenizer:
         self._held_ids: list[int] = []
 
     def shown_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token; see ``TokenTexts.shown_bytes``."""
+        """Return the bytes of one token (see ``TokenTexts.shown_bytes``)."""
         return self._texts.shown_bytes(token_id)
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Return the text that ``token_ids`` complete; the beginning of a character is kept for later."""
+        """Return the text completed by ``token_ids``. An incomplete character is kept for later."""
         texts = self._texts
         if texts.byte_level:
             raw = b"".join([self._shown.get(i) or texts.token_bytes(i) for i in token_ids])
-            # What most text is needs no decoder, where that holds nothing back.
+            # ASCII, the most common text, needs no decoder unless the decoder holds bytes back.
             return raw.decode("ascii") if raw.isascii() and not self._utf8.buffer else self._utf8.decode(raw)
         return "".join(map(self._push_one, token_ids))
 
     def flush(self) -> str:
-        """Return what is still held (U+FFFD for a character that never became whole)."""
+        """Return the text still held, with U+FFFD for an incomplete character."""
         if self._texts.byte_level:
             return self._utf8.decode(b"", final=True)
         return self._show(self._window_text()) if self._held_ids else ""
@@ -134,9 +134,9 @@ class Detokenizer:
 
 
 class StopChecker:
-    """Ends a text before the stop string that is complete first (of two the longer), however the text is cut.
+    """Ends a text before the stop string that is complete first (of two the longer), independent of chunk boundaries.
 
-    ``include``: the text ends behind it. ``found``: the stop string that ended it, "" before.
+    ``include``: the text ends after the stop string. ``found``: the stop string that ended it, "" before.
     """
 
     def __init__(self, stop: tuple[str, ...], *, include: bool = False) -> None:
@@ -151,7 +151,7 @@ class StopChecker:
         self.found = ""
 
     def push(self, text: str, *, early: bool = False) -> tuple[str, bool]:
-        """Return (text to show, whether a stop string was found). ``early``: none counts that ends in this text."""
+        """Return (text to show, whether a stop string was found). ``early``: ignore stop strings that end here."""
         if not self._stop or self._stopped:
             return ("" if self._stopped else text), self._stopped
         seen = self._held + text
@@ -174,7 +174,7 @@ class StopChecker:
         return seen[: len(seen) - held], False
 
     def flush(self) -> str:
-        """Return what was held back; the text ended without completing a stop string."""
+        """Return the text held back, after an end without a complete stop string."""
         held, self._held = self._held, ""
         return held
 

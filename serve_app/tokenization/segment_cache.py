@@ -1,4 +1,4 @@
-"""Known segments of conversations, with token ids and block hashes; public tokens. Callers hold ``lock``."""
+"""Cached segments of conversations, with token ids and block hashes, and public tokens. Callers hold ``lock``."""
 
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ import numpy as np
 from router.protocol.block_hash import TokenArray, common_tokens
 
 ENTRY_BYTES = 320
-"""Charged for a segment besides ids and hashes: key, array, entry and bytes objects, table slot (CPython 3.11)."""
+"""A segment's charge besides ids and hashes: key, array, entry and bytes objects, table slot (CPython 3.11)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,7 +22,7 @@ class Segment:
 
     @property
     def charge(self) -> int:
-        """Bytes that it takes."""
+        """The charged size in bytes."""
         return ENTRY_BYTES + self.ids.nbytes + len(self.block_hashes)
 
 
@@ -38,7 +38,7 @@ class SegmentCacheStats:
 
 
 class SegmentCache:
-    """Segments by key under one byte bound; the least recently used goes first."""
+    """Segments by key within a byte limit. The least recently used is evicted first."""
 
     def __init__(self, capacity_bytes: int) -> None:
         if capacity_bytes < 0:
@@ -51,7 +51,7 @@ class SegmentCache:
         self._misses = 0
 
     def get(self, keys: list[bytes]) -> list[Segment | None]:
-        """Return what is known of one conversation's segments, and count that; its beginning is the last to go."""
+        """Return one conversation's cached segments, and count hits and misses. Its beginning is evicted last."""
         segments = [self._segments.get(key) for key in keys]
         for key, segment in zip(reversed(keys), reversed(segments), strict=True):
             if segment is not None:
@@ -62,7 +62,7 @@ class SegmentCache:
         return segments
 
     def put(self, segments: Iterable[tuple[bytes, Segment]]) -> None:
-        """Remember segments, the last one longest, evicting until the bound holds; one over the bound is not kept."""
+        """Add segments, with the last as most recent, and evict to the limit. A segment over the limit is not kept."""
         for key, segment in segments:
             if segment.charge > self._capacity_bytes:
                 continue
@@ -78,14 +78,14 @@ class SegmentCache:
 
 
 class PublicTokens:
-    """Which leading tokens of a prompt are public. Never changes; ``generation`` keeps apart what followed from it."""
+    """Public prompts, to count a prompt's public tokens. Immutable. ``generation``: separates derived cache entries."""
 
     def __init__(self, prompts: Iterable[TokenArray] = (), generation: int = 0) -> None:
         self._prompts = [np.array(ids, dtype=np.int32) for ids in prompts]
         self.generation = generation
 
     def count(self, token_ids: TokenArray) -> int:
-        """Return how many leading tokens are public. O(prompts), of which there are a few hundred at most."""
+        """Return the number of public leading tokens. O(prompts), with at most a few hundred prompts."""
         public = 0
         for prompt in self._prompts:
             if public < min(len(prompt), len(token_ids)) and prompt[public] == token_ids[public]:

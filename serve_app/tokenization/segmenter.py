@@ -1,4 +1,4 @@
-"""Where a text can be cut so that its parts tokenize alone as together; how much text one token can stand for."""
+"""Cuts texts into parts that tokenize separately to the same ids, and bounds the text length of one token."""
 
 import json
 import re
@@ -10,19 +10,19 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 MIN_SEGMENT_BYTES = 1024
-"""A segment closes at the first added token after this many bytes: short turns share one segment."""
+"""A segment ends at the first added token after this many bytes, so that short turns share one segment."""
 
-# NFC at most thirds a text (three Hangul letters of three bytes become one); one more for safety.
+# NFC shrinks a text to a third at most (three Hangul letters of three bytes become one); one more for safety.
 _SHRINKS = {"NFC": 4, "NFD": 1, "Prepend": 1, "Replace": 1, "ByteLevel": 1}
 _SPLITTERS = frozenset(("ByteLevel", "Split", "Digits", "Metaspace", "Punctuation"))
 
 
 class Segmenter:
-    """Cuts text before added tokens. ``exact`` is False where that would change the ids: then nothing is cut.
+    """Cuts text before added tokens. ``exact`` is False if cuts would change the ids. Then no text is cut.
 
-    Raw text is split at added tokens with ``normalized=False`` before anything else, and each part is tokenized alone.
-    Not so: tokens that swallow their neighbourhood (``lstrip``, ``rstrip``, ``single_word``), special tokens that are
-    not split, a pre-tokenizer that treats the first part otherwise (Metaspace "first").
+    A tokenizer first splits raw text at added tokens with ``normalized=False``, and tokenizes each part separately.
+    Exceptions: tokens that absorb adjacent text (``lstrip``, ``rstrip``, ``single_word``), special tokens that are not
+    split, and a pre-tokenizer that treats the first part differently (Metaspace "first").
     Source: AddedVocabulary.extract_and_normalize and Metaspace in the tokenizers crate.
     """
 
@@ -40,7 +40,7 @@ class Segmenter:
         )
 
     def cut(self, raw: bytes) -> list[int]:
-        """Return where the segments of a UTF-8 text end, in bytes. A conversation that grows keeps its earlier ones."""
+        """Return the byte offsets of the segment ends of a UTF-8 text. A growing conversation keeps earlier ones."""
         ends: list[int] = []
         earliest = MIN_SEGMENT_BYTES
         for match in self._pattern.finditer(raw) if self.exact else ():
@@ -68,7 +68,7 @@ def _treats_first_part_otherwise(state: Any) -> bool:
 
 
 def _agrees(tokenizer: Tokenizer, contents: list[str]) -> bool:
-    """Try cuts on a few texts: a guard against rules this module does not know."""
+    """Test cuts on a few texts, as a guard against tokenizer rules unknown to this module."""
 
     def ids(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False).ids)
@@ -81,9 +81,9 @@ def _agrees(tokenizer: Tokenizer, contents: list[str]) -> bool:
 
 
 def longest_token_chars(tokenizer: Tokenizer) -> int | None:
-    """Return the most characters that one token can stand for; None where nothing is known to bound it.
+    """Return the maximum number of characters of one token, or None if no bound is known.
 
-    Known are byte-level BPE, and BPE with byte fallback, with a normalizer and a pre-tokenizer that drop nothing.
+    A bound is known for byte-level BPE and BPE with byte fallback, if normalizer and pre-tokenizer drop no text.
     """
     model = component_state(tokenizer.model) or {}
     splitters = list(_parts(component_state(tokenizer.pre_tokenizer)))
@@ -97,7 +97,7 @@ def longest_token_chars(tokenizer: Tokenizer) -> int | None:
         and all(part["type"] in _SPLITTERS and part.get("behavior") != "Removed" for part in splitters)
         and all(part["type"] in _SHRINKS and (part["type"] != "Replace" or _keeps_length(part)) for part in normalizers)
     )
-    # A letter of a byte-level token is a byte, and no character has fewer.
+    # A letter of a byte-level token is a byte, and every character has at least one byte.
     return prod(_SHRINKS[part["type"]] for part in normalizers) * max(map(len, vocabulary)) if bounded else None
 
 
@@ -107,7 +107,7 @@ def _keeps_length(replacement: dict[str, Any]) -> bool:
 
 
 def _parts(state: Any) -> Iterator[dict[str, Any]]:
-    """Yield the components of a sequence, or the one there is."""
+    """Yield the components of a sequence, or the single component."""
     if not isinstance(state, dict):
         return
     if state.get("type") != "Sequence":

@@ -1,7 +1,7 @@
-"""Text to token ids and block hashes: a conversation whose history is known costs hashing, not tokenizing.
+"""Text to token ids and block hashes. The known history of a conversation is only hashed, not tokenized.
 
-A segment's key is of all text up to its end, under the scope root: a hit is faster than a miss, and no tenant may learn
-by timing what another sent. Keys are xxh3_128 with a seed of this process, not predictable outside it.
+A segment's key covers the scope root and all text up to the segment's end. Hits are faster than misses, and no tenant
+may learn another tenant's text by timing. Keys are xxh3_128 with a seed of this process, unpredictable outside it.
 """
 
 import asyncio
@@ -26,12 +26,12 @@ from serve_app.tokenization.segment_cache import PublicTokens, Segment, SegmentC
 from serve_app.tokenization.segmenter import Segmenter, longest_token_chars
 
 INLINE_BYTES = 4096
-"""``encode_async`` leaves the event loop's thread once more text than this must be tokenized (about 1 ms)."""
+"""``encode_async`` uses a worker thread if more text than this must be tokenized (about 1 ms)."""
 
 INLINE_RENDER_CHARS = 64 << 10
-"""``render_async`` leaves it once the messages have more characters than this."""
+"""``render_async`` uses a worker thread if the messages have more characters than this."""
 MESSAGE_CHARS = 64
-"""What a message costs to render besides its content, in characters of content."""
+"""A message's rendering cost besides its content, in characters of content."""
 
 _NO_IDS: TokenArray = np.empty(0, dtype=np.int32)
 
@@ -40,7 +40,7 @@ _NO_IDS: TokenArray = np.empty(0, dtype=np.int32)
 class EncodedPrompt:
     """``token_ids``: int32, the caller's own copy. ``block_hashes``: packed chain of the full blocks.
 
-    ``public_blocks``: how many of them are public; the others hang under the private root.
+    ``public_blocks``: the number of public blocks. The others belong to the private root.
     """
 
     token_ids: TokenArray
@@ -50,7 +50,7 @@ class EncodedPrompt:
 
 @dataclass(slots=True)
 class _Lookup:
-    """The keys of one text's segments, what is known of each, and ``missing``: the texts of the others, in UTF-8."""
+    """The keys of one text's segments, and the cached segments. ``missing``: the texts of the others, in UTF-8."""
 
     root: bytes
     public_root: bytes
@@ -63,8 +63,8 @@ class _Lookup:
 class PromptTokenizer:
     """The tokenizer of one checkpoint, safe to use from many threads and one event loop.
 
-    ``cache_bytes`` bounds its memory. ``workers``: threads for long texts, in turns of tenants. ``pretrained``: what
-    transformers loaded.
+    ``cache_bytes`` limits its memory. ``workers``: threads for long texts, fair to tenants. ``pretrained``: the
+    tokenizer loaded by transformers.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class PromptTokenizer:
         self._in_flight: dict[bytes, asyncio.Future[None]] = {}
 
     def set_public(self, prompts: Iterable[TokenArray]) -> None:
-        """Take the token ids of all public prompts; chains remembered under earlier ones are not used again."""
+        """Set the token ids of all public prompts. Chains cached under earlier ones are not used again."""
         self._public = PublicTokens(prompts, self._public.generation + 1)
 
     def stats(self) -> SegmentCacheStats:
@@ -112,7 +112,7 @@ class PromptTokenizer:
         return self._texts.special_tokens
 
     def special_ids(self, words: Iterable[str]) -> dict[str, int]:
-        """Return the ids of those words that are special tokens."""
+        """Return the ids of the words that are special tokens."""
         return {word: token_id for token_id, word in self._texts.special(words).items()}
 
     def encode(
@@ -120,7 +120,7 @@ class PromptTokenizer:
     ) -> EncodedPrompt:
         """Tokenize ``text`` and hash its full blocks under the scope root. Raises InvalidRequest on a lone surrogate.
 
-        ``public_root``: of blocks wholly inside a public prompt. ``add_special_tokens``: those around a bare text.
+        ``public_root``: for blocks wholly inside a public prompt. ``add_special_tokens``: around a bare text.
         """
         return self._complete(self._look_up(text, root, public_root, add_special_tokens), add_special_tokens)
 
@@ -133,7 +133,7 @@ class PromptTokenizer:
         /,
         **options: Any,
     ) -> RenderedPrompt:
-        """Render a chat of so many ``chars`` in all; what is long, in a thread, when it is the tenant's turn."""
+        """Render a chat with ``chars`` characters in all. A long one runs in a thread, at the tenant's turn."""
         size = chars + MESSAGE_CHARS * len(messages)
         render = partial(self.template.render, messages, tools, **options)
         return render() if size <= INLINE_RENDER_CHARS else await self._workers.run(tenant, size, render)
@@ -141,7 +141,7 @@ class PromptTokenizer:
     async def encode_async(
         self, text: str, root: bytes, tenant: str, *, public_root: bytes = b"", add_special_tokens: bool = False
     ) -> EncodedPrompt:
-        """Like ``encode``; much unknown text is tokenized in a thread, in turns of tenants, once for all who ask."""
+        """Encode like ``encode``. Much unknown text is tokenized in a fair thread, once for all concurrent callers."""
         while True:
             lookup = self._look_up(text, root, public_root, add_special_tokens)
             missing_bytes = sum(map(len, lookup.missing))
@@ -155,12 +155,12 @@ class PromptTokenizer:
             ended = self._in_flight[key] = asyncio.get_running_loop().create_future()
             try:
                 return await self._workers.run(tenant, missing_bytes, self._complete, lookup, add_special_tokens)
-            finally:  # also when this caller left: the next one takes its place
+            finally:  # also if this caller was cancelled: the next one takes its place
                 del self._in_flight[key]
                 ended.set_result(None)
 
     def encode_ids(self, ids: Sequence[int], root: bytes, public_root: bytes = b"") -> EncodedPrompt:
-        """Hash a prompt given as token ids. Raises InvalidRequest for an id this tokenizer does not have."""
+        """Hash a prompt given as token ids. Raises InvalidRequest for an id outside the vocabulary."""
         if ids and (min(ids) < 0 or max(ids) >= self.vocab_size):
             raise InvalidRequest(f"Token ids must be from 0 to {self.vocab_size - 1}.", param="prompt")
         token_ids = np.array(ids, dtype=np.int32)
@@ -169,11 +169,11 @@ class PromptTokenizer:
         return EncodedPrompt(token_ids, extend_chain(root, public_blocks, token_ids, self.block_size), public_blocks)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids, special ones left out."""
+        """Return the text of token ids without special tokens."""
         return self._texts.decode(token_ids)
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids, special ones included."""
+        """Return the text of token ids, including special tokens."""
         return str(self._backend.decode(token_ids, skip_special_tokens=False))
 
     async def word_ids(self, words: Sequence[str], tenant: str) -> tuple[tuple[int, ...], ...]:
@@ -193,7 +193,7 @@ class PromptTokenizer:
         return encode() if chars <= INLINE_BYTES // 4 else await self._workers.run(tenant, chars, encode)
 
     def decoder(self, shown: Iterable[str] = ()) -> Detokenizer:
-        """Return a decoder for the tokens of one answer. ``shown``: special tokens that it does not leave out."""
+        """Return a decoder for the tokens of one answer. ``shown``: special tokens that it does not omit."""
         return Detokenizer(self._texts, self._texts.special(shown) if shown else None)
 
     def _find_template_ids(self) -> tuple[TokenArray, TokenArray]:
@@ -215,7 +215,7 @@ class PromptTokenizer:
         spans = list(zip([0, *ends], ends, strict=False))
         generation = b"%d" % public.generation if public_root else b""
         kind = b"with special tokens" if add_special_tokens else b""
-        # With their lengths first: a text that follows can say nothing that one of the fields says.
+        # Fields are length-prefixed, so that no text can imitate one.
         fields = (len(field).to_bytes(4, "little") + field for field in (root, kind, generation, public_root))
         so_far = xxhash.xxh3_128(b"".join(fields), self._seed)
         for start, end in spans:
@@ -227,7 +227,7 @@ class PromptTokenizer:
         return _Lookup(root, public_root, public, keys, segments, missing)
 
     def _complete(self, lookup: _Lookup, add_special_tokens: bool) -> EncodedPrompt:
-        """Tokenize and hash what the look-up lacks, remember it, and put everything together."""
+        """Tokenize, hash and cache the missing segments, and join all segments."""
         texts = [text.decode() for text in lookup.missing]
         encodings = iter(self._backend.encode_batch_fast(texts, add_special_tokens=False) if texts else ())
         ids = [
@@ -240,7 +240,7 @@ class PromptTokenizer:
         root = lookup.public_root + lookup.root if public_blocks else lookup.root
 
         def next_hashes_to(end: int) -> bytes:
-            """Return the hashes that follow ``chain`` for the blocks that are full at token ``end``."""
+            """Return the hashes after ``chain`` for the blocks that are full at token ``end``."""
             done, last = len(chain) // HASH_BYTES, bytes(chain[-HASH_BYTES:])
             return next_hashes(root, public_blocks, token_ids[:end], self.block_size, done, last)
 

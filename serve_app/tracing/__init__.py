@@ -1,1 +1,1 @@
-"""Traces of requests through all processes, in OpenTelemetry's form."""
+"""Traces of requests through all processes, with OpenTelemetry."""

@@ -1,4 +1,4 @@
-"""One call's spans in its replica, from the engine's outputs: queue, prefill, decode, and pulls."""
+"""A call's spans in its replica, derived from the engine's outputs: queue, prefill, decode, and pulls."""
 
 import time
 
@@ -15,7 +15,7 @@ class PullTrace:
         self._span = span
 
     def end(self, outcome: str, tokens: int) -> None:
-        """End it after so many tokens."""
+        """End the pull after ``tokens`` tokens."""
         self._span.set_attributes({"warmpath.outcome": outcome, "warmpath.pulled_tokens": tokens})
         self._span.end()
 
@@ -35,7 +35,7 @@ class ReplicaTrace:
         self._finish_reason = ""
 
     def pull(self, holder: str, tokens: int, *, joined: bool) -> PullTrace:
-        """Begin a pull that this call waits for. ``joined``: another call's."""
+        """Begin a pull that this call waits for. ``joined``: another call started it."""
         attributes: Attributes = {
             "warmpath.holder": holder, "warmpath.wanted_tokens": tokens, "warmpath.joined": joined,
         }  # fmt: skip
@@ -46,7 +46,7 @@ class ReplicaTrace:
         self._submitted_ns = time.time_ns()
 
     def saw(self, output: EngineOutput) -> None:
-        """Take an output."""
+        """Record an output."""
         self._last_ns = time.time_ns()
         self._output_tokens += len(output.token_ids)
         if output.first is not None:
@@ -54,7 +54,7 @@ class ReplicaTrace:
         self._finish_reason = output.finish_reason or self._finish_reason
 
     def end(self) -> None:
-        """End the call, with spans of the stages that have happened."""
+        """End the call, with spans for its completed stages."""
         # The caller may have ended its own span at the last output, before this is called.
         ended_ns = self._last_ns if self._finish_reason else time.time_ns()
         self._span.set_attribute("warmpath.finish_reason", self._finish_reason or "cancelled")
@@ -73,7 +73,7 @@ class ReplicaTrace:
 
 
 def replica_trace(tracer: Tracer | None, traceparent: str, replica_id: str, prompt_tokens: int) -> ReplicaTrace | None:
-    """Return a call's trace, None where its request has none."""
+    """Return a call's trace, None if its request has none."""
     if tracer is None or not traceparent:
         return None
     return ReplicaTrace(tracer, traceparent, replica_id, prompt_tokens)

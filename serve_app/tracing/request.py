@@ -1,6 +1,6 @@
-"""One request's spans in its ingress: its stages, and calls to replicas with the decisions.
+"""A request's spans in its ingress: its stages, and its calls to replicas with the routing decisions.
 
-Attributes hold counts, names and reasons: no text of prompts or answers, no key, no salt.
+Attributes hold counts, names and reasons, but no text of prompts or answers, no key and no salt.
 """
 
 import sys
@@ -15,7 +15,7 @@ from serve_app.tracing.tracer import Attributes, Headers, Tracer, traceparent_of
 
 
 class RequestTrace:
-    """One request from its arrival to its answer's last byte; ``traceparent`` is "" where it is not sampled."""
+    """A request from its arrival to its answer's last byte; ``traceparent`` is "" if it is not sampled."""
 
     def __init__(self, tracer: Tracer, method: str, route: str, headers: Headers, request_id: str) -> None:
         attributes = {"http.request.method": method, "http.route": route, "warmpath.request_id": request_id}
@@ -25,12 +25,12 @@ class RequestTrace:
         self.traceparent = traceparent_of(self._span)
 
     def stage(self, name: str) -> None:
-        """End a stage, which began with the request or where the one before ended."""
+        """End a stage, which began with the request or at the end of the previous stage."""
         began_ns, self._at_ns = self._at_ns, time.time_ns()
         self._tracer.record(name, self._span, began_ns, self._at_ns)
 
     def used(self, model: str, usage: Usage) -> None:
-        """Tell the model and the usage."""
+        """Record the model and the usage."""
         if self._span.is_recording():
             self._span.set_attributes(
                 {
@@ -42,7 +42,7 @@ class RequestTrace:
             )
 
     def failed(self, code: str) -> None:
-        """Tell the error that broke the answer off."""
+        """Record the error that broke off the answer."""
         if self._span.is_recording():
             self._span.set_attribute("error.type", code)
             self._span.set_status(Status(StatusCode.ERROR))
@@ -62,7 +62,7 @@ class RequestTrace:
 
 
 class CallTrace:
-    """One call to a replica, one or more for each choice. ``call_id``: of logs; its last part counts calls."""
+    """A call to a replica; each choice has one or more. ``call_id``: the id in logs; its last part counts calls."""
 
     def __init__(self, tracer: Tracer, traceparent: str, call_id: str) -> None:
         self._tracer = tracer
@@ -74,20 +74,20 @@ class CallTrace:
         self.traceparent = traceparent_of(self._span)
 
     def saw(self, first: FirstToken | None, outcome: str | None) -> None:
-        """Take ``first`` with the first tokens, ``outcome`` with the last."""
+        """Record ``first``, which arrives with the first tokens, or ``outcome``, which arrives with the last."""
         if first is not None:
             self._delivered = {"warmpath.delivered_cached_tokens": first.cached_tokens}
             self._span.add_event("first_token")
         self._outcome = outcome or self._outcome
 
     def end(self, decision: Decision | None) -> None:
-        """End the call, by an outcome or the handled exception. ``decision``: None if no replica could take it."""
+        """End the call with its outcome or the handled exception. ``decision``: None if no replica could accept it."""
         now_ns, raised = time.time_ns(), sys.exc_info()[1]
         if raised is not None and not isinstance(raised, GeneratorExit):
             self._outcome = self._outcome or type(raised.__cause__ or raised).__name__
         self._span.set_attribute("warmpath.outcome", self._outcome or "closed")
         if decision is not None:
-            # The router's clock is this process's monotonic one.
+            # The router uses this process's monotonic clock.
             decided_ns = now_ns - int((time.monotonic() - decision.decided_s) * 1e9)
             pull: Attributes = {
                 "warmpath.pull_from": decision.pull_from, "warmpath.pull_tokens": decision.pull_tokens,
@@ -106,5 +106,5 @@ class CallTrace:
 
 
 def call_trace(tracer: Tracer | None, traceparent: str, call_id: str) -> CallTrace | None:
-    """Return a call's trace, None where its request has none."""
+    """Return a call's trace, None if its request has none."""
     return CallTrace(tracer, traceparent, call_id) if tracer is not None and traceparent else None

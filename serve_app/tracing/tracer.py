@@ -1,7 +1,7 @@
-"""Spans and their way to an OTLP collector, in batches by a thread: nobody waits for a collector that is slow or gone.
+"""Makes spans and sends them to an OTLP collector in batches, in a thread: no request waits for the collector.
 
-Sampling, headers and the queue's size are OpenTelemetry's own environment variables (docs: monitoring). The provider is
-not the process's global one: Ray Serve may have spans of its own there.
+OpenTelemetry's own environment variables set sampling, headers and the queue's size (docs: monitoring). The provider
+is not the process's global one, because Ray Serve may have its own spans there.
 """
 
 import os
@@ -16,10 +16,10 @@ from opentelemetry.trace import Span, SpanKind, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 EXPORT_TIMEOUT_S = 5.0
-"""Of one batch, retries included."""
+"""The time for one batch, retries included."""
 
 CLOSE_TIMEOUT_S = 2.0
-"""For unsent spans at a process's end."""
+"""The time for unsent spans at a process's end."""
 
 Attributes = Mapping[str, str | int | float | bool]
 Headers = Mapping[str, str]
@@ -55,16 +55,16 @@ class Tracer:
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Send unsent spans, for at most ``timeout_s``; blocks."""
-        # For a dead collector each batch takes its whole time.
+        # With a dead collector, each batch uses its whole timeout.
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(timeout_s)
 
 
 def open_tracer(otlp_endpoint: str | None, role: str, instance: str) -> Tracer | None:
-    """Return a tracer to a collector's base URL, None where there is none.
+    """Return a tracer for a collector's base URL, None without a URL.
 
-    ``role``, ``instance``: of the process, "ingress" or "replica" and its id.
+    ``role``, ``instance``: the process's role, "ingress" or "replica", and its id.
     """
     if otlp_endpoint is None:
         return None
@@ -79,7 +79,7 @@ def open_tracer(otlp_endpoint: str | None, role: str, instance: str) -> Tracer |
 
 
 def traceparent_of(span: Span) -> str:
-    """Return W3C's ``traceparent`` of a span, for children in other processes; "" if it is not sampled."""
+    """Return a span's W3C ``traceparent`` for children in other processes, "" if it is not sampled."""
     headers: dict[str, str] = {}
     if span.get_span_context().trace_flags.sampled:
         _PROPAGATOR.inject(headers, set_span_in_context(span, Context()))

@@ -1,6 +1,6 @@
-"""Usage by day in a SQLite file, which several ingresses may share, or in memory.
+"""Usage by day, in memory or in a SQLite file, which several ingresses may share.
 
-``Ledger`` counts in the event loop; ``read`` and ``flush`` wait for the disk, and belong in a thread.
+``Ledger`` counts in the event loop; ``read`` and ``flush`` wait for the disk, so call them in a thread.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from uuid import uuid4
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 5.0
-"""Between two writes: a crash loses so much."""
+"""Interval between writes, and so the maximum loss in a crash."""
 KEPT_DAYS = 400
 
 
 class UsageKey(NamedTuple):
-    """``day``: YYYY-MM-DD in UTC; ``prompt``: a request's NAME@VERSION, "" for none."""
+    """A key of usage. ``day``: YYYY-MM-DD in UTC; ``prompt``: a request's NAME@VERSION, "" for none."""
 
     day: str
     tenant: str
@@ -34,9 +34,9 @@ class UsageKey(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Requests with a first token, those of them that read from the cache, and their tokens.
+    """Requests with a first token, the part of them with cache reads, and their tokens.
 
-    A prompt of many choices counts once. ``written_tokens``: computed in whole blocks that stay cached.
+    A prompt with many choices counts once. ``written_tokens``: computed in whole blocks that stay cached.
     """
 
     requests: int = 0
@@ -64,19 +64,19 @@ CREATE TABLE IF NOT EXISTS usage (
     PRIMARY KEY (day, tenant, model, prompt)
 ) WITHOUT ROWID;
 INSERT INTO file SELECT '{{}}' WHERE NOT EXISTS (SELECT 1 FROM file)
-"""  # noqa: S608 (of names that stand above)
+"""  # noqa: S608 (built from the names above)
 _ADD = f"""
 INSERT INTO usage VALUES ({", ".join("?" * len(UsageKey._fields + Counts._fields))})
 ON CONFLICT DO UPDATE SET {", ".join(f"{name} = {name} + excluded.{name}" for name in Counts._fields)}
-"""  # noqa: S608 (of names that stand above)
+"""  # noqa: S608 (built from the names above)
 
 
 class LedgerError(ValueError):
-    """The file cannot be used; the message says which and why."""
+    """The file cannot be used; the message names it and the reason."""
 
 
 class Ledger:
-    """``file`` None: in memory. ``block_size``: tokens of a cached block; 0: none are cached. Raises LedgerError."""
+    """Counts usage. ``file`` None: in memory. ``block_size``: tokens of a block; 0: no cache. Raises LedgerError."""
 
     def __init__(
         self, file: Path | None, block_size: int, *, now: Callable[[], datetime] = lambda: datetime.now(UTC)
@@ -110,11 +110,11 @@ class Ledger:
         return written_tokens
 
     def answer(self, tenant: str, model: str, prompt: str, output_tokens: int) -> None:
-        """Count the end of a request that had a token."""
+        """Count the end of a request with at least one token."""
         self._add(UsageKey(self._day(), tenant, model, prompt), Counts(requests=1, output_tokens=output_tokens))
 
     def flush(self) -> None:
-        """Write new counts; failed ones are kept and tried again."""
+        """Write new counts; after a failure they are kept for the next write."""
         with self._lock:
             with self._counting:
                 new, self._new = self._new, {}
@@ -142,5 +142,5 @@ class Ledger:
         return (self._now() + timedelta(offset_days)).date().isoformat()
 
     def _add(self, key: UsageKey, counts: Counts) -> None:
-        with self._counting:  # never held while the disk is waited for
+        with self._counting:  # never held during disk access
             self._new[key] = self._new.get(key, Counts()).plus(counts)

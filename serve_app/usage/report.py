@@ -1,4 +1,4 @@
-"""Usage for clients: a document of rows and their sum, or CSV."""
+"""Reports of usage for clients: a document of rows and their sum, or CSV."""
 
 import csv
 import io
@@ -16,7 +16,7 @@ Rows = list[tuple[UsageKey, Counts]]
 
 
 def days(start: str | None, end: str | None, today: date) -> tuple[str, str]:
-    """Return the first and the last day; by default of the last ``DEFAULT_DAYS``. Raises InvalidRequest."""
+    """Return the first and the last day, by default the last ``DEFAULT_DAYS``. Raises InvalidRequest."""
     last = _day(end, "end_date") if end is not None else today
     first = _day(start, "start_date") if start is not None else last - timedelta(days=DEFAULT_DAYS - 1)
     if not timedelta() <= last - first <= timedelta(days=KEPT_DAYS):
@@ -25,11 +25,11 @@ def days(start: str | None, end: str | None, today: date) -> tuple[str, str]:
 
 
 def merged(readings: Iterable[tuple[str, Rows]]) -> Rows:
-    """Return the rows of several ledgers as one. Readings of one file id are of the same counters."""
+    """Merge the rows of several ledgers. Readings with one file id are of the same counters."""
     files: dict[str, dict[UsageKey, Counts]] = {}
     for file_id, rows in readings:
         known = files.setdefault(file_id, {})
-        for key, counts in rows:  # they only grow: the later of two readings has more
+        for key, counts in rows:  # counters only grow, so the maximum is the latest reading
             known[key] = Counts(*map(max, known.get(key, Counts()), counts))
     total: dict[UsageKey, Counts] = {}
     for known in files.values():

@@ -13,7 +13,7 @@ ROOT = Path(benchmarks.__file__).parent
 
 
 def programs() -> set[str]:
-    """Return the modules below ``benchmarks`` that run as programs, but for peers that are measured."""
+    """Return the modules below ``benchmarks`` that run as programs, except the measured peers."""
     texts = {path.relative_to(ROOT).with_suffix(""): path.read_text() for path in ROOT.rglob("*.py")}
     found = {path for path, text in texts.items() if '\nif __name__ == "__main__":' in text and "\ndef main(" in text}
     return {".".join(path.parts) for path in found if path.parts[0] not in ("peers", "__main__")}
@@ -25,7 +25,7 @@ def test_the_table_names_every_benchmark_and_nothing_else() -> None:
 
 
 def said(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[Any, ...]:
-    """Return the exit status, stdout and stderr of the command line, run in this process: imports take seconds."""
+    """Return the exit status, stdout and stderr of the command line, run in this process because imports are slow."""
     monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments])
     with pytest.raises(SystemExit) as ended:
         benchmarks.main()
@@ -42,10 +42,10 @@ def test_flags_are_told(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
-def test_a_benchmark_ends_with_what_was_found_in_plain_english(
+def test_a_benchmark_ends_with_its_findings_in_plain_english(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Behind the JSON, and where a terminal shows it when the JSON goes elsewhere."""
+    """The summary follows the JSON; if the JSON is redirected, the terminal still shows the summary."""
     monkeypatch.setattr(sys, "argv", ["benchmarks", "flooding", "--duration-s", "20"])
     benchmarks.main()
     out, err = capsys.readouterr()
@@ -63,10 +63,10 @@ def test_a_benchmark_ends_with_what_was_found_in_plain_english(
         (["ttft", "--model", "no/such/model.gguf"], "'no/such/model.gguf' is neither a built-in model"),
     ],
 )
-def test_what_is_not_there_is_a_sentence(
+def test_a_missing_file_or_model_is_reported_in_a_sentence(
     arguments: list[str], why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is what the process exits with, which Python writes to standard error."""
+    """The process exits with this sentence, which Python writes to standard error."""
     status, _, _ = said(arguments, monkeypatch, capsys)
     assert status.startswith("error: ")
     assert why in status
@@ -76,7 +76,7 @@ def test_what_is_not_there_is_a_sentence(
 def test_without_a_known_name_the_list_is_told(
     arguments: list[str], status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each with its purpose; a wrong name is an error."""
+    """The list gives each benchmark's purpose; a wrong name is an error."""
     found, _, err = said(arguments, monkeypatch, capsys)
     assert found == status
     assert ("there is no benchmark 'nonesuch'" in err) == (status == 2)

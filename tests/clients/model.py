@@ -1,8 +1,8 @@
-"""A model of one layer, made here in seconds, that runs one errand with an agent's tools.
+"""A one-layer model, made here in seconds, that runs one errand with an agent's tools.
 
-It calls a tool that writes a word to a file, then one that shows the file in capitals, and it ends once it reads the
-capitals, which stand in the output of the real tool alone. Its attention is set: it finds the latest mark of the errand
-in a prompt of any length. Which words follow is trained; they are pieces of its answers, a token each.
+It calls a tool that writes a word to a file, then one that shows the file in capitals. It ends when it reads the
+capitals, which only the real tool's output contains. Its attention is set by hand: it finds the latest mark of the
+errand in a prompt of any length. The words that follow are trained, as pieces of one token each.
 """
 
 import json
@@ -18,12 +18,12 @@ NOTE = "note.txt"
 PIECE_CHARS = 16
 WIDTH, HEAD = 128, 32
 SLOWEST = HEAD // 2 - 1
-"""The dimension of a head that positions turn least, here not at all: what was read counts, not where."""
+"""The head dimension that positions rotate least, here not at all: the content of a token counts, not its place."""
 
 
 @dataclass(frozen=True, slots=True)
 class Errand:
-    """What the model does for one agent: ``writes`` and ``shows`` are its calls, a tool's name and its arguments."""
+    """The model's work for one agent: ``writes`` and ``shows`` are its calls, as a tool's name and arguments."""
 
     word: str
     writes: tuple[str, Mapping[str, Any]]
@@ -31,7 +31,7 @@ class Errand:
 
     @property
     def asked(self) -> str:
-        """What a user says."""
+        """The user's message."""
         return f"Keep the word {self.word} in {NOTE}, then show the file in capitals."
 
     @property
@@ -41,7 +41,7 @@ class Errand:
 
     @property
     def answers(self) -> list[list[str]]:
-        """What the model says, in its order, in pieces."""
+        """The model's answers in order, each split into pieces."""
         calls = [
             f'<tool_call>{{"name": "{name}", "arguments": {json.dumps(arguments)}}}</tool_call>'
             for name, arguments in (self.writes, self.shows)
@@ -51,7 +51,7 @@ class Errand:
 
 
 def marks(errands: Sequence[Errand]) -> list[list[str]]:
-    """Return for each errand the texts by which the model knows how far it is: asked for, written, shown."""
+    """Return for each errand the texts that mark its progress: asked for, written, shown."""
     found = []
     for errand in errands:
         written = errand.answers[0]
@@ -61,8 +61,8 @@ def marks(errands: Sequence[Errand]) -> list[list[str]]:
 
 
 def trained(errands: Sequence[Errand], source: Path, target: Path) -> Path:
-    """Make a model for some errands and return its checkpoint; ``source``: one whose tokenizer and template it has."""
-    import torch  # seconds, which tests that are skipped do without
+    """Train a model for some errands and return its checkpoint, with the tokenizer and template of ``source``."""
+    import torch  # slow to import, so skipped tests avoid it
     from tokenizers import AddedToken, Tokenizer
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -90,10 +90,10 @@ def trained(errands: Sequence[Errand], source: Path, target: Path) -> Path:
     with torch.no_grad():
         embeddings[:, :2] = 0
         embeddings /= 2 * embeddings.norm(dim=1, keepdim=True)
-        embeddings[:, 1] = 0.5  # in every token, so that each asks alike
+        embeddings[:, 1] = 0.5  # in every token, so that all have the same query
         for errand_marks in marks(errands):
             for stage, text in enumerate(errand_marks, 1):
-                embeddings[tokenizer.token_to_id(text), 0] = 0.2 * stage  # a later mark outweighs all before it
+                embeddings[tokenizer.token_to_id(text), 0] = 0.2 * stage  # a later mark outweighs all earlier ones
         for projection, dimension in ((attention.q_proj, 1), (attention.k_proj, 0)):
             projection.weight.zero_()
             projection.weight[SLOWEST, dimension] = 5.0
@@ -103,7 +103,7 @@ def trained(errands: Sequence[Errand], source: Path, target: Path) -> Path:
     batch, learned = (torch.tensor(rows) for rows in zip(*_lessons(errands, tokenizer), strict=True))
     loss = torch.tensor(1.0)
     for _ in range(1000):
-        if loss.item() < 5e-4:  # agents ask for a temperature of 1
+        if loss.item() < 5e-4:  # agents sample at a temperature of 1
             break
         loss = torch.nn.functional.cross_entropy(model(batch).logits[:, -1], learned)
         optimizer.zero_grad()
@@ -116,7 +116,7 @@ def trained(errands: Sequence[Errand], source: Path, target: Path) -> Path:
 
 
 def _lessons(errands: Sequence[Errand], tokenizer: Any) -> Iterator[tuple[list[int], int]]:
-    """Yield a mark and a last token, and what the model says then."""
+    """Yield a mark and a last token, and the token that follows them."""
     ends = tokenizer.token_to_id("<|im_end|>")
     begins = tokenizer.encode("assistant\n", add_special_tokens=False).ids[-1]
     for errand, (asked, written, shown) in zip(errands, marks(errands), strict=True):
@@ -126,5 +126,5 @@ def _lessons(errands: Sequence[Errand], tokenizer: Any) -> Iterator[tuple[list[i
             tokens = [begins, *map(tokenizer.token_to_id, answer), ends]
             for last, following in pairwise(tokens):
                 if last == tokenizer.token_to_id(written):
-                    mark = written  # it has just said so itself
+                    mark = written  # the model itself has just written it
                 yield [tokenizer.token_to_id(mark), last], following

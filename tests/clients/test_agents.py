@@ -1,6 +1,6 @@
-"""Agents' real packages against a real instance: a prompt, calls of their own tools, an end. (docs: agents)
+"""Real agent packages run against a real instance: a prompt, calls of their own tools, an end. (docs: agents)
 
-Run where WARMPATH_CLIENTS names the folder of their commands, as `node_modules/.bin` is one after
+They run if WARMPATH_CLIENTS names the folder of their commands, such as `node_modules/.bin` after
 `npm install @anthropic-ai/claude-code @openai/codex @qwen-code/qwen-code`.
 """
 
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.clients, pytest.mark.timeout(900)]
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """How an agent is started, pointed at a server, and what of its tools the model uses in a folder."""
+    """An agent: its command line, its server settings, and the tool calls that the model makes in a folder."""
 
     command: str
     arguments: tuple[str, ...]
@@ -38,7 +38,7 @@ class Agent:
 
 
 def codex_home(url: str, home: Path) -> None:
-    """Write what Codex reads of a provider."""
+    """Write Codex's configuration of the provider."""
     provider = {"name": "warmpath", "base_url": f"{url}/v1", "env_key": "API_KEY", "wire_api": "responses"}
     lines = [f'model = "{MODEL}"', 'model_provider = "here"', "[model_providers.here]"]
     (home / ".codex").mkdir()
@@ -85,7 +85,7 @@ AGENTS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the agents work; the model has learned its name."""
+    """The agents' working folder; the model has learned its name."""
     if not any((FOLDER / agent.command).exists() for agent in AGENTS.values()):
         pytest.skip(HOW.format(" or ".join(AGENTS)))
     return tmp_path_factory.mktemp("work")
@@ -103,7 +103,7 @@ def url(folder: Path, demo_model_path: Path, tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.parametrize("kind", AGENTS)
 def test_an_agent_runs_its_errand(kind: str, url: str, folder: Path, tmp_path: Path) -> None:
-    """It writes a file, reads it, and ends; what a turn has in common with those before comes from the cache."""
+    """It writes a file, reads it, and ends; each turn reads its prefix from the earlier turns' cache."""
     agent = AGENTS[kind]
     errand = agent.errand(folder)
     if not (FOLDER / agent.command).exists():
@@ -124,7 +124,7 @@ def test_an_agent_runs_its_errand(kind: str, url: str, folder: Path, tmp_path: P
     assert (folder / NOTE).read_text() == errand.word
     assert errand.ends in done.stdout, done.stdout[-2000:]
     tokens, cached = (metric(url, name) - was for name, was in zip(TOKENS, before, strict=True))
-    assert cached > 0.6 * tokens > 0  # of three prompts the second and the third
+    assert cached > 0.6 * tokens > 0  # the second and third of three prompts
     if kind == "claude":
         answer: dict[str, Any] = json.loads(done.stdout)
         assert (answer["num_turns"], answer["is_error"]) == (3, False)

@@ -1,4 +1,4 @@
-"""The Helm chart: what it makes is what KubeRay takes, and what `warmpath check` finds right."""
+"""The Helm chart: KubeRay accepts its output, and `warmpath check` finds no mistakes in it."""
 
 import gzip
 import json
@@ -29,14 +29,14 @@ def helm(*arguments: str) -> str:
 
 
 def made(*arguments: str) -> dict[str, dict[str, Any]]:
-    """Return the resources of a release named `w`, by kind; there is one of each."""
+    """Return the resources of a release named `w`, one of each kind, by kind."""
     documents = [one for one in yaml.safe_load_all(helm("template", "w", str(CHART), *arguments)) if one]
     assert len({one["kind"] for one in documents}) == len(documents)
     return {one["kind"]: one for one in documents}
 
 
 def unknown_fields(value: Any, schema: dict[str, Any], place: str = "") -> list[str]:
-    """Return the fields that a schema does not name: KubeRay's would let them pass."""
+    """Return the fields that are not in a schema: KubeRay's own schema would let them pass."""
     if isinstance(value, list):
         return [found for item in value for found in unknown_fields(item, schema.get("items", {}), f"{place}[]")]
     if not isinstance(value, dict) or "properties" not in schema:
@@ -55,7 +55,7 @@ def test_the_chart_is_well_formed(values: list[str]) -> None:
 
 @VALUES
 def test_kuberay_takes_the_service(values: list[str]) -> None:
-    """By its schema, with no field that the schema does not name."""
+    """The service fits KubeRay's schema and has no field outside it."""
     service = made(*values, "--set=workers.nodeSelector.disk=nvme")["RayService"]
     jsonschema.validate(service, SCHEMA)
     assert unknown_fields({name: service[name] for name in ("spec",)}, SCHEMA) == []
@@ -65,7 +65,7 @@ def test_kuberay_takes_the_service(values: list[str]) -> None:
 
 @VALUES
 def test_the_settings_are_right(values: list[str]) -> None:
-    """Those of the values, as `warmpath check` reads them; a value that is null is left out."""
+    """`warmpath check` accepts the settings from the values; a null value is left out."""
     text = helm(
         "template",
         "w",
@@ -85,7 +85,7 @@ def test_the_settings_are_right(values: list[str]) -> None:
 
 @pytest.mark.parametrize("values", [[], ["--set=existingSecret=mine"]], ids=["made", "given"])
 def test_the_secret_comes_from_a_secret(values: list[str]) -> None:
-    """And no key is written into a pod."""
+    """No key is written into a pod."""
     resources = made(*values)
     name = "mine" if values else "w"
     assert ("Secret" in resources) == (not values)
@@ -96,7 +96,7 @@ def test_the_secret_comes_from_a_secret(values: list[str]) -> None:
         assert not any("value" in entry for key, entry in env.items() if "SECRET" in key or "KEY" in key)
 
 
-def test_what_watches_is_there_where_it_is_asked_for() -> None:
+def test_monitoring_resources_exist_when_requested() -> None:
     assert made().keys() == {"Secret", "RayService"}
     resources = made(*MONITORED, "--set=scrape.operatorKeySecret.name=keys")
     assert resources["ScrapeConfig"]["spec"]["authorization"]["credentials"] == {"name": "keys"}

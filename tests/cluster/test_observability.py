@@ -1,6 +1,6 @@
-"""The dashboard and the rules ask for what there is. (docs: monitoring)
+"""The dashboard and the rules query only existing metrics. (docs: monitoring)
 
-Each alert fires for what it is meant for and is silent just below; checked by promtool where Prometheus is.
+Each alert fires in its case and is silent just below it. promtool checks this if Prometheus is installed.
 """
 
 import re
@@ -22,9 +22,9 @@ needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not in
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Series with a value a minute, in promtool's words: where it fires, and where it is just silent.
+    """Series with one value per minute, in promtool's notation: (values that fire, values just below).
 
-    ``labels``: of what fires, beside its severity.
+    ``labels``: those of the alert, besides its severity.
     """
 
     series: dict[str, tuple[str, str]]
@@ -37,14 +37,14 @@ def increasing(fires: int, silent: int) -> tuple[str, str]:
 
 
 def requests(status: int, fires: tuple[int, int], silent: tuple[int, int]) -> dict[str, tuple[str, str]]:
-    """Good requests a minute, and those of another status."""
+    """Successful requests per minute, and those of another status."""
     name = "warmpath_requests_total"
     rates = zip((200, status), zip(fires, silent, strict=True), strict=True)
     return {f'{name}{{status="{code}",tenant="acme"}}': increasing(*counts) for code, counts in rates}
 
 
 def hits(fires: int, silent: int) -> tuple[str, str]:
-    """Cached tokens a minute of 100 prompt tokens: 80 for 20 hours, then others for one."""
+    """Cached tokens per minute of 100 prompt tokens: 80 for 20 hours, then another number for an hour."""
     return f"0+80x1200 96000+{fires}x60", f"0+80x1200 96000+{silent}x60"
 
 
@@ -100,7 +100,7 @@ def test_each_alert_has_a_case() -> None:
 
 @needs_promtool
 def test_alerts_fire_when_they_are_to(tmp_path: Path) -> None:
-    """For its case, with its labels and texts, and not for the case just below; and Prometheus takes the files."""
+    """Each alert fires in its case, with its labels and texts, but not just below; Prometheus accepts the files."""
     promtool("check", "config", FOLDER / "prometheus.yaml")
     tests = [promtool_test(alert, fires=fires) for alert in ALERTS for fires in (True, False)]
     file = tmp_path / "alerts_test.yaml"
@@ -139,12 +139,12 @@ _ENDS = ("_bucket", "_sum", "_count")
 MOVED = frozenset(
     {"warmpath_prewarm_blocks_total", "warmpath_handover_blocks_total", "warmpath_handover_refused_blocks_total"}
 )
-"""Counters that a new replica shows with all that they will ever have: their rate would be 0."""
+"""Counters that a new replica shows with their final value: their rate would be 0."""
 
 
 @pytest.mark.parametrize(("title", "promql"), ASKED, ids=[f"{title}-{i}" for i, (title, _) in enumerate(ASKED)])
-def test_a_query_asks_for_families_and_labels_that_there_are(title: str, promql: str) -> None:
-    """Renaming a family breaks no dashboard silently; counters are read by their rate, gauges as they are."""
+def test_a_query_asks_for_existing_families_and_labels(title: str, promql: str) -> None:
+    """A renamed family cannot break the dashboard unnoticed. Counters are read by their rate, gauges directly."""
     labels = {"le"}
     read = re.findall(r"(?<![\w{])(warmpath_[a-z_]+)(?:\{[^}]*\})?(\[[$\w]+\])?", promql)
     assert read, title
@@ -164,7 +164,7 @@ def test_a_query_asks_for_families_and_labels_that_there_are(title: str, promql:
 
 
 def test_legends_name_labels_that_the_query_keeps_and_rates_use_grafanas_window() -> None:
-    """Else every line of a graph is called the same, or is empty or coarse at other scrape intervals."""
+    """Otherwise all lines of a graph would have one name, or be empty or coarse at other scrape intervals."""
     assert any("[" in series.promql for series in SERIES)
     for series in SERIES:
         kept = {label.strip() for by in re.findall(r"by \(([^)]*)\)", series.promql) for label in by.split(",")}
@@ -172,8 +172,8 @@ def test_legends_name_labels_that_the_query_keeps_and_rates_use_grafanas_window(
         assert set(re.findall(r"\[([^\]]+)\]", series.promql)) <= {WINDOW}
 
 
-def test_panels_say_what_they_show_and_lie_on_grafanas_grid() -> None:
-    """Each has an id of its own, a unit and a text, and no line of panels is wider than the grid."""
+def test_panels_are_described_and_lie_on_grafanas_grid() -> None:
+    """Each panel has its own id, a unit and a text, and no row of panels is wider than the grid."""
     assert len(PANELS) >= 30
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
     assert len({(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in PANELS}) == len(PANELS)

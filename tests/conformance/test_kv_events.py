@@ -1,7 +1,7 @@
-"""Recorded engines keep every law of KV events, and our pool follows them; a stream that breaks a law is told by it.
+"""Recorded engines obey every law of KV events, and our pool follows them; each broken law is reported.
 
-A recording is JSON lines: a head, then in the order of what happened batches (base64 of the msgpack), requests that ran
-alone, with the tokens that were cached, and resets.
+A recording is JSON lines: a head, then events in order: batches (base64 of the msgpack), resets, and requests that ran
+alone, with their cached tokens.
 """
 
 import json
@@ -31,7 +31,7 @@ def lines_of(path: Path) -> list[Line]:
 
 
 def replay(lines: list[Line]) -> Checker:
-    """Let the laws and our pool read a recording. Raises BrokenLaw, also of a request that hit other blocks."""
+    """Feed a recording to the laws and our pool. Raises BrokenLaw, also for a request that hit other blocks."""
     head, *rest = lines
     size, checker = head["block_size"], Checker(head["num_blocks"])
     pool = VllmPool(size, head["num_blocks"])
@@ -53,7 +53,7 @@ def replay(lines: list[Line]) -> Checker:
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
 def test_recorded_engines_keep_every_law(path: Path) -> None:
-    """And every request hit what the events had said: after evictions, preemptions, a reset, with an adapter."""
+    """Every request hits the announced blocks, after evictions, preemptions and a reset, and with an adapter."""
     lines = lines_of(path)
     checker = replay(lines)
     assert checker.duplicates
@@ -62,12 +62,12 @@ def test_recorded_engines_keep_every_law(path: Path) -> None:
 
 
 def first(batches: list[Batch], kind: str, after: int = 0) -> dict[str, Any]:
-    """The first event of a kind."""
+    """Return the first event of a kind."""
     return next(event for batch in batches[after:] for event in batch[1] if event["type"] == kind)
 
 
 def remove_parent(batches: list[Batch]) -> None:
-    """The parent of a block that is stored goes right after."""
+    """Remove the parent of a block right after the block is stored."""
     batch = next(batch for batch in batches if any(event.get("parent_block_hash") for event in batch[1]))
     parent = next(event["parent_block_hash"] for event in batch[1] if event.get("parent_block_hash"))
     batch[1].append({"type": "BlockRemoved", "block_hashes": [parent], "medium": "GPU", "group_idx": 0})
@@ -79,7 +79,7 @@ def keep_everything(batches: list[Batch]) -> None:
 
 
 def copy_of_first(batches: list[Batch]) -> dict[str, Any]:
-    """The first stored event comes once more, to be changed."""
+    """Repeat the first stored event, for the caller to change."""
     event = deepcopy(first(batches, "BlockStored"))
     batches[1][1].insert(0, event)
     return event
@@ -102,8 +102,8 @@ BROKEN: list[tuple[str, Callable[[list[Batch]], object]]] = [
 
 
 @pytest.mark.parametrize(("law", "damage"), BROKEN, ids=[law for law, _ in BROKEN])
-def test_a_stream_that_breaks_a_law_is_told_by_it(law: str, damage: Callable[[list[Batch]], object]) -> None:
-    """One thing is changed in what a real engine sent."""
+def test_a_stream_that_breaks_a_law_is_reported(law: str, damage: Callable[[list[Batch]], object]) -> None:
+    """Each case changes one thing in a real engine's events."""
     lines = lines_of(RECORDED[0])
     sent = [line for line in lines if "payload" in line]
     batches = [msgspec.msgpack.decode(b64decode(line["payload"])) for line in sent]

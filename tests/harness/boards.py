@@ -1,4 +1,4 @@
-"""What the files for Prometheus and Grafana ask, read from them."""
+"""The queries in the files for Prometheus and Grafana."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ ALERTS: list[dict[str, Any]] = yaml.safe_load((BOARDS / "alerts.yaml").read_text
 
 
 class Series(NamedTuple):
-    """One line of a panel."""
+    """One line of a panel's graph."""
 
     title: str
     promql: str

@@ -1,7 +1,7 @@
-"""What tests of real instances (`warmpath serve` in processes of its own, on loopback) share.
+"""Helpers for tests of real instances (`warmpath serve` in its own processes, on loopback).
 
-Whatever travels beside an answer (feeds, counters) is waited for: a loaded machine takes its time, and no test relies
-on how fast anything is.
+Tests wait for everything that travels beside an answer (feeds, counters): a loaded machine is slow, and no test relies
+on speed.
 """
 
 import os
@@ -23,25 +23,25 @@ from benchmarks.common.report import metric_sum
 
 Started = TypeVar("Started")
 PATIENCE_S = 120.0
-"""Longer than anything takes on a machine that does much else; nothing waits so long unless it is going to fail."""
+"""Longer than any operation takes on a busy machine; only a failing test waits this long."""
 _RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
 NO_CERTIFICATES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-"""Else httpx loads certificates for every client that it makes, also of plain HTTP."""
+"""Without it, httpx loads certificates for every client, even for plain HTTP."""
 HTTP = httpx.Client(
     timeout=PATIENCE_S, verify=NO_CERTIFICATES, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
 )
-"""A connection of its own for each request, which any ingress may get."""
+"""Opens a new connection for each request, so that any ingress may get it."""
 START = FileLock(Path(tempfile.gettempdir()) / f"warmpath-tests-{_RUN}.lock")
-"""Held by whichever of a run's workers is starting an instance."""
+"""Held by the worker of a run that is starting an instance."""
 
 
 def clients(url: str = "", **options: Any) -> httpx.AsyncClient:
-    """Clients of an instance, who wait as long as a test does."""
+    """Return a client of an instance, with the same patience as a test."""
     return httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, verify=NO_CERTIFICATES, **options)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Instances start in half a minute on an idle machine, and in minutes on a busy one."""
+    """Allow for slow starts: an instance needs half a minute on an idle machine, and minutes on a busy one."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.timeout(900))
@@ -49,9 +49,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @contextmanager
 def alone(start: AbstractContextManager[Started]) -> Iterator[Started]:
-    """Enter what starts an instance while no other worker does.
+    """Enter a context that starts an instance, while no other worker does.
 
-    A start keeps every core at work; where several share two of them, Ray's nodes are not up in the 30 s they have.
+    A start keeps every core busy; if several share two cores, Ray's nodes miss their start timeout of 30 s.
     """
     with ExitStack() as stack:
         with START:
@@ -60,14 +60,14 @@ def alone(start: AbstractContextManager[Started]) -> Iterator[Started]:
 
 
 def eventually(holds: Callable[[], bool], within_s: float = PATIENCE_S) -> None:
-    """Wait until something holds. What cannot be asked just now does not hold."""
+    """Wait until a condition holds. A condition that cannot be evaluated yet does not hold."""
     deadline_s = time.monotonic() + within_s
     while True:
         refused: Exception | None = None
         try:
             if holds():
                 return
-        except (httpx.HTTPError, openai.APIError, KeyError) as error:  # an error's body has no such keys
+        except (httpx.HTTPError, openai.APIError, KeyError) as error:  # an error's body lacks these keys
             refused = error
         assert time.monotonic() < deadline_s, f"it did not happen in time: {refused!r}"
         time.sleep(0.1)
@@ -76,39 +76,39 @@ def eventually(holds: Callable[[], bool], within_s: float = PATIENCE_S) -> None:
 def wait_until_cached(
     url: str, body: Mapping[str, Any], tokens: int = 100, headers: Mapping[str, str] | None = None, ingresses: int = 1
 ) -> None:
-    """Wait until routers have heard that a replica holds so many tokens of a request's prompt.
+    """Wait until routers know that a replica holds this many tokens of a request's prompt.
 
-    What a replica stored travels beside its answer, not in it. ``headers``: the operator's key where there are tenants.
+    Reports of stored blocks travel beside the answer, not in it. ``headers``: the operator's key if there are tenants.
     """
     asked = range(ingresses * ingresses)
     eventually(lambda: all(explained(url, body, headers)["best_cached_tokens"] >= tokens for _ in asked))
 
 
 def explained(url: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What a router knows, and would decide, of a request's first prompt."""
+    """Return a router's knowledge and decision about a request's first prompt."""
     answer = HTTP.post(f"{url}/v1/cache/explain", json=body, headers=headers).raise_for_status()
     prompt: dict[str, Any] = answer.json()["prompts"][0]
     return prompt
 
 
 def cache_state(url: str, headers: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What the operator's state endpoint says."""
+    """Return the operator's state document."""
     state: dict[str, Any] = HTTP.get(f"{url}/v1/cache/state", headers=headers).raise_for_status().json()
     return state
 
 
 def metric(url: str, name: str, label: str = "", headers: Mapping[str, str] | None = None) -> float:
-    """The sum of a metric's samples, of those only whose labels hold ``label``."""
+    """Return the sum of a metric's samples, of those only with labels that contain ``label``."""
     return metric_sum(HTTP.get(f"{url}/metrics", headers=headers).raise_for_status().text, name, label)
 
 
 def replicas_of(url: str, headers: Mapping[str, str] | None = None) -> dict[str, dict[str, Any]]:
-    """The state endpoint's replicas, by id."""
+    """Return the state document's replicas, by id."""
     return {replica["replica_id"]: replica for replica in cache_state(url, headers)["replicas"]}
 
 
 def workers_of(url: str, name: str) -> list[int]:
-    """The processes of an instance's Ray workers that are called so: they have the replicas' parent."""
+    """Return the pids of an instance's Ray workers with this name: they have the replicas' parent."""
     parent = psutil.Process(next(int(replica["pid"]) for replica in replicas_of(url).values())).parent()
     assert parent is not None
     pids = []
@@ -122,9 +122,9 @@ def workers_of(url: str, name: str) -> list[int]:
 def wait_for_replicas(
     url: str, count: int, without: Collection[str] = (), headers: Mapping[str, str] | None = None
 ) -> None:
-    """Wait until the router knows so many replicas, has heard of each, and of none ``without``.
+    """Wait until the router knows this many replicas, has a report from each, and knows none of ``without``.
 
-    Those that were just killed: until their death is noticed they are known too, and so there are enough.
+    ``without``: replicas that were just killed, which count as known until their death is noticed.
     """
 
     def known() -> bool:

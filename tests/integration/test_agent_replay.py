@@ -1,4 +1,4 @@
-"""`python -m benchmarks agents`, a small run: real servers, tenants' keys, and a flood beside."""
+"""`python -m benchmarks agents`, a small run: real servers, tenants' keys, and a flood beside the agents."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ FLAGS = "--engine simulated --model demo --sessions 3 --turns 3 --tenants 2 --to
 
 
 def test_sessions_find_their_turns_beside_a_flood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every turn is answered, else it raises; and so is the flood. A pool of twice the working set keeps most turns."""
+    """Every turn is answered, else it raises, and so is the flood. A pool of twice the working set keeps most turns."""
     report = tmp_path / "report.json"
     flags = [*FLAGS.split(), "--running", "3", "--flood", "5", "--runs", "1", "--json", str(report)]
     monkeypatch.setattr(sys, "argv", ["benchmarks agents", *flags])

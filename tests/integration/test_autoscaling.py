@@ -38,7 +38,7 @@ def url() -> Iterator[str]:
 
 @contextmanager
 def load(url: str) -> Iterator[list[int]]:
-    """Eight clients that each send cold prompts of 3,000 words one after the other; yields the answers' statuses."""
+    """Eight clients each send cold prompts of 3,000 words in sequence; yield the answers' statuses."""
     stop, numbers, statuses = threading.Event(), count(), list[int]()
 
     def client() -> None:
@@ -58,13 +58,13 @@ def load(url: str) -> Iterator[list[int]]:
 
 
 def decisions(url: str) -> list[dict[str, Any]]:
-    """The controller's notices, the newest first."""
+    """Return the controller's notices, newest first."""
     found: list[dict[str, Any]] = cache_state(url)["notices"]["autoscaling"]
     return found
 
 
 def test_it_grows_survives_its_controller_and_shrinks(url: str) -> None:
-    """Under load there are three replicas, the same ones after a SIGKILL of the controller, and without load one.
+    """Load makes three replicas, which survive a SIGKILL of the controller; without load there is one.
 
     docs: autoscaling
     """
@@ -85,7 +85,7 @@ def test_it_grows_survives_its_controller_and_shrinks(url: str) -> None:
         def held() -> list[dict[str, Any]]:
             return [notice for notice in decisions(url) if notice["reason"] == "hold" and notice["at_s"] > killed_s]
 
-        eventually(lambda: bool(held()))  # it looks again, first without anything to look at, and holds
+        eventually(lambda: bool(held()))  # it looks again, first without any data, and holds
         assert held()[-1]["target"] == 3
         answered = len(statuses)
         eventually(lambda: len(statuses) > answered + 16)
@@ -97,7 +97,7 @@ def test_it_grows_survives_its_controller_and_shrinks(url: str) -> None:
     def last_change() -> dict[str, Any]:
         return next(decision for decision in decisions(url) if decision["target"] != decision["from"])
 
-    # It may have shrunk before, where a busy machine kept the clients themselves waiting.
+    # It may have shrunk earlier, if a busy machine delayed the clients themselves.
     eventually(lambda: last_change()["target"] == 1)
     assert last_change()["reason"] == "load_fell"
     eventually(lambda: metric(url, "warmpath_autoscaling_target_replicas") == 1)

@@ -1,4 +1,4 @@
-"""The same app from Serve config files, on a Ray cluster that was there before; live settings change it in place."""
+"""The same app from Serve config files, on an existing Ray cluster; live settings change it in place."""
 
 import asyncio
 import os
@@ -49,7 +49,7 @@ CHAT = {
 
 
 class Cluster:
-    """A one-node Ray cluster, and the app that is deployed on it. ``env``: what reaches it, for commands."""
+    """A one-node Ray cluster and the app deployed on it. ``env``: the environment for commands that connect to it."""
 
     def __init__(self, dashboard: str, env: dict[str, str], port: int) -> None:
         self.env = env
@@ -65,23 +65,23 @@ class Cluster:
         return response.json() if verb == "GET" else None
 
     def config(self, *applications: dict[str, Any]) -> dict[str, Any]:
-        """A Serve config file of these applications, on this cluster's port."""
+        """Return a Serve config file of these applications, on this cluster's port."""
         http = {"host": "127.0.0.1", "port": self._port}
         return {"proxy_location": "HeadOnly", "http_options": http, "applications": list(applications)}
 
     def deploy_args(self, args: dict[str, Any], user_config: dict[str, Any] | None = None) -> None:
-        """Deploy the app with settings, and live ones."""
+        """Deploy the app with settings and live settings."""
         app = {"name": "warmpath", "route_prefix": "/", "import_path": "serve_app:build_app", "args": args}
         live = [{"name": name, "user_config": user_config} for name in ("Ingress", "Replica")] if user_config else []
         self.serve("PUT", self.config({**app, "deployments": live}))
 
     def messages(self) -> list[str]:
-        """What `serve status` tells of the app and of its deployments."""
+        """Return the messages of the app and its deployments in `serve status`."""
         app = self.serve("GET")["applications"]["warmpath"]
         return [app["message"], *(deployment["message"] for deployment in app["deployments"].values())]
 
     def wait_for_replicas(self, count: int) -> None:
-        """Wait until the ingress' router knows so many. While the app changes it may not answer."""
+        """Wait until the ingress' router knows this many replicas. While the app changes it may not answer."""
         try:
             eventually(lambda: HTTP.get(f"{self.url}/health").raise_for_status().json()["replicas"] == count, 300)
         except AssertionError as error:
@@ -99,7 +99,7 @@ def bearer(name: str) -> dict[str, str]:
 def ray() -> Iterator[Cluster]:
     """Ray started with `ray start`, as an operator would."""
     with held_port() as port, held_port() as dashboard, held_port() as app:
-        # Ray 2.60 starts clusters with token authentication; its command line reads the token only when told to.
+        # Ray 2.60 starts clusters with token authentication; its command line reads the token only if the mode is set.
         path = f"{BIN}:{os.environ['PATH']}"
         env = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "PATH": path}
         token = subprocess.check_output(["ray", "get-auth-token", "--generate"], env=env, timeout=300, text=True)
@@ -125,7 +125,7 @@ def cluster(ray: Cluster) -> Iterator[Cluster]:
 
 
 def started(start: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
-    """`ray start`, once its node is there. On a busy machine it may take more than 30 s, and then it gives up."""
+    """Run `ray start` until its node is up: on a busy machine it may exceed its 30 s, and then it gives up."""
     for _ in range(3):
         with START:
             process = subprocess.Popen(
@@ -139,8 +139,8 @@ def started(start: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
 
 
 def end(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """Ask a process to end, and end its group where it does not."""
-    process.terminate()  # not SIGINT: a shell has its background jobs ignore that
+    """Ask a process to end, and kill its group if it does not."""
+    process.terminate()  # not SIGINT: a shell makes its background jobs ignore it
     with suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
         return
@@ -148,8 +148,8 @@ def end(process: subprocess.Popen[bytes], seconds: float) -> None:
     process.wait()
 
 
-def test_serve_status_says_what_a_start_would(cluster: Cluster) -> None:
-    """A typo in settings, a model that is not there: the message ends with the sentence that `warmpath serve` has.
+def test_serve_status_has_the_errors_of_a_start(cluster: Cluster) -> None:
+    """For a typo in settings or a missing model, the message ends with the sentence of `warmpath serve`.
 
     docs: failures
     """
@@ -167,12 +167,12 @@ def test_serve_status_says_what_a_start_would(cluster: Cluster) -> None:
 def test_serve_deploy_of_the_config_file(cluster: Cluster, tmp_path: Path) -> None:
     """`serve deploy cluster/serve_config.yaml` serves, and deploying again with other args changes the app in place.
 
-    Here Ray Serve is in its own mode, not in the one that `warmpath serve` sets; requests find their prefix in it, too.
+    Ray Serve runs in its own mode here, not in the mode of `warmpath serve`; requests find their prefix in it, too.
     """
     config = yaml.safe_load((ROOT / "cluster" / "serve_config.yaml").read_text())
     config["http_options"] = cluster.config()["http_options"]
     args = config["applications"][0]["args"]
-    args["engine"] = "simulated"  # the file has no other setting that takes as long
+    args["engine"] = "simulated"  # the file's other settings all take less time
     file = tmp_path / "serve_config.yaml"
     file.write_text(yaml.safe_dump(config))
     subprocess.run(["serve", "deploy", str(file)], env=cluster.env, cwd=ROOT, check=True, timeout=300)
@@ -180,7 +180,7 @@ def test_serve_deploy_of_the_config_file(cluster: Cluster, tmp_path: Path) -> No
     before = cluster.chat("acme", max_tokens=4).json()["choices"]
     wait_until_cached(cluster.url, CHAT)
     again = [cluster.chat("acme", max_tokens=1).json()["usage"]["prompt_tokens_details"] for _ in range(8)]
-    assert min(details["cached_tokens"] for details in again) >= 100, "a request went to who has not its prefix"
+    assert min(details["cached_tokens"] for details in again) >= 100, "a request went to a replica without its prefix"
     args["replicas"] -= 1
     cluster.serve("PUT", config)
     cluster.wait_for_replicas(args["replicas"])
@@ -188,21 +188,21 @@ def test_serve_deploy_of_the_config_file(cluster: Cluster, tmp_path: Path) -> No
 
 
 def tenant(name: str, **limits: object) -> dict[str, Any]:
-    """A tenant as a settings file names it."""
+    """Return a tenant's entry for a settings file."""
     return {"name": name, "key_sha256": [KEYS[name][1]], **limits}
 
 
 def test_a_user_config_changes_the_app_and_restarts_nothing(cluster: Cluster) -> None:
     """Under a running stream: policy, tenants, keys, prompts and limits change, and no process, cache or byte does.
 
-    A user_config with a mistake changes nothing either, is shown, and goes with the next good one.
+    A user_config with a mistake changes nothing either, is reported, and disappears with the next valid one.
 
     docs: cluster
     """
     operators = [KEYS["operator"][1]]
 
     def deploy(**user_config: object) -> None:
-        # Simulated replicas whose answers take some seconds.
+        # Simulated replicas with answers of some seconds.
         args = {"model": "demo", "engine": "simulated", "replicas": 2, "simulated_decode_step_s": 0.05}
         cluster.deploy_args(args, {"operator_key_sha256": operators, **user_config})
 
@@ -210,7 +210,7 @@ def test_a_user_config_changes_the_app_and_restarts_nothing(cluster: Cluster) ->
         return cache_state(cluster.url, bearer("operator"))
 
     def processes() -> tuple[str, dict[str, int]]:
-        """Who the ingress and the replicas are."""
+        """Return the ids of the ingress' router and of the replicas, with the replicas' pids."""
         found = state()
         return found["router_id"], {replica["replica_id"]: replica["pid"] for replica in found["replicas"]}
 
@@ -218,11 +218,11 @@ def test_a_user_config_changes_the_app_and_restarts_nothing(cluster: Cluster) ->
         return not any(replica["away"] for replica in state()["replicas"])
 
     def cached_tokens() -> int:
-        """How much of the chat's prompt the router believes cached, for acme."""
+        """Return the router's number of cached tokens of the chat's prompt, for acme."""
         return int(explained(cluster.url, {**CHAT, "tenant": "acme"}, bearer("operator"))["best_cached_tokens"])
 
     def stream_beside(change: dict[str, Any], applied: str) -> str:
-        """Return a streamed answer of acme's during which settings change, so that the policy is another one then."""
+        """Return a streamed answer of acme's during which settings change, including the policy."""
         begun = Event()
 
         async def stream() -> str:
@@ -277,7 +277,7 @@ def test_a_user_config_changes_the_app_and_restarts_nothing(cluster: Cluster) ->
 
     revoked = {"name": "acme", "key_sha256": [{"sha256": KEYS["acme"][1], "revoked": True}]}
     limited = {**good, "policy": "sglang", "tenants": [revoked, tenant("zeta", tokens_per_minute=500)]}
-    assert stream_beside(limited, "sglang") == undisturbed, "what has begun goes on"
+    assert stream_beside(limited, "sglang") == undisturbed, "a stream that has begun continues"
     eventually(lambda: "revoked" in cluster.chat("acme", max_tokens=2).text)
     eventually(lambda: state()["notices"]["configuration"] == [])
     assert cluster.chat("acme", max_tokens=2).status_code == 401

@@ -1,4 +1,4 @@
-"""The scripts in examples/, each as its first lines say; those not here run in tests/ray_llm and tests/vllm."""
+"""The scripts in examples/, run as their first lines explain; the others run in tests/ray_llm and tests/vllm."""
 
 import os
 import re
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 TEMPLATE = ROOT / "tests/serve_app/tool_templates/hermes.jinja"
-"""SmolLM2's own knows no tools."""
+"""SmolLM2's own template has no tools."""
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def run(url: str, script: str, *arguments: str) -> str:
-    """Run a script as a user does; return what it prints."""
+    """Run a script as a user does; return its output."""
     env = {**os.environ, "WARMPATH_URL": url, "WARMPATH_API_KEY": "acme-key"}
     command = [sys.executable, str(EXAMPLES / script), *arguments]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
@@ -42,7 +42,7 @@ def run(url: str, script: str, *arguments: str) -> str:
 
 
 def cached(printed: str) -> list[int]:
-    """The cached tokens of each answer."""
+    """Return the cached tokens of each answer."""
     return [int(number) for number in re.findall(r"(\d+) of \d+ tokens", printed)]
 
 
@@ -59,7 +59,7 @@ def test_documents_come_after_a_public_prompt(url: str) -> None:
 
 
 def test_an_agents_turns_are_cached(url: str) -> None:
-    """It calls a tool of its own and goes on with the result."""
+    """It calls a tool of its own and continues with the result."""
     printed = run(url, "agent.py", "What is 17 times 23?")
     assert re.search(r"(multiply|today)\(.*\) = ", printed), printed
     assert cached(printed)[1] > 100

@@ -1,4 +1,4 @@
-"""Commands, scripts and settings of README and the documentation, run as they are printed, page by page."""
+"""Commands, scripts and settings of README and the documentation, run as printed, page by page."""
 
 import os
 import shlex
@@ -26,7 +26,7 @@ def is_server(block: Block) -> bool:
 
 
 def server_of(page: Path) -> str:
-    """The first server of a page, ""  where it starts none."""
+    """Return the first server of a page, or "" if it starts none."""
     command = next((block.text.strip() for block in blocks_of(page) if is_server(block)), "")
     return SAME.get(command, command)
 
@@ -36,7 +36,7 @@ PAGES = sorted((page for page in (README, *WRITTEN) if any(block.runs for block 
 
 
 class Reader:
-    """Somebody who does what the pages say, in a clone. One server runs at a time, as long as pages ask for it."""
+    """Follows the pages in a clone, as a reader does. One server runs at a time, for as long as pages ask for it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -47,7 +47,7 @@ class Reader:
             (folder / name).symlink_to(ROOT / name)
 
     def does(self, block: Block) -> None:
-        """Write a file, start a server, or run a command or a script; fails where that does."""
+        """Write a file, start a server, or run a command or a script; fail if that fails."""
         text = block.text.replace(PRINTED, self.url.removeprefix("http://"))
         if block.file_name:
             (self.folder / block.file_name).write_text(text)
@@ -66,7 +66,7 @@ class Reader:
         program, *arguments = shlex.split(command)
         assert program == "warmpath" and arguments[0] == "serve", command
         files = [argument for argument in arguments if (self.folder / argument).exists()]
-        as_it_was = self.folder if files else None  # a server with a page's own files is that page's alone
+        as_it_was = self.folder if files else None  # a server with a page's own files serves only that page
         if (command, as_it_was) == self.started:
             return
         self.server.close()
@@ -77,7 +77,7 @@ class Reader:
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[list[Reader]]:
-    """The reader of the page before, with its server."""
+    """The reader of the previous page, with its server."""
     readers: list[Reader] = []
     yield readers
     for reader in readers:
@@ -85,8 +85,8 @@ def running() -> Iterator[list[Reader]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_page_does_what_it_says(page: Path, tmp_path: Path, running: list[Reader]) -> None:
-    """Every block but those with the comment `not run: REASON`."""
+def test_a_page_works_as_printed(page: Path, tmp_path: Path, running: list[Reader]) -> None:
+    """Every block works, except those with the comment `not run: REASON`."""
     reader = Reader(tmp_path)
     if running:
         before = running.pop()

@@ -1,6 +1,6 @@
-"""Starts that are interrupted or fail, and a stop beside streams, on real Ray Serve (simulated engine).
+"""Interrupted and failing starts, and a stop beside streams, on real Ray Serve (simulated engine).
 
-Nothing is left of any: no process, no port that is taken; and the terminal has words, none of them Ray's.
+None of them leaves a process or a taken port behind, and the terminal shows our words, none of Ray's.
 """
 
 import json
@@ -25,12 +25,12 @@ CHAT = "/v1/chat/completions"
 SIMULATED = "--model demo --engine simulated --replicas 1 --set simulated_decode_step_s=0.1".split()
 SECRET = {"WARMPATH_SECRET": "a secret of the test's own"}
 NO_PROXY = "http://127.0.0.1:9"
-"""As in many a company's environment; but nothing listens there, and nothing of an instance may ask it."""
+"""Many companies set one; nothing listens here, and no part of an instance may use it."""
 RAYS_WORDS = ("raylet", "GCS", "ray.kill", "Traceback", "rpc_client")
 
 
 class Serving:
-    """``warmpath serve`` in a process of its own, as a terminal sees it."""
+    """``warmpath serve`` in its own process, as a terminal sees it."""
 
     def __init__(self, port: int, *arguments: str) -> None:
         self.url = f"http://127.0.0.1:{port}"
@@ -45,7 +45,7 @@ class Serving:
         )
 
     def wait_for(self, word: str) -> None:
-        """Read lines until one has a word in it."""
+        """Read lines until one contains a word."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.output += line
@@ -54,7 +54,7 @@ class Serving:
         raise AssertionError(f"it never said {word!r}:\n{self.output}")
 
     def end(self) -> str:
-        """Return all that it said, once it has ended; nothing of it may be left."""
+        """Return the whole output, once the process has ended; it may leave nothing behind."""
         family = descendants(self.process.pid)
         assert self.process.stdout is not None
         self.output += self.process.stdout.read()
@@ -91,9 +91,9 @@ def serving_once_started(*arguments: str) -> Iterator[Serving]:
     [("", signal.SIGTERM), ("[1/4]", signal.SIGINT), ("[2/4]", signal.SIGTERM), ("[3/4]", signal.SIGINT)],
 )
 def test_a_start_ends_at_any_moment(word: str, number: signal.Signals) -> None:
-    """Before Ray starts, while it does, while replicas do, before the greeting: with a word, and all that it started.
+    """A signal before Ray starts, during its start, during the replicas' or before the greeting ends all processes.
 
-    An instance that serves before the signal is heard makes of that last one an ordinary stop.
+    If the instance serves before it handles the last of these signals, that is an ordinary stop.
 
     docs: failures
     """
@@ -110,8 +110,8 @@ def test_a_start_ends_at_any_moment(word: str, number: signal.Signals) -> None:
         assert instance.process.returncode == (128 + number if given_up else 0)
 
 
-def test_what_fails_in_a_replica_is_said() -> None:
-    """The innermost sentence, where the logs are, and no traceback. (docs: failures)"""
+def test_a_failure_in_a_replica_is_reported() -> None:
+    """The output has the innermost message and the logs' folder, but no traceback. (docs: failures)"""
     with START, serving("--set", "max_model_len=3") as instance:
         output = instance.end()
         assert instance.process.returncode == 1
@@ -121,9 +121,9 @@ def test_what_fails_in_a_replica_is_said() -> None:
 
 
 def test_a_stop_lets_streams_finish_and_the_next_life_has_the_disk_tier(tmp_path: Path) -> None:
-    """What comes meanwhile is refused; a stream that is short is whole, and a long one ends with an error event.
+    """New requests are refused meanwhile; a short stream is whole, and a long one ends with an error event.
 
-    The pool is too small for two prompts: what was evicted is on disk, and with the same secret it is there again.
+    The pool is too small for two prompts: evicted blocks are on disk, and with the same secret they are found again.
 
     docs: failures, caching
     """
@@ -131,7 +131,7 @@ def test_a_stop_lets_streams_finish_and_the_next_life_has_the_disk_tier(tmp_path
     flags = [f"--set={name}={value}" for name, value in settings.items()] + [f"--set=disk_cache_dir={tmp_path}"]
 
     def prompts(url: str) -> dict[str, tuple[int, str]]:
-        """Of three prompts how many tokens were cached, and the answer."""
+        """Return the number of cached tokens and the answer for each of three prompts."""
         answers = {}
         for words in ("Some words. ", "Other words! ", "Third words? "):
             answer = HTTP.post(url + CHAT, json={**body(4, words * 120), "stream": False}).raise_for_status().json()
@@ -165,7 +165,7 @@ def test_a_stop_lets_streams_finish_and_the_next_life_has_the_disk_tier(tmp_path
             assert cached > 100, words
             assert text == first[words][1]
         eventually(lambda: metric(instance.url, "warmpath_kv_tier_hits_total") > 0)
-        # What this life found on disk, and what came and went since, is what its router knows.
+        # The router knows the blocks found on disk and those stored and evicted since.
         checks = metric(instance.url, "warmpath_directory_checks_total")
         eventually(lambda: metric(instance.url, "warmpath_directory_checks_total") > checks)
         (replica,) = cache_state(instance.url)["replicas"]
@@ -176,13 +176,13 @@ def test_a_stop_lets_streams_finish_and_the_next_life_has_the_disk_tier(tmp_path
 
 
 def body(max_tokens: int, text: str = "Hello") -> dict[str, Any]:
-    """A streamed chat."""
+    """Return a streamed chat's body."""
     messages = [{"role": "user", "content": text}]
     fields = {"model": "demo", "stream": True, "ignore_eos": True, "seed": 1}
     return {**fields, "max_tokens": max_tokens, "messages": messages}
 
 
 def events(ending: ExitStack, url: str, max_tokens: int) -> Iterator[str]:
-    """The events of a streamed chat, which nobody reads meanwhile."""
+    """Return the events of a streamed chat, which nobody reads meanwhile."""
     answer = ending.enter_context(HTTP.stream("POST", url + CHAT, json=body(max_tokens)))
     return (line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: "))

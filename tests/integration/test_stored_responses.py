@@ -29,7 +29,7 @@ SIMULATED = "--model demo --engine simulated --replicas 1 --set simulated_decode
 
 @contextmanager
 def running(file: Path, mark: str) -> Iterator[str]:
-    """An instance whose processes bear a mark, with its file of responses."""
+    """An instance with a mark in its processes' environment, and with its file of responses."""
     settings = f"--set=ingress_replicas={INGRESSES}", f"--set=responses_file={file}"
     env = {"WARMPATH_SECRET": "a secret of the test's own", MARK: mark}
     with alone(instance(*SIMULATED.split(), *settings, env=env)) as url:
@@ -37,7 +37,7 @@ def running(file: Path, mark: str) -> Iterator[str]:
 
 
 async def talk(url: str, acknowledged: list[str], over: asyncio.Event) -> int:
-    """Have one conversation, streamed and not; note each response whose end was seen; returns how many streams had."""
+    """Have one conversation, streamed and not; note each completed response; return the number of streamed ones."""
     streams = 0
     while not over.is_set():
         last = acknowledged[-1] if acknowledged else None
@@ -59,12 +59,12 @@ async def talk(url: str, acknowledged: list[str], over: asyncio.Event) -> int:
 
 
 def lost(url: str, conversations: list[list[str]]) -> list[str]:
-    """The acknowledged responses that are not there."""
+    """Return the acknowledged responses that are missing."""
     return [one for each in conversations for one in each if HTTP.get(f"{url}{RESPONSES}/{one}").status_code != 200]
 
 
 def test_killed_ingresses_and_a_killed_head_lose_nothing_that_was_acknowledged(tmp_path: Path) -> None:
-    """Ingresses die one by one under writing clients, then the whole instance; the next one goes on with all of it.
+    """Ingresses die one by one under writing clients, then the whole instance; the next one continues from all of it.
 
     docs: failures, cluster
     """

@@ -40,7 +40,7 @@ class LlmApp:
     scopes: Scopes
 
     def chat(self, text: str, tenant: str = "a", **more: Any) -> dict[str, Any]:
-        """The answer to a chat whose system prompt is ``text``."""
+        """Return the answer to a chat with the system prompt ``text``."""
         body = chat_body(text, **more)
         url = f"{self.ray.url}/v1/chat/completions"
         answer = httpx.post(url, json=body, headers=key_of(tenant), timeout=120)
@@ -49,12 +49,12 @@ class LlmApp:
         return found
 
     def cache(self, path: str, key: str = OPERATOR, body: dict[str, Any] | None = None) -> httpx.Response:
-        """What the application beside Ray's answers. ``body``: a chat that is explained."""
+        """Return the answer of the application beside Ray's. ``body``: a chat to explain."""
         url, method = f"{self.ray.url}/cache/{path}", "POST" if body else "GET"
         return httpx.request(method, url, json=body, headers=key_of(key), timeout=60)
 
     def explain(self, text: str, tenant: str = "a", **more: Any) -> dict[str, Any]:
-        """What the operator is told about that chat."""
+        """Return the operator's explanation of that chat."""
         body = {**chat_body(text, **more), "tenant": self.scopes.tenant_in(key_of(tenant))}
         answer = self.cache("v1/cache/explain", body=body)
         (found,) = answer.json()["prompts"]
@@ -62,7 +62,7 @@ class LlmApp:
         return explained
 
     def state(self) -> dict[str, Any]:
-        """What the router beside Ray's knows; empty while it is not there."""
+        """Return the state of the router beside Ray's; empty while it is missing."""
         answer = self.cache("v1/cache/state")
         found: dict[str, Any] = answer.json() if answer.status_code == 200 else {}
         return found
@@ -117,7 +117,7 @@ def app(request: pytest.FixtureRequest, demo_model_path: Path) -> Iterator[LlmAp
 
 @contextmanager
 def adapters_in_s3(model: Path) -> Iterator[dict[str, str]]:
-    """Where Ray finds one adapter: a bucket of a server of this machine."""
+    """The place where Ray finds one adapter: a bucket of an S3 server on this machine."""
     import boto3
     from moto.server import ThreadedMotoServer
 

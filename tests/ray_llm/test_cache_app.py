@@ -1,4 +1,4 @@
-"""The application beside Ray's: each sees what its key may see."""
+"""The application beside Ray's shows each client only the part that its key allows."""
 
 from contextlib import ExitStack
 from itertools import islice

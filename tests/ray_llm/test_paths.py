@@ -1,4 +1,4 @@
-"""Both of Ray's paths to a replica: its ingress calls it, or HAProxy sends it the bytes where Ray's router says."""
+"""Both of Ray's paths to a replica: its ingress calls it, or HAProxy sends the bytes to the router's choice."""
 
 import os
 import random
@@ -15,14 +15,14 @@ REQUESTS = int(os.environ.get("WARMPATH_REQUESTS", "120"))
 
 
 def predicted(app: LlmApp, text: str, tenant: str, **more: Any) -> list[int]:
-    """Cached tokens by replica, those of the one that would get the request first."""
+    """Return the cached tokens by replica, first those of the replica that would get the request."""
     return [int(replica["cached_tokens"]) for replica in app.explain(text, tenant, **more)["replicas"]]
 
 
 def test_cached_tokens_are_as_predicted_and_tenants_share_nothing(app: LlmApp) -> None:
-    """Prompts of three tenants, some for an adapter, come and return in a pool that evicts.
+    """Prompts of three tenants, some for an adapter, return again and again in a pool that evicts.
 
-    Ray's own router may spare a replica that has just got a request, of which the one that explains knows nothing.
+    Ray's own router may avoid a replica that has just got a request; the explaining router does not know that.
     """
     draw = random.Random(1)
     texts = [f"{number}. " + TEXT * draw.randint(5, 40) for number in range(12)]
@@ -64,10 +64,10 @@ def test_equal_new_prompts_that_come_together_are_computed_once(app: LlmApp) -> 
     assert sorted(predicted(app, "the same at once. " + TEXT * 20, "a"))[0] == 0
 
 
-def test_what_cannot_be_followed_is_answered_and_said(app: LlmApp) -> None:
+def test_a_chat_that_cannot_be_followed_is_explained_as_such(app: LlmApp) -> None:
     parts = [{"type": "text", "text": TEXT}, {"type": "text", "text": "x"}]
     body = {"messages": [{"role": "user", "content": parts}]}
-    assert "winners" in app.explain("", **body), "parts of text are text"
+    assert "winners" in app.explain("", **body), "text parts are text"
     image = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}]
     assert app.explain("", messages=[{"role": "user", "content": image}]) == {"routed_by_load": True}
 

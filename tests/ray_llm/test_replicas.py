@@ -1,4 +1,4 @@
-"""Replicas die, are replaced and are added while requests come. Last of the tests of a deployment."""
+"""Replicas die, are replaced and are added while requests arrive. Last of the tests of a deployment."""
 
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
@@ -13,7 +13,7 @@ CLIENTS = 4
 START_S = 300
 
 
-def test_a_death_costs_what_was_in_flight_and_a_new_replica_is_known_before_its_first_request(app: LlmApp) -> None:
+def test_a_death_costs_the_requests_in_flight_and_a_new_replica_is_known_before_its_first_request(app: LlmApp) -> None:
     texts = [f"{number} of those that are asked again and again. " + TEXT * 10 for number in range(8)]
     for text in texts:
         app.chat(text)
@@ -48,5 +48,5 @@ def test_a_death_costs_what_was_in_flight_and_a_new_replica_is_known_before_its_
         for each in asking:
             each.result()
     assert len(errors) <= CLIENTS, errors
-    assert all(after), "what died with a replica was computed anew within 50 requests"
+    assert all(after), "blocks lost with a replica were computed again within 50 requests"
     assert max(predicted(app, texts[0], "a")) > 0

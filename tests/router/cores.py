@@ -1,4 +1,4 @@
-"""A router's core that knows some replicas, and what it decides."""
+"""A router's core that knows some replicas, and its decisions."""
 
 from collections.abc import Callable, Mapping
 from random import Random
@@ -19,7 +19,7 @@ class Clock:
 
 
 def load(queued: int = 0, running: int = 0, waiting: int = 0, rate: float = 1000.0, **more: object) -> LoadReport:
-    """A report of a replica that runs 8 sequences at most, and lets 16 wait."""
+    """Return the report of a replica that runs at most 8 sequences and queues at most 16."""
     return LoadReport(queued, running, waiting, 8, 16, rate, **more)  # type: ignore[arg-type]
 
 
@@ -30,7 +30,7 @@ def core_of(
     name: str = "me",
     **settings: object,
 ) -> RoutingCore:
-    """``reports``: by replica, or the names of idle ones, a letter each. ``held``: hashes by replica."""
+    """``reports``: by replica, or the one-letter names of idle replicas. ``held``: hashes by replica."""
     core = RoutingCore(name, RouterSettings.from_json(settings), clock=clock or Clock(), rng=Random(0))
     core.update_replicas(reports)
     for replica in reports:
@@ -42,7 +42,7 @@ def core_of(
 def ask(
     number: int = 0, chain: bytes = CHAIN, tokens: int | None = None, key: bytes = b"k" * 16, **more: object
 ) -> RoutedRequest:
-    """A request for a chain's blocks and five more tokens."""
+    """Return a request for a chain's blocks and five more tokens."""
     return RoutedRequest(f"q{number}", chain, len(chain) + 5 if tokens is None else tokens, key, **more)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""RoutingCore: one step decides and reserves; every count and every state is JSON-able and right."""
+"""RoutingCore decides and reserves in one step; all its counts and state documents are JSON-able and right."""
 
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
@@ -32,8 +32,8 @@ def test_decision_predicts_and_counts() -> None:
     assert core.counters.decision_s.count == 1
 
 
-def test_who_gets_a_request() -> None:
-    """The last prompt token is never cached; a full or blocked replica gets nothing, an avoided one if all else is."""
+def test_which_replica_gets_a_request() -> None:
+    """The last prompt token is never cached. Full or blocked replicas get nothing; avoided ones are the last choice."""
     core = core_of("ab", {"a": CHAIN})
     for tokens, cached in ((160, 144), (161, 160), (0, 0)):
         core.release(decision := decided(core, ask(chain=CHAIN, tokens=tokens)))
@@ -50,7 +50,7 @@ def test_who_gets_a_request() -> None:
 
 
 def test_simultaneous_requests_spread_and_users_of_one_cold_prompt_follow_the_first() -> None:
-    """Without any report; a herd stays together until its suffixes outweigh the prefix. (docs: routing)"""
+    """Without any report, a herd stays together until its suffixes outweigh the prefix. (docs: routing)"""
     core = core_of("abcdefgh")
     apart = [decided(core, ask(n, Random(n + 1).randbytes(160), key=Random(n).randbytes(16))) for n in range(8)]
     assert len({decision.replica_id for decision in apart}) == 8
@@ -112,7 +112,7 @@ def test_settings_from_json_and_reconfiguration() -> None:
 
 
 def test_core_for_is_one_per_key_and_takes_settings() -> None:
-    """Threads that ask at once get one core; a Serve router's settings reach the core its ingress made first."""
+    """Threads that ask at once get one core; a Serve router's settings reach the core that its ingress made first."""
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda _: core_for("test#one"), range(8)))
     assert len({id(core) for core in found}) == 1
@@ -120,15 +120,15 @@ def test_core_for_is_one_per_key_and_takes_settings() -> None:
     assert core is found[0]
     assert core_for("test#one").settings.policy == "lmetric"
     core.configure(RouterSettings(policy="sglang"))
-    core_for("test#one", RouterSettings(policy="lmetric"))  # a router that comes to life late
+    core_for("test#one", RouterSettings(policy="lmetric"))  # a router that starts late
     assert core.settings.policy == "sglang"
     core_for("test#one", RouterSettings(policy="round_robin"))
     assert core.settings.policy == "round_robin"
     assert core_for("test#two").router_id != core.router_id
 
 
-def test_regret_says_what_was_not_selected_and_why_less_was_delivered() -> None:
-    """Tokens not selected, gone by then, unused although held, and beyond the prediction differ. (docs: routing)"""
+def test_regret_counts_tokens_not_selected_and_reasons_for_fewer_delivered() -> None:
+    """Tokens not selected, evicted since, held but unused, and delivered unpredicted are separate. (docs: routing)"""
     core = core_of("ab", {"b": CHAIN})
     for number, delivered in enumerate((160, 100, 170)):
         decision = decided(core, ask(number, CHAIN))
@@ -149,8 +149,8 @@ def test_regret_says_what_was_not_selected_and_why_less_was_delivered() -> None:
 
 
 @pytest.mark.parametrize("policy", ["estimated_ttft", "round_robin"])
-def test_estimates_are_compared_with_what_came(policy: str) -> None:
-    """Under every policy; lateness and earliness are apart. (docs: routing)"""
+def test_estimates_are_compared_with_actual_times(policy: str) -> None:
+    """This holds under every policy; lateness and earliness are counted separately. (docs: routing)"""
     core = core_of("a", policy=policy)
     for number, ttft_s in enumerate((0.33, 0.065)):
         decision = decided(core, ask(number, CHAIN))

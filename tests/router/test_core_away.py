@@ -1,4 +1,4 @@
-"""Replicas that are away: what is known of them stays true and nothing is sent there, in whatever order they go."""
+"""Replicas that are away: the router's knowledge of them stays true, and nothing is sent there."""
 
 from random import Random
 
@@ -32,28 +32,28 @@ def test_the_directory_equals_the_caches_of_all_that_are_here_or_away(
     here, away = set(NAMES), set[str]()
     caches: dict[str, set[int]] = {name: set() for name in NAMES}
     known = set(NAMES)
-    for what, name, index in taken:
-        if what == "stored":
+    for action, name, index in taken:
+        if action == "stored":
             core.apply(name, [BlocksStored(CHAINS[index])])
             caches[name] |= {index} if name in known else set()
-        elif what == "removed":
+        elif action == "removed":
             core.apply(name, [BlocksRemoved(CHAINS[index])])
             caches[name] -= {index}
-        elif what == "cleared":
+        elif action == "cleared":
             core.apply(name, [CacheCleared()])
             caches[name].clear()
-        elif what == "left" and name in here:
+        elif action == "left" and name in here:
             here.remove(name)
             away.add(name)
-        elif what == "returned":
+        elif action == "returned":
             away.discard(name)
             here.add(name)
             known.add(name)
-        elif what == "forgotten" and name in away:
+        elif action == "forgotten" and name in away:
             away.remove(name)
             known.remove(name)
             caches[name].clear()
-        elif what == "died":
+        elif action == "died":
             here.discard(name)
             away.discard(name)
             known.discard(name)
@@ -74,7 +74,7 @@ def test_the_directory_equals_the_caches_of_all_that_are_here_or_away(
 
 
 def test_a_pull_may_come_from_a_replica_that_is_away_and_not_from_a_dead_one() -> None:
-    """Whoever leaves can hand out what it holds until it ends; who asks may know of a death before the router does."""
+    """A leaving replica can export its blocks until it ends; a caller may know of a death before the router does."""
     pulling = dict.fromkeys("ab", load(pull_tokens_per_s=1e6))
     core = core_of(pulling, {"a": CHAINS[0]}, scoring={"min_pull_tokens": 16})
     core.update_replicas("b", away="a")

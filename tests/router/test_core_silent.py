@@ -1,4 +1,4 @@
-"""Replicas whose feeds are cut off: what they tell beside their feeds is no news of a feed, and nothing stays of it."""
+"""Replicas with broken feeds: reports that arrive by another path do not count as news of a feed, and do not last."""
 
 from router.core import RoutingCore
 from router.known_replicas import SILENT_S
@@ -17,7 +17,7 @@ def load(queued_tokens: int, taken_at_s: float) -> LoadReport:
 
 
 class Case:
-    """A router beside another one, and feeds that tell nothing any more unless ``tell`` is called.
+    """A router beside another one, with feeds that are silent unless ``tell`` is called.
 
     Replica "a" has the prompt, "b" has nothing to do, and "c" is busy, so that there is a choice.
     """
@@ -40,7 +40,7 @@ class Case:
 
 
 def test_a_silent_replica_is_never_asked_for_a_second_look() -> None:
-    """Its answer would be believed for ever; from its next message on it is asked again."""
+    """Its answer would be believed forever; from its next message on it is asked again."""
     case = Case()
     assert case.decide("b").queued_tokens is not None
     case.now_s += SILENT_S
@@ -52,19 +52,19 @@ def test_a_silent_replica_is_never_asked_for_a_second_look() -> None:
     assert case.decide("b").queued_tokens is not None
 
 
-def test_what_a_replica_told_is_not_believed_once_it_is_silent() -> None:
-    """A request may be under way while the replica's feed falls silent, and come back with a load."""
+def test_a_report_is_not_believed_once_the_replica_is_silent() -> None:
+    """A request may be in flight while the replica's feed falls silent, and come back with a load."""
     case = Case()
     asked = case.decide("b")
     case.now_s += SILENT_S
-    case.core.release(case.decide("a"))  # only decisions look at the time
+    case.core.release(case.decide("a"))  # only decisions check the time
     case.core.rerouted(asked, load(1_000_000, case.now_s))
     assert case.core.loads.queue_ahead("a") == 0
     assert (case.core.counters.rerouted, case.core.loads.open_reservations) == (1, 0)
 
 
 def test_requests_that_come_back_do_not_hide_that_a_feed_is_silent() -> None:
-    """What the feed told of the replica's cache is old, however often the replica tells its load."""
+    """The feed's view of the replica's cache is old, even if returned requests report new loads."""
     case = Case()
     for _ in range(6):
         asked = case.decide("b")
@@ -76,13 +76,13 @@ def test_requests_that_come_back_do_not_hide_that_a_feed_is_silent() -> None:
 
 
 def test_a_feed_that_is_cut_off_is_not_believed_until_a_snapshot_comes() -> None:
-    """Meanwhile the replica gets its share by load, and what its answers show is believed. (docs: failures)"""
+    """Meanwhile the replica gets its share by load, and cached tokens in its answers are believed. (docs: failures)"""
     case = Case()
     core = case.core
     case.tell("a", 500_000)
     case.now_s += SILENT_S
     case.tell("b")
-    case.decide("a")  # only decisions look at the time
+    case.decide("a")  # only decisions check the time
     assert (core.directory.match(CHAIN), core.loads.queue_ahead("a")) == ({}, 0)
     cold = [RoutedRequest(f"q{n}", b"", 65, bytes([n]) * 16) for n in range(40)]
     chosen = {decision.replica_id for request in cold if (decision := core.decide(request)) is not None}
@@ -95,7 +95,7 @@ def test_a_feed_that_is_cut_off_is_not_believed_until_a_snapshot_comes() -> None
 
 
 def test_a_replica_that_reports_and_one_that_never_had_a_feed_are_not_silent() -> None:
-    """What is told without a feed (in simulations) is believed as long as nothing else is told."""
+    """Events without a feed (in simulations) are believed until a feed replaces them."""
     case = Case()
     case.core = RoutingCore("me", clock=lambda: case.now_s)
     case.core.update_replicas("abc")

@@ -1,4 +1,4 @@
-"""Bad replicas and restarts: nonsense, floods, sets that change all the time. Nothing raises, memory stays bounded."""
+"""Bad replicas and restarts send nonsense, floods and changing sets. Nothing raises, memory stays bounded."""
 
 import json
 from math import inf, nan
@@ -52,7 +52,7 @@ def test_nonsense_reports_leave_every_answer_possible(steps: list[tuple[str, lis
 
 
 def test_metrics_that_cannot_be_shown_are_left_out() -> None:
-    """Names outside Prometheus' alphabet and values that are no number never reach /metrics."""
+    """Names outside Prometheus' alphabet and values that are not numbers never reach /metrics."""
     core = core_of("a")
     good = ("warmpath_x_total", (("label", 'any\n"text'),), 1.0)
     bad: list[Any] = [("a b", (), 1.0), ("x", (), nan), ("x", (), inf), ("x", (("l l", "v"),), 1.0), ("", (), 1.0)]
@@ -74,7 +74,7 @@ def test_invented_tiers_are_bounded() -> None:
     flood=st.integers(1, 40), replicas=st.integers(2, 6), seed=st.integers(1, 9), tier=st.sampled_from(["pool", "host"])
 )
 def test_a_flood_of_blocks_leaves_the_others_room(flood: int, replicas: int, seed: int, tier: str) -> None:
-    """One replica fills at most seven eighths; another's blocks find what is left of its share. (docs: routing)"""
+    """One replica fills at most seven eighths; another's blocks get the rest of its share. (docs: routing)"""
     bound = 800
     directory = Directory(16, max_blocks=bound)
     rng = Random(seed)

@@ -1,4 +1,4 @@
-"""Models and engines for the engine's tests; the demo model's tokenizer, and what compiles grammars for it."""
+"""Models and engines for the engine's tests; the demo model's tokenizer and its grammar compiler."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ Reference = Callable[[str, Any, int], list[int]]
 
 @pytest.fixture(autouse=True)
 def threads(request: pytest.FixtureRequest) -> None:
-    """Workers of the suite share the cores, so each has one thread; kernels are tested with as many as there are."""
+    """Workers of the suite share the cores, so each has one thread; kernels are tested with all threads."""
     kernels = {"attention", "cpu"} & set(request.path.parts)
     torch.set_num_threads((os.cpu_count() or 1) if kernels else 1)
 
@@ -42,7 +42,7 @@ def compiler(demo_model_path: Path) -> GrammarCompiler:
 
 @pytest.fixture(params=["cpu", "cuda"])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Each kind of device that a test is about; skipped where there is none."""
+    """Each kind of device that a test covers; skipped if the machine has none."""
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     return torch.device(request.param)
@@ -81,7 +81,7 @@ def engines() -> Iterator[list[TorchEngine]]:
 
 @pytest.fixture
 def make_engine(checkpoints: dict[str, Path], engines: list[TorchEngine]) -> MakeEngine:
-    """Build an engine over a tiny model. ``events``: a list that gathers cache events."""
+    """Build an engine over a tiny model. ``events``: a list that collects cache events."""
 
     def make(
         kind: str = "qwen3", *, events: list[Event] | None = None, start: bool = True, **overrides: Any

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_values_may_be_text() -> None:
-    """`serve run` passes all of them so; one that is wrong is named."""
+    """`serve run` passes all of them as text; an invalid one is named."""
     given = {"model": "demo", "engine": "simulated", "replicas": "3", "kv_cache_bytes": "64MiB", "strict": "true"}
     app = serve_app.build_app(given)
     replica = app._bound_deployment.init_args[1]._bound_deployment

@@ -1,4 +1,4 @@
-"""What importing the package loads and sets in a process."""
+"""The modules and variables that importing the package loads and sets in a process."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ def printed_by(script: str, *arguments: str, **options: Any) -> str:
 
 @pytest.mark.parametrize(("given", "found"), [(None, serve_app.SPIN_COUNT), ("7", "7")])
 def test_openmp_is_told_how_long_to_spin_before_torch_loads_it(given: str | None, found: str) -> None:
-    """The replica's module is what a worker imports first; what the operator has set stays. (docs: decisions)"""
+    """A worker first imports the replica's module; the operator's own value stays. (docs: decisions)"""
     environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
     if given is not None:
         environment["GOMP_SPINCOUNT"] = given
@@ -35,7 +35,7 @@ def test_openmp_is_told_how_long_to_spin_before_torch_loads_it(given: str | None
 
 
 def test_a_simulated_replica_loads_neither_torch_nor_transformers(demo_model_path: Path) -> None:
-    """Its process answers a request without them: they are seconds and hundreds of megabytes; nor does a deploy."""
+    """Its process answers a request without them, as does a deploy: they cost seconds and hundreds of megabytes."""
     script = (
         "import sys, threading\n"
         "from pathlib import Path\n"

@@ -1,4 +1,4 @@
-"""Ray's private names: they are what ``serve_app/ray_compat.py`` takes them for, and no other file has any.
+"""Ray's private names match their description in ``serve_app/ray_compat.py``, and no other file uses any.
 
 A new version of Ray breaks these tests first.
 """
@@ -72,12 +72,12 @@ def test_headers_are_names_and_outside_of_a_request_there_is_no_id() -> None:
         *((getattr(internal_kv, f"_internal_kv_{name}"), "namespace") for name in ("put", "get", "del", "list")),
     ],
 )
-def test_ray_still_has_what_is_used(place: object, words: str) -> None:
+def test_ray_still_has_the_used_names(place: object, words: str) -> None:
     sources = [place] if not inspect.isclass(place) else [part for part in place.__mro__ if part is not object]
     assert any(words in inspect.getsource(part) for part in sources if part.__module__.startswith("ray"))  # type: ignore
 
 
-def test_serves_router_and_rays_store_still_have_what_ours_reads_and_replaces() -> None:
+def test_serves_router_and_rays_store_still_have_the_members_ours_use_and_replace() -> None:
     source = "".join(inspect.getsource(part) for part in RequestRouter.__mro__ if part.__module__.startswith("ray"))
     for name in ("_deployment_id", "_replicas", "_replica_queue_len_cache"):
         assert re.search(rf"self\.{name}\b.* = ", source), name

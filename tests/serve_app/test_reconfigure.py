@@ -1,4 +1,4 @@
-"""A replica takes other settings while it runs: a bad user_config changes nothing, nothing raises, and notices tell."""
+"""A replica accepts other settings while it runs: a bad user_config changes nothing, raises nothing, and is noted."""
 
 import asyncio
 from types import SimpleNamespace
@@ -64,14 +64,14 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 class Applied(list[AppConfig]):
-    """Remembers what was put into force."""
+    """Remembers the applied settings."""
 
     async def __call__(self, config: AppConfig) -> None:
         self.append(config)
 
 
 def test_a_replica_starts_with_the_user_config_or_not_at_all(start: Any) -> None:
-    """No request finds settings of args that the user_config replaces; a bad one ends the start."""
+    """Requests never see values of args that the user_config replaces; a bad one ends the start."""
     assert start({"policy": "lmetric"}, policy="sglang").config.policy == "lmetric"
     with pytest.raises(BadSettings, match="did you mean policy"):
         start({"polcy": "lmetric"})
@@ -90,7 +90,7 @@ def test_a_replica_starts_with_the_user_config_or_not_at_all(start: Any) -> None
 def test_tenants_change_as_far_as_that_is_safe(
     start: Any, engine: str, tenants: list[Any], accepted: bool, words: str
 ) -> None:
-    """An instance that is open to everybody is refused; another salt is told.
+    """An instance open to everybody is refused; another salt is noted.
 
     docs: cluster
     """
@@ -102,8 +102,8 @@ def test_tenants_change_as_far_as_that_is_safe(
     assert notice is None or (notice["accepted"] is accepted and words in notice["why"])
 
 
-def test_a_replica_that_starts_takes_down_what_is_over(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The settings that it could use are everybody's; a replica that is gone takes no notice down."""
+def test_a_starting_replica_removes_outdated_notices(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings that one replica accepts are valid for all; a dead replica cannot remove its own notice."""
     post("app", KIND, "Ingress gone", {"name": "Ingress gone"})
     with pytest.raises(BadSettings):
         start({"polcy": "lmetric"})
@@ -115,7 +115,7 @@ def test_a_replica_that_starts_takes_down_what_is_over(start: Any, monkeypatch: 
 
 
 def test_a_good_one_is_applied_once_and_a_bad_one_never(start: Any) -> None:
-    """After a bad one the old settings are in force and the notice says why, until a good one comes.
+    """After a bad one the old settings apply and the notice has the reason, until a good one arrives.
 
     docs: cluster
     """
@@ -139,8 +139,8 @@ def test_a_good_one_is_applied_once_and_a_bad_one_never(start: Any) -> None:
     asyncio.run(run())
 
 
-def test_nothing_raises_whatever_fails(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a fault in what is behind the settings nor a notice board that is away ends a replica."""
+def test_no_failure_raises(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a fault in applying the settings nor a missing notice board ends a replica."""
     live = start()
 
     async def fail(config: AppConfig) -> None:

@@ -1,4 +1,4 @@
-"""Tests that need vLLM: `make test-vllm`. Where it is not installed, their files are not even imported."""
+"""Tests that need vLLM: `make test-vllm`. If it is not installed, their files are not even imported."""
 
 import importlib.util
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""vLLM and the built-in engine with one model, and what tests ask of either."""
+"""vLLM and the built-in engine with one model, and helpers to test both."""
 
 import os
 import threading
@@ -68,7 +68,7 @@ def tokens_of(engine: Any, name: str, ids: Any, **sampling: Any) -> list[int]:
 
 
 def outputs_of(engine: Any, asked: EngineRequest) -> list[EngineOutput]:
-    """A request's outputs, all of them."""
+    """Return all outputs of a request."""
     outputs: list[EngineOutput] = []
     done = threading.Event()
 
@@ -87,7 +87,7 @@ def prefix_of(ids: Any, scope: PrefixScope = SCOPE) -> HashedTokens:
 
 
 def compute(both: Both, ids: Any, scope: PrefixScope = SCOPE, max_tokens: int = 8) -> tuple[HashedTokens, list[int]]:
-    """Have a prompt computed and heard of; return it with the answer."""
+    """Compute a prompt, wait until its blocks are known, and return it with the answer."""
     prefix = prefix_of(ids, scope)
     tokens = tokens_of(both.vllm, "r", ids, max_tokens=max_tokens, scope=scope)
     blocks = (len(ids) - 1) // BLOCK
@@ -96,7 +96,7 @@ def compute(both: Both, ids: Any, scope: PrefixScope = SCOPE, max_tokens: int = 
 
 
 def mispredicted(both: Both, requests: int) -> tuple[list[tuple[str, int, int]], int]:
-    """Have conversations of two tenants grow in a pool that evicts; what was not hit as told before, and the hits."""
+    """Grow conversations of two tenants in a pool that evicts; return wrong predictions, and the number of hits."""
     random = np.random.default_rng(1)
     scopes = [PrefixScope("tiny", salt=name) for name in (b"a", b"b")]
     talks = [[scope, both.prompt(40 + 60 * i, seed=i // 2)] for i, scope in enumerate(scopes * 3)]
@@ -117,6 +117,6 @@ def mispredicted(both: Both, requests: int) -> tuple[list[tuple[str, int, int]],
 
 
 def reset(both: Both) -> None:
-    """Which no block in use would let it; routers hear of it before it returns."""
+    """Reset once no block is in use; routers know of it before it returns."""
     eventually(both.vllm.reset_prefix_cache)
     assert not both.heard.held()

@@ -1,4 +1,4 @@
-"""What every test that starts vLLM is marked with."""
+"""The marks of every test that starts vLLM."""
 
 from pathlib import Path
 
@@ -11,5 +11,5 @@ def mark(items: list[pytest.Item], folder: Path) -> None:
         if folder in item.path.parents:
             item.add_marker(pytest.mark.vllm)
             item.add_marker(pytest.mark.timeout(900))
-            # vLLM and what it imports warn of their own affairs.
+            # vLLM and its imports emit warnings of their own.
             item.add_marker(pytest.mark.filterwarnings("default"))

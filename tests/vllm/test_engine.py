@@ -1,4 +1,4 @@
-"""vLLM behind the engine's contract, and its tokens beside the built-in engine's. One vLLM for all of it."""
+"""vLLM behind the engine's contract, and its tokens beside the built-in engine's. One vLLM serves all tests."""
 
 import time
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ def both(demo_model_path: Path) -> Iterator[Both]:
 
 
 def test_a_step_is_computed_once_and_where_vllm_times_it() -> None:
-    """vLLM takes the time that it waits for a step's future: prefill rates, and so routing, go by it."""
+    """vLLM measures the time that it waits for a step's future; prefill rates, and so routing, depend on it."""
     executor: Any = object.__new__(InCore)
     steps: list[str] = []
     executor.driver_worker = SimpleNamespace(execute_model=lambda step: steps.append(step) or step.index("t"))
@@ -75,7 +75,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
 
 
 def test_tokens_are_the_built_in_engines_alone_in_a_batch_and_from_the_middle(both: Both) -> None:
-    """Every way to choose them: at once in vLLM, in turn, and going on with tokens that the built-in engine began."""
+    """All sampling options: at once in vLLM, in turn, and after tokens that the built-in engine began."""
     ids = both.prompt(90)
     asked = [request(name, ids, 24, **sampling) for name, sampling in SAMPLED.items()]
     wanted, batch = run_all(both.torch, asked).tokens, run_all(both.vllm, asked).tokens
@@ -87,7 +87,7 @@ def test_tokens_are_the_built_in_engines_alone_in_a_batch_and_from_the_middle(bo
 
 
 def test_logprobs_are_of_the_models_own_logits(both: Both) -> None:
-    """Each token's own and the likeliest, whatever rules did."""
+    """Each token's own and the likeliest are reported, regardless of rules."""
     asked = request("r", both.prompt(60), 6, temperature=1.0, seed=2, logprobs=3, rules=TokenRules(2.0))
     ours, theirs = (
         [told for output in outputs_of(engine, asked) for told in output.logprobs] for engine in (both.torch, both.vllm)
@@ -99,8 +99,8 @@ def test_logprobs_are_of_the_models_own_logits(both: Both) -> None:
         assert [value for _, value in other.top] == pytest.approx([value for _, value in own.top], abs=1e-3)
 
 
-def test_a_grammar_is_followed_and_gone_on_with(both: Both) -> None:
-    """An answer matches, also from its middle; one that cannot match is an error and not a text."""
+def test_a_grammar_is_followed_and_continued(both: Both) -> None:
+    """An answer matches, also when resumed; an answer that cannot match is an error, not a text."""
     matchers = Matchers(GrammarCompiler(both.info.path, both.info.vocab_size, both.info.eos_token_ids))
     text = llguidance_form(Grammar.regex(r"(red|green|blue)(, (red|green|blue)){3}", "regex"))
     ends = both.info.eos_token_ids
@@ -122,7 +122,7 @@ def test_a_grammar_is_followed_and_gone_on_with(both: Both) -> None:
 
 
 def test_how_answers_end(both: Both) -> None:
-    """Stop tokens are taken off unless they are asked for; without tokens only the prompt is computed."""
+    """Stop tokens are removed unless requested; without tokens only the prompt is computed."""
     ids = both.prompt(70)
     tokens = tokens_of(both.vllm, "whole", ids, max_tokens=12)
     stop = tokens[5]
@@ -144,8 +144,8 @@ def test_how_answers_end(both: Both) -> None:
     assert "took too long" in found.errors["late"]
 
 
-def test_what_cannot_be_taken_is_refused_at_once(both: Both) -> None:
-    """Before vLLM hears of it, with the contract's errors."""
+def test_an_unsupported_request_is_refused_at_once(both: Both) -> None:
+    """vLLM never sees it, and the errors are the contract's."""
     ids, collector = both.prompt(40), Collector()
     scope = PrefixScope("tiny", public_blocks=2)
     unknown = PrefixScope("tiny", "nobody@1")
@@ -163,17 +163,17 @@ def test_what_cannot_be_taken_is_refused_at_once(both: Both) -> None:
     assert both.vllm.load().waiting_sequences == both.vllm.load().queued_prefill_tokens == 0
 
 
-def test_what_the_directory_says_is_what_is_delivered(both: Both) -> None:
-    """Conversations of two tenants grow in a pool that evicts; the hint before each request is what it gets."""
+def test_the_directory_predicts_the_delivered_tokens(both: Both) -> None:
+    """Conversations of two tenants grow in a pool that evicts; each request gets its predicted hit."""
     wrong, hits = mispredicted(both, 300)
     assert hits > 100
     assert wrong == []
 
 
 def test_the_load_is_exact_and_returns_to_nothing(both: Both) -> None:
-    """Prompt tokens that wait are counted from their submission on, and by nothing when all is over.
+    """Waiting prompt tokens are counted from their submission on, and the count ends at zero.
 
-    One block of vLLM's own comes on top of the pool.
+    One block of vLLM's own is added to the pool.
     """
     assert both.vllm.facts.num_blocks == BLOCKS
 
@@ -219,7 +219,7 @@ def test_cancelling_frees_blocks_and_a_reset_forgets_everything_or_nothing(both:
 def test_adapters_apart_and_as_in_the_built_in_engine(both: Both, demo_model_path: Path, tmp_path: Path) -> None:
     """Base and an adapter in every slot, in one batch, get their own tokens and share no KV.
 
-    The files may be gone after the load. The base model's row gets nothing of the last slot's adapter.
+    The files may be deleted after the load. The base model's row gets nothing of the last slot's adapter.
     """
     scopes, ids = [PrefixScope("tiny")], both.prompt(100, seed=8)
     for seed, name in enumerate(("one", "two", "three", "four")):
@@ -249,7 +249,7 @@ def test_adapters_apart_and_as_in_the_built_in_engine(both: Both, demo_model_pat
 def test_kv_that_left_and_came_back_gives_the_same_tokens(
     with_adapter: bool, both: Both, demo_model_path: Path, tmp_path: Path
 ) -> None:
-    """In two parts, read as computed KV is; afterwards the pool is as empty as before, and routers know of it."""
+    """It is imported in two parts and read like computed KV; later the pool is empty again, and routers know it."""
     scope, ids = SCOPE, both.prompt(1000, seed=300 + with_adapter)
     if with_adapter:
         spec, scope = described(save_adapter(demo_model_path, tmp_path / "kv", 5, ("q_proj", "v_proj")), "kv")
@@ -275,8 +275,8 @@ def test_kv_that_left_and_came_back_gives_the_same_tokens(
     assert not list(both.vllm._endpoints.directory.glob("kv-[0-9]*"))
 
 
-def test_a_copy_goes_before_what_waits(both: Both) -> None:
-    """A holder hands out while prompts queue there, which is when others pull from it."""
+def test_a_copy_goes_before_waiting_requests(both: Both) -> None:
+    """A holder exports while prompts queue there, which is when others pull from it."""
     reset(both)
     prefix, _ = compute(both, both.prompt(320, seed=500))
     collector, names = Collector(), [f"q{i}" for i in range(4)]
@@ -289,8 +289,8 @@ def test_a_copy_goes_before_what_waits(both: Both) -> None:
     assert ended < 4
 
 
-def test_what_a_waiting_request_will_read_is_not_the_next_to_go(both: Both) -> None:
-    """It was used long ago, and whoever computes before it needs more room than is older."""
+def test_blocks_that_a_waiting_request_will_read_are_not_evicted_next(both: Both) -> None:
+    """They were used long ago, and an earlier request needs more space than older blocks have."""
     reset(both)
     for number, tokens in enumerate((10, 10, 38, 38)):  # the whole pool, the oldest first
         compute(both, both.prompt(tokens * BLOCK, seed=800 + number), max_tokens=1)
@@ -302,12 +302,12 @@ def test_what_a_waiting_request_will_read_is_not_the_next_to_go(both: Both) -> N
 
 
 def flood(both: Both, seed: int) -> None:
-    """Have more computed than the pool holds."""
+    """Compute more than the pool holds."""
     run_all(both.vllm, [request(f"f{i}", both.prompt(900, seed=seed + i), 1) for i in range(5)])
 
 
 def test_saves_stay_until_a_reset_or_their_end(both: Both) -> None:
-    """Through floods that evict all else; each saved prompt is a hit, and a reset lets go of them first."""
+    """They survive floods that evict all else; each saved prompt is a hit, and a reset releases them first."""
 
     def outcome_of(asked: EngineRequest) -> str:
         first = outputs_of(both.vllm, asked)[0].first
@@ -339,7 +339,7 @@ def test_saves_stay_until_a_reset_or_their_end(both: Both) -> None:
 
 
 def test_a_dead_core_fails_requests_at_once_and_is_seen(both: Both) -> None:
-    """The replica is replaced then; the end is clean all the same, and leaves no process and no file."""
+    """The replica is then replaced; the engine still ends cleanly, and leaves no process and no file."""
     ours = [child for child in psutil.Process().children(recursive=True) if child.name().startswith("VLLM")]
     assert len(ours) == 1, "the core computes itself"
     directory = both.vllm._endpoints.directory

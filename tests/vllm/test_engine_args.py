@@ -34,14 +34,14 @@ def test_values_are_typed_as_vllm_types_them(given: dict[str, Any], found: dict[
 
 
 @pytest.mark.parametrize(("given", "told"), NOT_TAKEN)
-def test_what_vllm_does_not_take_is_told_in_its_words(given: dict[str, Any], told: str) -> None:
+def test_arguments_that_vllm_refuses_are_reported_in_its_words(given: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match="engine_args") as refused:
         parsed_engine_args(given)
     assert told in str(refused.value)
 
 
-def test_what_is_refused_is_an_argument_of_vllm() -> None:
-    """No name of the table is misspelt, and none of what warmpath itself gives is left open."""
+def test_refused_arguments_exist_in_vllm() -> None:
+    """No name of the table is misspelt, and all arguments that warmpath itself sets are refused."""
     names = {field.name for field in fields(AsyncEngineArgs)}
     assert REFUSED.keys() - AppConfig.model_fields.keys() <= names
     assert {name for name in names if name.startswith("data_parallel")} <= REFUSED.keys()

@@ -1,4 +1,4 @@
-"""A tenant that floods a vLLM beside one that does not. One vLLM for all of it."""
+"""A flooding tenant and a calm one on a vLLM. One vLLM serves all tests."""
 
 import os
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ SCOPES = {name: PrefixScope("tiny", salt=name.encode()) for name in ("flood", "c
 
 
 class Tenants:
-    """One engine of 4 places, and requests of its two tenants. No two prompts begin alike unless numbered alike."""
+    """One engine of 4 places, and requests of its two tenants. Only prompts of equal numbers share a prefix."""
 
     def __init__(self, engine: Any, vocab_size: int) -> None:
         self.engine: VllmEngine = engine
@@ -38,8 +38,8 @@ class Tenants:
         return run_all(self.engine, asked)  # type: ignore[arg-type]
 
     def hit(self, asked: Any) -> int:
-        """Blocks that a request is served from the cache, which are those that the directory says."""
-        self.run(self.asked("flood", 77, 2))  # events of before come with its step at the latest
+        """Return the blocks that a request gets from the cache, which must be the predicted ones."""
+        self.run(self.asked("flood", 77, 2))  # brings all earlier events at the latest
         chain = prefix_of(asked.token_ids, asked.scope).chain
         known = self.engine.known_blocks(chain, (len(asked.token_ids) - 1) // BLOCK)
         cached = self.run(asked).cached[asked.request_id]
@@ -79,27 +79,27 @@ def tenants(demo_model_path: Path) -> Iterator[Tenants]:
 
 
 def test_a_vllm_that_is_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a sentence that names both versions and what differs; the one that is installed is not."""
+    """The error names both versions and their difference; the installed vLLM is accepted."""
     check_hooks()
     monkeypatch.setattr(hooks.vllm, "__version__", "0.33.1")
-    with pytest.raises(RuntimeError, match=r"vLLM 0\.32.* vLLM 0\.33\.1: its version is another"):
+    with pytest.raises(RuntimeError, match=r"vLLM 0\.32.* vLLM 0\.33\.1: its version differs"):
         check_hooks()
 
 
 def test_a_flood_leaves_a_share_of_the_cache(tenants: Tenants) -> None:
-    """What fits a tenant's share is hit however much another computes; weights that change hold at once."""
+    """Blocks within a tenant's share are hit after any flood; changed weights apply at once."""
     asked = tenants.asked("calm", 1, 40 * BLOCK + 1)
     tenants.run(asked)
     tenants.flood(100)
     assert tenants.hit(asked) == 40
     tenants.engine.set_tenant_shares({"flood": 3.0, "calm": 1.0})
     tenants.flood(200)
-    assert 20 <= tenants.hit(asked) <= 26, "a quarter of 96, the beginning of it"
+    assert 20 <= tenants.hit(asked) <= 26, "a quarter of 96, the first blocks"
     tenants.engine.set_tenant_shares({"flood": 1.0, "calm": 1.0})
 
 
 def test_a_short_prompt_is_not_served_after_a_flood(tenants: Tenants) -> None:
-    """It has a turn in the next step, and a place though the flood would have them all."""
+    """It gets a turn in the next step, and a place, although the flood would take all of them."""
     collector = Collector()
     for number in range(20):
         tenants.engine.submit(tenants.asked("flood", 300 + number, 600, 4), collector)
@@ -113,7 +113,7 @@ def test_a_short_prompt_is_not_served_after_a_flood(tenants: Tenants) -> None:
 
 
 def test_a_tenants_order_is_kept(tenants: Tenants) -> None:
-    """Behind a dozen that can wait, those that came last start next; the other tenant's are not asked."""
+    """The latest requests start before a dozen of a later order, without regard to the other tenant's."""
     collector, flex = Collector(), [f"flood {350 + number}" for number in range(12)]
     for number in range(12):
         tenants.engine.submit(replace(tenants.asked("flood", 350 + number, 600, 4), order=2**32), collector)
@@ -138,8 +138,8 @@ def test_copies_go_before_all_turns(tenants: Tenants) -> None:
     collector.wait([f"flood {400 + number}" for number in range(8)], 120)
 
 
-def test_who_is_over_their_share_is_preempted(tenants: Tenants) -> None:
-    """Answers fill the pool; the one of the tenant that is within its share goes on, though it came last."""
+def test_a_tenant_over_its_share_is_preempted(tenants: Tenants) -> None:
+    """Answers fill the pool; the answer of the tenant within its share continues, though it came last."""
     collector, flood = Collector(), ["flood 500", "flood 501"]
     for number in (500, 501):
         tenants.engine.submit(tenants.asked("flood", number, 20 * BLOCK, 36 * BLOCK), collector)

@@ -47,7 +47,7 @@ RELEASED_IN_ANOTHER_ORDER = [
     *(("start", "a", 0, 24), ("start", "b", 0, 20), ("end", "a", 1, 1), ("start", "a", 0, 4), ("end", "a", 0, 1)),
     *(("end", "a", 0, 1), ("reset", "a", 0, 1), ("start", "a", 0, 1), ("start", "a", 0, 1), ("start", "a", 0, 9)),
 ]
-"""Tenants whose blocks were released in another order than they came."""
+"""Tenants that release their blocks in another order than they got them."""
 
 
 def ids_of(blocks: Iterable[Any]) -> list[int]:
@@ -55,7 +55,7 @@ def ids_of(blocks: Iterable[Any]) -> list[int]:
 
 
 class Watched(TenantFreeQueue):
-    """Keeps lists of its own, and finds that what is taken is what they say."""
+    """Keeps its own lists, and checks every taken block against them."""
 
     def __init__(self, blocks: list[Any]) -> None:
         self.now_s = 0.0
@@ -111,7 +111,7 @@ class Watched(TenantFreeQueue):
             line.clear()
 
     def check(self, manager: Any) -> None:
-        """Blocks are conserved, free or used, and the accounts are what the lists say."""
+        """Check that blocks are conserved, free or used, and that the accounts match the lists."""
         free = ids_of(self.get_all_free_blocks())
         listed = [*self.nothing, *itertools.chain.from_iterable(self.lines.values())]
         assert len(free) == len(listed) == self.num_free_blocks
@@ -149,11 +149,11 @@ class Cache:
         self.live: list[tuple[str, Any]] = []
         self.heard: Counter[Any] = Counter()
 
-    def do(self, what: str, tenant: str, prompt: int, tokens: int) -> list[int]:
-        """Have a request start, get a token or end, or all be forgotten; return the blocks it has then."""
+    def do(self, action: str, tenant: str, prompt: int, tokens: int) -> list[int]:
+        """Start a request, grow or end one, or forget all; return the blocks of a started or grown request."""
         self.queue.taker = tenant
         blocks: list[int] = []
-        if what == "start":
+        if action == "start":
             asked = request_of(tenant, prompt, tokens)
             hit, cached, _ = self.manager.get_computed_blocks(asked)
             new = self.manager.allocate_slots(asked, tokens - cached, cached, hit)
@@ -162,20 +162,20 @@ class Cache:
                 asked.status = RequestStatus.RUNNING
                 self.live.append((tenant, asked))
                 blocks = self.manager.get_block_ids(asked.request_id)[0]
-        elif what == "grow" and self.live:
+        elif action == "grow" and self.live:
             self.queue.taker, asked = self.live[prompt % len(self.live)]
             asked.append_output_token_ids(tokens)
             if self.manager.allocate_slots(asked, 1) is not None:
                 asked.num_computed_tokens += 1
             blocks = self.manager.get_block_ids(asked.request_id)[0]
-        elif what == "end" and self.live:
+        elif action == "end" and self.live:
             self.manager.free(self.live.pop(prompt % len(self.live))[1])
-        elif what == "reset" and self.manager.reset_prefix_cache() and isinstance(self.queue, TenantFreeQueue):
+        elif action == "reset" and self.manager.reset_prefix_cache() and isinstance(self.queue, TenantFreeQueue):
             self.queue.forget()
         return blocks
 
     def hear(self) -> Counter[Any]:
-        """Return the copies that all events so far leave."""
+        """Return the copies that remain after all events so far."""
         for event in self.manager.take_events():
             if isinstance(event, AllBlocksCleared):
                 self.heard.clear()
@@ -201,10 +201,10 @@ def request_of(tenant: str, prompt: int, tokens: int) -> Any:
 @given(steps=STEPS, window=st.booleans())
 @example(steps=RELEASED_IN_ANOTHER_ORDER, window=False)
 @settings(max_examples=200, deadline=None)
-def test_blocks_are_taken_of_whoever_is_over_their_share(steps: list[tuple[str, str, int, int]], window: bool) -> None:
-    """Every block is free or used, every pop is the naive choice, and events say what the pool holds.
+def test_blocks_are_taken_from_tenants_over_their_share(steps: list[tuple[str, str, int, int]], window: bool) -> None:
+    """Every block is free or used, every pop is the naive choice, and events match the pool.
 
-    So it is too where layers with a window have blocks of their own in the same pool.
+    This also holds if layers with a window have blocks of their own in the same pool.
     """
     cache = Cache(watched=True, window=window)
     for step in steps:
@@ -219,14 +219,14 @@ def test_blocks_are_taken_of_whoever_is_over_their_share(steps: list[tuple[str, 
 @settings(max_examples=200, deadline=None)
 def test_one_tenants_blocks_go_as_vllms_own(steps: list[tuple[str, str, int, int]]) -> None:
     ours, theirs = Cache(watched=True), Cache(watched=False)
-    for what, _, prompt, tokens in steps:
-        assert ours.do(what, "a", prompt, tokens) == theirs.do(what, "a", prompt, tokens)
+    for action, _, prompt, tokens in steps:
+        assert ours.do(action, "a", prompt, tokens) == theirs.do(action, "a", prompt, tokens)
     assert ids_of(ours.queue.get_all_free_blocks()) == ids_of(theirs.queue.get_all_free_blocks())
     assert ours.manager.take_events() == theirs.manager.take_events()
 
 
 def test_a_flood_takes_no_block_within_anothers_share() -> None:
-    """Neither from the cache nor from use; what a share leaves is borrowed until its tenant is back."""
+    """It takes none from the cache or from use; an unused share is borrowed until its tenant returns."""
     cache = Cache(watched=True)
     cache.do("start", "a", 0, 6 * SIZE)
     cache.do("end", "a", 0, 0)
@@ -236,4 +236,4 @@ def test_a_flood_takes_no_block_within_anothers_share() -> None:
     assert cache.queue.shares.holdings() == {"a": 6, "b": 10}
     assert cache.manager.get_computed_blocks(request_of("a", 0, 6 * SIZE + 1))[1] == 6 * SIZE
     cache.do("start", "a", 50, 7 * SIZE)
-    assert cache.queue.shares.holdings() == {"a": 8, "b": 8}, "it grows to its share, and then by its own"
+    assert cache.queue.shares.holdings() == {"a": 8, "b": 8}, "it grows to its share, then reuses its own blocks"

@@ -1,4 +1,4 @@
-"""A replica of vLLM that joins has what its peer holds, and one that leaves gives what only it holds: over HTTP."""
+"""A joining replica of vLLM copies its peer's blocks, and a leaving one hands over those only it holds: over HTTP."""
 
 from collections.abc import Iterator
 
@@ -25,7 +25,7 @@ SETTINGS = {
     "graceful_shutdown_timeout_s": 60,
 }
 WHOLE = SYSTEM_TOKENS - 2 * BLOCK
-"""Tokens of a system prompt that are cached with it, at least."""
+"""The minimum of cached tokens of a prompt with a cached system prompt."""
 
 
 def scale(cluster: LocalCluster, replicas: int) -> None:
@@ -42,8 +42,8 @@ def cluster() -> Iterator[LocalCluster]:
         yield made
 
 
-def test_a_new_replica_has_what_its_peer_had(cluster: LocalCluster) -> None:
-    """Before its first request: every prompt is a hit on either of the two, and its answer is the one computed."""
+def test_a_new_replica_has_its_peers_cache(cluster: LocalCluster) -> None:
+    """It has it before its first request: every prompt is a hit on both, with the computed answer."""
     url, systems = cluster.url, texts(4, 100)
     (old,) = replicas_of(url)
     answers = [ask(url, body(system))[0] for system in systems]
@@ -62,8 +62,8 @@ def test_a_new_replica_has_what_its_peer_had(cluster: LocalCluster) -> None:
             assert cached >= WHOLE
 
 
-def test_what_a_leaving_replica_held_is_cached_where_it_was_not(cluster: LocalCluster) -> None:
-    """Two become one: every prompt is a hit there, a save is still one, and every answer is the same."""
+def test_a_leaving_replica_hands_over_its_cache(cluster: LocalCluster) -> None:
+    """Two replicas become one: it hits every prompt, keeps every save, and gives the same answers."""
     url = cluster.url
     requests = [body(system) for system in texts(6, 200)]
     requests += [body(system, save_system_prompt_kv_cache=True) for system in texts(2, 300)]

@@ -1,4 +1,4 @@
-"""Models whose KV is not all of one kind, tiny and random, one vLLM each: tokens are those without a cache."""
+"""Models with several kinds of KV, tiny and random, one vLLM each: tokens equal those without a cache."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
     "eos_token_id": 2,
 }
-KINDS = ["sliding_attention", "full_attention"] * 2  # as vLLM takes it, whatever a config says
+KINDS = ["sliding_attention", "full_attention"] * 2  # as vLLM reads it, for any config
 MODELS = {
     "a window in every layer": MistralConfig(**SIZES, sliding_window=80),
     "short convolutions beside attention": Lfm2Config(
@@ -62,9 +62,9 @@ class Served:
     model: Any
 
     def check(self, ids: Any, tokens: list[int]) -> None:
-        """Compare with what the model says by transformers, without a cache of prefixes.
+        """Compare with the model's logits in transformers, without a prefix cache.
 
-        On a CPU vLLM rounds convolutions in decodes, and so the states of answers' blocks: tokens are then likely ones.
+        On a CPU vLLM rounds convolutions in decodes, and so the states of answers' blocks; tokens are then likely ones.
         """
         answer = torch.tensor(np.concatenate([ids, tokens]).astype(np.int64))
         with torch.no_grad():
@@ -73,7 +73,7 @@ class Served:
         assert (told.max(dim=-1).values - told[torch.arange(len(tokens)), tokens]).max() < rounded
 
     def settle(self, number: int) -> None:
-        """Return when all events of before are heard: those of a prompt of its own come last."""
+        """Return once all earlier events are heard: those of a separate prompt come last."""
         ids = np.random.default_rng(9000 + number).integers(3, VOCAB, BLOCK + 1, dtype=np.int32)
         run_all(self.engine, [request(f"settle {number}", ids, 1)])  # type: ignore[arg-type]
         eventually(lambda: self.engine.known_blocks(prefix_of(ids).chain, 1) == 1)
@@ -92,11 +92,11 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         num_blocks=BLOCKS,
         max_model_len=1024,
         max_num_seqs=4,
-        max_num_batched_tokens=250,  # a turn ends within a block, unless it is told not to
+        max_num_batched_tokens=250,  # a turn would end within a block unless prevented
         dtype="float32",
         device="cpu",
         enforce_eager=True,
-        num_threads=1,  # with more vLLM is wrong about sinks
+        num_threads=1,  # with more, vLLM is wrong about sinks
     )
     directory = Directory(BLOCK)
     directory.add_replica("r")
@@ -107,8 +107,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     engine.stop()
 
 
-def test_what_is_predicted_is_delivered_and_no_token_changes(served: Served) -> None:
-    """Conversations of two tenants grow in a pool that evicts; some part in the middle, and some go together."""
+def test_predictions_are_delivered_and_no_token_changes(served: Served) -> None:
+    """Conversations of two tenants grow in a pool that evicts; some diverge in the middle, and some run together."""
     random = np.random.default_rng(1)
     talks = [[name, random.integers(3, VOCAB, 100 + 90 * i, dtype=np.int32)] for i, name in enumerate("ababab")]
     wrong, hits = [], 0

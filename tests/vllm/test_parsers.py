@@ -1,4 +1,4 @@
-"""vLLM's parsers by name, over text that is given: no engine starts."""
+"""vLLM's parsers by name, over given text: no engine starts."""
 
 import json
 from dataclasses import replace
@@ -28,7 +28,7 @@ CALLS = {
     "hermes": '<tool_call>{"name": "get_weather", "arguments": {"city": "Oslo", "days": 2}}</tool_call>'
     '<tool_call>{"name": "search", "arguments": {}}</tool_call>',
 }
-"""How each parser's models write two calls; the last is ours."""
+"""Two calls in the format of each parser's models; the last parser is ours."""
 WORDS = ("<think>", "</think>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
 
@@ -44,7 +44,7 @@ def tokenizer(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -
 def answer(
     readers: AnswerReaders, tokenizer: PromptTokenizer, prompt: str, text: str, step: int, **fields: Any
 ) -> Choice:
-    """The choice of an answer whose text comes so many tokens at a time."""
+    """Return the choice of an answer that arrives ``step`` tokens at a time."""
     body = {"model": "m", "messages": [{"role": "user", "content": "Rain?"}], **fields}
     generation = replace(GENERATION, token_ids=tokenizer.encode(prompt, b"r" * 16).token_ids)
     reader, whole = readers.of(parse_chat(json.dumps(body).encode()))(0, generation), WholeChoice()
@@ -60,7 +60,7 @@ def answer(
 @pytest.mark.parametrize("reasoning", ["none", "qwen3", "step3"])
 @pytest.mark.parametrize("tools", CALLS)
 def test_vllms_parsers_read_answers_by_name(tokenizer: PromptTokenizer, tools: str, reasoning: str, step: int) -> None:
-    """Alone, behind thoughts that are read here, and behind those of vLLM's; however tokens come."""
+    """Calls stand alone, after thoughts read here, and after those of vLLM's parsers, for any token batches."""
     readers = AnswerReaders(tokenizer, tools, reasoning)
     opens = "<think>\n" if reasoning == "step3" else ""
     thought = {"none": "", "qwen3": "<think>\nIs it wet?\n</think>", "step3": "Is it wet?</think>"}[reasoning]
@@ -75,7 +75,7 @@ def test_vllms_parsers_read_answers_by_name(tokenizer: PromptTokenizer, tools: s
 
 
 def test_names_are_ours_and_vllms(tokenizer: PromptTokenizer) -> None:
-    """An unknown one is refused with the list; so is one whose tokens the tokenizer lacks."""
+    """An unknown one is refused with the list; so is one with tokens that the tokenizer lacks."""
     check_parser("tool_parser", "kimi_k2")
     check_parser("reasoning_parser", "minimax_m2")
     for setting, known in (("tool_parser", "kimi_k2"), ("reasoning_parser", "minimax_m2")):
@@ -89,5 +89,5 @@ def test_another_vllm_is_refused_with_both_versions(
     tokenizer: PromptTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parsers.vllm, "__version__", "0.99.1")
-    with pytest.raises(RuntimeError, match=r"vLLM 0\.32, and this is vLLM 0\.99\.1: its version is another"):
+    with pytest.raises(RuntimeError, match=r"vLLM 0\.32, and this is vLLM 0\.99\.1: its version differs"):
         AnswerReaders(tokenizer, "pythonic")

@@ -1,4 +1,4 @@
-"""Public prompts, salts of a request's own and requests that store nothing, in a vLLM that runs. One for all of it."""
+"""Public prompts, requests' own salts and requests that store nothing, in one running vLLM for all tests."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +16,7 @@ from tests.serve_app.engine.tiny import request, root_of, run_all
 from tests.vllm.engines import BLOCK, Both, both_engines, eventually, outputs_of, reset
 
 OTHER = PrefixScope("tiny", salt=b"other")
-"""Of no public prompt. Without a salt it would be the public scope itself."""
+"""A scope without a public prompt. Without a salt it would be the public scope itself."""
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def both(demo_model_path: Path) -> Iterator[Both]:
 
 
 def asked(both: Both, tenant: str, name: str, seed: int = 1, salt: str = "", **fields: Any) -> EngineRequest:
-    """A prompt of ten blocks and some tokens, of which the first six blocks are public, and tokens behind them."""
+    """Return a prompt of ten blocks and some tokens, of which the first six blocks are public."""
     scope = PrefixScope("tiny", salt=f"{tenant}/{salt}".encode(), public_blocks=6)
     ids = np.concatenate([both.prompt(6 * BLOCK + 10, seed=70), both.prompt(4 * BLOCK, seed=seed)])
     return replace(request(name, ids, 6, scope=scope, tenant=tenant), **fields)
@@ -37,13 +37,13 @@ def chain_of(item: EngineRequest) -> bytes:
 
 
 def heard(both: Both, chain: bytes = b"") -> None:
-    """See that a chain is held by all that vLLM tells; its next step tells what there is."""
+    """Check that routers know a chain as held; vLLM's next step reports all earlier events."""
     run_all(both.vllm, [request("step", [1], 1, scope=OTHER)])
     eventually(lambda: set(split_chain(chain)) <= both.heard.held())
 
 
 def cached(both: Both, item: EngineRequest) -> int:
-    """Blocks that a request has from the cache, which are those that were predicted; what it stored is heard of."""
+    """Return a request's cached blocks, which must be the predicted ones; its stored blocks are then known."""
     predicted = both.vllm.known_blocks(chain_of(item), 10)
     assert run_all(both.vllm, [item]).cached[item.request_id] == BLOCK * predicted
     heard(both, chain_of(item)[: 10 * HASH_BYTES] if item.store_kv else b"")
@@ -51,7 +51,7 @@ def cached(both: Both, item: EngineRequest) -> int:
 
 
 def test_tenants_share_a_public_prompt_and_nothing_behind_it(both: Both) -> None:
-    """Nor do salts of one tenant. Answers are those of the built-in engine."""
+    """Salts of one tenant share nothing behind it either. Answers are those of the built-in engine."""
     reset(both)
     first, second = asked(both, "a", "a"), asked(both, "b", "b")
     assert [cached(both, item) for item in (first, second, first, second)] == [0, 6, 10, 10]
@@ -62,8 +62,8 @@ def test_tenants_share_a_public_prompt_and_nothing_behind_it(both: Both) -> None
     assert run_all(both.vllm, [first, second]).tokens == {"a": wanted, "b": wanted}
 
 
-def test_what_stores_nothing_reads_and_leaves_nothing(both: Both) -> None:
-    """Of a public prompt neither, nor of its answer."""
+def test_a_request_that_stores_nothing_reads_and_leaves_nothing(both: Both) -> None:
+    """It leaves nothing of a public prompt or of its answer either."""
     reset(both)
     unstored = asked(both, "a", "u", store_kv=False)
     assert [cached(both, unstored) for _ in range(2)] == [0, 0]
@@ -75,8 +75,8 @@ def test_what_stores_nothing_reads_and_leaves_nothing(both: Both) -> None:
     assert both.heard.held() == before >= set(split_chain(chain_of(unstored)[: 6 * HASH_BYTES]))
 
 
-def test_what_is_public_moves_as_such(both: Both) -> None:
-    """It is offered first, on everybody's account, and is everybody's where it arrives; the tail is its tenant's."""
+def test_public_blocks_stay_public_when_moved(both: Both) -> None:
+    """They are offered first, on the public account, and are public at the receiver; the tail is its tenant's."""
     reset(both)
     item = asked(both, "a", "moves", seed=2)
     assert cached(both, item) == 0
@@ -94,7 +94,7 @@ def test_what_is_public_moves_as_such(both: Both) -> None:
 
 
 def test_a_save_behind_a_public_prompt_stays(both: Both) -> None:
-    """And one that is all public, which another replica's save brought."""
+    """So does a save of public blocks alone, which another replica's save brought."""
     reset(both)
     item = asked(both, "a", "saved", seed=4)
     first = outputs_of(both.vllm, replace(item, saves=(Save(b"s" * 16, 10 * BLOCK),)))[0].first

@@ -1,4 +1,4 @@
-"""Pulls between two replicas of vLLM over HTTP: a copy in place of computing, which is there for nobody who leaves."""
+"""Pulls between two replicas of vLLM over HTTP: copies replace computing, and clients that leave leave nothing."""
 
 import asyncio
 import re
@@ -16,12 +16,12 @@ from tests.integration.conftest import PATIENCE_S, eventually, wait_for_replicas
 CHAT = "/v1/chat/completions"
 PREFIX_TOKENS = 3000
 TRIES = 8
-"""A machine that stands still makes a pull late, which is right: another prefix is asked for then."""
+"""On a stalled machine a pull may be late, which is right: then another prefix is requested."""
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """Two replicas of the demo model in float32, whose pools hold eight thousand tokens; requests go in turn."""
+    """Two replicas of the demo model in float32, with pools of eight thousand tokens; requests go in turn."""
     settings = (
         "dtype=float32",
         "replicas=2",
@@ -55,7 +55,7 @@ def cached(answer: dict[str, Any]) -> int:
 
 
 def pulls(url: str, outcome: str = "") -> tuple[float, float]:
-    """How many pulls of all replicas began, and how many ended, in one way where it is named."""
+    """Return the numbers of begun and ended pulls of all replicas; of one outcome, if it is given."""
     metrics = httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text
 
     def total(name: str) -> float:
@@ -65,7 +65,7 @@ def pulls(url: str, outcome: str = "") -> tuple[float, float]:
 
 
 def run(url: str, work: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:
-    """Do it, and see that no block stays in use: else vLLM would not forget them."""
+    """Do the work, and check that no block stays in use: otherwise vLLM would not forget them."""
 
     async def inside() -> None:
         async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
@@ -76,13 +76,13 @@ def run(url: str, work: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:
 
 
 async def computed_by_one(url: str, client: httpx.AsyncClient, seed: int) -> None:
-    """Have a prefix computed, and known to the router."""
+    """Compute a prefix, and wait until the router knows it."""
     await ask(client, body(seed, "first"))
     await asyncio.to_thread(wait_until_cached, url, body(seed), PREFIX_TOKENS - 64)
 
 
 def test_a_prefix_is_copied_and_the_answer_is_the_computed_one(url: str) -> None:
-    """One replica computes it, the other's first request for it begins with all of it and says so."""
+    """One replica computes it; the other's first request for it begins with a copy of it, and reports that."""
 
     async def work(client: httpx.AsyncClient) -> None:
         for seed in range(100, 100 + TRIES):
@@ -103,7 +103,7 @@ def test_a_prefix_is_copied_and_the_answer_is_the_computed_one(url: str) -> None
 
 
 def test_clients_that_leave_in_the_middle_leave_nothing(url: str) -> None:
-    """At any moment of a copy: whoever asks next is answered as if nothing had been."""
+    """They leave at any moment of a copy; the next request gets its undisturbed answer."""
 
     async def work(client: httpx.AsyncClient) -> None:
         before, _ = await asyncio.to_thread(pulls, url)

@@ -1,4 +1,4 @@
-"""vLLM with several ranks in a replica: tokens, hits and copies are those of one; a rank that dies is noticed."""
+"""vLLM with several ranks in a replica: tokens, hits and copies equal those of one; a dead rank is noticed."""
 
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,11 @@ STAGES: dict[str, Any] = {
     "allow_runtime_lora": False,
     "engine_args": {"compilation_config": {"mode": 2, "backend": "eager"}},
 }
-"""vLLM's CPU build runs stages where it compiles; so it does without inductor."""
+"""vLLM's CPU build runs stages only with compilation; this compiles without inductor."""
 
 
 def kept_as_by_one_rank(both: Both, part_shape: tuple[int, ...], requests: int) -> None:
-    """Answers are the built-in engine's, alone and at once; a prefix leaves in parts and comes back whole."""
+    """Answers are the built-in engine's, alone and together; a prefix is exported in parts and imported whole."""
     asked = [request(f"r{i}", both.prompt(90, seed=i // 2), 24, temperature=i % 2, seed=i) for i in range(8)]
     assert run_all(both.vllm, asked).tokens == run_all(both.torch, asked).tokens
     wrong, hits = mispredicted(both, requests)
@@ -40,7 +40,7 @@ def kept_as_by_one_rank(both: Both, part_shape: tuple[int, ...], requests: int) 
 
 
 def test_two_ranks_are_as_one_until_one_dies(demo_model_path: Path) -> None:
-    """Each has half of the heads. With a dead one, requests end with an error and the engine is unhealthy."""
+    """Each has half of the heads. If one dies, requests end with an error and the engine is unhealthy."""
     with both_engines(demo_model_path, tensor_parallel_size=2, num_threads=2) as both:
         kept_as_by_one_rank(both, (4, 1), 300)
         collector = Collector()
@@ -69,7 +69,7 @@ def test_two_stages_are_as_one(demo_model_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 3}, {"pipeline_parallel_size": 2}])
-def test_what_cannot_be_divided_is_refused_before_vllm_starts(demo_model_path: Path, sizes: dict[str, int]) -> None:
-    """Heads in thirds, and stages without compiled code on a CPU."""
+def test_impossible_divisions_are_refused_before_vllm_starts(demo_model_path: Path, sizes: dict[str, int]) -> None:
+    """Heads cannot be divided by three, and stages need compiled code on a CPU."""
     with pytest.raises(ValueError, match="parallel_size"), both_engines(demo_model_path, **sizes):
         pass

@@ -1,4 +1,4 @@
-"""vLLM's own cache manager with public prompts, tenants' salts and requests that store nothing: nobody reads another's.
+"""vLLM's own cache manager with public prompts, salts and requests that store nothing: tenants read only their own.
 
 ``WARMPATH_SEQUENCES=10000`` runs as many sequences.
 """
@@ -30,11 +30,11 @@ from tests.serve_app.engine.tiny import root_of
 from tests.vllm.test_free_queue import BLOCKS, SIZE, Cache, _hasher
 
 PROMPTS = ([7] * 14, [7] * 8 + [8] * 4)
-"""What is registered: three blocks and a half, and three, of which two are the other's."""
+"""The registered prompts: three blocks and a half, and three, of which two are the first one's."""
 
 _names = itertools.count()
 
-# Tenant, salt, a registered prompt and how many of its tokens, those behind it, store_kv.
+# Tenant, salt, a registered prompt and the number of its tokens, those behind it, store_kv.
 Asked = st.tuples(
     st.sampled_from("ab"),
     st.sampled_from(("", "salt")),
@@ -84,22 +84,22 @@ class Served:
         self.writers: dict[int, str] = {}
         self.reads = self.wrong = self.of_others = 0
 
-    def do(self, what: str, asked: Any) -> None:
-        one = self.live[asked % len(self.live)] if self.live and what in ("grow", "end", "preempt") else None
-        if what == "start":
+    def do(self, action: str, asked: Any) -> None:
+        one = self.live[asked % len(self.live)] if self.live and action in ("grow", "end", "preempt") else None
+        if action == "start":
             self.start(self.asked(*asked))
-        elif what == "later":
+        elif action == "later":
             self.now_s += 100.0 * asked
-        elif what == "reset" and self.manager.reset_prefix_cache():
+        elif action == "reset" and self.manager.reset_prefix_cache():
             self.queue.forget()
-        elif one is not None and what == "grow":
+        elif one is not None and action == "grow":
             one.request.append_output_token_ids(7)
             self.compute(one, 1)
         elif one is not None:
             self.live.remove(one)
             self.manager.free(one.request)
             one.request.num_computed_tokens = 0
-            if what == "preempt":
+            if action == "preempt":
                 self.start(one)
         self.hear()
 
@@ -115,7 +115,7 @@ class Served:
         return Live(tenant, scope, request, store_kv)
 
     def start(self, one: Live) -> None:
-        """Read what is cached, which is what the directory says and nobody else's, and compute the rest."""
+        """Read the cached blocks, which must be the predicted ones and its own, and compute the rest."""
         hit, cached, _ = self.manager.get_computed_blocks(one.request)
         assert cached == SIZE * self.pool.known(one.chain(), (len(one.ids) - 1) // SIZE)
         for index, block in enumerate(hit.get_block_ids()[0] if cached else ()):
@@ -138,7 +138,7 @@ class Served:
         return True
 
     def hear(self) -> None:
-        """Follow vLLM's events, and compare what is held and on whose account it is."""
+        """Follow vLLM's events, and compare the held blocks and their accounts."""
         batch = KVEventBatch(ts=1.0, events=self.manager.take_events(), data_parallel_rank=0)
         self.pool.translate(decode_batch(msgspec.msgpack.encode(batch)))
         assert set(self.pool) <= self.stored
@@ -149,16 +149,16 @@ class Served:
 
 @given(steps=Steps)
 @settings(max_examples=int(os.environ.get("WARMPATH_SEQUENCES", "200")), deadline=None)
-def test_no_block_is_read_by_who_did_not_write_it_unless_it_is_public(steps: list[tuple[str, Any]]) -> None:
-    """Of any scope but its own, with any tokens but its own, or of a request that stores nothing: none at all."""
+def test_no_block_is_read_by_another_tenant_unless_it_is_public(steps: list[tuple[str, Any]]) -> None:
+    """No block is read that has another scope or other tokens, or comes from a request that stores nothing."""
     served = Served()
-    for what, asked in steps:
-        served.do(what, asked)
+    for action, asked in steps:
+        served.do(action, asked)
     assert served.wrong == 0
     event(f"{'some' if served.of_others else 'no'} public blocks of others were read")
 
 
-def test_what_is_read_is_found_in_such_sequences() -> None:
+def test_such_sequences_have_reads() -> None:
     """A public prompt's three blocks are read by another tenant, and nothing behind them."""
     served = Served()
     for tenant, reads in (("a", 0), ("b", 3), ("b", 8)):
@@ -169,24 +169,24 @@ def test_what_is_read_is_found_in_such_sequences() -> None:
     assert served.queue.shares.holdings() == {"a": 3, "b": 7, PUBLIC: 3}
 
 
-def test_what_hangs_under_a_block_that_is_gone_is_no_hit_until_that_is_back() -> None:
-    """A public prompt that nobody asks for is the first to go; the tenant's own blocks behind it stay."""
+def test_children_of_an_evicted_block_are_no_hit_until_it_returns() -> None:
+    """An unused public prompt is evicted first; the tenant's own blocks behind it stay."""
     served = Served()
     mine = ("a", "", PROMPTS[0], 14, [8] * 10, True)
-    for what, asked in (("start", mine), ("end", 0), ("later", 7), ("start", ("a", "", [], 0, [8], True))):
-        served.do(what, asked)
+    for action, asked in (("start", mine), ("end", 0), ("later", 7), ("start", ("a", "", [], 0, [8], True))):
+        served.do(action, asked)
     served.do("start", ("b", "", [], 0, [8] * 45, True))
     assert served.queue.shares.holdings() == {"a": 4, "b": 12}
     assert (len(served.pool), served.pool.held_blocks) == (11, 14)
     served.do("end", 1)
     served.do("start", ("b", "", PROMPTS[0], 13, [8], True))
     assert len(served.pool) == served.pool.held_blocks
-    served.do("start", mine)  # which finds all that it had
+    served.do("start", mine)  # this hits all of its earlier blocks
     assert served.reads == 5
 
 
 def test_a_vllm_that_stores_or_hashes_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockPool, "cache_full_blocks", lambda self, request: None)
     monkeypatch.setattr(Request, "update_block_hashes", lambda self: None)
-    with pytest.raises(RuntimeError, match=r"tells of stored blocks in another way; it hashes requests in another way"):
+    with pytest.raises(RuntimeError, match=r"reports stored blocks differently; it hashes requests differently"):
         check_hooks()

@@ -1,4 +1,4 @@
-"""`warmpath serve --engine vllm`: the whole way over HTTP."""
+"""`warmpath serve --engine vllm`: the whole path over HTTP."""
 
 from collections.abc import Iterator
 
@@ -21,7 +21,7 @@ def url() -> Iterator[str]:
 
 
 def ended(process: psutil.Process) -> bool:
-    """Whether it runs no more; what its parent has not asked for yet has ended too."""
+    """Return whether it has ended; a process that its parent has not waited for yet has ended too."""
     try:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -29,8 +29,8 @@ def ended(process: psutil.Process) -> bool:
 
 
 @pytest.mark.parametrize("victim", ["core", "replica"])
-def test_what_was_killed_is_replaced_and_leaves_no_process(url: str, victim: str) -> None:
-    """A replica whose core is gone is found by its health check; with a replica its core ends."""
+def test_a_killed_core_is_replaced_and_leaves_no_process(url: str, victim: str) -> None:
+    """A replica with a dead core is found by its health check; a replica's core ends with it."""
     ((before, replica),) = replicas_of(url).items()
     whole = psutil.Process(int(replica["pid"]))
     (core,) = (child for child in whole.children(recursive=True) if child.name().startswith("VLLM"))

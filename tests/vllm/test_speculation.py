@@ -1,4 +1,4 @@
-"""Drafts from the text itself in vLLM: fewer steps, and the tokens and the directory of an engine without any."""
+"""Drafts from the text itself in vLLM: fewer steps, but the tokens and the directory of an engine without drafts."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,7 +23,7 @@ def both(demo_model_path: Path) -> Iterator[Both]:
 
 
 def drafts(both: Both) -> tuple[float, float]:
-    """Tokens drafted in vLLM so far, and those that were right."""
+    """Return the tokens drafted in vLLM so far, and the accepted ones."""
     counts = {name.removeprefix("warmpath_spec_decode_num_"): value for name, _, value in both.vllm.stats().samples}
     return counts.get("draft_tokens_total", 0.0), counts.get("accepted_tokens_total", 0.0)
 
@@ -59,8 +59,8 @@ def test_tokens_are_those_without_drafts_alone_in_a_batch_and_from_the_middle(bo
         assert run_all(both.vllm, [replace(begun, resumed_tokens=10)]).tokens[name] == wanted[name][10:], name
 
 
-def test_logprobs_are_told_of_drafts_too(both: Both) -> None:
-    """As many as tokens, and those of the built-in engine."""
+def test_logprobs_are_given_for_drafts_too(both: Both) -> None:
+    """There are as many as tokens, and they equal the built-in engine's."""
     asked = request("r", repetitive(both, 60), 40, logprobs=3, rules=TokenRules(logit_bias=((5, 100.0),)))
     before = drafts(both)[1]
     ours, theirs = (
@@ -73,7 +73,7 @@ def test_logprobs_are_told_of_drafts_too(both: Both) -> None:
 
 
 def test_a_grammar_holds_at_every_draft(both: Both) -> None:
-    """Drafts that leave it are never taken, those that follow it are."""
+    """Drafts that violate it are never accepted, those that follow it are."""
     matchers = Matchers(GrammarCompiler(both.info.path, both.info.vocab_size, both.info.eos_token_ids))
     text = llguidance_form(Grammar.regex(r"(red|green|blue)(, (red|green|blue)){12}", "regex"))
     ends = both.info.eos_token_ids
@@ -91,8 +91,8 @@ def test_a_grammar_holds_at_every_draft(both: Both) -> None:
     assert 0 < accepted < proposed
 
 
-def test_who_wants_no_drafts_has_none(both: Both) -> None:
-    """Also beside others that have some."""
+def test_a_request_without_drafts_has_none(both: Both) -> None:
+    """This holds beside others that have some."""
     sampling: dict[str, Any] = {"rules": TokenRules(logit_bias=((5, 100.0),)), "disable_spec_decode": True}
     before = drafts(both)
     alone = tokens_of(both.vllm, "r", repetitive(both, 60), max_tokens=30, **sampling)
@@ -100,8 +100,8 @@ def test_who_wants_no_drafts_has_none(both: Both) -> None:
     assert alone == tokens_of(both.torch, "r", repetitive(both, 60), max_tokens=30, **sampling)
 
 
-def test_what_the_directory_says_is_what_is_delivered(both: Both) -> None:
-    """Conversations grow in a pool that evicts; a prompt whose last token alone is new goes beside others' drafts."""
+def test_the_directory_predicts_the_delivered_tokens(both: Both) -> None:
+    """Conversations grow in a pool that evicts; prompts with only a new last token run beside others' drafts."""
     random, wrong, hits = np.random.default_rng(3), [], 0
     talks = [repetitive(both, 40 + 50 * i, i) for i in range(6)]
     before = drafts(both)[1]
@@ -125,7 +125,7 @@ def test_what_the_directory_says_is_what_is_delivered(both: Both) -> None:
 
 
 def test_a_prompts_last_token_alone_goes_with_a_turn_of_its_tenant(both: Both) -> None:
-    """vLLM pads it with room for drafts, and stops for good where a turn cuts that."""
+    """vLLM pads it with space for drafts, and stops for good if a turn cuts that."""
     ids = both.prompt(2 * BLOCK + 1, seed=77)
     _, tokens = compute(both, ids)
     again = run_all(both.vllm, [request(name, ids, 8, tenant=name) for name in ("a", "b")])

@@ -1,4 +1,4 @@
-"""Which of a tenant's requests starts first in vLLM is the tenant's word, and moves no turn of another tenant's."""
+"""A tenant decides which of its requests starts first in vLLM, but moves no turn of another tenant's."""
 
 from typing import Any
 
@@ -15,11 +15,11 @@ STEPS = st.lists(
     min_size=2,
     max_size=40,
 )
-"""A request of a tenant and an order comes; the next one starts; the last that started waits again."""
+"""A request of a tenant and an order arrives; the next one starts; the last that started waits again."""
 
 
 def run(steps: list[Any], *, ordered: bool) -> list[Any]:
-    """Return who started, in turn. Not ``ordered``: as if all had the usual order."""
+    """Return the started requests, in turn. Not ``ordered``: as if all had the usual order."""
     line, started = WaitingLine(), []
     for number, step in enumerate([*steps, *(["start"] * len(steps))]):
         if step == "start":
@@ -48,7 +48,7 @@ def test_tenants_start_as_without_an_order(steps: list[Any]) -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(-2, 2)), max_size=20))
 def test_each_tenant_starts_its_lowest_order_first(coming: list[Any]) -> None:
-    """And of one order who came first; without an order it is first come, first served."""
+    """Requests of one order start by arrival; without orders it is first come, first served."""
     found = run(coming, ordered=True)
     for tenant in "abc":
         mine = [(order_of(request), int(request.request_id)) for request in found if tenant_of(request) == tenant]

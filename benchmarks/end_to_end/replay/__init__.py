@@ -1,1 +1,1 @@
-"""A trace, a log or generated traffic, replayed over HTTP in an open loop."""
+"""Replays a trace, a log or generated traffic over HTTP in an open loop."""

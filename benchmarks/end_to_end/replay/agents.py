@@ -1,8 +1,8 @@
-"""Coding agents' sessions over HTTP, closed loop: their job times with two settings in turns, or beside a flood.
+"""Coding agents' sessions over HTTP, closed loop: job times with two settings in turns, or beside a flood.
 
-A job time is a session's time from its first request to its last token, over the same on an unlimited cache without
-queue: its pauses, and the answers' times when all turns are asked one at a time of a pool that holds everything. Tokens
-and pauses are scaled down. `--against KEY=VALUE` sets the second server apart; without it the two show the noise.
+A job time is a session's time from its first request to its last token, divided by the same without a queue on an
+unlimited cache: its pauses, and the times of its answers one at a time with a pool that holds everything. Tokens and
+pauses are scaled down. `--against KEY=VALUE` changes the second server; without it the difference shows the noise.
 """
 
 import argparse
@@ -42,10 +42,10 @@ from serve_app.config.engine import VLLM_CPU_BLOCK_SIZE
 
 TIMEOUT_S = 600.0
 FLOODER, FLOOD_IDS, FLOOD_FROM = "flooder", 12, 1 << 30
-"""A flooding session asks once, with so many ids from there on, which no session of the trace has."""
+"""A flooding session sends one prompt of ``FLOOD_IDS`` ids from ``FLOOD_FROM`` on, which the trace does not have."""
 
 Place = tuple[int, int]
-"""A stream of a session, and a turn of it."""
+"""The numbers of a session's stream and of its turn."""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -53,27 +53,27 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__, "smollm2")
     add_engine_flag(parser, ["torch", "vllm", "simulated"], "torch")
     parser.add_argument("--replicas", type=int, default=1)
-    parser.add_argument("--sessions", type=int, default=20, help="drawn at random from the trace's 200")
+    parser.add_argument("--sessions", type=int, default=20, help="random sessions of the trace's 200")
     parser.add_argument(
-        "--turns", type=int, default=8, help="of each stream, at most; a session's main one has as many"
+        "--turns", type=int, default=8, help="maximum turns of each stream; a session's main stream has this many"
     )
-    parser.add_argument("--longest-prompt", type=int, default=150_000, help="tokens of the trace; others are not drawn")
-    parser.add_argument("--running", type=float, default=6, help="sessions at once, were there no queue")
+    parser.add_argument("--longest-prompt", type=int, default=150_000, help="trace tokens; longer sessions are skipped")
+    parser.add_argument("--running", type=float, default=6, help="concurrent sessions if there were no queue")
     parser.add_argument("--tenants", type=int, default=4)
-    parser.add_argument("--tokens-per-id", type=int, default=4, help="of the trace's 512: the factor of all lengths")
+    parser.add_argument("--tokens-per-id", type=int, default=4, help="replaces the trace's 512: scales all lengths")
     parser.add_argument("--speed", type=float, default=8.0, help="divides the trace's pauses")
-    parser.add_argument("--longest-pause-s", type=float, default=15.0, help="after that division")
-    parser.add_argument("--pool", type=float, default=0.5, help="part of the contexts of the sessions that run at once")
-    parser.add_argument("--runs", type=int, default=5, help="of each of the two servers")
+    parser.add_argument("--longest-pause-s", type=float, default=15.0, help="limit of a pause after that division")
+    parser.add_argument("--pool", type=float, default=0.5, help="fraction of the concurrent sessions' contexts")
+    parser.add_argument("--runs", type=int, default=5, help="runs of each of the two servers")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings of both servers")
-    parser.add_argument("--against", action="append", default=[], metavar="KEY=VALUE", help="more of the second server")
-    parser.add_argument("--flood", type=int, default=0, help="sessions of one request that a tenant opens beside")
+    parser.add_argument("--against", action="append", default=[], metavar="KEY=VALUE", help="only of the second server")
+    parser.add_argument("--flood", type=int, default=0, help="sessions of one request that another tenant opens")
     return parser.parse_args(arguments)
 
 
 def drawn(sessions: Sequence[Session], options: argparse.Namespace) -> list[Session]:
-    """Return the sessions to replay, with their turns cut off and pauses scaled. Raises BenchmarkError if too few."""
+    """Return the sessions to replay, with limited turns and scaled pauses. Raises BenchmarkError if too few match."""
     speed, longest_s = float(options.speed), float(options.longest_pause_s)
 
     def scaled(stream: Stream) -> Stream:
@@ -87,12 +87,12 @@ def drawn(sessions: Sequence[Session], options: argparse.Namespace) -> list[Sess
         if len(streams[0].turns) == options.turns and longest <= options.longest_prompt:
             found.append(replace(session, streams=streams))
     if len(found) < options.sessions:
-        raise BenchmarkError(f"{len(found)} sessions are like that, {options.sessions} are asked for")
+        raise BenchmarkError(f"{len(found)} sessions match, but {options.sessions} are needed")
     return Random(options.seed).sample(found, options.sessions)
 
 
 async def play(session: Session, ask: Callable[[Place], Awaitable[object]]) -> float:
-    """Ask every turn at its time, sub-agents' beside the parent's; return the job's seconds."""
+    """Send every turn at its time, sub-agents' in parallel with the parent's; return the job's seconds."""
     started_s = time.perf_counter()
 
     async def stream_of(at: int) -> None:
@@ -113,7 +113,7 @@ async def play(session: Session, ask: Callable[[Place], Awaitable[object]]) -> f
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Sessions, and their requests by session, stream and turn; ``flood``: those of the flooder."""
+    """Sessions, and their requests by session, stream and turn; ``flood``: the flooder's requests."""
 
     sessions: Sequence[Session]
     shots: dict[tuple[int, int, int], Shot]
@@ -135,7 +135,7 @@ def make_load(sessions: Sequence[Session], text: TraceText, options: argparse.Na
 
 
 async def ideal_times(url: str, load: Load) -> tuple[list[float], float]:
-    """Return each session's seconds without queue, by its answers' one after the other, and their hit rate."""
+    """Return each session's seconds without a queue, from answers one after the other, and their hit rate."""
     async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
         await _answer(client, url, next(iter(load.shots.values())))  # a warm-up
         with Progress(console=Console(stderr=True)) as progress:
@@ -154,7 +154,7 @@ async def ideal_times(url: str, load: Load) -> tuple[list[float], float]:
 async def replay(
     url: str, load: Load, arrivals_s: Sequence[float], ideal_s: Sequence[float], name: str, *, flood: bool
 ) -> dict[str, float]:
-    """Let all sessions come at their times; return the figures of the run."""
+    """Start all sessions at their times; return the figures of the run."""
     answers: list[Answer] = []
     limits = httpx.Limits(max_connections=None)
     began_s = time.perf_counter()
@@ -186,7 +186,7 @@ async def replay(
 
 def _hit_rate(answers: Sequence[Answer]) -> float:
     rate = hit_rate(answers)
-    assert isinstance(rate, float), "warmpath tells the cached tokens"
+    assert isinstance(rate, float), "warmpath reports cached tokens"
     return rate
 
 
@@ -194,14 +194,14 @@ async def _answer(client: httpx.AsyncClient, url: str, shot: Shot) -> Answer:
     headers = {"authorization": f"Bearer {shot.api_key}"} if shot.api_key else {}
     try:
         return await stream_answer(client, url + shot.path, shot.body, headers)
-    except (RequestFailed, httpx.HTTPError) as error:  # without its answer a session has no job time
+    except (RequestFailed, httpx.HTTPError) as error:  # without all answers a session has no job time
         raise BenchmarkError(f"a turn was not answered: {type(error).__name__}: {error}") from error
 
 
 def compared(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """Return every figure's median, range and values by row, and the first row's job time and hits over the second's.
+    """Return every figure's median, range and values by row, and the rows' ratios of job time and hit rate.
 
-    ``ratio``: of the medians; ``pairs``: of runs that followed each other.
+    ``ratio``: the ratio of the medians; ``pairs``: the ratios of consecutive runs.
     """
     rows = {
         name: {
@@ -219,7 +219,7 @@ def compared(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
 
 
 def sentence(found: dict[str, Any], engine: str) -> str:
-    """Return job time and hit rate of both rows, and their ratios."""
+    """Return a sentence with both rows' job times and hit rates, and the ratios."""
 
     def figures(row: dict[str, Any]) -> str:
         job, hits = row["job_time_mean"], row["hit_rate"]
@@ -228,13 +228,13 @@ def sentence(found: dict[str, Any], engine: str) -> str:
     rows = "; ".join(f"{name} {figures(row)}" for name, row in found["rows"].items())
     job, hits = (found[figure]["ratio"] for figure in ("job_time_mean", "hit_rate"))
     return (
-        f"Job time over that of an unlimited cache without queue ({engine}; medians of the runs' means, all): {rows}. "
+        f"Job time over that of an unlimited cache without a queue ({engine}; medians of run means, range): {rows}. "
         f"Ratio of the job times {job:.2f}, of the hit rates {'none' if hits is None else format(hits, '.2f')}."
     )
 
 
 def main() -> None:
-    """Measure the reference, then both rows in turns; write the JSON."""
+    """Measure the reference, then both rows in alternation; write the JSON."""
     options = parse()
     size = VLLM_CPU_BLOCK_SIZE if options.engine == "vllm" else KV_BLOCK_TOKENS
     text = TraceText(resolve_model(options.model), options.tokens_per_id)
@@ -263,7 +263,7 @@ def main() -> None:
             with instance(*common, f"--set=num_blocks={blocks}", *(f"--set={pair}" for pair in added)) as url:
                 done = asyncio.run(replay(url, load, arrivals_s, ideal_s, f"{name}, run {number + 1}", flood=flood))
             runs[name].append(done)
-            print(f"{name}: {json.dumps(done)}", file=sys.stderr, flush=True)  # a later one may fail
+            print(f"{name}: {json.dumps(done)}", file=sys.stderr, flush=True)  # in case a later one fails
     reference = {"job_s": ideal_s, "hit_rate": ideal_hit_rate, "working_set_tokens": working_set, "num_blocks": blocks}
     found = {**compared(runs), "reference": reference}
     write(options.json, vars(options), found, sentence(found, options.engine))

@@ -1,7 +1,7 @@
-"""Logs of requests as OpenAI's clients write them: JSON lines of bodies with their times.
+"""Logs of requests to OpenAI's API: JSON lines of bodies with their times.
 
-A line is a batch line, `{"custom_id", "method", "url", "body"}`, or a bare body. Beside either stand `timestamp`
-(seconds from any start, milliseconds since 1970 from 1e11 on, or ISO 8601) and, where it is known, `tenant`.
+A line is a batch line, `{"custom_id", "method", "url", "body"}`, or a bare body. In addition it has `timestamp`
+(seconds from any start, milliseconds since 1970 from 1e11 on, or ISO 8601) and optionally `tenant`.
 """
 
 import gzip
@@ -18,7 +18,7 @@ _MILLISECONDS_FROM = 1e11
 
 @dataclass(frozen=True, slots=True)
 class LoggedRequest:
-    """One request of a log. ``at_s``: seconds from the log's own start."""
+    """One request of a log. ``at_s``: seconds from any common start."""
 
     at_s: float
     path: str
@@ -27,14 +27,14 @@ class LoggedRequest:
 
 
 def is_log(path: Path) -> bool:
-    """Return whether a file is a log and not a trace. Raises ValueError for an empty one."""
+    """Return whether a file is a log rather than a trace. Raises ValueError for an empty file."""
     for _, row in _rows(path):
         return "hash_ids" not in row
     raise ValueError(f"{path} holds no requests")
 
 
 def read_log(path: Path) -> list[LoggedRequest]:
-    """Read a log, gzipped or plain, by time. Raises ValueError at a malformed line."""
+    """Read a log, gzipped or plain, and sort it by time. Raises ValueError at a malformed line."""
     found = []
     for number, row in _rows(path):
         try:

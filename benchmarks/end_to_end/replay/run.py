@@ -1,7 +1,7 @@
-"""Open-loop replay of a trace, a log or generated traffic through real HTTP: TTFT, TPOT, hit rate, goodput, by tenant.
+"""Open-loop replay of a trace, a log or generated traffic over HTTP: TTFT, TPOT, hit rate, goodput, by tenant.
 
-`--url` replays against any server of OpenAI's API; without it warmpath runs here with each policy in turn. A trace is
-shrunk by one factor in tokens and in time, so that tokens a second stay the same.
+`--url` replays against any server with OpenAI's API; without it warmpath runs here with each policy in turn. A trace is
+shrunk by one factor in tokens and in time, so that tokens per second stay the same.
 """
 
 import argparse
@@ -28,14 +28,14 @@ KV_BLOCK_TOKENS = 16
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = parser_of(__doc__)
-    parser.add_argument("--url", help="replay against this server instead of starting any")
+    parser.add_argument("--url", help="replay against this server instead of starting one")
     add_source_flags(parser)
     add_engine_flag(parser, ["simulated", "torch", "vllm"], "simulated")
     parser.add_argument("--replicas", type=int, default=4)
-    parser.add_argument("--blocks", type=int, default=1500, help="ids a replica's cache holds")
+    parser.add_argument("--blocks", type=int, default=1500, help="ids that a replica's cache holds")
     parser.add_argument("--prefill-rate", type=float, default=5000.0, help="simulated tokens/s of a replica")
     parser.add_argument("--policies", type=names_of(POLICY_NAMES), default=",".join(POLICY_NAMES))
-    parser.add_argument("--ttft-slo-s", type=float, default=1.0, help="an answer counts as good within this")
+    parser.add_argument("--ttft-slo-s", type=float, default=1.0, help="maximum TTFT of a good answer")
     parser.add_argument("--timeout-s", type=float, default=300.0)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="more settings of warmpath")
     options = parser.parse_args(arguments)
@@ -63,7 +63,7 @@ def row_of(results: Sequence[Result], slo_s: float) -> dict[str, Any]:
 
 
 def with_tenants(shots: Sequence[Shot]) -> tuple[list[Shot], list[str]]:
-    """Return the shots with their tenants' keys, and the flags of an instance with these tenants."""
+    """Return the shots with their tenants' keys, and the flags for an instance with these tenants."""
     made = {tenant: make_api_key() for tenant in sorted({shot.tenant for shot in shots})}
     if list(made) == ["default"]:
         return list(shots), []
@@ -72,14 +72,14 @@ def with_tenants(shots: Sequence[Shot]) -> tuple[list[Shot], list[str]]:
 
 
 def run_here(shots: Sequence[Shot], options: argparse.Namespace) -> dict[str, list[Result]]:
-    """Replay through an instance of this machine, with each policy in turn."""
+    """Replay through an instance on this machine, with each policy in turn."""
     block_tokens = VLLM_CPU_BLOCK_SIZE if options.engine == "vllm" else KV_BLOCK_TOKENS
     engine = {"block_size": block_tokens, "num_blocks": options.blocks * options.tokens_per_id // block_tokens}
     if options.engine == "simulated":
         engine["simulated_prefill_tokens_per_s"] = options.prefill_rate
     flags = [f"--set={key}={value}" for key, value in engine.items()] + [f"--set={pair}" for pair in options.set]
     flags += ["--model", options.model, "--engine", options.engine, "--replicas", str(options.replicas)]
-    flags += ["--max-connections-per-address", "4096"]  # all clients have one address here
+    flags += ["--max-connections-per-address", "4096"]  # here all clients have the same address
     shots, tenant_flags = with_tenants(shots)
     outcomes: dict[str, list[Result]] = {}
     for policy in options.policies:
@@ -95,7 +95,7 @@ def sentence(rows: dict[str, dict[str, Any]], engine: str) -> str:
         if "ttft_mean_s" not in row:
             return f"{name} answered nothing"
         hits = row["hit_rate"]
-        cached = hits if isinstance(hits, str) else f"{hits:.1%}"  # not every server tells what it had cached
+        cached = hits if isinstance(hits, str) else f"{hits:.1%}"  # not every server reports cached tokens
         return f"{name} {row['ttft_mean_s']:.3g} s (from cache: {cached} of the prompts' tokens)"
 
     simulated = " (simulated engines)" if engine == "simulated" else ""
@@ -103,7 +103,7 @@ def sentence(rows: dict[str, dict[str, Any]], engine: str) -> str:
 
 
 def main() -> None:
-    """Replay what was asked for through every system that was asked for."""
+    """Replay the selected requests through every selected system."""
     options = parse()
     keys = read_keys(options) if options.url else {}
     shots = shots_of(options, keys)

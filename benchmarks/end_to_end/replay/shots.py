@@ -1,4 +1,4 @@
-"""The requests of a replay: of a trace of block ids, a log of requests, or generated traffic of many tenants."""
+"""The requests of a replay: from a trace of block ids, a log of requests, or generated traffic of many tenants."""
 
 import argparse
 import json
@@ -23,9 +23,9 @@ _TRACE_REQUESTS = 500
 def add_source_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that ``shots_of`` reads."""
     parser.add_argument(
-        "--model", help=f"its name at the server (default: {DEFAULT_MODEL}; of a log: as the log has it)"
+        "--model", help=f"the model's name at the server (default: {DEFAULT_MODEL}; for a log: the log's)"
     )
-    parser.add_argument("--tokenizer", help="checkpoint whose tokenizer makes the prompts (default: the model's)")
+    parser.add_argument("--tokenizer", help="checkpoint with the prompts' tokenizer (default: the model's)")
     add_trace_flags(parser, requests=_TRACE_REQUESTS)
     sources = f'a trace of block ids or a log of requests (JSON lines, gzipped or plain), "{SYNTHETIC}", or "{TENANTS}"'
     for action in parser._actions:
@@ -33,21 +33,21 @@ def add_source_flags(parser: argparse.ArgumentParser) -> None:
             action.help = f"{sources} (default: the published trace)"
     parser.set_defaults(requests=None)
     parser.add_argument("--speed", type=float, default=0.25, help="divides the timestamps, before shrinking")
-    parser.add_argument("--tokens-per-id", type=int, default=64, help="of a trace's 512: the shrinking factor")
+    parser.add_argument("--tokens-per-id", type=int, default=64, help="replaces a trace's 512: the shrinking factor")
     parser.add_argument("--api-key", action="append", default=[], metavar="TENANT=KEY", help="with --url; repeatable")
     parser.add_argument(
-        "--api-keys", type=Path, metavar="FILE", help='JSON, {"tenant": "key"}; "$NAME" is taken from the environment'
+        "--api-keys", type=Path, metavar="FILE", help='JSON, {"tenant": "key"}; "$NAME" is read from the environment'
     )
-    tenants = parser.add_argument_group(f"--trace {TENANTS}", "traffic of many tenants through a part of a day")
+    tenants = parser.add_argument_group(f"--trace {TENANTS}", "traffic of many tenants during a part of a day")
     tenants.add_argument("--tenants", type=int, default=8, help="single clients of a production service, at most 16")
-    tenants.add_argument("--requests-per-s", type=float, default=1.0, help="mean of all, before --speed and shrinking")
-    tenants.add_argument("--start-hour", type=float, default=8.0, help="of the day")
-    tenants.add_argument("--seconds", type=float, default=600.0, help="of the day, from there on")
-    tenants.add_argument("--system-prompts", type=int, default=12, help="of each tenant, popular by Zipf's law")
+    tenants.add_argument("--requests-per-s", type=float, default=1.0, help="of all tenants, before the shrinking")
+    tenants.add_argument("--start-hour", type=float, default=8.0, help="hour of the day at the start")
+    tenants.add_argument("--seconds", type=float, default=600.0, help="length of the part of the day")
+    tenants.add_argument("--system-prompts", type=int, default=12, help="for each tenant, with Zipf's popularity")
 
 
 def read_keys(options: argparse.Namespace) -> dict[str, str]:
-    """Return keys by tenant; that of "" is for all others. Raises ValueError for a variable that is not set."""
+    """Return keys by tenant; the key of "" is for all others. Raises ValueError for an unset variable."""
     keys = {"": os.environ[KEY_VARIABLE]} if KEY_VARIABLE in os.environ else {}
     keys |= dict(pair.split("=", 1) for pair in options.api_key)
     if options.api_keys is not None:
@@ -55,15 +55,15 @@ def read_keys(options: argparse.Namespace) -> dict[str, str]:
     for tenant, key in keys.items():
         if key.startswith("$"):
             if key[1:] not in os.environ:
-                raise ValueError(f"the key of {tenant} is {key}, and there is no such variable")
+                raise ValueError(f"the key of {tenant} is {key}, but there is no such variable")
             keys[tenant] = os.environ[key[1:]]
     return keys
 
 
 def shots_of(options: argparse.Namespace, keys: dict[str, str]) -> list[Shot]:
-    """Return the shots that the flags choose. Raises ValueError where there are none.
+    """Return the shots that the flags select. Raises ValueError if there are none.
 
-    Requests without a tenant are dealt to those with keys, all of a conversation to the same one.
+    Requests without a tenant are distributed over tenants with keys, a whole conversation to the same one.
     """
     if options.trace not in (SYNTHETIC, TENANTS) and is_log(Path(options.trace)):
         return _log_shots(options, keys)
@@ -78,7 +78,7 @@ def shots_of(options: argparse.Namespace, keys: dict[str, str]) -> list[Shot]:
         )
         trace = list(islice(tenant_traffic(settings), options.skip, None))[: options.requests]
         if not trace:
-            raise ValueError("nobody asks in that part of the day: a longer one, or more requests a second")
+            raise ValueError("there are no requests in that part of the day: choose a longer one, or a higher rate")
     else:
         options.requests = options.requests or _TRACE_REQUESTS
         trace = chosen_trace(options)
@@ -89,11 +89,11 @@ def shots_of(options: argparse.Namespace, keys: dict[str, str]) -> list[Shot]:
 def trace_shots(
     trace: Sequence[TraceRequest], text: TraceText, options: argparse.Namespace, keys: dict[str, str]
 ) -> list[Shot]:
-    """Return the shots of a trace as text."""
+    """Return a trace's shots, with text as prompts."""
     shrink = TRACE_BLOCK_TOKENS / text.tokens_per_id
     named = [tenant for tenant in keys if tenant] or ["default"]
     firsts = {request.hash_ids[:1] for request in trace}
-    opening = 1 if len(firsts) > 1 else 2  # the published trace's prompts have all the same first block
+    opening = 1 if len(firsts) > 1 else 2  # all prompts of the published trace have the same first block
     shots = []
     for request in trace:
         tenant = request.tenant or named[hash(request.hash_ids[:opening]) % len(named)]
@@ -115,7 +115,7 @@ def _log_shots(options: argparse.Namespace, keys: dict[str, str]) -> list[Shot]:
     for number, request in enumerate(log):
         tenant = request.tenant or named[number % len(named)]
         at_s = (request.at_s - log[0].at_s) / options.speed
-        # A log's own model is another one, unless it was taken where it is replayed.
+        # A log names another server's model, unless it was recorded at the same server.
         body = request.body | ({"model": options.model} if options.model else {})
         shots.append(Shot(at_s, request.path, body, tenant, keys.get(tenant, keys.get("", ""))))
     return shots

@@ -1,4 +1,4 @@
-"""A trace's block ids as text, with the ids' common prefixes: an id is a run of words, and a word one token."""
+"""A trace's block ids as text with the same common prefixes: an id becomes a run of words of one token each."""
 
 from functools import lru_cache
 from pathlib import Path
@@ -12,10 +12,10 @@ _WORDS_NEEDED = 200
 
 
 class TraceText:
-    """Turns ids into text of ``tokens_per_id`` tokens each, at most the trace's 512."""
+    """Converts each id to text of ``tokens_per_id`` tokens, at most the trace's 512."""
 
     def __init__(self, model_path: Path, tokens_per_id: int = TRACE_BLOCK_TOKENS) -> None:
-        """Raises ValueError when the tokenizer knows too few whole words, or an id would have under two tokens."""
+        """Raises ValueError if the tokenizer has too few whole words, or an id would have under two tokens."""
         if not 2 <= tokens_per_id <= TRACE_BLOCK_TOKENS:
             raise ValueError(f"tokens_per_id must be from 2 to {TRACE_BLOCK_TOKENS}, not {tokens_per_id}")
         self.tokens_per_id = tokens_per_id
@@ -23,7 +23,7 @@ class TraceText:
         self.piece = lru_cache(maxsize=1 << 16)(self._piece)
 
     def prompt_tokens(self, request: TraceRequest) -> int:
-        """Return the shrunk length."""
+        """Return the shrunk length of the prompt."""
         full = (len(request.hash_ids) - 1) * self.tokens_per_id
         return max(full + 1, request.prompt_tokens * self.tokens_per_id // TRACE_BLOCK_TOKENS)
 
@@ -39,7 +39,7 @@ class TraceText:
         return "".join(word for piece in pieces for word in piece)
 
     def _piece(self, hash_id: int) -> tuple[str, ...]:
-        # The id in digits of the vocabulary comes first, so that no two ids are the same words.
+        # The id, in digits of the vocabulary, comes first, so that all ids have different words.
         digits: list[str] = []
         rest = hash_id
         while rest or not digits:
@@ -51,14 +51,14 @@ class TraceText:
 
 @lru_cache(maxsize=4)
 def whole_words(model_path: Path) -> tuple[str, ...]:
-    """Return words, with a space, of one token each in any order. Raises ValueError when there are too few."""
+    """Return words with a leading space that are one token in any order. Raises ValueError if there are too few."""
     tokenizer = AutoTokenizer.from_pretrained(str(model_path), local_files_only=True)
     vocabulary = sorted(tokenizer.get_vocab().values())
     words = []
     for token_id in vocabulary:
         word = tokenizer.decode([token_id])
         plain = len(word) > 2 and word[0] == " " and word[1:].isascii() and word[1:].isalpha()
-        # What comes before and after must not change how the word is cut.
+        # Neighbouring words must not change the tokens of a word.
         if plain and tokenizer(word * 3, add_special_tokens=False)["input_ids"] == [token_id] * 3:
             words.append(word)
     if len(words) < _WORDS_NEEDED:

@@ -1,4 +1,4 @@
-"""Anthropic's system prompt, messages and blocks -> templates' messages, and the rules of ``cache_control``."""
+"""Convert Anthropic's system prompt, messages and blocks to chat-template messages, with ``cache_control``'s rules."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,7 +13,7 @@ TTLS_S = {"5m": 300.0, "1h": 3600.0}
 ROLES = ("user", "assistant", "system")
 CALL_PREFIX = "toolu_"
 BILLING = "x-anthropic-billing-header:"
-"""Begins a system block of Claude Code's that is for Anthropic alone, and differs in every conversation."""
+"""The start of a system block of Claude Code that only Anthropic needs; it differs in every conversation."""
 
 _FIELDS = {
     "text": frozenset({"type", "text", "cache_control", "citations"}),
@@ -24,9 +24,9 @@ BLOCK_FIELDS = tuple(f"messages[].content[].{name}" for name in sorted(frozenset
 
 
 class Conversation:
-    """A conversation that is read block by block: tools, then the system prompt, then messages.
+    """Reads a conversation by blocks: tools, then the system prompt, then messages. Methods raise InvalidRequest.
 
-    ``breakpoints``: places up to which to keep KV. ``ignored``: paths of fields that nothing reads.
+    ``breakpoints``: the ends of prefixes to keep in the KV cache. ``ignored``: paths of unread fields.
     """
 
     def __init__(self) -> None:
@@ -39,12 +39,12 @@ class Conversation:
         self._last_ttl_s = 0.0
 
     def add_tools(self, controls: Iterable[Any]) -> None:
-        """Take the ``cache_control`` of each tool. Raises InvalidRequest, as everything here."""
+        """Add the ``cache_control`` of each tool."""
         for index, control in enumerate(controls):
             self._add_breakpoint(control, f"tools[{index}]")
 
     def add_system(self, system: str | list[Any]) -> None:
-        """Take the system prompt; blocks are joined as they are, with nothing between them."""
+        """Add the system prompt; its blocks are joined without a separator."""
         blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system
         if not blocks or system == "":
             return
@@ -53,18 +53,18 @@ class Conversation:
             path = f"system[{index}]"
             if _kind(block, path) != "text":
                 raise InvalidRequest(f"{path} must be a text block.", param=path)
-            # Before all else, a block that differs would keep conversations from sharing what follows.
+            # A first block that differs would keep conversations from sharing the KV of the following ones.
             if index or not str(block.get("text")).startswith(BILLING):
                 self._add_text(block, path)
         self._join()
 
     def add_message(self, message: Any, index: int) -> None:
-        """Take a message. A result of a tool is a message of its own, for templates have a role for it."""
+        """Add a message. A tool's result becomes a separate message, because templates have a role for it."""
         path = f"messages[{index}]"
         role = message.get("role") if isinstance(message, dict) else None
         content = message.get("content") if isinstance(message, dict) else None
         if role not in ROLES:
-            raise InvalidRequest(f"{path} must be an object whose role is one of {', '.join(ROLES)}.", param=path)
+            raise InvalidRequest(f"{path} must be an object with a role, one of {', '.join(ROLES)}.", param=path)
         self.ignored.update(f"messages[].{name}" for name in message.keys() - {"role", "content"})
         if isinstance(content, str):
             self.messages.append({"role": role, "content": content})
@@ -79,10 +79,10 @@ class Conversation:
         self._join()
 
     def end_with_breakpoint(self, control: Any) -> None:
-        """Take the body's own ``cache_control``, which stands after the last block there is."""
+        """Add the body's own ``cache_control``, which applies after the last block."""
         ttl_s = _ttl_s(control, "cache_control")
         if ttl_s and ttl_s == self._last_ttl_s:
-            return  # it says so itself
+            return  # the last block already has this breakpoint
         if ttl_s and self._last_ttl_s:
             raise InvalidRequest("cache_control must have the ttl of the last block's own.", param="cache_control")
         last = self.messages[-1]
@@ -145,7 +145,7 @@ class Conversation:
         self._add_breakpoint(block.get("cache_control"), path)
 
     def _join(self) -> None:
-        """Give the last message the texts of its blocks, all at once: one by one would copy those before each time."""
+        """Append all block texts to the last message at once: one by one would copy the earlier ones each time."""
         if self._texts:
             self.messages[-1]["content"] += "".join(self._texts)
             self._texts.clear()
@@ -156,14 +156,14 @@ class Conversation:
         if not ttl_s:
             return
         if len(self.breakpoints) == MAX_BREAKPOINTS:
-            raise InvalidRequest(f"{field} is one more than the {MAX_BREAKPOINTS} that there may be.", param=field)
+            raise InvalidRequest(f"{field} is over the limit of {MAX_BREAKPOINTS} breakpoints.", param=field)
         if ttl_s > TTLS_S["5m"] and self._shorter:
             raise InvalidRequest(f"{field} has the ttl 1h, and must come before all that have 5m.", param=field)
         self._shorter = self._shorter or ttl_s == TTLS_S["5m"]
         self._join()
         as_far = [dict(message) for message in self.messages]
         if as_far and "tool_calls" in as_far[-1]:
-            as_far[-1]["tool_calls"] = list(as_far[-1]["tool_calls"])  # more may follow in the same message
+            as_far[-1]["tool_calls"] = list(as_far[-1]["tool_calls"])  # the same message may get more calls
         self.breakpoints.append(CacheBreakpoint(tuple(as_far), ttl_s))
 
 
@@ -174,7 +174,7 @@ def _kind(block: Any, path: str) -> Any:
 
 
 def _ttl_s(control: Any, field: str) -> float:
-    """Return how long a breakpoint keeps, 0 where there is none."""
+    """Return the lifetime of a breakpoint, 0 if there is none."""
     if control is None:
         return 0.0
     ttl = control.get("ttl") or "5m" if isinstance(control, Mapping) and control.get("type") == "ephemeral" else None
@@ -184,7 +184,7 @@ def _ttl_s(control: Any, field: str) -> float:
 
 
 def _call_id(value: Any, path: str) -> str:
-    return call_id(value, path).removeprefix(CALL_PREFIX)  # some templates refuse ids not of the model's own form
+    return call_id(value, path).removeprefix(CALL_PREFIX)  # some templates accept only ids in the model's own form
 
 
 def _result_text(content: Any, path: str) -> str:

@@ -1,6 +1,6 @@
-"""Why a prompt's prefix could not be read from the cache: a request compared with an earlier one of its tenant.
+"""Explain a cache miss by comparing a request with an earlier one of its tenant.
 
-Remembers digests under a key of this process, never texts; knows the request alone, before the first token.
+It stores digests under a key of this process, never texts. The comparison needs the request alone, before any token.
 """
 
 import secrets
@@ -15,7 +15,7 @@ import msgspec
 from serve_app.api.format import Usage
 
 MAX_MESSAGES = 256
-"""Remembered of each tenant."""
+"""The number stored for each tenant."""
 MAX_TENANTS = 1024
 
 _KEY = secrets.token_bytes(32)
@@ -24,9 +24,9 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Digests of a request. ``messages``: of its first ones, of one up to all.
+    """Digests of a request. ``messages``: one digest for each prefix of the messages, shortest first.
 
-    ``previous_id`` names the message to compare with, None: none.
+    ``previous_id`` names the message to compare with; None: no comparison.
     """
 
     model: bytes
@@ -37,12 +37,12 @@ class Asked:
 
 
 def digest(value: Any) -> bytes:
-    """Return the digest of anything that JSON can say."""
+    """Return the digest of a JSON value."""
     return blake2b(_encode(value), digest_size=16, key=_KEY).digest()
 
 
 def digests(values: Iterable[Any]) -> tuple[bytes, ...]:
-    """Return the digests of the first value, of the first two, and so on."""
+    """Return the digests of the first value, the first two values, and so on."""
     first = blake2b(digest_size=16, key=_KEY)
     prefixes: list[bytes] = []
     for value in values:
@@ -52,14 +52,14 @@ def digests(values: Iterable[Any]) -> tuple[bytes, ...]:
 
 
 class MessageHistory:
-    """All tenants' latest messages, each in a room of its own. ``complete``: no other ingress answered any."""
+    """The latest messages of each tenant, kept apart. ``complete``: no other ingress answered any."""
 
     def __init__(self, *, complete: bool = True) -> None:
         self._complete = complete
         self._rooms: OrderedDict[str, OrderedDict[str, tuple[Asked, int, int]]] = OrderedDict()
 
     def compare(self, tenant: str, message_id: str, asked: Asked, usage: Usage) -> dict[str, Any] | None:
-        """Remember a request; return its ``diagnostics``, None where it goes on as the one before it."""
+        """Store a request; return its ``diagnostics``, None if it continues the previous one unchanged."""
         room = self._rooms.setdefault(tenant, OrderedDict())
         self._rooms.move_to_end(tenant)
         if len(self._rooms) > MAX_TENANTS:

@@ -1,4 +1,4 @@
-"""The bodies of ``POST /v1/messages`` and ``/v1/messages/count_tokens`` -> ChatRequest."""
+"""Parse the bodies of ``POST /v1/messages`` and ``/v1/messages/count_tokens`` into ChatRequest."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -42,11 +42,11 @@ class MessageTool(JsonBody):
     description: Description = None
     input_schema: Annotated[dict[str, Any], Must("an object, the JSON Schema of the input")]
     cache_control: Control = None
-    strict: bool | None = Field(None, description="holds where the answer must call; elsewhere the model is free")
+    strict: bool | None = Field(None, description="enforced where the answer must call; elsewhere without effect")
 
 
 class MessageToolChoice(JsonBody):
-    """Whether the answer may or must call, and what."""
+    """Whether the answer may or must call, and which tool."""
 
     type: Annotated[Literal["auto", "any", "tool", "none"], Must("auto, any, tool or none")]
     name: Annotated[str | None, Must("the name of a tool")] = None
@@ -54,7 +54,7 @@ class MessageToolChoice(JsonBody):
 
 
 class OutputConfig(JsonBody):
-    """What the answer must look like. ``effort`` changes nothing."""
+    """The required form of the answer. ``effort`` changes nothing."""
 
     effort: str | None = None
     format: Annotated[dict[str, Any] | None, Must("an object with type and schema")] = None
@@ -69,9 +69,9 @@ class ThinkingConfig(JsonBody):
 
 
 class DiagnosticsBody(JsonBody):
-    """Ask why the cache was missed."""
+    """A question for the reason of a cache miss."""
 
-    previous_message_id: Text256 = Field(None, description="the id of the answer to compare with")
+    previous_message_id: Text256 = Field(None, description="the id of the answer to compare this request with")
 
 
 _INNER_FIELDS = (
@@ -81,7 +81,7 @@ _INNER_FIELDS = (
 
 
 class CountTokensBody(JsonBody):
-    """The body of ``POST /v1/messages/count_tokens``: all that a prompt is made of."""
+    """The body of ``POST /v1/messages/count_tokens``: all fields that form the prompt."""
 
     without_effect: ClassVar[frozenset[str]] = frozenset(
         {"service_tier", "inference_geo", "user_profile_id", "workspace_id"}
@@ -102,9 +102,9 @@ class CountTokensBody(JsonBody):
     model: ModelName
     messages: Annotated[
         list[Any], Field(min_length=1), Must("a list of at least one message")
-    ] = Field(description="text, calls of tools, their results; a last assistant's text goes on")  # fmt: skip
+    ] = Field(description="text, tool calls and results; the answer continues a final assistant text")  # fmt: skip
     system: Annotated[str | list[Any], Must("a string or a list of text blocks")] = Field(
-        "", description="text, or text blocks, which are joined"
+        "", description="a string, or text blocks to join"
     )
     tools: Annotated[
         list[Annotated[MessageTool, Must("an object with name and input_schema")]],
@@ -112,20 +112,20 @@ class CountTokensBody(JsonBody):
         Must(f"a list of at most {MAX_TOOLS} tools"),
     ] = Field([], description="functions that the model may call")
     tool_choice: Annotated[
-        MessageToolChoice | None, Must("an object whose type is auto, any, tool or none")
-    ] = Field(None, description="whether the model may or must call, and what")  # fmt: skip
+        MessageToolChoice | None, Must("an object with the type auto, any, tool or none")
+    ] = Field(None, description="whether the model may or must call, and which tool")  # fmt: skip
     cache_control: Control = None
     thinking: Annotated[ThinkingConfig | None, Must("an object with type")] = Field(
-        None, description="whether the model thinks, where its chat template leaves a choice"
+        None, description="whether the model thinks, if its chat template offers the choice"
     )
     output_config: Annotated[OutputConfig, Must("an object with format")] = Field(
         OutputConfig(), description="format: json_schema"
     )
-    cache_salt: Text1024 = Field(None, description="divides the tenant's own cache: equal salts share KV")
-    prompt_ref: Text256 = Field(None, description="NAME@VERSION, or NAME, of a registered prompt that goes before all")
+    cache_salt: Text1024 = Field(None, description="divides the tenant's cache: only equal salts share KV")
+    prompt_ref: Text256 = Field(None, description="NAME@VERSION or NAME of a registered prompt to prepend")
 
     def request(self) -> ChatRequest:
-        """Return the validated request. Raises InvalidRequest where fields do not go together."""
+        """Return the validated request. Raises InvalidRequest for fields that contradict each other."""
         read = Conversation()
         read.add_tools(tool.cache_control for tool in self.tools)
         read.add_system(self.system)
@@ -176,7 +176,7 @@ class MessagesBody(CountTokensBody):
     """The body of ``POST /v1/messages``."""
 
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS), Whole] = Field(
-        description="0: compute and cache the prompt, answer nothing"
+        description="0: compute and cache the prompt, generate nothing"
     )
     temperature: Annotated[float, Field(ge=0, le=1, description="below 0.00001: greedy")] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -184,14 +184,14 @@ class MessagesBody(CountTokensBody):
     stop_sequences: Stops = ()
     stream: bool = False
     service_tier: Annotated[Literal["auto", "standard_only"] | None, Must("auto or standard_only")] = Field(
-        None, description="changes nothing: usage says standard"
+        None, description="no effect: usage always reports standard"
     )
-    metadata: Any = Field(None, description="user_id that is JSON with a session_id names the session")
-    diagnostics: DiagnosticsBody | None = Field(None, description="ask why the cache was missed")
+    metadata: Any = Field(None, description="a user_id of JSON with a session_id names the session")
+    diagnostics: DiagnosticsBody | None = Field(None, description="report the reason of a cache miss")
     store_kv: StoreKV = None
 
     def request(self) -> ChatRequest:
-        """Return the validated request. Raises InvalidRequest where fields do not go together."""
+        """Return the validated request. Raises InvalidRequest for fields that contradict each other."""
         if self.stream and not self.max_tokens:
             raise InvalidRequest("max_tokens must be at least 1 where stream is true.", param="max_tokens")
         prompt = super().request()
@@ -210,7 +210,7 @@ class MessagesBody(CountTokensBody):
         )
 
     def _asked(self, prompt: ChatRequest) -> Asked:
-        """Return what the answer's format compares with an earlier request."""
+        """Return the digests that the answer's format compares with an earlier request."""
         messages = prompt.messages
         at = 1 if messages[0]["role"] == "system" else 0
         return Asked(
@@ -227,22 +227,22 @@ class _User(msgspec.Struct):
 
 
 def _session(metadata: Any) -> str:
-    """Return the session that Claude Code names in ``metadata.user_id``, "" where that is anything else."""
+    """Return the session that Claude Code names in ``metadata.user_id``, "" for any other form."""
     user_id = metadata.get("user_id") if isinstance(metadata, dict) else None
     if not isinstance(user_id, str) or len(user_id) > 2 * MAX_ID_CHARS:
         return ""
     try:
         word = msgspec.json.decode(user_id, type=_User).session_id
-    except (ValueError, RecursionError):  # Anthropic takes any string
+    except (ValueError, RecursionError):  # Anthropic accepts any string
         return ""
     return word if len(word) <= MAX_ID_CHARS else ""
 
 
 def parse_messages(body: bytes) -> ChatRequest:
-    """Read the body of ``POST /v1/messages``. Raises InvalidRequest, and nothing else, when it is wrong."""
+    """Parse the body of ``POST /v1/messages``. Raises InvalidRequest, and nothing else, if it is invalid."""
     return MessagesBody.parse(body).request()
 
 
 def parse_count(body: bytes) -> ChatRequest:
-    """Read the body of ``POST /v1/messages/count_tokens``. Raises InvalidRequest, and nothing else."""
+    """Parse the body of ``POST /v1/messages/count_tokens``. Raises InvalidRequest, and nothing else."""
     return CountTokensBody.parse(body).request()

@@ -1,4 +1,4 @@
-"""Answers in the shapes of Anthropic's messages: one message, or events that build it; errors, limits, models."""
+"""Answers in the shape of Anthropic's messages: a whole message or its events; errors, limits and models."""
 
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
@@ -27,13 +27,13 @@ _encode = msgspec.json.Encoder().encode
 
 
 def anthropic_error(error: WarmpathError, request_id: str) -> ErrorAnswer:
-    """Return an error as Anthropic shows it; a deployment that can take nothing now is a 529."""
+    """Return an error in Anthropic's shape; an overloaded deployment gives 529 instead of 503."""
     status = 529 if error.status == 503 else error.status
     return ErrorAnswer(status, {**_error_body(error, status), "request_id": request_id})
 
 
 def anthropic_limits(left: LimitsLeft) -> dict[str, str]:
-    """Return Anthropic's headers of what is left of a tenant's limits."""
+    """Return Anthropic's headers for the rest of a tenant's limits."""
     headers: dict[str, str] = {}
     for name, one in (("requests", left.requests), ("tokens", left.tokens)):
         if one is not None:
@@ -44,7 +44,7 @@ def anthropic_limits(left: LimitsLeft) -> dict[str, str]:
 
 
 def anthropic_model(model: dict[str, Any]) -> dict[str, Any]:
-    """Return one of OpenAI's models as Anthropic shows it."""
+    """Convert a model from OpenAI's shape to Anthropic's."""
     return {
         "type": "model",
         "id": model["id"],
@@ -68,11 +68,11 @@ def anthropic_models(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 Compare = Callable[[str, Asked, Usage], dict[str, Any] | None]
-"""From a message's id, its request and its usage to ``diagnostics``; the request is remembered."""
+"""(tenant's message id, request, usage) -> ``diagnostics``; also stores the request for later comparisons."""
 
 
 class MessagesFormat:
-    """Messages; an ``AnswerFormat`` of answers with one choice. ``compare``: with the earlier ones of its tenant."""
+    """An ``AnswerFormat`` for messages with one choice. ``compare`` compares them with their tenant's earlier ones."""
 
     def __init__(self, compare: Compare) -> None:
         self._compare = compare
@@ -147,7 +147,7 @@ class _Stream:
         return self._end()
 
     def usage(self, usage: Usage) -> bytes:
-        """End with why it ended and with usage, which is always told."""
+        """End the stream with the stop reason and usage, which is always included."""
         shown = {name: value for name, value in _usage(usage).items() if name.endswith("_tokens")}
         told = {} if usage.cache_miss is None else {"diagnostics": _with_miss(self._diagnostics, usage)}
         return _event("message_delta", delta=self._stop, usage=shown, **told) + _event("message_stop")
@@ -169,7 +169,7 @@ class _Stream:
         """End the block that is open, if one is."""
         if not self._open:
             return b""
-        # Nothing is signed, nor looked at where it comes back; clients drop reasoning without one.
+        # Nothing checks this signature when it returns; clients drop reasoning that has none.
         signed = {"type": "signature_delta", "signature": self._head.answer_id}
         events = self._delta(signed) if self._open == "thinking" else b""
         self._open = ""
@@ -177,7 +177,7 @@ class _Stream:
 
 
 def message_head(head: AnswerHead, usage: Usage, compare: Compare) -> dict[str, Any]:
-    """Return what a message has before its content is known; the request is compared, and remembered."""
+    """Return the fields of a message that precede its content; this also compares and stores the request."""
     message_id, asked = f"msg_{head.answer_id}", head.repeated["diagnostics"]
     assert isinstance(asked, Asked)
     return {
@@ -191,7 +191,7 @@ def message_head(head: AnswerHead, usage: Usage, compare: Compare) -> dict[str, 
 
 
 def _with_miss(diagnostics: dict[str, Any] | None, usage: Usage) -> dict[str, Any] | None:
-    """Return diagnostics with where the prompt differs from its tenant's earlier ones, where that is known by now."""
+    """Add to diagnostics the place where the prompt differs from its tenant's earlier ones, if it is known yet."""
     if usage.cache_miss is None:
         return diagnostics
     reason = {"type": "unavailable"} if diagnostics is None else diagnostics["cache_miss_reason"]
@@ -206,7 +206,7 @@ def _stop(reason: FinishReason, stop_sequence: str) -> dict[str, Any]:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Return usage: a prompt's tokens were read, or are kept now, or neither, and each is counted once."""
+    """Return usage. Each prompt token counts once: as read from the cache, as kept in it now, or as neither."""
     kept_tokens = usage.kept_5m_tokens + usage.kept_1h_tokens
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens - kept_tokens,

@@ -1,4 +1,4 @@
-"""The messages of a chat in OpenAI's shape -> messages as templates read them: text, calls and their results."""
+"""Convert OpenAI's chat messages to chat-template messages: text, tool calls and their results."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NotRequired
@@ -24,11 +24,11 @@ Unused = Annotated[Any, Field(description="null or an empty list")]
 
 
 class Message(TypedDict):
-    """One message of a chat; only an assistant's may have no content."""
+    """One message of a chat; only an assistant's content may be absent."""
 
-    # A TypedDict, because pydantic makes one in a seventh of a model's time, and a long chat has hundreds.
-    # Nor does it keep unknown fields, which would take a sixth of all parsing: `ignored_in` sees them.
-    __pydantic_config__ = ConfigDict(extra="ignore")  # type: ignore[misc]  # pydantic's own way, which mypy rejects
+    # Pydantic makes a TypedDict in a seventh of a model's time, and a long chat has hundreds of messages.
+    # It does not keep unknown fields, which would cost a sixth of all parsing: `ignored_in` finds them.
+    __pydantic_config__ = ConfigDict(extra="ignore")  # type: ignore[misc]  # pydantic documents this, mypy rejects it
 
     role: Annotated[Literal["system", "developer", "user", "assistant", "tool"], Must(f"one of {', '.join(_ROLES)}")]
     content: NotRequired[Annotated[str | TextParts | None, Must("a string or a list of text parts")]]
@@ -47,11 +47,11 @@ MESSAGE_FIELDS = (
     *(f"messages[].{name}" for name in _FIELDS),
     *(f"messages[].content[].{name}" for name in _TEXT_PART["properties"]),
 )
-"""Paths of what is read of messages."""
+"""Paths of the fields of messages that are read."""
 
 
 def ignored_in(messages: list[dict[str, Any]]) -> set[str]:
-    """Return the paths of fields of messages that nothing reads; null and [] say nothing."""
+    """Return the paths of unread fields of messages; null and [] do not count."""
     if max(map(len, messages)) <= 2:
         return set()
     given = ((name, value) for message in messages if len(message) > 2 for name, value in message.items())
@@ -59,7 +59,7 @@ def ignored_in(messages: list[dict[str, Any]]) -> set[str]:
 
 
 def for_template(message: Message, index: int, in_parts: set[str]) -> dict[str, Any]:
-    """Return a message with string role and content. Adds fields of its parts that nothing reads to ``in_parts``."""
+    """Return a message with string role and content. Adds unread fields of its parts to ``in_parts``."""
     role, content = message["role"], message.get("content")
     if not isinstance(content, str):
         absent = content is None and role == "assistant"
@@ -90,9 +90,9 @@ def joined(
     kinds: Sequence[str] = ("text",),
     fields: frozenset[str] = _PART_FIELDS,
 ) -> str:
-    """Return the text of a message in parts, which are joined as they are, with nothing between them.
+    """Return the text of a message in parts, joined without a separator.
 
-    ``kinds``: the types that parts may have; ``fields``: what is read of them. Adds the paths of others to ``ignored``.
+    ``kinds``: the accepted types of parts; ``fields``: their fields that are read. ``ignored`` gets paths of others.
     """
     if not isinstance(parts, list):
         raise InvalidRequest(f"{path} must be a string or a list of text parts.", param=path)
@@ -102,7 +102,7 @@ def joined(
             example = f'{{"type": "{kinds[0]}", "text": "..."}}'
             raise InvalidRequest(f"{path} must be text only: a string, or parts like {example}.", param=path)
         if not isinstance(part.get("text"), str):
-            raise InvalidRequest(f'{path} must be made of parts whose "text" is a string.', param=path)
+            raise InvalidRequest(f'{path} must be made of parts with a "text", a string.', param=path)
         texts.append(part["text"])
         if len(part) > 2:
             where = path.partition("[")[0]

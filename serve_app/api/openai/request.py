@@ -1,6 +1,6 @@
-"""OpenAI's request bodies (chat completions, completions) -> ChatRequest, CompletionRequest.
+"""Parse OpenAI's chat completions and completions into ChatRequest and CompletionRequest.
 
-Fields are refused where ignoring them would change the answer. Others that nothing reads are named as unknown.
+A field is refused if ignoring it would change the answer. Other unread fields are reported as unknown.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,7 +29,7 @@ INT64 = 2**63
 Tier = Literal["auto", "default", "flex", "priority"]
 MAX_CHOICES = 16
 MAX_PROMPTS = 128
-"""Bounds prompts, and prompts times ``n``, of one completion request."""
+"""Bounds the prompts of a completion request, and the product of prompts and ``n``."""
 
 BOUNDED = {"logit_bias": 1 << 14, "stop_token_ids": 1 << 10, "response_format": 1 << 14, "structured_outputs": 1 << 14}
 
@@ -68,7 +68,7 @@ Effort = Annotated[
 
 
 class StreamOptions(JsonBody):
-    """How to stream."""
+    """Options of a stream."""
 
     include_usage: bool | None = Field(None, description="end with a chunk that holds usage and no choice")
 
@@ -83,45 +83,45 @@ _INNER_FIELDS = (
 class GenerationBody(SamplingBody):
     """The fields that chat completions and completions share."""
 
-    # OpenAI's names for the person asking, for things to remember of an answer, and for how long to keep it or its
-    # prefix: they change no answer, nothing is stored, and KV stays as long as there is room.
+    # OpenAI's fields for the end user, for data to store with an answer, and for the lifetime of the answer or its
+    # prefix. They change no answer: nothing is stored, and KV stays until its space is needed.
     without_effect: ClassVar[frozenset[str]] = frozenset(
         {"user", "safety_identifier", "metadata", "store", "prompt_cache_retention", "prompt_cache_options"}
     )
 
     model: ModelName
     lora_name: Text256 = Field(None, description="a LoRA adapter of the model")
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), Whole] = Field(1, description="answers to each prompt")
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), Whole] = Field(1, description="answers per prompt")
     temperature: Annotated[float, Field(ge=0, le=2, description="below 0.00001: greedy")] = 1.0
     top_p: Annotated[
-        float, Field(gt=0, le=1, description="only the likeliest tokens, up to this sum of probabilities")
+        float, Field(gt=0, le=1, description="sample only the likeliest tokens, up to this sum of probabilities")
     ] = 1.0
     top_k: Annotated[int, Field(ge=-1, le=MAX_TOKENS), Whole] = Field(0, description="-1 or 0: all tokens")
     seed: Annotated[int | None, Field(ge=-INT64, le=INT64 - 1), Whole] = Field(
         None, description="equal seeds give equal answers"
     )
     stop: Stop = ()
-    ignore_eos: bool = Field(False, description="do not stop at the model's end token")
+    ignore_eos: bool = Field(False, description="continue after the model's end token")
     stream: bool = Field(False, description="send the answer as server-sent events")
     stream_options: StreamOptions | None = Field(None, description="include_usage: end with a chunk that holds usage")
-    cache_salt: Text1024 = Field(None, description="divides the tenant's own cache: equal salts share KV")
+    cache_salt: Text1024 = Field(None, description="divides the tenant's cache: only equal salts share KV")
     prompt_cache_key: Text1024 = Field(None, description="a routing hint that keeps related requests together")
-    prompt_ref: Text256 = Field(None, description="NAME@VERSION, or NAME, of a registered prompt that goes before all")
+    prompt_ref: Text256 = Field(None, description="NAME@VERSION or NAME of a registered prompt to prepend")
     service_tier: Annotated[
         Literal["default", "flex", "priority"],
         BeforeValidator(lambda tier: "default" if tier == "auto" else tier, json_schema_input_type=Tier),
         Must("auto, default, flex or priority"),
-    ] = Field("default", description="of the tenant's own requests that wait: priority starts first, flex last")
+    ] = Field("default", description="order of the tenant's own waiting requests: priority starts first, flex last")
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1), Whole] = Field(
-        0, description="of the tenant's own requests of one tier: the lowest starts first"
+        0, description="order of the tenant's own requests in one tier: the lowest starts first"
     )
     disable_spec_decode: bool = Field(False, description="decode this request without drafts")
     save_system_prompt_kv_cache: bool = Field(False, description="keep the KV of the formatted system prompt")
     store_kv: StoreKV = None
-    cache_diagnostics: bool = Field(False, description="tell in usage why the cache was missed")
+    cache_diagnostics: bool = Field(False, description="report in usage why the cache was missed")
 
     def common(self, ignored: Iterable[str] = (), known: Iterable[str] = _INNER_FIELDS) -> dict[str, Any]:
-        """Return what every request has; ``ignored``: inner fields that nothing reads, ``known``: those there are."""
+        """Return the common fields of all requests; ``ignored``: unread inner fields, ``known``: supported ones."""
         fields = {name: getattr(self, name) for name in GenerationBody.model_fields}
         options: StreamOptions | None = fields.pop("stream_options")
         if options is not None and not self.stream:
@@ -159,23 +159,23 @@ class ChatBody(GenerationBody):
         Must("a list of at least one message"),
     ]
     max_tokens: Tokens = Field(None, description="default: the deployment's")
-    max_completion_tokens: Tokens = Field(None, description="the newer name of max_tokens; goes before it")
-    logprobs: bool = Field(False, description="tell the log-probability of each token")
-    top_logprobs: TopLogprobs = Field(0, description="and of as many of the likeliest at its place")
-    apply_chat_template: bool = Field(True, description="false: join the texts of the messages as they are")
+    max_completion_tokens: Tokens = Field(None, description="the newer name of max_tokens; it takes precedence")
+    logprobs: bool = Field(False, description="report the log-probability of each token")
+    top_logprobs: TopLogprobs = Field(0, description="report this many of the likeliest tokens at each place, too")
+    apply_chat_template: bool = Field(True, description="false: concatenate the texts of the messages")
     add_generation_prompt: bool | None = Field(None, description="default: true, unless continue_final_message is")
-    continue_final_message: bool = Field(False, description="the answer goes on with the last message")
+    continue_final_message: bool = Field(False, description="the answer continues the last message")
     chat_template_kwargs: Annotated[dict[str, Any], Must("an object")] = Field(
-        {}, description="variables of the chat template, but no special tokens"
+        {}, description="variables of the chat template, except special tokens"
     )
 
     tools: Tools = Field([], description="functions that the model may call")
-    tool_choice: ToolChoice = Field("auto", description="whether the model may or must call, and what")
+    tool_choice: ToolChoice = Field("auto", description="whether the model may or must call, and which tool")
     parallel_tool_calls: bool = Field(True, description="false: the answer ends with its first call")
-    reasoning_effort: Effort = Field(None, description="none: the model does not think, others: it does")
+    reasoning_effort: Effort = Field(None, description="none: the model does not think; otherwise it does")
 
     def request(self, ignored: Iterable[str] = ()) -> ChatRequest:
-        """Return the request; ``ignored``: fields of messages that nothing reads. Raises InvalidRequest."""
+        """Return the request; ``ignored``: unread fields of messages. Raises InvalidRequest."""
         if self.tools and not self.apply_chat_template:
             raise InvalidRequest("tools need apply_chat_template to be true.", param="tools")
         for name in ("messages", "add_generation_prompt", "continue_final_message"):
@@ -243,13 +243,13 @@ class CompletionBody(GenerationBody):
     ]
     max_tokens: Tokens = 16  # OpenAI's default; a chat has none
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS), Whole] = Field(
-        None, description="tell log-probabilities: of each token, and as many of the likeliest"
+        None, description="report log-probabilities of each token and of this many of the likeliest"
     )
-    echo: bool = Field(False, description="the prompt stands before the answer")
-    best_of: Any = Field(None, description="only a value equal to n")
+    echo: bool = Field(False, description="put the prompt before the answer")
+    best_of: Any = Field(None, description="must equal n")
 
     def request(self) -> CompletionRequest:
-        """Return the validated request. Raises InvalidRequest where fields do not go together."""
+        """Return the validated request. Raises InvalidRequest for fields that contradict each other."""
         if self.best_of is not None and self.best_of != self.n:
             raise refused("best_of")
         if len(self.prompt) * self.n > MAX_PROMPTS:
@@ -263,11 +263,11 @@ class CompletionBody(GenerationBody):
 
 
 def parse_chat(body: bytes) -> ChatRequest:
-    """Read the body of ``POST /v1/chat/completions``. Raises InvalidRequest, and nothing else, when it is wrong."""
+    """Parse the body of ``POST /v1/chat/completions``. Raises InvalidRequest, and nothing else, if it is invalid."""
     fields = ChatBody.read(body)
     return ChatBody.checked(fields).request(ignored_in(fields["messages"]))
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
-    """Read the body of ``POST /v1/completions``. Raises InvalidRequest, and nothing else, when it is wrong."""
+    """Parse the body of ``POST /v1/completions``. Raises InvalidRequest, and nothing else, if it is invalid."""
     return CompletionBody.parse(body).request()

@@ -1,6 +1,6 @@
-"""Answers in OpenAI's shapes: chat completions, completions, errors, models.
+"""Answers in OpenAI's shapes: chat completions, completions, errors and models.
 
-A stream encodes what all its chunks share once, because there is a chunk for nearly every token.
+A stream encodes the common part of its chunks only once, because nearly every token has a chunk.
 """
 
 from collections import Counter
@@ -34,12 +34,12 @@ _encode = msgspec.json.Encoder().encode
 
 
 def openai_error(error: WarmpathError, request_id: str) -> ErrorAnswer:
-    """Return an error as OpenAI shows it; the request's id is in a header alone."""
+    """Return an error in OpenAI's shape; the request's id is in a header alone."""
     return ErrorAnswer(error.status, _error_body(error))
 
 
 def openai_limits(left: LimitsLeft) -> dict[str, str]:
-    """Return OpenAI's headers of what is left of a tenant's limits."""
+    """Return OpenAI's headers for the rest of a tenant's limits."""
     headers: dict[str, str] = {}
     for name, one in (("requests", left.requests), ("tokens", left.tokens)):
         if one is not None:
@@ -50,7 +50,7 @@ def openai_limits(left: LimitsLeft) -> dict[str, str]:
 
 
 def _duration(seconds: float) -> str:
-    """Return a duration as OpenAI writes it: ``12ms``, ``1.5s``, ``6m0s``; rounded up, so that it is over then."""
+    """Return a duration in OpenAI's notation: ``12ms``, ``1.5s``, ``6m0s``; rounded up, so that it is over by then."""
     milliseconds = ceil(seconds * 1000)
     if milliseconds < 1000:
         return f"{milliseconds}ms"
@@ -59,17 +59,17 @@ def _duration(seconds: float) -> str:
 
 
 def chat_logprobs(tokens: Sequence[ToldToken]) -> dict[str, Any]:
-    """Return the ``logprobs`` of a choice of a chat completion, or of its chunk."""
+    """Return the ``logprobs`` of a chat completion's choice or chunk."""
     return {"content": told_tokens(tokens), "refusal": None}
 
 
 def told_tokens(tokens: Sequence[ToldToken]) -> list[dict[str, Any]]:
-    """Return tokens as chats and responses list them."""
+    """Return tokens in the shape of chats and responses."""
     return [{**_shown(told.token), "top_logprobs": [_shown(other) for other in told.top]} for told in tokens]
 
 
 def completion_logprobs(tokens: Sequence[ToldToken]) -> dict[str, Any]:
-    """Return the ``logprobs`` of a choice of a completion, or of its chunk. A token is always among its own top."""
+    """Return the ``logprobs`` of a completion's choice or chunk. A token is always among its own top tokens."""
     return {
         "text_offset": [told.offset for told in tokens],
         "token_logprobs": [max(told.token.logprob, LEAST) for told in tokens],
@@ -86,7 +86,7 @@ def _shown(token: ShownToken) -> dict[str, Any]:
 
 
 def _name(raw: bytes) -> str:
-    """Return a token as text; what is no whole character is told as its bytes. Source: OpenAI's completions."""
+    """Return a token as text; a partial character becomes its bytes. Source: OpenAI's completions."""
     try:
         return raw.decode()
     except UnicodeDecodeError:
@@ -110,7 +110,7 @@ class ChatFormat:
         return {**_head("chatcmpl", "chat.completion", head), "choices": shown, "usage": _usage(usage)}
 
     def stream(self, head: AnswerHead) -> AnswerStream:
-        """Begin a chat completion in chunks; the first chunk of a choice has its role."""
+        """Begin a chat completion in chunks; the first chunk of each choice has its role."""
         return _Stream(head, _head("chatcmpl", "chat.completion.chunk", head), _CHAT_CHUNKS)
 
     error = staticmethod(openai_error)
@@ -153,7 +153,7 @@ def _message(choice: Choice) -> dict[str, Any]:
 
 
 class _Chunks(NamedTuple):
-    """What a chunk says of its choice, as JSON: when it begins (b"": there is no such chunk), with text, at the end."""
+    """A choice's JSON in its chunks: the first (b"": no such chunk), one with text, and the last."""
 
     opening: bytes
     text: bytes
@@ -188,7 +188,7 @@ class _Stream:
         return self._chunk(index, b'"delta":%b' % _encode(reasoning_fields(text)), b"null")
 
     def call(self, index: int, event: CallEvent) -> bytes:
-        """Add a call to the choice's, with its name, or arguments to its last one."""
+        """Add a call with its name to the choice, or arguments to its last call."""
         if isinstance(event, CallBegun):
             function = {"name": event.name, "arguments": ""}
             delta = {"index": self._calls[index], "id": event.call_id, "type": "function", "function": function}
@@ -203,13 +203,13 @@ class _Stream:
         return self._chunk(index, self._chunks.finish, _encode(reason))
 
     def usage(self, usage: Usage) -> bytes:
-        """End with ``[DONE]``; before it, if wanted, a chunk that has no choice, only usage."""
+        """End with ``[DONE]``, after a chunk with usage and no choice if the request asks for it."""
         if not self._include_usage:
             return DONE
         return data_event(self._start + b'"choices":[],"usage":' + _encode(_usage(usage)) + b"}") + DONE
 
     def error(self, error: WarmpathError) -> bytes:
-        """End with the error in a chunk of its own, without ``[DONE]``."""
+        """End with the error in a separate chunk, without ``[DONE]``."""
         return data_event(_encode(_error_body(error)))
 
     def _chunk(self, index: int, choice: bytes, reason: bytes, logprobs: bytes = b"null") -> bytes:
@@ -234,7 +234,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def cache_miss(usage: Usage) -> dict[str, Any]:
-    """Return the field that says why the cache was missed, where it was asked for and was."""
+    """Return the field with the reason of a cache miss, if requested and known."""
     return {} if usage.cache_miss is None else {"cache_miss": usage.cache_miss}
 
 
@@ -243,7 +243,7 @@ def _error_body(error: WarmpathError) -> dict[str, Any]:
 
 
 def model_body(model: str, created: int, max_model_len: int) -> dict[str, Any]:
-    """Return one model; ``root``, ``parent`` and ``max_model_len`` are vLLM's."""
+    """Return one model; ``root``, ``parent`` and ``max_model_len`` are vLLM's fields."""
     return {
         "id": model,
         "object": "model",
@@ -256,7 +256,7 @@ def model_body(model: str, created: int, max_model_len: int) -> dict[str, Any]:
 
 
 def adapter_body(name: str, root: str, base: dict[str, Any]) -> dict[str, Any]:
-    """Return a LoRA adapter of ``base`` as a model; ``root`` is where it comes from."""
+    """Return a LoRA adapter of ``base`` as a model; ``root`` is its source."""
     return {**base, "id": name, "root": root, "parent": base["id"]}
 
 

@@ -1,4 +1,4 @@
-"""The fields of OpenAI's and vLLM's bodies for the choice of tokens, and for the form of an answer."""
+"""The fields of OpenAI's and vLLM's bodies for sampling and for the form of an answer."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -37,12 +37,12 @@ _Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 class SamplingBody(JsonBody):
-    """What chat completions and completions say of the choice of tokens beyond temperature, top-p and top-k."""
+    """The sampling fields of chat completions and completions, except temperature, top-p and top-k."""
 
-    presence_penalty: _Penalty = Field(0.0, description="taken from logits of tokens that the answer has")
-    frequency_penalty: _Penalty = Field(0.0, description="taken from logits of tokens, as often as the answer has them")
+    presence_penalty: _Penalty = Field(0.0, description="subtracted from logits of tokens that the answer holds")
+    frequency_penalty: _Penalty = Field(0.0, description="subtracted from a token's logit for each time it was used")
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = Field(
-        1.0, description="divides logits of tokens that prompt or answer have; 1: off"
+        1.0, description="divides logits of tokens that the prompt or the answer holds; 1: off"
     )
     logit_bias: Annotated[
         dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]],
@@ -50,34 +50,34 @@ class SamplingBody(JsonBody):
         Must(f"an object with at most {MAX_BIASES} token ids as names and numbers from -100 to 100"),
     ] = Field({}, description="added to logits, by token id")
     min_p: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.0, description="no tokens less likely than this part of the likeliest; 0: off"
+        0.0, description="least probability of a token, as a fraction of the likeliest token's; 0: off"
     )
     min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS), Whole] = Field(
-        0, description="before the answer has as many it does not end, but at max_tokens"
+        0, description="the answer does not end before this many tokens, except at max_tokens"
     )
     stop_token_ids: Annotated[
         tuple[Annotated[int, Field(ge=0, le=MAX_TOKENS)], ...],
         Field(max_length=MAX_STOP_TOKENS, strict=False),
         Once,
         Must(f"a list of at most {MAX_STOP_TOKENS} token ids"),
-    ] = Field((), description="tokens that end the answer and are no part of it")
+    ] = Field((), description="tokens that end the answer and are not part of it")
     bad_words: Annotated[
         tuple[Annotated[str, Field(pattern=r"[^\s\x1c-\x1f]", max_length=MAX_BAD_WORD_CHARS)], ...],
         Field(max_length=MAX_BAD_WORDS, strict=False),
         Once,
         Must(f"a list of at most {MAX_BAD_WORDS} strings, each of 1 to {MAX_BAD_WORD_CHARS} characters"),
-    ] = Field((), description="words whose tokens never stand in the answer")
-    include_stop_str_in_output: bool = Field(False, description="what ended the answer is its last part")
+    ] = Field((), description="words that the answer never contains")
+    include_stop_str_in_output: bool = Field(False, description="true: the stop string is the answer's last part")
     response_format: Annotated[
-        dict[str, Any] | None, Must(f"an object whose type is {_FORMATS}")
+        dict[str, Any] | None, Must(f"an object with the type {_FORMATS}")
     ] = Field(None, description="text, any JSON object, or JSON by a schema")  # fmt: skip
     structured_outputs: Annotated[
         dict[str, Any] | None, Must(f"an object with one of {', '.join(_KINDS)}")
-    ] = Field(None, description="vLLM's: what the answer must match")  # fmt: skip
+    ] = Field(None, description="vLLM's field for the grammar of the answer")  # fmt: skip
 
     @property
     def grammar(self) -> Grammar | None:
-        """What the answer must match; None: anything. Raises InvalidRequest."""
+        """The grammar of the answer; None: any text. Raises InvalidRequest."""
         asked = of_format(self.response_format, "response_format", "json_schema")
         other = _of_structured_outputs(self.structured_outputs)
         if asked is not None and other is not None:
@@ -86,9 +86,9 @@ class SamplingBody(JsonBody):
 
 
 def of_format(asked: Mapping[str, Any] | None, field: str, inner: str = "") -> Grammar | None:
-    """Return the grammar of a format, text, any JSON or JSON by a schema, where it asks for one.
+    """Return the grammar of a format (text, any JSON, or JSON by a schema), None for text.
 
-    ``inner``: the field of it that holds the schema, "" where it does itself. Raises InvalidRequest.
+    ``inner``: its field that holds the schema, "" if the format itself does. Raises InvalidRequest.
     """
     match (asked or {"type": "text"}).get("type"):
         case "text":
@@ -101,8 +101,8 @@ def of_format(asked: Mapping[str, Any] | None, field: str, inner: str = "") -> G
             schema = named.get("schema") if isinstance(named, dict) else None
             path = f"{field}.{inner}" if inner else f"{field}.schema"
             if not isinstance(schema, dict):
-                whose = " whose schema is an object" if inner else ""
-                raise InvalidRequest(f"{path} must be an object{whose}.", param=path)
+                detail = " with a schema, an object" if inner else ""
+                raise InvalidRequest(f"{path} must be an object{detail}.", param=path)
             return Grammar.json_schema(schema, f"{path}.schema" if inner else path)
     raise InvalidRequest(f"{field}.type must be {_FORMATS}.", param=f"{field}.type")
 

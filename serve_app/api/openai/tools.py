@@ -1,4 +1,4 @@
-"""OpenAI's ``tools``, ``tool_choice`` and calls -> ToolUse and templates' tools. Bounded, for all of it is read."""
+"""Convert OpenAI's ``tools``, ``tool_choice`` and calls to ToolUse and chat-template tools, within bounds."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
@@ -12,10 +12,10 @@ from serve_app.errors import InvalidRequest
 
 MAX_TOOLS = 128
 MAX_TOOL_VALUES = 1 << 14
-"""Values of all tools of a request, nested ones counted."""
+"""Values in all tools of a request, nested ones included."""
 MAX_TOOL_DEPTH = 32
 MAX_ARGUMENT_VALUES = 1 << 17
-"""Values in the arguments of all calls of a conversation, about: as many as its messages may hold beside them."""
+"""Approximate number of values in the arguments of a conversation's calls; its messages may hold as many besides."""
 MAX_ARGUMENT_DEPTH = 64
 MAX_DESCRIPTION_CHARS = 1 << 15
 
@@ -35,7 +35,7 @@ class FunctionBody(JsonBody):
     name: FunctionName
     description: Description = None
     parameters: Parameters = Field(None, description="the JSON Schema of its arguments")
-    strict: bool | None = Field(None, description="holds where the answer must call; elsewhere the model is free")
+    strict: bool | None = Field(None, description="enforced where the answer must call; elsewhere without effect")
 
 
 class ToolBody(JsonBody):
@@ -53,7 +53,7 @@ Tools = Annotated[
 
 
 class FunctionChoice(JsonBody):
-    """Which function a chat has to call."""
+    """The function that a chat has to call."""
 
     name: FunctionName
 
@@ -73,20 +73,20 @@ TOOL_FIELDS = ("tools[].type", "tools[].function", *(f"tools[].function.{name}" 
 
 
 class Function(NamedTuple):
-    """A function, from wherever a body names it."""
+    """A function of any API's body."""
 
     name: str
     description: str | None
     parameters: dict[str, Any] | None
 
     def for_template(self) -> Tool:
-        """Return it as templates read tools; equal ones are equal text, in whatever order their fields came."""
+        """Return the function in the form of chat templates; the order of the body's fields does not matter."""
         shown = {field: value for field, value in self._asdict().items() if value is not None}
         return {"type": "function", "function": shown}
 
 
 def tool_use(functions: Sequence[Function], choice: str, only: str = "", *, parallel: bool = True) -> ToolUse:
-    """Return what a request offers. ``choice``: none, auto or required; ``only``: the one that has to be called."""
+    """Return a request's tool use. ``choice``: none, auto or required; ``only``: the function that it must call."""
     names = [function.name for function in functions]
     if only and only not in names:
         raise InvalidRequest(f"tool_choice names {only!r}, which is not among tools.", param="tool_choice")
@@ -110,7 +110,7 @@ def tool_use(functions: Sequence[Function], choice: str, only: str = "", *, para
 
 
 def _depths(root: Any) -> Iterator[int]:
-    """Yield how deep each value lies; not by recursion, which a client could exhaust."""
+    """Yield the depth of each value, without recursion, which a client could exhaust."""
     left = [(root, 0)]
     while left:
         value, depth = left.pop()
@@ -120,7 +120,7 @@ def _depths(root: Any) -> Iterator[int]:
 
 
 def check_arguments(functions: Iterable[Any]) -> None:
-    """Refuse calls whose arguments, JSON in strings, hold very many values together, before any are read."""
+    """Refuse calls with too many values in their arguments, which are JSON in strings, before parsing any."""
     texts = (function.get("arguments") for function in functions if isinstance(function, dict))
     if sum(text.count(mark) for text in texts if isinstance(text, str) for mark in ",[{") > MAX_ARGUMENT_VALUES:
         raise InvalidRequest(
@@ -130,12 +130,12 @@ def check_arguments(functions: Iterable[Any]) -> None:
 
 
 def too_deep(arguments: Any) -> bool:
-    """Tell whether a call's arguments are nested deeper than templates, which read them recursively, may have to go."""
+    """Return whether a call's arguments are nested too deep for templates, which read them recursively."""
     return any(depth > MAX_ARGUMENT_DEPTH for depth in _depths(arguments))
 
 
 def call_for_template(call: Any, path: str) -> dict[str, Any]:
-    """Return one of a message's ``tool_calls`` as templates read it, with its arguments as an object."""
+    """Return one of a message's ``tool_calls`` in the form of chat templates, with its arguments as an object."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or call.get("type", "function") != "function":
         example = '{"id": "...", "type": "function", "function": {"name": "...", "arguments": "{...}"}}'
@@ -151,7 +151,7 @@ def call_for_template(call: Any, path: str) -> dict[str, Any]:
 
 
 def called(function: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return the name and arguments of a call, the latter as an object. Raises InvalidRequest."""
+    """Return a call's name, and its arguments as an object. Raises InvalidRequest."""
     name, arguments = function.get("name"), function.get("arguments") or "{}"
     if not isinstance(name, str) or not name:
         raise InvalidRequest(f"{path}.name must be a string that is not empty.", param=f"{path}.name")

@@ -1,6 +1,6 @@
-"""The index of computed KV blocks: hash -> block, and look-ups that compare what a block holds.
+"""The index of computed KV blocks: hash -> block, and look-ups that compare a block's contents.
 
-Not thread-safe, except ``held`` and ``count_held``, which any thread may ask for a hint.
+Not thread-safe, except ``held`` and ``count_held``, which any thread may call for a hint.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from serve_app.cache.eviction import Standing
 
 @dataclass(slots=True)
 class CachedBlock:
-    """One indexed block, under its parent (None: the root). ``released_at``: the tick of its last idling."""
+    """One indexed block and its parent (None: the root). ``released_at``: the tick when it last became idle."""
 
     block_hash: bytes
     block: int
@@ -27,13 +27,13 @@ class CachedBlock:
     released_at: int = 0
     standing: Standing = Standing.ORDINARY
     prefix_digest: bytes = b""
-    """Filled by the tiers when they need it (see ``serve_app.cache.prefix_digest``)."""
+    """Set by the tiers when they need it (see ``serve_app.cache.prefix_digest``)."""
     used_s: float = 0.0
-    """When it was indexed, or when the last request matched a prefix that ends here."""
+    """The time when it was indexed, or when the last request matched a prefix that ends here."""
     hits: float = 0.0
-    """Requests that matched a prefix that ends here, as of ``used_s``: older ones count less."""
+    """Requests that matched a prefix that ends here, as of ``used_s``. Older requests count less."""
     reused: bool = False
-    """Whether a request matched a prefix that ends here, or at a block below that is evicted by now."""
+    """Whether a request matched a prefix that ends here, or at a descendant that is evicted by now."""
 
     def hit(self, now_s: float) -> None:
         """Count a request that matched a prefix that ends here."""
@@ -42,16 +42,16 @@ class CachedBlock:
         self.used_s = now_s
 
     def hits_at(self, now_s: float) -> float:
-        """Return what the hits so far count now."""
+        """Return the hits, decayed to the given time."""
         return faded(self.hits, self.used_s, now_s)
 
     def equals(self, parent: int | None, token_bytes: bytes, scope: PrefixScope) -> bool:
-        """Return whether it holds these tokens under this parent in this scope: an equal hash alone proves nothing."""
+        """Return whether tokens, parent and scope are equal. An equal hash alone is no proof."""
         return self.parent == parent and self.token_bytes == token_bytes and self.scope == scope
 
 
 class BlockIndex:
-    """Entries by hash and by block; an entry's parent is one too. ``xor``: of the hashes' words (``block_word``)."""
+    """Entries by hash and by block. A parent is always indexed too. ``xor``: of the hashes' words (``block_word``)."""
 
     def __init__(self, block_size: int) -> None:
         self.xor = 0
@@ -70,28 +70,28 @@ class BlockIndex:
         return iter(self._by_block.values())
 
     def of_block(self, block: int) -> CachedBlock | None:
-        """Return what is indexed of a block."""
+        """Return the entry of a block."""
         return self._by_block.get(block)
 
     def of_hash(self, block_hash: bytes) -> CachedBlock | None:
-        """Return what is indexed under a hash (unverified)."""
+        """Return the entry of a hash (unverified)."""
         return self._by_hash.get(block_hash)
 
     def held(self, block_hash: bytes) -> bool:
-        """Return whether a block of that hash is indexed (unverified)."""
+        """Return whether a block with that hash is indexed (unverified)."""
         return block_hash in self._by_hash
 
     def count_held(self, chain: bytes, blocks: int) -> int:
-        """Return how many of the first ``blocks`` of a chain are indexed (unverified, O(log n): parents are kept)."""
+        """Return how many of a chain's first ``blocks`` are indexed (unverified; O(log n) because parents are kept)."""
         return count_leading(chain, blocks, self.held)
 
     def match(self, scope: PrefixScope, token_ids: TokenArray, chain: bytes, limit: int) -> list[int]:
-        """Return the longest prefix, of ``limit`` blocks at most, whose tokens, parents and scopes are equal too."""
+        """Return the longest prefix, of ``limit`` blocks at most, with equal tokens, parents and scopes."""
         matched: list[int] = []
         parent: int | None = None
         raw = np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
         step = self._step
-        # Scopes are compared by value once, and by identity from then on: a long prefix shares one object.
+        # Scopes are compared by value once and then by identity, because a long prefix shares one object.
         known = wanted = scope.at(0)
         for i in range(limit):
             if i == scope.public_blocks:
@@ -108,14 +108,14 @@ class BlockIndex:
         return matched
 
     def add(self, entry: CachedBlock) -> None:
-        """Index a block whose hash and id are not indexed yet, under a parent that is."""
+        """Index a new block, with a new hash, under an indexed parent."""
         self._by_hash[entry.block_hash] = self._by_block[entry.block] = entry
         self.xor ^= block_word(entry.block_hash)
         if entry.parent is not None:
             self._by_block[entry.parent].children += 1
 
     def remove(self, entry: CachedBlock) -> CachedBlock | None:
-        """Forget an entry without children; return its parent's."""
+        """Remove an entry without children, and return its parent's entry."""
         del self._by_block[entry.block], self._by_hash[entry.block_hash]
         self.xor ^= block_word(entry.block_hash)
         if entry.parent is None:
@@ -125,7 +125,7 @@ class BlockIndex:
         return parent
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all entries."""
         self._by_hash.clear()
         self._by_block.clear()
         self.xor = 0

@@ -1,8 +1,8 @@
-"""What a cache holds as it is told to another replica: runs of blocks, the hottest first.
+"""A cache's contents as a list for another replica: runs of blocks, the hottest first.
 
-Owns the order (saves, public prompts, then by heat) in which a parent never comes after its child, so that any
-beginning of the list can be used by itself. Heat is what a block saves for each byte of it: hits of all prefixes that
-it is part of, older ones in part. Entries flow in, plain data that can cross processes flows out; pure functions.
+The order is saves, public prompts, then by heat. A parent never follows its child, so any beginning of the list is
+usable alone. Heat measures a block's savings per byte: the hits of all prefixes that contain it, with older hits
+decayed. Pure functions from index entries to plain data that can cross processes.
 """
 
 import math
@@ -20,15 +20,15 @@ from serve_app.cache.prefix.pins import Pin
 from serve_app.cache.prefix.quota import PUBLIC
 
 Kind = Literal["save", "public", "prefix"]
-"""Pinned by an explicit save; of a public prompt; anything else."""
+"""Pinned by an explicit save; part of a public prompt; any other prefix."""
 
 KINDS: tuple[Kind, ...] = ("save", "public", "prefix")
-"""In the order in which they go."""
+"""In list order."""
 
 
 @dataclass(frozen=True, slots=True)
 class HashedTokens:
-    """Tokens under a scope, and ``chain``: the packed hashes of their full blocks. ``tenant``: pays for new blocks."""
+    """Tokens under a scope. ``chain``: the packed hashes of their full blocks. ``tenant``: the owner of new blocks."""
 
     scope: PrefixScope
     token_ids: TokenArray
@@ -38,7 +38,7 @@ class HashedTokens:
 
 @dataclass(frozen=True, slots=True)
 class PrefixRun:
-    """Blocks in a row without a branch, of one owner and kind; ``parent``: the run before; ``heat``: at its end."""
+    """Consecutive unbranched blocks of one owner and kind. ``parent``: the previous run; ``heat``: at its end."""
 
     parent: int | None
     hashes: bytes
@@ -50,7 +50,7 @@ class PrefixRun:
 
     @property
     def blocks(self) -> int:
-        """How many blocks."""
+        """The number of blocks."""
         return len(self.hashes) // HASH_BYTES
 
     @property
@@ -61,7 +61,7 @@ class PrefixRun:
 
 @dataclass(frozen=True, slots=True)
 class SavedPrefix:
-    """An explicit save whose blocks end with those of ``run``. ``unread_s``: how long ago it was read last."""
+    """An explicit save that ends with the run at index ``run``. ``unread_s``: seconds since the last read."""
 
     key: bytes
     tenant: str
@@ -72,13 +72,13 @@ class SavedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class HotPrefixes:
-    """Runs in their order, and the saves among them."""
+    """Ordered runs, and the saves among them."""
 
     runs: tuple[PrefixRun, ...] = ()
     saves: tuple[SavedPrefix, ...] = ()
 
     def path(self, index: int) -> list[int]:
-        """Return the runs from a prompt's start to run ``index``, which is the last of them."""
+        """Return the indexes of the runs from a prompt's start to run ``index``, inclusive."""
         path: list[int] = []
         at: int | None = index
         while at is not None:
@@ -87,7 +87,7 @@ class HotPrefixes:
         return path[::-1]
 
     def prefix(self, index: int) -> HashedTokens:
-        """Return the whole prefix that ends with a run; the tenant is that of the run."""
+        """Return the whole prefix that ends with a run, under that run's tenant."""
         runs = [self.runs[i] for i in self.path(index)]
         public = sum(run.blocks for run in runs if run.tenant == PUBLIC)
         return HashedTokens(
@@ -100,7 +100,7 @@ class HotPrefixes:
 
 @dataclass(slots=True)
 class _Run:
-    """A run that grows."""
+    """A run under construction."""
 
     parent: int | None
     kind: Kind
@@ -110,8 +110,8 @@ class _Run:
 def heats(entries: Sequence[CachedBlock], now_s: float) -> dict[int, float]:
     """Return the heat of each block, given all entries of an index in its order (parents first). O(blocks).
 
-    Hits of prefixes that end at the block or after it, and up to 1 for how lately one of them was new or hit: what
-    nobody came back to yet is ordered by age. A parent is never colder than its child.
+    Heat is the hits of prefixes that end at the block or after it, plus up to 1 for the last time that one of them was
+    new or hit. The latter orders prefixes without hits by age. A parent is never colder than its child.
     """
     hits: dict[int, float] = {}
     used_s: dict[int, float] = {}
@@ -126,7 +126,7 @@ def heats(entries: Sequence[CachedBlock], now_s: float) -> dict[int, float]:
 
 
 def list_hot(entries: Sequence[CachedBlock], pins: Sequence[Pin], now_s: float) -> HotPrefixes:
-    """Return what an index (parents first) holds, in order; a run also ends where heat halves. O(blocks log runs)."""
+    """Return an index's entries (parents first) as ordered runs. A run ends where heat halves. O(blocks log runs)."""
     pinned = {block for pin in pins for block in pin.blocks}
     tails = {pin.blocks[-1] for pin in pins}
     heat = heats(entries, now_s)
@@ -176,7 +176,7 @@ def list_hot(entries: Sequence[CachedBlock], pins: Sequence[Pin], now_s: float) 
 
 
 def within(hot: HotPrefixes, most_blocks: int) -> HotPrefixes:
-    """Return the first blocks of a list, without its saves; the last run is cut where it has to be."""
+    """Return the first ``most_blocks`` of a list, without its saves. The last run is cut if needed."""
     runs: list[PrefixRun] = []
     room = most_blocks
     for run in hot.runs:
@@ -192,6 +192,6 @@ def within(hot: HotPrefixes, most_blocks: int) -> HotPrefixes:
 
 
 def idle_heats(entries: Sequence[CachedBlock], idle: Collection[int], now_s: float) -> bytes:
-    """Return the heats of the idle blocks as packed float32, the coldest first: what a newcomer may push out."""
+    """Return the heats of the idle blocks, which new blocks may evict, as packed float32, the coldest first."""
     heat = heats(entries, now_s)
     return np.sort(np.array([heat[block] for block in idle], dtype="<f4")).tobytes()

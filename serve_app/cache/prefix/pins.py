@@ -1,8 +1,8 @@
-"""Which cached prefixes must stay, and until when.
+"""Pinned prefixes, which stay cached until their pins end.
 
-Owns pins by key inside a budget of blocks, each tenant's share of it, and TTLs, which every read renews. A block under
-several pins counts once, for each tenant once. Not thread-safe, except the counts. Laws: what is within a tenant's
-share is never refused nor recalled; what is beyond it is lent until somebody needs their share.
+It owns pins by key within a budget of blocks, each tenant's share of it, and TTLs, which every read renews. A block
+under several pins counts once in all, and once for each tenant. Not thread-safe, except the counts. Invariants: pins
+within a tenant's share are never refused or recalled; pins beyond it are lent until another tenant needs its share.
 """
 
 import math
@@ -17,7 +17,7 @@ PinOutcome = Literal["pinned", "present", "over_budget"]
 
 @dataclass(slots=True, eq=False)
 class Pin:
-    """One pinned prefix. ``ttl_s`` None: stays until it is unpinned."""
+    """One pinned prefix. ``ttl_s`` None: it stays until it is unpinned."""
 
     key: bytes
     tenant: str
@@ -26,12 +26,12 @@ class Pin:
     expires_s: float
 
     def unread_s(self, now_s: float) -> float:
-        """Return how long ago it was read last; 0.0 without a TTL."""
+        """Return the seconds since its last read, or 0.0 without a TTL."""
         return 0.0 if self.ttl_s is None else max(0.0, self.ttl_s - (self.expires_s - now_s))
 
 
 class Pins:
-    """Pins by key. ``weights``: of tenants' shares; a tenant without one only borrows. Fewer than two: no shares."""
+    """Pins by key. ``weights``: of tenants' shares. A tenant without one only borrows. Below two weights: no shares."""
 
     def __init__(self, budget_blocks: int, weights: Mapping[str, float] | None = None) -> None:
         if budget_blocks < 0:
@@ -39,71 +39,71 @@ class Pins:
         self.budget_blocks = budget_blocks
         self.set_weights(weights or {})
         self._pins: dict[bytes, Pin] = {}
-        """The oldest first."""
+        """Oldest first."""
         self._counts: Counter[int] = Counter()
-        """The pins that each block is under."""
+        """The number of pins on each block."""
         self._tenants_counts: dict[str, Counter[int]] = {}
         self._soonest_s = math.inf
         self.on_end: Callable[[list[int]], None] | None = None
-        """Called with the blocks that no pin keeps any more, while they are indexed still."""
+        """Called with the blocks that are no longer pinned, while they are still indexed."""
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
-        """Go by other weights from now on; nothing is recalled before somebody needs the room."""
+        """Use new weights from now on. No pin is recalled before another tenant needs the space."""
         total = sum(weights.values())
         self._shares = {name: int(self.budget_blocks * weight / total) for name, weight in weights.items()}
 
     def of_others(self, tenants: Collection[str]) -> list[bytes]:
-        """Return the keys of all pins that are none of these tenants'."""
+        """Return the keys of all pins of other tenants."""
         return [key for key, pin in self._pins.items() if pin.tenant not in tenants]
 
     def __len__(self) -> int:
-        """How many prefixes are pinned."""
+        """The number of pinned prefixes."""
         return len(self._pins)
 
     def __iter__(self) -> Iterator[bytes]:
-        """The keys."""
+        """Iterate over the keys."""
         return iter(tuple(self._pins))
 
     @property
     def blocks(self) -> int:
-        """Distinct pinned blocks."""
+        """The number of distinct pinned blocks."""
         return len(self._counts)
 
     @property
     def next_expiry_s(self) -> float | None:
-        """A time at or before the next pin's end; None when no pin will end."""
+        """A time at or before the next pin's end, or None when no pin will end."""
         return self._soonest_s if self._soonest_s < math.inf else None
 
     def soonest_first(self) -> list[Pin]:
-        """Return all pins by their ends."""
+        """Return all pins, sorted by expiry."""
         return sorted(self._pins.values(), key=lambda pin: pin.expires_s)
 
     def counts(self) -> dict[int, int]:
-        """Return the pins each pinned block is under (any thread)."""
+        """Return the number of pins on each pinned block (any thread)."""
         return dict(self._counts)
 
     def holdings(self) -> dict[str, int]:
-        """Return the distinct blocks each tenant has pinned (any thread)."""
+        """Return the number of distinct pinned blocks by tenant (any thread)."""
         return {tenant: len(counts) for tenant, counts in self._tenants_counts.copy().items()}
 
     def of_tenant(self, tenant: str) -> int:
-        """Return how many prefixes a tenant has pinned."""
+        """Return the number of a tenant's pinned prefixes."""
         return sum(1 for pin in self._pins.values() if pin.tenant == tenant)
 
     def pinned_leading(self, blocks: Iterable[int], tenant: str | None = None) -> int:
-        """Return how many leading blocks of a prefix are pinned, by anybody or by one tenant."""
+        """Return the number of a prefix's leading pinned blocks, by any tenant or by one."""
         counts = self._counts if tenant is None else self._tenants_counts.get(tenant) or Counter()
         return sum(1 for _ in takewhile(counts.__contains__, blocks))
 
     def room(self, tenant: str) -> tuple[int, int]:
-        """Return how many distinct blocks a tenant has pinned, and how many it may have whatever others do."""
+        """Return the number of a tenant's distinct pinned blocks, and its guaranteed number."""
         budget_blocks = self.budget_blocks if len(self._shares) < 2 else self._shares.get(tenant, 0)
         return len(self._tenants_counts.get(tenant, ())), budget_blocks
 
     def add(
         self, key: bytes, blocks: Sequence[int], ttl_s: float | None, now_s: float, tenant: str = "default"
     ) -> PinOutcome:
-        """Pin a prefix of at least one block; what is pinned under that key already stays as it is, renewed."""
+        """Pin a prefix of at least one block. An existing pin of that key keeps its blocks and is renewed."""
         if self.renew(key, ttl_s, now_s):
             return "present"
         if len(self._counts) + len(blocks) - self.pinned_leading(blocks) > self.budget_blocks:
@@ -115,7 +115,7 @@ class Pins:
         return "pinned"
 
     def recall(self, blocks: Sequence[int], tenant: str) -> bytes | None:
-        """Return the pin to remove next, the last of the tenant furthest over its share; None: nothing is lent."""
+        """Return the pin to remove next, the last of the tenant most over its share, or None if no pin is lent."""
         held_blocks, share_blocks = self.room(tenant)
         more_blocks = len(blocks) - self.pinned_leading(blocks, tenant)
         if len(self._shares) < 2 or held_blocks + more_blocks > share_blocks:
@@ -127,7 +127,7 @@ class Pins:
         return next(key for key, pin in reversed(self._pins.items()) if pin.tenant == furthest)
 
     def renew(self, key: bytes, ttl_s: float | None, now_s: float) -> bool:
-        """Let a pin's time run from now, by the longer of its TTL and ``ttl_s``; False when there is none."""
+        """Restart a pin's time with the longer of its TTL and ``ttl_s``. Return False when there is no such pin."""
         pin = self._pins.get(key)
         if pin is None:
             return False
@@ -137,7 +137,7 @@ class Pins:
         return True
 
     def read(self, blocks: Iterable[int], now_s: float) -> None:
-        """Renew the pins that lie wholly within a prefix that is read."""
+        """Renew the pins that a read prefix contains in full."""
         if self._soonest_s == math.inf:
             return
         within = set(blocks)
@@ -146,7 +146,7 @@ class Pins:
                 pin.expires_s = now_s + pin.ttl_s
 
     def remove(self, key: bytes) -> tuple[int, ...]:
-        """Drop a pin and return its blocks; () when there is none of that key."""
+        """Remove a pin and return its blocks, or () when there is none of that key."""
         pin = self._pins.pop(key, None)
         if pin is None:
             return ()
@@ -162,7 +162,7 @@ class Pins:
         return pin.blocks
 
     def expired(self, now_s: float) -> list[bytes]:
-        """Return the keys whose time is over; the caller removes them. O(pins) when the first one is due."""
+        """Return the keys of expired pins, for the caller to remove. O(pins) when the first one is due."""
         if now_s < self._soonest_s:
             return []
         self._soonest_s = min((pin.expires_s for pin in self._pins.values() if pin.expires_s > now_s), default=math.inf)

@@ -1,8 +1,8 @@
-"""Which computed KV blocks can be used again, and for whom.
+"""The reusable computed KV blocks, and the tenants and scopes that may use them.
 
-Owns eviction (leaf first, from whoever is most over their share, in the order of ``cache.eviction``), pins, and the
-events that tell routers of it. Tokens and chains flow in; block ids and events flow out. Not thread-safe, except as
-``index`` says.
+It owns eviction (leaf first, from the tenant most over its share, in the order of ``cache.eviction``), pins, and the
+events for routers. Tokens and chains flow in; block ids and events flow out. Not thread-safe, except as stated in
+``index``.
 """
 
 import time
@@ -29,14 +29,14 @@ from serve_app.cache.prefix.quota import PUBLIC, Quota
 CacheEvent = BlocksStored | BlocksRemoved | CacheCleared
 
 EvictionHook = Callable[[list[CachedBlock]], None]
-"""Called with what is being evicted, children first, while the blocks' KV is still in place."""
+"""Called with the blocks being evicted, children first, while their KV is still in place."""
 
 
 class PrefixCache:
     """Block allocation with reuse of computed prefixes.
 
-    Invariants: a cached block's parent is cached; a block in use has its parents in use; the hashes announced in
-    events equal the hashes indexed; a pinned block is never evicted. ``shares``: weights of tenants' shares
+    Invariants: a cached block's parent is cached; the parents of a block in use are in use; the hashes announced in
+    events equal the indexed hashes; a pinned block is never evicted. ``shares``: weights of tenants' shares
     of the pool and of the pin budget. ``hash_chain`` is a parameter so that tests can force collisions.
     """
 
@@ -68,33 +68,33 @@ class PrefixCache:
 
     @property
     def available_blocks(self) -> int:
-        """Blocks that ``allocate`` can hand out: free ones and evictable ones."""
+        """The number of blocks that ``allocate`` can supply: free and evictable ones."""
         return self.pool.free_blocks + self.pool.idle_blocks
 
     def set_shares(self, shares: Mapping[str, float]) -> None:
-        """Go by other weights of tenants from now on; where there are any, pins of all others end."""
+        """Use new tenant weights from now on. If there are any, the pins of all other tenants end."""
         self.quota.set_weights(shares)
         self.pins.set_weights(shares)
         for key in self.pins.of_others(shares) if shares else ():
             self.unpin(key)
 
     def prompt_chain(self, scope: PrefixScope, root: bytes, token_ids: TokenArray, known: bytes = b"") -> bytes:
-        """Return the chain of a whole prompt, public blocks included, from what is known of it; b"" when off."""
+        """Return the chain of a whole prompt, including public blocks, that begins with ``known``; b"" when off."""
         if not self.enabled:
             return b""
         return extend_chain(root, scope.public_blocks, token_ids, self.block_size, known, self._hash_chain)
 
     def reusable_blocks(self, num_tokens: int) -> int:
-        """Return how many leading blocks of a prompt may be reused: never the one with the last token."""
+        """Return the number of reusable leading blocks of a prompt, never including the last token's."""
         return max(num_tokens - 1, 0) // self.block_size if self.enabled else 0
 
     def match(self, scope: PrefixScope, token_ids: TokenArray, chain: bytes) -> list[int]:
-        """Return the cached blocks of the longest prefix of ``token_ids``, never the last token's; acquires nothing."""
+        """Return the cached blocks of the longest prefix, never including the last token's. Acquires no blocks."""
         limit = min(self.reusable_blocks(len(token_ids)), len(chain) // HASH_BYTES)
         return self.index.match(scope, token_ids, chain, limit)
 
     def acquire(self, blocks: Sequence[int], *, read: bool = True) -> None:
-        """Add a reference to each matched block. ``read``: for a request, which renews the pins among them."""
+        """Add a reference to each matched block. ``read``: a request uses them, which renews their pins."""
         for block in blocks:
             self._retain(block)
         if not read:
@@ -104,7 +104,7 @@ class PrefixCache:
         self.pins.read(blocks, self._clock())
 
     def hit(self, matched: Sequence[int]) -> None:
-        """Count a request that starts with these blocks, which are hotter for it."""
+        """Count a request that starts with these blocks, which makes them hotter."""
         entry = self.index.of_block(matched[-1]) if matched else None
         if entry is not None:
             entry.hit(self._clock())
@@ -132,9 +132,9 @@ class PrefixCache:
             self._place(entry, Standing.ORDINARY)
 
     def touch(self, chain: bytes, blocks: int) -> None:
-        """Keep a chain's first ``blocks``, as far as they are idle, as long as if they had just been used.
+        """Treat the idle blocks among a chain's first ``blocks`` as just used.
 
-        Only the last of them is looked at: no block is evicted before those that follow it.
+        Only the last block needs an update, because no block is evicted before those that follow it.
         """
         entry = self.index.of_hash(hash_at(chain, blocks - 1)) if blocks else None
         if entry is not None and self.pool.is_idle(entry.block):
@@ -142,7 +142,7 @@ class PrefixCache:
             self._place(entry, Standing.ORDINARY)
 
     def demote(self, blocks: Sequence[int]) -> int:
-        """Let a matched prefix's tail that is idle and unshared go first: another replica has it; return its blocks."""
+        """Mark a matched prefix's idle, unshared tail for early eviction (another replica has it); return its size."""
         demoted = 0
         self._ticks += 1
         for block in reversed(blocks):
@@ -156,11 +156,11 @@ class PrefixCache:
     def publish(
         self, scope: PrefixScope, token_ids: TokenArray, chain: bytes, blocks: list[int], first: int, last: int
     ) -> int:
-        """Index ``blocks[first:last]``, whose KV is complete, and return the new count of indexed leading blocks.
+        """Index ``blocks[first:last]``, which have complete KV, and return the new count of indexed leading blocks.
 
-        Blocks before ``first`` are indexed already. Where an equal block is indexed, ``blocks`` is changed to use
-        that one and the duplicate is freed. The count stays below ``last`` when a hash is taken by other content.
-        What is public leaves its tenant's account.
+        Blocks before ``first`` are already indexed. If an equal block is indexed, ``blocks`` is changed to use that one
+        and the duplicate is freed. The count stays below ``last`` if other content has the same hash. Public blocks
+        leave their tenant's account.
         """
         if not self.enabled or first >= last:
             return first
@@ -205,7 +205,7 @@ class PrefixCache:
     ) -> PinOutcome:
         """Keep indexed blocks under ``key`` for ``ttl_s`` after the last read, ``unread_s`` ago; None: until unpinned.
 
-        What others pinned beyond their shares makes room for what is within ``tenant``'s. A taken key is renewed.
+        Other tenants' pins beyond their shares give way to pins within ``tenant``'s share. An existing key is renewed.
         """
         if not blocks or any(block not in self.index for block in blocks):
             raise ValueError("a pin needs at least one block, and only indexed ones")
@@ -222,23 +222,23 @@ class PrefixCache:
         return outcome
 
     def unpin(self, key: bytes) -> bool:
-        """Let a pinned prefix be evicted again, as the most recently used; False when there is none of that key."""
+        """Make a pinned prefix evictable, as the most recently used. Return False when there is none of that key."""
         blocks = self.pins.remove(key)
         self.release(blocks)
         return bool(blocks)
 
     def expire_pins(self) -> None:
-        """Unpin what nobody read for its TTL."""
+        """Unpin prefixes that were not read for their TTL."""
         if self.pins.next_expiry_s is not None:
             for key in self.pins.expired(self._clock()):
                 self.unpin(key)
 
     def pinned_idle_blocks(self) -> int:
-        """Return how many blocks a pin alone keeps in use (any thread; exact between steps)."""
+        """Return the number of blocks that only pins keep in use (any thread; exact between steps)."""
         return sum(1 for block, pins in self.pins.counts().items() if self.pool.references(block) == pins)
 
     def evict(self, count: int, *, counted: bool = True) -> None:
-        """Forget the next idle blocks, as many as there must be. ``counted``: for others' room, which tiers hear of."""
+        """Evict the next ``count`` idle blocks. ``counted``: to make space, so count them and offer them to tiers."""
         removed = bytearray()
         evicted: list[CachedBlock] = []
         for _ in range(count):
@@ -254,7 +254,7 @@ class PrefixCache:
             if entry.reused:
                 self.evicted_reused_blocks += counted
                 if parent is not None:
-                    parent.reused = True  # whoever reused the child reused it
+                    parent.reused = True  # a reuse of the child reused the parent
         if removed:
             self._events.append(BlocksRemoved(bytes(removed)))
             self.evicted_blocks += count if counted else 0
@@ -262,7 +262,7 @@ class PrefixCache:
                 self.on_evict(evicted)
 
     def reset(self) -> bool:
-        """Release every pin and forget every block not in use; return whether nothing was kept."""
+        """Release every pin, forget every block not in use, and return whether no block was kept."""
         for key in self.pins:
             self.unpin(key)
         if self.pool.used_blocks and len(self.index):
@@ -277,13 +277,13 @@ class PrefixCache:
         return True
 
     def take_events(self) -> tuple[CacheEvent, ...]:
-        """Return the events since the last call, in the order in which they happened."""
+        """Return the events since the last call, in order."""
         events = tuple(self._events)
         self._events.clear()
         return events
 
     def _place(self, entry: CachedBlock, standing: Standing) -> None:
-        """Give an idle block its place among those that can be evicted, as of now."""
+        """Place an idle block in the eviction order, as of now."""
         entry.released_at, entry.standing = self._ticks, standing
         if entry.children == 0:
             self.quota.queue_leaf(entry.block, entry.released_at, standing, entry.hits)

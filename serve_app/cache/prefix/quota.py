@@ -1,9 +1,9 @@
-"""Tenants' shares of a room with a bound: the pool's blocks, a tier's bytes.
+"""Tenants' shares of a bounded space: the pool's blocks, or a tier's bytes.
 
-Owns which tenants are active, how much each holds, which is most over its share, and whose account each block of the
-pool is on; which of a tenant's blocks goes first is its queue's: ``cache.eviction``, or vLLM's own. Laws: the accounts
-add up to what is taken; nobody at or under their share gives up a block while somebody above has one to give; room
-that nobody needs can be borrowed. Not thread-safe, except ``holdings``.
+It owns the active tenants, their holdings, the tenant most over its share, and the account of each block of the pool.
+The tenant's queue owns the eviction order: ``cache.eviction``, or vLLM's own. Invariants: the accounts add up to the
+space in use; no tenant at or under its share loses a block while a tenant above has an evictable one; unneeded space
+can be borrowed. Not thread-safe, except ``holdings``.
 """
 
 import math
@@ -14,23 +14,23 @@ from typing import Generic, TypeVar
 from serve_app.cache.eviction import EvictionQueue, Standing
 
 ACTIVE_S = 600.0
-"""Seconds without a request after which a tenant has no share, and its blocks are the first to go, until the next."""
+"""After this many seconds without a request, a tenant has no share and its blocks are evicted first."""
 
 PUBLIC = "(public)"
-"""The account of public prompts' blocks, with a share of its own: no tenant's flood takes what all use. No tenant can
-have this name."""
+"""The account of public prompts' blocks. It has its own share, so that no tenant's flood evicts shared blocks. No
+tenant can have this name."""
 
 GUARD_S = 60.0
-"""Seconds after a tenant's last request for which its idle blocks also limit how much others may run at once: a
-longer guard would leave a replica idle for the sake of caches that may never be asked for again."""
+"""For this many seconds after a tenant's last request, its idle blocks also limit the running requests of others. A
+longer guard would leave a replica idle to keep caches that may never be used again."""
 
 Q = TypeVar("Q", bound=Sized)
-"""What a tenant can give, in the order in which it goes."""
+"""A tenant's evictable blocks, in eviction order."""
 
 
 @dataclass(slots=True, eq=False)
 class Account(Generic[Q]):
-    """What one tenant holds: ``held`` in all, ``idle`` by the cache alone, ``queue`` of what it can give."""
+    """One tenant's holdings: ``held`` in all, ``idle`` only in the cache; ``queue``: its evictable blocks."""
 
     tenant: str
     weight: float
@@ -40,14 +40,14 @@ class Account(Generic[Q]):
     used_s: float = -math.inf
 
     def excess(self, since_s: float) -> float:
-        """Return how far over its share it is, by what it holds by weight; without requests ``since_s`` it has none."""
+        """Return the holdings by weight, to compare tenants; infinity without requests since ``since_s``."""
         return self.held / self.weight if self.used_s >= since_s else math.inf
 
 
 class Accounts(Generic[Q]):
-    """Accounts by tenant, of weight 1.0 by default; who is unseen for ``active_s`` has no share. O(accounts) a call.
+    """Accounts by tenant, of weight 1.0 by default. A tenant unseen for ``active_s`` has no share. O(accounts) a call.
 
-    ``queue``: makes a tenant's, with nothing in it.
+    ``queue``: creates a tenant's empty queue.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class Accounts(Generic[Q]):
         self._accounts: dict[str, Account[Q]] = {}
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
-        """Go by other weights from now on."""
+        """Use new weights from now on."""
         self._weights = checked_weights(weights)
         for tenant, account in self._accounts.items():
             account.weight = self._weights.get(tenant, 1.0)
 
     def holdings(self) -> dict[str, int]:
-        """Return what each tenant holds (any thread)."""
+        """Return each tenant's holdings (any thread)."""
         return {tenant: account.held for tenant, account in self._accounts.copy().items() if account.held}
 
     def all(self) -> list[Account[Q]]:
@@ -78,13 +78,13 @@ class Accounts(Generic[Q]):
         return [tenant for tenant, account in self._accounts.items() if account.used_s >= since_s]
 
     def touch(self, tenant: str, ago_s: float = 0.0) -> Account[Q]:
-        """Note a request of a tenant, which came ``ago_s`` before now: it is active from then on."""
+        """Record a tenant's request that arrived ``ago_s`` seconds ago. The tenant is active from then on."""
         account = self.account(tenant)
         account.used_s = self._clock() - ago_s
         return account
 
     def furthest(self) -> Account[Q] | None:
-        """Return the account most over its share, of those that have something to give."""
+        """Return the account most over its share, among those with evictable blocks."""
         since_s, furthest, most = self._active_since_s(), None, -math.inf
         for account in self._accounts.values():
             excess = account.excess(since_s)
@@ -93,7 +93,7 @@ class Accounts(Generic[Q]):
         return furthest
 
     def account(self, tenant: str) -> Account[Q]:
-        """Return a tenant's account, and make it where there is none. Forgets those without anything."""
+        """Return a tenant's account, created if missing. Inactive accounts without holdings are then dropped."""
         account = self._accounts.get(tenant)
         if account is None:
             kept = {account.tenant for account in self._active()}
@@ -120,9 +120,9 @@ class PoolShares(Accounts[Q]):
         self._total_blocks = total_blocks
 
     def fraction(self, tenant: str) -> float:
-        """Return the tenant's part of the pool among those active now; one alone of several counts as one of two."""
+        """Return the tenant's share of the pool among active tenants. A lone one of several counts as one of two."""
         weight = self._weights.get(tenant, 1.0)
-        # What is public is used on everybody's behalf: it narrows nobody's share of the room.
+        # Public blocks serve all tenants, so they narrow no tenant's share.
         others = sum(account.weight for account in self._active() if account.tenant not in (tenant, PUBLIC))
         if not others and len(self._weights) > 1:
             others = 1.0
@@ -134,7 +134,7 @@ class PoolShares(Accounts[Q]):
         return account.held - account.idle if account is not None else 0
 
     def over_share(self, tenant: str) -> float:
-        """Return the tenant's blocks in use by weight if they are more than its share, else 0.0."""
+        """Return the tenant's blocks in use, divided by its weight, if they exceed its share, else 0.0."""
         in_use = self.in_use(tenant)
         if in_use <= self.fraction(tenant) * self._total_blocks:
             return 0.0
@@ -152,25 +152,25 @@ class PoolShares(Accounts[Q]):
 
 
 class Quota(PoolShares[EvictionQueue[int]]):
-    """The shares of the built-in engine's pool, and whose account each of its blocks is on."""
+    """The shares of the built-in engine's pool, and the account of each of its blocks."""
 
     def __init__(self, total_blocks: int, weights: Mapping[str, float], clock: Callable[[], float]) -> None:
         super().__init__(total_blocks, weights, clock, EvictionQueue)
         self._owners: list[Account[EvictionQueue[int]] | None] = [None] * total_blocks
 
     def tenant_of(self, block: int) -> str:
-        """Return whose account a taken block is on."""
+        """Return the tenant that owns a taken block."""
         return self._owner(block).tenant
 
     def take(self, blocks: Sequence[int], tenant: str) -> None:
-        """Enter blocks that were free under a tenant."""
+        """Assign free blocks to a tenant."""
         account = self.touch(tenant)
         for block in blocks:
             self._owners[block] = account
         account.held += len(blocks)
 
     def hand_over(self, block: int, tenant: str) -> None:
-        """Enter a block in use under another tenant."""
+        """Reassign a block in use to another tenant."""
         account = self.touch(tenant)
         before = self._owner(block)
         if before is not account:
@@ -179,22 +179,22 @@ class Quota(PoolShares[EvictionQueue[int]]):
             account.held += 1
 
     def read(self, block: int) -> None:
-        """Note a hit that begins with ``block``: what is public has a share as long as anybody reads it."""
+        """Record a hit that begins with ``block``. Public blocks have a share as long as requests read them."""
         if self._owner(block).tenant == PUBLIC:
             self.touch(PUBLIC)
 
     def reused(self, block: int) -> None:
-        """Note that an idle block is in use again."""
+        """Record that an idle block is in use again."""
         account = self._owner(block)
         account.idle -= 1
         account.queue.discard(block)
 
     def idled(self, block: int) -> None:
-        """Note that a block in use is idle now."""
+        """Record that a block in use has become idle."""
         self._owner(block).idle += 1
 
     def freed(self, block: int, *, idle: bool) -> None:
-        """Strike a block out; ``idle``: what it was until now."""
+        """Remove a block from its account. ``idle``: whether it was idle."""
         account = self._owner(block)
         self._owners[block] = None
         account.held -= 1
@@ -202,11 +202,11 @@ class Quota(PoolShares[EvictionQueue[int]]):
         account.queue.discard(block)
 
     def queue_leaf(self, block: int, used: int, standing: Standing, hits: float) -> None:
-        """Let an idle leaf be evicted when it comes to it."""
+        """Queue an idle leaf for eviction."""
         self._owner(block).queue.put(block, used, standing, hits=hits)
 
     def next_leaf(self) -> int:
-        """Take and return the block to evict, of whoever is most over their share. Raises IndexError: none."""
+        """Remove and return the next block to evict, of the tenant most over its share. Raises IndexError if none."""
         account = self.furthest()
         if account is None:
             raise IndexError("no block can be evicted")
@@ -216,12 +216,12 @@ class Quota(PoolShares[EvictionQueue[int]]):
 
     def _owner(self, block: int) -> Account[EvictionQueue[int]]:
         account = self._owners[block]
-        assert account is not None, f"block {block} belongs to nobody"
+        assert account is not None, f"block {block} has no owner"
         return account
 
 
 def checked_weights(weights: Mapping[str, float]) -> dict[str, float]:
-    """Return a copy. Raises ValueError for a weight that is no finite number over 0."""
+    """Return a copy. Raises ValueError for a weight that is not a finite number over 0."""
     if any(not 0.0 < weight < math.inf for weight in weights.values()):
         raise ValueError("a tenant's share must be a finite number over 0")
     return dict(weights)

@@ -1,1 +1,1 @@
-"""KV below the pool: host memory and disk."""
+"""The KV tiers below the pool: host memory and disk."""

@@ -1,6 +1,6 @@
-"""Blocks in files: their bound by tenants' shares, and the ends of saves.
+"""Blocks in files, with tenants' shares of the space and the expiry of saves.
 
-One thread (the queue's) stores, loads and marks; any may look up. The end in a file's name counts after a restart.
+Only the queue's thread stores, loads and marks. Any thread may look up. The expiry in a file's name survives a restart.
 """
 
 import logging
@@ -17,14 +17,14 @@ from serve_app.cache.tiers.tier_index import UNKNOWN, Entry, TierIndex
 _log = logging.getLogger(__name__)
 
 SCAN_LIMIT_S = 10.0
-"""How long a start may read headers; files not reached by then, the longest unused, are dropped."""
+"""The time limit for reading headers at the start. Files not reached by then, the least recently used, are dropped."""
 
 ACTIVE_S = 86400.0
-"""Seconds without a request after which a tenant has no share here: what a disk is for is there again the next day."""
+"""After this many seconds without a request, a tenant has no share here. A disk cache should last for a day."""
 
 
 class DiskTier:
-    """At most ``capacity_bytes`` of files. ``save_ttl_s``: how long a save of an earlier life stays one at most."""
+    """At most ``capacity_bytes`` of files. ``save_ttl_s``: the maximum remaining time of a previous run's saves."""
 
     def __init__(
         self,
@@ -37,21 +37,21 @@ class DiskTier:
         wall_clock: Callable[[], float] = time.time,
         scan_limit_s: float = SCAN_LIMIT_S,
     ) -> None:
-        """Index what an earlier life left in the directory."""
+        """Index the files that a previous run left in the directory."""
         self.capacity_bytes = capacity_bytes
         self.refused_files = 0
         self.index: TierIndex[Entry] = TierIndex("disk", shares or {}, clock, ACTIVE_S)
         self.life = 0
-        """Rises with every reset."""
+        """The number of resets."""
         self._files = files
         self._wall_clock = wall_clock
         self._inherited: dict[bytes, float] = {}
-        """Saves of an earlier life that will end, by Unix time, the soonest first: nobody will say that they do."""
+        """Expiring saves of a previous run, by Unix time, the soonest first. No caller will end them."""
         self._used_ns = 0
         self._scan(clock, scan_limit_s, save_ttl_s)
 
     def store(self, block: TierBlock, row: Row, saved_until_s: float | None = None, *, life: int | None = None) -> bool:
-        """Write a block, making room; return whether it is filed. ``life``: the tier's when it was offered."""
+        """Write a block, after evictions if needed, and return whether it is stored. ``life``: when it was offered."""
         life = self.life if life is None else life
         block_hash = block.block_hash
         known = self.index.find(block_hash)
@@ -76,7 +76,7 @@ class DiskTier:
         return False
 
     def load(self, block_hash: bytes) -> tuple[TierBlock, Row] | None:
-        """Read a block; one whose file is gone, torn or foreign is forgotten with a warning."""
+        """Read a block. If its file is missing, torn or foreign, forget the block with a warning."""
         filed = self.index.get(block_hash)
         if filed is None:
             return None
@@ -95,7 +95,7 @@ class DiskTier:
             return None
 
     def touch(self, block_hashes: Iterable[bytes]) -> None:
-        """Make blocks the most recently used ones, in that order: children before their parents."""
+        """Mark blocks as the most recently used, in the given order: children before their parents."""
         for block_hash in block_hashes:
             with self.index.lock:
                 filed = self.index.get(block_hash)
@@ -108,7 +108,7 @@ class DiskTier:
                 _log.warning("a KV block's time of use was not noted: %s", error.strerror)
 
     def mark(self, block_hashes: Iterable[bytes], saved_until_s: float | None) -> int:
-        """Note until when (Unix time) blocks are saved, on disk too; None: no more. Return how many are marked so."""
+        """Set the expiry (Unix time) of blocks' saves, also on disk; None: not saved. Return how many were marked."""
         marked = 0
         for block_hash in block_hashes:
             filed = self.index.get(block_hash)
@@ -125,12 +125,12 @@ class DiskTier:
                 if block_hash in self.index:
                     self.index.mark(block_hash, saved_until_s)
                     marked += 1
-                else:  # forgotten meanwhile: who unlinks it has to know its new name
+                else:  # it was forgotten concurrently, and the unlinking caller needs its new name
                     filed.saved_until_s = saved_until_s
         return marked
 
     def forget_all(self) -> Callable[[], None]:
-        """Forget every block at once (any thread) and return what unlinks the files, for the queue's thread."""
+        """Forget every block at once (any thread). Return a function that unlinks the files, for the queue's thread."""
         with self.index.lock:
             self.life += 1
             forgotten = list(self.index)
@@ -144,7 +144,7 @@ class DiskTier:
         return unlink
 
     def _make_room(self, size: int, owner: str, *, saved: bool) -> bool:
-        """Evict until ``size`` bytes fit; False where they are not worth what would have to go."""
+        """Evict until ``size`` bytes fit. Return False if only more valuable blocks could be evicted."""
         if self.index.used_bytes + size > self.capacity_bytes:
             now_s = self._wall_clock()
             with self.index.lock:
@@ -162,7 +162,7 @@ class DiskTier:
             self._files.remove(victim.block.block_hash, victim.saved_until_s)
 
     def _forget(self, block_hash: bytes) -> bool:
-        """Take a block out of the index, if it is there. The lock is held."""
+        """Remove a block from the index, if it is indexed. The caller holds the lock."""
         if block_hash not in self.index:
             return False
         self.index.remove(block_hash)
@@ -170,12 +170,12 @@ class DiskTier:
         return True
 
     def _now_ns(self) -> int:
-        """Return a time that rises with every call: file times are all that is left of the order after a restart."""
+        """Return a time that rises with every call. After a restart, only file times preserve the order of use."""
         self._used_ns = max(self._used_ns + 1, time.time_ns())
         return self._used_ns
 
     def _scan(self, clock: Callable[[], float], limit_s: float, save_ttl_s: float | None) -> None:
-        """Index the files of an earlier life, saved and recent ones first, within the time; then evict to the bound."""
+        """Index a previous run's files within the time limit, saved and recent ones first. Then evict to capacity."""
         deadline_s, now_s = clock() + limit_s, self._wall_clock()
         files = sorted(
             self._files.scan(), key=lambda file: (file.saved_until_s is not None, file.used_ns), reverse=True
@@ -198,7 +198,7 @@ class DiskTier:
         self.index.announce()
 
     def _inherit(self, now_s: float, latest_s: float) -> None:
-        """Let no save of an earlier life last longer than ``latest_s``, and end what is over."""
+        """Limit the saves of a previous run to ``latest_s``, and end expired ones."""
         saved = [(filed.saved_until_s, filed) for filed in self.index if filed.saved_until_s is not None]
         for until_s, filed in sorted(saved, key=lambda pair: pair[0]):
             bounded_s = min(until_s, float(math.floor(latest_s)) if latest_s < math.inf else math.inf)

@@ -1,9 +1,9 @@
-"""The disk tier's directory: one KV block a file, in a slot that one engine holds.
+"""The disk tier's directory: one file for each KV block, in a slot held by one engine.
 
-Owns names, modes, the atomic write and the slot's lock. A file is written whole or not at all, and checked before it
-is believed. A saved block's name ends in ``.saved``, or ``.TIME.saved`` if the save ends (Unix time): a rename is all
-it takes to mark one. Paths of blocks are plain strings: pathlib's own work would be a third of a small file's time and
-more, and it interns every name.
+It owns names, modes, the atomic write and the slot's lock. A file is written whole or not at all, and checked before
+use. A saved block's name ends in ``.saved``, or ``.TIME.saved`` if the save expires (Unix time), so a rename marks it.
+Paths of blocks are plain strings, because pathlib would take a third or more of the time for a small file, and it
+interns every name.
 """
 
 import contextlib
@@ -42,12 +42,12 @@ MAX_SLOTS = 1024
 
 
 class DiskTierError(OSError):
-    """The directory cannot hold a disk tier; the message says what to do."""
+    """The directory cannot hold a disk tier. The message contains the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundFile:
-    """A file with one of our names. ``saved_until_s``: as in ``Entry``; ``used_ns``: when it was last used."""
+    """A file with a block's name. ``saved_until_s``: as in ``Entry``; ``used_ns``: the time of its last use."""
 
     block_hash: bytes
     saved_until_s: float | None
@@ -78,7 +78,7 @@ class BlockFiles:
         return encode_header(header) + row.tobytes()
 
     def write(self, block_hash: bytes, content: bytes, saved_until_s: float | None, used_ns: int) -> None:
-        """Make a block's file appear, whole, with its time of use. Raises OSError and leaves nothing half-done."""
+        """Create a block's file atomically, with its time of use. Raises OSError and leaves no partial file."""
         temporary = f"{self._prefix}{block_hash.hex()}.tmp"
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -94,12 +94,12 @@ class BlockFiles:
             raise
 
     def read(self, block_hash: bytes, saved_until_s: float | None) -> tuple[TierBlock, Row]:
-        """Return a block and its bytes. Raises OSError or a TransferError: then the file is worth nothing."""
+        """Return a block and its bytes. Raises OSError or a TransferError if the file is unusable."""
         with open(self._path(block_hash, saved_until_s), "rb") as file:
             return self.decode(file.read(), block_hash)
 
     def decode(self, data: bytes, block_hash: bytes) -> tuple[TierBlock, Row]:
-        """Return a block from the content of its file: the inverse of ``encode``. Raises a TransferError."""
+        """Return a block from its file's content, the inverse of ``encode``. Raises a TransferError."""
         header, start = decode_header(data)
         block = self._check_block(header, block_hash)
         payload = np.frombuffer(data, dtype=np.uint8)[start:]
@@ -109,7 +109,7 @@ class BlockFiles:
         return block, payload
 
     def read_header(self, found: FoundFile) -> TierBlock:
-        """Return what a file's header says, its payload unread. Raises OSError or a TransferError."""
+        """Return the block in a file's header, without reading the payload. Raises OSError or a TransferError."""
         with open(self._path(found.block_hash, found.saved_until_s), "rb") as file:
             prefix = file.read(PREFIX_BYTES)
             data = prefix + file.read(header_bytes(prefix) - PREFIX_BYTES)
@@ -119,20 +119,20 @@ class BlockFiles:
         return self._check_block(header, found.block_hash)
 
     def mark(self, block_hash: bytes, before_s: float | None, saved_until_s: float | None) -> None:
-        """Rename a block's file, from the end of its save as the name says it to another. Raises OSError."""
+        """Rename a block's file to change the expiry of its save in the name. Raises OSError."""
         os.replace(self._path(block_hash, before_s), self._path(block_hash, saved_until_s))
 
     def touch(self, block_hash: bytes, saved_until_s: float | None, used_ns: int) -> None:
-        """Note a use. Raises OSError."""
+        """Record a use. Raises OSError."""
         os.utime(self._path(block_hash, saved_until_s), ns=(used_ns, used_ns))
 
     def remove(self, block_hash: bytes, saved_until_s: float | None) -> None:
-        """Unlink a block's file, if it is there."""
+        """Unlink a block's file, if it exists."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path(block_hash, saved_until_s))
 
     def scan(self) -> Iterator[FoundFile]:
-        """Yield every file with a block's name; remnants of torn writes are unlinked, other files left alone."""
+        """Yield every file with a block's name. Remains of torn writes are unlinked; other files stay untouched."""
         with os.scandir(self.directory) as entries:
             for entry in entries:
                 name = _NAME.fullmatch(entry.name)
@@ -154,15 +154,15 @@ class BlockFiles:
     def _check_block(self, header: ChainHeader, block_hash: bytes) -> TierBlock:
         check_format(header, self.format)
         if header.hashes != block_hash or len(header.hashes) != HASH_BYTES:
-            raise WrongChain("the file holds another block than its name says")
+            raise WrongChain("the file holds a block other than the one in its name")
         return TierBlock(block_hash, header.prefix_digest, header.scope, header.lora, header.token_ids, header.owner)
 
 
 class DiskSlot:
-    """An exclusively held directory ``slot-N``; the lock ends with ``release`` or with the process."""
+    """An exclusively held directory ``slot-N``. The lock ends with ``release`` or with the process."""
 
     def __init__(self, directory: Path) -> None:
-        """Take a slot. Raises DiskTierError where others could read it, or none is free."""
+        """Take a slot. Raises DiskTierError if other users could read it, or if no slot is free."""
         try:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
@@ -182,7 +182,7 @@ class DiskSlot:
         raise DiskTierError(f"all {MAX_SLOTS} slots of {directory} are taken")
 
     def release(self) -> None:
-        """Let another engine have the slot; doing it again changes nothing."""
+        """Release the slot for another engine. A repeated call has no effect."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

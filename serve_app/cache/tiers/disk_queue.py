@@ -1,8 +1,8 @@
 """The thread between an engine's loop and its disk tier.
 
-Owns the bounded queue of writes and the loads in progress. Loads go before writes; a block that still waits to be
-written is loaded from memory; a write that finds the queue full is dropped, never waited for. All but the work is for
-the engine's loop.
+It owns the bounded queue of writes and the loads in progress. Loads have priority over writes. A block that waits to be
+written is loaded from memory. If the queue is full, a write is dropped without waiting. Only the queued work runs in
+the thread; all methods are for the engine's loop.
 """
 
 import logging
@@ -21,11 +21,11 @@ _log = logging.getLogger(__name__)
 Wake = Callable[[], None]
 
 _LOAD, _TASK, _END = range(3)
-"""What goes first."""
+"""Priorities, the lowest first."""
 
 
 class DiskLoad:
-    """Blocks on their way up, children last. ``blocks`` may be read once ``done``: the longest readable run."""
+    """A load of blocks from disk, children last. Once ``done``, ``blocks`` has the longest readable run."""
 
     def __init__(self, hashes: Sequence[bytes]) -> None:
         self.hashes = tuple(hashes)
@@ -37,7 +37,7 @@ class DiskLoad:
 
 
 class DiskQueue:
-    """Work for one disk tier. ``wake``: called from its thread at news; without ``start`` only ``run`` does any."""
+    """Work for one disk tier. ``wake``: called from its thread after a result. Without ``start``, call ``run``."""
 
     def __init__(self, tier: DiskTier, max_bytes: int, block_bytes: int, wake: Wake) -> None:
         self.tier = tier
@@ -51,7 +51,7 @@ class DiskQueue:
 
     @property
     def pending_blocks(self) -> int:
-        """Blocks that wait to be written."""
+        """The number of blocks that wait to be written."""
         return len(self._pending)
 
     def start(self) -> None:
@@ -60,16 +60,16 @@ class DiskQueue:
         self._thread.start()
 
     def find(self, block_hash: bytes) -> TierBlock | None:
-        """Return what is known of a block that is filed or waits to be."""
+        """Return a block's description if it is stored or waits to be written."""
         pending = self._pending.get(block_hash)
         return pending[0] if pending else self.tier.index.find(block_hash)
 
     def room(self) -> int:
-        """Return how many blocks may be offered now."""
+        """Return the number of blocks that may be offered now."""
         return max(0, self._max_blocks - len(self._pending))
 
     def offer(self, block: TierBlock, row: Row, saved_until_s: float | None = None) -> bool:
-        """Queue a block to be written; ``row`` is the queue's from now on. False, and counted, when it is full."""
+        """Queue a block for writing; the queue then owns ``row``. If full, count a drop and return False."""
         if self._stopping or not self.room():
             self.tier.index.counts.drops += 1
             return False
@@ -85,22 +85,22 @@ class DiskQueue:
         return load
 
     def touch(self, hashes: Iterable[bytes]) -> None:
-        """Note a use of filed blocks, children before parents."""
+        """Record a use of stored blocks, children before parents."""
         wanted = list(hashes)
         self._enqueue(lambda: self.tier.touch(wanted))
 
     def mark(self, hashes: Iterable[bytes], saved_until_s: float | None) -> None:
-        """Note until when blocks are saved, those offered before included; None: no more."""
+        """Set the expiry of blocks' saves, including blocks offered before; None: not saved."""
         wanted = list(hashes)
         self._enqueue(lambda: self.tier.mark(wanted, saved_until_s))
 
     def clear(self) -> None:
-        """Forget every block, filed or waiting."""
+        """Forget every block, stored or waiting."""
         self._pending.clear()
         self._enqueue(self.tier.forget_all())
 
     def run(self) -> bool:
-        """Do one piece of work, loads first; False when there is none."""
+        """Do one piece of work, loads first, and return False when there is none."""
         try:
             _, _, work = self._work.get_nowait()
         except Empty:
@@ -109,7 +109,7 @@ class DiskQueue:
         return True
 
     def stop(self, timeout_s: float) -> None:
-        """Take nothing more, write what the time is enough for, end the thread."""
+        """Refuse new blocks, write queued ones within the time limit, and end the thread."""
         self._stopping = True
         if self._thread is None:
             while self.run():

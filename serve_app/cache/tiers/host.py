@@ -1,6 +1,6 @@
-"""Blocks that left the pool, in host memory: one slab, by tenants' shares, least recently used first out.
+"""Evicted blocks in host memory: one slab with tenants' shares and least-recently-used eviction.
 
-The engine's loop owns it. Callers use and put children before their parents, which so outlive them here.
+The engine's loop owns it. Callers use and put children before their parents, so that parents are evicted later.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,13 +16,13 @@ from serve_app.cache.tiers.tier_index import Entry, TierIndex
 
 @dataclass(slots=True, eq=False)
 class HostEntry(Entry):
-    """A block in host memory. ``slot``: its row of the slab."""
+    """A block in host memory. ``slot``: its row in the slab."""
 
     slot: int = -1
 
 
 class HostTier(TierIndex[HostEntry]):
-    """At most ``capacity_bytes`` of blocks of ``size_bytes``; a slab row has ``row_bytes``, 0 if simulated."""
+    """At most ``capacity_bytes`` of blocks with ``size_bytes``. A slab row has ``row_bytes``, 0 if simulated."""
 
     def __init__(
         self,
@@ -35,13 +35,13 @@ class HostTier(TierIndex[HostEntry]):
         super().__init__("host", shares, clock, ACTIVE_S)
         self.size_bytes = size_bytes
         self.capacity_blocks = capacity_bytes // size_bytes
-        # Untouched pages of an empty array take no memory, so the slab grows with its use.
+        # Untouched pages of an empty array use no memory, so the slab grows with its use.
         self._slab = np.empty((self.capacity_blocks, row_bytes), dtype=np.uint8)
         self._free = list(range(self.capacity_blocks - 1, -1, -1))
 
     @property
     def full(self) -> bool:
-        """Whether a new block needs another's room."""
+        """Whether a new block requires an eviction."""
         return not self._free
 
     def row(self, block_hash: bytes) -> Row:
@@ -50,7 +50,7 @@ class HostTier(TierIndex[HostEntry]):
         return row
 
     def put(self, block: TierBlock) -> Row:
-        """Take a block that is not held and return the row to fill. The tier must not be full."""
+        """Add a block that is not held, and return the row to fill. The tier must not be full."""
         self.add(HostEntry(block, self.size_bytes, slot=self._free.pop()))
         return self.row(block.block_hash)
 

@@ -1,4 +1,4 @@
-"""Whether a load beats computing: bytes / measured bandwidth <= ratio * tokens / prefill rate. Not thread-safe."""
+"""The rule to load KV: bytes / measured bandwidth <= ratio * tokens / prefill rate. Not thread-safe."""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ _FORGET = 0.99
 
 
 class LoadRule:
-    """Bandwidth by tier over about the last second of loading, beginning at an expectation."""
+    """Bandwidth by tier over about the last second of loading, with an expected initial value."""
 
     def __init__(self, ratio: float) -> None:
         self.ratio = ratio
@@ -22,13 +22,13 @@ class LoadRule:
         return self._bytes[tier] / self._seconds[tier]
 
     def observe(self, tier: str, loaded_bytes: int, duration_s: float) -> None:
-        """Take a load's measured duration into account."""
+        """Update the estimate with a load's measured duration."""
         kept = math.exp(-duration_s / _MEMORY_S)
         self._bytes[tier] = self._bytes[tier] * kept + loaded_bytes
         self._seconds[tier] = self._seconds[tier] * kept + duration_s
 
     def worthwhile(self, bytes_of_tier: Mapping[str, int], tokens: int, prefill_tokens_per_s: float) -> bool:
-        """Return whether to load: yes, while the prefill rate is 0 (unknown). A refusal makes loads look faster."""
+        """Return whether to load; True at an unknown prefill rate (0). A refusal moves bandwidths to expected ones."""
         if self.ratio <= 0.0:
             return False
         if prefill_tokens_per_s <= 0.0:

@@ -1,8 +1,8 @@
-"""The blocks of one tier by tenant: which is where, who holds how many bytes, whose block goes next, what to announce.
+"""The blocks of one tier by tenant: places, bytes by account, the next block to evict, and events.
 
-Laws: the accounts add up to ``used_bytes``; nobody at or under their share gives up a block while somebody over theirs
-has one to give; a saved block goes after all others of its tenant, and never for one of theirs that is not saved; room
-that nobody needs can be borrowed. Knows no block's content. Whoever shares one with a thread holds ``lock``.
+Invariants: the accounts add up to ``used_bytes``; no tenant at or under its share loses a block while a tenant above
+has an evictable one; a tenant's saved blocks are evicted last, and never for its unsaved ones; unneeded space can be
+borrowed. It holds no block contents. Threads that share an index must hold ``lock``.
 """
 
 from collections import OrderedDict
@@ -20,14 +20,14 @@ from serve_app.cache.prefix.quota import Accounts
 from serve_app.cache.prefix_digest import TierBlock
 
 UNKNOWN = ""
-"""The account of files that name no owner, from before they did. It is never seen, so it gives first."""
+"""The account of old files without an owner's name. It is never active, so its blocks are evicted first."""
 
 TierEvent = BlocksStored | BlocksRemoved
 
 
 @lru_cache(maxsize=4096)
 def account_key(tenant: str) -> str:
-    """Return the name of a tenant's account below the pool: files tell owners apart, and name nobody."""
+    """Return the hashed key of a tenant's account below the pool, so that files do not contain tenant names."""
     return blake2b(tenant.encode(), digest_size=16, person=b"kv-tier-account").hexdigest()
 
 
@@ -37,7 +37,7 @@ def _by_key(shares: Mapping[str, float]) -> dict[str, float]:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A block of a tier. ``size``: bytes. ``saved_until_s``: Unix time of its save's end, or inf; None: not saved."""
+    """A block of a tier. ``size``: bytes. ``saved_until_s``: its save's expiry (Unix time), or inf; None: not saved."""
 
     block: TierBlock
     size: int
@@ -46,7 +46,7 @@ class Entry:
 
 @dataclass(slots=True)
 class TierCounts:
-    """Blocks over a tier's life."""
+    """Counters of blocks since the tier's start."""
 
     hits: int = 0
     stores: int = 0
@@ -58,10 +58,10 @@ E = TypeVar("E", bound=Entry)
 
 
 class TierIndex(Accounts[EvictionQueue[bytes]], Generic[E]):
-    """Entries by hash. ``shares``: weights by the tenants' names; all else here goes by their accounts' keys.
+    """Entries by hash. ``shares``: weights by tenant name. All other parts use account keys.
 
-    ``tier``: its name in events. ``xor``: of the words of the hashes (see ``block_word``). ``digest``: what was held as
-    of the last event that ``take_events`` returned.
+    ``tier``: its name in events. ``xor``: of the words of the hashes (see ``block_word``). ``digest``: of the held
+    blocks as of the last ``take_events``.
     """
 
     def __init__(self, tier: str, shares: Mapping[str, float], clock: Callable[[], float], active_s: float) -> None:
@@ -74,11 +74,11 @@ class TierIndex(Accounts[EvictionQueue[bytes]], Generic[E]):
         self._tier = tier
         self._entries: OrderedDict[bytes, E] = OrderedDict()
         self._held_before: dict[bytes, bool] = {}
-        """Whether each block that came or went since the last ``take_events`` was held then."""
+        """For each block added or removed since the last ``take_events``: whether it was held then."""
         self._uses = 0
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
-        """Go by other weights of the tenants, by name, from now on."""
+        """Use new weights by tenant name from now on."""
         super().set_weights(_by_key(weights))
 
     def __len__(self) -> int:
@@ -99,12 +99,12 @@ class TierIndex(Accounts[EvictionQueue[bytes]], Generic[E]):
         return self._entries.get(block_hash)
 
     def find(self, block_hash: bytes) -> TierBlock | None:
-        """Return what is known of a block that is held (any thread)."""
+        """Return a held block's description (any thread)."""
         entry = self._entries.get(block_hash)
         return entry.block if entry is not None else None
 
     def add(self, entry: E) -> None:
-        """Enter a block that is not held, as the most recently used one."""
+        """Add a block that is not held, as the most recently used one."""
         block_hash = entry.block.block_hash
         self._entries[block_hash] = entry
         self.account(entry.block.owner).held += entry.size
@@ -118,7 +118,7 @@ class TierIndex(Accounts[EvictionQueue[bytes]], Generic[E]):
         self._put(self._entries[block_hash])
 
     def mark(self, block_hash: bytes, saved_until_s: float | None) -> None:
-        """Note until when a held block is saved; where that begins or ends, it is its kind's most recently used one."""
+        """Set the expiry of a held block's save. If saving begins or ends, it becomes its kind's most recently used."""
         entry = self._entries[block_hash]
         before, entry.saved_until_s = entry.saved_until_s, saved_until_s
         if (before is None) != (saved_until_s is None):
@@ -135,7 +135,7 @@ class TierIndex(Accounts[EvictionQueue[bytes]], Generic[E]):
         return entry
 
     def next_victim(self, owner: str, *, saved: bool = False) -> E | None:
-        """Return what has to go for one of ``owner``'s; None: nothing, or saved ones of its own for an unsaved one."""
+        """Return the entry to evict for a block of ``owner``, or None. An unsaved one evicts none of its saved ones."""
         furthest = self.furthest()
         if furthest is None:
             return None
@@ -160,16 +160,16 @@ class TierIndex(Accounts[EvictionQueue[bytes]], Generic[E]):
         return bool(self._held_before)
 
     def announce(self) -> None:
-        """Tell of all that is held, to routers that know of nothing: the saved first, the newest of them first."""
+        """Announce all held blocks to routers without any knowledge: saved ones first, and newer ones first."""
         held = sorted(self._entries.values(), key=lambda entry: entry.saved_until_s is not None)
         self._held_before = {entry.block.block_hash: False for entry in held}
 
     def take_events(self) -> list[TierEvent]:
-        """Return what has changed since the last call: what is gone, and what is new, the last one first."""
+        """Return the changes since the last call: removed blocks, then stored blocks, the last one first."""
         before, self._held_before = self._held_before, {}
         self.digest = TierDigest(self._tier, len(self._entries), self.xor)
         removed = b"".join(name for name, held in before.items() if held and name not in self._entries)
-        # Children come before their parents, and are told after them.
+        # Children were added before their parents, and are announced after them.
         stored = b"".join(name for name in reversed(before) if not before[name] and name in self._entries)
         events: list[TierEvent] = [BlocksRemoved(removed, self._tier)] if removed else []
         return [*events, BlocksStored(stored, self._tier)] if stored else events
@@ -179,7 +179,7 @@ class TierIndex(Accounts[EvictionQueue[bytes]], Generic[E]):
         self._held_before.setdefault(block_hash, held_before)
 
     def _put(self, entry: E) -> None:
-        """Give a block the place of one that is used now."""
+        """Rank a block as used now."""
         self._uses += 1
         standing = Standing.ORDINARY if entry.saved_until_s is None else Standing.PINNED
         self._accounts[entry.block.owner].queue.put(entry.block.block_hash, self._uses, standing, size=entry.size)

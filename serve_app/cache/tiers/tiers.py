@@ -1,6 +1,6 @@
 """The tiers below the pool as one: pool -> host memory -> disk.
 
-The engine's loop owns it; only the disk queue has a thread. A batch has children first, so heads are the last to go.
+The engine's loop owns it. Only the disk queue has a thread. A batch has children first, so heads are evicted last.
 """
 
 import time
@@ -22,12 +22,12 @@ from serve_app.cache.tiers.host import HostTier
 from serve_app.cache.tiers.tier_index import TierEvent, TierIndex, account_key
 
 ReadRows = Callable[[Sequence[int], Sequence[Row]], None]
-"""Copies the batch's blocks of these indices out of the pool, each into its row."""
+"""Copies the batch's blocks at these indices from the pool into the given rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierSettings:
-    """Bounds of the tiers; 0 bytes: off. ``save_ttl_s``: of a save from an earlier life, at most; None: for ever."""
+    """Bounds of the tiers; 0 bytes: off. ``save_ttl_s``: the maximum for a previous run's saves; None: no limit."""
 
     host_bytes: int = 0
     disk_bytes: int = 0
@@ -38,7 +38,7 @@ class TierSettings:
 
 
 class Tiers:
-    """Host memory and disk under one pool. ``size_bytes``: of a block. ``indexes``: of each tier, the fastest first."""
+    """Host memory and disk below one pool. ``size_bytes``: of a block. ``indexes``: of each tier, the fastest first."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Tiers:
         clock: Callable[[], float] = time.monotonic,
         start: bool = True,
     ) -> None:
-        """Open the tiers, the disk's with what an earlier life left. Raises DiskTierError or ValueError."""
+        """Open the tiers. The disk keeps a previous run's files. Raises DiskTierError or ValueError."""
         for name, bound in (("host_cache_bytes", settings.host_bytes), ("disk_cache_bytes", settings.disk_bytes)):
             if 0 < bound < size_bytes:
                 raise ValueError(f"{name}={bound} cannot hold one KV block of {size_bytes} bytes")
@@ -60,7 +60,7 @@ class Tiers:
         self.indexes: dict[str, TierIndex[Any]] = {}
         self.host: HostTier | None = None
         self.disk: DiskQueue | None = None
-        """The disk tier's queue, where there is one."""
+        """The disk tier's queue, or None without a disk tier."""
         self._slot: DiskSlot | None = None
         if settings.host_bytes:
             self.host = HostTier(settings.host_bytes, size_bytes, self._row_bytes, shares or {}, clock)
@@ -78,11 +78,11 @@ class Tiers:
 
     @property
     def has_news(self) -> bool:
-        """Whether ``take_events`` has anything."""
+        """Whether ``take_events`` has events."""
         return any(index.has_events for index in self.indexes.values())
 
     def seen(self, tenants: Iterable[str]) -> None:
-        """Note requests of tenants: each has a share from now on."""
+        """Record requests of tenants. Each has a share from now on."""
         owners = list(map(account_key, tenants))
         for index in self.indexes.values():
             with index.lock:
@@ -90,13 +90,13 @@ class Tiers:
                     index.touch(owner)
 
     def set_shares(self, shares: Mapping[str, float]) -> None:
-        """Go by other weights of tenants from now on."""
+        """Use new tenant weights from now on."""
         for index in self.indexes.values():
             with index.lock:
                 index.set_weights(shares)
 
     def find(self, block_hash: bytes) -> tuple[TierBlock, str] | None:
-        """Return what is known of a block and its fastest tier."""
+        """Return a block's description and its fastest tier."""
         held = self.host.find(block_hash) if self.host is not None else None
         if held is not None:
             return held, "host"
@@ -108,7 +108,7 @@ class Tiers:
         return self.host.row(block_hash) if self.host is not None and block_hash in self.host else None
 
     def use(self, hashes: Sequence[bytes]) -> None:
-        """Note that blocks in host memory (parents first) are wanted: they are the last to go."""
+        """Mark blocks in host memory (parents first) as needed, so that they are evicted last."""
         for block_hash in reversed(hashes):
             if self.host is not None and block_hash in self.host:
                 self.host.use(block_hash)
@@ -119,7 +119,7 @@ class Tiers:
         return self.disk.load(hashes)
 
     def spill(self, blocks: Sequence[TierBlock], read: ReadRows) -> None:
-        """Take blocks that leave the pool, children first; what is held already is only used again."""
+        """Store blocks that leave the pool, children first. Blocks already held are only marked as used."""
         if self.host is None:
             self._to_disk(blocks, read)
             return
@@ -128,23 +128,23 @@ class Tiers:
             self._to_host(self.host, blocks[start : start + step], start, read)
 
     def save(self, blocks: Sequence[TierBlock], read: ReadRows, until_s: float) -> bool:
-        """Write or mark blocks (children first) on disk as saved until a Unix time; False: no disk, no room."""
+        """Write or mark blocks (children first) on disk as saved until a Unix time; False: no disk or no space."""
         return self._to_disk(blocks, read, until_s)
 
     def end_save(self, hashes: Sequence[bytes]) -> None:
-        """Let blocks on disk be evicted as others are."""
+        """Make saved blocks on disk ordinary blocks again."""
         if self.disk is not None:
             self.disk.mark(hashes, None)
 
     def clear(self) -> None:
-        """Forget everything, the saved too."""
+        """Forget all blocks, including saved ones."""
         if self.host is not None:
             self.host.clear()
         if self.disk is not None:
             self.disk.clear()
 
     def announce(self) -> None:
-        """Tell again what is held: for routers that were told to forget the whole replica."""
+        """Announce all held blocks again, for routers that were told to forget the whole replica."""
         for index in self.indexes.values():
             with index.lock:
                 index.announce()
@@ -158,18 +158,18 @@ class Tiers:
         return events
 
     def digests(self) -> list[TierDigest]:
-        """Return what each tier held as of the last ``take_events``."""
+        """Return each tier's digest as of the last ``take_events``."""
         return [index.digest for index in self.indexes.values()]
 
     def wait_for_room(self, blocks: int, deadline_s: float) -> None:
-        """Block until the disk's queue has room for ``blocks`` (or is empty), or until ``monotonic()`` is later."""
+        """Block until the disk's queue has space for ``blocks``, or is empty, or until ``deadline_s`` (monotonic)."""
         while (disk := self.disk) is not None and disk.pending_blocks and disk.room() < blocks:
             if time.monotonic() >= deadline_s:
                 return
             time.sleep(0.002)
 
     def close(self, deadline_s: float) -> None:
-        """Write what host memory alone holds, end the thread at about ``deadline_s``, let the directory go."""
+        """Write blocks held only in host memory, end the thread at about ``deadline_s``, and release the directory."""
         if self.disk is not None:
             if self.host is not None:
                 for entry in self.host:
@@ -196,7 +196,7 @@ class Tiers:
             yield "warmpath_kv_tier_pending_blocks", by_tier, float(self.disk.pending_blocks)
 
     def _to_host(self, host: HostTier, batch: Sequence[TierBlock], base: int, read: ReadRows) -> None:
-        """Put a batch that fits the tier."""
+        """Store a batch that fits the tier."""
         for block in batch:
             if block.block_hash in host:
                 host.use(block.block_hash)
@@ -207,7 +207,7 @@ class Tiers:
                 if host.full:
                     victim = host.next_victim(block.owner)
                     assert victim is not None, "nothing is saved in host memory"
-                    if victim.block.block_hash in fresh:  # of the batch itself: its owner has no other room left
+                    if victim.block.block_hash in fresh:  # from this batch: its owner has no other space
                         self._fill(host, fresh, read)
                     self._host_to_disk(host, victim.block)
                     host.remove(victim.block.block_hash)
@@ -220,7 +220,7 @@ class Tiers:
         self._fill(host, fresh, read)
 
     def _fill(self, host: HostTier, fresh: dict[bytes, tuple[int, Row]], read: ReadRows) -> None:
-        """Read what was put; ``fresh`` is empty afterwards."""
+        """Fill the new rows from the pool, and empty ``fresh``."""
         if fresh:
             wanted, rows = zip(*fresh.values(), strict=True)
             read(wanted, rows)
@@ -232,7 +232,7 @@ class Tiers:
         self._to_disk([block], lambda _, rows: np.copyto(rows[0], row))
 
     def _to_disk(self, batch: Sequence[TierBlock], read: ReadRows, saved_until_s: float | None = None) -> bool:
-        """Offer a batch. Where the queue is short of room, the heads go in and tails do not."""
+        """Offer a batch. If the queue has too little space, prefix heads are stored and tails dropped."""
         disk = self.disk
         if disk is None:
             return False

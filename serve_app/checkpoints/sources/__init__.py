@@ -1,1 +1,1 @@
-"""Where a model comes from: a name, a path or a hub id -> a directory on this machine. No torch in this process."""
+"""Sources of models: a name, a path or a hub id -> a directory on this machine. No torch in this process."""

@@ -1,7 +1,7 @@
-"""A GGUF file -> a checkpoint in the model cache, dequantised once by transformers to bfloat16.
+"""A GGUF file -> a checkpoint in the model cache, dequantised to bfloat16 once by transformers.
 
 The conversion, `python -m serve_app.checkpoints.sources.gguf_file FILE DIRECTORY`, needs torch and all weights in
-memory, and runs in a process of its own.
+memory, and runs in a separate process.
 """
 
 import os
@@ -15,11 +15,11 @@ from serve_app.checkpoints.checkpoint import CheckpointError
 from serve_app.checkpoints.model_cache import default_cache_dir, ensure_made
 
 CONVERSION = 1
-"""Raised whenever the same file gives another checkpoint, so that an old one is not used."""
+"""Incremented whenever the same file produces another checkpoint, so that old ones are not used."""
 
 
 def ensure_converted(gguf: Path, cache_dir: Path | None = None) -> Path:
-    """Return the directory of a GGUF file's checkpoint, converted first where the file is new or has changed.
+    """Return the directory of a GGUF file's checkpoint, converted first if the file is new or has changed.
 
     Raises CheckpointError.
     """
@@ -34,7 +34,7 @@ def convert(gguf: Path, directory: Path) -> None:
     root = str(Path(__file__).parents[3])
     environment = {
         **os.environ,
-        "HF_HUB_OFFLINE": "1",  # all is in the file
+        "HF_HUB_OFFLINE": "1",  # the file is complete
         "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH")))),
     }
     command = [sys.executable, "-m", "serve_app.checkpoints.sources.gguf_file", str(gguf), str(directory)]
@@ -57,7 +57,7 @@ def _convert_here(gguf: Path, directory: Path) -> None:
 
 
 def _whole_weights(gguf: Path) -> dict[str, Any]:
-    # Older versions of transformers dequantise always, and know no GgufConfig.
+    # Older versions of transformers always dequantise, and have no GgufConfig.
     try:
         from transformers import GgufConfig
     except ImportError:
@@ -66,7 +66,7 @@ def _whole_weights(gguf: Path) -> dict[str, Any]:
 
 
 def _split_digits(tokenizer: Any, gguf: Path) -> None:
-    """Cut numbers into digits for the pre-tokenizer "smollm", unknown to transformers.
+    """Split numbers into digits for the pre-tokenizer "smollm", which transformers does not know.
 
     Source: llama.cpp's expressions, and the tokenizer.json of SmolLM2.
     """

@@ -1,4 +1,4 @@
-"""The fields of a model's config by transformers' names, without a hub's weights or a GGUF file's conversion."""
+"""The fields of a model's config by transformers' names, without fetching weights or converting a GGUF file."""
 
 import json
 from pathlib import Path
@@ -20,11 +20,11 @@ _GGUF_FIELDS = {
     "num_experts": "expert_count",
     "moe_intermediate_size": "expert_feed_forward_length",
 }
-"""transformers' names, and llama.cpp's without the architecture."""
+"""transformers' names -> llama.cpp's names without the architecture."""
 
 
 def model_config(model: str) -> dict[str, Any]:
-    """Return the fields of a language model's config. Raises CheckpointError, OSError, or ValueError for no JSON."""
+    """Return a language model's config fields. Raises CheckpointError, OSError, or ValueError for invalid JSON."""
     path = Path(model).expanduser()
     if path.suffix == ".gguf" and path.is_file():
         return _gguf_config(path)
@@ -41,7 +41,7 @@ def model_config(model: str) -> dict[str, Any]:
 
 
 def _gguf_config(path: Path) -> dict[str, Any]:
-    from gguf import GGUFReader  # numpy and much else, which only such a file needs
+    from gguf import GGUFReader  # a large import that only GGUF files need
 
     reader = GGUFReader(path)
 

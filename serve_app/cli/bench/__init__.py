@@ -1,1 +1,1 @@
-"""`warmpath bench`: three questions about a running server, and the client that measures."""
+"""`warmpath bench`: three measurements of a running server, and their client."""

@@ -1,4 +1,4 @@
-"""A client of OpenAI's streamed completions that times tokens and reads ``usage``."""
+"""A client for OpenAI's streamed completions that measures token times and reads ``usage``."""
 
 import json
 import time
@@ -11,7 +11,7 @@ import httpx
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One streamed answer; times from sending the request. ``cached_told``: the server told its cached tokens."""
+    """One streamed answer; times since the request was sent. ``cached_told``: the server reported cached tokens."""
 
     ttft_s: float
     total_s: float
@@ -23,12 +23,12 @@ class Answer:
 
     @property
     def tpot_s(self) -> float:
-        """Seconds a token after the first."""
+        """Seconds per token after the first."""
         return (self.total_s - self.ttft_s) / max(1, self.completion_tokens - 1)
 
 
 class RequestFailed(Exception):
-    """The server refused or broke off; carries status and body."""
+    """The server refused the request or broke off the answer; holds status and body."""
 
     def __init__(self, status: int, body: str) -> None:
         super().__init__(f"HTTP {status}: {body[:300]}")
@@ -36,18 +36,18 @@ class RequestFailed(Exception):
 
 
 class StreamCut(RequestFailed):
-    """A stream that began, and broke off or ended with an error."""
+    """A stream began, but broke off or ended with an error."""
 
 
 def chat_body(model: str, max_tokens: int, user: str, system: str | None = None) -> dict[str, Any]:
-    """Return a greedy chat request of one question, after a system prompt if there is one."""
+    """Return a greedy chat request with one question, after an optional system prompt."""
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": user})
     return {"model": model, "temperature": 0, "max_tokens": max_tokens, "messages": messages}
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[str]:
-    # httpx's own lines also break at characters that stand in JSON as they are, such as U+2028.
+    # httpx's own line iterator also breaks at characters that JSON may contain, such as U+2028.
     rest = b""
     async for part in response.aiter_bytes():
         *lines, rest = (rest + part).split(b"\n")
@@ -60,7 +60,7 @@ async def _lines(response: httpx.Response) -> AsyncIterator[str]:
 async def stream_events(
     client: httpx.AsyncClient, url: str, body: dict[str, Any], headers: dict[str, str] | None = None
 ) -> AsyncIterator[dict[str, Any]]:
-    """Yield the events of a request. Raises RequestFailed when refused, StreamCut at an error and an early end."""
+    """Yield the events of a request. Raises RequestFailed for a refusal, StreamCut for an error or an early end."""
     async with client.stream("POST", url, json=body, headers=headers) as response:
         if response.status_code != 200:
             raise RequestFailed(response.status_code, (await response.aread()).decode())
@@ -86,7 +86,7 @@ async def stream_chat(client: httpx.AsyncClient, url: str, body: dict[str, Any])
 async def stream_answer(
     client: httpx.AsyncClient, url: str, body: dict[str, Any], headers: dict[str, str] | None = None
 ) -> Answer:
-    """Send one streamed completion; without usage its chunks count as tokens. Raises RequestFailed on any error."""
+    """Send one streamed completion; without usage, chunks count as tokens. Raises RequestFailed on any error."""
     payload = {**body, "stream": True, "stream_options": {"include_usage": True}}
     started_s = time.perf_counter()
     first_s: float | None = None
@@ -96,7 +96,7 @@ async def stream_answer(
         for choice in event.get("choices") or ():
             delta = choice.get("delta") or {}
             content = delta.get("content") if delta else choice.get("text")
-            # A first token that is half a character comes with no text: the end is then the first sign of it.
+            # A first token with half a character has no text: then the end is the first sign of it.
             if first_s is None and (content or delta.get("reasoning_content") or choice.get("finish_reason")):
                 first_s = time.perf_counter()
             if content:

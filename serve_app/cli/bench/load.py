@@ -1,4 +1,4 @@
-"""Requests to a running server, so many at once, and the figures of their answers."""
+"""Concurrent requests to a running server, and the figures of their answers."""
 
 import asyncio
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ WORDS = "river stone copper garden winter signal harbor window letter orange sil
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """An OpenAI-compatible server. ``url``: without /v1; ``api_key``: of a tenant, or ""."""
+    """An OpenAI-compatible server. ``url``: without /v1; ``api_key``: a tenant's key, or ""."""
 
     url: str
     api_key: str = ""
@@ -32,7 +32,7 @@ class Server:
         return httpx.AsyncClient(timeout=TIMEOUT_S, headers=headers, limits=httpx.Limits(max_connections=None))
 
     def model(self) -> str:
-        """Return the first model that the server lists; leaves with a sentence where it lists none."""
+        """Return the first model that the server lists; exit with an error if it lists none."""
         headers = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         try:
             answer = httpx.get(f"{self.url}/v1/models", headers=headers, timeout=10)
@@ -45,13 +45,13 @@ class Server:
 
 
 def texts(count: int, words: int, seed: int) -> list[str]:
-    """Return so many different texts of so many words."""
+    """Return ``count`` different texts of ``words`` words each."""
     draw = Random(seed)  # noqa: S311
     return [f"{uuid4().hex} " + " ".join(draw.choices(WORDS, k=words)) for _ in range(count)]
 
 
 async def answers(server: Server, bodies: Sequence[Body], at_once: int, told: str) -> list[Answer]:
-    """Send requests, ``at_once`` at any time. Leaves with a sentence where one fails."""
+    """Send requests, ``at_once`` of them concurrently. Exits with an error if one fails."""
     gate = asyncio.Semaphore(at_once)
     async with server.client() as client:
 
@@ -70,7 +70,7 @@ async def answers(server: Server, bodies: Sequence[Body], at_once: int, told: st
 
 
 def percentiles(values: Iterable[float]) -> tuple[float, float]:
-    """Return median and 90th percentile."""
+    """Return the median and the 90th percentile."""
     ordered = sorted(values)
     if len(ordered) == 1:
         return ordered[0], ordered[0]
@@ -79,7 +79,7 @@ def percentiles(values: Iterable[float]) -> tuple[float, float]:
 
 
 def row(name: str, found: Sequence[Answer]) -> list[str]:
-    """Return a table's row: TTFT (p50, p90), tokens a second of an answer, cached part of the prompts."""
+    """Return a table's row: TTFT (p50, p90), an answer's tokens per second, the cached part of the prompts."""
     first, late = percentiles(answer.ttft_s for answer in found)
     decode = [1 / answer.tpot_s for answer in found if answer.completion_tokens > 1 and answer.tpot_s > 0]
     prompts = sum(answer.prompt_tokens for answer in found)

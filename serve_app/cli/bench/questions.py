@@ -1,4 +1,4 @@
-"""`warmpath bench`: how fast a running server is, what its cache brings, and whether it holds beside a flood."""
+"""`warmpath bench`: measure a running server's speed, its cache's benefit, and its behaviour beside a flood."""
 
 import asyncio
 import json
@@ -15,13 +15,13 @@ from serve_app.cli.console import console, fail
 
 app = typer.Typer(no_args_is_help=True, help="Measure a running server: speed, cache, neighbour.")
 
-Url = Annotated[str, typer.Option(help="of the server, without /v1")]
-Key = Annotated[str, typer.Option(envvar="WARMPATH_API_KEY", help="a tenant's key, where the server asks for one")]
-ModelName = Annotated[str | None, typer.Option(help="the first one that the server lists")]
-Requests = Annotated[int, typer.Option(min=1, help="in each row")]
-AtOnce = Annotated[int, typer.Option(min=1, help="requests at any time")]
-PromptWords = Annotated[int, typer.Option(min=1, help="of each prompt")]
-MaxTokens = Annotated[int, typer.Option(min=1, help="of each answer")]
+Url = Annotated[str, typer.Option(help="the server's URL, without /v1")]
+Key = Annotated[str, typer.Option(envvar="WARMPATH_API_KEY", help="a tenant's key, if the server needs one")]
+ModelName = Annotated[str | None, typer.Option(help="default: the first one that the server lists")]
+Requests = Annotated[int, typer.Option(min=1, help="requests in each row")]
+AtOnce = Annotated[int, typer.Option(min=1, help="concurrent requests")]
+PromptWords = Annotated[int, typer.Option(min=1, help="words in each prompt")]
+MaxTokens = Annotated[int, typer.Option(min=1, help="tokens in each answer")]
 HERE = "http://127.0.0.1:8000"
 
 
@@ -35,7 +35,7 @@ def speed(
     words: PromptWords = 500,
     max_tokens: MaxTokens = 64,
 ) -> None:
-    """Say how fast the server is: new prompts, then the same ones again."""
+    """Measure the server's speed: new prompts, then the same ones again."""
     server = Server(url.rstrip("/"), api_key)
     name = model or server.model()
     bodies = [chat_body(name, max_tokens, "Sum this up.", text) for text in texts(requests, words, 0)]
@@ -48,13 +48,13 @@ def speed(
 
 @app.command()
 def cache(
-    file: Annotated[Path, typer.Argument(help="chat requests, a JSON object a line; OpenAI's batch files, too")],
+    file: Annotated[Path, typer.Argument(help="chat requests, one JSON object per line; OpenAI's batch files, too")],
     url: Url = HERE,
     api_key: Key = "",
     model: ModelName = None,
     at_once: AtOnce = 1,
 ) -> None:
-    """Say what the cache brings for your prompts: each by itself, then all of them in the order of the file."""
+    """Measure the cache's benefit for your prompts: each one alone, then all of them in the order of the file."""
     server = Server(url.rstrip("/"), api_key)
     name = model or server.model()
     try:
@@ -83,11 +83,11 @@ def neighbour(
     api_key: Key = "",
     model: ModelName = None,
     requests: Requests = 30,
-    flood_at_once: Annotated[int, typer.Option(min=1, help="the flood's requests at any time")] = 64,
+    flood_at_once: Annotated[int, typer.Option(min=1, help="the flood's concurrent requests")] = 64,
     words: PromptWords = 500,
     max_tokens: MaxTokens = 16,
 ) -> None:
-    """Say whether a tenant's requests hold beside another tenant that floods the server."""
+    """Measure a tenant's requests beside another tenant that floods the server."""
     if api_key == flood_api_key:
         fail("a neighbour is another tenant: give its key with --flood-api-key, and yours with --api-key")
     server, flooded = Server(url.rstrip("/"), api_key), Server(url.rstrip("/"), flood_api_key)

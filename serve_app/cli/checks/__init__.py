@@ -1,1 +1,1 @@
-"""What would keep an instance from working: asked by `warmpath serve`, `check FILE` and `doctor`."""
+"""Checks for problems that would keep an instance from working: for `warmpath serve`, `check FILE` and `doctor`."""

@@ -1,4 +1,4 @@
-"""`warmpath check`: mistakes in a Serve config, a RayService or a settings file, each with line, place and remedy."""
+"""`warmpath check`: find mistakes in a Serve config, a RayService or a settings file, with line, place and remedy."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ IMPORT_PATHS = "serve_app:build_app", "serve_app:app", "serve_app.app:build_app"
 
 
 class Mistake(NamedTuple):
-    """``line``: from 1; ``place``: a path of names and numbers, "" for the whole file."""
+    """A mistake in a file. ``line``: from 1; ``place``: a path of names and numbers, "" for the whole file."""
 
     line: int
     place: str
@@ -23,9 +23,9 @@ class Mistake(NamedTuple):
 
 
 def mistakes_in(text: str, directory: Path | None = None, *, place_of_run: Place = "elsewhere") -> list[Mistake]:
-    """Return what is wrong with a file's text. Raises ValueError where it is not YAML at all.
+    """Return the mistakes in a file's text. Raises ValueError if it is not YAML.
 
-    ``directory``: where relative paths of a settings file start. ``place_of_run``: see ``Place``.
+    ``directory``: the base of relative paths in a settings file. ``place_of_run``: see ``Place``.
     """
     document = _Document(text)
     values = document.values
@@ -39,7 +39,7 @@ def mistakes_in(text: str, directory: Path | None = None, *, place_of_run: Place
 
 
 class _Document:
-    """Values of a YAML text, with their lines. ``before``: lines before it. ``as_written``: its lines are a file's."""
+    """A YAML text's values and lines. ``before``: the lines before it. ``as_written``: its lines are the file's."""
 
     def __init__(self, text: str, before: int = 0, *, as_written: bool = True) -> None:
         try:
@@ -50,13 +50,13 @@ class _Document:
         self.before = before
         self.as_written = as_written
 
-    def mistake(self, place: Location, what: str) -> Mistake:
-        """Return a mistake at a place, with the line of the nearest thing that is there."""
+    def mistake(self, place: Location, sentence: str) -> Mistake:
+        """Return a mistake at a place, with the line of the nearest existing node."""
         line = self.nearest(place)[0] + 1 if self.as_written else 0
-        return Mistake(self.before + line, ".".join(map(str, place)), what)
+        return Mistake(self.before + line, ".".join(map(str, place)), sentence)
 
     def nearest(self, place: Location) -> tuple[int, Any]:
-        """Return the line and the node of what is at a place, or of what would hold it."""
+        """Return the line and the node at a place, or of the place's nearest existing parent."""
         node, line = self.root, self.root.start_mark.line
         for step in place:
             if isinstance(node, yaml.MappingNode):
@@ -84,7 +84,7 @@ def _ray_service(document: _Document) -> Iterator[Mistake]:
 
 
 def _serve_config(document: _Document, place_of_run: Place) -> Iterator[Mistake]:
-    from ray.serve.schema import ServeDeploySchema  # seconds, which a settings file need not wait for
+    from ray.serve.schema import ServeDeploySchema  # takes seconds, which a settings file does not need
 
     try:
         ServeDeploySchema.model_validate(document.values)
@@ -92,9 +92,9 @@ def _serve_config(document: _Document, place_of_run: Place) -> Iterator[Mistake]
         for detail in error.errors():
             yield document.mistake(detail["loc"], detail["msg"].removeprefix("Value error, "))
         return
-    except (AttributeError, TypeError):  # its validators look into what may be anything
-        what = "an entry of applications or deployments holds no NAME: VALUE pairs; see cluster/serve_config.yaml"
-        yield document.mistake(("applications",), what)
+    except (AttributeError, TypeError):  # its validators expect mappings without checking
+        sentence = "an entry of applications or deployments holds no NAME: VALUE pairs; see cluster/serve_config.yaml"
+        yield document.mistake(("applications",), sentence)
         return
     apps = document.values["applications"]
     if not any(app["import_path"] in IMPORT_PATHS for app in apps):
@@ -117,8 +117,8 @@ def _application(document: _Document, place: Location, app: Any, place_of_run: P
             yield document.mistake((*where, "name"), f"there is no deployment {name!r}; there are Ingress and Replica")
     if user_configs.get("Ingress", {}) != user_configs.get("Replica", {}):
         where = places.get("Replica", places.get("Ingress", place))
-        what = "Ingress and Replica need the same user_config; write it once with a YAML anchor (&live, *live)"
-        yield document.mistake(where, what)
+        sentence = "Ingress and Replica need the same user_config; write it once with a YAML anchor (&live, *live)"
+        yield document.mistake(where, sentence)
     if args:
         return
     config = app_config(app.get("args") or {})
@@ -126,8 +126,8 @@ def _application(document: _Document, place: Location, app: Any, place_of_run: P
         try:
             overlaid(config, user_configs[name])
         except BadSettings as error:
-            for inner, what in error.found:
-                yield document.mistake((*where, *inner), what)
+            for inner, sentence in error.found:
+                yield document.mistake((*where, *inner), sentence)
 
 
 def _settings(document: _Document, place: Location, values: Any, place_of_run: Place) -> Iterator[Mistake]:

@@ -1,4 +1,4 @@
-"""The GPUs of this machine, given to the replicas of an engine whose ranks have one each."""
+"""Assigns this machine's GPUs to replicas of an engine that needs one GPU for each rank."""
 
 import subprocess
 import sys
@@ -9,16 +9,16 @@ from serve_app.config.app import AppConfig
 
 
 def gpu_count() -> int:
-    """Return how many GPUs torch sees, in a process of its own; 0 where it fails, of which an engine's start tells."""
+    """Return the number of GPUs that torch finds, in a separate process; 0 on errors, which the engine reports."""
     command = [sys.executable, *path_flags(), "-c", "import torch; print(torch.cuda.device_count())"]
     told = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False).stdout  # noqa: S603
     return int(told) if told.strip().isdecimal() else 0
 
 
 def replica_gpus(settings: AppConfig, gpu_count: Callable[[], int]) -> tuple[int, str]:
-    """Return the GPUs that each replica reserves, one a rank, with words on it; 0 where it is set, or none is here.
+    """Return the number of GPUs for each replica (one for each rank), and a message; 0 if set or without GPUs.
 
-    Raises ValueError where the replicas need more than there are.
+    Raises ValueError if the replicas need more GPUs than there are.
     """
     if settings.device != "auto" or "replica_num_gpus" in settings.model_fields_set:
         return 0, ""

@@ -1,4 +1,4 @@
-"""What the machine has: the port, memory, room on disks, a GPU."""
+"""Checks of the machine: the port, memory, disk space, a GPU."""
 
 import errno
 import json
@@ -34,7 +34,7 @@ _OTHER = "or choose another with --port"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is found of a subject, and what to do about it. ``minor``: an instance would work all the same."""
+    """A finding about a subject, with advice. ``minor``: an instance would still work."""
 
     subject: str
     found: str
@@ -43,12 +43,12 @@ class Finding:
 
     @property
     def state(self) -> str:
-        """Whether all is well; with a problem an instance would not start or not work."""
+        """The severity; with a problem, an instance would not start or not work."""
         return "ok" if not self.advice else "warning" if self.minor else "problem"
 
 
 def address(host: str, port: int, *, start: bool = True) -> Finding:
-    """Whether an instance could listen; one that runs already is in the way of a ``start`` alone."""
+    """Check that an instance could listen; a running instance is a problem only for a ``start``."""
     if not 1 <= port <= 65535:
         return Finding("port", f"there is no port {port}", "ports are 1 to 65535")
     try:
@@ -56,7 +56,7 @@ def address(host: str, port: int, *, start: bool = True) -> Finding:
     except (OSError, UnicodeError) as error:
         found = f"there is no address {host!r} ({getattr(error, 'strerror', error)})"
         return Finding("host", found, "give one of this machine with --host")
-    # Of a name with both kinds of address servers take the IPv4 one.
+    # For a name with both kinds of addresses, servers use the IPv4 one.
     family, kind, protocol, _, where = min(families, key=lambda entry: entry[0] != socket.AF_INET)
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -82,14 +82,14 @@ def _taken(host: str, port: int, start: bool) -> Finding:
         if start:
             return Finding("port", f"{taken} another warmpath (pid {holder.supervisor})", f"stop that, {_OTHER}")
         return Finding("port", f"warmpath (pid {holder.supervisor}) serves at {host}:{port}")
-    who = f"{taken} {holder.name} (pid {holder.pid})"
+    found = f"{taken} {holder.name} (pid {holder.pid})"
     if holder.ours:
-        return Finding("port", f"{who} that a killed warmpath left behind", f"run kill -9 {holder.pid}, {_OTHER}")
-    return Finding("port", who, f"stop that, {_OTHER}")
+        return Finding("port", f"{found} that a killed warmpath left behind", f"run kill -9 {holder.pid}, {_OTHER}")
+    return Finding("port", found, f"stop that, {_OTHER}")
 
 
 def memory_bytes() -> int:
-    """Return this machine's memory, or what this container may take of it."""
+    """Return this machine's memory, or this container's limit."""
     machine_bytes = int(psutil.virtual_memory().total)
     try:
         return min(machine_bytes, int(_CGROUP_MEMORY.read_text()))
@@ -98,7 +98,7 @@ def memory_bytes() -> int:
 
 
 def writable_place(directory: Path) -> Path:
-    """Return the directory, or the nearest above it that exists. Raises OSError where this user may not write there."""
+    """Return the directory or its nearest existing parent. Raises OSError if this user may not write there."""
     place = next(path for path in (directory, *directory.parents) if path.exists())
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         raise OSError(f"{place} is no directory that this user may write to")
@@ -106,14 +106,14 @@ def writable_place(directory: Path) -> Path:
 
 
 def room() -> Iterator[Finding]:
-    """Whether memory is free, and whether disks have room for Ray's objects, temporary files and models."""
+    """Check the free memory, and the disk space for Ray's objects, temporary files and models."""
     total = memory_bytes()
     free = min(psutil.virtual_memory().available, total)
     advice = "two replicas of the default model need 2 GiB: stop something" if free < 2 * GIB else ""
     yield Finding("memory", f"{_free(free, total)} free", advice)
     if _SHARED_MEMORY.exists():
         shared = shutil.disk_usage(_SHARED_MEMORY)
-        advice = "Ray's objects lie there: docker run --shm-size 2g, or free some"
+        advice = "Ray keeps its objects there: docker run --shm-size 2g, or free some space"
         found = f"{_SHARED_MEMORY}: {_free(shared.free, shared.total)} free"
         yield Finding("shared memory", found, advice if shared.free < 512 << 20 else "")
     temporary = ("temporary files", Path(tempfile.gettempdir()), "TMPDIR")
@@ -123,7 +123,7 @@ def room() -> Iterator[Finding]:
         except OSError as error:
             yield Finding(name, str(error), f"chown it, or name another in {variable}")
             continue
-        advice = "free some (logs of ended Rays lie in /tmp/ray): one over 95 % full is a broken node to Ray"
+        advice = "free some space (/tmp/ray holds old logs of Ray): Ray treats a node with a disk over 95 % as broken"
         found = f"{directory}: {_free(usage.free, usage.total)} free"
         yield Finding(name, found, advice if usage.free < 0.05 * usage.total else "")
 
@@ -133,10 +133,10 @@ def _free(free: int, total: int) -> str:
 
 
 def torch() -> Finding:
-    """What torch computes on, asked in a process of its own: that takes some seconds, and may fail in its own way."""
+    """Find torch's device, in a separate process: the import takes some seconds, and may crash."""
     command = [sys.executable, *path_flags(), "-c", _TORCH]
     try:
-        with console.status("asking torch what it computes on"):
+        with console.status("asking torch for its device"):
             done = subprocess.run(  # noqa: S603  # our own program
                 command, capture_output=True, text=True, timeout=_TORCH_WITHIN_S, check=False
             )
@@ -144,10 +144,10 @@ def torch() -> Finding:
     except subprocess.TimeoutExpired:
         return Finding("torch", f"does not answer within {_TORCH_WITHIN_S} s", _REINSTALL)
     except (ValueError, IndexError):
-        last = (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+        last = (done.stderr.strip().splitlines() or ["it ended without a message"])[-1]
         return Finding("torch", f"cannot be imported: {last}", _REINSTALL)
     found = f"{answer['version']} on {', '.join(answer['gpus']) or 'the CPU'}"
     if not answer["gpus"] and answer["cuda"] and shutil.which("nvidia-smi"):
-        advice = "nvidia-smi says which driver; see pytorch.org"
+        advice = "compare the driver in nvidia-smi with pytorch.org"
         return Finding("torch", f"{found}, though there is a GPU", advice, minor=True)
     return Finding("torch", found)

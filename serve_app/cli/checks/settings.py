@@ -1,4 +1,4 @@
-"""The settings that cannot be used, as far as that shows before a start, in the words of replicas and ingresses."""
+"""Find unusable settings before a start, with the error messages of replicas and ingresses."""
 
 import json
 import os
@@ -27,10 +27,10 @@ from serve_app.stored.databases import URL_VARIABLE, Bounds, open_database
 from serve_app.tenants.secret import load_secret
 
 Place = Literal["start", "here", "elsewhere"]
-"""Where an instance is to run: here and now, its model being fetched; on this machine; on others, with other files."""
+"""The place of an instance: here and now, with its model fetched; this machine; other machines with other files."""
 
 Refusal = tuple[str, str]
-"""A setting, and a sentence that says why it cannot be used and what to change."""
+"""A setting, and a sentence with the reason and the remedy."""
 
 _ENGINE_ARGS = """
 import json, sys
@@ -52,7 +52,7 @@ except (ValueError, OSError) as error:
 
 
 def before_model(settings: AppConfig, place: Place = "start") -> Iterator[Refusal]:
-    """Yield what shows before the model is fetched: registered prompts that changed, an engine that is not there."""
+    """Yield the problems that are visible before the model is fetched: changed prompts, a missing engine."""
     directory = settings.prompts_dir
     if directory is None or _looks_into(directory, place):
         yield from _refusal("prompts_dir", lambda: Prompts.of(settings.public_prompts, directory))
@@ -62,7 +62,7 @@ def before_model(settings: AppConfig, place: Place = "start") -> Iterator[Refusa
 
 
 def with_model(settings: AppConfig, place: Place = "start") -> Iterator[Refusal]:
-    """Yield the rest: of settings that do not fit each other, the engine, the model or the machine."""
+    """Yield the other problems: settings that do not fit each other, the engine, the model or the machine."""
     yield from _fit(settings, place)
     yield from _model(settings, place)
     if place == "start":
@@ -71,13 +71,13 @@ def with_model(settings: AppConfig, place: Place = "start") -> Iterator[Refusal]
 
 
 def _looks_into(path: Path, place: Place) -> bool:
-    """Return whether to look into a file that the settings name; relative paths of a Serve config start elsewhere."""
+    """Return whether to check a file of the settings; relative paths of a Serve config start elsewhere."""
     path = path.expanduser()
     return place == "start" or path.exists() or (place == "here" and path.is_absolute())
 
 
 def _refusal(setting: str, ask: Callable[[], object]) -> Iterator[Refusal]:
-    """Yield the sentence that ``ask`` raises."""
+    """Yield the message of the error that ``ask`` raises."""
     try:
         ask()
     except (ValueError, OSError) as error:
@@ -85,7 +85,7 @@ def _refusal(setting: str, ask: Callable[[], object]) -> Iterator[Refusal]:
 
 
 def _fit(settings: AppConfig, place: Place) -> Iterator[Refusal]:
-    """Whether settings fit each other and the engine, and adapters and the secret can be used."""
+    """Check that settings fit each other and the engine, and that adapters and the secret are usable."""
     if settings.autoscaling is not None and "replicas" in settings.model_fields_set:
         yield "replicas", "replicas has no effect beside autoscaling: leave it out, min_replicas and max_replicas count"
     for sentence in MAKERS[settings.engine].refused_settings(settings, on_cpu=not settings.replica_num_gpus):
@@ -101,11 +101,11 @@ def _fit(settings: AppConfig, place: Place) -> Iterator[Refusal]:
     if place == "start" or (secret is not None and _looks_into(secret, place)):
         yield from _refusal("secret_file", lambda: load_secret(secret_file=secret))
     if place == "start" and settings.store_responses and (url := os.environ.get(URL_VARIABLE)):
-        yield from _refusal("store_responses", lambda: open_database(url, Path(), Bounds(1, 1)))  # connects to nothing
+        yield from _refusal("store_responses", lambda: open_database(url, Path(), Bounds(1, 1)))  # does not connect
 
 
 def _model(settings: AppConfig, place: Place) -> Iterator[Refusal]:
-    """Whether the checkpoint is there and fits, and with it the budgets. A name that would be fetched is not missed."""
+    """Check that the checkpoint exists and fits, with its budgets. A name to fetch does not count as missing."""
     path = Path(settings.model).expanduser()
     by_name = settings.model in BUILT_IN or is_hub_id(settings.model)
     if place != "start" and not path.is_dir() and (by_name or path.is_file() or not _looks_into(path, place)):
@@ -127,7 +127,7 @@ def _model(settings: AppConfig, place: Place) -> Iterator[Refusal]:
 
 
 def _said(setting: str, program: str, argument: str) -> Iterator[Refusal]:
-    """Yield the sentence that a program prints, in a process of its own: what it imports takes seconds."""
+    """Yield the sentence that a program prints, in a separate process, because its imports take seconds."""
     command = [sys.executable, *path_flags(), "-c", program, argument]
     asked = subprocess.run(  # noqa: S603  # our own program
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False
@@ -137,12 +137,12 @@ def _said(setting: str, program: str, argument: str) -> Iterator[Refusal]:
 
 
 def _blocks(settings: AppConfig, fields: dict[str, object]) -> Iterator[Refusal]:
-    """Whether each budget holds one KV block, by the least that a block may take."""
+    """Check that each budget holds one KV block of minimum size."""
     dtype = "bfloat16" if settings.dtype == "auto" else settings.dtype
     try:
         block_bytes = kv_bytes_per_block(SimpleNamespace(**fields), dtype, settings.block_size, *settings.rank_sizes)
     except (AttributeError, TypeError):
-        return  # what the file leaves to transformers' defaults is seen in the replica
+        return  # values that the file leaves to transformers' defaults are checked in the replica
     for name in ("kv_cache_bytes", "host_cache_bytes", "disk_cache_bytes"):
         budget_bytes = getattr(settings, name)
         if budget_bytes and budget_bytes < block_bytes:
@@ -150,7 +150,7 @@ def _blocks(settings: AppConfig, fields: dict[str, object]) -> Iterator[Refusal]
 
 
 def _memory(settings: AppConfig, info: CheckpointInfo) -> Iterator[Refusal]:
-    """Whether this machine's memory holds what replicas hold in it."""
+    """Check that the replicas fit this machine's memory."""
     if settings.engine_traits.simulated or settings.replica_num_gpus:
         return
     weights_bytes = sum(file.stat().st_size for file in info.path.glob("*.safetensors"))
@@ -166,7 +166,7 @@ def _memory(settings: AppConfig, info: CheckpointInfo) -> Iterator[Refusal]:
 
 
 def _written_files(settings: AppConfig) -> Iterator[Refusal]:
-    """Whether the files of usage and of stored responses could be made or written."""
+    """Check that the files of usage and of stored responses can be created or written."""
     for name in ("usage_file", "responses_file"):
         if (given := getattr(settings, name)) is not None:
             file = given.expanduser().absolute()
@@ -175,7 +175,7 @@ def _written_files(settings: AppConfig) -> Iterator[Refusal]:
 
 
 def _disk_tier(settings: AppConfig) -> Iterator[Refusal]:
-    """Whether the disk tier's directory can be made and written, and its disk is large enough."""
+    """Check that the disk tier's directory can be created and written, and its disk is large enough."""
     if not settings.disk_cache_bytes or settings.disk_cache_dir is None:
         return
     directory = settings.disk_cache_dir.expanduser().absolute()

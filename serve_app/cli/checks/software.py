@@ -1,4 +1,4 @@
-"""What is installed: Python, the packages that warmpath names and their ranges, HAProxy, vLLM. Imports none of them."""
+"""Checks of the installation: Python, warmpath's requirements, HAProxy, vLLM. Imports none of them."""
 
 import platform
 import sys
@@ -16,7 +16,7 @@ from serve_app.config.engine import vllm_missing
 
 
 def installation() -> Iterator[Finding]:
-    """Whether warmpath is installed, for a Python that it can run on, and each package that it needs in its range."""
+    """Check that warmpath is installed, on a supported Python, with each required package in its range."""
     try:
         ours = metadata.distribution("warmpath-serve")
     except metadata.PackageNotFoundError:
@@ -44,7 +44,7 @@ def installation() -> Iterator[Finding]:
 
 
 def package(needed: Requirement) -> Finding | None:
-    """Return what is wrong with an installed package, None where it is in its range."""
+    """Return the problem of a required package, None if its version is in the range."""
     install = f"pip install '{needed.name}{needed.specifier}'"
     try:
         there = metadata.version(needed.name)
@@ -56,8 +56,8 @@ def package(needed: Requirement) -> Finding | None:
 
 
 def shadows() -> Iterator[Finding]:
-    """Whether other modules have the names of warmpath's packages, and would be imported in their place."""
-    places = [str(Path.cwd()), *sys.path]  # `serve run` and `serve deploy` import from where they are started
+    """Check for modules that have the names of warmpath's packages and would be imported instead."""
+    places = [str(Path.cwd()), *sys.path]  # `serve run` and `serve deploy` import from the current directory
     for name in PACKAGES:
         if other := shadow(name, places):
             advice = "rename or uninstall that, or start in another directory"

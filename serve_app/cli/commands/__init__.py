@@ -1,1 +1,1 @@
-"""The words of `warmpath` that start nothing: keys, a batch file, a plan."""
+"""The subcommands of `warmpath` that start no server: keys, a batch file, a plan."""

@@ -1,4 +1,4 @@
-"""`warmpath doctor`: what of this machine and installation would keep an instance from working, and what to do."""
+"""`warmpath doctor`: find problems of this machine and installation, with advice."""
 
 import json
 from collections.abc import Iterator
@@ -13,13 +13,13 @@ _SIGNS = {"ok": "ok     ", "warning": "warning", "problem": "PROBLEM"}
 
 
 def doctor(
-    port: Annotated[int, typer.Option(help="HTTP port that an instance is to have")] = 8000,
-    host: Annotated[str, typer.Option(help="HTTP address that it is to have")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="the instance's HTTP port")] = 8000,
+    host: Annotated[str, typer.Option(help="the instance's HTTP address")] = "127.0.0.1",
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
 ) -> None:
-    """Look at installation, the port, memory, disks and the device of torch; leaves with 1 where something is wrong.
+    """Check the installation, the port, memory, disks and torch's device; exits with 1 if there is a problem.
 
-    Starts nothing and changes nothing. An instance of one's own that runs is no problem.
+    It starts and changes nothing. Your own running instance is no problem.
     """
     shown: list[Finding] = []
     for finding in _findings(host, port):

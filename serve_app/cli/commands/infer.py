@@ -1,4 +1,4 @@
-"""`warmpath infer`: OpenAI's batch file in, a file of responses out, without a server."""
+"""`warmpath infer`: answer OpenAI's batch file without a server, into a file of responses."""
 
 import asyncio
 import json
@@ -16,17 +16,17 @@ from serve_app.errors import InvalidRequest
 
 
 def infer(
-    input_file: Annotated[Path, typer.Option(help="OpenAI's batch file: a request a line (docs/how-to/batch.md)")],
-    output_file: Annotated[Path, typer.Option(help="where the responses go, a line each, as they are ready")],
-    model: Annotated[str | None, typer.Option(help="as `warmpath serve` takes it")] = None,
+    input_file: Annotated[Path, typer.Option(help="OpenAI's batch file: one request per line (docs/how-to/batch.md)")],
+    output_file: Annotated[Path, typer.Option(help="file for the responses, one per line, in the order of completion")],
+    model: Annotated[str | None, typer.Option(help="a model as for `warmpath serve`")] = None,
     revision: Annotated[str | None, typer.Option(help="branch, tag or commit of a hub id")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML or JSON file of settings")] = None,
     setting: Annotated[
-        list[str] | None, typer.Option("--set", help="NAME=VALUE, any of `warmpath settings`; repeatable")
+        list[str] | None, typer.Option("--set", help="NAME=VALUE, a setting of `warmpath settings`; repeatable")
     ] = None,
 ) -> None:
-    """Answer a file of requests in this process, without a server; leaves with 1 where one failed."""
-    # Seconds of imports, which `warmpath --help` need not wait for.
+    """Answer a file of requests in this process, without a server; exits with 1 if one failed."""
+    # These imports take seconds, which `warmpath --help` should not need.
     from serve_app.batch.batch_file import read_batch_file
     from serve_app.batch.run import run_batch
     from serve_app.checkpoints.sources.resolve import load_served_model, with_local_model

@@ -1,4 +1,4 @@
-"""`warmpath keys`: new API keys. A key is printed once and kept nowhere; files hold its SHA-256."""
+"""`warmpath keys`: make API keys. A key is printed once and stored nowhere; files hold its SHA-256."""
 
 from datetime import UTC, datetime, timedelta
 from typing import Annotated
@@ -28,10 +28,10 @@ def make(context: typer.Context) -> None:
 def new(
     tenant: Annotated[str, typer.Argument(help="the tenant's name")],
     expires: Annotated[
-        str | None, typer.Option(help="how long it is good for (90d, 12h), or until when (2027-01-31T00:00:00Z)")
+        str | None, typer.Option(help="the key's lifetime (90d, 12h) or its end (2027-01-31T00:00:00Z)")
     ] = None,
 ) -> None:
-    """Make a key for a tenant, and print the lines that let it in. The key is shown this once; no file is changed."""
+    """Make a tenant's key, and print the settings for it. The key is shown only once, and no file is changed."""
     try:
         TenantConfig.model_validate({"name": tenant, "key_sha256": ["0" * 64]})
     except ValidationError:
@@ -39,12 +39,12 @@ def new(
     moment = _moment(expires) if expires is not None else None
     key, digest = make_api_key()
     entry = f'{{sha256: "{digest}", expires: "{moment}"}}' if moment else f'"{digest}"'
-    print(f"key: {key}\n\n# in the settings; of a tenant that is there, the last line alone, below its other keys:")
+    print(f"key: {key}\n\n# in the settings; for an existing tenant only the last line, below its other keys:")
     print(f"tenants:\n  - name: {tenant}\n    key_sha256:\n      - {entry}")
 
 
 def _moment(text: str) -> str:
-    """Return a moment, or the end of a duration from now, as RFC 3339 in UTC and whole seconds."""
+    """Return a time, or the end of a duration from now, in RFC 3339 with UTC and whole seconds."""
     try:
         moment = datetime.now(UTC) + timedelta(seconds=TypeAdapter[float](Seconds).validate_python(text))
     except (ValueError, OverflowError):

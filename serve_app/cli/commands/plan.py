@@ -1,4 +1,4 @@
-"""`warmpath plan`: what a cache of some memory holds and hits, of equal prefixes or of a trace."""
+"""`warmpath plan`: the capacity and hit rate of a cache for some memory, for equal prefixes or a trace."""
 
 import json
 from collections.abc import Callable
@@ -18,22 +18,22 @@ from serve_app.cli.console import fail
 from serve_app.config.quantities import Bytes
 
 _GOOD_PART = 0.9
-"""Of what an unlimited cache hits: what lies above is dear."""
+"""Fraction of an unlimited cache's hit rate; the rest is expensive."""
 
 
 def plan(
-    model: Annotated[str, typer.Option(help="as `warmpath serve` takes it, or a config.json; no weights are fetched")],
-    memory: Annotated[str, typer.Option(help="of one replica, on all of its GPUs, for weights and KV: 80GB")],
-    prefixes: Annotated[int | None, typer.Option(min=1, help="distinct prefixes that are in use")] = None,
-    prefix_tokens: Annotated[int | None, typer.Option(min=1, help="tokens of each")] = None,
-    trace: Annotated[Path | None, typer.Option(help="in place of prefixes: Mooncake's JSON lines or their .gz")] = None,
+    model: Annotated[str, typer.Option(help="a model as for `warmpath serve`, or a config.json; fetches no weights")],
+    memory: Annotated[str, typer.Option(help="memory of one replica, on all its GPUs, for weights and KV: 80GB")],
+    prefixes: Annotated[int | None, typer.Option(min=1, help="number of distinct prefixes in use")] = None,
+    prefix_tokens: Annotated[int | None, typer.Option(min=1, help="tokens of each prefix")] = None,
+    trace: Annotated[Path | None, typer.Option(help="instead of prefixes: Mooncake's JSON lines or their .gz")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "bfloat16",
     replicas: Annotated[int, typer.Option(min=1, help="engine replicas")] = 1,
-    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs of a replica that divide each layer")] = 1,
-    pipeline_parallel_size: Annotated[int, typer.Option(min=1, help="stages that divide the layers")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="figures for machines")] = False,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs of a replica that share each layer")] = 1,
+    pipeline_parallel_size: Annotated[int, typer.Option(min=1, help="stages that share the layers")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Say what a cache holds, and what hit rate to expect; leaves with 2 for what cannot be planned."""
+    """Print a cache's capacity and the expected hit rate; exits with 2 for invalid input."""
     if (trace is None) == (prefixes is None) or (prefixes is None) != (prefix_tokens is None):
         fail("give --prefixes and --prefix-tokens, or --trace")
     try:
@@ -71,7 +71,7 @@ def _by_prefixes(
     elif wanted.replicas_needed > replicas:
         advice = f"{prefixes:,} prefixes need {wanted.replicas_needed} replicas, or host_cache_bytes."
     else:
-        advice = "The working set fits; what is left is for running requests."
+        advice = "The working set fits; the rest is for running requests."
     text = f"""\
 KV of a token: {wanted.bytes_per_token:,} bytes; of a prefix: {wanted.prefix_bytes:,} bytes \
 ({wanted.prefix_bytes / 2**30:.2f} GiB).
@@ -104,7 +104,7 @@ def _by_trace(
     highest = curve.hit_rate()
     good_bytes = curve.blocks_for(_GOOD_PART * highest) * TRACE_BLOCK_TOKENS * room.bytes_per_token
     text = f"""\
-{curve.requests:,} requests with {curve.prompt_tokens:,} prompt tokens, {highest:.1%} of which were there before: \
+{curve.requests:,} requests with {curve.prompt_tokens:,} prompt tokens, {highest:.1%} of them seen before: \
 no cache hits more.
 {_room_sentence(room.weights_bytes, room.kv_bytes, room.tokens)}
 
@@ -136,13 +136,13 @@ def _table(rows: list[dict[str, Any]], **columns: str) -> str:
 
 
 def _advice(good_bytes: int, kv_bytes: int, replicas: int, hit_rate: float) -> str:
-    """Say what it takes to hit ``hit_rate``: nothing more, host memory or replicas."""
+    """Return the sentence about reaching ``hit_rate``: with the given memory, host memory or more replicas."""
     if not good_bytes:
-        return "Nothing is asked for twice: a prefix cache is of no use to these requests."
-    takes = f"A hit rate of {hit_rate:.1%} (nine tenths of the most) takes {_gb(good_bytes)} of KV"
+        return "No prefix repeats: a prefix cache does not help these requests."
+    takes = f"A hit rate of {hit_rate:.1%} (nine tenths of the maximum) needs {_gb(good_bytes)} of KV"
     lacking = good_bytes - kv_bytes * replicas
     if lacking <= 0:
-        return f"{takes}; there is room for it."
+        return f"{takes}; it fits."
     host = f"host_cache_bytes of {_gb(-(-lacking // replicas))} a replica"
     return f"{takes}: {-(-good_bytes // kv_bytes):,} replicas, or {host}." if kv_bytes else f"{takes}: {host}."
 

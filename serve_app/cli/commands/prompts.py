@@ -1,4 +1,4 @@
-"""`warmpath prompts`: versions of system prompts. Keys come from the environment: a command line would show them."""
+"""`warmpath prompts`: versions of system prompts. Keys are read from the environment: a command line is visible."""
 
 import os
 from pathlib import Path
@@ -14,15 +14,15 @@ OPERATOR_KEY = "WARMPATH_OPERATOR_KEY"
 TENANT_KEY = "WARMPATH_API_KEY"
 LOCAL = "http://127.0.0.1:8000"
 TIMEOUT_S = 1800.0
-"""A long prompt takes its time, on one replica after another."""
+"""A long prompt needs time on each replica, one after another."""
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Versions of system prompts: lock, verify, switch.")
 
 Ref = Annotated[str, typer.Argument(help="NAME@VERSION")]
-Directory = Annotated[Path, typer.Option("--dir", help=f"where the prompts and {LOCK} lie")]
-Cold = Annotated[bool, typer.Option(help="switch at once: the version is not computed first")]
+Directory = Annotated[Path, typer.Option("--dir", help=f"the directory of the prompts and {LOCK}")]
+Cold = Annotated[bool, typer.Option(help="switch at once, without computing the version first")]
 Url = Annotated[
-    str, typer.Option(help=f"of the instance; an operator's key is taken from ${OPERATOR_KEY}, else ${TENANT_KEY}")
+    str, typer.Option(help=f"the instance's URL; the operator's key is read from ${OPERATOR_KEY} or ${TENANT_KEY}")
 ]
 
 
@@ -34,13 +34,13 @@ def warm(ref: Ref, url: Url = LOCAL) -> None:
 
 @app.command()
 def promote(ref: Ref, url: Url = LOCAL, cold: Cold = False) -> None:
-    """Warm a version, then let the name mean it."""
+    """Warm a version, then switch the name to it."""
     _show(_ask(url, "POST", "/promote", {"prompt_ref": ref, "cold": cold}))
 
 
 @app.command()
 def rollback(name: Annotated[str, typer.Argument(help="NAME")], url: Url = LOCAL, cold: Cold = False) -> None:
-    """Go back to the version before."""
+    """Switch the name back to its previous version."""
     _show(_ask(url, "POST", "/rollback", {"prompt_ref": name, "cold": cold}))
 
 
@@ -49,7 +49,7 @@ def status(
     name: Annotated[str | None, typer.Argument(help="NAME; default: all")] = None,
     url: Url = LOCAL,
 ) -> None:
-    """Show what each name means, and the hit rate of each version."""
+    """Show each name's current version, and the hit rate of each version."""
     for shown in _ask(url, "GET", f"?name={name}" if name else "")["data"]:
         _show(shown)
 
@@ -58,14 +58,14 @@ def status(
 def add(
     ref: Ref,
     file: Annotated[
-        Path | None, typer.Argument(help="its text in UTF-8; default: the file at DIR/NAME/VERSION.txt")
+        Path | None, typer.Argument(help="the prompt's text in UTF-8; default: DIR/NAME/VERSION.txt")
     ] = None,
     tenant: Annotated[
-        str | None, typer.Option(help="whose alone it is; default: as its other versions, else everybody's")
+        str | None, typer.Option(help="its only tenant; default: that of its other versions, else public")
     ] = None,
     directory: Directory = Path("prompts"),
 ) -> None:
-    """Lock a version: its bytes are what every client gets, from now on."""
+    """Lock a version: from now on, every client gets exactly these bytes."""
     try:
         lock = PromptDirectory(directory).add(ref, file, tenant)
     except (PromptError, OSError) as error:
@@ -75,7 +75,7 @@ def add(
 
 @app.command()
 def verify(directory: Directory = Path("prompts")) -> None:
-    """Compare every prompt with its digest; leaves with 1 where one is not what was locked."""
+    """Compare every prompt with its digest; exits with 1 if one has changed since it was locked."""
     try:
         shelf = PromptDirectory(directory)
         problems, locks = shelf.problems(), shelf.locks()
@@ -89,14 +89,14 @@ def verify(directory: Directory = Path("prompts")) -> None:
 
 
 def _ask(url: str, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the JSON of an instance's answer, with nothing in it that a terminal obeys; else leave with status 2."""
+    """Return the JSON of an instance's answer, safe for a terminal; exit with status 2 on errors."""
     key = os.environ.get(OPERATOR_KEY) or os.environ.get(TENANT_KEY)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     whole = f"{url.rstrip('/')}/v1/prompts{path}"
     try:
         answer = httpx.request(method, whole, json=body, headers=headers, timeout=TIMEOUT_S)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        fail(f"nobody answers at {url}: {error}")
+        fail(f"no server answers at {url}: {error}")
     try:
         document: dict[str, Any] = harmless(answer.json())
         refusal = document["error"]["message"] if answer.is_error else ""

@@ -34,7 +34,7 @@ def paged_attention(
     """Write ``key`` and ``value`` [1, kv_heads, T, head_dim], then attend ``query`` [1, heads, T, head_dim].
 
     Returns [1, T, heads, head_dim]. Mutates the pool's layer ``module.layer_idx`` at the step's slots. Rows after the
-    real ones are padding, and written nowhere.
+    real ones are padding, and are not written.
     """
     if sliding_window or softcap or s_aux is not None or position_bias is not None or attention_mask is not None:
         raise UnsupportedModel("sliding windows, soft-capping, sinks, biases and masks are not supported")
@@ -64,7 +64,7 @@ AttentionInterface.register(IMPLEMENTATION, paged_attention)
 
 
 def _place(pool: KvPool, read: Read, layer: int, plane: int, new: torch.Tensor) -> torch.Tensor:
-    """Return the keys (plane 0) or values (1) that are read, [tables, tokens, kv_heads, head_dim]."""
+    """Return the keys (plane 0) or values (1) of a read, [tables, tokens, kv_heads, head_dim]."""
     if read.place is None:
         return new[read.rows][None]
     if isinstance(read.place, slice):
@@ -77,9 +77,9 @@ def _place(pool: KvPool, read: Read, layer: int, plane: int, new: torch.Tensor) 
 def _attend_rows(
     read: Read, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend ``rows`` [n, kv_heads, group, head_dim] to all that is read: one table for all of them, or a table each.
+    """Attend ``rows`` [n, kv_heads, group, head_dim] to one common table, or to a table each.
 
-    The heads of a group, and the rows of one table, stand as rows of their key-value head's own query: nothing is
+    The heads of a group, and the rows of one table, become rows of their key-value head's own query: nothing is
     repeated.
     """
     count, kv_heads, group, head_dim = rows.shape
@@ -97,7 +97,7 @@ def _attend_rows(
 def _attend_chunk(
     read: Read, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend ``rows`` [n, kv_heads, group, head_dim] of one chunk to what each of them sees."""
+    """Attend ``rows`` [n, kv_heads, group, head_dim] of one chunk to the tokens that each of them sees."""
     keys, values = (place[0].transpose(0, 1)[:, None].expand(-1, rows.shape[2], -1, -1) for place in (keys, values))
     result, log_sum = _attention(rows.permute(1, 2, 0, 3), keys, values, read.mask, read, scale)
     return result.permute(2, 0, 1, 3), None if log_sum is None else log_sum.permute(2, 0, 1)
@@ -106,7 +106,7 @@ def _attend_chunk(
 def _attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, read: Read, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return softmax(QK)V [B, H, Q, D]; of a partial result also the log-sum-exp of its scores [B, H, Q]."""
+    """Return softmax(QK)V [B, H, Q, D]; for a partial result also the log-sum-exp of its scores [B, H, Q]."""
     causal = read.causal and mask is None
     if not read.partial:
         result = scaled_dot_product_attention(query, keys, values, attn_mask=mask, is_causal=causal, scale=scale)

@@ -1,7 +1,7 @@
-"""The paged KV pool, and a step over it: one packed row of T tokens, its sequences one after another.
+"""The paged KV pool, and a step over it: one packed row of T tokens, with its sequences one after another.
 
-Slot ``block * block_size + i`` of a layer is token i of a block: keys and values [slots, kv_heads, head_dim]. Positions
-0 to 20 of a sequence with blocks [7, 3] of 16 have their KV in slots 112 to 127 and 48 to 52; slots 53 to 63 are stale.
+Slot ``block * block_size + i`` of a layer holds token i of a block: keys and values [slots, kv_heads, head_dim]. With
+blocks [7, 3] of 16, positions 0 to 20 have their KV in slots 112 to 127 and 48 to 52; slots 53 to 63 are stale.
 """
 
 import math
@@ -15,13 +15,13 @@ from serve_app.engine.attention.reads import Read, plan_reads
 from serve_app.engine.step import Segment
 
 PADDED_ROWS = 16
-"""What a step of more than ``UNPADDED_ROWS`` tokens is padded to a multiple of: few shapes, few kernels compiled."""
+"""A step of more than ``UNPADDED_ROWS`` tokens is padded to a multiple of this: few shapes, few compiled kernels."""
 
 UNPADDED_ROWS = 64
 
 
 class KvPool:
-    """The KV of all blocks: ``tensor`` [layers, 2, blocks, block_size, kv_heads, head_dim], zeros at first."""
+    """The KV of all blocks: ``tensor`` [layers, 2, blocks, block_size, kv_heads, head_dim], initially zero."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class KvPool:
         self._copies = [self.tensor.new_empty(0), self.tensor.new_empty(0)]
 
     def copy(self, layer: int, plane: int, blocks: torch.Tensor) -> torch.Tensor:
-        """Return copies of a layer's keys (plane 0) or values (1), into memory that the plane's next call takes again.
+        """Return copies of a layer's keys (plane 0) or values (1), in memory that the plane's next call overwrites.
 
         [n, block_size, kv_heads, head_dim]; ``blocks`` [n].
         """
@@ -59,10 +59,10 @@ class KvPool:
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
-    """The packed row [1, T] of a step. ``order[i]``: which segment came i-th; single tokens come first.
+    """The packed row [1, T] of a step. ``order[i]``: the segment at place i; single tokens come first.
 
-    ``slots``: where the KV of the real tokens is written; rows after those are padding that is computed and ignored.
-    ``logit_rows``: the packed rows whose token is wanted. ``reads``: what the rows attend to, in every layer.
+    ``slots``: destinations of the real tokens' KV; the rows after them are padding, computed and ignored.
+    ``logit_rows``: the packed rows that sample a token. ``reads``: the KV that the rows attend to, in every layer.
     """
 
     pool: KvPool
@@ -75,7 +75,7 @@ class PagedStep:
 
 
 def plan_step(pool: KvPool, segments: Sequence[Segment], *, in_place: bool) -> PagedStep:
-    """Lay ``segments`` out as one packed row; zeroes the rest of begun blocks: a stale NaN would survive the mask."""
+    """Pack ``segments`` into one row. Zeroes the rest of new blocks: a stale NaN would survive the mask."""
     order = sorted(range(len(segments)), key=lambda i: len(segments[i].token_ids) > 1)
     parts = [segments[i] for i in order]
     device = pool.tensor.device
@@ -107,7 +107,7 @@ def _slots_of(segment: Segment, block_size: int) -> list[int]:
 
 
 def _stale_slots(segment: Segment, block_size: int) -> range:
-    """Return what an earlier owner left after a segment's end, in a block that the segment begins."""
+    """Return the slots after a segment's end in a block that it begins, with stale KV of an earlier owner."""
     used = segment.end % block_size
     if not used or segment.start > segment.end - used:
         return range(0)

@@ -1,13 +1,13 @@
-"""What the rows of a step attend to: runs of the pool that are read in place, blocks that are copied, and new tokens.
+"""The KV that a step's rows attend to: runs of the pool read in place, copied blocks, and new tokens.
 
-On a CPU long runs are read in place, once for all rows that begin with them, and what is short or scattered is copied.
+On a CPU a long run is read in place, once for all rows that begin with it; short or scattered blocks are copied.
 For instance two rows after 512 tokens in common, with blocks of 16::
 
     slots    0 ............... 511 | 512 ... 559 | 3200 ... 3239
     row 0    read once, for both     copied
     row 1    read once, for both                   copied
 
-Elsewhere every sequence is copied whole, for torch's own attention.
+On other devices every sequence is copied whole, for torch's own attention.
 """
 
 from collections import defaultdict
@@ -20,7 +20,7 @@ from torch.nn.attention.bias import causal_lower_right
 from serve_app.engine.step import Segment, ceil_div
 
 LONG_RUN_TOKENS = 256
-"""From this length on a run is read in place; below, one gather for many sequences costs less."""
+"""Runs of at least this length are read in place; for shorter ones one gather for many sequences costs less."""
 
 SMALL_TABLE_BLOCKS = 16
 """Tables up to this many blocks share one padded copy; longer ones are padded to twice their length at most."""
@@ -33,12 +33,12 @@ Rows = torch.Tensor | slice
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Packed ``rows`` attend to the first ``tokens`` tokens of a place, or of a place each.
+    """Packed ``rows`` attend to the first ``tokens`` tokens of one common place, or of one place each.
 
-    ``place``: a slice of the pool's slots; or blocks to copy, as many tables as ``mask`` has rows; or None, the rows'
-    own new keys. ``mask``: what is added to scores, [tables, 1, 1, tokens]; of a chunk, [rows, tokens], what is seen.
-    ``causal``: the rows are a chunk, each of which sees the tokens up to its own, or what the mask says.
-    ``partial``: the result is merged with those of the other reads of these rows.
+    ``place``: a slice of the pool's slots; or blocks to copy, as many tables as ``mask`` has rows; or None for the
+    rows' own new keys. ``mask``: addend of the scores [tables, 1, 1, tokens]; for a chunk, the visible [rows, tokens].
+    ``causal``: the rows are a chunk; each sees the tokens up to its own, or those of the mask.
+    ``partial``: the result is merged with other reads of these rows.
     """
 
     rows: Rows
@@ -51,7 +51,7 @@ class Read:
 
 @dataclass(slots=True)
 class _Table:
-    """What ``rows`` read, the first ``seen`` tokens of a segment; ``blocks``: what of it they copy."""
+    """``rows`` read the first ``seen`` tokens of a segment; ``blocks``: the blocks that they copy."""
 
     rows: range
     part: Segment
@@ -62,10 +62,10 @@ class _Table:
 def plan_reads(
     parts: Sequence[Segment], block_size: int, dtype: torch.dtype, device: torch.device, *, in_place: bool
 ) -> tuple[Read, ...]:
-    """Plan what each of ``parts``, which are in the packed order, reads.
+    """Plan the reads of ``parts``, given in the packed order.
 
-    ``in_place``: read long runs where they lie, which takes an attention that tells how to merge results. The past of a
-    chunk is then read without a mask, for one over both would take the kernel twice as long.
+    ``in_place``: read long runs in place, which needs an attention that returns log-sum-exps for merging. A chunk then
+    reads its past without a mask, as one mask over both would double the kernel's time.
     """
     reads: list[Read] = []
     tables: list[_Table] = []
@@ -89,7 +89,7 @@ def plan_reads(
 
 
 def _runs(tables: Sequence[_Table], block_size: int, *, in_place: bool) -> Iterator[Read]:
-    """Yield the runs that are read in place, each once for all that begin with it; the rest is to be copied."""
+    """Yield the runs to read in place, each once for all rows that begin with it; the rest goes to ``blocks``."""
     starting: dict[int, list[tuple[_Table, int]]] = defaultdict(list)
 
     def read(table: _Table, first: int, count: int) -> None:
@@ -114,7 +114,7 @@ def _runs(tables: Sequence[_Table], block_size: int, *, in_place: bool) -> Itera
 
 
 def _alike(tables: Mapping[int, int], block_size: int) -> Iterator[list[int]]:
-    """Yield the keys of tables of so many blocks, those of like length together: padding at most doubles a copy."""
+    """Yield groups of keys with similar numbers of blocks: padding at most doubles a copy."""
     group: list[int] = []
     for key in sorted(tables, key=tables.__getitem__):
         width = tables[key]
@@ -128,10 +128,10 @@ def _alike(tables: Mapping[int, int], block_size: int) -> Iterator[list[int]]:
 
 
 def _copies(tables: Sequence[_Table], block_size: int, dtype: torch.dtype, device: torch.device) -> Iterator[Read]:
-    """Yield copies of what rows read, padded where several share one; a chunk has one of its own."""
+    """Yield the copied reads, padded where several rows share one; each chunk has its own."""
     singles: dict[int, _Table] = {}
     for table in tables:
-        if table.seen % block_size:  # last, for what comes after it in the copy counts as not seen
+        if table.seen % block_size:  # last, because everything after it in the copy counts as not seen
             table.blocks.append(table.part.blocks[table.seen // block_size])
         if len(table.rows) == 1 and table.blocks:
             singles[table.rows[0]] = table
@@ -141,7 +141,7 @@ def _copies(tables: Sequence[_Table], block_size: int, dtype: torch.dtype, devic
     for rows in _alike({row: len(table.blocks) for row, table in singles.items()}, block_size):
         group = [singles[row] for row in rows]
         width = len(group[-1].blocks)
-        # Padding repeats the row's own first block: what is there is finite whenever the row itself is.
+        # Padding repeats the row's own first block: its content is finite whenever the row itself is.
         padded = [[*table.blocks, *table.blocks[:1] * (width - len(table.blocks))] for table in group]
         lengths = torch.tensor([_copied_tokens(table, block_size) for table in group], device=device)
         tokens = width * block_size
@@ -151,13 +151,13 @@ def _copies(tables: Sequence[_Table], block_size: int, dtype: torch.dtype, devic
 
 
 def _copied_tokens(table: _Table, block_size: int) -> int:
-    """Return how many tokens of the copied blocks count."""
+    """Return the number of copied tokens that are visible."""
     unused = -table.seen % block_size
     return len(table.blocks) * block_size - unused
 
 
 def _index(rows: Sequence[int], device: torch.device | None = None) -> Rows:
-    """Return row numbers; neighbours are a slice, which costs no indexing kernel."""
+    """Return row numbers; neighbours become a slice, which costs no indexing kernel."""
     if list(rows) == list(range(rows[0], rows[0] + len(rows))):
         return slice(rows[0], rows[0] + len(rows))
     return torch.tensor(rows, device=device)

@@ -1,4 +1,4 @@
-"""Which models this engine computes, by what their config says. Imports no torch."""
+"""Decide by a model's config whether this engine computes it. Imports no torch."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ def refuse_unsupported(config: Any, model: Any = None) -> None:
         raise UnsupportedModel(f"{name}: sliding_window={config.sliding_window}")
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
-        # One scale for the whole packed row, taken from its longest sequence: neighbours would change each other.
+        # One scale for the whole packed row, set by its longest sequence: neighbours would change each other.
         raise UnsupportedModel(f"{name}: rope_type={rope['rope_type']}")
     if getattr(config, "attn_logit_softcapping", None):
         raise UnsupportedModel(f"{name}: soft-capped attention logits")
@@ -30,8 +30,8 @@ def refuse_unsupported(config: Any, model: Any = None) -> None:
 
 
 def served_config(path: Path) -> Any:
-    """Return the config of a checkpoint, where this engine computes its model. Raises UnsupportedModel and OSError."""
-    from transformers import AutoConfig  # seconds, and torch with it
+    """Return a checkpoint's config if this engine computes its model. Raises UnsupportedModel and OSError."""
+    from transformers import AutoConfig  # takes seconds, and imports torch
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as DECODERS
 
     file = path / "config.json"
@@ -42,7 +42,7 @@ def served_config(path: Path) -> Any:
     except (ValueError, KeyError) as error:
         raise UnsupportedModel(f"{file}: transformers does not know the model_type {kind!r}") from error
     if kind not in DECODERS:
-        raise UnsupportedModel(f"{file}: model_type {kind!r} is no decoder that generates text")
+        raise UnsupportedModel(f"{file}: model_type {kind!r} is not a decoder that generates text")
     if architecture != DECODERS[kind] and architecture in DECODERS.values():
         raise UnsupportedModel(
             f"{file} names the model_type {kind!r} and the architecture {architecture!r}, which is another model's; "

@@ -1,1 +1,1 @@
-"""One engine's thread and the order of its parts. Knows no tensors."""
+"""One engine's thread and the order of its work. Knows no tensors."""

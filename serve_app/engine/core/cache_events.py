@@ -1,6 +1,6 @@
 """The events of an engine's pool and of the tiers below it, in the order in which they happened.
 
-A digest among the events tells listeners whether they missed, or made up, anything. Belongs to the engine's loop.
+A digest among the events shows listeners whether their view is exact. Belongs to the engine's loop.
 """
 
 import logging
@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 class CacheEvents:
-    """One engine's."""
+    """The cache events of one engine."""
 
     def __init__(self, cache: PrefixCache, tiers: Tiers, sink: EventSink) -> None:
         self._cache = cache
@@ -29,7 +29,7 @@ class CacheEvents:
         return events
 
     def send_digest(self, *, anew: bool) -> None:
-        """Send the digest after all events so far; ``anew``: and before it everything that is held."""
+        """Send the digest after all events so far; ``anew``: and before it all held blocks."""
         index = self._cache.index
         self.send()
         if anew:
@@ -40,12 +40,12 @@ class CacheEvents:
         self._send((CacheDigest((pool, *self._tiers.digests())),))
 
     def reset(self, *, tiers: bool) -> bool:
-        """Forget every cached block not in use, with those of the tiers if ``tiers``; False when some were kept."""
+        """Drop all cached blocks not in use, and those of the tiers if ``tiers``; False if some were kept."""
         if tiers:
             self._tiers.clear()
             self.send()
         complete = self._cache.reset()
-        # A cleared pool is announced as a cleared replica: what stays below has to be told again.
+        # A cleared pool is announced as a cleared replica: blocks that stay in tiers are announced again.
         if CacheCleared() in self.send():
             self._tiers.announce()
         return complete

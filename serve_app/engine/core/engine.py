@@ -1,6 +1,6 @@
 """The built-in engine: one loop thread around a scheduler, a prefix cache and a runner.
 
-Requests flow in from any thread; outputs, cache events and load flow out.
+Requests arrive from any thread; outputs, cache events and load leave.
 """
 
 import logging
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class TorchEngine:
-    """A ``protocol.Engine``. The loop's condition guards live requests and the load view; the rest is the loop's."""
+    """A ``protocol.Engine``. The loop's condition guards live requests and the load view; the loop owns the rest."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class TorchEngine:
         self._loop.stop()
 
     def submit(self, request: EngineRequest, sink: OutputSink) -> None:
-        """See ``protocol.Engine``. Raises EngineError, too, once stopped."""
+        """See ``protocol.Engine``. Also raises EngineError once stopped."""
         settings = self.settings
         check_request(
             request,
@@ -113,7 +113,7 @@ class TorchEngine:
         self._loop.post(lambda: self._cancel(request_id))
 
     def load(self) -> LoadReport:
-        """Return the load as of the last step, with everything submitted since."""
+        """Return the load as of the last step, plus all requests submitted since."""
         with self._loop.changed:
             return self._load_reporter.report(self._clock())
 
@@ -138,11 +138,11 @@ class TorchEngine:
         self._loop.call(lambda: self._events.send_digest(anew=anew))
 
     def wake(self) -> None:
-        """Look again at requests whose ``remote_kv`` is done by now (any thread)."""
+        """Check again whether each request's ``remote_kv`` is done (any thread)."""
         self._loop.wake()
 
     def healthy(self) -> bool:
-        """Return whether the loop is alive and its current step has not run for too long."""
+        """Return whether the loop is alive and its current step is not stalled."""
         return self._loop.healthy()
 
     @property
@@ -167,7 +167,7 @@ class TorchEngine:
         self._fail_all(reason)
 
     def take_in(self) -> bool:
-        """Wait for work and take in what was asked for since the last step; False once stopping."""
+        """Wait for work and run the calls posted since the last step; False once stopping."""
         loop, live = self._loop, self._live
         with loop.changed:
             while not (loop.calls or loop.stopping or self._has_work() or live.next_deadline_s <= self._clock()):
@@ -186,7 +186,7 @@ class TorchEngine:
         return True
 
     def _until_expiry_s(self) -> float | None:
-        """Return how long an idle loop may sleep before the time of a pin, or of a request, is over."""
+        """Return how long an idle loop may sleep before a pin or a request expires."""
         pinned_s = self._cache.pins.next_expiry_s
         expiry_s = min(self._live.next_deadline_s, math.inf if pinned_s is None else pinned_s)
         return None if expiry_s == math.inf else min(max(0.05, expiry_s - self._clock()), 3600.0)
@@ -228,12 +228,12 @@ class TorchEngine:
         self._deliver()
 
     def _deliver(self) -> None:
-        """Send cache events, then outputs: a follow-up request finds the routers already told."""
+        """Send cache events, then outputs: the routers know the events before a follow-up request arrives."""
         self._events.send()
         self._outputs.outbox.deliver()
 
     def _fail_all(self, reason: str) -> None:
-        """End every request with an error, and close what is open."""
+        """End every request with an error, and close the tiers."""
         with self._loop.changed:
             self._loop.stopping = True
             self._loop.run_calls(last=True)

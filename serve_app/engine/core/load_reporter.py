@@ -1,4 +1,4 @@
-"""The load of one engine as routers see it: work queued and measured rates. The engine's lock guards it."""
+"""One engine's load as routers see it: queued work and measured rates. The engine's lock guards it."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -17,10 +17,10 @@ _LAST = (inf, inf)
 
 @dataclass(slots=True)
 class _Work:
-    """What is left of a prefill. ``rank``: see ``Scheduler.rank``; infinite where it waits for more than its turn.
+    """The rest of a prefill. ``rank``: see ``Scheduler.rank``; infinite if it waits for more than its turn.
 
-    ``under_way``: tokens of the step that is running. ``waits``: it counts as a waiting sequence. ``contended``: the
-    tenants' turns decide whether another sequence computes what it begins with.
+    ``under_way``: tokens in the running step. ``waits``: whether it counts as a waiting sequence. ``contended``: the
+    tenants' turns decide whether it or another sequence computes its next block.
     """
 
     tenant: str
@@ -32,11 +32,11 @@ class _Work:
 
 
 class LoadReporter:
-    """Queued prefill tokens in all, and those that nobody overtakes; refreshed every step."""
+    """Queued prefill tokens in total, and those that no newcomer overtakes; updated every step."""
 
     def __init__(self, settings: EngineSettings, meters: EngineMeters, scheduler: Scheduler) -> None:
         self.tenants = len(settings.tenant_shares)
-        """How many tenants there can be."""
+        """The number of configured tenants."""
         self._settings = settings
         self._meters = meters
         self._scheduler = scheduler
@@ -48,7 +48,7 @@ class LoadReporter:
         self.waiting = 0
 
     def arrived(self, sequence: SequenceState) -> None:
-        """Count a request that was just submitted, and is not in the scheduler yet."""
+        """Count a submitted request that is not in the scheduler yet."""
         request = sequence.request
         self._arrived[request.request_id] = sequence
         self.waiting += 1
@@ -73,7 +73,7 @@ class LoadReporter:
         for sequence in sorted(scheduler.ready(), key=scheduler.rank):
             work, wanted = self._work[sequence.request.request_id], scheduler.missing_block(sequence)
             if wanted and scheduler.pending.has(wanted):
-                continue  # it is going to wait for the sequence that computes that block
+                continue  # it will wait for the sequence that computes this block
             other = first.setdefault(wanted, work) if wanted else work
             if other.tenant != work.tenant:
                 other.contended = work.contended = True
@@ -82,7 +82,7 @@ class LoadReporter:
         self._know_turns()
 
     def begin_step(self, chosen: Collection[Scheduled]) -> None:
-        """Note what the step that begins computes: nothing that comes from now on is before it."""
+        """Note the tokens that the starting step computes: later arrivals wait for all of them."""
         self._know_turns()
         for item in chosen:
             work = self._work.get(item.sequence.request.request_id)
@@ -111,10 +111,10 @@ class LoadReporter:
         return retry_after_s(self._queued_tokens(), self._meters.prefill_tokens_per_s)
 
     def _committed(self, now_s: float) -> tuple[int, int]:
-        """Return the tokens computed before those of a one-token request that comes now, and by how many waiting ones.
+        """Return the tokens computed before a one-token request that arrives now, and their waiting sequences.
 
-        The rest of the step, and what is too old, or too urgent, to be overtaken within its tenant. Among several
-        tenants the next request may be anyone's: what is before it then is the least of what any of them would find.
+        They are the rest of the step, and work too old or too urgent to be overtaken within its tenant. With several
+        tenants the next request may be any tenant's: the result is the least that any of them would find ahead.
         """
         latest_rank = self._scheduler.next_rank(now_s)
         under_way = sequences = 0
@@ -135,7 +135,7 @@ class LoadReporter:
         return under_way + min([turns, *(old[tenant] for tenant in queued)]), sequences
 
     def _know_turns(self) -> None:
-        if self.tenants <= 1:  # nobody takes turns
+        if self.tenants <= 1:  # there are no turns
             return
         running = self._scheduler.running
         decodes = Counter(sequence.request.tenant for sequence in running if not sequence.prefilling)

@@ -1,4 +1,4 @@
-"""The engine's thread, the work that other threads ask of it, and the condition that they share. Knows no requests."""
+"""The engine's thread, the work that other threads give it, and their shared condition. Knows no requests."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -13,9 +13,9 @@ Call = Callable[[], None]
 
 
 class EngineLoop:
-    """One thread, from ``start`` to ``stop``. ``calls``: what was asked for since the last step, in order.
+    """One thread, from ``start`` to ``stop``. ``calls``: work posted since the last step, in order.
 
-    ``run``: what the thread does, until ``stopping``. ``deliver``: sends what a call has made ready, where none runs.
+    ``run``: the thread's function, until ``stopping``. ``deliver``: sends the outputs of a call if no thread runs.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class EngineLoop:
         self._step_started_s: float | None = None
 
     def start(self) -> None:
-        """Start the thread. Raises EngineError when it was started before."""
+        """Start the thread. Raises EngineError if it was started before."""
         if self._thread is not None:
             raise EngineError("the engine was started before")
         self._thread = threading.Thread(target=self._run, name="warmpath-engine", daemon=True)
@@ -50,20 +50,20 @@ class EngineLoop:
             self._thread.join()
 
     def healthy(self) -> bool:
-        """Return whether the thread is alive and its current step has not run for too long."""
+        """Return whether the thread is alive and its current step is not stalled."""
         if self._thread is None or not self._thread.is_alive() or self.stopping:
             return False
         started = self._step_started_s
         return started is None or self._clock() - started < self._stall_after_s
 
     def post(self, call: Call) -> None:
-        """Have ``call``, which raises nothing, run between two steps (any thread)."""
+        """Run ``call``, which must not raise, between two steps (any thread)."""
         with self.changed:
             self.calls.append(call)
             self.changed.notify_all()
 
     def call(self, work: Callable[[], T]) -> T:
-        """Return what ``work`` returns, run between two steps; at once where no thread runs."""
+        """Run ``work`` between two steps and return its result; run it at once if no thread runs."""
         answer: Future[T] = Future()
 
         def call() -> None:
@@ -81,7 +81,7 @@ class EngineLoop:
         return answer.result()
 
     def run_calls(self, *, last: bool = False) -> None:
-        """Run what was asked for (the loop's thread); ``last``: whatever comes afterwards is run at once."""
+        """Run the posted calls (the loop's thread); ``last``: later calls run at once."""
         with self.changed:
             calls, self.calls = self.calls, []
             self._closed = last
@@ -89,13 +89,13 @@ class EngineLoop:
             call()
 
     def wake(self) -> None:
-        """Let an idle loop look again (any thread)."""
+        """Make an idle loop check its conditions again (any thread)."""
         with self.changed:
             self.changed.notify_all()
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Time what is a step."""
+        """Time the enclosed step."""
         self._step_started_s = self._clock()
         yield
         self._step_started_s = None

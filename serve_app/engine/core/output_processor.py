@@ -1,4 +1,4 @@
-"""The results of a step become tokens and ends in the outbox; a request that ends is removed everywhere, in order."""
+"""Turn a step's results into tokens and ends in the outbox; a request that ends is removed everywhere, in order."""
 
 import math
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from serve_app.fairness.shares import Budget, Shares
 
 
 class LiveRequests:
-    """Until when each live request may go on; ``waiting``: those not admitted yet. The loop's condition guards it."""
+    """Deadlines of live requests; ``waiting``: those not admitted yet. The loop's condition guards it."""
 
     def __init__(self, settings: EngineSettings, clock: Clock) -> None:
         self.waiting = Budget(Shares(settings.tenant_shares, clock), lambda: settings.max_waiting_requests)
@@ -26,7 +26,7 @@ class LiveRequests:
         self._deadlines_s: dict[str, float] = {}
 
     def check(self, request_id: str, tenant: str, retry_after_s: float) -> None:
-        """Raise ValueError for an id in use, QueueFull where the line is full for a tenant."""
+        """Raise ValueError for an id in use, QueueFull if the queue is full for the tenant."""
         if request_id in self._deadlines_s:
             raise ValueError(f"request id {request_id!r} is in use")
         self.waiting.shares.touch(tenant)
@@ -34,14 +34,14 @@ class LiveRequests:
             raise QueueFull(f"{self.waiting.used} requests are waiting", retry_after_s)
 
     def add(self, sequence: SequenceState) -> None:
-        """Take in a request that was checked."""
+        """Add a checked request."""
         deadline_s = sequence.arrival_s + sequence.request.timeout_s
         self._deadlines_s[sequence.request.request_id] = deadline_s
         self.next_deadline_s = min(self.next_deadline_s, deadline_s)
         self.waiting.take(sequence.request.tenant, 1)
 
     def take_overdue(self, now_s: float) -> list[str]:
-        """Return the ids of live requests whose time is over. All are looked at only when one of them may be."""
+        """Return the ids of overdue requests. Looks at all requests only if one may be overdue."""
         if now_s < self.next_deadline_s:
             return []
         deadlines = self._deadlines_s
@@ -53,7 +53,7 @@ class LiveRequests:
         self.waiting.give_back(sequence.request.tenant, 1)
 
     def remove(self, sequence: SequenceState) -> None:
-        """Note that a sequence is live no more."""
+        """Note that a sequence is no longer live."""
         del self._deadlines_s[sequence.request.request_id]
         if sequence.scheduled_s is None:
             self.admitted(sequence)
@@ -82,12 +82,12 @@ class OutputProcessor:
         )
 
     def preempted(self, sequence: SequenceState) -> None:
-        """Note that a sequence was preempted; the tiers are asked again when it restarts."""
+        """Note that a sequence was preempted; its restart asks the tiers again."""
         self.meters.preempted(sequence.request.tenant)
         self.tier_loader.forget(sequence.request.request_id)
 
     def process(self, item: Scheduled, result: SegmentResult, now: float) -> None:
-        """Take one segment's result: publish its blocks, append its token, or end its request."""
+        """Process one segment's result: publish its blocks, append its token, or end its request."""
         sequence = item.sequence
         if result.error:
             self.end(sequence, "error", error=result.error)
@@ -120,7 +120,7 @@ class OutputProcessor:
     def end(
         self, sequence: SequenceState, reason: FinishReason, output: EngineOutput | None = None, *, error: str = ""
     ) -> None:
-        """End a request and free its blocks. ``output``: its last one, where it ended by generating."""
+        """End a request and free its blocks. ``output``: its last one, if it ended by generating."""
         request = sequence.request
         self.scheduler.remove(sequence)
         self.tier_loader.forget(request.request_id)
@@ -131,8 +131,8 @@ class OutputProcessor:
         self.outbox.add(sequence.sink, structs.replace(last, finish_reason=reason, error=error))
 
     def _first(self, sequence: SequenceState, output: EngineOutput, now: float) -> EngineOutput:
-        """Pin what a request asks to keep, and return its first output with what is said once."""
-        assert sequence.scheduled_s is not None, "a token comes of a step"
+        """Pin the prefixes that a request asks to keep; return its first output with the facts reported once."""
+        assert sequence.scheduled_s is not None, "only a step makes a token"
         sequence.first_token_s = now
         self.meters.prefill_time.observe(now - sequence.scheduled_s)
         queue_s = sequence.scheduled_s - sequence.arrival_s

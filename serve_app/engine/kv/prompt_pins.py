@@ -1,4 +1,4 @@
-"""Prompts that stay in the pool, pinned once a request has computed them, and saves also on disk. The loop's alone."""
+"""Prompts pinned in the pool once a request has computed them; saves also go to disk. Used by the loop alone."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ Write = Callable[[list[CachedBlock], float | None], bool]
 
 
 class PromptPins:
-    """One engine's."""
+    """The pinned prompts of one engine."""
 
     def __init__(self, cache: PrefixCache, meters: EngineMeters, clock: Clock, write: Write) -> None:
         self._cache = cache
@@ -27,7 +27,7 @@ class PromptPins:
         self._write = write
 
     def keep(self, sequence: SequenceState) -> SaveResult | None:
-        """Pin what a request asks to keep, as far as it fits, now that all of its prompt has KV; say what became."""
+        """Pin a request's prefixes to keep, as far as they fit, once its whole prompt has KV; return the result."""
         request = sequence.request
         results: list[SaveResult] = []
         if request.saves and not self._cache.enabled:
@@ -40,7 +40,7 @@ class PromptPins:
         return self._keeper.answer(request, results)
 
     def take_over(self, saved: SavedPrefix, blocks: list[int]) -> PinOutcome:
-        """Keep what another replica kept as a save; ``blocks``: all of the prefix."""
+        """Keep another replica's save here; ``blocks``: the whole prefix."""
         outcome = self._cache.pin(saved.key, blocks, saved.ttl_s, tenant=saved.tenant, unread_s=saved.unread_s)
         if outcome == "pinned":
             self._write_to_disk(blocks, None if saved.ttl_s is None else saved.ttl_s - saved.unread_s)

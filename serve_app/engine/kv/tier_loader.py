@@ -1,6 +1,6 @@
-"""The engine's way up from the tiers: blocks that were evicted are loaded again before a prefill.
+"""Loads evicted blocks from the tiers back into the engine's pool before a prefill.
 
-Called by the loop alone, except ``samples``. A block comes up only if its prefix digest is the request's.
+Called by the loop alone, except ``samples``. A block is loaded only if its prefix digest equals the request's.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,23 +25,23 @@ from serve_app.engine.settings import EngineSettings
 from serve_app.engine.step import Runner
 
 STEP_BYTES = 64 * 1024 * 1024
-"""Copied into the pool between two steps at most: about ten milliseconds of memcpy."""
+"""Upper limit of the bytes copied into the pool between two steps: about ten milliseconds of memcpy."""
 
 LOADING_BYTES = 512 * 1024 * 1024
-"""Read from disk and not yet in the pool at most; who would exceed it waits."""
+"""Upper limit of the bytes read from disk and not yet in the pool; loads beyond it wait."""
 
 MOST_LOADS = 64
-"""Loads for one request: what is evicted again before its admission is not brought up for ever."""
+"""Limit of loads for one request, as its loaded blocks may be evicted again before its admission."""
 
 _LOAD_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 Rows = Callable[[], Sequence[Row]]
-"""Asked once blocks are allocated (an eviction may have moved what was to be read): the rows still there, in order."""
+"""Called once blocks are allocated: returns the rows left, in order, as an eviction may have moved some."""
 
 
 @dataclass(slots=True)
 class _Fetch:
-    """What one request has asked of the tiers. ``load``: what it waits for."""
+    """The state of one request's loads. ``load``: the one it waits for."""
 
     load: DiskLoad | None = None
     worthwhile: bool | None = None
@@ -49,7 +49,7 @@ class _Fetch:
 
 
 class TierLoader:
-    """Loads and waits of one engine; ``spiller``: the way down; ``wake``: called when the disk has news."""
+    """Loads and waits of one engine; ``spiller``: writes to the tiers; ``wake``: called when the disk has news."""
 
     def __init__(
         self,
@@ -76,20 +76,20 @@ class TierLoader:
 
     @property
     def loading(self) -> int:
-        """Waiting requests that cannot start until a load is done."""
+        """Number of waiting requests that cannot start before their load is done."""
         return sum(1 for fetch in self._fetches.values() if fetch.load is not None and not fetch.load.done)
 
     def begin_step(self) -> None:
-        """Allow another step's worth of copying, and let who has asked since the last one have a share."""
+        """Allow another step's worth of copying, and note the tenants active since the last step."""
         self.spiller.note_activity()
         self._room_blocks = self._step_blocks
 
     def forget(self, request_id: str) -> None:
-        """Drop what was kept for a request that ended."""
+        """Drop the state of a request that ended."""
         self._fetches.pop(request_id, None)
 
     def fetch(self, sequence: SequenceState, matched: Sequence[int]) -> Fetched:
-        """Bring up the blocks that continue ``matched``; the pool must have room for the sequence."""
+        """Load the blocks that continue ``matched``; the pool must have space for the sequence."""
         fetch = self._fetches.get(sequence.request.request_id)
         load = fetch.load if fetch is not None else None
         if load is not None and not load.done:
@@ -109,7 +109,7 @@ class TierLoader:
             return "nothing"
         if run[0][1] == "disk":
             return self._await_disk(fetch, run)
-        # What was read from disk and does not fit this step stays with the request.
+        # Blocks read from disk that do not fit this step stay with the request.
         fetch.load = load
         if self._room_blocks <= 0:
             return "wait"
@@ -117,10 +117,10 @@ class TierLoader:
         return "loaded" if self._install(sequence, matched, run, staged) else "nothing"
 
     def host_rows(self, tokens: HashedTokens, matched: Sequence[int], first: int, last: int) -> list[Row]:
-        """Return the rows of blocks ``first`` to ``last`` - 1 that host memory has, up to the first it lacks.
+        """Return the rows of blocks ``first`` to ``last`` - 1 in host memory, up to the first missing one.
 
-        ``matched``: what the pool holds of the chain; all after it has to be in host memory, with the chain's digest.
-        The rows are views until the next spill.
+        ``matched``: the chain's blocks in the pool; all later ones must be in host memory, with the chain's digest.
+        The rows are views, valid until the next spill.
         """
         rows: list[Row] = []
         hashes: list[bytes] = []
@@ -158,7 +158,7 @@ class TierLoader:
         return blocks
 
     def _expected(self, tokens: HashedTokens, matched: Sequence[int], last: int) -> Iterator[tuple[bytes, bytes]]:
-        """Yield the hash of each block after the ``matched`` ones, up to ``last`` - 1, and the digest it must have."""
+        """Yield the hash and required digest of each block after the ``matched`` ones, up to ``last`` - 1."""
         size, parent = self._cache.block_size, b""
         if matched:
             entry = self._cache.index.of_block(matched[-1])
@@ -170,7 +170,7 @@ class TierLoader:
             yield hash_at(tokens.chain, i), parent
 
     def _worthwhile(self, fetch: _Fetch, run: Sequence[tuple[TierBlock, str]]) -> bool:
-        """Decide once a request, so that nobody waits for a load and then computes it after all."""
+        """Decide once per request, so that it never waits for a load and then computes the blocks anyway."""
         if fetch.worthwhile is None:
             sizes: dict[str, int] = {}
             for _, tier in run:
@@ -189,7 +189,7 @@ class TierLoader:
             taken = sum(len(load.hashes) for load in under_way)
             room = LOADING_BYTES // self.tiers.size_bytes - taken
             if room <= 0 and under_way:
-                fetch.load = under_way[0]  # asked again once there may be room
+                fetch.load = under_way[0]  # the request asks again once there may be space
                 return "wait"
             joined = self.tiers.load(hashes[: max(1, room)])
         fetch.load = joined
@@ -237,11 +237,11 @@ class TierLoader:
 def install_blocks(
     cache: PrefixCache, runner: Runner, tokens: HashedTokens, matched: Sequence[int], count: int, rows: Rows
 ) -> int:
-    """Load up to ``count`` blocks after the ``matched`` ones of a chain; return how many a match finds more.
+    """Load up to ``count`` blocks after the ``matched`` ones of a chain; return how many more a match now finds.
 
-    They are published as if they had been computed, and no half-written block can be hit. The caller has made sure that
-    ``count`` blocks are available besides those matched and reserved. What is loaded is idle afterwards, and the last
-    of its line to be evicted.
+    They are published like computed blocks, and no half-written block can be hit. The caller has ensured that ``count``
+    blocks are available besides matched and reserved ones. Loaded blocks are idle afterwards, and evicted last among
+    their tenant's.
     """
     cache.acquire(matched, read=False)
     fresh: list[int] = []

@@ -1,6 +1,6 @@
-"""The engine's way down to the tiers: evicted blocks are spilled, saves are written, and a save's end is passed on.
+"""The engine's writes to the tiers: spills of evicted blocks, saves, and the ends of saves.
 
-Called by the loop alone. From its making to ``close`` it hears of every eviction and of every pin's end.
+Called by the loop alone. From creation to ``close`` it is notified of every eviction and of every pin's end.
 """
 
 import math
@@ -15,7 +15,7 @@ from serve_app.cache.tiers.tiers import ReadRows, Tiers
 from serve_app.engine.step import Runner
 
 CLOSE_S = 5.0
-"""How long a stopping engine may write to disk what only memory holds."""
+"""How long a stopping engine may write blocks to disk that exist only in memory."""
 
 CLOSE_BLOCKS = 64
 
@@ -37,7 +37,7 @@ class TierSpiller:
             cache.pins.on_end = self.end_save
 
     def note_activity(self) -> None:
-        """Let tenants that the pool has seen since the last call have their shares below it."""
+        """Give the tenants that the pool has seen since the last call their shares of the tiers."""
         if not self._enabled:
             return
         now_s = self._clock()
@@ -45,29 +45,29 @@ class TierSpiller:
         self._noted_s = now_s
 
     def spill(self, evicted: Sequence[CachedBlock]) -> None:
-        """Take what is evicted from the pool, children first."""
+        """Spill blocks evicted from the pool, children first."""
         self.note_activity()
         self._tiers.spill(describe(self._cache, evicted), self._reader(evicted))
 
     def save(self, entries: Sequence[CachedBlock], ttl_s: float | None) -> bool:
-        """Write pool blocks, children first, to disk as saved for ``ttl_s`` (None: for ever); False: not all."""
+        """Save pool blocks, children first, to disk for ``ttl_s`` (None: forever); False if some were not written."""
         until_s = math.inf if ttl_s is None else float(math.floor(time.time() + ttl_s))
         return self._tiers.save(describe(self._cache, entries), self._reader(entries), until_s)
 
     def end_save(self, blocks: Sequence[int]) -> None:
-        """Let blocks of the pool that were saved be evicted from disk as others are."""
+        """End a save: its blocks on disk can be evicted like others."""
         entries = map(self._cache.index.of_block, blocks)
         self._tiers.end_save([entry.block_hash for entry in entries if entry is not None])
 
     def close(self) -> None:
-        """Let pool and host memory go to disk, where there is one, saves with what is left of their time."""
+        """Write pool and host memory to the disk tier, if there is one; saves keep their remaining time."""
         cache, tiers = self._cache, self._tiers
         if not self._enabled:
             return
         cache.expire_pins()
         cache.pins.on_end = None
         deadline_s = time.monotonic() + CLOSE_S
-        for pin in cache.pins.soonest_first():  # a block under several pins has the end of the last one
+        for pin in cache.pins.soonest_first():  # a block under several pins gets the last one's end
             tiers.wait_for_room(len(pin.blocks), deadline_s)
             entries = map(cache.index.of_block, reversed(pin.blocks))
             left_s = None if pin.expires_s == math.inf else pin.expires_s - self._clock()
@@ -84,7 +84,7 @@ class TierSpiller:
 
 
 def describe(cache: PrefixCache, entries: Sequence[CachedBlock]) -> list[TierBlock]:
-    """Return what tiers know of pool blocks; a parent is in ``entries`` or still in the cache."""
+    """Return the tiers' descriptions of pool blocks; a parent is in ``entries`` or still in the cache."""
     batch = {entry.block: entry for entry in entries}
     described = []
     for entry in entries:

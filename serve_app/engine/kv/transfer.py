@@ -1,6 +1,6 @@
-"""Cached prefixes between engines: export, import, and what another one asks before: what is hot, what would fit.
+"""Export and import of cached prefixes between engines, with reports of hot prefixes and free space.
 
-Called from any thread but the loop's; cache and pool are touched on the loop, a bounded number of bytes a visit.
+Called from any thread but the loop's. Cache and pool are touched on the loop, a bounded number of bytes per visit.
 """
 
 import math
@@ -23,20 +23,20 @@ from serve_app.engine.scheduling.scheduler import Scheduler
 from serve_app.engine.step import Runner
 
 STEP_BYTES = 32 * 1024 * 1024
-"""Copied between two steps at most, so that sequences keep decoding."""
+"""Upper limit of the bytes copied between two steps, so that sequences keep decoding."""
 
 T = TypeVar("T", covariant=True)
 
 
 class OnLoop(Protocol):
-    """Runs work on the engine's loop and returns what it returns."""
+    """Runs work on the engine's loop and returns its result."""
 
     def __call__(self, work: Callable[[], T], /) -> T:
         """Run ``work`` between two steps."""
 
 
 class PrefixTransfer:
-    """One engine's way in and out for KV."""
+    """Export and import of one engine's KV."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class PrefixTransfer:
     ) -> KvChain | None:
         """Return the blocks of the longest part of ``prefix`` in pool and host memory, from block ``first`` on.
 
-        ``most_blocks`` bounds them. None when there are none. Those of the pool cannot be evicted meanwhile, and with
-        ``demote`` they are the first to be evicted afterwards, as far as no other prefix or sequence uses them.
+        Returns at most ``most_blocks`` blocks, or None if there are none. Pool blocks cannot be evicted meanwhile. With
+        ``demote`` they are the first to be evicted afterwards, unless another prefix or sequence uses them.
         """
         size = self._cache.block_size
         scope, ids = prefix.scope, np.ascontiguousarray(prefix.token_ids, dtype=np.int32)
@@ -76,11 +76,11 @@ class PrefixTransfer:
         copied = 0
 
         def copy() -> bool:
-            """Copy one step's worth; return whether more is left. The last visit lets go of the pool's blocks."""
+            """Copy one step's worth; return whether more is left. The last visit releases the pool's blocks."""
             nonlocal blocks, copied
             if blocks is None:
                 blocks = self._match(tokens)
-                self._cache.acquire(blocks, read=demote)  # who pulls for a request takes it over
+                self._cache.acquire(blocks, read=demote)  # a pull for a request counts as a read
             rows = list(payload[copied : copied + self._step_blocks])
             at, end = first + copied, first + copied + len(rows)
             held = blocks[at:end]
@@ -113,10 +113,10 @@ class PrefixTransfer:
         return KvChain(make_header(self._runner.kv_format, scope, held_ids, hashes, payload, first), payload)
 
     def import_part(self, part: KvChain, prefix: HashedTokens, first: int) -> int:
-        """Publish the blocks from ``first`` on of the chain that is wanted (``verify_part``), as far as room goes.
+        """Publish the blocks of ``part``, which continue ``prefix`` from ``first`` on (``verify_part``), as they fit.
 
-        Returns how many leading blocks are held then. New ones go on the account of its tenant. Nothing is taken where
-        blocks before ``first`` are missing now. Raises a TransferError, taking nothing.
+        Returns how many leading blocks are held then. New ones are charged to the prefix's tenant. Imports nothing if
+        blocks before ``first`` are missing by now. Raises a TransferError, importing nothing.
         """
         if not self._cache.enabled:
             return 0
@@ -130,12 +130,12 @@ class PrefixTransfer:
                 return held
 
     def hot_prefixes(self) -> HotPrefixes:
-        """Return all that the pool holds, saves and the hottest first."""
+        """Return all prefixes in the pool, saves and the hottest first."""
         entries, pins = self._on_loop(lambda: (list(self._cache.index), self._cache.pins.soonest_first()))
         return list_hot(entries, pins, self._clock())
 
     def cache_room(self) -> CacheRoom:
-        """Return how much of the pool is free, and how hot the rest is that could be evicted."""
+        """Return the free part of the pool, and the heats of the blocks that could be evicted."""
 
         def look() -> tuple[int, list[CachedBlock], list[int]]:
             pool, entries = self._cache.pool, list(self._cache.index)
@@ -145,11 +145,11 @@ class PrefixTransfer:
         if not self._cache.enabled:
             return CacheRoom(0, b"")
         free, entries, idle = self._on_loop(look)
-        # What is promised to running sequences comes out of the coldest idle blocks once nothing is free.
+        # Blocks reserved for running sequences come out of the coldest idle ones once nothing is free.
         return CacheRoom(max(0, free), idle_heats(entries, idle, self._clock())[4 * max(0, -free) :])
 
     def take_over_pin(self, saved: SavedPrefix, prefix: HashedTokens) -> PinOutcome | None:
-        """Pin a prefix that another replica kept, with what is left of its time; None where it is not all here."""
+        """Pin a prefix that another replica kept, for its remaining time; None if part of it is missing here."""
 
         def take_over() -> PinOutcome | None:
             blocks = self._match(prefix)
@@ -162,7 +162,7 @@ class PrefixTransfer:
         return self._on_loop(take_over)
 
     def _match(self, tokens: HashedTokens) -> list[int]:
-        """Match whole blocks, the last one too: there is no prompt here whose last token has to be computed."""
+        """Match whole blocks, the last one too: no last token has to be computed here, unlike for a prompt."""
         return self._cache.match(tokens.scope, np.append(tokens.token_ids, np.int32(0)), tokens.chain)
 
     def _take(self, part: KvChain, wanted: HashedTokens, first: int) -> tuple[int, int]:

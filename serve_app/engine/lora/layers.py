@@ -1,6 +1,6 @@
-"""LoRA on a packed step: forward hooks on linear layers add to every row the product of its own sequence's adapter.
+"""LoRA on a packed step: forward hooks on linear layers add the product of its sequence's adapter to every row.
 
-All adapters with slots lie side by side and share one pair of products; a mask keeps every row to its own.
+The adapters with slots lie side by side and share one pair of products; a mask limits every row to its own adapter.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ class LayerStack:
 
 
 class LoraLayers:
-    """The adapters of one model's linear layers. Used by the engine's thread alone; ``slots`` by any."""
+    """The adapters of one model's linear layers. Used by the engine's thread alone; ``slots`` by any thread."""
 
     def __init__(
         self, layers: Mapping[str, torch.nn.Linear], slots: LoadedAdapters[AdapterWeights], device: torch.device
@@ -40,7 +40,7 @@ class LoraLayers:
         self._masks: dict[tuple[int, ...], torch.Tensor] = {}
 
     def apply(self, segments: Sequence[Segment]) -> None:
-        """Have the next step apply each segment's adapter to its rows; segments in the packed order."""
+        """Make the next step apply each segment's adapter to its rows; segments in the packed order."""
         keys = {segment.lora for segment in segments if segment.lora}
         if not keys:
             self._detach()
@@ -64,7 +64,7 @@ class LoraLayers:
         self._hooks = []
 
     def _stack(self, keys: Sequence[str]) -> None:
-        """Put the adapters of ``keys`` side by side; lets go of the others, which on a GPU frees their memory."""
+        """Put the adapters of ``keys`` side by side and drop the others, which on a GPU frees their memory."""
         self._stacked, self._stacks = list(keys), {}
         weights = [self._slots.weights(key) for key in keys]
         for name in dict.fromkeys(name for adapter in weights for name in adapter):
@@ -85,7 +85,7 @@ class LoraLayers:
         return add
 
     def _mask(self, ranks: tuple[int, ...]) -> torch.Tensor:
-        """Return what is not each row's own [rows, sum of ranks], for a layer whose adapters have ``ranks``."""
+        """Return the columns that are not each row's own [rows, sum of ranks], for adapters with these ``ranks``."""
         if ranks not in self._masks:
             numbers = torch.arange(len(ranks)).repeat_interleave(torch.tensor(ranks)).to(self._device)
             self._masks[ranks] = self._owners[:, None] != numbers[None]

@@ -1,6 +1,6 @@
-"""A LoRA adapter on disk, in PEFT's format: which files, what its config means, and its digest.
+"""A LoRA adapter on disk, in PEFT's format: its files, its config and its digest.
 
-Unsupported config is refused with a sentence. Imports no torch, so that an ingress can name an adapter.
+Unsupported config is refused with an explanation. Imports no torch, so that an ingress can name an adapter.
 """
 
 import os
@@ -19,22 +19,22 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/-]{0,127}")
-"""What an adapter may be called: no "@", which divides name and digest in a key."""
+"""Allowed adapter names: no "@", which separates name and digest in a key."""
 
 _INERT = frozenset(
     "task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode r target_modules "
     "exclude_modules lora_alpha lora_dropout bias use_rslora init_lora_weights layers_to_transform layers_pattern "
     "megatron_core qalora_group_size runtime_config eva_config loftq_config".split()
 )
-"""Fields that are read below, or that say nothing of how a finished adapter is applied."""
+"""Fields that are read below, or that do not change how a finished adapter is applied."""
 
 _BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Initialisations after which the adapter fits only a base model whose weights were changed with it."""
+"""Initialisations that also change the base model's weights: the adapter fits only that changed model."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """How an adapter is applied: one rank and one scale, of all its modules."""
+    """How to apply an adapter: one rank and one scale for all its modules."""
 
     rank: int
     alpha: float
@@ -42,18 +42,18 @@ class AdapterConfig:
 
     @property
     def scale(self) -> float:
-        """What the adapter's product is multiplied by. Source: PEFT's ``LoraLayer.update_layer``."""
+        """Factor of the adapter's product. Source: PEFT's ``LoraLayer.update_layer``."""
         return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
 
     def check_rank(self, most: int) -> None:
-        """Raise AdapterError where there is less room for each adapter."""
+        """Raise AdapterError if the rank exceeds ``most``."""
         if self.rank > most:
             raise AdapterError(f"rank {self.rank} is over max_lora_rank {most}")
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterFile:
-    """``weights``: the safetensors bytes; ``tensors``: the names in them; ``digest``: SHA-256 of bytes and config."""
+    """``weights``: the safetensors bytes; ``tensors``: their names; ``digest``: SHA-256 of config and bytes."""
 
     config: AdapterConfig
     weights: bytes
@@ -66,11 +66,11 @@ def describe_adapter(
 ) -> AdapterSpec:
     """Return the spec of the adapter at ``path``: its directory, or its safetensors file with the config beside it.
 
-    With a ``root``, links that lead out of it are not followed. Raises AdapterError, also for a name that cannot be
-    used, and for a rank over ``max_rank``.
+    With a ``root``, links that lead out of it are refused. Raises AdapterError, also for an invalid name and for a
+    rank over ``max_rank``.
     """
     if not NAME.fullmatch(name):
-        raise AdapterError(f"{name[:64]!r} is no adapter name: letters, digits and _.:/- (128 at most) make one")
+        raise AdapterError(f"{name[:64]!r} is not a valid adapter name: use letters, digits and _.:/- (at most 128)")
     where = Path(path).expanduser().resolve()
     file = _parsed(*_read_files(where, root))
     if max_rank is not None:
@@ -79,9 +79,9 @@ def describe_adapter(
 
 
 def read_described(spec: AdapterSpec) -> AdapterFile:
-    """Read what ``spec`` names. Raises AdapterError when the files are no longer those that were described."""
+    """Read the adapter of ``spec``. Raises AdapterError if its files changed since they were described."""
     raw_config, weights = _read_files(Path(spec.path))
-    # What is wrong with a config that nobody described is not told: it could be any file by now.
+    # Errors in a changed config are not reported: it could be any file by now.
     with suppress(AdapterError):
         file = _parsed(raw_config, weights)
         if file.digest == spec.digest:
@@ -95,7 +95,7 @@ def _parsed(raw_config: bytes, weights: bytes) -> AdapterFile:
         header = weights[8 : 8 + int.from_bytes(weights[:8], "little")]
         tensors = msgspec.json.decode(header, type=dict[str, dict[str, Any]])
     except (ValueError, RecursionError) as error:
-        raise AdapterError("the adapter's weights are no whole safetensors file; copy it again") from error
+        raise AdapterError("the adapter's weights are not a complete safetensors file; copy it again") from error
     digest = sha256(msgspec.json.encode(config))
     digest.update(b"\n" + weights)
     return AdapterFile(config, weights, tuple(tensors), digest.hexdigest())
@@ -118,7 +118,7 @@ def _read_files(where: Path, root: Path | None = None) -> tuple[bytes, bytes]:
 
 
 def _resolved(file: Path, root: Path | None) -> Path:
-    """Return the file that is meant, links followed. Raises AdapterError for one outside ``root``."""
+    """Return the real path, links followed. Raises AdapterError if it is outside ``root``."""
     where = Path(os.path.realpath(file))
     if root is not None and not where.is_relative_to(os.path.realpath(root)):
         raise AdapterError(f"{file.name} is a link that leads out of lora_root; put the file itself there")
@@ -126,7 +126,7 @@ def _resolved(file: Path, root: Path | None) -> Path:
 
 
 def parse_config(raw: bytes) -> AdapterConfig:
-    """Read PEFT's adapter_config.json. Raises AdapterError for what would be computed wrongly if it were ignored."""
+    """Read PEFT's adapter_config.json. Raises AdapterError for fields that change results and are not supported."""
     try:
         fields = msgspec.json.decode(raw, type=dict[str, Any])
     except (ValueError, RecursionError) as error:
@@ -139,7 +139,7 @@ def parse_config(raw: bytes) -> AdapterConfig:
     if isinstance(start, str) and start.lower().startswith(_BASE_CHANGING):
         raise AdapterError(f"init_lora_weights {start!r} changes the base model; convert it to plain LoRA when saving")
     for name, value in fields.items():
-        # A number or a word only tunes a feature that a switch, a list or an object turns on.
+        # A number or a string only tunes a feature that a switch, a list or an object turns on.
         if name not in _INERT and (value is True or (isinstance(value, dict | list) and value)):
             raise AdapterError(f"{name} is not supported; save the adapter as plain LoRA")
     rank, alpha = fields.get("r"), fields.get("lora_alpha")

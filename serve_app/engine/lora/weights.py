@@ -1,4 +1,4 @@
-"""An adapter's tensors, checked against the model: a pair of matrices for each layer, the scale multiplied in."""
+"""An adapter's tensors, checked against the model: a pair of matrices per layer, with the scale multiplied in."""
 
 import re
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ AdapterWeights = Mapping[str, LoraPair]
 
 
 def adaptable_layers(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
-    """Return the layers that an adapter may target, by name: linear ones, but no output layer or routed expert."""
+    """Return the layers that an adapter may target, by name: linear ones except the output layer and routed experts."""
     output = getattr(model, "get_output_embeddings", lambda: None)()
     return {
         name: module
@@ -39,12 +39,12 @@ def adaptable_layers(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
 def adapter_weights(
     file: AdapterFile, layers: Mapping[str, torch.nn.Linear], *, max_rank: int, dtype: torch.dtype
 ) -> AdapterWeights:
-    """Parse an adapter for a model with ``layers``. Raises AdapterError unless every tensor has its place."""
+    """Parse an adapter for a model with ``layers``. Raises AdapterError unless every tensor matches a layer."""
     file.config.check_rank(max_rank)
     try:
         tensors = safetensors.torch.load(file.weights)
     except (safetensors.SafetensorError, ValueError, KeyError) as error:
-        raise AdapterError("the adapter's weights are no whole safetensors file; copy it again") from error
+        raise AdapterError("the adapter's weights are not a complete safetensors file; copy it again") from error
     parts: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         named = _TENSOR.fullmatch(name)

@@ -1,1 +1,1 @@
-"""A transformers model, one packed forward a step. Knows nothing of scheduling, requests or prefixes."""
+"""A transformers model, one packed forward per step. Knows nothing of scheduling, requests or prefixes."""

@@ -1,6 +1,6 @@
 """Sizing of the KV pool: a block has 2 * layers * block_size * kv_heads * head_dim numbers. Imports no torch.
 
-Only layers with KV by token count: vLLM puts states of other layers into blocks of the same size.
+Counts only layers with per-token KV: vLLM puts states of other layers into blocks of the same size.
 """
 
 from typing import Any
@@ -17,15 +17,15 @@ def kv_shape(config: Any) -> tuple[int, int, int]:
 
 
 def keeps_kv(kind: str) -> bool:
-    """Return whether a layer of this kind (of ``layer_types``) has KV by token."""
+    """Return whether a layer of this kind (of ``layer_types``) has per-token KV."""
     return ("attention" in kind and "linear" not in kind) or kind == "hybrid"
 
 
 def kv_bytes_per_block(config: Any, dtype: str, block_size: int, tensor_ranks: int = 1, stages: int = 1) -> int:
-    """Return the bytes of one block over all layers, and over all ranks: each sets aside as much as the fullest.
+    """Return the bytes of one block over all layers and ranks; every rank allocates as much as the fullest.
 
-    ``tensor_ranks``: they divide the KV heads, and each has one at least; ``stages`` divide the layers. Raises
-    ValueError on an unknown ``dtype``.
+    The ``tensor_ranks`` divide the KV heads, at least one each; the ``stages`` divide the layers. Raises ValueError
+    for an unknown ``dtype``.
     """
     layers, kv_heads, head_dim = kv_shape(config)
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
@@ -35,14 +35,14 @@ def kv_bytes_per_block(config: Any, dtype: str, block_size: int, tensor_ranks: i
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Return the bytes of one number. Raises ValueError on an unknown ``dtype``."""
+    """Return the bytes of one number. Raises ValueError for an unknown ``dtype``."""
     if dtype not in _DTYPE_BYTES:
         raise ValueError(f"dtype must be one of {', '.join(_DTYPE_BYTES)}, not {dtype!r}")
     return _DTYPE_BYTES[dtype]
 
 
 def blocks_in_budget(block_bytes: int, budget_bytes: int) -> int:
-    """Return how many blocks fit. Raises ValueError when not one does."""
+    """Return how many blocks fit. Raises ValueError if none does."""
     if budget_bytes < block_bytes:
         raise ValueError(f"{budget_bytes} bytes cannot hold one KV block of {block_bytes} bytes")
     return budget_bytes // block_bytes

@@ -1,4 +1,4 @@
-"""How many bytes of a GPU the KV pool may take: the utilization less weights (on torch's meta device) and one step."""
+"""The KV pool's part of GPU memory: the utilization minus weights (measured on torch's meta device) and one step."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,18 +11,18 @@ from serve_app.engine.lora.weights import adaptable_layers
 from serve_app.engine.runner.kv_size import kv_shape
 
 _SLACK_BYTES = 512 * 1024**2
-"""Workspaces of the matrix library, and what the allocator cannot hand out again."""
+"""Workspaces of the matrix library, and memory that the allocator cannot reuse."""
 
 _SAMPLING_BYTES = 64
-"""Per row and token of the vocabulary: logits, their float64 copy, its sort and sums, the noise."""
+"""Per row and vocabulary token: logits, their float64 copy, its sort and sums, the noise."""
 
 _LIVE_TENSORS = 8
-"""Of a layer's widest tensors, how many live at once, generously."""
+"""Generous estimate of how many of a layer's widest tensors live at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a replica is set up to do at once. ``lora_ranks``: ranks of all adapters in the batch; 0 without LoRA."""
+    """Concurrent work of a replica. ``lora_ranks``: sum of the ranks of all adapters in the batch; 0 without LoRA."""
 
     batched_tokens: int
     sequences: int
@@ -30,7 +30,7 @@ class Work:
 
 
 def weight_bytes(config: Any, dtype: torch.dtype, lora_ranks: int = 0) -> int:
-    """Return the bytes of a model's weights, shared ones once, and of its adapters' up to ``lora_ranks`` together."""
+    """Return the bytes of a model's weights, shared ones counted once, and of adapters with ``lora_ranks`` in all."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     elements = sum(weight.numel() for weight in model.parameters())
@@ -41,7 +41,7 @@ def weight_bytes(config: Any, dtype: torch.dtype, lora_ranks: int = 0) -> int:
 
 
 def step_bytes(config: Any, dtype: torch.dtype, work: Work) -> int:
-    """Return what one step may need beside weights and KV: activations, copied KV, sampling."""
+    """Return the bytes one step may need besides weights and KV: activations, copied KV, sampling."""
     _, kv_heads, head_dim = kv_shape(config)
     hidden = int(config.hidden_size)
     widest = max(int(getattr(config, "intermediate_size", None) or 4 * hidden), hidden)
@@ -52,10 +52,10 @@ def step_bytes(config: Any, dtype: torch.dtype, work: Work) -> int:
 
 
 def kv_budget_bytes(memory: tuple[int, int], utilization: float, config: Any, dtype: torch.dtype, work: Work) -> int:
-    """Return the bytes left to KV. ``memory``: (free, total) of the device.
+    """Return the bytes left for KV. ``memory``: (free, total) of the device.
 
-    ``utilization`` is the part of the whole device that this replica may take, as vLLM counts it.
-    Raises ValueError when weights and a step take it all.
+    ``utilization``: this replica's part of the whole device, as in vLLM. Raises ValueError if weights and a step leave
+    none.
     """
     free, total = memory
     weights, step = weight_bytes(config, dtype, work.lora_ranks), step_bytes(config, dtype, work)

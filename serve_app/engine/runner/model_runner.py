@@ -1,4 +1,4 @@
-"""Runs steps on an unmodified transformers causal language model: segments in, sampled tokens or failures out."""
+"""Run steps on an unmodified transformers causal language model: segments in, sampled tokens or failures out."""
 
 import os
 from collections.abc import Sequence
@@ -27,18 +27,18 @@ from serve_app.engine.settings import EngineSettings
 from serve_app.engine.step import Segment, SegmentResult
 
 _KERNELS_KEPT = "4096"
-"""oneDNN keeps 1,024 compiled kernels by default, fewer than the shapes of a ragged workload."""
+"""oneDNN keeps 1,024 compiled kernels by default, fewer than a ragged workload has shapes."""
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the named device; "auto" is CUDA where there is one."""
+    """Return the named device; "auto" is CUDA if available."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(name)
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the named dtype; "auto" is bfloat16 where the device multiplies it natively, else float32."""
+    """Return the named dtype; "auto" is bfloat16 if the device multiplies it natively, else float32."""
     if name != "auto":
         named: torch.dtype = getattr(torch, name)
         return named
@@ -49,20 +49,20 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def load_runner(model_path: str | Path, settings: EngineSettings) -> "ModelRunner":
-    """Load a local checkpoint. Raises what ``ModelRunner`` raises."""
-    # Loaded in a thread that ends: OpenMP workers left to the caller's thread would share the cores with the loop's,
-    # and libgomp then puts every worker to sleep after each operation (a decode step takes 14 ms instead of 8).
+    """Load a local checkpoint. Raises the errors of ``ModelRunner``."""
+    # In a temporary thread: OpenMP workers left to the caller's thread would share the cores with the loop's, and
+    # libgomp then puts every worker to sleep after each operation (a decode step takes 14 ms instead of 8).
     with ThreadPoolExecutor(max_workers=1) as loader:
         return loader.submit(ModelRunner, model_path, settings).result()
 
 
 class ModelRunner:
-    """A transformers model, its KV pool, and one packed forward a step."""
+    """A transformers model and its KV pool, with one packed forward per step."""
 
     kind = "torch"
 
     def __init__(self, model_path: str | Path, settings: EngineSettings) -> None:
-        """Load a local checkpoint. Raises UnsupportedModel, or FileNotFoundError where there is no config.json."""
+        """Load a local checkpoint. Raises UnsupportedModel, or FileNotFoundError if config.json is missing."""
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _KERNELS_KEPT)
         if settings.num_threads:
             torch.set_num_threads(settings.num_threads)
@@ -96,7 +96,7 @@ class ModelRunner:
 
     def _load_adapter(self, spec: AdapterSpec) -> AdapterWeights:
         file = read_described(spec)
-        # In a thread that ends, as the model itself: OpenMP workers that stay would slow every step from then on.
+        # In a temporary thread, like the model: OpenMP workers that stay would slow every later step.
         with ThreadPoolExecutor(max_workers=1) as loader:
             parsed = loader.submit(adapter_weights, file, self._linears, max_rank=self._max_lora_rank, dtype=self.dtype)
             return parsed.result()
@@ -116,7 +116,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, segments: Sequence[Segment]) -> list[SegmentResult]:
-        """Compute one step and sample; a segment whose logits are not numbers fails alone."""
+        """Compute one step and sample; a segment with logits that are not numbers fails alone."""
         step = plan_step(self.pool, segments, in_place=self.reads_in_place)
         self._lora.apply([segments[i] for i in step.order])
         logits = self.forward(step)
@@ -129,7 +129,7 @@ class ModelRunner:
 
 
 def _choose(logits: torch.Tensor, segments: Sequence[Segment]) -> list[SegmentResult]:
-    """Return the token of each row of ``logits`` [n, vocab], which are changed by the segments' rules."""
+    """Return the result of each row of ``logits`` [n, vocab], which the segments' rules change in place."""
     params = [segment.sampling for segment in segments if segment.sampling is not None]
     wanted = [row for row, sampling in enumerate(params) if sampling.logprobs is not None]
     ruled = [(row, params[row], segment.history) for row, segment in enumerate(segments) if segment.history is not None]
@@ -148,7 +148,7 @@ def _choose(logits: torch.Tensor, segments: Sequence[Segment]) -> list[SegmentRe
 
 
 def load_model(path: str | Path, config: Any, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
-    """Load a checkpoint onto ``device``. Raises UnsupportedModel for missing weights: transformers draws them."""
+    """Load a checkpoint onto ``device``. Raises UnsupportedModel for missing weights, which would be random."""
     model: torch.nn.Module
     model, report = AutoModelForCausalLM.from_pretrained(
         str(path), dtype=dtype, attn_implementation=IMPLEMENTATION, local_files_only=True, output_loading_info=True
@@ -156,7 +156,7 @@ def load_model(path: str | Path, config: Any, dtype: torch.dtype, device: torch.
     missing = sorted(report["missing_keys"])
     if missing:
         raise UnsupportedModel(
-            f"{path}: config.json says {config.model_type}, and the weights lack {len(missing)} of what that needs "
+            f"{path}: config.json says {config.model_type}, and the weights lack {len(missing)} of its tensors "
             f"({missing[0]}, ...); one of the two belongs to another model"
         )
     return model.to(device)

@@ -1,9 +1,9 @@
-"""Random numbers of a position: from (seed, position) alone, never from the batch or from what was drawn before."""
+"""Random numbers by position: from (seed, position) alone, never from the batch or from earlier draws."""
 
 MASK = (1 << 64) - 1
 STRIDE = 0x9E3779B97F4A7C15
 FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-"""What splitmix64 adds, and multiplies by."""
+"""The increment and the multipliers of splitmix64."""
 
 
 def position_key(seed: int, position: int) -> int:

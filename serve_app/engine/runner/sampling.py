@@ -1,8 +1,8 @@
 """From logits to tokens: greedy, temperature, min-p, top-k, top-p, batched.
 
-The random numbers for position p depend on (seed, p) alone, never on the batch: a request that is sent again with the
-tokens it already has goes on identically. Each token has a number of its own, and the largest sum of logit and Gumbel
-noise wins: logits that differ by little, as another batch's do, choose the same token.
+The random numbers for position p depend on (seed, p) alone, never on the batch: a request that is sent again with its
+tokens so far continues identically. Each vocabulary token has its own number, and the largest sum of logit and Gumbel
+noise wins. So slightly different logits, as from another batch, choose the same token.
 """
 
 import math
@@ -16,7 +16,7 @@ from serve_app.engine.runner.position_random import FACTORS, STRIDE, position_ke
 
 _FIRST_CANDIDATES = 256
 _CACHED_NUMBERS = 1 << 16
-"""Noise is made of so many numbers at once on a CPU: what leaves its cache takes two to three times as long."""
+"""On a CPU noise is made in batches of this many numbers: beyond its cache it takes two to three times as long."""
 _BLOCK = 256
 
 
@@ -25,7 +25,7 @@ def gumbel_noise(
 ) -> torch.Tensor:
     """Return standard Gumbel numbers [n, count], float32, of tokens ``first``, ``first`` + 1, ...
 
-    Row i is a part of the splitmix64 stream from (seed, position) i, whose numbers are those of tokens 0, 1, ...
+    Row i is a part of the splitmix64 stream of the i-th (seed, position); the stream begins with token 0.
     """
     keys = [_signed(position_key(seed, position)) for seed, position in zip(seeds, positions, strict=True)]
     state = torch.tensor(keys, device=device)[:, None] + _steps(first + 1, first + count + 1, device)
@@ -34,7 +34,7 @@ def gumbel_noise(
         state ^= _shifted(state, shift, spare)
         state *= _signed(factor)
     state ^= _shifted(state, 31, spare)
-    # The winners' numbers come from those near 0, where float32 is fine enough; the bounds keep both logarithms finite.
+    # The winners come from numbers near 0, where float32 is fine enough; the bounds keep both logarithms finite.
     uniform = _shifted(state, 1, spare).float().mul_(2.0**-63).clamp_(2.0**-63, 1.0 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
@@ -45,7 +45,7 @@ def _steps(start: int, end: int, device: torch.device) -> torch.Tensor:
 
 
 def _shifted(state: torch.Tensor, bits: int, out: torch.Tensor) -> torch.Tensor:
-    """Shift right without dragging the sign along: torch's shift of int64 is arithmetic."""
+    """Shift right without the sign: torch's shift of int64 is arithmetic."""
     return torch.bitwise_right_shift(state, bits, out=out).bitwise_and_((1 << (64 - bits)) - 1)
 
 
@@ -54,19 +54,19 @@ def _signed(value: int) -> int:
 
 
 def choose_tokens(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int | None]:
-    """Return one token a row of ``logits`` [n, vocab], None where they are not numbers.
+    """Return one token per row of ``logits`` [n, vocab], None where they are not numbers.
 
-    ``positions[i]`` is where row i's token will stand. Filters apply in the order temperature, min-p, top-k, top-p.
-    Tokens tied with the last one kept are kept too, so the result does not depend on how a sort breaks ties.
+    ``positions[i]``: the position of row i's token. Filters apply in the order temperature, min-p, top-k, top-p.
+    Tokens tied with the last one kept are kept too, so that the result does not depend on the sort's order of ties.
     """
-    # One reading of the logits: a row's largest is not a number if one of them is not, and infinite if nothing else is.
+    # One pass over the logits: a row's largest is not finite if any is NaN or inf, or if all are -inf.
     largest, best = _first_largest(logits)
     finite = torch.isfinite(largest).tolist()
     tokens: list[int | None] = [token if fine else None for token, fine in zip(best.tolist(), finite, strict=True)]
     drawn = [i for i, p in enumerate(params) if finite[i] and not p.greedy]
     size = max(1, _CACHED_NUMBERS // logits.shape[-1]) if logits.device.type == "cpu" else len(params)
     for part in (drawn[start : start + size] for start in range(0, len(drawn), size)):
-        own = logits[part] if len(part) > 1 else logits[part[0] : part[0] + 1]  # which copies nothing
+        own = logits[part] if len(part) > 1 else logits[part[0] : part[0] + 1]  # the slice copies nothing
         draws = _draw(own, [params[i] for i in part], [positions[i] for i in part])
         for i, token in zip(part, draws.tolist(), strict=True):
             tokens[i] = token
@@ -74,9 +74,9 @@ def choose_tokens(logits: torch.Tensor, params: Sequence[SamplingParams], positi
 
 
 def _first_largest(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each row's largest value of [n, vocab] and the first id that has it, as ``torch.max`` does.
+    """Return each row's largest value of [n, vocab] and its first id, as ``torch.max`` does.
 
-    On a CPU that reads number by number, where the largest of a block is found by vector instructions, in a sixth.
+    On a CPU ``torch.max`` goes number by number; vector instructions find a block's largest in a sixth of the time.
     """
     block = math.gcd(values.shape[-1], _BLOCK)
     if block < _BLOCK // 16 or values.device.type != "cpu":
@@ -87,7 +87,7 @@ def _first_largest(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _draw(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> torch.Tensor:
-    """Return the tokens [n] of the largest sums of what filters leave and noise."""
+    """Return the tokens [n] with the largest sums of filtered logit and noise."""
     scaled, vocab = logits.double(), logits.shape[-1]
     if any(p.temperature != 1.0 for p in params):
         scaled.div_(_column([p.temperature for p in params], logits.device))
@@ -110,7 +110,7 @@ def _column(values: Sequence[float], device: torch.device) -> torch.Tensor:
 
 
 def _floors(scaled: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Return each row's smallest logit to keep [n, 1], by top-k and top-p; a sort of whole rows costs far more."""
+    """Return each row's smallest logit to keep [n, 1], by top-k and top-p; sorting whole rows costs far more."""
     vocab = scaled.shape[-1]
     top_k = torch.tensor([[p.top_k if 0 < p.top_k < vocab else vocab] for p in params], device=scaled.device)
     top_p = _column([p.top_p for p in params], scaled.device)
@@ -121,7 +121,7 @@ def _floors(scaled: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Ten
         total = scaled.masked_fill(scaled < floors, float("-inf")).logsumexp(dim=-1, keepdim=True)
         mass = torch.exp(best.masked_fill(best < floors, float("-inf")) - total).cumsum(dim=-1)
         reached = mass >= top_p
-        # Where rounding never reaches it, and without a top-p, top-k decides alone.
+        # If rounding keeps the mass below top-p, or there is no top-p, top-k decides alone.
         decided = reached[:, -1:] | (best[:, -1:] < floors) | (top_p >= 1.0)
         if width == vocab or decided.all():
             by_mass = best.gather(1, reached.int().argmax(dim=-1, keepdim=True))

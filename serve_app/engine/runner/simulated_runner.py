@@ -1,6 +1,6 @@
 """A cost model in place of a model: the same steps, simulated durations, pseudo-random tokens.
 
-Scheduling and caching around it are the real ones. Whatever ran on it has to say "simulated".
+Scheduling and caching around it are real. Every result from it must be labelled "simulated".
 """
 
 import time
@@ -18,7 +18,7 @@ from serve_app.engine.step import Segment, SegmentResult
 class CostModel:
     """Time of a step = base + prefill tokens / rate + decoding sequences * per sequence, in seconds.
 
-    A step without prefill costs ``decode_base_s``; one with prefill costs that only if it decodes too.
+    A step without prefill costs ``decode_base_s``; one with prefill adds it only if it also decodes.
     """
 
     prefill_tokens_per_s: float = 5000.0
@@ -29,13 +29,13 @@ class CostModel:
     block_bytes: int = 2 * 1024 * 1024
 
     def step_s(self, prefill_tokens: int, decodes: int) -> float:
-        """Return how long a step of that much work takes."""
+        """Return the duration of a step with this work."""
         decode_s = self.decode_base_s + decodes * self.decode_per_sequence_s if decodes else 0.0
         return prefill_tokens / self.prefill_tokens_per_s + decode_s
 
 
 class SimulatedRunner:
-    """Stands where a ``ModelRunner`` would; sleeps instead of computing."""
+    """Replaces a ``ModelRunner``; sleeps instead of computing."""
 
     kind = "simulated"
 
@@ -51,7 +51,7 @@ class SimulatedRunner:
     ) -> None:
         self.cost = cost
         self.kv_format = KvFormat(model_fingerprint, block_size, (KvPart("simulated", ()),))
-        # Adapters are read and told apart, and change no token: only their scope and their slots are real.
+        # Adapters are read and distinguished, but change no token: only their scope and their slots are real.
         self.adapters = LoadedAdapters(
             lambda spec: read_described(spec).config, max_loras=max_loras, max_cpu_loras=max_cpu_loras
         )
@@ -74,7 +74,7 @@ class SimulatedRunner:
         """Do nothing: simulated KV has no bytes."""
 
     def _token(self, segment: Segment) -> int:
-        """Draw from (last token, position, seed), avoiding stop tokens so that lengths are as asked for."""
+        """Draw from (last token, position, seed); skip stop tokens, so that answers have the requested length."""
         sampling = segment.sampling
         assert sampling is not None
         seed = sampling.seed * self.vocab_size + int(segment.token_ids[-1])

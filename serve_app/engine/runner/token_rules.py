@@ -1,6 +1,6 @@
-"""Rules of sampling: what prompt, answer and grammar do to a row's logits before a token is chosen.
+"""Rules of sampling: prompt, answer and grammar change a row's logits before a token is chosen.
 
-In order: bans and biases, repetition, frequency and presence penalty, then the grammar; all from token ids alone.
+Order: bans and biases; repetition, frequency and presence penalty; the grammar. All depend on token ids alone.
 """
 
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ from serve_app.engine.sampling_params import SamplingParams, TokenLogprob, Token
 from serve_app.engine.step import History
 
 Ruled = tuple[int, SamplingParams, History]
-"""A row of the logits, and what its rules read."""
+"""A row of the logits, with the input of its rules."""
 
 
 def apply_rules(logits: torch.Tensor, ruled: Sequence[Ruled]) -> dict[int, str]:
     """Change the given rows of ``logits`` [n, vocab], float32, in place.
 
-    Returns why rows failed, by row: those are as they were. Where rules and grammar leave no token, the grammar alone
-    counts. Source: vLLM's order of logits processors.
+    Returns the error of each failed row, which stays unchanged. Where rules and grammar leave no token, the grammar
+    alone counts. Source: vLLM's order of logits processors.
     """
     failed: dict[int, str] = {}
     for row, params, history in ruled:
@@ -46,7 +46,7 @@ def apply_rules(logits: torch.Tensor, ruled: Sequence[Ruled]) -> dict[int, str]:
 
 
 def _allowed(mask: NDArray[np.uint8], vocab: int) -> NDArray[np.bool_]:
-    """Return a mask as wide as the logits: ids that the tokenizer does not have are never allowed."""
+    """Return a mask as wide as the logits: ids beyond the tokenizer's are never allowed."""
     bits = np.unpackbits(mask, bitorder="little")[:vocab].view(np.bool_)
     return np.pad(bits, (0, vocab - len(bits)))
 
@@ -54,7 +54,7 @@ def _allowed(mask: NDArray[np.uint8], vocab: int) -> NDArray[np.bool_]:
 def _apply_rules(
     row: torch.Tensor, params: SamplingParams, rules: TokenRules, history: History, allowed: NDArray[np.bool_] | None
 ) -> None:
-    """Change one row of logits in place, rule after rule."""
+    """Apply the rules to one row of logits in place, one after another."""
 
     def there(values: Sequence[float] | NDArray[Any]) -> torch.Tensor:
         return torch.as_tensor(values, device=row.device)
@@ -78,7 +78,7 @@ def _apply_rules(
 
 
 def _banned(params: SamplingParams, rules: TokenRules, answer: TokenArray) -> list[int]:
-    """Return the ids that must not come next: stop tokens of a short answer, and the ends of bad words."""
+    """Return the ids that must not come next: stop tokens in a short answer, and the ends of bad words."""
     banned = set(params.stop_token_ids) if len(answer) < rules.min_tokens else set()
     longest = max(map(len, rules.bad_words), default=1)
     recent = tuple(answer[max(0, len(answer) - longest + 1) :].tolist())
@@ -91,7 +91,7 @@ def _banned(params: SamplingParams, rules: TokenRules, answer: TokenArray) -> li
 def token_logprobs(
     logprobs: torch.Tensor, tokens: Sequence[int | None], tops: Sequence[int]
 ) -> list[TokenLogprob | None]:
-    """Return what is told of each row's token, if it has one; ``logprobs`` [n, vocab]; ``tops``: how many likeliest."""
+    """Return the log-probabilities of each row's token; ``logprobs`` [n, vocab]; ``tops``: numbers of likeliest."""
     chosen = torch.tensor([[token or 0] for token in tokens], device=logprobs.device)
     own = logprobs.gather(1, chosen)[:, 0].tolist()
     best = torch.topk(logprobs, min(max(tops), logprobs.shape[-1]), dim=-1)

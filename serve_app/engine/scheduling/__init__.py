@@ -1,1 +1,1 @@
-"""Who runs, with how many tokens, over which blocks. Knows no tensors, threads or clients."""
+"""Choose the sequences of each step, their tokens and blocks. Knows no tensors, threads or clients."""

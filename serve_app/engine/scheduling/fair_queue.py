@@ -1,6 +1,6 @@
-"""Whose prompt tokens are computed next: turns of tenants (``fairness.Turns``), short for who used most lately.
+"""The order in which tenants prefill: turns (``fairness.Turns``) that are shorter for tenants with high recent use.
 
-Owns what each tenant used in recent steps, decodes too: they are not held back, but lengthen every step.
+Owns each tenant's use in recent steps, decodes included: they are never held back, but they lengthen every step.
 Source: Sheng et al., Fairness in Serving Large Language Models (OSDI 2024), counts generated tokens as service too.
 """
 
@@ -9,19 +9,19 @@ from collections.abc import Collection, Mapping
 from serve_app.fairness.shares import Turns
 
 LEAST_STEP_TOKENS = 512
-"""A step prefills at least so much: smaller ones make prefill dearer, for weights are read once a step."""
+"""A step prefills at least this many tokens. Smaller steps cost more per token, as each step reads all weights."""
 
 QUANTUM_TOKENS = LEAST_STEP_TOKENS // 4
-"""Tokens a turn, at most a quarter of a step: small enough that a step serves several tenants."""
+"""Tokens of a turn, at most a quarter of a step: small enough that a step serves several tenants."""
 
 DECODE_TOKENS = 8
-"""Prompt tokens that a decode counts as: about what its part of a step could prefill."""
+"""Prompt tokens that a decode counts as: roughly the prefill that fits in its part of a step."""
 
 RECENT_STEPS = 100
-"""What was used counts e times less after so many steps: some seconds."""
+"""After this many steps (some seconds) past use counts for 1/e."""
 
 SHORTEST_TURN_PART = 16
-"""A turn is at least one part in this many of a quantum: who uses most is slower beside others, and never stopped."""
+"""A turn is at least this fraction (1/n) of a quantum: the heaviest tenant is slowed down, but never stopped."""
 
 
 class FairQueue(Turns):
@@ -35,9 +35,9 @@ class FairQueue(Turns):
         self._awaited: Collection[str] = ()
 
     def coming(self, tenants: Collection[str], decodes: Mapping[str, int]) -> dict[str, int]:
-        """Return the tokens of each tenant's next turn, where the next step has so many ``decodes``.
+        """Return the tokens of each tenant's next turn, given the number of ``decodes`` in the next step.
 
-        Of a turn that has begun, which is one at most, what is left of it.
+        For a turn that has begun (at most one has), this is the rest of it.
         """
         used = self._recent(decodes)
         mean = _mean(used)
@@ -47,9 +47,9 @@ class FairQueue(Turns):
         }
 
     def begin(self, tenants: Collection[str], decodes: Mapping[str, int], awaited: Collection[str] = ()) -> None:
-        """Start a step with so many ``decodes``, by tenant: who has work now keeps its place; who is new comes last.
+        """Start a step with these ``decodes`` by tenant. Known tenants keep their place; new ones join at the end.
 
-        ``awaited``: tenants whose work others wait for; their turns are not shortened.
+        ``awaited``: tenants that others wait for; their turns are not shortened.
         """
         self._awaited = awaited
         for tenant in self.credit.keys() - set(tenants):
@@ -60,14 +60,14 @@ class FairQueue(Turns):
         self._mean_used = _mean(self._used)
 
     def head(self) -> tuple[str, int] | None:
-        """Return the tenant whose turn it is and the tokens it may use; None when nobody is left."""
+        """Return the tenant at the head and the tokens it may use; None when no tenant is left."""
         if not self.credit:
             return None
         tenant = self.next(self.credit)
         return tenant, self.credit[tenant]
 
     def is_heavy(self, tenant: str) -> bool:
-        """Whether a tenant's turns are short now, for it used more than the mean lately."""
+        """Return whether a tenant's turns are short now because its recent use exceeds the mean."""
         return self._turn_tokens(tenant) < self.quantum_tokens
 
     def charge(self, tenant: str, cost: int) -> None:
@@ -90,7 +90,7 @@ class FairQueue(Turns):
     def _quantum(self, used: float, mean: float) -> int:
         if used <= mean or not mean:
             return self.quantum_tokens
-        # Squared: who used twice the mean gets a quarter, so that the others come to theirs within some steps.
+        # Squared: a tenant with twice the mean use gets a quarter, so the others catch up within some steps.
         part = max((mean / used) ** 2, 1 / SHORTEST_TURN_PART)
         return max(1, int(self.quantum_tokens * part))
 

@@ -1,9 +1,9 @@
-"""The sequences that run, the blocks they take and those that are reserved for them, in all and by tenant.
+"""The running sequences, with their allocated and reserved blocks, in total and by tenant.
 
-Owns their start, growth, preemption and end. A tenant within its share, or with nothing running, may start whatever
-fits. One beyond its share borrows: it must leave the idle blocks within others' shares, and an eighth of slots and
-blocks, so that a newcomer finds room at once. A sequence takes its reserved blocks whenever it needs them, and more
-while there is room; where there is none, a victim is preempted. Mutates sequences and the prefix cache.
+Owns their start, growth, preemption and end. A tenant within its share, or with nothing running, may start any
+sequence that fits. A tenant beyond its share borrows: it must leave the idle blocks within others' shares, and an
+eighth of slots and blocks, so that a newcomer can start at once. A sequence takes its reserved blocks when it needs
+them, and more while blocks are free; otherwise a victim is preempted. Mutates sequences and the prefix cache.
 """
 
 from collections import Counter
@@ -20,21 +20,21 @@ from serve_app.fairness.shares import UNBORROWED_PART
 Verdict = Literal["admitted", "parked", "no_room", "over_share"]
 
 GROWTH_BLOCKS = 4
-"""Blocks taken at once for generated tokens: longer runs of neighbours, at most three blocks held early."""
+"""Blocks allocated at once for generated tokens: longer contiguous runs, and at most three blocks held early."""
 
 RESERVED_TOKENS = 64
-"""Generated tokens that every start has room for, where no more were generated before it."""
+"""Generated tokens that every start reserves blocks for, unless the sequence has generated more already."""
 
 
 class PendingBlocks:
-    """Single flight: a block that one sequence is computing is waited for by the others, not computed twice."""
+    """Single flight: when one sequence is computing a block, the others wait for it and do not compute it again."""
 
     def __init__(self) -> None:
         self._computing: dict[bytes, SequenceState] = {}
         self._parked: dict[bytes, list[SequenceState]] = {}
 
     def begin(self, sequence: SequenceState, first: int, last: int) -> None:
-        """Note that ``sequence`` will compute blocks ``first`` to ``last`` - 1; nobody waits if it stores none."""
+        """Note that ``sequence`` will compute blocks ``first`` to ``last`` - 1; no other waits if it stores none."""
         sequence.resolved = first
         if not sequence.request.store_kv:
             return
@@ -42,11 +42,11 @@ class PendingBlocks:
             self._computing.setdefault(hash_at(sequence.chain, i), sequence)
 
     def has(self, block_hash: bytes) -> bool:
-        """Return whether a running sequence is computing that block of its prompt (any thread may ask for a hint)."""
+        """Return whether a running sequence is computing this block of its prompt (any thread; a hint)."""
         return block_hash in self._computing
 
     def park(self, sequence: SequenceState, block_hash: bytes) -> bool:
-        """Let ``sequence`` wait for a block if somebody computes it; return whether it does."""
+        """Let ``sequence`` wait for a block if another sequence is computing it; return whether it waits."""
         if block_hash not in self._computing:
             return False
         self._parked.setdefault(block_hash, []).append(sequence)
@@ -57,12 +57,12 @@ class PendingBlocks:
         return {id(sequence) for line in self._parked.values() for sequence in line}
 
     def awaited_tenants(self) -> set[str]:
-        """Return the tenants whose sequences compute a block that another tenant's sequence waits for."""
+        """Return the tenants that compute a block another tenant's sequence waits for."""
         computing = ((self._computing[block_hash].request.tenant, line) for block_hash, line in self._parked.items())
         return {tenant for tenant, line in computing if any(waiter.request.tenant != tenant for waiter in line)}
 
     def resolve(self, sequence: SequenceState, last: int) -> None:
-        """Wake whoever waits for a sequence's blocks before ``last``: they are computed, or will not be."""
+        """Wake the sequences that wait for a sequence's blocks before ``last``: computed, or never to be."""
         for i in range(sequence.resolved, last):
             block_hash = hash_at(sequence.chain, i)
             if self._computing.get(block_hash) is sequence:
@@ -72,7 +72,7 @@ class PendingBlocks:
 
 
 class RunningSet:
-    """Admitted sequences by request id, in the order of their starts."""
+    """Admitted sequences by request id, in start order."""
 
     def __init__(
         self, settings: EngineSettings, cache: PrefixCache, pending: PendingBlocks, adapters: AdapterSlots | None
@@ -87,7 +87,7 @@ class RunningSet:
         self._adapters = adapters
 
     def verdict(self, tenant: str, needed: int, idle_hits: int) -> Verdict:
-        """Say whether ``needed`` blocks besides its hits, ``idle_hits`` of them idle now, can be reserved."""
+        """Return whether ``needed`` blocks can be reserved besides the hits, of which ``idle_hits`` are idle now."""
         cache = self._cache
         room = cache.available_blocks - idle_hits - self.reserved_blocks
         running = self._running[tenant]
@@ -103,7 +103,7 @@ class RunningSet:
         return "admitted" if needed <= room else "no_room"
 
     def _growth_room(self, tenant: str) -> int:
-        """Return how many blocks a running sequence of ``tenant`` may take beyond its reservation."""
+        """Return how many blocks a running sequence of ``tenant`` may allocate beyond its reservation."""
         cache = self._cache
         room = cache.available_blocks - self.reserved_blocks
         if self._running[tenant] > 1:
@@ -114,7 +114,7 @@ class RunningSet:
         return room
 
     def start(self, sequence: SequenceState, matched: Sequence[int], reserved: int) -> None:
-        """Run a sequence; ``reserved`` blocks besides the ``matched`` ones were found to fit."""
+        """Run a sequence; ``reserved`` blocks besides the ``matched`` ones are known to fit."""
         cache, size, hits = self._cache, self._cache.block_size, len(matched)
         if self._adapters is not None:
             self._adapters.acquire(sequence.request.scope.lora)
@@ -129,12 +129,12 @@ class RunningSet:
         self._running[sequence.request.tenant] += 1
         self._reserve(sequence.request.tenant, reserved)
         self.sequences[sequence.request.request_id] = sequence
-        # All of the prefill at once, so that it lies in one run where the pool allows it.
+        # The whole prefill at once, so that it is contiguous where the pool allows it.
         self._take(sequence, ceil_div(sequence.prefill_tokens, size) - hits)
         self._pending.begin(sequence, hits, cache.reusable_blocks(sequence.prefill_tokens))
 
     def make_room(self) -> list[SequenceState]:
-        """Give every decode a block for its token, the first to arrive first; return the preempted sequences."""
+        """Give every decode a block for its token, in arrival order; return the preempted sequences."""
         running, size = self.sequences, self._cache.block_size
         preempted: list[SequenceState] = []
         growing = [s for s in running.values() if not s.prefilling and s.computed >= size * len(s.blocks)]
@@ -147,18 +147,18 @@ class RunningSet:
         return preempted
 
     def end(self, sequence: SequenceState) -> None:
-        """Let a sequence run no more and free its blocks."""
+        """Remove a sequence from the running set and free its blocks."""
         self._leave(sequence)
         sequence.release(self._cache)
 
     def resolve(self, sequence: SequenceState, tokens: int) -> None:
-        """Wake whoever waits for a sequence's complete blocks up to ``tokens``."""
+        """Wake the sequences that wait for a sequence's complete blocks up to ``tokens``."""
         cache = self._cache
         reusable = cache.reusable_blocks(sequence.prefill_tokens)
         self._pending.resolve(sequence, min(tokens // cache.block_size, reusable))
 
     def _grow(self, sequence: SequenceState) -> bool:
-        """Take a block or a few; False, changing nothing, where none is reserved or free."""
+        """Allocate one or a few blocks; return False, changing nothing, if none is reserved or free."""
         wanted = ceil_div(sequence.most_tokens, self._cache.block_size) - len(sequence.blocks)
         room = sequence.reserved_blocks or self._growth_room(sequence.request.tenant)
         if room <= 0:
@@ -192,7 +192,7 @@ class RunningSet:
 
 
 def blocks_to_reserve(sequence: SequenceState, block_size: int) -> int:
-    """Return the blocks, those it hits included, to reserve for a sequence that starts."""
+    """Return the blocks to reserve for a sequence that starts, cache hits included."""
     first = sequence.prefill_tokens + max(sequence.generated_tokens, RESERVED_TOKENS)
     return ceil_div(min(sequence.most_tokens, first), block_size)
 
@@ -200,10 +200,10 @@ def blocks_to_reserve(sequence: SequenceState, block_size: int) -> int:
 def choose_victim(
     grower: SequenceState, running: Iterable[SequenceState], over_share: Callable[[str], float]
 ) -> SequenceState:
-    """Return which of the ``running`` sequences, ``grower`` among them, is preempted.
+    """Return the one of the ``running`` sequences, ``grower`` among them, to preempt.
 
-    The latest arrival of the tenant most over its share (``over_share``: 0.0 for those within). Spared are those that
-    came before ``grower`` and stay within their reservation.
+    It is the latest arrival of the tenant most over its share (``over_share``: 0.0 for tenants within theirs).
+    Sequences that arrived before ``grower`` and stay within their reservation are spared.
     """
     able = (s for s in running if s is grower or s.beyond_reservation or s.number > grower.number)
     return max(able, key=lambda sequence: (over_share(sequence.request.tenant), sequence.number))

@@ -1,9 +1,9 @@
-"""Which sequences run in the next step, and with how many tokens.
+"""Choose the sequences that run in the next step, and their numbers of tokens.
 
-Owns the waiting line. Rules: decode first; then prefill, fair between tenants (``fair_queue``), within a tenant the
-lowest ``order`` first, and there the least uncached work, aged; a sequence whose next missing block another one is
-computing waits for that block (``PendingBlocks``); a sequence that starts gets a reservation, and where the pool runs
-out a victim is preempted (``running_set``). Mutates sequences and the prefix cache.
+Owns the waiting queue. Decodes come first. Then prefill is fair between tenants (``fair_queue``); within a tenant the
+lowest ``order`` runs first, then the least uncached work, with aging. A sequence waits for its next missing block
+while another sequence computes it (``PendingBlocks``). A starting sequence gets a reservation, and when the pool is
+exhausted a victim is preempted (``running_set``). Mutates sequences and the prefix cache.
 """
 
 from collections import Counter, deque
@@ -22,25 +22,25 @@ from serve_app.engine.settings import EngineSettings
 from serve_app.engine.step import AdapterSlots
 
 AGING_SHARE = 0.1
-"""A sequence can be overtaken, within its tenant, only by those that arrive within ten times its own computing time
-after it. So it starts once its tenant's turns have computed what came before it or in that time. Without aging long
-prompts would starve; with much of it those that are cached wait for those that are not, and are evicted meanwhile."""
+"""Within its tenant, only sequences that arrive within ten times its own computing time can overtake a sequence. So
+it starts once its tenant's turns have computed all that arrived before it or in that time. Without aging long prompts
+would starve; with much aging cached prompts wait for uncached ones, and are evicted meanwhile."""
 
 USUAL_TOKENS_PER_S = 20_000.0
-"""The pace by which sequences age while none is measured."""
+"""The rate at which sequences age while none is measured."""
 
 PREFILL_S = 0.1
-"""What the prefill of a step should take at most, because whoever comes in the meantime waits for its end."""
+"""Upper target for a step's prefill, because requests that arrive meanwhile wait for its end."""
 
 Fetched = Literal["nothing", "loaded", "wait"]
-"""What a fetch did: found nothing, brought blocks into the pool, or has to be asked again later."""
+"""The result of a fetch: nothing was found, blocks were loaded into the pool, or the caller must ask again later."""
 
 Fetch = Callable[[SequenceState, list[int]], Fetched]
-"""Brings up the blocks that continue the matched ones of a sequence, where a tier has them."""
+"""Loads the blocks that continue a sequence's matched ones, if a tier has them."""
 
 
 class Scheduled(msgspec.Struct, frozen=True):
-    """A sequence's share of a step. ``admitted``: this is its first."""
+    """A sequence's share of a step. ``admitted``: whether this is its first step."""
 
     sequence: SequenceState
     tokens: int
@@ -72,11 +72,11 @@ class Scheduler:
         self._aging_tokens_per_s = AGING_SHARE * USUAL_TOKENS_PER_S
         self._touched = False
         self.preempted: list[SequenceState] = []
-        """Sequences preempted in the last ``schedule``; they wait again."""
+        """Sequences preempted in the last ``schedule``; they are waiting again."""
 
     @property
     def waiting(self) -> ValuesView[SequenceState]:
-        """Sequences that are not running: new ones, those parked behind another's prefill, preempted ones."""
+        """Sequences that are not running: new, preempted, or parked behind another sequence's prefill."""
         return self._waiting.values()
 
     @property
@@ -86,24 +86,24 @@ class Scheduler:
 
     @property
     def startable_count(self) -> int:
-        """How many of those that wait are not waiting for KV that is on its way from elsewhere."""
+        """Number of waiting sequences, without those that wait for KV in transit."""
         return sum(1 for sequence in self.waiting if not sequence.awaits_remote_kv)
 
     @property
     def reserved_blocks(self) -> int:
-        """Blocks reserved for running sequences and not taken yet."""
+        """Blocks reserved for running sequences and not allocated yet."""
         return self._running.reserved_blocks
 
     def ready(self) -> list[SequenceState]:
-        """Return the waiting sequences that wait for their turn and for nothing else."""
+        """Return the sequences that wait only for their turn."""
         parked = self.pending.parked()
         return [one for one in self._waiting.values() if id(one) not in parked and not one.awaits_remote_kv]
 
     def add(self, sequence: SequenceState) -> None:
-        """Put a sequence in the waiting line. It must fit the pool (``check_request``).
+        """Put a sequence in the waiting queue. It must fit the pool (``check_request``).
 
-        It takes the turn of the first of its tenant's that start after it, and each of these that of the next: so
-        a tenant's turns among the others' are where they were, whichever of its requests uses them.
+        It gets the turn of the first sequence of its tenant that starts after it, which gets the turn of the next, and
+        so on. Thus the tenant's turns keep their places among the others', whichever of its requests uses them.
         """
         sequence.number = next(self._numbers)
         own = sequence.request
@@ -115,13 +115,13 @@ class Scheduler:
         self._cache.quota.touch(own.tenant)
 
     def missing_block(self, sequence: SequenceState) -> bytes:
-        """Return the hash of the first block a waiting sequence lacks, by its hint; b"" if only its last tokens."""
+        """Return the hash of the first block that a waiting sequence lacks, by its hint; b"" if it lacks no block."""
         first = sequence.held_blocks_hint
         lacks = first < self._cache.reusable_blocks(sequence.prefill_tokens)
         return hash_at(sequence.chain, first) if lacks else b""
 
     def find(self, request_id: str) -> SequenceState | None:
-        """Return a sequence that waits or runs here."""
+        """Return the waiting or running sequence with this id."""
         return self._waiting.get(request_id) or self._running.sequences.get(request_id)
 
     def remove(self, sequence: SequenceState) -> None:
@@ -130,10 +130,9 @@ class Scheduler:
             self._running.end(sequence)
 
     def schedule(self, prefill_tokens_per_s: float = 0.0, decode_step_s: float = 0.0) -> list[Scheduled]:
-        """Choose the next step; blocks for every chosen token are allocated. Nobody starts after a preemption.
+        """Choose the next step and allocate blocks for each of its tokens. After a preemption no sequence starts.
 
-        ``prefill_tokens_per_s`` and the time of a step of decodes alone, as measured, 0.0 while unknown, bound what a
-        step prefills.
+        The measured prefill rate and duration of a decode-only step, 0.0 while unknown, limit the prefill of the step.
         """
         if prefill_tokens_per_s:
             self._aging_tokens_per_s = AGING_SHARE * prefill_tokens_per_s
@@ -160,7 +159,7 @@ class Scheduler:
         return chosen
 
     def computed(self, item: Scheduled) -> None:
-        """Note that a part's forward succeeded: its complete blocks are reusable."""
+        """Note that an item's forward succeeded: its complete blocks are reusable."""
         sequence = item.sequence
         sequence.computed += item.tokens
         sequence.publish(self._cache)
@@ -169,7 +168,7 @@ class Scheduler:
     def _schedule_prefill(
         self, budget: int, heavy_budget: int, prefilling: list[SequenceState], chosen: list[Scheduled]
     ) -> None:
-        """Give ``budget`` tokens in turns; of those ``heavy_budget`` to a heavy tenant beside others' decodes."""
+        """Hand out ``budget`` tokens in turns; each heavy tenant gets ``heavy_budget`` if others decode."""
         if not prefilling and len(self.running) >= self._settings.max_num_seqs:
             return
         candidates = self.ready()
@@ -201,7 +200,7 @@ class Scheduler:
         chosen.extend(plan.values())
 
     def _serve(self, line: deque[SequenceState], limit: int, plan: dict[SequenceState, Scheduled]) -> int:
-        """Plan up to ``limit`` tokens of one tenant's line; return how many. Leaves in it what has more to compute."""
+        """Plan up to ``limit`` tokens of a tenant's queue; return the number. Unfinished sequences stay queued."""
         spent = 0
         while line and spent < limit:
             sequence = line[0]
@@ -229,7 +228,7 @@ class Scheduler:
         if self.preempted or others_turn or not self._has_slot(sequence):
             return False
         verdict = self._admit(sequence)
-        # Nobody overtakes a sequence within its share for which there are no blocks yet, or it might wait for ever.
+        # A sequence within its share that finds no blocks is not overtaken, or it might wait forever.
         self._claim = sequence if verdict == "no_room" else None
         if verdict in ("no_room", "over_share"):
             self._stopped.add(tenant)
@@ -239,7 +238,7 @@ class Scheduler:
         return verdict == "admitted"
 
     def _has_slot(self, sequence: SequenceState) -> bool:
-        """Whether a sequence needs no adapter slot or may take one; nobody overtakes one that waits for a slot."""
+        """Return whether a sequence needs no adapter slot or may take one; one that waits is not overtaken."""
         request, adapters = sequence.request, self._adapters
         if adapters is None or not request.scope.lora:
             return True
@@ -254,30 +253,30 @@ class Scheduler:
         return 0 if self._begun(sequence) else sequence.request.order, self._turn_s(sequence)
 
     def next_rank(self, now_s: float) -> tuple[int, float]:
-        """Return the place of a one-token sequence of the usual order that arrives now."""
+        """Return the place of a one-token sequence of the default order that arrives now."""
         return 0, now_s + 1 / self._aging_tokens_per_s
 
     def _begun(self, sequence: SequenceState) -> bool:
-        """Whether others may wait for a sequence already: its order counts no more."""
+        """Return whether other sequences may already wait for this one: its order no longer counts."""
         return bool(sequence.blocks or sequence.preemptions) or sequence.request.request_id == self._slot_claim
 
     def _in_order(self, line: deque[SequenceState]) -> deque[SequenceState]:
-        """Return a tenant's line with the lowest order first; what has begun is among those."""
+        """Return a tenant's queue with the lowest order first; sequences that have begun count as lowest."""
         if len({one.request.order for one in line}) == 1:
             return line
         least = min((one.request.order for one in line if not self._begun(one)), default=0)
         return deque(sorted(line, key=lambda one: least if self._begun(one) else one.request.order))
 
     def _turn_s(self, sequence: SequenceState) -> float:
-        # A preempted sequence was overtaken already: it counts as having nothing to compute.
+        # A preempted sequence was already overtaken: it counts as having nothing to compute.
         work = 0 if sequence.preemptions else sequence.uncached_tokens(self._cache.block_size)
         return sequence.turn_s + work / self._aging_tokens_per_s
 
     def _refresh_hint(self, sequence: SequenceState) -> None:
-        """Correct the guess of cached leading blocks, at two look-ups when nothing changed."""
+        """Update the estimate of cached leading blocks; two look-ups if nothing changed."""
         limit = self._cache.reusable_blocks(sequence.prefill_tokens)
         hint, chain = sequence.held_blocks_hint, sequence.chain
-        # ``hash_at`` without its call: every waiting sequence is looked at in every step.
+        # ``hash_at`` inlined: every step checks every waiting sequence.
         if hint and not self._cache.index.held(chain[HASH_BYTES * (hint - 1) : HASH_BYTES * hint]):
             hint = self._cache.index.count_held(chain, hint)
         elif hint < limit and self._cache.index.held(chain[HASH_BYTES * hint : HASH_BYTES * (hint + 1)]):
@@ -285,7 +284,7 @@ class Scheduler:
         sequence.held_blocks_hint = hint
 
     def _admit(self, sequence: SequenceState) -> Verdict:
-        """Admit a waiting sequence, park it behind another's block or a load, or say what it lacks."""
+        """Admit a waiting sequence, park it behind another's block or a load, or return the missing resource."""
         cache = self._cache
         matched = cache.match(sequence.request.scope, sequence.tokens, sequence.chain)
         limit = cache.reusable_blocks(sequence.prefill_tokens)
@@ -305,7 +304,7 @@ class Scheduler:
                 return self._admit(sequence)
         del self._waiting[sequence.request.request_id]
         if needed > cache.pool.free_blocks and not self._touched:
-            # Those that wait are about to use what they find: it goes after all that nobody waits for.
+            # The waiting sequences will soon use these blocks: evict them after all others.
             self._touched = True
             for other in sorted(self._waiting.values(), key=self.rank, reverse=True):
                 cache.touch(other.chain, other.held_blocks_hint)

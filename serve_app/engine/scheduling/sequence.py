@@ -1,4 +1,4 @@
-"""One request inside the engine: its mutable state and block hashes. Positions count from the prompt's start."""
+"""A request inside the engine: its mutable state and block hashes. Positions count from the start of the prompt."""
 
 import math
 from dataclasses import dataclass, field
@@ -15,23 +15,23 @@ from serve_app.engine.step import BlockRun, History, Segment, block_runs, ceil_d
 
 @dataclass(slots=True, eq=False, repr=False)
 class SequenceState:
-    """A request on its way.
+    """A submitted request.
 
     =================== ========= ================ ==========================================================
     name                unit      written by       meaning
     =================== ========= ================ ==========================================================
     length              tokens    append_token     prompt and generated tokens
     prefill_tokens      tokens    preempt          to compute before the next token can be sampled: the prompt,
-                                                   and after a preemption what was generated until then
+                                                   and after a preemption also the tokens generated before it
     computed            tokens    Scheduler        leading positions that have KV
     farthest            tokens    preempt          most positions that had KV at once before a preemption
     cached_tokens       tokens    RunningSet       prompt tokens found in the cache at the first start
-    blocks              blocks    RunningSet       block ids, one a block_size positions; empty while waiting
+    blocks              blocks    RunningSet       block ids, one per block_size positions; empty while waiting
     published           blocks    publish          leading blocks that are indexed, so that others can hit them
-    resolved            blocks    PendingBlocks    leading prompt blocks that nobody waits for any more
-    reserved_blocks     blocks    RunningSet       reserved at the start and not taken yet
-    held_blocks_hint    blocks    Scheduler        while waiting: guess of leading blocks cached or on their way
-    number, turn_s      -, s      Scheduler        place in the order of turns: of its arrival, or of a later one's
+    resolved            blocks    PendingBlocks    leading prompt blocks with no waiting sequences left
+    reserved_blocks     blocks    RunningSet       reserved at the start and not allocated yet
+    held_blocks_hint    blocks    Scheduler        while waiting: estimated leading blocks, cached or in transit
+    number, turn_s      -, s      Scheduler        place in the order of turns: of its arrival, or of a later one
     beyond_reservation  -         RunningSet       whether it holds more blocks than were reserved for it
     =================== ========= ================ ==========================================================
 
@@ -87,7 +87,7 @@ class SequenceState:
 
     @property
     def hashed_tokens(self) -> HashedTokens:
-        """The tokens so far with their hashes, and whose they are."""
+        """The tokens so far with their hashes, scope and tenant."""
         return HashedTokens(self.request.scope, self.tokens, self.chain, self.request.tenant)
 
     @property
@@ -97,29 +97,29 @@ class SequenceState:
 
     @property
     def most_tokens(self) -> int:
-        """Most positions that can ever have KV: the last sampled token never does."""
+        """Upper bound of the positions with KV: the last sampled token never has any."""
         return self.prompt_tokens + max(self.request.sampling.max_tokens - 1, 0)
 
     @property
     def awaits_remote_kv(self) -> bool:
-        """Whether KV for this request is on its way from elsewhere."""
+        """Whether KV for this request is in transit from another replica."""
         remote_kv = self.request.remote_kv
         return remote_kv is not None and not remote_kv.done
 
     def uncached_tokens(self, block_size: int) -> int:
-        """Tokens of the prefill still to be computed; while waiting, by the hint of what is cached or on its way."""
+        """Return the prefill tokens still to compute; while waiting, by the hint of blocks cached or in transit."""
         done = self.computed if self.blocks else self.held_blocks_hint * block_size
         if self.awaits_remote_kv and self.request.remote_kv is not None:
             done = max(done, self.request.remote_kv.tokens)
         return max(self.prefill_tokens - done, 0)
 
     def swap_turn(self, other: "SequenceState") -> None:
-        """Have another's turn, which has this one's; both wait."""
+        """Exchange turns with ``other``; both wait."""
         self.number, other.number = other.number, self.number
         self.turn_s, other.turn_s = other.turn_s, self.turn_s
 
     def segment(self, tokens: int) -> Segment:
-        """Return the next ``tokens`` positions as a step's segment; the last one of the prompt wants a token."""
+        """Return the next ``tokens`` positions as a step's segment; the prompt's last one samples a token."""
         end = self.computed + tokens
         wanted = end == self.length and self.request.sampling.max_tokens > 0
         ruled = self.request.sampling.rules is not None or self.request.matcher is not None
@@ -134,7 +134,7 @@ class SequenceState:
         )
 
     def append_token(self, token: int) -> FinishReason | None:
-        """Append a token unless it is a stop token; return why the answer ends, None where it goes on."""
+        """Append a token unless it is a stop token; return why the answer ends, or None if it continues."""
         sampling = self.request.sampling
         if token in sampling.stop_token_ids:
             return "stop"
@@ -143,7 +143,7 @@ class SequenceState:
         return "length" if self.generated_tokens >= sampling.max_tokens else None
 
     def publish(self, cache: PrefixCache) -> None:
-        """Index every complete block computed so far, generated ones too, unless the request stores nothing."""
+        """Index all complete blocks computed so far, generated ones too, unless the request stores nothing."""
         full = self.computed // cache.block_size
         if not cache.enabled or not self.request.store_kv or full <= self.published:
             return
@@ -154,7 +154,7 @@ class SequenceState:
             self._runs_cover = 0
 
     def preempt(self, cache: PrefixCache) -> None:
-        """Give all blocks back and be as before the start, except that what was generated belongs to the prefill."""
+        """Give all blocks back and return to the state before the start; generated tokens join the prefill."""
         self.preemptions += 1
         self.farthest = max(self.farthest, self.computed)
         self.prefill_tokens = self.length
@@ -166,7 +166,7 @@ class SequenceState:
         self.beyond_reservation = False
 
     def split_prefill(self, tokens: int) -> tuple[int, int]:
-        """Return how many of the next ``tokens`` positions are the prompt's, and how many had KV before already."""
+        """Split the next ``tokens`` positions into new prompt positions and those that already had KV before."""
         start, end = self.computed, self.computed + tokens
         again = max(min(end, self.farthest) - start, 0)
         return max(min(end, self.prompt_tokens) - start - again, 0), again
@@ -183,7 +183,7 @@ class SequenceState:
             self.chain = cache.prompt_chain(self.request.scope, self.request.root, tokens, self.chain)
 
     def _history(self) -> History:
-        """Return the prompt as the client sent it, and the answer: what another replica generated is the answer's."""
+        """Return the client's prompt and the answer, which includes tokens that another replica generated."""
         asked = self.prompt_tokens - self.request.resumed_tokens
         return History(self._tokens[:asked], self._tokens[asked : self.length], self.request.matcher)
 
@@ -216,7 +216,7 @@ def check_rules(sampling: SamplingParams, vocab_size: int) -> None:
 def check_request(
     request: EngineRequest, *, vocab_size: int, max_model_len: int, max_blocks: int, block_size: int
 ) -> None:
-    """Raise ValueError on malformed input and RequestTooLong on what can never fit, before anything is queued."""
+    """Raise ValueError for malformed input and RequestTooLong for a request that can never fit, before queueing."""
     ids, sampling = request.token_ids, request.sampling
     if ids.ndim != 1 or len(ids) == 0 or ids.dtype.kind not in "iu":
         raise ValueError("token_ids must be a one-dimensional integer array with at least one id")
@@ -235,7 +235,7 @@ def check_request(
     if sampling.rules is not None:
         check_rules(sampling, vocab_size)
     if len(request.root) != (2 * HASH_BYTES if request.scope.public_blocks else HASH_BYTES):
-        raise ValueError(f"root must have {HASH_BYTES} bytes, and the public scope's as many where blocks are public")
+        raise ValueError(f"root must have {HASH_BYTES} bytes, plus as many of the public scope if blocks are public")
     if not 0 <= request.scope.public_blocks <= len(ids) // block_size:
         raise ValueError("public_blocks must not exceed the full blocks of the prompt")
     if request.block_hashes and len(request.block_hashes) != len(ids) // block_size * HASH_BYTES:

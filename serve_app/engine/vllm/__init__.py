@@ -1,1 +1,1 @@
-"""vLLM as an engine. Only this room may import vllm, and only its engine, processors and connector do."""
+"""vLLM as an engine. Only this package may import vllm, and only its engine, processors and connector do."""

@@ -1,6 +1,6 @@
-"""LoRA adapters for vLLM: copies of their files in a private place, by what they compute.
+"""LoRA adapters for vLLM: copies of their files in a private directory, named by digest.
 
-vLLM reads files again, unchecked, whenever its cache dropped them: it gets private copies of checked bytes.
+vLLM reads files again, unchecked, after its cache dropped them: it gets private copies of checked bytes.
 """
 
 import json
@@ -17,10 +17,10 @@ from serve_app.engine.vllm.settings import VllmSettings
 
 
 class VllmAdapters:
-    """The adapters in memory by key, as vLLM's ``LoRARequest``s; ``slots`` says who needs them and which goes first."""
+    """The adapters in memory by key, as vLLM's ``LoRARequest``s; ``slots`` tracks their users and eviction order."""
 
     def __init__(self, directory: Path, frontend: VllmFrontend, settings: VllmSettings) -> None:
-        """``directory``: this user's alone."""
+        """``directory``: private to this user."""
         self._directory = directory
         self._frontend = frontend
         self._enabled = settings.lora
@@ -32,7 +32,7 @@ class VllmAdapters:
     def _load(self, spec: AdapterSpec) -> Any:
         if not self._enabled:
             raise AdapterError(
-                "with engine=vllm room for adapters is made at the start; set lora_adapters or allow_runtime_lora"
+                "with engine=vllm memory for adapters is reserved at startup; set lora_adapters or allow_runtime_lora"
             )
         file = read_described(spec)
         number = next(self._numbers)
@@ -53,7 +53,7 @@ class VllmAdapters:
 
 
 def peft_config(file: AdapterFile) -> dict[str, Any]:
-    """Return the adapter_config.json of what was read, with nothing that was not."""
+    """Return the adapter_config.json of an adapter, limited to the fields that were checked."""
     config = file.config
     return {
         "peft_type": "LORA",

@@ -1,6 +1,6 @@
 """vLLM behind the engine's contract: requests in, tokens, cache events and load out.
 
-Requests enter from any thread; everything that vLLM says comes in the loop of ``VllmFrontend``.
+Requests arrive from any thread; all outputs and events of vLLM arrive in the loop of ``VllmFrontend``.
 """
 
 import asyncio
@@ -46,14 +46,14 @@ from serve_app.engine.vllm.transfer.migration import VllmMigration
 _LABELS = (("engine", "vllm"),)
 _REASONS: dict[str, FinishReason | None] = {"": None, "stop": "stop", "length": "length", "abort": "cancelled"}
 _RESET_TOLD_S = 10.0
-"""After this nobody waits any more for vLLM's events to tell of a reset."""
+"""How long to wait for vLLM's events to report a reset."""
 
 
 class VllmEngine:
     """Continuous batching by vLLM in child processes; satisfies ``protocol.Engine``."""
 
     def __init__(self, settings: VllmSettings, event_sink: EventSink) -> None:
-        """Start vLLM, which takes half a minute or more. Raises what ``VllmFrontend`` raises."""
+        """Start vLLM, which takes half a minute or more. Raises the errors of ``VllmFrontend``."""
         self.settings = settings
         self._lock = threading.Lock()
         self._meters = EngineMeters()
@@ -86,7 +86,7 @@ class VllmEngine:
         )
 
     def start(self) -> None:
-        """Begin to listen to vLLM's events, where there are any; vLLM itself runs since it was made."""
+        """Begin to listen to vLLM's events, if it sends any; vLLM itself runs since construction."""
         if self.settings.tenant_shares:
             self._jobs.step(self.settings.tenant_shares)
         if self.settings.enable_prefix_caching:
@@ -144,7 +144,7 @@ class VllmEngine:
             self._frontend.loop.call_soon_threadsafe(lambda: live.task is not None and live.task.cancel())
 
     def load(self) -> LoadReport:
-        """Return the load as of the last step, with everything submitted since."""
+        """Return the load as of the last step, plus all requests submitted since."""
         with self._lock:
             return self._load.report(time.monotonic())
 
@@ -165,21 +165,21 @@ class VllmEngine:
         )
 
     def reset_prefix_cache(self, *, tiers: bool = True) -> bool:
-        """Let go of what is saved and forget every cached block; False, and none is, while a request uses one."""
+        """Release saves and drop all cached blocks; return False, dropping none, while a request uses one."""
         self._frontend.call(self._saves.clear()).result()
         self._events.cleared.clear()
         done = bool(self._frontend.call(self._frontend.llm.reset_prefix_cache()).result())
         if done and self.settings.enable_prefix_caching:
-            self._jobs.step()  # with its events vLLM tells of the reset; all that they tell before is of before it
+            self._jobs.step()  # vLLM reports the reset with this step's events; earlier reports precede the reset
             self._events.cleared.wait(_RESET_TOLD_S)
         return done
 
     def tell_cache(self, *, anew: bool = False) -> None:
-        """Tell what the pool holds by vLLM's events so far, as a digest; ``anew``: every block before it."""
+        """Send a digest of the pool by vLLM's events so far; ``anew``: all its blocks first."""
         self._events.tell(anew=anew)
 
     def set_tenant_shares(self, shares: Mapping[str, float]) -> None:
-        """Go by these tenants from now on, in the waiting line, with saves, and in vLLM's scheduler and pool."""
+        """Use these tenants from now on: in the waiting queue, for saves, and in vLLM's scheduler and pool."""
         with self._lock:
             self._load.line.shares.set_weights(shares)
         self._frontend.call(self._saves.set_shares(shares)).result()
@@ -195,14 +195,14 @@ class VllmEngine:
         return self._pool.known(block_hashes, most)
 
     def wake(self) -> None:
-        """Look again at what requests wait for (any thread)."""
+        """Check again whether the KV that requests wait for has arrived (any thread)."""
         with self._lock:
             for live in self._load.live.values():
                 if live.request.remote_kv is not None:
                     self._frontend.loop.call_soon_threadsafe(live.woken.set)
 
     def healthy(self) -> bool:
-        """Return whether vLLM's core and the listener live, and requests are not without a step for too long."""
+        """Return whether vLLM's core and the listener live, and no request has stalled."""
         if self._stopping or self._frontend.errored or not self._events.healthy():
             return False
         with self._lock:
@@ -232,7 +232,7 @@ class VllmEngine:
             while request.remote_kv is not None and not request.remote_kv.done:
                 await live.woken.wait()
                 live.woken.clear()
-            if request.remote_kv is not None:  # of what a copy was to bring some may not have come
+            if request.remote_kv is not None:  # part of the KV to be copied may not have arrived
                 size, prompt_tokens = self.settings.block_size, len(request.token_ids)
                 known = self._pool.known(request.block_hashes, (prompt_tokens - 1) // size)
                 with self._lock:
@@ -250,7 +250,7 @@ class VllmEngine:
             self._load.copies()
 
     def _settle(self, live: LiveRequest, task: asyncio.Task[None]) -> None:
-        """End a request whose task ended before its answer did."""
+        """End a request if its task ended before its answer."""
         error = None if task.cancelled() else task.exception()
         if task.cancelled():
             self._end(live, "cancelled")
@@ -281,7 +281,7 @@ class VllmEngine:
         self._end(live, reason, output=output, error="vLLM ended it" if reason == "error" else "")
 
     def _first(self, live: LiveRequest, part: Generated, output: EngineOutput) -> EngineOutput:
-        """Note a request's first part; return it with what is said once."""
+        """Note a request's first part; return its output with the facts reported once."""
         request = live.request
         self._meters.queue_time.observe(part.queue_s)
         self._meters.prefill_time.observe(max(0.0, time.monotonic() - live.arrival_s - part.queue_s))
@@ -295,7 +295,7 @@ class VllmEngine:
     def _end(
         self, live: LiveRequest, reason: FinishReason, *, output: EngineOutput | None = None, error: str = ""
     ) -> None:
-        """End a request, once: let go of all that it has, and say so."""
+        """End a request once: release all that it holds, and report its end."""
         if live.ended:
             return
         request = live.request

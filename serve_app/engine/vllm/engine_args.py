@@ -1,6 +1,6 @@
-"""`engine_args`: vLLM's own arguments in the settings. Which may be given, and what vLLM's parser makes of them.
+"""`engine_args`: vLLM's own arguments in the settings, which of them are allowed, and their parsing by vLLM.
 
-Refused is what is a setting here, and what a promise rests on. Without vllm, but for its parser.
+Refused are arguments that are settings here, or that would break a promise. Imports vllm only for its parser.
 """
 
 import json
@@ -22,7 +22,7 @@ _OURS = {
     "max_waiting_requests": "max_num_queued_reqs max_num_queued_tokens",
     "otlp_endpoint": "otlp_traces_endpoint",
 }
-"""Settings -> the arguments that they are in vLLM; others are called the same."""
+"""Settings -> the vLLM arguments that they replace; others have the same name."""
 
 PROMISES = {
     "a hit is verified by its token ids": "prefix_caching_hash_algo",
@@ -38,7 +38,7 @@ PROMISES = {
 """Promises of docs/tutorials/vllm.md -> arguments that would break them."""
 
 _WHY = {
-    **{f"use {setting}:, a setting here": f"{setting} {names}" for setting, names in _OURS.items()},
+    **{f"use {setting}: in the settings instead": f"{setting} {names}" for setting, names in _OURS.items()},
     **{f"it would break a promise ({promise}); leave it out": names for promise, names in PROMISES.items()},
     "each data parallel rank has a cache of its own, which no router would know; use replicas": "data_parallel_rank "
     "data_parallel_size data_parallel_start_rank data_parallel_size_local data_parallel_address data_parallel_rpc_port "
@@ -50,29 +50,29 @@ _WHY = {
     "enable_logging_iteration_details logprobs_mode max_logprobs override_generation_config pooler_config tokens_only "
     "skip_tokenizer_init worker_cls worker_extension_cls",
 }
-REFUSED = {name: f"use {name}:, a setting here" for name in AppConfig.model_fields} | {
+REFUSED = {name: f"use {name}: in the settings instead" for name in AppConfig.model_fields} | {
     name: why for why, names in _WHY.items() for name in names.split()
 }
-"""Arguments -> why they are refused, and what to do."""
+"""Arguments -> the reason of their refusal, with the remedy."""
 
 
 def refused_engine_args(arguments: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each argument that cannot be given, by its name alone."""
-    unnamed = {name: "vLLM's names are such as kv_cache_dtype" for name in arguments if not _NAME.fullmatch(name)}
+    """Return a sentence for each refused argument, by its name alone."""
+    unnamed = {name: "vLLM's names look like kv_cache_dtype" for name in arguments if not _NAME.fullmatch(name)}
     return [f"engine_args.{name}: {why}" for name in arguments if (why := (REFUSED | unnamed).get(name))]
 
 
 def parsed_engine_args(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments as ``AsyncEngineArgs`` takes them; null is vLLM's default. Imports vllm, which takes seconds.
+    """Return arguments in the form of ``AsyncEngineArgs``; null is vLLM's default. Imports vllm, which takes seconds.
 
-    Raises ValueError for what vLLM's parser does not know or take, with its own message.
+    Raises ValueError, with the parser's own message, for arguments and values that vLLM does not accept.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     class Parser(FlexibleArgumentParser):  # type: ignore[misc]
         def error(self, message: str) -> Any:
-            raise ValueError(f"engine_args: vLLM says: {message}")
+            raise ValueError(f"engine_args: vLLM reports: {message}")
 
     parser = AsyncEngineArgs.add_cli_args(Parser())
     known = {action.dest for action in parser._actions}
@@ -99,6 +99,6 @@ def _word(value: Any) -> str:
 
 
 def fingerprint_with(model: str, arguments: Mapping[str, Any]) -> str:
-    """Return a model's fingerprint with the arguments that it runs by: any may change what its KV is."""
+    """Return a model's fingerprint that includes its arguments: any of them may change its KV."""
     told = sha256(json.dumps(arguments, sort_keys=True).encode()).hexdigest()
     return f"{model}/{told[:32]}" if arguments else model

@@ -1,6 +1,6 @@
-"""Where an engine's events are heard: sockets that are files in a directory which only this user can enter.
+"""Sockets for an engine's events: files in a directory that only this user can enter.
 
-Token ids of every prompt travel through them. The lock is held while the owner lives: a dead one's files can go.
+They carry the token ids of every prompt. The owner holds a lock while it lives: a dead owner's files can be removed.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ _LOCK = "owner"
 
 @dataclass(frozen=True, slots=True)
 class EventEndpoints:
-    """Where an engine publishes its events and sends them again, for vLLM's ``KVEventsConfig``."""
+    """The addresses where an engine publishes and replays its events, for vLLM's ``KVEventsConfig``."""
 
     directory: Path
     lock: int | None = field(default=None, compare=False)
-    """A file descriptor, open as long as the owner lives."""
+    """A file descriptor, open while the owner lives."""
 
     @classmethod
     def create(cls) -> EventEndpoints:
-        """Make a directory of mode 0700 for the sockets, and remove those of dead owners; ``remove`` it at the end."""
+        """Make a directory of mode 0700 for the sockets, and remove those of dead owners; finally call ``remove``."""
         _remove_ownerless(Path(tempfile.gettempdir()))
         directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
         lock = os.open(directory / f"{_LOCK}.new", os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        (directory / f"{_LOCK}.new").rename(directory / _LOCK)  # nobody ever sees it without its lock held
+        (directory / f"{_LOCK}.new").rename(directory / _LOCK)  # the file never appears without its lock held
         return cls(directory, lock)
 
     @property
@@ -46,14 +46,14 @@ class EventEndpoints:
         return f"ipc://{self.directory}/replay"
 
     def remove(self) -> None:
-        """Delete the directory and the sockets in it, once."""
+        """Delete the directory with its sockets, once."""
         shutil.rmtree(self.directory, ignore_errors=True)
         if self.lock is not None:
             os.close(self.lock)
 
 
 def _remove_ownerless(parent: Path) -> None:
-    """Remove this user's directories whose lock nobody holds; one without a lock is being made."""
+    """Remove this user's directories with an unheld lock; one without a lock is being made."""
     for directory in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError):
             if directory.lstat().st_uid == os.getuid():

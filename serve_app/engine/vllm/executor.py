@@ -1,6 +1,6 @@
-"""Where vLLM's core computes on a CPU: in its own process, when it waits for a step. Imported by vLLM alone.
+"""Runs the step of vLLM's core on a CPU in its own process, when the core waits for it. Imported by vLLM alone.
 
-vLLM's own choice binds a worker's threads to cores, which replicas share, and takes one more core to wait for it.
+vLLM's default binds a worker's threads to cores, which replicas share, and uses one more core to wait for it.
 """
 
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from vllm.v1.executor.uniproc_executor import AsyncOutputFuture, UniProcExecutor
 
 
 class InCore(UniProcExecutor):  # type: ignore[misc]
-    """vLLM's executor of one process, but a step is computed when its result is asked for: vLLM times that."""
+    """vLLM's executor of one process, but it computes a step when its result is requested: vLLM times that."""
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
         """Return a step's output; ``non_block``: its future."""

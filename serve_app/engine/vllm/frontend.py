@@ -1,6 +1,6 @@
-"""vLLM's ``AsyncLLM`` in a thread with a loop of its own; its core is a child process.
+"""vLLM's ``AsyncLLM`` in a thread with its own loop; its core is a child process.
 
-Owns all that is named after vllm. Out: plain ``Generated`` parts, and figures of each step. Knows no requests of ours.
+Owns all objects of vLLM. Returns plain ``Generated`` parts and figures of each step. Knows no ``EngineRequest``.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ from serve_app.engine.vllm.settings import VllmSettings, engine_arguments, set_e
 T = TypeVar("T")
 
 OnStep = Callable[[int, float, int, float], None]
-"""(sequences that run after a step, part of the pool in use, prompt tokens computed, seconds that it took)"""
+"""(running sequences after a step, part of the pool in use, prompt tokens computed, duration in seconds)"""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What vLLM made of the settings. ``num_blocks``: without its null block; ``states``: see ``VllmPool``."""
+    """Facts that vLLM derives from settings. ``num_blocks``: without its null block; ``states``: see ``VllmPool``."""
 
     vocab_size: int
     max_model_len: int
@@ -37,7 +37,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """What a request got in some steps. ``finish_reason``: vLLM's word, "" while it goes on; ``queue_s``: its wait."""
+    """A request's output of some steps. ``finish_reason``: vLLM's, "" while it continues; ``queue_s``: time queued."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
@@ -48,12 +48,12 @@ class Generated:
 
 
 class VllmFrontend:
-    """One ``AsyncLLM``, ``llm``. Its coroutines, and those here, belong to its loop: hand them to ``call``."""
+    """One ``AsyncLLM``, ``llm``. Its coroutines, and those here, belong to its loop: pass them to ``call``."""
 
     def __init__(
         self, settings: VllmSettings, endpoints: EventEndpoints, on_step: OnStep, drafts: Counter[str]
     ) -> None:
-        """Start vLLM, in half a minute or more. Raises RuntimeError where it is missing, and what vLLM raises."""
+        """Start vLLM, in half a minute or more. Raises RuntimeError if it is missing, and vLLM's own errors."""
         self.loop = asyncio.new_event_loop()
         self._logger = _logger_of(on_step, drafts)
         self._thread = threading.Thread(target=self.loop.run_forever, name="vllm-frontend", daemon=True)
@@ -67,11 +67,11 @@ class VllmFrontend:
 
     @property
     def errored(self) -> bool:
-        """Whether vLLM's core is gone, or the thread."""
+        """Whether vLLM's core or the thread has ended."""
         return bool(self.llm.errored) or not self._thread.is_alive()
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine in the loop (any other thread)."""
+        """Run a coroutine in the loop (from any other thread)."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def stop(self) -> None:
@@ -91,10 +91,10 @@ class VllmFrontend:
         lora: Any,
         priority: int = 0,
     ) -> AsyncGenerator[Generated, None]:
-        """Yield what a request gets; cancelling it aborts the request. Raises what vLLM raises.
+        """Yield a request's output; cancelling it aborts the request. Raises vLLM's own errors.
 
-        ``sampling``: fields of vLLM's ``SamplingParams``; ``lora``: what ``add_lora`` returned, None for none.
-        ``priority``: those of less go first.
+        ``sampling``: fields of vLLM's ``SamplingParams``; ``lora``: the result of ``add_lora``, or None.
+        ``priority``: the lowest goes first.
         """
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
@@ -106,7 +106,7 @@ class VllmFrontend:
             yield _generated(output, params.logprobs)
 
     async def add_lora(self, name: str, number: int, path: str) -> Any:
-        """Load an adapter; return what ``generate`` takes. Raises what vLLM raises, or ValueError."""
+        """Load an adapter; return it for ``generate``. Raises vLLM's own errors, or ValueError."""
         from vllm.lora.request import LoRARequest
 
         request = LoRARequest(lora_name=name, lora_int_id=number, lora_path=path)
@@ -125,7 +125,7 @@ class VllmFrontend:
             raise RuntimeError(f"{VLLM_MISSING} ({error})") from error
         from serve_app.engine.vllm.scheduling.hooks import check_hooks
 
-        check_hooks()  # here too, for what its core says at its start is only in the log
+        check_hooks()  # here too, because startup errors of the core appear only in the log
         if not current_platform.is_cpu() and (gpus := torch.cuda.device_count()) < settings.ranks:
             raise ValueError(
                 f"this vLLM computes on GPUs, and the replica sees {gpus}: set replica_num_gpus: {settings.ranks}"
@@ -134,8 +134,8 @@ class VllmFrontend:
         wanted = AsyncEngineArgs(**parsed_engine_args(settings.engine_args) | arguments)
         states = bool(wanted.create_model_config().is_hybrid)
         if states:
-            wanted.disable_hybrid_kv_cache_manager = False  # states and KV by token are not of one group
-            if wanted.max_model_len != settings.max_model_len:  # states take blocks too: vLLM finds what is left
+            wanted.disable_hybrid_kv_cache_manager = False  # states and per-token KV are in different groups
+            if wanted.max_model_len != settings.max_model_len:  # states need blocks too: vLLM finds the length
                 wanted.max_model_len = -1
         self.llm = AsyncLLM.from_engine_args(wanted, stat_loggers=[self._logger])
         await self.llm.collective_rpc("choose_by_position")
@@ -161,7 +161,7 @@ def _generated(output: Any, logprobs: int | None) -> Generated:
 
 
 def _logprob(most: int, token: int, by_id: Mapping[int, Any]) -> TokenLogprob:
-    """Return what is told of a token: its own logarithm, and the likeliest by their ranks, which begin with 1."""
+    """Return a token's log-probability, and the likeliest tokens by rank; ranks begin at 1."""
     best = sorted((told.rank, other, told.logprob) for other, told in by_id.items() if told.rank <= most)
     return TokenLogprob(by_id[token].logprob, tuple((other, value) for _, other, value in best[:most]))
 
@@ -170,13 +170,13 @@ def _logger_of(on_step: OnStep, drafts: Counter[str]) -> Callable[[Any, int], An
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     class StepLogger(StatLoggerBase):  # type: ignore[misc]
-        """Passes on what a step did."""
+        """Passes on the figures of a step."""
 
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
             pass
 
         def record(self, scheduler_stats: Any, *others: Any, **more: Any) -> None:
-            """Called by vLLM once a step, in the loop."""
+            """Called by vLLM once per step, in the loop."""
             if scheduler_stats is None:
                 return
             step = scheduler_stats.iteration_details
@@ -189,6 +189,6 @@ def _logger_of(on_step: OnStep, drafts: Counter[str]) -> Callable[[Any, int], An
                 drafts["warmpath_spec_decode_num_accepted_tokens_total"] += verified.num_accepted_tokens
 
         def log_engine_initialized(self) -> None:
-            """Nothing to say."""
+            """Log nothing."""
 
     return StepLogger

@@ -1,7 +1,7 @@
-"""The requests in vLLM, and how busy it is, told from what was submitted and what each of its steps computed.
+"""The requests in vLLM and its load, derived from submissions and from the prompt tokens of each step.
 
-A step's prompt tokens belong to the oldest prefills, until one with its first token shows that they were its own: only
-tenants' turns and priorities are not in order. The engine's lock guards it.
+A step's prompt tokens are credited to the oldest prefills, until the first token of a request shows that they were its
+own: only tenants' turns and priorities change that order. The engine's lock guards it.
 """
 
 import asyncio
@@ -22,10 +22,10 @@ from serve_app.fairness.shares import Budget, Shares
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """A request between its submission and its end. ``save``: what became of what it asked to keep.
+    """A request between its submission and its end. ``save``: the result of its save.
 
-    ``uncached_tokens``: of its prompt, still to be computed; ``taken_tokens``: those that steps computed of it.
-    ``woken``: set when what it waits for may be there.
+    ``uncached_tokens``: prompt tokens still to be computed; ``taken_tokens``: those credited to it by steps.
+    ``woken``: set when the KV that it waits for may have arrived.
     """
 
     request: EngineRequest
@@ -42,9 +42,9 @@ class LiveRequest:
 
 
 class LoadMirror:
-    """Queued prefill tokens in all and by router. A request counts from its submission to its first token.
+    """Queued prefill tokens in total and by router. A request counts from its submission to its first token.
 
-    So long it is in the waiting line too, since vLLM says no more of a single one. ``live``: all requests by their ids.
+    It also counts as queued until then, because vLLM reports no more about a single request. ``live``: all by id.
     """
 
     def __init__(self, settings: VllmSettings, meters: EngineMeters) -> None:
@@ -61,7 +61,7 @@ class LoadMirror:
 
     @property
     def running(self) -> int:
-        """Sequences that run, as of the last step."""
+        """Running sequences, as of the last step."""
         return min(self._running, len(self.live))
 
     @property
@@ -75,27 +75,27 @@ class LoadMirror:
         return sum(prefill.uncached_tokens for prefill in self._prefills.values())
 
     def check(self, tenant: str) -> None:
-        """Raise QueueFull where the line is full for a tenant."""
+        """Raise QueueFull if the queue is full for a tenant."""
         self.line.shares.touch(tenant)
         if self.line.verdict(tenant, 1) != "granted":
             wait_s = retry_after_s(self.queued_tokens, self._meters.prefill_tokens_per_s)
             raise QueueFull(f"{self.line.used} requests are waiting", wait_s)
 
     def arrived(self, live: LiveRequest) -> None:
-        """Count a request that was checked."""
+        """Count a checked request."""
         request = live.request
         self.live[request.request_id] = self._prefills[request.request_id] = live
         self._reservations.arrived(request.router_id, request.reservation)
         self.line.take(request.tenant, 1)
 
     def copies(self) -> None:
-        """Note that a copy of KV is about to be submitted: a request of one token, which is nobody's prompt."""
+        """Note that a copy of KV is about to be submitted: a request of one token that belongs to no prompt."""
         self._copies += 1
 
     def stepped(self, running: int, kv_usage: float, prompt_tokens: int, duration_s: float) -> None:
-        """Take a step's prompt tokens off the oldest prefills. What none of them has left was computed again.
+        """Subtract a step's prompt tokens from the oldest prefills. The excess counts as computed again.
 
-        ``running``: sequences after it; ``kv_usage``: part of the pool in use. A ``duration_s`` of 0: nothing computed.
+        ``running``: sequences after the step; ``kv_usage``: part of the pool in use. ``duration_s`` 0: none computed.
         """
         self._running, self.kv_usage = running, kv_usage
         if not duration_s:
@@ -113,7 +113,7 @@ class LoadMirror:
                 break
         self._meters.computed_prompt_tokens += prompt_tokens - left
         self._meters.recomputed_tokens += left
-        if prompt_tokens or not copies:  # a copy's step says nothing of how fast this machine computes
+        if prompt_tokens or not copies:  # a copy's step does not show how fast this machine computes
             self._meters.stepped(prompt_tokens, duration_s)
 
     def begun(self, live: LiveRequest, cached_tokens: int) -> None:
@@ -127,7 +127,7 @@ class LoadMirror:
             own -= given
 
     def ended(self, live: LiveRequest) -> None:
-        """Note that a request is live no more."""
+        """Note that a request is no longer live."""
         self._leave(live)
         live.ended = True
         del self.live[live.request.request_id]
@@ -157,9 +157,9 @@ class LoadMirror:
         )
 
     def _committed(self) -> int:
-        """Return the tokens computed before those of a short request that comes now, whoever's that is.
+        """Return the tokens computed before a short request that arrives now, the least over all tenants.
 
-        A tenant with a queue waits for its own; another one for a turn of each at most.
+        A tenant with a queue waits for its own queue; another tenant waits for at most one turn of each.
         """
         queued: Counter[str] = Counter()
         ahead: Counter[str] = Counter()
@@ -170,11 +170,11 @@ class LoadMirror:
         return min([turns, *ahead.values()])
 
     def gauges(self, num_blocks: int, held_blocks: int, pinned_blocks: int, labels: Labels) -> Iterable[Sample]:
-        """Yield how many requests run and wait, and the pool's blocks by state.
+        """Yield the numbers of running and waiting requests, and the pool's blocks by state.
 
-        ``held_blocks``: those that hold a prefix. vLLM tells which part of the pool is in use, not whether that is
-        indexed: "cached" are the indexed ones as far as the rest of the pool has room for them, which is exact while
-        nothing runs. ``pinned_blocks`` are in use to vLLM, and cached to whoever asks.
+        ``held_blocks``: those that hold a prefix. vLLM reports which part of the pool is in use, but not whether it is
+        indexed. So "cached" are the indexed blocks as far as the rest of the pool can hold them: exact while nothing
+        runs. ``pinned_blocks`` are in use for vLLM, but count as cached here.
         """
         used = max(0, round(num_blocks * self.kv_usage) - pinned_blocks)
         cached = min(held_blocks, num_blocks - used)
@@ -185,5 +185,5 @@ class LoadMirror:
 
 
 def _overtaken(prefill: LiveRequest) -> bool:
-    """Whether a request of the usual order that comes now starts before it."""
+    """Return whether a request of the default order that arrives now starts before ``prefill``."""
     return prefill.request.order > 0 and not prefill.taken_tokens

@@ -1,6 +1,6 @@
-"""vLLM's own parsers of reasoning and tool calls, by name, over text that this process reads: no engine is needed.
+"""vLLM's parsers of reasoning and tool calls, by name, for text that this process reads: they need no engine.
 
-Heavy to import, so only once a setting names one.
+The import is slow, so it happens only if a setting names a parser.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 
 VERSION = "0.32"
-"""Of vLLM, that this is written for."""
+"""The supported version of vLLM."""
 
 _RESTED_ON: tuple[tuple[Callable[..., Any], str], ...] = (
     (Parser.__init__, "self tokenizer tools args model_config kwargs"),
@@ -29,30 +29,30 @@ _RESTED_ON: tuple[tuple[Callable[..., Any], str], ...] = (
 )
 
 Push = Callable[..., DeltaMessage | None]
-"""(text, ids of its tokens, finished=whether the answer has ended) -> what they add to the answer."""
+"""(text, its token ids, finished=whether the answer has ended) -> the resulting addition to the answer."""
 
 
 def parser_names(setting: str) -> list[str]:
-    """Return the names that ``reasoning_parser``, or ``tool_parser``, may have."""
+    """Return the allowed names of ``reasoning_parser`` or ``tool_parser``."""
     manager = ReasoningParserManager if setting == "reasoning_parser" else ToolParserManager
     return list(manager.list_registered())
 
 
 class VllmParsers:
-    """Makes vLLM's parsers for answers in one tokenizer's text; ``reasoning``, ``tools``: their names, "" for none.
+    """Makes vLLM's parsers for answers of one tokenizer; ``reasoning``, ``tools``: their names, "" for none.
 
-    ``tags``: around reasoning, "" where they are not fixed. ``shows_special``: special tokens are text. Raises
-    RuntimeError for another vLLM, ValueError for a tokenizer that lacks what a parser needs.
+    ``tags``: around reasoning, "" if they are not fixed. ``shows_special``: special tokens are part of the text. Raises
+    RuntimeError for another vLLM, ValueError for a tokenizer without a parser's tokens.
     """
 
     def __init__(self, tokenizer: Any, reasoning: str, tools: str) -> None:
-        wrong = [] if vllm.__version__.startswith(f"{VERSION}.") else ["its version is another"]
+        wrong = [] if vllm.__version__.startswith(f"{VERSION}.") else ["its version differs"]
         for function, parameters in _RESTED_ON:
             if list(inspect.signature(function).parameters) != parameters.split():
                 wrong.append(f"{function.__qualname__} takes other arguments")
         if wrong:
             raise RuntimeError(
-                f"warmpath reads answers by the parsers of vLLM {VERSION}, and this is vLLM {vllm.__version__}: "
+                f"warmpath reads answers with the parsers of vLLM {VERSION}, and this is vLLM {vllm.__version__}: "
                 f"{'; '.join(wrong)}. Install vLLM {VERSION}, or set reasoning_parser and tool_parser to auto."
             )
         self._tokenizer = tokenizer
@@ -75,9 +75,9 @@ class VllmParsers:
     def parser(
         self, prompt: list[int], tools: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any], *, thinks: bool
     ) -> Push:
-        """Return what reads an answer, token by token. ``tools``: none where calls are not read.
+        """Return a function that reads an answer token by token. ``tools``: none if calls are not read.
 
-        ``kwargs``: variables of the chat template. ``thinks``: reasoning is read.
+        ``kwargs``: variables of the chat template. ``thinks``: whether reasoning is read.
         """
         request = _request(tools)
         parser = self._kinds[thinks, bool(tools)](self._tokenizer, request.tools, chat_template_kwargs=dict(kwargs))

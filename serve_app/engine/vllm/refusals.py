@@ -1,6 +1,6 @@
-"""What there cannot be with ``engine: vllm``: settings or a checkpoint's config in, sentences out.
+"""Settings and models that are impossible with ``engine: vllm``: settings or a config in, sentences out.
 
-A setting without effect is refused unless at its default, so that nobody relies on it. Pure, and without vllm.
+A setting without effect is refused unless at its default, so that no user relies on it. Pure, and without vllm.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from serve_app.engine.runner.kv_size import keeps_kv
 from serve_app.engine.vllm.engine_args import refused_engine_args
 
 WINDOWED = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
-"""Model types whose ``sliding_window``, where it is not null, is that of every layer."""
+"""Model types in which ``sliding_window``, unless null, applies to every layer."""
 
 STATES_ALONE = frozenset({"mamba", "mamba2", "falcon_mamba", "rwkv"})
 """Model types without attention."""
@@ -21,7 +21,7 @@ STATES_ALONE = frozenset({"mamba", "mamba2", "falcon_mamba", "rwkv"})
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Settings that are refused, ``because`` of what; ``wanted`` says whether one asks for it (default: any change)."""
+    """Refused settings, the reason ``because``, and the test ``wanted`` for a refused value (default: any change)."""
 
     settings: tuple[str, ...]
     because: str
@@ -32,11 +32,11 @@ class Refusal:
 TABLE = (
     Refusal(
         ("host_cache_bytes", "disk_cache_bytes", "disk_cache_dir", "disk_queue_bytes", "tier_load_ratio"),
-        "what vLLM evicts from its pool is gone, there are no tiers below it",
+        "blocks that vLLM evicts are lost, as there are no tiers below its pool",
     ),
     Refusal(
         ("save_ttl_s",),
-        "saved prompts stay only where pin_budget says how much of the pool they may keep",
+        "saved prompts stay only within pin_budget, which is 0",
         lambda config: _changed(config, "save_ttl_s") and not config.pin_budget,
         instead="set pin_budget too",
     ),
@@ -47,16 +47,16 @@ TABLE = (
     ),
     Refusal(
         ("num_speculative_tokens",),
-        "nothing drafts",
+        "no tokens are drafted",
         lambda config: _changed(config, "num_speculative_tokens") and config.speculative_model is None,
         instead=f"set speculative_model: {NGRAM} too",
     ),
 )
-"""In the order in which they are told; a line goes when vLLM's engine can do it."""
+"""In report order; remove a line once vLLM's engine supports its settings."""
 
 
 def refused_settings(config: AppConfig, *, on_cpu: bool) -> list[str]:
-    """Return a sentence for each setting that vLLM cannot follow; none where all is well."""
+    """Return a sentence for each setting that vLLM cannot follow."""
     found = [
         f"{name}: with engine=vllm {refusal.because}; {refusal.instead}"
         for refusal in TABLE
@@ -65,7 +65,7 @@ def refused_settings(config: AppConfig, *, on_cpu: bool) -> list[str]:
     ]
     if on_cpu and config.block_size % VLLM_CPU_BLOCK_SIZE:
         found.append(
-            f"block_size: with engine=vllm on a CPU it is a multiple of {VLLM_CPU_BLOCK_SIZE}; "
+            f"block_size: with engine=vllm on a CPU it must be a multiple of {VLLM_CPU_BLOCK_SIZE}; "
             f"set block_size: {VLLM_CPU_BLOCK_SIZE}"
         )
     if (
@@ -86,10 +86,10 @@ def refused_settings(config: AppConfig, *, on_cpu: bool) -> list[str]:
 
 
 def refused_model(fields: Mapping[str, Any], config: AppConfig, *, on_cpu: bool) -> list[str]:
-    """Return why these settings and a model do not go together, from its config.json; nothing where they do.
+    """Return the conflicts between these settings and a model's config.json.
 
-    A window in some layers, beside full attention in others, is no reason for anything: vLLM keeps all their KV when
-    its hybrid cache manager is off.
+    Windows in some layers, beside full attention in others, cause none: vLLM keeps all their KV while its hybrid cache
+    manager is off.
     """
     text: Mapping[str, Any] = fields.get("text_config") or fields
     kinds = set(text.get("layer_types") or text.get("layers_block_type") or ())
@@ -98,7 +98,7 @@ def refused_model(fields: Mapping[str, Any], config: AppConfig, *, on_cpu: bool)
     uniform = not kinds and text.get("model_type") in WINDOWED and text.get("sliding_window") is not None
     windowed = kinds == {"sliding_attention"} or uniform
     if text.get("model_type") in STATES_ALONE:
-        return ["the model has no attention, so no KV by token to route by; use one with some layers of it"]
+        return ["the model has no attention, so no per-token KV to route by; use one with some attention layers"]
     found = []
     if on_cpu and any("mamba" in name or "ssm" in name for name in states):
         found.append(
@@ -106,26 +106,26 @@ def refused_model(fields: Mapping[str, Any], config: AppConfig, *, on_cpu: bool)
             "short convolutions beside its attention"
         )
     if on_cpu and text.get("model_type") == "gpt_oss" and config.num_threads != 1:
-        found.append("with several threads vLLM's CPU build is wrong about attention sinks: set num_threads: 1")
+        found.append("with several threads vLLM's CPU build computes attention sinks wrongly: set num_threads: 1")
     moves = [name for name in ("kv_pull", "prewarm", "handover", "pin_budget") if getattr(config, name)]
     if moves and (states or windowed):
-        what = states[0] if states else f"a window of {text.get('sliding_window')} in every layer"
+        feature = states[0] if states else f"a window of {text.get('sliding_window')} in every layer"
         found.append(
-            f"{', '.join(moves)}: the KV of a prefix is not whole in a model with {what}, so it is neither copied nor "
+            f"{', '.join(moves)}: a model with {feature} has no complete KV of a prefix, so it is neither copied nor "
             "kept; leave it out"
         )
     return found + refused_ranks(config, fields)
 
 
 def refused_ranks(config: AppConfig, fields: Mapping[str, Any]) -> list[str]:
-    """Return why a model, by its config.json, cannot be divided among the ranks; nothing where it can."""
+    """Return the reason why a model cannot be divided among the ranks, by its config.json; nothing if it can."""
     text: Mapping[str, Any] = fields.get("text_config") or fields
     ranks, stages = config.tensor_parallel_size, config.pipeline_parallel_size
     heads, kv_heads = text.get("num_attention_heads", ranks), text.get("num_key_value_heads") or ranks
     layers = text.get("num_hidden_layers", stages)
     if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
         return [
-            f"tensor_parallel_size={ranks} does not divide {heads} heads of attention and {kv_heads} of KV; lower it"
+            f"tensor_parallel_size={ranks} does not divide {heads} attention heads and {kv_heads} KV heads; lower it"
         ]
     return [f"pipeline_parallel_size={stages} is more than the model has layers; lower it"] if layers < stages else []
 

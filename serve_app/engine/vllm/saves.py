@@ -1,6 +1,6 @@
-"""Prefixes that stay in vLLM's pool: what requests save or keep, inside a pin budget and its tenants' shares.
+"""Prefixes that stay in vLLM's pool for requests' saves, inside a pin budget and its tenants' shares.
 
-The connector holds their blocks. Belongs to the frontend's loop, but for ``pins``' counts. A failed save is a warning.
+The connector holds their blocks. Belongs to the frontend's loop, except ``pins``' counts. A failed save is a warning.
 """
 
 import asyncio
@@ -31,12 +31,12 @@ Pinned = Literal["saved", "present", "over_budget", "failed"]
 
 
 def block_number(block_hash: bytes) -> int:
-    """Return what ``Pins`` know a block by: vLLM's own numbers change hands."""
+    """Return a block's number in ``Pins``: vLLM's own block ids are reused for other content."""
     return int.from_bytes(block_hash, "big")
 
 
 class VllmSaves:
-    """One engine's, whose pool has ``num_blocks``."""
+    """The saves of one engine with a pool of ``num_blocks``."""
 
     def __init__(
         self,
@@ -56,11 +56,11 @@ class VllmSaves:
         self._keeper = PinKeeper(self.pins, settings.block_size, meters, clock)
         self._clock = clock
         self._locks: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
-        """A pin's beginning and its end wait for each other, so that the connector knows it by its key alone."""
+        """Serialises a pin's beginning and end, so that the connector can know it by its key alone."""
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def renew(self, request: EngineRequest) -> None:
-        """Let the time of what a request reads run anew, and let go of what nobody read for its time."""
+        """Restart the time of the pins that a request reads, and release those unread for their time."""
         if self.pins.next_expiry_s is not None:
             now_s, chain = self._clock(), request.block_hashes
             held = self._pool.known(chain, len(chain) // HASH_BYTES)
@@ -69,36 +69,36 @@ class VllmSaves:
                 self._spawn(self._unpin(key))
 
     async def keep(self, request: EngineRequest) -> SaveResult | None:
-        """Keep the prefixes that a request asks for, as far as they fit, now that all of its prompt has KV."""
+        """Keep a request's prefixes as far as they fit, now that its whole prompt has KV."""
         results: list[SaveResult] = []
         if request.saves and not self.pins.budget_blocks:
             results.append(SaveResult("off"))
         else:
             for wanted in self._keeper.wanted(request, request.block_hashes, len(request.token_ids) // self._size):
-                # To the end, whoever leaves meanwhile: others may wait for it.
+                # Runs to the end even if this request is cancelled: others may wait for it.
                 results.append(await asyncio.shield(self._spawn(self._keep(wanted, request))))
                 if results[-1].refused:
                     break
         return self._keeper.answer(request, results)
 
     async def take_over(self, saved: SavedPrefix, prefix: HashedTokens) -> PinOutcome | None:
-        """Keep what another replica kept, with what is left of its time; None where not all of it is held here."""
+        """Keep another replica's save for its remaining time; None if part of it is missing here."""
         blocks = len(prefix.chain) // HASH_BYTES
         root = self._pool.roots_of(prefix.chain, prefix.scope.public_blocks)
         over = (saved.ttl_s or math.inf) <= saved.unread_s
         if not root or over or self._pool.known(prefix.chain, blocks) < blocks:
             return None
-        owned = replace(prefix, tenant=saved.tenant)  # the last block may be everybody's
+        owned = replace(prefix, tenant=saved.tenant)  # the last block may be public
         outcome = await asyncio.shield(self._spawn(self._take_over(saved, owned, root)))
         return None if outcome == "failed" else "pinned" if outcome == "saved" else outcome
 
     async def clear(self) -> None:
-        """Let go of everything."""
+        """Release all saves."""
         for key in self.pins:
             await self._unpin(key)
 
     async def set_shares(self, weights: Mapping[str, float]) -> None:
-        """Go by other weights of tenants from now on; what others have pinned ends."""
+        """Use these tenants' weights from now on; other tenants' pins end."""
         self.pins.set_weights(weights)
         for key in self.pins.of_others(weights) if weights else ():
             await self._unpin(key)
@@ -121,7 +121,7 @@ class VllmSaves:
     async def _pin(
         self, key: bytes, prefix: HashedTokens, root: bytes, ttl_s: float | None, unread_s: float = 0.0
     ) -> Pinned:
-        """Pin a prefix, with the lock of its key."""
+        """Pin a prefix while holding the lock of its key."""
         blocks = list(map(block_number, split_chain(prefix.chain)))
         while (added := self.pins.add(key, blocks, ttl_s, self._clock() - unread_s, prefix.tenant)) != "pinned":
             lent = self.pins.recall(blocks, prefix.tenant) if added == "over_budget" else None
@@ -152,7 +152,7 @@ class VllmSaves:
             try:
                 await self._run(Job("unpin", key.hex()), [0], bytes(HASH_BYTES), "")
             except Exception:
-                _log.exception("vLLM did not let go of kept blocks")
+                _log.exception("vLLM did not release kept blocks")
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work)

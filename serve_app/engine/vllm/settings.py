@@ -1,6 +1,6 @@
-"""Sizes and switches of a vLLM engine, and how vLLM takes them: engine arguments and environment. Imports no vllm.
+"""Sizes and switches of a vLLM engine, and their form as engine arguments and environment. Imports no vllm.
 
-Names are vLLM's. Its defaults are not ours where they change answers, tell others of prompts or hide KV events.
+Names are vLLM's. Its defaults are overridden where they change answers, expose prompts or hide KV events.
 """
 
 from collections.abc import Mapping, MutableMapping
@@ -10,34 +10,34 @@ from typing import Any
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
 
 CONFIG_ENDS = "warmpath_end_token_ids"
-"""Where the choice of tokens finds what ends an answer, in vLLM's ``additional_config``."""
+"""Key of an answer's end tokens for the token choice, in vLLM's ``additional_config``."""
 
 EXECUTOR = "serve_app.engine.vllm.executor.InCore"
-"""Where vLLM finds what computes on a CPU, with one rank."""
+"""vLLM's path to the executor for a CPU with one rank."""
 
 SCHEDULER = "serve_app.engine.vllm.scheduling.scheduler.tenant_scheduler"
-"""Where vLLM finds its scheduler."""
+"""vLLM's path to its scheduler."""
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Those vLLM has room for. Source: vLLM's ``MaxLoRARanks``."""
+"""The maximum ranks that vLLM supports. Source: vLLM's ``MaxLoRARanks``."""
 
 _CPU_MEMORY_PART = 0.05
-"""``kv_cache_memory_bytes`` says what the pool takes; vLLM refuses to start where this part of a node is not free."""
+"""``kv_cache_memory_bytes`` sizes the pool; vLLM refuses to start unless this part of a node's memory is free."""
 
 
 @dataclass(frozen=True, slots=True)
 class VllmSettings:
-    """What a replica asks of vLLM.
+    """A replica's settings for vLLM.
 
-    ``model``: a checkpoint's directory; ``end_token_ids``: what ends an answer. ``block_bytes``: of one block's KV, in
-    all ranks.
-    ``num_blocks`` None: as many as ``kv_cache_bytes`` holds, or as ``gpu_memory_utilization`` leaves room for; not on a
-    CPU. ``dtype``: "auto" is the model's own.
-    ``model_fingerprint``: of config and weights; ``transfer``: whether KV comes from and goes to other replicas, or is
-    kept; ``pin_budget``: how much may be, a part of the pool below 1, else blocks.
-    ``lora``: whether there may be adapters. ``num_threads``: of the CPU build, in all ranks. ``tenant_shares``: weights
-    by tenant. ``num_speculative_tokens``: drafts ahead, copied from where the text had the last tokens before; 0 for
-    none. ``engine_args``: more of vLLM's arguments, as the settings hold them.
+    ``model``: a checkpoint's directory; ``end_token_ids``: tokens that end an answer. ``block_bytes``: bytes of one
+    block's KV, in all ranks.
+    ``num_blocks`` None: as many as ``kv_cache_bytes`` holds, or as ``gpu_memory_utilization`` leaves space for; not on
+    a CPU. ``dtype``: "auto" is the model's own.
+    ``model_fingerprint``: of config and weights; ``transfer``: whether KV is copied to and from other replicas, or
+    pinned; ``pin_budget``: the limit of pins, as a part of the pool if below 1, else in blocks.
+    ``lora``: whether adapters are allowed. ``num_threads``: of the CPU build, in all ranks. ``tenant_shares``: weights
+    by tenant. ``num_speculative_tokens``: tokens drafted ahead by copying from earlier text; 0 for none.
+    ``engine_args``: more of vLLM's arguments, as given in the settings.
     """
 
     model: str
@@ -70,7 +70,7 @@ class VllmSettings:
 
     @property
     def ranks(self) -> int:
-        """Processes that compute, each with a part of the model."""
+        """Number of processes that compute, each with a part of the model."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
@@ -81,23 +81,23 @@ def engine_arguments(settings: VllmSettings, endpoints: EventEndpoints, *, on_cp
         "model": settings.model,
         "dtype": settings.dtype,
         "skip_tokenizer_init": True,
-        "generation_config": "vllm",  # else the model's own temperature and top-p would hold where a request names none
+        "generation_config": "vllm",  # else the model's own temperature and top-p would apply by default
         "max_model_len": settings.max_model_len,
         "block_size": settings.block_size,
         "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": settings.max_num_batched_tokens,
         "enable_prefix_caching": settings.enable_prefix_caching,
         "prefix_caching_hash_algo": "sha256",  # collision-proof: vLLM compares no tokens
-        "disable_hybrid_kv_cache_manager": True,  # all KV is one group then, of which a directory can tell everything
-        "prefix_cache_retention_interval": None,  # else events of windows and states do not say which blocks they mean
+        "disable_hybrid_kv_cache_manager": True,  # all KV is then one group, which a directory can describe fully
+        "prefix_cache_retention_interval": None,  # else events of windows and states do not identify their blocks
         "enforce_eager": settings.enforce_eager,
         "gpu_memory_utilization": _CPU_MEMORY_PART if on_cpu else settings.gpu_memory_utilization,
-        "max_logprobs": 20,  # as many as OpenAI's API tells
+        "max_logprobs": 20,  # the limit of OpenAI's API
         "worker_extension_cls": "serve_app.engine.vllm.sampling.processor.ChoosesByPosition",
         "additional_config": {CONFIG_ENDS: list(settings.end_token_ids)},
         "scheduler_cls": SCHEDULER,
-        "scheduling_policy": "priority",  # requests have one, so the first come is served first; copies go before them
-        "enable_logging_iteration_details": True,  # how many tokens of prompts each step computed
+        "scheduling_policy": "priority",  # all requests have the same one, so arrival decides; copies go first
+        "enable_logging_iteration_details": True,  # reports the prompt tokens computed by each step
         "disable_log_stats": True,
         "enable_log_requests": False,  # requests hold the tenants' roots
         "tensor_parallel_size": settings.tensor_parallel_size,
@@ -111,13 +111,13 @@ def engine_arguments(settings: VllmSettings, endpoints: EventEndpoints, *, on_cp
             "replay_endpoint": endpoints.replay,
         }
     if settings.ranks > 1:
-        arguments["distributed_executor_backend"] = "mp"  # not Ray's, which vLLM would take in a placement group
+        arguments["distributed_executor_backend"] = "mp"  # not Ray's, which vLLM would choose in a placement group
     elif on_cpu:
         arguments["distributed_executor_backend"] = EXECUTOR  # for a GPU vLLM's own choice is as good
     if settings.num_speculative_tokens:
         arguments |= {
             "speculative_config": {"method": "ngram", "num_speculative_tokens": settings.num_speculative_tokens},
-            "async_scheduling": False,  # positions are known where a step's accepted drafts are
+            "async_scheduling": False,  # positions are known only once a step's accepted drafts are
         }
     if settings.transfer:
         arguments["kv_transfer_config"] = {
@@ -131,7 +131,7 @@ def engine_arguments(settings: VllmSettings, endpoints: EventEndpoints, *, on_cp
         arguments["num_gpu_blocks_override"] = blocks + 1  # one is vLLM's null block
         arguments["max_model_len"] = min(settings.max_model_len, blocks * settings.block_size)
     if on_cpu and blocks is not None:
-        arguments["kv_cache_memory_bytes"] = settings.block_bytes * (blocks + 1) // settings.ranks  # vLLM's is a rank's
+        arguments["kv_cache_memory_bytes"] = settings.block_bytes * (blocks + 1) // settings.ranks  # vLLM's is per rank
     elif settings.kv_cache_bytes is not None:
         arguments["kv_cache_memory_bytes"] = settings.kv_cache_bytes // settings.ranks
     if settings.lora:
@@ -145,7 +145,7 @@ def engine_arguments(settings: VllmSettings, endpoints: EventEndpoints, *, on_cp
 
 
 def lora_rank(wanted: int) -> int:
-    """Return the least rank vLLM has room for that holds ``wanted``. Raises ValueError over its largest."""
+    """Return the least rank that vLLM supports and that holds ``wanted``. Raises ValueError over its largest."""
     for rank in LORA_RANKS:
         if wanted <= rank:
             return rank
@@ -153,9 +153,9 @@ def lora_rank(wanted: int) -> int:
 
 
 def set_environment(environment: MutableMapping[str, str], num_threads: int) -> None:
-    """Set what vLLM and its processes read from the environment; it has to be before vLLM is imported."""
+    """Set the environment variables of vLLM and its processes; call it before vllm is imported."""
     environment["VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"] = "0"  # whole SHA-256s, not 64 bits of them
-    environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # it has another sampler
+    environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # V2 has another sampler
     environment["VLLM_NO_USAGE_STATS"] = "1"
     environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # several replicas share a machine's cores
     environment["OMP_NUM_THREADS"] = str(num_threads)

@@ -1,1 +1,1 @@
-"""Tool calls read from a model's text while it comes, by the format that the model was trained on."""
+"""Read tool calls from a model's streamed text, in the format that the model was trained on."""

@@ -1,6 +1,6 @@
-"""How model families write tool calls: a grammar and an entry of ``FORMATS`` each. Source: vLLM's parsers and names.
+"""Tool call formats of model families: a grammar and an entry of ``FORMATS`` each. Source: vLLM's parsers and names.
 
-Answers that must call are a JSON list of calls, whatever the family.
+An answer that must call is a JSON list of calls in every family.
 """
 
 import re
@@ -23,7 +23,7 @@ LLAMA3_OPENS = "<|python_tag|>"
 MISTRAL_OPENS, MISTRAL_ID, MISTRAL_ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _NOT_IN_NAME = re.compile(r"[^\w.-]")
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""llguidance's: where any white space may come, a model that is forced to call can go on with it for ever."""
+"""llguidance's options: with flexible white space, a model that is forced to call can generate it forever."""
 
 
 def hermes(source: Source, make_id: MakeId, names: frozenset[str]) -> Steps[None]:
@@ -41,7 +41,7 @@ def hermes(source: Source, make_id: MakeId, names: frozenset[str]) -> Steps[None
 
 
 def llama3_json(source: Source, make_id: MakeId, names: frozenset[str]) -> Steps[None]:
-    """Read ``{"name": ..., "parameters": {...}}``, a tool's, as a whole answer or after its mark; more after ``;``."""
+    """Read a tool's ``{"name": ..., "parameters": {...}}`` as whole answer or after its mark; more after ``;``."""
     source.mark()
     if (yield from source.spaces()) == "{":
         yield from _objects(source, make_id, names, ";")
@@ -67,7 +67,7 @@ def mistral(source: Source, make_id: MakeId, names: frozenset[str]) -> Steps[Non
 
 
 def json_list(source: Source, make_id: MakeId, names: frozenset[str]) -> Steps[None]:
-    """Read ``[{"name": ..., "parameters": {...}}, ...]``: what answers that must call are held to."""
+    """Read ``[{"name": ..., "parameters": {...}}, ...]``, the form of answers that must call."""
     source.mark()
     if (yield from source.spaces()) == "[":
         yield from _list(source, make_id)
@@ -79,7 +79,7 @@ def json_list(source: Source, make_id: MakeId, names: frozenset[str]) -> Steps[N
 
 
 def _list(source: Source, make_id: MakeId) -> Steps[None]:
-    """Read calls between brackets, the first of which is next."""
+    """Read calls between brackets, from the opening one on."""
     source.take(1)
     yield from source.spaces()
     yield from _objects(source, make_id, None, ",")
@@ -88,7 +88,7 @@ def _list(source: Source, make_id: MakeId) -> Steps[None]:
 
 
 def _objects(source: Source, make_id: MakeId, names: frozenset[str] | None, between: str) -> Steps[None]:
-    """Read calls that follow each other; what is read of one that is none is text."""
+    """Read consecutive calls; the text of an object that is not a call is shown."""
     while True:
         if not (yield from json_call(source, make_id, names)):
             yield source.raw
@@ -140,7 +140,7 @@ def _mistral_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """One family's format. ``shown``: special tokens in its text. ``asked_for``: a chat template asks for it."""
+    """One family's format. ``shown``: special tokens in its text. ``asked_for``: whether a template asks for it."""
 
     grammar: Reading
     shown: frozenset[str] = frozenset()
@@ -168,11 +168,11 @@ FORMATS = {
         ),
     ),
 }
-"""By the name that the setting ``tool_parser`` has for it; of two that a template asks for, the first."""
+"""By their names in the setting ``tool_parser``; if a template asks for two, the first counts."""
 
 
 def find_format(template: str, special_tokens: frozenset[str]) -> str | None:
-    """Return the name of the format that a chat template asks its model to write, None where it is none of these."""
+    """Return the name of the format that a chat template requests from its model, None if it is none of these."""
     # XML in <tool_call> is another format.
     if HERMES_OPENS in template and "<function=" in template:
         return None
@@ -180,7 +180,7 @@ def find_format(template: str, special_tokens: frozenset[str]) -> str | None:
 
 
 def forced_calls(use: ToolUse) -> Grammar:
-    """Return what an answer that must call has to match. Raises InvalidRequest where the tools are too large."""
+    """Return the grammar of an answer that must call. Raises InvalidRequest if the tools are too large."""
     tools = [tool for tool in use.tools if not use.only or tool["function"]["name"] == use.only]
     one = len(tools) == 1
     calls = [_call(tool, "#/items" if one else f"#/items/anyOf/{index}") for index, tool in enumerate(tools)]
@@ -190,7 +190,7 @@ def forced_calls(use: ToolUse) -> Grammar:
 
 
 def _call(tool: Tool, place: str) -> dict[str, Any]:
-    """Return the schema of a call; ``place``: where it stands in the whole, for references inside the tool's own."""
+    """Return the schema of a call; ``place``: its location in the whole, for references inside the tool's own."""
     function = tool["function"]
     parameters = _moved(function.get("parameters", {}), f"{place}/properties/parameters")
     return {
@@ -202,7 +202,7 @@ def _call(tool: Tool, place: str) -> dict[str, Any]:
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """Return a schema whose references into itself are right at another place of a whole."""
+    """Return a schema with its references to itself adjusted to another place in a larger schema."""
     if isinstance(schema, list):
         return [_moved(part, place) for part in schema]
     if not isinstance(schema, dict):

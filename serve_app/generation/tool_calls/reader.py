@@ -1,4 +1,4 @@
-"""Answers of one model, read with the tool calls in their text, and made whole."""
+"""Read a model's answers with the tool calls in their text, and assemble complete ones."""
 
 from collections.abc import Callable
 from dataclasses import replace as with_fields
@@ -21,13 +21,13 @@ from serve_app.tokenization.tokenizer import PromptTokenizer
 R = TypeVar("R", bound=GenerateRequest)
 
 PROMPT_END_TOKENS = 64
-"""Of a prompt, more than a tag of reasoning has: they tell whether its template has opened one."""
+"""Number of last prompt tokens, longer than a reasoning tag: they show whether the template has opened one."""
 
 
 class AnswerReaders:
-    """Makes what reads a model's answers; ``parser``, ``reasoning``: the settings for it.
+    """Makes the readers of a model's answers; ``parser``, ``reasoning``: their settings.
 
-    Raises ValueError for a parser that there is not, or that the tokenizer does not fit.
+    Raises ValueError for an unknown parser, or one that does not fit the tokenizer.
     """
 
     def __init__(self, tokenizer: PromptTokenizer, parser: str, reasoning: str = "auto") -> None:
@@ -50,17 +50,17 @@ class AnswerReaders:
 
     @property
     def thinks(self) -> bool:
-        """Whether the model's reasoning is told from its answers."""
+        """Whether the model's reasoning is separated from its answers."""
         return self._tags is not None or self._they_think
 
     def checked(self, request: R) -> R:
-        """Return a request, with the grammar of calls where it must call. Raises InvalidRequest where it cannot."""
+        """Return a request, with the grammar of calls if it must call. Raises InvalidRequest if it cannot."""
         use = request.tool_use
         if not use or not use.may_call:
             return request
         if not self._reads_tools:
             raise InvalidRequest(
-                "This model's chat template ignores tools; use a model whose template has them, or tool_choice none.",
+                "This model's chat template ignores tools; use a model with a template for tools, or tool_choice none.",
                 param="tools",
             )
         if use.must_call:
@@ -74,7 +74,7 @@ class AnswerReaders:
         return request
 
     def after_reasoning(self, request: GenerateRequest, generations: list[Generation]) -> list[Generation]:
-        """Return generations whose grammars begin to count after the model's reasoning."""
+        """Return generations with grammars that apply only after the model's reasoning."""
         tags = self._tags or (Tags(*self._theirs.tags) if self._theirs else None)
         if not tags or not all(tags[:2]) or not generations[0].grammar or not isinstance(request, ChatRequest):
             return generations
@@ -86,7 +86,7 @@ class AnswerReaders:
         return [with_fields(generation, grammar=grammar) for generation in generations]
 
     def of(self, request: GenerateRequest) -> Callable[[int, Generation], ChoiceReader]:
-        """Return what makes the reader of each choice of a request."""
+        """Return a function that makes the reader of each choice of a request."""
         use, chat = request.tool_use, isinstance(request, ChatRequest)
         written, tags = self._format_of(use), self._tags if chat else None
         they_call = self._they_call and bool(use) and use.may_call and not use.must_call
@@ -112,7 +112,7 @@ class AnswerReaders:
         return reader
 
     def _ends_of(self, request: ChatRequest, generation: Generation) -> tuple[str, str]:
-        """Return the last words of a prompt, and the text of the answer that it goes on with, "" for none."""
+        """Return the end of a prompt's text, and the text of the answer that it continues, "" for none."""
         continued = str(request.messages[-1]["content"]) if request.continue_final_message else ""
         return self._tokenizer.text_of(generation.token_ids[-PROMPT_END_TOKENS:].tolist()), continued
 
@@ -127,8 +127,8 @@ class AnswerReaders:
 class CallReader:
     """Reads the tool calls of one choice. ``calls``: how many have begun.
 
-    However the text is cut, texts and arguments concatenate to the same. White space before the first call is shown
-    once text follows, or at the end without a call. Without ``parallel`` the choice ends with its first call.
+    Texts and arguments concatenate to the same result for any division of the text. White space before the first call
+    is shown once text follows, or at the end without a call. Without ``parallel`` the choice ends with its first call.
     """
 
     by_token = False
@@ -142,14 +142,14 @@ class CallReader:
         self.calls = 0
 
     def split(self, piece: Piece) -> list[Piece]:
-        """Return a piece as one or several; in each the text comes first."""
+        """Split a piece into one or several; in each the text comes first."""
         events = self.push(piece.text)
         if piece.finish_reason is not None:
             events += self.flush()
         return in_pieces(piece, events, called=self.calls > 0, parallel=self._parallel)
 
     def push(self, text: str) -> list[str | CallEvent]:
-        """Return what text completes: texts to show and events, in order. The beginning of a call is held back."""
+        """Return the texts and events that ``text`` completes, in order; the beginning of a call is held back."""
         self._source.push(text)
         found: list[str | CallEvent] = []
         for step in self._steps:
@@ -165,7 +165,7 @@ class CallReader:
         return found
 
     def flush(self) -> list[str | CallEvent]:
-        """Return what was held back; the answer has ended."""
+        """Return the text held back; the answer has ended."""
         self._source.ended = True
         found = self.push("")
         return found if self.calls or not self._spaces else [*found, self._spaces]
@@ -179,7 +179,7 @@ class CallReader:
 
 
 class WholeChoice:
-    """Gathers the pieces of one choice. A call whose arguments are no JSON of an object is text."""
+    """Gathers the pieces of one choice. A call becomes text if its arguments are not a JSON object."""
 
     def __init__(self, *, tells_logprobs: bool = False) -> None:
         self._told: list[ToldToken] | None = [] if tells_logprobs else None
@@ -192,7 +192,7 @@ class WholeChoice:
         self._stop_sequence = ""
 
     def add(self, piece: Piece) -> None:
-        """Take the next piece."""
+        """Add the next piece."""
         self._texts.append(piece.text)
         self._reasoning.append(piece.reasoning)
         if self._told is not None:
@@ -208,7 +208,7 @@ class WholeChoice:
             self._reason, self._stop_sequence = piece.finish_reason, piece.stop_sequence
 
     def choice(self) -> Choice:
-        """Return what the pieces are together."""
+        """Return the choice that the pieces form together."""
         reason: FinishReason = "stop" if self._reason == "tool_calls" and not self._calls else self._reason
         told = None if self._told is None else tuple(self._told)
         text, reasoning = "".join(self._texts), "".join(self._reasoning)

@@ -1,7 +1,7 @@
-"""Text that arrives in pieces, read as if all of it were there; and in it calls as JSON objects.
+"""Text that arrives in pieces, read as if it were complete; and calls in it as JSON objects.
 
-A grammar is a generator over a ``Source``: it yields what it has read, and None where it needs more text. JSON is
-followed by its strings and brackets alone: whoever uses arguments sees whether they are valid.
+A grammar is a generator over a ``Source``: it yields the parts that it has read, and None when it needs more text. JSON
+is tracked only by its strings and brackets: the users of arguments find out whether they are valid.
 """
 
 import re
@@ -24,11 +24,11 @@ MakeId = Callable[[], str]
 
 T = TypeVar("T")
 Steps = Generator[str | CallEvent | None, None, T]
-"""Steps of a grammar: text to show, events of calls, or None for "more text, please"; then a result."""
+"""Steps of a grammar: text to show, events of calls, or None to request more text; then a result."""
 
 
 class Source:
-    """The text from the place that is read next. ``ended``: no more comes."""
+    """The text from the current position on. ``ended``: no more text follows."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -37,24 +37,24 @@ class Source:
         self._taken: list[str] = []
 
     def push(self, text: str) -> None:
-        """Add text; what was read is forgotten."""
+        """Add text; text already read is dropped."""
         self.text = self.text[self.position :] + text
         self.position = 0
 
     def take(self, chars: int) -> str:
-        """Read so many characters, which are there."""
+        """Read and return this many characters, which must exist."""
         taken = self.text[self.position : self.position + chars]
         self.position += chars
         self._taken.append(taken)
         return taken
 
     def mark(self, before: str = "") -> None:
-        """Let ``raw`` begin here, with ``before``."""
+        """Start ``raw`` here, with ``before``."""
         self._taken = [before]
 
     @property
     def raw(self) -> str:
-        """All that was read since the mark."""
+        """All text read since the mark."""
         return "".join(self._taken)
 
     def peek(self) -> Steps[str]:
@@ -64,7 +64,7 @@ class Source:
         return self.text[self.position : self.position + 1]
 
     def accept(self, word: str) -> Steps[bool]:
-        """Read a word if it is what comes next."""
+        """Read a word if it is next; return whether it was."""
         while not self.text.startswith(word, self.position):
             if self.ended or not word.startswith(self.text[self.position :]):
                 return False
@@ -73,13 +73,13 @@ class Source:
         return True
 
     def spaces(self) -> Steps[str]:
-        """Read white space; return what comes next, "" at the end."""
+        """Read white space; return the next character, "" at the end."""
         while (char := (yield from self.peek())).isspace():
             self.take(1)
         return char
 
     def text_before(self, word: str) -> Steps[bool]:
-        """Yield the text before a word, and read both; False if it does not come. Its beginning is held back."""
+        """Yield the text before a word, and read both; False without the word. Its possible beginning is held back."""
         while True:
             at = self.text.find(word, self.position)
             end = at if at >= 0 else len(self.text) - (0 if self.ended else held_back(self.text[self.position :], word))
@@ -95,16 +95,16 @@ class Source:
 
 
 def held_back(text: str, word: str) -> int:
-    """Return how many last characters of a text may begin a word that is not whole yet."""
+    """Return how many last characters of a text may be the beginning of an incomplete word."""
     lengths = range(min(len(text), len(word) - 1), 0, -1)
     return next((length for length in lengths if text.endswith(word[:length])), 0)
 
 
 def json_call(source: Source, make_id: MakeId, names: frozenset[str] | None = None) -> Steps[bool]:
-    """Read one call; return whether one has begun: if not, nothing was shown of what was read.
+    """Read one call; return whether one has begun. If not, none of the text read was shown.
 
-    It begins once its name and the opening of its arguments are known, in any order. ``names``: those that a call may
-    have, None for any. No arguments are ``{}``. An object with another key before both is none.
+    A call begins once its name and the opening of its arguments are known, in any order. ``names``: the allowed ones,
+    None for any. Missing arguments are ``{}``. An object with another key before both is not a call.
     """
     begun = False
     name: str | None = None
@@ -158,7 +158,7 @@ def stream_arguments(source: Source) -> Steps[None]:
 
 
 def _string(source: Source) -> Steps[str | None]:
-    """Read a string and return what it says; None if there is none, or no valid one."""
+    """Read a string and return its value; None if it is missing or invalid."""
     if (yield from source.peek()) != '"':
         return None
     raw = yield from _whole(_value(source))
@@ -169,7 +169,7 @@ def _string(source: Source) -> Steps[str | None]:
 
 
 def _whole(pieces: Generator[str | None, None, None]) -> Steps[str]:
-    """Read a value and return its text."""
+    """Read a value and return its complete text."""
     parts: list[str] = []
     for piece in pieces:
         if piece is None:
@@ -180,7 +180,7 @@ def _whole(pieces: Generator[str | None, None, None]) -> Steps[str]:
 
 
 def _value(source: Source) -> Generator[str | None, None, None]:
-    """Read the JSON value that is next; yield its text as it comes, and None where more is needed."""
+    """Read the next JSON value; yield its text as it arrives, and None when more is needed."""
     opening = source.text[source.position : source.position + 1]
     return _nested(source) if opening in ('"', "{", "[") else _word(source)
 
@@ -215,7 +215,7 @@ def _nested(source: Source) -> Generator[str | None, None, None]:
 
 
 def _word(source: Source) -> Generator[str | None, None, None]:
-    """Read a number, one of JSON's words, or what is no JSON, up to what cannot be in one."""
+    """Read a number, one of JSON's words, or invalid text, up to a character that cannot be part of one."""
     while True:
         found = _AFTER_WORD.search(source.text, source.position)
         end = found.start() if found else len(source.text)

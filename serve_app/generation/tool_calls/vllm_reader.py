@@ -1,4 +1,4 @@
-"""What vLLM's parsers find in an answer, as pieces; and which names of parsers there are. vLLM is imported late."""
+"""Read answers with vLLM's parsers, as pieces; check the names of parsers. vLLM is imported late."""
 
 from typing import TYPE_CHECKING
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 PARSERS = {"tool_parser": ("auto", *FORMATS), "reasoning_parser": ("auto", "none", *REASONING_TAGS)}
-"""Settings, and the values of each that need no vLLM."""
+"""Settings, and their values that need no vLLM."""
 
 
 def check_parser(setting: str, name: str) -> None:
-    """Raise ValueError for a parser that is neither ours nor, where vLLM is installed, one of its own."""
+    """Raise ValueError for an unknown parser: neither this project's nor, if vLLM is installed, one of vLLM's."""
     known, more = [*PARSERS[setting]], "; vLLM's others need vLLM 0.32 in the environment of the ingress"
     if name in known:
         return
@@ -32,7 +32,7 @@ def check_parser(setting: str, name: str) -> None:
 
 
 class VllmReader:
-    """Splits one choice by vLLM's parser, ``push``; ``rest`` reads calls in the text, where that does not."""
+    """Splits one choice by vLLM's parser ``push``; ``rest`` reads calls in the text if that parser does not."""
 
     by_token = True
 
@@ -41,10 +41,10 @@ class VllmReader:
         self._parallel = parallel
         self._rest = rest
         self._index = -1
-        self._arguments: str | None = None  # of the call that is open
+        self._arguments: str | None = None  # of the open call
 
     def split(self, piece: Piece) -> list[Piece]:
-        """Return a piece as one or several; in each the reasoning comes first."""
+        """Split a piece into one or several; in each the reasoning comes first."""
         ended = piece.finish_reason is not None
         added = self._push(piece.text, list(piece.token_ids), finished=ended)
         text, reasoning, calls = (added.content, added.reasoning, added.tool_calls) if added else ("", "", ())
@@ -66,6 +66,6 @@ class VllmReader:
         return in_pieces(piece, events, called=self._index >= 0, parallel=self._parallel)
 
     def _end(self) -> list[CallEvent]:
-        """End the call that is open, if one is."""
+        """End the open call, if any."""
         arguments, self._arguments = self._arguments, None
         return [] if arguments is None else [CallEnded(arguments)]

@@ -1,1 +1,1 @@
-"""What an ingress shows of itself: metrics, cache state, explanations."""
+"""Observability of an ingress: metrics, cache state, explanations."""

@@ -1,4 +1,4 @@
-"""What one answer costs and how fast it came, told to everybody who counts, while it comes and at its end."""
+"""Measures one answer's cost and speed, and reports them to all counters, during the answer and at its end."""
 
 import time
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from serve_app.usage.ledger import Ledger
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Who hears of answers: this ingress' metrics, the ledger, registered prompts, cache misses."""
+    """The receivers of reports about answers: this ingress' metrics, the ledger, registered prompts, cache misses."""
 
     metrics: IngressMetrics
     front_door: FrontDoor
@@ -29,7 +29,7 @@ class Counters:
 
 
 class AnswerMeter:
-    """Counts one answer. ``body_bytes``: of its request; ``allowance``: what it holds of its tenant's limits."""
+    """Counts one answer. ``body_bytes``: its request's size; ``allowance``: its part of its tenant's limits."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class AnswerMeter:
         self._last_s[index] = now_s
 
     def sent(self, piece: Piece) -> None:
-        """Have a miss explained once its first piece was sent: nobody's first token waits for that."""
+        """Explain a cache miss after the first piece was sent, so that no first token waits for the explanation."""
         misses, wanted = self._counters.misses, self.wanted
         if misses is None or piece.first is None or piece.index % wanted.n:
             return
@@ -82,11 +82,11 @@ class AnswerMeter:
             self.usage.miss = miss
 
     def client_left(self) -> None:
-        """Count a client that did not stay to the end."""
+        """Count a client that disconnected before the end."""
         self._counters.metrics.disconnects.inc()
 
     def end(self, error: BaseException | None) -> None:
-        """The answer is over; a tenant pays nothing for one that was refused before its first piece."""
+        """Finish the answer; a tenant pays nothing for one that was refused before its first piece."""
         counters, answered = self._counters, bool(self._last_s)
         counters.metrics.in_flight.dec()
         refusal = error if isinstance(error, WarmpathError) else None
@@ -96,7 +96,7 @@ class AnswerMeter:
                 self._trace.failed(refusal.code or type(refusal).__name__)
             self._trace.used(self.wanted.answering_model, used)
         self._allowance.end(refused=refusal is not None and not answered)
-        if answered:  # where nothing was answered, what it cost is not known, and it was not free
+        if answered:  # without an answer, the cost is unknown, though not zero
             model, ref = self.wanted.answering_model, self.generations[0].prompt_ref
             counters.ledger.answer(self._tenant, model, ref, used.completion_tokens)
             counters.front_door.learn(self._tenant, self._body_bytes, self._uncached_tokens)
@@ -122,6 +122,6 @@ class AnswerMeter:
 
 
 def use_of(wanted: GenerateRequest, tenant: str) -> Use:
-    """Return the way in which a request asks for its prompt."""
+    """Return the form in which a request uses its prompt."""
     chat = isinstance(wanted, ChatRequest) and wanted.apply_chat_template
     return Use(tenant, wanted.model, wanted.lora_name, wanted.cache_salt, chat)

@@ -1,4 +1,4 @@
-"""What /v1/cache/state says: replicas, load, bytes and tokens cached, and hit rates. No prompt's text is in it."""
+"""The document of /v1/cache/state: replicas, load, cached bytes and tokens, hit rates. It holds no prompt's text."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,7 +12,7 @@ from serve_app.tokenization.segment_cache import SegmentCacheStats
 _STATES = {"used": "in_use", "cached": "cached", "free": "free"}
 
 NOTICES = ("autoscaling", "configuration", "handover", "prewarm")
-"""The kinds of notices that are shown: what replicas that may be gone, and the controller, have left behind."""
+"""The kinds of notices in the document, left by the controller and by replicas that may be gone."""
 
 
 def cache_state(
@@ -24,7 +24,7 @@ def cache_state(
     model: str,
     engine: str,
 ) -> dict[str, Any]:
-    """Return the document as this ingress sees the app."""
+    """Return the document from this ingress' view of the app."""
     state, stats = core.state(), core.stats()
     for replica in state["replicas"]:
         report = stats.get(replica["replica_id"])
@@ -50,7 +50,7 @@ def _of_tenant(room: TenantPrefixes) -> dict[str, Any]:
 
 
 def _of_report(samples: Sequence[Sample], block_size: int) -> dict[str, Any]:
-    """Return what a replica's samples say of its pool, in blocks, bytes and tokens; it may leave out any."""
+    """Return a replica's pool in blocks, bytes and tokens from its samples, any of which may be missing."""
     shown: dict[str, Any] = {}
     block_bytes = next((int(value) for name, _, value in samples if name == "warmpath_kv_cache_block_bytes"), 0)
     for name, labels, value in samples:

@@ -1,4 +1,4 @@
-"""POST /v1/cache/explain: where an operator's request would go now, and why, without sending it."""
+"""POST /v1/cache/explain: the replica that a request would go to now, and the reason, without sending it."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,9 +18,9 @@ from serve_app.tenants.tenants import Tenant, Tenants
 
 
 class ExplainBody(JsonBody):
-    """The body of ``POST /v1/cache/explain``: a chat's, a completion's or a response's fields, and these."""
+    """The body of ``POST /v1/cache/explain``: the fields of a chat, a completion or a response, and these."""
 
-    tenant: Text64 = Field(None, description="on whose behalf; needed where there are several")
+    tenant: Text64 = Field(None, description="the tenant of the request; needed if there are several")
     policy: Text64 = Field(None, description="default: all policies, the acting one first")
     messages: Any = Field(None, description="a chat's messages, or:")
     prompt: Any = Field(None, description="a completion's prompt, or:")
@@ -32,11 +32,11 @@ _PARSERS: dict[str, Callable[[bytes], GenerateRequest]] = {
     "prompt": parse_completion,
     "input": parse_response_request,
 }
-"""By the field that no other body has."""
+"""The parser for each body's distinguishing field."""
 
 
 async def explanation(body: bytes, core: RoutingCore, preparer: Preparer, tenants: Tenants) -> dict[str, Any]:
-    """Return the document for a body; each prompt is explained as if alone. Raises what the request itself would."""
+    """Return the document for a body; each prompt is explained alone. Raises the errors of the request itself."""
     asked = ExplainBody.parse(body)
     policies = _policies(asked.policy, core.settings.policy)
     tenant = _tenant(asked.tenant, tenants.by_name)
@@ -61,7 +61,7 @@ async def explanation(body: bytes, core: RoutingCore, preparer: Preparer, tenant
 
 
 def _policies(chosen: str | None, acting: str) -> list[str]:
-    """Return the policies to explain, the one that orders the replicas first: by default the acting one."""
+    """Return the policies to explain. The first one orders the replicas; by default it is the acting policy."""
     if chosen is None:
         return [acting, *(policy for policy in POLICIES if policy != acting)]
     if chosen not in POLICIES:
@@ -73,6 +73,6 @@ def _tenant(name: str | None, tenants: Mapping[str, Tenant]) -> Tenant:
     if name is None and len(tenants) == 1:
         return next(iter(tenants.values()))
     if name is None or name not in tenants:
-        demand = f"the tenant on whose behalf to ask, one of {', '.join(tenants)[:1000]}"
+        demand = f"the tenant of the request, one of {', '.join(tenants)[:1000]}"
         raise InvalidRequest(f"tenant must be {demand}.", param="tenant")
     return tenants[name]

@@ -1,7 +1,7 @@
-"""Prometheus metrics of one ingress and its router, and the whole app's through the feed.
+"""Prometheus metrics of one ingress and its router, and of the whole app through the feed.
 
-Every decision is counted in tokens three ways: the best replica's, the selected one's by the directory, and the
-delivered ones. Their differences are regret: the price of load, and of stale hints.
+Every decision is counted in three kinds of cached tokens: the best replica's, the selected replica's according to the
+directory, and the delivered ones. Their differences are regret: the price of load and of stale hints.
 """
 
 from collections import defaultdict
@@ -22,13 +22,13 @@ TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5.
 ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5)
 
 _TELLING = ("tenant", "prompt")
-"""Labels that say who is served; a prompt may be one tenant's own."""
+"""Labels that reveal tenants; a prompt may belong to one tenant."""
 
 _Kind = TypeVar("_Kind", Counter, Gauge, Histogram)
 
 
 class IngressMetrics:
-    """What an ingress counts itself. ``tenant`` takes only configured names, so its values are bounded."""
+    """An ingress' own counters. The label ``tenant`` holds only configured names, so its values are bounded."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -44,21 +44,21 @@ class IngressMetrics:
         self._misses = self._new(Counter, "warmpath_cache_misses_total")
         self._missed_tokens = self._new(Counter, "warmpath_cache_missed_tokens_total")
         self._retries = self._new(Counter, "warmpath_request_retries_total")
-        # Counted for every token: prometheus_client would take a lock for each.
+        # These count every token; prometheus_client would take a lock for each.
         self.inter_token_s: defaultdict[str, PlainHistogram] = defaultdict(lambda: PlainHistogram(ITL_BUCKETS_S))
         self.completion_tokens: defaultdict[str, int] = defaultdict(int)
 
     def retried(self, after_first_token: bool) -> None:
-        """Count a generation that was sent again."""
+        """Count a resent generation."""
         self._retries.labels(str(after_first_token).lower()).inc()
 
     def missed(self, tenant: str, reason: str, lost_tokens: int) -> None:
-        """Count a prompt that was not read from the cache."""
+        """Count a cache miss."""
         self._misses.labels(tenant, reason).inc()
         self._missed_tokens.labels(tenant, reason).inc(lost_tokens)
 
     def samples(self) -> list[Sample]:
-        """Return everything as flat samples, to be merged with other ingresses' and replicas'."""
+        """Return all metrics as flat samples, to merge with those of other ingresses and replicas."""
         found = [
             (sample.name, tuple(sorted(sample.labels.items())), float(sample.value))
             for metric in self._registry.collect()
@@ -73,12 +73,12 @@ class IngressMetrics:
 
     def _new(self, kind: type[_Kind], name: str, **options: Any) -> _Kind:
         family = FAMILIES[name]
-        labels = [label for label in family.labels if label not in ("ingress", "replica")]  # they say who counted
+        labels = [label for label in family.labels if label not in ("ingress", "replica")]  # render's callers add them
         return kind(name, family.help, labels, registry=self._registry, **options)
 
 
 def router_samples(core: RoutingCore) -> list[Sample]:
-    """Return what this process's router has counted, and the size of what it remembers."""
+    """Return the counters of this process's router, and the sizes of its tables."""
     counters, state = core.counters, core.state()
     directory = state["directory"]
     samples = samples_of(
@@ -136,7 +136,7 @@ def replica_samples(core: RoutingCore) -> list[Sample]:
 
 
 def autoscaling_samples(notices: Sequence[Mapping[str, Any]]) -> list[Sample]:
-    """Return the policy's latest decision; none before the first. ``notices``: the newest first."""
+    """Return samples of the policy's latest decision, none before the first. ``notices``: newest first."""
     if not notices:
         return []
     latest = notices[0]
@@ -148,12 +148,12 @@ def autoscaling_samples(notices: Sequence[Mapping[str, Any]]) -> list[Sample]:
 
 
 def samples_of(values: Mapping[str, float], *labels: tuple[str, str]) -> list[Sample]:
-    """Return numbers by name as samples."""
+    """Convert numbers by name to samples."""
     return [(name, labels, float(value)) for name, value in values.items()]
 
 
 def _family_of(sample: Sample) -> Family | None:
-    """Return the family that a sample belongs to, None for what no page describes."""
+    """Return a sample's family, None for an undocumented sample."""
     name, labels, _ = sample
     family = FAMILIES.get(name)
     if family is None or family.kind == "histogram":
@@ -166,7 +166,7 @@ def _family_of(sample: Sample) -> Family | None:
 
 
 def render(samples: Iterable[Sample]) -> bytes:
-    """Return samples in Prometheus' text format; those of no known family, or with other labels, are left out."""
+    """Return samples in Prometheus' text format, without those of unknown families or with unknown labels."""
     metrics: dict[str, Metric] = {}
     for sample in samples:
         family = _family_of(sample)
@@ -176,11 +176,11 @@ def render(samples: Iterable[Sample]) -> bytes:
             name, labels, value = sample
             metrics[family.name].add_sample(name, dict(labels), value)
     ordered = [metrics[name] for name in sorted(metrics)]
-    return generate_latest(SimpleNamespace(collect=lambda: ordered))  # it calls nothing else
+    return generate_latest(SimpleNamespace(collect=lambda: ordered))  # it calls only this method
 
 
 def without_tenants(samples: Iterable[Sample]) -> list[Sample]:
-    """Return the samples summed over tenants: for those who may not know whom else this deployment serves."""
+    """Return the samples summed over tenants, for callers that may not learn the names of tenants."""
     sums: dict[tuple[str, Labels], float] = defaultdict(float)
     for name, labels, number in samples:
         sums[name, tuple(label for label in labels if label[0] not in _TELLING)] += number

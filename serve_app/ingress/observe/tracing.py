@@ -1,4 +1,4 @@
-"""ASGI middleware that gives requests for text a trace; the application has it only where traces are sent."""
+"""ASGI middleware that traces generation requests; the application uses it only if traces are exported."""
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -12,14 +12,14 @@ TRACED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", 
 
 
 class TraceRequests:
-    """A request's span lasts until all of its answer was sent, or nobody takes more of it."""
+    """Traces requests. A span lasts until the whole answer was sent, or its client takes no more."""
 
     def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
         self._app = app
         self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass everything on."""
+        """Pass every request on, and trace the generation requests."""
         route = str(scope.get("path", "")).removeprefix(scope.get("root_path", ""))
         if scope["type"] != "http" or route not in TRACED:
             await self._app(scope, receive, send)

@@ -1,1 +1,1 @@
-"""Registered prompts over HTTP: figures, and how a version takes another one's place without a cold request."""
+"""Registered prompts over HTTP: their figures, and the replacement of a version without a cold request."""

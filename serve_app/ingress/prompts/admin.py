@@ -1,4 +1,4 @@
-"""Cut-over of prompts over HTTP: warm, promote, roll back, at every ingress, each with the state in a file."""
+"""Cut-over of prompts over HTTP: warm, promote and roll back at every ingress, which stores the state in a file."""
 
 import asyncio
 import logging
@@ -27,14 +27,14 @@ Report = tuple[dict[str, Figures], dict[str, list[Use]]]
 class PromptBody(JsonBody):
     """The body of ``POST /v1/prompts/...``."""
 
-    prompt_ref: Text256 = Field(None, description="NAME@VERSION; for a roll-back NAME")
+    prompt_ref: Text256 = Field(None, description="NAME@VERSION; for a rollback NAME")
     cold: bool = Field(False, description="switch at once, without computing the version first")
 
 
 class PromptAdmin:
     """One ingress' part in changes of prompts. ``directory`` None: all prompts are from the settings.
 
-    ``ingresses``: calls a method of every ingress, this one too; returns nothing where there is no other.
+    ``ingresses``: calls a method of every ingress, including this one; returns nothing if there is no other.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class PromptAdmin:
         self._one_at_a_time = asyncio.Lock()
 
     async def status(self, name: str | None = None) -> dict[str, Any]:
-        """Return every name's versions, what it means now, and how each version is used."""
+        """Return every name's versions, its current version, and the usage of each version."""
         figures = merged(report for report, _ in await self._reports())
         by_name: dict[str, list[Prompt]] = {}
         for prompt in self._prompts.all().values():
@@ -71,14 +71,14 @@ class PromptAdmin:
         }
 
     async def warm(self, body: bytes) -> dict[str, Any]:
-        """Compute a version where its requests will go. Raises a WarmpathError."""
+        """Compute a version on the replicas that will get its requests. Raises a WarmpathError."""
         ref, _ = _asked(body)
         async with self._one_at_a_time:
             prompt = await self._prompt(ref)
             return await self._done(prompt.name, await self._warmed(prompt))
 
     async def promote(self, body: bytes) -> dict[str, Any]:
-        """Let the name mean a version, once it is warm. Raises a WarmpathError."""
+        """Switch the name to a version, once it is warm. Raises a WarmpathError."""
         ref, cold = _asked(body)
         async with self._one_at_a_time:
             prompt = await self._prompt(ref)
@@ -88,7 +88,7 @@ class PromptAdmin:
             return await self._done(prompt.name, warm)
 
     async def roll_back(self, body: bytes) -> dict[str, Any]:
-        """Let a name mean the version before; one that cannot be warmed is taken cold."""
+        """Switch a name back to its previous version, even if that cannot be warmed."""
         ref, cold = _asked(body)
         async with self._one_at_a_time:
             name = ref.partition("@")[0]
@@ -104,14 +104,14 @@ class PromptAdmin:
             return await self._done(name, warm)
 
     async def learn(self) -> None:
-        """Take in what other ingresses go by, where it is newer, and give them what is newer here."""
+        """Exchange the cut-overs with other ingresses: the newer state wins on both sides."""
         for known in await self._ingresses("exchange_cutovers", self._prompts.cutovers):
             await self.exchange(known)
 
-    # What ingresses ask of each other.
+    # Calls between ingresses.
 
     async def reload(self) -> str:
-        """Read the directory again; returns what is wrong with it, "" where nothing is, and else changes nothing."""
+        """Reload the directory; return its problem, "" for none. With a problem, nothing changes."""
         if self._directory is None:
             return "prompts_dir is not set: prompts of the settings have no cut-over"
         try:
@@ -123,16 +123,16 @@ class PromptAdmin:
         return ""
 
     async def exchange(self, cutovers: Cutovers) -> Cutovers:
-        """Go by a state from now on, if it is newer, and keep it; returns what this ingress goes by then."""
+        """Apply and store a state if it is newer; return this ingress' resulting state."""
         try:
             if self._prompts.switch(cutovers) and self._directory is not None:
                 await asyncio.to_thread(write_cutovers, self._directory, cutovers)
         except (PromptError, OSError) as error:
-            logger.warning("a change of prompts is not kept: %s", error)
+            logger.warning("a change of prompts was not stored: %s", error)
         return self._prompts.cutovers
 
     async def _prompt(self, ref: str) -> Prompt:
-        """Return the version that is meant, once every ingress has it as it lies on disk."""
+        """Return the referenced version, once every ingress has reloaded it from disk."""
         problems = [problem for problem in await self._ingresses("reload_prompts") or [await self.reload()] if problem]
         if problems:
             raise InvalidRequest(f"The prompts cannot be used: {problems[0]}.", param="prompt_ref")
@@ -158,11 +158,11 @@ class PromptAdmin:
         ]
         warm = await self.warmer.warm(prompt, uses, others)
         if not all(await self._ingresses("prompts_heard", warm) or [await self.warmer.heard(warm)]):
-            raise Overloaded(f"Not every router knows yet who holds {prompt.ref}; try again.", retry_after_s=2.0)
+            raise Overloaded(f"Not every router knows the holders of {prompt.ref} yet; try again.", retry_after_s=2.0)
         return warm
 
     async def _switch(self, cutovers: Cutovers) -> None:
-        """Keep a state, then let every ingress go by it. Raises InvalidRequest where it cannot be kept here."""
+        """Store a state, then apply it at every ingress. Raises InvalidRequest if it cannot be stored here."""
         assert self._directory is not None
         try:
             await asyncio.to_thread(write_cutovers, self._directory, cutovers)

@@ -1,4 +1,4 @@
-"""A version's KV is computed where its requests will go, before they come: at the holders of another version."""
+"""Computes a version's KV on the replicas that its requests will use: the holders of another version."""
 
 import asyncio
 import logging
@@ -25,13 +25,13 @@ from serve_app.tenants.tenants import Tenants
 logger = logging.getLogger(__name__)
 
 WARM_TIMEOUT_S = 300.0
-"""For one way of asking, over all replicas."""
+"""For one use of a prompt, over all replicas."""
 
 HEARD_TIMEOUT_S = 10.0
-"""Until a router has heard what a replica holds; news takes milliseconds."""
+"""The time for a router to learn a replica's blocks; the feed needs milliseconds."""
 
 PIECE_TOKENS = 256
-"""Of a long prompt in one call, at least a block: an eighth of what a step may have by default."""
+"""Tokens of a long prompt in one call, at least a block: an eighth of a step's default budget."""
 
 _TRIES = 3
 _MAX_VERSIONS = 4
@@ -41,7 +41,7 @@ Generate = Callable[[Generation, tuple[str, ...]], AsyncGenerator[Tokens, None]]
 
 
 class Warm(NamedTuple):
-    """A version as one way of asking has it: ``replica_ids`` hold ``tokens`` of ``route``'s prompt or more."""
+    """A warm version in one form of use: ``replica_ids`` hold at least ``tokens`` of ``route``'s prompt."""
 
     route: RoutedRequest
     tokens: int
@@ -49,7 +49,7 @@ class Warm(NamedTuple):
 
 
 class Warmer:
-    """Warms versions through one ingress' router. ``generate``: the dispatcher's, with the replicas to avoid."""
+    """Warms versions through one ingress' router. ``generate``: the dispatcher's function, with replicas to avoid."""
 
     def __init__(
         self, prompts: Prompts, preparer: Preparer, tenants: Tenants, core: RoutingCore, generate: Generate, model: str
@@ -62,9 +62,9 @@ class Warmer:
         self._model = model
 
     async def warm(self, prompt: Prompt, uses: Sequence[Use], others: Sequence[str]) -> list[Warm]:
-        """Compute a prompt's KV, replica by replica, for each way it is asked for; returns where it is then.
+        """Compute a prompt's KV, replica by replica, for each form of use; return its places.
 
-        ``others``: versions with holders that will get its requests. Raises Overloaded, and a request's own refusals.
+        ``others``: versions with holders that will get its requests. Raises Overloaded, and a request's own errors.
         """
         if not self._least_tokens(prompt.ref):
             return []
@@ -73,7 +73,7 @@ class Warmer:
         for use in uses or self._default_uses(prompt):
             try:
                 warm.append(await asyncio.wait_for(self._warm(prompt.ref, use, others), WARM_TIMEOUT_S))
-            except InvalidRequest as error:  # this way is open no more: a tenant or an adapter has gone
+            except InvalidRequest as error:  # this use is no longer valid: a tenant or an adapter is gone
                 refused = error
                 logger.warning("%s is not warmed for %s: %s", prompt.ref, use, error.message)
             except TimeoutError:
@@ -83,7 +83,7 @@ class Warmer:
         return warm
 
     async def heard(self, warm: Sequence[Warm]) -> bool:
-        """Return whether this router knows, or comes to know, who holds all that."""
+        """Return whether this router knows all these holders, now or within ``HEARD_TIMEOUT_S``."""
         return await _becomes(
             lambda: all(set(way.replica_ids) <= self._holders(way.route, way.tokens) for way in warm), HEARD_TIMEOUT_S
         )
@@ -111,7 +111,7 @@ class Warmer:
         return Warm(route, least, tuple(sorted(held)))
 
     async def _place(self, generation: Generation, route: RoutedRequest, least: int, replica_id: str | None) -> None:
-        """Compute a prompt on a replica, or where the router sends it (None), unless it is held there."""
+        """Compute a prompt on a replica, or (None) on the router's choice, unless that holds it already."""
 
         def held() -> bool:
             holders = self._holders(route, least)
@@ -125,7 +125,7 @@ class Warmer:
             await _becomes(held, HEARD_TIMEOUT_S / _TRIES)
 
     async def _prefill(self, generation: Generation, avoid: tuple[str, ...]) -> None:
-        """Compute a prompt in pieces: whoever asks the replica meanwhile waits for a piece, not for a whole step."""
+        """Compute a prompt in pieces, so that other requests at the replica wait for a piece, not for a whole step."""
         size = self._core.settings.block_size
         piece_tokens = max(1, PIECE_TOKENS // size) * size
         for end in (*range(piece_tokens, len(generation.token_ids), piece_tokens), None):
@@ -176,7 +176,7 @@ class Warmer:
 
 
 async def _becomes(holds: Callable[[], bool], timeout_s: float) -> bool:
-    """Return whether something holds, or comes to hold in time."""
+    """Return whether a condition holds, or begins to hold in time."""
     deadline_s = time.monotonic() + timeout_s
     while not holds():
         if time.monotonic() > deadline_s:

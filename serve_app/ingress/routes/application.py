@@ -1,4 +1,4 @@
-"""The FastAPI application around one ingress' services: all routes, errors for paths that are none, and the docs."""
+"""The FastAPI application of one ingress: all routes, errors for unknown paths, and the API's documentation."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -27,7 +27,7 @@ PATHS = frozenset(route.path for router in ROUTERS for route in router.routes if
 
 
 def make_application(services: Services) -> FastAPI:
-    """Return the application; ``/openapi.json`` and ``/docs`` exist only while the settings say so."""
+    """Return the application; the settings turn ``/openapi.json`` and ``/docs`` on and off."""
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
@@ -41,7 +41,7 @@ def make_application(services: Services) -> FastAPI:
         openapi_url=None,
         docs_url=None,
         redoc_url=None,
-        redirect_slashes=False,  # Starlette would redirect to whatever host the client names
+        redirect_slashes=False,  # Starlette would redirect to any host that the client names
         exception_handlers={HTTPException: _no_such_route},
     )
     if services.tracer is not None:
@@ -54,7 +54,7 @@ def make_application(services: Services) -> FastAPI:
 
 
 def _add_docs(application: FastAPI, services: Services) -> None:
-    # Not FastAPI's own routes: these are there once and for all, and tenants may come later.
+    # FastAPI's own routes could not be turned off later, when the first tenant is configured.
     def only_where_published() -> None:
         if not services.config.documented:
             raise HTTPException(404)
@@ -71,7 +71,7 @@ def _add_docs(application: FastAPI, services: Services) -> None:
 
 
 class _Application(FastAPI):
-    """Counts HTTP requests until all of their answer is sent; describes the bodies that handlers read themselves."""
+    """Counts HTTP requests until their whole answer is sent; describes the bodies that handlers parse themselves."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self.state.services.drain.answering() if scope["type"] == "http" else nullcontext():
@@ -107,8 +107,8 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
 
 
 def _advice(path: str) -> str:
-    """Say where a path may lead: base URLs of clients lack /v1, have it twice, or have it where no API of OpenAI is."""
+    """Suggest another path: clients' base URLs may lack /v1, repeat it, or have it where the path has none."""
     for other in (f"/v1{path}", path.removeprefix("/v1")):
         if other != path and other in PATHS:
             return f"did you mean {other}?"
-    return "GET /v1/models lists what is served."
+    return "GET /v1/models lists the served models."

@@ -1,4 +1,4 @@
-"""A watcher's stream of events over HTTP (docs/reference/api.md)."""
+"""The stream of events to a watcher over HTTP (docs/reference/api.md)."""
 
 import asyncio
 import time
@@ -15,12 +15,12 @@ from serve_app.live.watcher import Event, Watcher
 
 HEARTBEAT_S = 5.0
 CHECK_S = 2.0
-"""How often a watcher's key is looked at again."""
+"""The interval between checks of a watcher's key."""
 WAIT_S = 1.0
 
 
 class EventStream(StreamingResponse):
-    """The answer to one watcher, which it ends in whatever way it ends itself. ``allowed``: whether it may go on."""
+    """The answer to one watcher; it ends the watcher in every case. ``allowed``: whether the stream may continue."""
 
     def __init__(self, live: Live, viewer: str | None, watcher: Watcher, allowed: Callable[[], bool]) -> None:
         super().__init__(self._frames(), headers=sse.HEADERS, media_type=sse.CONTENT_TYPE)
@@ -30,7 +30,7 @@ class EventStream(StreamingResponse):
         self._allowed = allowed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it until the watcher leaves, its key ends or the server stops."""
+        """Send events until the watcher leaves, its key expires or the server stops."""
         departure = asyncio.ensure_future(until_gone(receive))
         departure.add_done_callback(lambda _: self._watcher.end("gone"))
         try:
@@ -64,7 +64,7 @@ class EventStream(StreamingResponse):
                 yield b"".join(frames)
             elif now_s - sent_s >= HEARTBEAT_S:
                 sent_s = now_s
-                yield b":\n\n"  # a comment, which clients pass over
+                yield b":\n\n"  # a comment, which clients ignore
         if watcher.ended != "gone":
             end = encoded({"type": "end", "at_s": round(time.time(), 3), "reason": watcher.ended})
             yield _frame(number, end)

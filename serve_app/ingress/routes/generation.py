@@ -1,4 +1,4 @@
-"""What clients of OpenAI's and Anthropic's APIs ask for: text, counts of tokens, and which models there are."""
+"""The routes of OpenAI's and Anthropic's APIs: generation, token counts and models."""
 
 import functools
 
@@ -46,7 +46,7 @@ async def messages(request: Request, services: Front) -> Response:
 @router.post(f"{MESSAGES_PATH}/count_tokens", tags=["messages"], **takes(CountTokensBody))
 @guarded("count_tokens", ANTHROPIC)
 async def count_tokens(request: Request, services: Front) -> Response:
-    """How many tokens a message's prompt has; nothing is generated."""
+    """Count the tokens of a message's prompt, without generating."""
     tokens = await services.completions.count_tokens(request, services.guard.tenant(request), parse_count)
     return json_response({"input_tokens": tokens})
 
@@ -66,4 +66,4 @@ async def model(request: Request, services: Front, model: str) -> Response:
     for served in services.models(request):
         if served["id"] == model:
             return json_response(anthropic_model(served) if speaks_anthropic(request) else served)
-    raise ModelNotFound(f"The model {model[:200]!r} is not served here; GET /v1/models lists what is.", param="model")
+    raise ModelNotFound(f"The model {model[:200]!r} is not served here; GET /v1/models lists all.", param="model")

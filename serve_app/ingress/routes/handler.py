@@ -1,4 +1,4 @@
-"""What a route's handler is made of: the services it is given, and the guard around it."""
+"""Tools for route handlers: access to the services, and the guard around a handler."""
 
 import functools
 from collections.abc import Awaitable, Callable
@@ -27,18 +27,18 @@ Front = Annotated[Services, Depends(_services)]
 Handler = Callable[..., Awaitable[Response]]
 
 BODIES: list[type[BaseModel]] = []
-"""Of all routes, as ``takes`` was told of them."""
+"""The bodies of all routes, registered by ``takes``."""
 
 
 def speaks_anthropic(request: Request) -> bool:
-    """Whether a request's headers are those of Anthropic's clients."""
+    """Return whether a request's headers are those of Anthropic's clients."""
     return "anthropic-version" in request.headers or "x-api-key" in request.headers
 
 
 def guarded(endpoint: str, api: Api | None = OPENAI, *, operator: bool = False) -> Callable[[Handler], Handler]:
-    """Let failures of a handler leave as errors of its API, and count its answers as ``endpoint``'s.
+    """Convert a handler's failures to errors of its API, and count its answers under ``endpoint``.
 
-    ``api`` None: the one that a request's headers tell. ``operator``: nobody else may call it.
+    ``api`` None: the request's headers decide. ``operator``: only operators may call it.
     """
 
     def wrap(handler: Handler) -> Handler:
@@ -58,7 +58,7 @@ def guarded(endpoint: str, api: Api | None = OPENAI, *, operator: bool = False) 
 
 
 def takes(body: type[BaseModel]) -> dict[str, Any]:
-    """Return a route's options: FastAPI describes the body; the handler reads it, bounded, with the API's errors."""
+    """Return a route's options: FastAPI describes the body, but the handler parses it, for bounds and API errors."""
     BODIES.append(body)
     schema = {"$ref": f"#/components/schemas/{body.__name__}"}
     content = {"application/json": {"schema": schema}}

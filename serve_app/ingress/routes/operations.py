@@ -1,4 +1,4 @@
-"""What an operator looks at and changes: health, metrics, caches, usage, adapters and registered prompts."""
+"""The routes for operators: health, metrics, caches, usage, adapters and registered prompts."""
 
 from datetime import UTC, datetime
 from importlib import metadata
@@ -32,14 +32,14 @@ async def load_lora_adapter(request: Request, services: Front) -> Response:
 @router.post("/v1/unload_lora_adapter", tags=["adapters"], **takes(UnloadAdapterBody))
 @guarded("unload_lora_adapter", operator=True)
 async def unload_lora_adapter(request: Request, services: Front) -> Response:
-    """Offer an adapter no longer; requests that have begun finish with it."""
+    """Stop serving an adapter; running requests finish with it."""
     return Response(await services.adapter_admin.unload(await services.body(request)))
 
 
 @router.get("/v1/prompts", tags=["prompts"])
 @guarded("prompts", operator=True)
 async def prompts(request: Request, services: Front) -> Response:
-    """Every prompt, what its name means, and the hit rate of each version; ``?name=`` for one."""
+    """Every prompt, its current version, and the hit rate of each version; ``?name=`` selects one."""
     return json_response(await services.prompt_admin.status(request.query_params.get("name")))
 
 
@@ -53,14 +53,14 @@ async def warm(request: Request, services: Front) -> Response:
 @router.post("/v1/prompts/promote", tags=["prompts"], **takes(PromptBody))
 @guarded("prompts_promote", operator=True)
 async def promote(request: Request, services: Front) -> Response:
-    """Warm a version, then let the name mean it."""
+    """Warm a version, then switch the name to it."""
     return json_response(await services.prompt_admin.promote(await services.body(request)))
 
 
 @router.post("/v1/prompts/rollback", tags=["prompts"], **takes(PromptBody))
 @guarded("prompts_rollback", operator=True)
 async def rollback(request: Request, services: Front) -> Response:
-    """Go back to the version before."""
+    """Switch the name back to its previous version."""
     return json_response(await services.prompt_admin.roll_back(await services.body(request)))
 
 
@@ -69,7 +69,7 @@ async def rollback(request: Request, services: Front) -> Response:
 async def usage(request: Request, services: Front) -> Response:
     """Tokens read from the cache, written and computed; a tenant sees its own.
 
-    In the query: `start_date` and `end_date` (days in UTC; default: the last 30), `format` (json or csv).
+    Query: `start_date` and `end_date` (days in UTC; default: the last 30), `format` (json or csv).
     """
     tenant = None if services.guard.sees_all(request) else services.guard.tenant(request).name
     query = request.query_params
@@ -85,9 +85,9 @@ async def usage(request: Request, services: Front) -> Response:
 
 @router.get("/health", tags=["operations"])
 async def health(request: Request, services: Front) -> Response:
-    """200 once a request can be answered, and was routed knowing what every replica holds.
+    """200 once the router has known every replica's cache, so that requests can be answered.
 
-    Operators are told here, too, why a ``user_config`` is not in force.
+    For operators it also reports why a ``user_config`` is not in force.
     """
     ready, stopping = services.ready(), services.drain.begun
     status = "stopping" if stopping else "ok" if ready else "starting"
@@ -99,14 +99,14 @@ async def health(request: Request, services: Front) -> Response:
 
 @router.get("/version", tags=["operations"])
 async def version() -> Response:
-    """The version of warmpath that answers (vLLM's path)."""
+    """The version of warmpath (vLLM's path)."""
     return json_response({"version": VERSION})
 
 
 @router.get("/metrics", tags=["operations"])
 @guarded("metrics")
 async def metrics(request: Request, services: Front) -> Response:
-    """The whole app's metrics as Prometheus text: every ingress, every replica."""
+    """The metrics of the whole app in Prometheus' text format: every ingress and every replica."""
     if not services.config.metrics_public:
         services.guard.require_operator(request)
     samples = await services.all_samples()
@@ -118,14 +118,14 @@ async def metrics(request: Request, services: Front) -> Response:
 @router.get("/v1/cache/state", tags=["operations"])
 @guarded("cache_state", operator=True)
 async def cache_state(request: Request, services: Front) -> Response:
-    """What the caches hold, as this ingress' router sees it."""
+    """The content of the caches, as this ingress' router sees it."""
     return json_response(await services.cache_state())
 
 
 @router.get("/v1/cache/sessions", tags=["operations"])
 @guarded("cache_sessions")
 async def sessions(request: Request, services: Front) -> Response:
-    """The sessions of all replicas, those used last; a tenant sees its own."""
+    """The most recently used sessions of all replicas; a tenant sees its own."""
     tenant = None if services.guard.sees_all(request) else services.guard.tenant(request).name
     return json_response(await services.sessions.of(tenant))
 
@@ -133,7 +133,7 @@ async def sessions(request: Request, services: Front) -> Response:
 @router.post("/v1/cache/explain", tags=["operations"], **takes(ExplainBody))
 @guarded("cache_explain", operator=True)
 async def explain(request: Request, services: Front) -> Response:
-    """Where a request would go now, and why; nothing is sent, reserved or counted."""
+    """The replica that a request would go to now, and why; nothing is sent, reserved or counted."""
     body = await services.body(request)
     return json_response(await explanation(body, services.core, services.preparer, services.tenants))
 
@@ -141,7 +141,7 @@ async def explain(request: Request, services: Front) -> Response:
 @router.post("/reset_prefix_cache", tags=["operations"])
 @guarded("reset_prefix_cache", operator=True)
 async def reset_prefix_cache(request: Request, services: Front) -> Response:
-    """Forget every cached block that is not in use, on every replica (vLLM's path)."""
+    """Drop every unused cached block on every replica (vLLM's path)."""
     complete = all(await services.broadcast.replicas("reset_prefix_cache", timeout_s=30))
     services.live.reset(complete=complete)
     return json_response({"complete": complete})

@@ -1,4 +1,4 @@
-"""The page at ``/``: files of this package, sent as they are. No data is in them, so they need no key."""
+"""The page at ``/``: static files of this package. They hold no data, so they need no key."""
 
 import hashlib
 from functools import cache
@@ -27,20 +27,20 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-cache",
 }
-"""Nothing from elsewhere is loaded, asked or allowed to frame the page, and text that comes in is never code."""
+"""The page loads and requests nothing from other sites, no site may frame it, and received text is never code."""
 
 router = APIRouter(include_in_schema=False)
 
 
 @cache
 def page_files() -> dict[str, bytes]:
-    """Return the page's files by their path in it, such as ``map/map.js``."""
+    """Return the page's files by path, such as ``map/map.js``."""
     found = (path for path in _FOLDER.rglob("*") if path.suffix[1:] in _TYPES)
     return {path.relative_to(_FOLDER).as_posix(): path.read_bytes() for path in found}
 
 
 def page_response(path: str, known: str | None = None) -> Response:
-    """Return one file. ``known``: the tags that a browser has (``If-None-Match``). Raises HTTPException: 404."""
+    """Return one file. ``known``: the browser's tags (``If-None-Match``). Raises HTTPException: 404."""
     content = page_files().get(path)
     if content is None:
         raise HTTPException(404)
@@ -58,5 +58,5 @@ async def index(request: Request) -> Response:
 
 @router.get("/page/{path:path}")
 async def file(request: Request, path: str) -> Response:
-    """What the page is made of."""
+    """A file of the page."""
     return page_response(path, request.headers.get("if-none-match"))

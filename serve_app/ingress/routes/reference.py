@@ -1,4 +1,4 @@
-"""All routes, and the fields of the four generation APIs, as Markdown: `make docs`."""
+"""Print all routes and the fields of the four generation APIs as Markdown, for `make docs`."""
 
 import inspect
 import sys
@@ -22,22 +22,22 @@ BODIES: dict[str, type[JsonBody]] = {
 }
 
 LARGE = 1 << 30
-"""A bound beyond it is there for the machine alone."""
+"""Larger bounds are technical limits, which the page omits."""
 
 _INTRODUCTION = """\
 # API
 
 Made from the code by `make docs`.
 
-Keys go in `Authorization: Bearer KEY` or `x-api-key`. Errors have the shape of the API that was called. A server
-without tenants asks for no key. [How the APIs behave](../explanation/api.md) tells more about single fields.
+Send keys in `Authorization: Bearer KEY` or `x-api-key`. Errors have the shape of the called API. A server without
+tenants needs no key. [How the APIs behave](../explanation/api.md) explains single fields.
 """
 
 _FIELDS = """\
 ## Fields of generation requests
 
 - **yes**: the field is read. **no effect**: it is accepted and changes nothing.
-- **refused**: a 400, unless its value asks for nothing. The error names a field that does the same, if any.
+- **refused**: a 400, unless its value is harmless to ignore. The error names a replacement, if there is one.
 - Any other field has no effect, and the header `x-warmpath-warning` lists it. With `strict: true` it is a 400.
 
 | field | chat | completions | responses | messages | type | meaning |

@@ -1,4 +1,4 @@
-"""OpenAI's responses: answers, and those that are stored for the tenant that asked for them."""
+"""OpenAI's responses: new ones, and the stored ones of a tenant."""
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -18,7 +18,7 @@ router = APIRouter()
 @router.post("/v1/responses", tags=["generation"], **takes(ResponsesBody))
 @guarded("responses")
 async def responses(request: Request, services: Front) -> Response:
-    """OpenAI's responses; stored, unless the request or the settings say otherwise."""
+    """OpenAI's responses; stored by default, unless the request or the settings turn that off."""
     tenant = services.guard.tenant(request)
     conversation = Conversation(services.stored, tenant.name)
     return await services.completions.generate(request, tenant, conversation.parse, conversation)
@@ -29,21 +29,21 @@ async def responses(request: Request, services: Front) -> Response:
 async def stored_response(request: Request, services: Front, response_id: str) -> Response:
     """A stored response."""
     if request.query_params.get("stream", "false").lower() != "false":
-        raise InvalidRequest("stream is for a response that is being made; leave it out.", param="stream")
+        raise InvalidRequest("stream works only for a new response; leave it out.", param="stream")
     return json_response((await _found(request, services, response_id)).response)
 
 
 @router.get("/v1/responses/{response_id}/input_items", tags=["generation"])
 @guarded("stored_responses")
 async def input_items(request: Request, services: Front, response_id: str) -> Response:
-    """The items that a stored response answers, those of its whole conversation; `after`, `limit`, `order`."""
+    """The input items of a stored response, including its whole conversation; `after`, `limit`, `order`."""
     return json_response(item_page((await _found(request, services, response_id)).input, request.query_params))
 
 
 @router.delete("/v1/responses/{response_id}", tags=["generation"])
 @guarded("stored_responses")
 async def delete_response(request: Request, services: Front, response_id: str) -> Response:
-    """Delete a stored response; those that went on from it keep their conversations."""
+    """Delete a stored response; responses that continue it keep their conversations."""
     tenant = services.guard.tenant(request).name
     if services.stored is None or not await services.stored.delete(tenant, response_id):
         raise _not_found(response_id)
@@ -51,7 +51,7 @@ async def delete_response(request: Request, services: Front, response_id: str) -
 
 
 async def _found(request: Request, services: Front, response_id: str) -> Document:
-    """Return a response of whoever asks. Raises NotFound."""
+    """Return a response of the caller's tenant. Raises NotFound."""
     tenant = services.guard.tenant(request).name
     found = await services.stored.get(tenant, response_id) if services.stored is not None else None
     if found is None:
@@ -60,4 +60,4 @@ async def _found(request: Request, services: Front, response_id: str) -> Documen
 
 
 def _not_found(response_id: str) -> NotFound:
-    return NotFound(f"There is no stored response {response_id[:64]!r}: it may be deleted, or over its time.")
+    return NotFound(f"There is no stored response {response_id[:64]!r}: it may be deleted or expired.")

@@ -1,1 +1,1 @@
-"""How a replica joins and leaves a deployment without losing what it has cached. Knows no HTTP."""
+"""How a replica joins and leaves a deployment without losing its cache. Knows no HTTP."""

@@ -1,8 +1,7 @@
-"""What a replica answers to its peers: a prefix's KV, what is hot here, what fits here, and taking it in.
+"""A replica's answers to its peers: it exports a prefix's KV, lists hot prefixes and free space, and imports KV.
 
-Every block that comes is verified as one that was asked for: by token ids, hashes and scope. It goes on its tenant's
-account, so tenants' shares hold. A few parts are handed out and taken in at once; the others wait, those that come as
-references.
+Every imported block is verified against the requested one, by token ids, hashes and scope. It is charged to its tenant,
+so tenants' shares hold. A few parts are exported and imported at once; the others wait, imports as mere references.
 """
 
 import asyncio
@@ -27,7 +26,7 @@ EXPORTS_WAITING = 32
 
 
 class PeerAnswers:
-    """One replica's. ``adapters``: those in memory, the last used first."""
+    """The answers of one replica. ``adapters``: those in memory, the last used first."""
 
     def __init__(
         self, engine: Engine, adapters: Callable[[], Sequence[AdapterSpec]], moves: MoveMeters, pulls: PullMeters
@@ -37,7 +36,7 @@ class PeerAnswers:
         self._moves = moves
         self._pulls = pulls
         self._takes = asyncio.Semaphore(TAKES_AT_ONCE)
-        # Their threads wait for the engine's loop, and must not keep other work of the replica waiting.
+        # Their threads wait for the engine's loop, and must not delay other work of the replica.
         self._exports = asyncio.Semaphore(EXPORTS_AT_ONCE)
         self._exporting = 0
 
@@ -64,12 +63,12 @@ class PeerAnswers:
         return chain
 
     async def offer_hot(self, most_blocks: int) -> HotOffer:
-        """Return the hottest of what is here, for a replica that joins."""
+        """Return the hottest prefixes here, for a joining replica."""
         hot = await asyncio.to_thread(self._engine.transfer.hot_prefixes)
         return HotOffer(within(hot, most_blocks), tuple(self._adapters()))
 
     async def survey_cache(self, runs: Sequence[bytes]) -> Survey:
-        """Say what is known here of runs of blocks (packed hashes), and what fits, to a replica that leaves."""
+        """Return how much of these runs (packed hashes) is held here, and the free space, for a leaving replica."""
 
         def look() -> Survey:
             known = tuple(self._engine.known_blocks(hashes, len(hashes) // HASH_BYTES) for hashes in runs)
@@ -78,9 +77,9 @@ class PeerAnswers:
         return await asyncio.to_thread(look)
 
     async def take_kv(self, prefix: HashedTokens, first: int, part: Sequence[Awaitable[KvChain]], kind: Kind) -> int:
-        """Take in blocks of a prefix from ``first`` on; return how many leading ones are held then, -1: not those.
+        """Import blocks of a prefix from ``first`` on; return how many leading ones are then held, -1: refused.
 
-        ``part``: one reference; Ray would fetch it before its turn if it were no item of a list.
+        ``part``: one reference, in a list because Ray would fetch a bare one before its turn.
         """
         async with self._takes:
             chain = await part[0]
@@ -98,7 +97,7 @@ class PeerAnswers:
         return held
 
     async def keep_save(self, saved: SavedPrefix, prefix: HashedTokens) -> bool:
-        """Keep an explicit save of a replica that leaves; return whether it is kept here now."""
+        """Keep an explicit save of a leaving replica; return whether it is kept here now."""
         outcome = await asyncio.to_thread(self._engine.transfer.take_over_pin, saved, prefix) or "gone"
         self._moves.taken_saves[outcome] += 1
         return outcome in ("pinned", "present")

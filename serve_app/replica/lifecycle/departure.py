@@ -1,6 +1,6 @@
-"""How a replica learns that it is being stopped: its own router hears of its peers, and of it no more.
+"""Detects that a replica is being stopped: its own router still lists its peers, but no longer the replica itself.
 
-Serve itself says so only after the last stream. Knows no engine. Runs in the replica's loop, except ``heard``.
+Serve reports the stop only after the last stream. Knows no engine. Runs in the replica's loop, except ``heard``.
 """
 
 import asyncio
@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 
 MISSING_S = 1.0
-"""A replica that is missing for so long leaves; a shorter absence has other reasons."""
+"""A replica that is missing for this long leaves; a shorter absence has other reasons."""
 
 NOTICED_S = 0.3
-"""From the decision to the moment when routers hear of it, at most, on an idle machine."""
+"""Upper limit, on an idle machine, of the time from the decision until routers know it."""
 
 
 class Departure:
-    """Watches for this replica's absence among those that run.
+    """Watches for this replica's absence among the running ones.
 
-    ``leave`` gets the loop's time of the decision; ``stay`` is called when the replica runs again after that.
+    ``leave`` gets the loop's time of the decision; ``stay`` is called if the replica runs again after that.
     """
 
     def __init__(
@@ -34,12 +34,12 @@ class Departure:
         self._stopped = False
 
     def heard(self, names: Set[str]) -> None:
-        """Take in which replicas run (any thread)."""
+        """Note the running replicas (any thread)."""
         self._loop.call_soon_threadsafe(self._heard, self._replica_id in names)
 
     @contextmanager
     def reconfiguring(self) -> Iterator[None]:
-        """Around a ``reconfigure``: while it runs Serve takes a replica out of the routers, though it stays."""
+        """Wrap a ``reconfigure``: Serve removes a replica from the routers meanwhile, though it stays."""
         self._reconfiguring += 1
         try:
             yield
@@ -49,13 +49,13 @@ class Departure:
                 self._missing_since_s = self._loop.time()
 
     def stopped(self) -> None:
-        """Take in that Serve stops this replica: it leaves now, where it does not yet, and whatever is heard later."""
+        """Note that Serve stops this replica: it leaves now if it has not yet, and ignores later reports."""
         self._stopped = True
         if not self.leaving:
             self._begin()
 
     def _begin(self) -> None:
-        """Leave. It was decided when this replica was first missing, as far as it knows: now, where it was not yet."""
+        """Leave. The decision's time is that when this replica was first missing, or now if it never was."""
         self.leaving = True
         missing_since_s = self._loop.time() if self._missing_since_s is None else self._missing_since_s
         self._leave(missing_since_s - NOTICED_S)
@@ -68,7 +68,7 @@ class Departure:
             if self.leaving:
                 self.leaving = False
                 self._stay()
-        elif self._seen and self._missing_since_s is None:  # one that starts is missing until it was seen once
+        elif self._seen and self._missing_since_s is None:  # a starting replica is missing until it was seen once
             self._missing_since_s = self._loop.time()
             self._loop.call_later(MISSING_S, self._look)
 

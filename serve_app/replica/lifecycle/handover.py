@@ -1,7 +1,7 @@
-"""A leaving replica gives peers what only it holds, beside its running streams.
+"""A leaving replica gives its peers the blocks that only it holds, while its streams continue.
 
-Owns who gets what: saves and public prompts first, then the hottest; each block to the peer that needs the fewest
-others for it, and no more than is free or colder there. A peer that dies or is full is replaced by the next.
+Owns the choice of receivers: saves and public prompts first, then the hottest. Each block goes to the peer lacking the
+fewest others for it, and only into free or colder space. If that peer is dead or full, the next one gets it.
 """
 
 import asyncio
@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 PIECES_IN_FLIGHT = 3
 
 BUSY_BYTES_PER_S = 256 * 1024 * 1024
-"""Handed over a second at most while streams run here: copying takes turns with their steps."""
+"""Upper limit of the hand-over per second while streams run here: copying takes turns with their steps."""
 
 ANSWER_S = 10.0
-"""A peer that does not answer for so long is left alone."""
+"""A peer that does not answer within this time is skipped."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class _Receiver:
     fails: Skipped | None = None
 
     def room_for(self, heat: float) -> int:
-        """Return how many more blocks of that heat it has room for."""
+        """Return how many more blocks of this heat fit there."""
         return max(0, self.room.blocks_for(heat) - self.used)
 
 
@@ -65,7 +65,7 @@ class HandOver:
         self._kept: set[bytes] = set()
 
     async def run(self, peers: Sequence[str], time_s: float) -> None:
-        """Hand over what nobody else holds, for ``time_s`` at most; raises nothing, and may be run again."""
+        """Hand over the blocks that no peer holds, within ``time_s``; raises nothing, and may be run again."""
         receipt, started_s = self._receipt, time.monotonic()
         rest: Skipped = "peer_lost"
         try:
@@ -83,7 +83,7 @@ class HandOver:
         except TimeoutError:
             rest = "time"
         except Exception:
-            logger.exception("the hand-over failed; what is cached here alone is lost")
+            logger.exception("the hand-over failed; blocks cached only here are lost")
             rest = "refused"
         self._count_skipped(rest)
         saves = {save.key for save in self._hot.saves}
@@ -91,14 +91,14 @@ class HandOver:
         receipt.seconds += time.monotonic() - started_s
 
     def _held(self, number: int) -> int:
-        """Return how many leading blocks of a run a peer holds."""
+        """Return how many leading blocks of a run any peer holds."""
         return max((receiver.known[number] for receiver in self._alive()), default=0)
 
     def _given_of(self, run: PrefixRun) -> int:
         return sum(1 for block_hash in split_chain(run.hashes) if block_hash in self._given)
 
     def _count_skipped(self, rest: Skipped) -> None:
-        """Count what peers held before, as nobody else's copy is missed, and what is with none; ``rest``: why else."""
+        """Count the blocks that peers held before, and those that none holds now; ``rest``: the default reason."""
         skipped: Counter[Skipped] = Counter()
         for number, run in enumerate(self._hot.runs):
             held = self._held(number) if self._receivers else self._given_of(run)
@@ -107,7 +107,7 @@ class HandOver:
         self._receipt.skipped = +skipped
 
     async def _move_all(self) -> None:
-        """Move saves, each to one peer as a whole, then runs; each after whatever moves a part of its prefix."""
+        """Move saves, each to one peer as a whole, then runs; each after all moves of parts of its prefix."""
         turns, moves = asyncio.Semaphore(PIECES_IN_FLIGHT), dict[int, asyncio.Task[None]]()
 
         async def move(path: list[int], save: SavedPrefix | None, before: set[asyncio.Task[None]]) -> None:
@@ -137,13 +137,13 @@ class HandOver:
             if receiver.known[number] == run.blocks:
                 self._receipt.prefixes += 1
                 return
-            reason = failed or "no_room"  # without a failure it took what it has room for
+            reason = failed or "no_room"  # without a failure it took all that fits
             if failed == "gone":
                 break
         self._reasons[number] = reason
 
     async def _move_save(self, path: list[int], save: SavedPrefix) -> None:
-        """Give one peer the whole prefix of a save, and have it kept there; the next peer where that fails."""
+        """Give one peer the whole prefix of a save, and have it kept there; on failure try the next peer."""
         tried: set[str] = set()
         if save.key in self._kept:
             return
@@ -169,12 +169,12 @@ class HandOver:
     def _next_receiver(
         self, path: list[int], kind: Kind, *, whole: bool, without: Collection[str] = ()
     ) -> _Receiver | None:
-        """Return the peer that lacks fewest blocks, then has most room (``whole``: for all); None: none fits."""
+        """Return the peer that lacks fewest blocks, then has most space (``whole``: for all); None: none fits."""
         heat = self._heat(path[-1], kind)
         fits: list[tuple[int, int, _Receiver]] = []
         for receiver in self._alive():
             lacks, room = self._lacks(receiver, path), receiver.room_for(heat)
-            # Blocks before those of the run have to fit too, or nothing of the run would.
+            # Blocks before the run must fit too, or none of the run would.
             least = lacks if whole else self._lacks(receiver, path[:-1]) + 1
             if receiver.name not in without and room >= least:
                 fits.append((lacks, -room, receiver))
@@ -187,7 +187,7 @@ class HandOver:
         return sum(self._hot.runs[i].blocks - receiver.known[i] for i in path)
 
     async def _give(self, receiver: _Receiver, path: list[int], kind: Kind) -> Skipped | None:
-        """Send a peer what it lacks of a prefix, as far as it has room; return why it failed, None: it did not."""
+        """Send a peer the blocks that it lacks of a prefix, as far as they fit; return the reason of a failure."""
         promised = min(receiver.room_for(self._heat(path[-1], kind)), self._lacks(receiver, path))
         receiver.used += promised
         before = 0
@@ -215,7 +215,7 @@ class HandOver:
     async def _send(
         self, receiver: _Receiver, number: int, prefix: HashedTokens, first: int, count: int
     ) -> int | Skipped:
-        """Send a part of the prefix that ends with a run; return how many blocks arrived, or why not all of them."""
+        """Send a part of the prefix that ends with a run; return how many blocks arrived, or why some did not."""
         run = self._hot.runs[number]
         wanted = replace(prefix, token_ids=prefix.token_ids[: (first + count) * self._size])
         part = await asyncio.to_thread(self._engine.transfer.export_prefix, wanted, first, count)
@@ -231,7 +231,7 @@ class HandOver:
             receiver.fails = "refused"
             return "refused"
         left = held
-        for i in self._hot.path(number):  # it may have evicted, or still compute, what it knew
+        for i in self._hot.path(number):  # it may have evicted known blocks, or still be computing them
             receiver.known[i] = min(max(0, left), self._hot.runs[i].blocks)
             left -= self._hot.runs[i].blocks
         if held < first:

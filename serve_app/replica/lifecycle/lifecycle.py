@@ -1,4 +1,4 @@
-"""One replica's joining and leaving, in its loop: pre-warm at its start; hand-over and end of streams at its stop."""
+"""A replica's joining and leaving, in its loop: pre-warm at its start; hand-over and end of streams at its stop."""
 
 import asyncio
 import logging
@@ -21,17 +21,17 @@ from serve_app.replica.running_calls import RunningCalls
 logger = logging.getLogger(__name__)
 
 KEPT_S = 2.0
-"""Left over of the time that Serve gives a replica to stop: for the last receipt and the engine's end."""
+"""Reserve of the time that Serve gives a replica to stop: for the last receipt and the engine's end."""
 
 POST_S = 1.0
-"""For a receipt on the board, which no start and no end waits for longer."""
+"""Limit for posting a receipt on the board; neither start nor stop waits longer."""
 
 STREAMS_END_S = 5.0
-"""Streams that still run so long before the kill go on elsewhere. Serve may take 2 s to notice the last one's end."""
+"""Streams still running this long before the kill continue elsewhere. Serve may notice the last end after 2 s."""
 
 
 class Lifecycle:
-    """One replica's. ``running``: its streams, which go on elsewhere at the end of its time."""
+    """The lifecycle of one replica. ``running``: its streams, which continue elsewhere at the end of its time."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Lifecycle:
         peers.running.listen(self.departure.heard)
 
     async def join(self) -> None:
-        """Copy the hottest of what peers hold; returns within the budget, and at once where there is no peer."""
+        """Copy the hottest prefixes of peers; returns within the budget, and at once if there are no peers."""
         config = self._config
         names = self._names()
         if not (config.prewarm and config.enable_prefix_caching and names):
@@ -70,7 +70,7 @@ class Lifecycle:
         await self._post("prewarm", receipt)
 
     async def finish(self) -> None:
-        """Hand over what is left, after the last stream, while there is time."""
+        """Hand over the rest after the last stream, while there is time."""
         self.departure.stopped()
         assert self._alarm is not None and self._task is not None
         self._alarm.cancel()
@@ -84,7 +84,7 @@ class Lifecycle:
         await self._post("handover", self._receipt)
 
     def _leave(self, decided_s: float) -> None:
-        """Begin to hand over beside the streams that run."""
+        """Begin to hand over while streams run."""
         timeout_s = own_deployment().graceful_shutdown_timeout_s
         self._deadline_s = decided_s + timeout_s
         self._alarm = self._loop.call_at(
@@ -96,7 +96,7 @@ class Lifecycle:
         self._task = self._loop.create_task(self._hand_over())
 
     def _stay(self) -> None:
-        """This replica runs again: an absence was a long one."""
+        """Continue running after an absence that looked like a stop."""
         self._running.closed = False
         assert self._alarm is not None and self._task is not None
         self._alarm.cancel()
@@ -105,7 +105,7 @@ class Lifecycle:
         self._task = self._loop.create_task(self._post("handover", self._receipt))
 
     async def _hand_over(self) -> bool:
-        """Return whether there is anything to hand over, and anybody to take it."""
+        """Return whether there is anything to hand over, and a peer to take it."""
         names = self._names()
         if not (self._config.handover and self._config.enable_prefix_caching and names):
             return False
@@ -126,4 +126,4 @@ class Lifecycle:
             async with asyncio.timeout(POST_S):
                 await asyncio.to_thread(notices.post, self._app_name, kind, self._replica_id, notice)
         except Exception:
-            logger.warning("the %s of this replica is on no board", kind, exc_info=True)
+            logger.warning("the %s of this replica could not be posted", kind, exc_info=True)

@@ -1,6 +1,6 @@
 """A new replica copies the hottest prefixes from its peers before it takes requests.
 
-A byte and a time budget bound it. Whatever fails costs a warm start, never the start.
+A byte and a time budget bound it. A failure costs only the warm start, never the start itself.
 """
 
 import asyncio
@@ -23,15 +23,15 @@ logger = logging.getLogger(__name__)
 PULLS_AT_ONCE = 4
 
 ANSWER_PART = 4
-"""A peer has this part of the time budget for each answer: one that hangs does not take all of it."""
+"""Divisor of the time budget for one answer of a peer: a hanging peer does not use all of it."""
 
 LoadAdapter = Callable[[AdapterSpec], Awaitable[str]]
-"""Loads an adapter; returns why it could not be, or ""."""
+"""Loads an adapter; returns why it failed, or ""."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Blocks ``first`` to ``last`` - 1 of the prefix at the end of a run; ``after``: the piece before."""
+    """Blocks ``first`` to ``last`` - 1 of the prefix at the end of a run; ``after``: the index of the piece before."""
 
     offer: HotPrefixes
     run: int
@@ -42,22 +42,22 @@ class Piece:
 
     @property
     def prefix(self) -> HashedTokens:
-        """The whole prefix, made anew: thousands of pieces may have a long beginning in common."""
+        """The whole prefix, built on each access: thousands of pieces may have a long beginning in common."""
         return self.offer.prefix(self.run)
 
     @property
     def kind(self) -> Kind:
-        """What the run is."""
+        """The run's kind."""
         return self.offer.runs[self.run].kind
 
     @property
     def blocks(self) -> int:
-        """How many blocks."""
+        """The number of blocks."""
         return self.last - self.first
 
 
 def plan(offers: Mapping[str, HotPrefixes], most_blocks: int) -> list[Piece]:
-    """Return what to copy in which order: saves, public prompts, then by heat; each block once, parents first."""
+    """Return the pieces to copy in order: saves, public prompts, then by heat; each block once, parents first."""
     holders: dict[bytes, list[str]] = {}
     for peer, hot in offers.items():
         for run in hot.runs:
@@ -106,7 +106,7 @@ class Prewarm:
         self.receipt = Receipt()
 
     async def run(self, peers: Sequence[str]) -> Receipt:
-        """Copy what the budget allows from ``peers``, ids of the replicas that run; raises nothing."""
+        """Copy as much as the budget allows from ``peers``, ids of running replicas; raises nothing."""
         receipt, started_s = self.receipt, time.monotonic()
         try:
             if peers:
@@ -124,13 +124,13 @@ class Prewarm:
         except TimeoutError:
             self._skip("time", self._planned - receipt.blocks.total() - receipt.skipped.total())
         except Exception:
-            logger.exception("the pre-warm failed; this replica starts with what it has")
+            logger.exception("the pre-warm failed; this replica starts with the blocks copied so far")
         receipt.state = "done"
         receipt.seconds = time.monotonic() - started_s
         return receipt
 
     async def _load_adapters(self, offers: Mapping[str, HotOffer]) -> None:
-        """Load what peers have in memory: what each used last comes first."""
+        """Load the adapters in peers' memory, each peer's last used first."""
         wanted: dict[str, AdapterSpec] = {}
         for place in range(max((len(offer.adapters) for offer in offers.values()), default=0)):
             for offer in offers.values():
@@ -162,7 +162,7 @@ class Prewarm:
                 copies.append(group.create_task(copy(piece)))
 
     async def _copy(self, piece: Piece) -> int:
-        """Copy one piece, from another holder where one fails; return how many leading blocks are held then."""
+        """Copy one piece, trying other holders after a failure; return how many leading blocks are then held."""
         at, prefix = piece.first, piece.prefix
         reason: Skipped | None = None
         step, size = max(1, PIECE_BYTES // self._block_bytes), self._config.block_size
@@ -199,7 +199,7 @@ class Prewarm:
                     self._open[holder] -= 1
             if reason == "gone":
                 tried.add(holder)
-            elif reason is not None:  # dead, or of another model: nobody asks it again
+            elif reason is not None:  # dead, or of another model: it is not asked again
                 self._open.pop(holder, None)
                 if reason == "peer_lost":
                     self.receipt.lost.add(holder)

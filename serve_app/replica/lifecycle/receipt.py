@@ -1,4 +1,4 @@
-"""What a joining or leaving replica says it did, and what replicas count of what they took over."""
+"""The receipt of a joining or leaving replica, and counters of the blocks that replicas took over."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -9,16 +9,16 @@ from router.protocol.samples import Labels, Sample
 from serve_app.cache.prefix.hot_prefixes import Kind
 
 Skipped = Literal["no_peers", "held_by_peer", "no_room", "peer_lost", "refused", "gone", "parent_missing", "time"]
-"""Why a block was not moved: nobody there, one there has it, no room for it there (nothing colder, a full pool, a full
-pin budget), everybody who could have was lost, what came was not what was asked for, it was evicted meanwhile, a block
-before it did not arrive, the time was over."""
+"""Why a block was not moved, in order: there are no peers; a peer has it; it does not fit (nothing colder, a full pool,
+a full pin budget); all possible receivers were lost; the part was not the requested one; it was evicted meanwhile; a
+block before it did not arrive; the time was over."""
 
 
 @dataclass(slots=True)
 class Receipt:
-    """One pre-warm or hand-over. ``blocks``: moved, by kind; ``skipped``: blocks that were not, by reason.
+    """One pre-warm or hand-over. ``blocks``: moved ones, by kind; ``skipped``: the others, by reason.
 
-    ``peers``: those that took part; ``lost``: those that did not answer at its beginning, or later.
+    ``peers``: number of peers that took part; ``lost``: those that did not answer, at its beginning or later.
     """
 
     peers: int = 0
@@ -40,7 +40,7 @@ class Receipt:
             self.bytes += blocks * block_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as a notice shows it."""
+        """Return it in the form of a notice."""
         return {
             "state": self.state,
             "peers": self.peers,
@@ -59,7 +59,7 @@ class Receipt:
 
 @dataclass(slots=True)
 class MoveMeters:
-    """Counters of one replica: ``joined`` is its own pre-warm's receipt, the rest what leaving peers gave it."""
+    """Counters of one replica: ``joined`` is its own pre-warm's receipt; the rest counts hand-overs from peers."""
 
     joined: Receipt | None = None
     taken_blocks: Counter[Kind] = field(default_factory=Counter)
@@ -68,7 +68,7 @@ class MoveMeters:
     taken_saves: Counter[str] = field(default_factory=Counter)
 
     def samples(self, labels: Labels = ()) -> Iterable[Sample]:
-        """Yield what has been counted."""
+        """Yield all counters."""
         if self.joined is not None:
             for kind, blocks in self.joined.blocks.items():
                 yield "warmpath_prewarm_blocks_total", (*labels, ("kind", kind)), float(blocks)

@@ -1,4 +1,4 @@
-"""What benchmarks are told on the command line: a wrong name is told at once, with those there are."""
+"""Benchmarks' command-line arguments: an unknown name is reported at once, with a list of the known names."""
 
 import argparse
 import sys
@@ -35,7 +35,7 @@ def test_an_unknown_name_ends_a_benchmark_before_it_begins(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Also where a known name comes first."""
+    """The same holds if a known name comes first."""
     monkeypatch.setattr(sys, "argv", ["benchmark", flag, f"{next(iter(known))},nonesuch"])
     with pytest.raises(SystemExit):
         main()

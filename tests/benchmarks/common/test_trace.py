@@ -1,4 +1,4 @@
-"""Traces: ids become tokens that share prefixes exactly as the ids do; both sources keep the format's rules."""
+"""Traces: tokens made from ids share prefixes exactly as the ids do, and both sources obey the format's rules."""
 
 import argparse
 import gzip
@@ -24,14 +24,14 @@ ROW = {"timestamp": 1500, "input_length": 600, "output_length": 7, "hash_ids": [
 
 
 def test_tokens_share_prefixes_as_ids_do() -> None:
-    """Equal ids give equal tokens up to the first different id, and the length is the prompt's."""
+    """Equal ids give equal tokens up to the first different id, and the prompt has the stated length."""
     one, other = token_ids_of((3, 9), 600), token_ids_of((3, 8, 9), 1400)
     assert (len(one), len(other)) == (600, 1400)
     assert int(np.argmin(one == other[:600])) == TRACE_BLOCK_TOKENS
 
 
 def test_a_trace_is_read_in_order_of_arrival(tmp_path: Path) -> None:
-    """Timestamps are milliseconds; no more requests are read than asked for."""
+    """Timestamps are milliseconds, and no more than the requested number of requests is read."""
     path = tmp_path / "trace.jsonl"
     path.write_text("".join(json.dumps({**ROW, "timestamp": ms}) + "\n" for ms in (3000, 1500, 0)))
     assert read_trace(path, 2) == [TraceRequest(1.5, 600, 7, (3, 9)), TraceRequest(3.0, 600, 7, (3, 9))]
@@ -45,7 +45,7 @@ def chosen(*flags: str) -> list[TraceRequest]:
 
 
 def test_the_default_trace_comes_with_the_project() -> None:
-    """The published lines, unchanged; source and licence are named beside them."""
+    """The trace has the published lines, unchanged. Its source and licence are named next to them."""
     lines = gzip.decompress(DEFAULT_TRACE.read_bytes())
     assert hashlib.sha256(lines).hexdigest() == "68ce4e4b4bed6c423efce345f1e575af03d80327f05611395eedaa1065a46427"
     trace = read_trace(DEFAULT_TRACE)
@@ -55,18 +55,18 @@ def test_the_default_trace_comes_with_the_project() -> None:
 
 
 def test_flags_choose_the_requests() -> None:
-    """The default trace, a slice of it, a synthetic one; never fewer requests than asked for."""
+    """Flags select the default trace, a slice of it, or a synthetic one; too few requests are an error."""
     trace = read_trace(DEFAULT_TRACE)
     assert chosen() == trace[:50]
     assert chosen("--skip", "5990", "--requests", "10") == trace[5990:]
     assert chosen("--trace", "synthetic", "--seed", "3", "--skip", "10") == synthetic_trace(60, 3)[10:]
-    with pytest.raises(ValueError, match="holds 6000 requests, 6001 are asked for"):
+    with pytest.raises(ValueError, match="holds 6000 requests, but 6001 are needed"):
         chosen("--requests", "6001")
 
 
 @pytest.mark.parametrize("change", [{"hash_ids": [1]}, {"input_length": 0}, {"timestamp": "x"}, {"hash_ids": None}])
 def test_a_malformed_line_is_named(tmp_path: Path, change: dict[str, object]) -> None:
-    """The error says which file and line."""
+    """The error names the file and the line."""
     path = tmp_path / "trace.jsonl"
     path.write_text(json.dumps(ROW) + "\n" + json.dumps({**ROW, **change}) + "\n")
     with pytest.raises(ValueError, match="line 2"):
@@ -74,7 +74,7 @@ def test_a_malformed_line_is_named(tmp_path: Path, change: dict[str, object]) ->
 
 
 def test_the_synthetic_trace_is_reproducible_and_reuses_prefixes() -> None:
-    """The seed decides everything; ids fit lengths; many prompts begin as an earlier one did."""
+    """The seed determines everything. Ids fit the lengths, and many prompts begin like an earlier one."""
     trace = synthetic_trace(500, seed=3)
     assert trace == synthetic_trace(500, seed=3) != synthetic_trace(500, seed=4)
     assert all(len(r.hash_ids) == -(-r.prompt_tokens // TRACE_BLOCK_TOKENS) for r in trace)

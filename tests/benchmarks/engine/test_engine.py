@@ -1,4 +1,4 @@
-"""The benchmark of the engine alone: its figures come from real runs."""
+"""The benchmark of the engine alone takes its figures from real runs."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ def test_on_a_gpu_the_engine_reserves_it() -> None:
 
 
 def test_the_benchmark_runs_and_writes_figures(tmp_path: Path) -> None:
-    """The command as a user gives it, on the demo model and our engine alone."""
+    """Run the user's command, on the demo model and our engine alone."""
     out = tmp_path / "engine.json"
     flags = "--systems warmpath --model demo --device cpu --dtype float32 --runs 1 --threads 1"
     sizes = "--prefix-tokens 64 --question-tokens 8 --batch-new-tokens 1"

@@ -1,4 +1,4 @@
-"""Agents' sessions: what the trace says of them, and their closed loop."""
+"""Agents' sessions: their form in the trace, and their closed loop."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def test_a_turn_begins_as_the_one_that_it_continues(sessions: list[Session]) -> 
                 assert len(turn.hash_ids) == -(-turn.prompt_tokens // TRACE_BLOCK_TOKENS)
                 assert len(set(turn.hash_ids)) == len(turn.hash_ids)
                 turns += turn.hash_ids[:shared] == before.hash_ids[:shared]
-    assert turns > 12_000, "nearly all turns continue the one before"
+    assert turns > 12_000, "nearly all turns continue the previous one"
 
 
 def test_a_session_alone_takes_the_time_of_an_unlimited_cache(sessions: list[Session]) -> None:

@@ -1,4 +1,4 @@
-"""Laws of the simulated cluster: time, conservation, bounds; and the benchmark's contract."""
+"""Laws of the simulated cluster (time, conservation, bounds), and the contract of the benchmark."""
 
 import json
 from dataclasses import replace
@@ -29,13 +29,13 @@ def prompt(arrival_s: float, tokens: int, first_id: int, output_tokens: int = 1)
 
 @pytest.mark.parametrize("contender", KINDS, ids=str)
 def test_one_request_alone_takes_tokens_over_rate(contender: Contender) -> None:
-    """No queue, nothing cached, nobody decodes: TTFT = tokens / rate exactly."""
+    """Without a queue, cached tokens or decoding sequences, TTFT is exactly tokens / rate."""
     outcome = run([prompt(1.0, 5000, 0)], contender)
     assert outcome.ttft_s == {0: 1.0}
 
 
-def test_a_second_request_pays_for_what_differs() -> None:
-    """The prefix that the first one left is reused in full blocks; a sequence that decodes slows prefill by 1 %."""
+def test_a_second_request_pays_for_the_difference() -> None:
+    """Full blocks of the first request's prefix are reused; one decoding sequence slows prefill by 1 %."""
     first, second = prompt(0.0, 5120, 0, output_tokens=1000), prompt(2.0, 5120 + 500, 0)
     outcome = run([first, second], Contender("estimated_ttft", True), ClusterSettings(replicas=1))
     assert outcome.ttft_s[1] == pytest.approx(1.01 * 500 / 5000)
@@ -43,7 +43,7 @@ def test_a_second_request_pays_for_what_differs() -> None:
 
 
 def test_orders_differ_as_they_should() -> None:
-    """Beside a long prefill, the shortest prompt goes first, and overtakes it, or the first one does."""
+    """Shortest first lets a short prompt overtake a long prefill; first come, first served does not."""
     trace = [prompt(0.0, 50_000, 0), prompt(0.1, 10_000, 1000), prompt(0.2, 500, 2000)]
     one = ClusterSettings(replicas=1, decode_weight=0.0)
     fair = run(trace, Contender("round_robin", shortest_first=False), one)
@@ -53,7 +53,7 @@ def test_orders_differ_as_they_should() -> None:
 
 
 def test_a_pull_takes_its_time_and_saves_the_rest() -> None:
-    """A second replica copies 20 blocks at 60,000 tokens/s and computes what follows."""
+    """A second replica copies 20 blocks at 60,000 tokens/s and computes the rest."""
     trace = [prompt(0.0, 10_240, 0), prompt(10.0, 10_740, 0)]
     pulled = run(trace, Contender("round_robin", pull=True), ClusterSettings(replicas=2))
     assert pulled.ttft_s[1] == pytest.approx(10_240 / 60_000 + 500 / 5000)
@@ -65,7 +65,7 @@ def test_a_pull_takes_its_time_and_saves_the_rest() -> None:
 
 @pytest.mark.parametrize("routers", [1, 4])
 def test_a_very_hot_prefix_is_spread_by_copying(routers: int) -> None:
-    """Three times the work that one replica does: it is computed once, copied early, and nobody waits in line."""
+    """At three times one replica's work, the prefix is computed once and copied early, and no request queues."""
     opening = tuple(range(16))
     trace = [TraceRequest(0.0, 8704, 1, (*opening, 999))]
     trace += [TraceRequest(5.0 + n / 30, 8704, 1, (*opening, 1000 + n)) for n in range(600)]
@@ -87,7 +87,7 @@ def test_a_very_hot_prefix_is_spread_by_copying(routers: int) -> None:
 
 @pytest.mark.parametrize("contender", KINDS, ids=str)
 def test_nothing_is_lost_and_no_cache_overflows(contender: Contender, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every request has one first token, none for free; pools keep their bound and end idle."""
+    """Every request has one first token and pays for it; pools keep their bound and end idle."""
     trace = synthetic_trace(150, seed=1)
     settings = ClusterSettings(replicas=4, blocks=250, routers=3, feed_delay_s=0.1, speed=2.0)
     report = SimulatedReplica._report
@@ -116,13 +116,13 @@ def test_nothing_is_lost_and_no_cache_overflows(contender: Contender, monkeypatc
 
 
 def test_a_request_that_can_never_fit_is_refused() -> None:
-    """It would wait for ever."""
+    """It would wait forever."""
     with pytest.raises(ValueError, match="more blocks"):
         run([prompt(0.0, 512 * 300, 0)], Contender("round_robin"))
 
 
 def test_our_model_of_rays_tree_agrees_with_rays() -> None:
-    """On prompts of one character a block, both trees propose the same replicas."""
+    """For prompts of one character per block, both trees propose the same replicas."""
     real_tree = pytest.importorskip("ray.llm._internal.serve.routing_policies.prefix_aware.prefix_tree").PrefixTree()
     names, rng = ["a", "b", "c", "d"], Random(5)
     real_tree.add_tenants(names, 0.0)
@@ -141,7 +141,7 @@ def test_our_model_of_rays_tree_agrees_with_rays() -> None:
 
 
 def test_the_command_writes_the_contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every policy has its row of figures; rows for parts follow."""
+    """Every policy has its row of figures; rows for parts of the trace follow."""
     path = tmp_path / "simulate.json"
     arguments = ["simulate", "--trace", "synthetic", "--requests", "60", "--replicas", "2", "--json", str(path)]
     monkeypatch.setattr("sys.argv", arguments)

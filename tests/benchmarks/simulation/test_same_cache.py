@@ -1,4 +1,4 @@
-"""What the simulator does with a cache, replicas do: no figure rests on a behaviour that the product does not have."""
+"""The simulator uses a cache only as replicas do, so no figure rests on behaviour that the product lacks."""
 
 import ast
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def attributes(folder: Path, *, without: str = "-") -> Iterator[tuple[str, str]]:
-    """Yield (name of what has it, attribute) for every attribute that the modules below ``folder`` use."""
+    """Yield (owner's name, attribute) for every attribute that the modules below ``folder`` use."""
     for path in sorted(folder.rglob("*.py")):
         if not path.is_relative_to(folder / without):
             for node in ast.walk(ast.parse(path.read_text())):
@@ -19,7 +19,7 @@ def attributes(folder: Path, *, without: str = "-") -> Iterator[tuple[str, str]]
 
 
 def test_the_simulator_uses_nothing_of_the_cache_that_no_replica_uses() -> None:
-    """Whatever it calls by the name of one of the cache's members, the product calls on a cache or on its pool.
+    """Every cache member that the simulator uses is also used by the product, on a cache or on its pool.
 
     docs: decisions
     """
@@ -27,7 +27,7 @@ def test_the_simulator_uses_nothing_of_the_cache_that_no_replica_uses() -> None:
     simulated = {use for room in ("simulation", "isolation") for use in attributes(ROOT / "benchmarks" / room)}
     product = set(attributes(ROOT / "serve_app", without="cache"))
     called = {name for _, name in simulated} & members
-    assert {"match", "publish"} <= called, "the simulator was to use the real cache"
+    assert {"match", "publish"} <= called, "the simulator should use the real cache"
     assert called <= {name for holder, name in product if holder in ("cache", "_cache")}
     of_pools = {name for name in dir(PrefixCache(1, 1).pool) if not name.startswith("_")}
     pooled = [{name for holder, name in side if holder == "pool"} & of_pools for side in (simulated, product)]

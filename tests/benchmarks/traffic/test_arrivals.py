@@ -1,4 +1,4 @@
-"""Arrivals of single clients: the published windows, gaps of their family, rates scaled with their shape kept."""
+"""Arrivals of single clients: published windows, gap distributions, and scaled rates that keep their shape."""
 
 import gzip
 import hashlib
@@ -25,7 +25,7 @@ def client_of(windows: list[tuple[float, float, str]], window_s: float = 10.0) -
 
 
 def test_the_published_clients_come_with_the_project() -> None:
-    """The published values, unchanged; source and licence are named beside them."""
+    """The values are the published ones. Their source and licence are named next to them."""
     found = hashlib.sha256(gzip.decompress(ARRIVALS.read_bytes())).hexdigest()
     assert found == "09ac1f63c59051b73c6b8de88e8e9e81257f498a244a90c612e535734facaf4d"
     assert len({client.name for client in read_clients()}) == 16
@@ -35,10 +35,10 @@ def test_the_published_clients_come_with_the_project() -> None:
 
 @settings(max_examples=60)
 @given(WINDOWS, st.integers(0, 1000), st.floats(0.2, 3.0), st.floats(0.0, 60.0), st.floats(1.0, 90.0))
-def test_times_are_in_order_and_lie_where_something_came(
+def test_times_are_in_order_and_lie_in_windows_with_arrivals(
     windows: list[tuple[float, float, str]], seed: int, scale: float, start_s: float, seconds: float
 ) -> None:
-    """Within the span, in windows with a rate, the same for the same seed."""
+    """Times lie within the span, in windows with a rate, and are the same for the same seed."""
     client = client_of(windows)
     times = list(client.arrivals(Random(seed), scale, start_s, seconds))
     assert times == list(client.arrivals(Random(seed), scale, start_s, seconds)) == sorted(times)
@@ -62,7 +62,7 @@ def test_gaps_have_their_mean_and_variation(family: str, cv: float) -> None:
 @settings(max_examples=20)
 @given(st.floats(0.0, 86_400.0), st.floats(600.0, 86_400.0), st.floats(0.5, 50.0))
 def test_the_scale_gives_the_mean_rate(start_s: float, seconds: float, requests_per_s: float) -> None:
-    """Together; and each client keeps its share and its shape, since all have one factor. A day begins again."""
+    """All clients share one factor, so each keeps its share and shape. After a day, the windows repeat."""
     clients = read_clients()
     scale = scale_for(clients, requests_per_s, start_s, seconds)
     expected = [scale * client.requests_in(start_s, seconds) for client in clients]

@@ -1,4 +1,4 @@
-"""Tenants' traffic: conversations as the trace has them, under prompts of each tenant's own."""
+"""Tenants' traffic: the trace's conversations under each tenant's own prompts."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -14,8 +14,8 @@ from benchmarks.traffic.tenants import TrafficSettings, tenant_traffic
 HOUR = TrafficSettings(0.5, seconds=3600.0, start_s=36_000.0, seed=4)
 
 
-def test_conversations_share_what_the_trace_shares() -> None:
-    """Kept and new blocks reuse what the trace's own ids do, but for a few conversations that go on in two ways."""
+def test_conversations_share_blocks_as_in_the_trace() -> None:
+    """Kept and new blocks are reused as in the trace, except for a few conversations that continue in two ways."""
     trace = read_trace(DEFAULT_TRACE, 2000)
     conversations = conversations_of(trace, 1000)
     assert sum(map(len, conversations)) == len(trace)
@@ -29,7 +29,7 @@ def test_conversations_share_what_the_trace_shares() -> None:
 
 
 def reused_blocks(trace: list[TraceRequest]) -> int:
-    """Count blocks behind the common first one that some earlier prompt began with: the naive way."""
+    """Count naively the blocks after the common first one that some earlier prompt began with."""
     seen: set[tuple[int, ...]] = set()
     reused = 0
     for request in trace:
@@ -42,7 +42,7 @@ def reused_blocks(trace: list[TraceRequest]) -> int:
 @settings(max_examples=8)
 @given(st.integers(0, 1000), st.integers(1, 16))
 def test_nothing_is_shared_between_tenants(seed: int, tenants: int) -> None:
-    """Every id has one owner; arrivals are in order; an id stands for each block; the seed decides everything."""
+    """Every id has one owner and stands for one block. Arrivals are in order, and the seed determines everything."""
     wanted = TrafficSettings(0.2, seconds=2000.0, tenants=tenants, max_blocks=60, seed=seed)
     traffic = list(tenant_traffic(wanted))
     assert traffic == list(tenant_traffic(wanted))

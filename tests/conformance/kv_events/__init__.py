@@ -1,1 +1,1 @@
-"""What a router may rely on in an engine's KV events, checked on a recording or on a live engine."""
+"""Guarantees of an engine's KV events that a router relies on, checked on a recording or a live engine."""

@@ -1,9 +1,8 @@
-"""What routers rely on in an engine's KV events, read batch by batch from the first one on.
+"""Laws of an engine's KV events that routers rely on, checked batch by batch from the first one.
 
-numbers: batches count up by one. parent: a stored block begins a chain, or hangs under a block that is held.
-content: a hash stands for one parent, tokens and extra keys, and they for that hash. removed: only what is held is
-removed, one copy at a time. no_holes: a block goes after those that hang under it. room: never more copies are held
-than the pool has blocks.
+numbers: batches count up by one. parent: a stored block begins a chain or has a held parent. content: a hash and its
+parent, tokens and extra keys determine each other. removed: only held blocks are removed, one copy at a time.
+no_holes: a block is removed after its children. room: the pool never holds more copies than it has blocks.
 """
 
 from collections import Counter
@@ -14,11 +13,11 @@ Content = tuple[BlockHash | None, tuple[int, ...], str]
 
 
 class BrokenLaw(AssertionError):
-    """The message says which, and where."""
+    """An event broke a law; the message names the law and the batch."""
 
 
 class Checker:
-    """Reads one stream. ``kinds``: how many events of each kind came; ``duplicates``: blocks stored as copies."""
+    """Reads one stream. ``kinds``: events of each kind so far; ``duplicates``: blocks stored as copies."""
 
     def __init__(self, num_blocks: int) -> None:
         self.kinds: Counter[str] = Counter()
@@ -31,7 +30,7 @@ class Checker:
         self._hash_of: dict[Content, BlockHash] = {}
 
     def batch(self, number: int, payload: bytes) -> None:
-        """Take the next batch. Raises BrokenLaw."""
+        """Check the next batch. Raises BrokenLaw."""
         self._hold(number == self._batches, "numbers", f"{number} after {self._batches} batches")
         self._batches += 1
         for event in decode_batch(payload).events:

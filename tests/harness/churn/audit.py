@@ -1,6 +1,6 @@
-"""Looks inside an idle engine: are all blocks accounted for, is nothing of ended requests left.
+"""Checks an idle engine: all blocks are accounted for, and nothing of ended requests remains.
 
-Knows the insides of the engine, as nothing else outside ``serve_app`` does. Reads only.
+It reads the engine's private state, as nothing else outside ``serve_app`` does, and changes none of it.
 """
 
 from collections import Counter, OrderedDict, deque
@@ -17,7 +17,7 @@ _CONTAINERS = (dict, list, set, frozenset, deque, tuple, Counter, OrderedDict)
 
 
 class Imbalance(Exception):
-    """A law does not hold; the message says which."""
+    """A law does not hold; the message names it."""
 
 
 EMPTY_WHEN_IDLE = (
@@ -26,13 +26,13 @@ EMPTY_WHEN_IDLE = (
     *("RunningSet._reserved", "RunningSet._running", "Outbox._batches"),
     *("LoadedAdapters._live", "LoadedAdapters._running", "LoadedAdapters._retired", "TierLoader._fetches"),
 )
-"""Tables, as ``tables`` names them, that have no entry while no request is in the engine."""
+"""Tables, by their names in ``tables``, that are empty while the engine has no requests."""
 
 
 def audit(engine: TorchEngine, sizes: Mapping[str, int]) -> None:
-    """Raise Imbalance unless the engine, with no request in it, holds exactly what it says. On its loop, or stopped.
+    """Raise Imbalance unless an engine without requests holds exactly the blocks and entries it reports.
 
-    ``sizes``: its ``tables``.
+    Call it on the engine's loop, or on a stopped engine. ``sizes``: its ``tables``.
     """
     cache = engine._cache
     _audit_pool(cache)
@@ -49,7 +49,7 @@ def audit(engine: TorchEngine, sizes: Mapping[str, int]) -> None:
 
 
 def tier_hashes(engine: TorchEngine) -> dict[str, frozenset[bytes]]:
-    """Return the hashes of the blocks held, by the tier that events name."""
+    """Return the hashes of the held blocks, by the tier's name in events."""
     held = {"pool": set(engine._cache.index._by_hash)}
     for tier, index in engine._tier_loader.tiers.indexes.items():
         held[tier] = frozenset(entry.block.block_hash for entry in index)
@@ -57,7 +57,7 @@ def tier_hashes(engine: TorchEngine) -> dict[str, frozenset[bytes]]:
 
 
 def settled(engine: TorchEngine) -> bool:
-    """Whether nothing is on its way to disk and every event was delivered."""
+    """Return whether no block is on its way to disk and every event was delivered."""
     tiers = engine._tier_loader.tiers
     if engine._cache._events or tiers.has_news:
         return False
@@ -65,9 +65,9 @@ def settled(engine: TorchEngine) -> bool:
 
 
 def tables(root: object) -> dict[str, int]:
-    """Return the entries of every container that an object of ours reaches, by class and attribute.
+    """Return the number of entries of every container that an object of ours reaches, by class and attribute.
 
-    Containers within containers count with what they hold. Follows attributes of our own classes only.
+    A nested container's entries count too. Only attributes of our own classes are followed.
     """
     sizes: Counter[str] = Counter()
     seen: set[int] = set()
@@ -78,7 +78,7 @@ def tables(root: object) -> dict[str, int]:
             continue
         if isinstance(found, _CONTAINERS):
             seen.add(id(found))
-            if not isinstance(found, tuple):  # it cannot grow, only hold what can
+            if not isinstance(found, tuple):  # it cannot grow, but its items can
                 sizes[name] += len(found)
             entries = [*found.keys(), *found.values()] if isinstance(found, Mapping) else list(found)
             line.extend((name, entry) for entry in entries if isinstance(entry, _CONTAINERS) or _is_ours(entry))

@@ -1,8 +1,8 @@
-"""Churn through one real engine: does it leave anything behind?
+"""Churn through one real engine, to find leftovers.
 
-Tenants, salts and prefixes come and go, adapters are loaded and unloaded, prompts are saved with and without an end,
-requests are cancelled at any moment, KV moves through host memory and disk, prefixes are exported and imported, caches
-are reset. At a check all is let to end, and every block and table is looked at (``audit``). No Ray, no HTTP.
+Tenants, salts and prefixes change, adapters are loaded and unloaded, prompts are saved with and without an expiry,
+requests are cancelled at any moment, KV moves through host memory and disk, prefixes are exported and imported, and
+caches are reset. A check lets everything end, then examines every block and table (``audit``). No Ray, no HTTP.
 """
 
 import random
@@ -39,15 +39,15 @@ from tests.harness.churn.audit import Imbalance, audit, settled, tables, tier_ha
 TENANTS, PREFIXES, ADAPTERS = 12, 3, 6
 CONCURRENCY = 12
 CLOCK_SPEED = 20.0
-"""The engine's clock runs as much faster, so that TTLs and shares end."""
+"""The engine's clock runs this much faster, so that TTLs and shares expire."""
 NUM_BLOCKS, HOST_BLOCKS, DISK_BLOCKS = 128, 32, 64
 SECRET = b"churn"
 CANARY = "canary"
-"""The id of the request that is asked again at every check."""
+"""The id of the request that is repeated at every check."""
 
 
 class Ledger:
-    """The sink of all outputs and events: who is alive, how requests ended, and which blocks were announced."""
+    """The sink of all outputs and events: live requests, finish reasons, and announced blocks."""
 
     def __init__(self) -> None:
         self.live: set[str] = set()
@@ -57,7 +57,7 @@ class Ledger:
         self._changed = threading.Condition()
 
     def outputs(self, outputs: Sequence[EngineOutput]) -> None:
-        """Take one step's outputs (the engine's thread)."""
+        """Receive one step's outputs (on the engine's thread)."""
         with self._changed:
             for output in outputs:
                 if output.request_id == CANARY:
@@ -68,7 +68,7 @@ class Ledger:
             self._changed.notify_all()
 
     def events(self, events: Sequence[Event]) -> None:
-        """Take cache events (the engine's thread)."""
+        """Receive cache events (on the engine's thread)."""
         for event in events:
             if isinstance(event, BlocksStored):
                 self.announced.setdefault(event.tier, set()).update(split_chain(event.hashes))
@@ -78,7 +78,7 @@ class Ledger:
                 self.announced.clear()
 
     def wait(self, most_live: int) -> None:
-        """Wait until at most so many requests are alive. Raises TimeoutError after two minutes."""
+        """Wait until at most this many requests are alive. Raises TimeoutError after two minutes."""
         with self._changed:
             if not self._changed.wait_for(lambda: len(self.live) <= most_live, 120):
                 raise TimeoutError(f"{len(self.live)} requests did not end, {sorted(self.live)[:3]} among them")
@@ -89,20 +89,20 @@ class Ledger:
             self.live.add(name)
 
     def stillborn(self, name: str) -> None:
-        """Forget a request that was refused."""
+        """Forget a refused request."""
         with self._changed:
             self.live.discard(name)
 
 
 class Churn:
-    """One engine, what is done to it, and what was seen of it."""
+    """One engine, the actions on it, and their outcomes."""
 
     def __init__(self, model: Path, directory: Path) -> None:
         info = self._info = load_checkpoint_info(model)
         self._random = random.Random(0)
         self._specs = make_adapters(model, directory / "adapters", ADAPTERS, rank=4)
         shares = {f"tenant-{number}": 1.0 + number % 3 for number in range(TENANTS)}
-        block_bytes = 4 * 2 * 16 * 2 * 64 * 4  # layers, keys and values, tokens, heads, their size, bytes
+        block_bytes = 4 * 2 * 16 * 2 * 64 * 4  # layers, keys and values, tokens, heads, head size, bytes
         tiers = TierSettings(HOST_BLOCKS * block_bytes, DISK_BLOCKS * block_bytes, directory / "disk", load_ratio=1e9)
         self._engine_settings = EngineSettings(
             num_blocks=NUM_BLOCKS,
@@ -133,7 +133,7 @@ class Churn:
         self._canary: list[int] | None = None
 
     def run(self, operations: int) -> None:
-        """Do so many things, each while others are under way."""
+        """Do this many actions, each while earlier ones are in progress."""
         actions = {
             self._ask: 60, self._save: 8, self._cancel: 12, self._burst: 2, self._load_adapter: 6,
             self._unload_adapter: 3, self._move: 2, self._refused: 2, self._reset: 0.3,
@@ -144,7 +144,7 @@ class Churn:
             action()
 
     def check(self) -> None:
-        """Let everything end, then look at every block and every table. Raises Imbalance."""
+        """Let everything end, then examine every block and every table. Raises Imbalance."""
         self.ledger.wait(0)
         self._ask_canary()
         deadline_s = time.monotonic() + 60
@@ -215,20 +215,20 @@ class Churn:
             self.done[f"refused: {type(refusal).__name__}"] += 1
 
     def _tenant(self) -> str:
-        """Return a configured tenant, or one of a window of others that moves on for ever."""
+        """Return a configured tenant, or one from an ever-moving window of others."""
         if self._random.random() < 0.7:
             return f"tenant-{self._random.randrange(TENANTS)}"
         return f"visitor-{self._numbers // 200 + self._random.randrange(4)}"
 
     def _scope(self, tenant: str) -> PrefixScope:
-        """Return one of a tenant's scopes: with its own salt mostly, now and then with an adapter that is loaded."""
+        """Return one of a tenant's scopes: mostly with its own salt, sometimes with a loaded adapter."""
         salt = tenant if self._random.random() < 0.8 else f"{tenant} {self._random.randrange(3)}"
         loaded = self.engine.adapters.loaded
         lora = self._random.choice(loaded) if loaded and self._random.random() < 0.4 else ""
         return PrefixScope(self._info.fingerprint, lora, salt.encode())
 
     def _prefix(self, tenant: str, family: int) -> TokenArray:
-        """Return one of a tenant's prefixes; now and then it is a new one from then on."""
+        """Return one of a tenant's prefixes, which is sometimes replaced for good."""
         found = self._families.get((tenant, family))
         if found is None or self._random.random() < 0.03:
             found = self._families[tenant, family] = self._tokens(self._random.randrange(40, 400))
@@ -237,7 +237,7 @@ class Churn:
         return found
 
     def _tokens(self, count: int) -> TokenArray:
-        """Return so many tokens that nobody had before."""
+        """Return this many new random tokens."""
         generator = np.random.default_rng(self._random.randrange(1 << 60))
         return generator.integers(300, self._info.vocab_size, count, dtype=np.int32)
 
@@ -249,7 +249,7 @@ class Churn:
         family: int | None = None,
         scope: PrefixScope | None = None,
     ) -> EngineRequest:
-        """Return a request of a tenant's prefix and a question of its own; what is not given is drawn."""
+        """Return a request with a tenant's prefix and a question of its own; omitted arguments are drawn at random."""
         if prefix is None:
             prefix = self._prefix(tenant, self._random.randrange(PREFIXES) if family is None else family)
         scope = scope or self._scope(tenant)
@@ -266,7 +266,7 @@ class Churn:
         )
 
     def _look(self) -> bool:
-        """Audit on the engine's loop; False while something is still on its way."""
+        """Audit on the engine's loop; return False while something is still in transit."""
         if not settled(self.engine):
             return False
         audit(self.engine, tables(self.engine))
@@ -274,11 +274,11 @@ class Churn:
         announced = {tier: hashes for tier, hashes in self.ledger.announced.items() if hashes}
         if announced != held:
             both = {tier: (len(announced.get(tier, ())), len(held.get(tier, ()))) for tier in announced | held}
-            raise Imbalance(f"the events tell of other blocks than are held (announced, held): {both}")
+            raise Imbalance(f"the announced blocks are not the held ones (announced, held): {both}")
         return True
 
     def _ask_canary(self) -> None:
-        """Ask what was asked at every check before: the answer must not change."""
+        """Repeat the request of all earlier checks: the answer must not change."""
         scope = PrefixScope(self._engine_settings.model_fingerprint, salt=b"canary")
         ids = np.arange(300, 500, dtype=np.int32)
         self.ledger.canary.clear()

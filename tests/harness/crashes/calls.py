@@ -1,7 +1,7 @@
-"""Calls to engines of this process break at random tokens, in the ways in which Ray loses calls.
+"""Calls to engines in this process break at random tokens, in the ways in which Ray loses calls.
 
-What sends them again is the ingress' own dispatcher, router and preparation of requests, over a stand-in for the Serve
-handle. A break loses what the replica had computed since, and sometimes its cache, as a crash does.
+The ingress' own dispatcher, router and preparation of requests send them again, over a stand-in for the Serve handle.
+A break loses the tokens that the replica computed after it, and sometimes the replica's cache, as a crash does.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ LOSSES = (
     ActorDiedError(), ActorUnavailableError("gone", None), NodeDiedError("gone"), OwnerDiedError("00", None, ""),
     RpcError("broken"), None,
 )  # fmt: skip
-"""What a lost call raises; None: it ends as if it were whole."""
+"""The errors of a lost call; None: it ends as if it were complete."""
 
 MOST_BREAKS = MAX_ATTEMPTS - 1
-"""Of one generation; one more is an outage."""
+"""The breaks of one generation; one more is an outage."""
 AT_ONCE = 16
 Answers = tuple[Reply | Broken, Reply | Broken, Reply | Broken]
-"""To one question: alone, beside others, and beside others with breaks."""
+"""The answers to one question: alone, beside others, and beside others with breaks."""
 
 
 class BreakingReplicas:
     """A Serve handle of engines in this process, for one event loop.
 
-    ``breaks``: by a generation's id, after how many tokens each of its calls breaks; calls behind those are whole.
+    ``breaks``: by generation id, the tokens after which each of its calls breaks; later calls are not broken.
     """
 
     def __init__(self, engines: Sequence[Engine], core: RoutingCore, matchers: Matchers, rng: random.Random) -> None:
@@ -75,7 +75,7 @@ class BreakingReplicas:
         core.update_replicas(list(self._engines))
 
     def options(self, **_: Any) -> BreakingReplicas:
-        """Return the handle itself, as methods go without saying."""
+        """Return the handle itself: the method is always the same."""
         return self
 
     def remote(self, payload: bytes, *, route: RoutedRequest, decision: None) -> DeploymentResponse[bytes]:
@@ -91,7 +91,7 @@ class BreakingReplicas:
         return DeploymentResponse(assigned, metadata, _is_router_running_in_separate_loop=False)
 
     def send(self, to: wire.ReplyTo, chunks: Sequence[Addressed]) -> bool:
-        """Hand a step's chunks to the ingress, as far as their calls are not broken."""
+        """Deliver a step's chunks to the ingress, unless their calls are broken."""
         assert to == self.inbox.reply_to
         for call_id, chunk in chunks:
             planned = self._breaks.get(call_id)
@@ -102,7 +102,7 @@ class BreakingReplicas:
         return True
 
     async def _answer(self, call: wire.GenerateCall, route: RoutedRequest, replica_id: str, after: int | None) -> bytes:
-        """Return the call's end as the replica says it, or break it once so many tokens were sent."""
+        """Return the replica's result of the call, or break the call after this many tokens."""
         engine, loop, calls = self._engines[replica_id], asyncio.get_running_loop(), self._running[replica_id]
         call_id, planned = call.request.request_id, _Break(after or 0)
         running = calls.begin(call_id, call.reply_to, TokenStream(call.interval_s))
@@ -140,7 +140,7 @@ class BreakingReplicas:
 
 
 class _Break:
-    """Where a call breaks: after so many tokens. ``sent``: its chunks before."""
+    """The point where a call breaks, in tokens. ``sent``: the chunks before it."""
 
     def __init__(self, after: int) -> None:
         self.reached = asyncio.Event()
@@ -148,7 +148,7 @@ class _Break:
         self._left = after
 
     def pass_on(self, chunk: wire.GenerateChunk) -> list[wire.GenerateChunk]:
-        """Return a chunk as far as it comes through."""
+        """Return the part of a chunk that still arrives."""
         kept = chunk.token_ids[: self._left]
         self._left -= len(kept)
         if len(kept) < len(chunk.token_ids) or chunk.finish_reason is not None:
@@ -160,7 +160,7 @@ class _Break:
 
 
 class _Result:
-    """A replica's end of a call, as Ray Serve's response takes it."""
+    """A replica's result of a call, in the form that Ray Serve's response expects."""
 
     def __init__(self, end: Coroutine[Any, Any, bytes]) -> None:
         self._end = asyncio.get_running_loop().create_task(end)
@@ -177,7 +177,7 @@ class _Result:
 
 
 class CallCrashes:
-    """Engines behind one dispatcher; answers questions, undisturbed and with breaks. Used in one event loop."""
+    """Engines behind one dispatcher: answers questions, undisturbed and with breaks. For use in one event loop."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class CallCrashes:
         )  # fmt: skip
 
     async def prepare(self, question: Question) -> tuple[GenerateRequest, list[Generation]]:
-        """Return a question as the ingress takes it, with the seed that it gets."""
+        """Return a question as the ingress parses it, with the seed that it gets."""
         parse = parse_chat if question.path == CHAT else parse_completion
         wanted = parse(msgspec.json.encode(dict(question.body)))
         return wanted, await self._preparer.prepare(wanted, Tenant(DEFAULT_TENANT), "prepared")
@@ -207,7 +207,7 @@ class CallCrashes:
     async def answer(
         self, wanted: GenerateRequest, generations: Sequence[Generation], breaks: Sequence[Sequence[int]] = ()
     ) -> Reply | Broken:
-        """Answer. ``breaks``: for each choice, after how many tokens each of its calls breaks."""
+        """Answer. ``breaks``: for each choice, the tokens after which each of its calls breaks."""
         asked = []
         for index, generation in enumerate(generations):
             self._number += 1
@@ -238,7 +238,7 @@ class CallCrashes:
             reason = piece.finish_reason or reason
 
         sink, moods = PieceSink(), random.Random(generation.request_id)
-        sink.open, sink.write = lambda: moods.random() < 0.8, write  # a client that keeps up, mostly
+        sink.open, sink.write = lambda: moods.random() < 0.8, write  # a client that mostly keeps up
         decoder, include_stop = self._tokenizer.decoder(), wanted.include_stop_str_in_output
         reader = ChoiceReader(index, generation, decoder, wanted.stop, include_stop=include_stop)
         async for piece in choice_pieces(generation, self._dispatcher, reader, sink):
@@ -247,7 +247,7 @@ class CallCrashes:
 
 
 async def break_calls(crashes: CallCrashes, questions: Questions, rng: random.Random, breaks: int) -> list[Answers]:
-    """Ask questions alone, then many at once, then many at once with breaks, until so many calls have broken."""
+    """Ask questions alone, then many at once, then many at once with breaks, until this many calls have broken."""
     compared: list[Answers] = []
     before = crashes.replicas.broken
     while crashes.replicas.broken - before < breaks:
@@ -258,7 +258,7 @@ async def break_calls(crashes: CallCrashes, questions: Questions, rng: random.Ra
             alone = await crashes.answer(*prepared)
             if number % 2 and isinstance(alone, Reply):
                 question = questions.with_stops(question, alone)
-                # A seed that was not given is drawn once: what is compared has the same.
+                # A missing seed is drawn once, so that all compared answers use the same one.
                 prepared = (await crashes.prepare(question))[0], prepared[1]
                 alone = await crashes.answer(*prepared)
             asked.append((prepared, alone))
@@ -270,5 +270,5 @@ async def break_calls(crashes: CallCrashes, questions: Questions, rng: random.Ra
 
 
 def break_points(rng: random.Random, choices: int) -> list[list[int]]:
-    """Return, for each choice, after how many tokens its calls break, one after the other."""
+    """Return, for each choice, the numbers of tokens after which its successive calls break."""
     return [[rng.randrange(MOST_TOKENS // 2) for _ in range(rng.randrange(MOST_BREAKS + 1))] for _ in range(choices)]

@@ -1,4 +1,4 @@
-"""Engines in this process whose calls break, with adapters and a public prompt."""
+"""Engines in this process with breaking calls, with adapters and a public prompt."""
 
 import random
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ BLOCK = 16
 
 @contextmanager
 def call_crashes(kind: str, model: Path, directory: Path, rng: random.Random) -> Iterator[CallCrashes]:
-    """Start two engines for this process, "torch" or "simulated", behind one dispatcher."""
+    """Start two engines in this process, "torch" or "simulated", behind one dispatcher."""
     info = load_checkpoint_info(model)
     settings = EngineSettings(
         block_size=BLOCK,

@@ -1,7 +1,7 @@
-"""Requests with every option of the exact-resume contract, drawn at random, and their answers as far as those are due.
+"""Random requests with every option of the exact-resume contract, and the parts of their answers that must be equal.
 
-Knows HTTP bodies, not who answers them. What differs between any two runs is no part of a reply: ids, times, how text
-is cut into events, how the events of several choices follow each other, and how many prompt tokens were cached.
+Knows HTTP bodies, but no server. A reply leaves out everything that differs between any two runs: ids, times, the
+split of text into events, the interleaving of several choices' events, and the number of cached prompt tokens.
 """
 
 import random
@@ -16,7 +16,7 @@ PROMPT = PublicPromptConfig(name="clerk", version="1", text="You are a careful c
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 MOST_TOKENS = 32
-"""Of a choice."""
+"""The limit of one choice."""
 
 _WORDS = "harbour ledger clause storm copper winter anchor letter bridge market captain signal garden river".split()
 
@@ -31,7 +31,7 @@ _GRAMMARS: list[dict[str, Any]] = [
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer: (text, finish reason) of each choice, in their order, and the usage."""
+    """An answer: (text, finish reason) of each choice, in order, and the usage."""
 
     choices: tuple[tuple[str, str], ...]
     prompt_tokens: int
@@ -40,7 +40,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """An answer that is none."""
+    """An error in place of an answer."""
 
     message: str
 
@@ -54,14 +54,14 @@ class Question:
 
 
 class Questions:
-    """Draws questions. ``has_logits``: there is a model, whose choice of tokens rules and grammars can change."""
+    """Draws questions. ``has_logits``: a real model answers, so rules and grammars can change its choice of tokens."""
 
     def __init__(self, rng: random.Random, *, has_logits: bool = False) -> None:
         self._random = rng
         self._has_logits = has_logits
 
     def draw(self) -> Question:
-        """Return a question; its answer needs about as long as its ``max_tokens`` say."""
+        """Return a question; the time for its answer is proportional to its ``max_tokens``."""
         rng = self._random
         path = rng.choice([CHAT, COMPLETIONS])
         body: dict[str, Any] = {
@@ -92,7 +92,7 @@ class Questions:
         return Question(path, body)
 
     def with_stops(self, question: Question, reply: Reply) -> Question:
-        """Return the question with stop strings out of its own answer: one that ends it, others held back in vain."""
+        """Return the question with stop strings: one from its answer, and others that match its answer only in part."""
         text = self._random.choice(reply.choices)[0]
         if len(text) < 4:
             return question

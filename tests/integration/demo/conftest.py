@@ -31,7 +31,7 @@ def said(*messages: tuple[str, str]) -> list[dict[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The instance, as its tenants and its operator see it. ``root``: where its adapters and prompts lie."""
+    """The instance, for its tenants and its operator. ``root``: the folder of its adapters and prompts."""
 
     url: str
     root: Path
@@ -51,7 +51,7 @@ class Served:
         return HTTP.post(self.url + path, headers=self.headers(name), json=body)
 
     def chat(self, name: str, *messages: tuple[str, str], **body: object) -> tuple[int, int, str]:
-        """Prompt tokens, cached ones among them, and the answer."""
+        """Return the prompt tokens, the cached ones among them, and the answer."""
         wanted = {"model": "demo", "max_tokens": 4, "temperature": 0, "messages": said(*messages), **body}
         answer = self.post(CHAT, name, **wanted).raise_for_status().json()
         usage = answer["usage"]
@@ -59,7 +59,7 @@ class Served:
         return usage["prompt_tokens"], cached, answer["choices"][0]["message"]["content"]
 
     def wait_until_held(self, name: str, tokens: int, *messages: tuple[str, str], **body: Any) -> None:
-        """Wait until both routers have heard that a replica holds so much of a tenant's prompt."""
+        """Wait until both routers know that a replica holds this much of a tenant's prompt."""
         asked = {"model": "demo", "tenant": name, "messages": said(*messages), **body}
         wait_until_cached(self.url, asked, tokens, self.headers("operator"), INGRESSES)
 
@@ -69,7 +69,7 @@ class Served:
 
 @pytest.fixture(scope="package")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """The demo model in float32 with one preloaded adapter; more lie in ``root``, and versions of two prompts."""
+    """The demo model in float32 with one preloaded adapter; ``root`` has more, and versions of two prompts."""
     root, model = tmp_path_factory.mktemp("served"), ensure_demo_model("demo")
     for spec, name in zip(make_adapters(model, root, 3), ("pirate", "poet", "judge"), strict=True):
         Path(spec.path).rename(root / name)

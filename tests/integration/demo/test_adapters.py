@@ -16,7 +16,7 @@ SYSTEM, QUESTION = ("system", "You answer about ships and harbours. " * 40), ("u
 
 
 def ask(served: Served, model: str, name: str = "acme", **extra: object) -> tuple[str, int]:
-    """The answer, and how many tokens were cached."""
+    """Return the answer and the number of cached tokens."""
     _, cached, text = served.chat(name, SYSTEM, QUESTION, model=model, max_tokens=12, **extra)
     return text, cached
 
@@ -30,7 +30,7 @@ def unload(served: Served, name: str) -> httpx.Response:
 
 
 def test_an_adapter_has_kv_of_its_own(served: Served) -> None:
-    """By ``model`` or by ``lora_name`` it is the same one, and it shares nothing with the model."""
+    """``model`` and ``lora_name`` select the same adapter, which shares no KV with the base model."""
     plain, worn = ask(served, "demo"), ask(served, "pirate")
     assert plain[1] == worn[1] == 0
     assert plain[0] != worn[0]
@@ -43,7 +43,7 @@ def test_an_adapter_has_kv_of_its_own(served: Served) -> None:
 
 
 def test_load_use_reload_and_unload_while_serving(served: Served) -> None:
-    """Both ingresses know at once; a reload with other weights is cold; the old answer never comes back."""
+    """Both ingresses know at once. A reload with other weights starts cold, and the old answer never returns."""
     client = served.openai()
     assert load(served, "style", "poet").text == "Success: LoRA adapter 'style' added successfully."
     poet, cached = ask(served, "style")
@@ -63,7 +63,7 @@ def test_load_use_reload_and_unload_while_serving(served: Served) -> None:
     for _ in range(4):
         with pytest.raises(openai.NotFoundError, match="pirate"):
             client.completions.create(model="style", prompt="x")
-    assert [chunk.choices[0].finish_reason for chunk in running][-1] == "length", "what ran was not stopped"
+    assert [chunk.choices[0].finish_reason for chunk in running][-1] == "length", "running requests were not stopped"
     assert unload(served, "style").status_code == 404
 
 
@@ -77,10 +77,10 @@ def test_a_private_adapter_exists_for_its_tenant_alone(served: Served) -> None:
     assert unload(served, "private").status_code == 200
 
 
-def test_a_replica_that_starts_later_serves_what_was_loaded_before(served: Served) -> None:
-    """Both replicas are killed: their successors were told nothing, and load from what the request carries.
+def test_a_replica_that_starts_later_serves_adapters_loaded_before(served: Served) -> None:
+    """Both replicas are killed: their successors know no adapter, and load it from the request's own data.
 
-    Routers hear which of them has the adapter in memory now, and what loading it would take the other.
+    Routers learn which replica has the adapter in memory, and how long loading would take on the other.
     """
     assert load(served, "kept", "judge").status_code == 200
     before, _ = ask(served, "kept")
@@ -88,10 +88,10 @@ def test_a_replica_that_starts_later_serves_what_was_loaded_before(served: Serve
     assert len(old) == 2
     for replica in old.values():
         os.kill(replica["pid"], signal.SIGKILL)
-    # Both: one that starts beside a peer that has loaded the adapter takes it along, as a hot one.
+    # Both: a replica that starts beside a peer with the adapter loaded copies it as a hot one.
     eventually(lambda: sum("pid" in new for name, new in served.replicas().items() if name not in old) == 2)
     after: list[str] = []
-    eventually(lambda: not after.append(ask(served, "kept")[0]))  # the other ingress may know none yet: 503
+    eventually(lambda: not after.append(ask(served, "kept")[0]))  # the other ingress may not know a replica yet: 503
     assert after == [before]
 
     def who_would_load_it() -> list[bool]:

@@ -1,4 +1,4 @@
-"""`warmpath bench` against a real server: its three questions, and what it says where it cannot ask them."""
+"""`warmpath bench` against a real server: its three questions, and its errors when it cannot ask them."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ def bench(served: Served, *arguments: str, tenant: str = "acme") -> Result:
 
 
 def rows(told: Result) -> dict[str, str]:
-    """The table's rows: by their names, the part of the prompts from the cache."""
+    """Return the cached part of the prompts by the table's row names."""
     assert told.exit_code == 0, told.output + told.stderr
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in told.stderr.splitlines() if "│" in line]
     return {row[0]: row[-1] for row in cells}
@@ -33,7 +33,7 @@ def test_speed_is_told_of_new_prompts_and_of_the_same_again(served: Served) -> N
 
 
 def test_the_cache_is_measured_with_ones_own_prompts(served: Served, tmp_path: Path) -> None:
-    """Each by itself first, though the server has seen them; bodies and lines of a batch file."""
+    """The server has seen the prompts, but each is first measured alone. Inputs: bodies and lines of a batch file."""
     file = tmp_path / "requests.jsonl"
     system = {"role": "system", "content": "The rules of the bench, once more. " * 30}
     bodies = [{"messages": [system, {"role": "user", "content": text}], "max_tokens": 2} for text in "abc"]
@@ -59,7 +59,7 @@ def test_a_neighbours_flood_leaves_the_cache(served: Served) -> None:
         (["speed", "--model", "none", *FEW], "a request failed: HTTP 404"),
     ],
 )
-def test_what_cannot_be_asked_is_a_sentence(served: Served, arguments: list[str], words: str) -> None:
+def test_an_impossible_question_is_reported_in_a_sentence(served: Served, arguments: list[str], words: str) -> None:
     told = bench(served, *arguments)
     assert told.exit_code == 2
     assert words in " ".join(told.stderr.split())

@@ -24,7 +24,7 @@ PARAMETERS = {
 
 
 def test_a_prompt_seen_once_is_read_from_the_cache(served: Served) -> None:
-    """Whole, streamed and under a salt for which it is cold, the answer is the same."""
+    """The answer is the same whole, streamed, and under a salt with a cold cache."""
     client = served.openai()
     messages: Any = said(("system", "Rule one. " + CLERK), ("user", "When is it due?"))
     fields: Any = {"model": "demo", "messages": messages, "max_tokens": 8, "temperature": 0}
@@ -43,7 +43,7 @@ def test_a_prompt_seen_once_is_read_from_the_cache(served: Served) -> None:
 
 
 def test_answers_match_their_schema_and_logprobs_their_tokens(served: Served) -> None:
-    """The model's weights are random, so nothing but the grammar makes JSON; a greedy token is the likeliest."""
+    """The model's weights are random, so only the grammar can produce JSON; a greedy token is the likeliest."""
     create: Any = served.openai().chat.completions.create
     fields = {"model": "demo", "messages": said(("user", "Where?")), "max_tokens": 400, "seed": 5}
     form = {"type": "json_schema", "json_schema": {"name": "it", "strict": True, "schema": PARAMETERS}}
@@ -63,7 +63,7 @@ def test_answers_match_their_schema_and_logprobs_their_tokens(served: Served) ->
 
 
 def test_a_marked_prompt_is_written_once_and_read_after(served: Served) -> None:
-    """First all of it is created, by a pre-warming request without an answer; then all of it is read.
+    """A pre-warming request without an answer first creates all of the cache; the next one reads all of it.
 
     docs: first-hour
     """
@@ -95,7 +95,7 @@ def test_a_marked_prompt_is_written_once_and_read_after(served: Served) -> None:
 
 
 def test_saves_are_hits_without_the_flag_until_the_budget_is_full(served: Served) -> None:
-    """A save over the budget is answered, whole or streamed, with a header that says why. (docs: caching)"""
+    """A save over the budget is answered, whole or streamed, with an explanatory header. (docs: caching)"""
     save = {"save_system_prompt_kv_cache": True}
 
     def ask(number: int, question: str, **more: object) -> httpx.Response:
@@ -124,7 +124,7 @@ def test_saves_are_hits_without_the_flag_until_the_budget_is_full(served: Served
 
 
 def test_concurrent_prompts_find_their_replica(served: Served) -> None:
-    """Many clients, ten system prompts in random order: nearly every request after a prompt's first is a hit."""
+    """Many clients share ten system prompts in random order; nearly all but the first request of each are hits."""
     prompts = [f"Assistant number {number}. " + "Follow the house rules closely. " * 90 for number in range(10)]
     for prompt in prompts:
         served.chat("globex", ("system", prompt), ("user", "warm"))
@@ -140,7 +140,7 @@ def test_concurrent_prompts_find_their_replica(served: Served) -> None:
 
 
 def test_tiers_go_all_the_way(served: Served) -> None:
-    """To the replica and back, the widest orders there are too."""
+    """Tiers reach the replica and come back, up to the widest range of orders."""
     client, fields = served.openai(), {"model": "demo", "max_tokens": 4, "messages": said(("user", "Hi"))}
     for tier, priority in (("flex", 2**31 - 1), ("priority", -(2**31)), ("auto", 0)):
         asked: Any = {**fields, "service_tier": tier, "extra_body": {"priority": priority}}

@@ -1,4 +1,4 @@
-"""Registered prompts by version: a promotion is warm for everybody, and what is locked stays what it was."""
+"""Registered prompts by version: a promotion is warm for everybody, and a locked version never changes."""
 
 import pytest
 from typer.testing import CliRunner
@@ -13,7 +13,7 @@ APIS = (CHAT, "/v1/responses", "/v1/messages")
 
 
 def cut_over(served: Served, *arguments: str) -> str:
-    """What `warmpath prompts` prints for the operator."""
+    """Return the output of `warmpath prompts` for the operator."""
     key = {"WARMPATH_OPERATOR_KEY": KEYS["operator"][0]}
     result = CliRunner().invoke(app, ["prompts", *arguments, "--url", served.url], env=key)
     assert result.exit_code == 0, result.output
@@ -21,7 +21,7 @@ def cut_over(served: Served, *arguments: str) -> str:
 
 
 def answered(served: Served, name: str, ref: str, path: str = CHAT, model: str = "demo") -> tuple[str, bool]:
-    """The version that answered, and whether most of it was cached."""
+    """Return the version that answered, and whether most of the prompt was cached."""
     body: dict[str, object] = {"model": model, "temperature": 0, "prompt_ref": ref}
     body |= {"messages": said(("user", "Hi")), "max_tokens": 1} if path != APIS[1] else {
         "input": "Hi", "max_output_tokens": 1
@@ -34,7 +34,7 @@ def answered(served: Served, name: str, ref: str, path: str = CHAT, model: str =
 
 
 def test_a_promoted_version_is_warm_for_everybody(served: Served) -> None:
-    """From the first request on, in every API, at every ingress, and under an adapter in use; a roll-back is, too.
+    """It is warm from the first request, in every API, at every ingress, with an adapter in use, and after a roll-back.
 
     docs: prompts
     """
@@ -54,7 +54,7 @@ def test_a_promoted_version_is_warm_for_everybody(served: Served) -> None:
 
 
 def test_a_private_prompt_is_its_tenants_and_a_changed_file_changes_nothing(served: Served) -> None:
-    """Another tenant is told what it would be of no prompt at all; what runs goes on with what was locked."""
+    """Another tenant gets the answer for an unknown prompt; running requests keep the locked text."""
     cut_over(served, "promote", "pilot@1")
     refused = [
         served.post(CHAT, "globex", model="demo", messages=said(("user", "Hi")), prompt_ref=ref)

@@ -1,4 +1,4 @@
-"""A pull whose holder is killed costs time, and nothing else."""
+"""Killing the holder during a pull costs time, and nothing else."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ MOST_QUESTIONS = 60
 
 
 def test_a_killed_holder_costs_time_only(served: Served) -> None:
-    """SIGKILL while the other replica waits for its blocks: every request is answered, as if nothing had been.
+    """SIGKILL while the other replica waits for its blocks: every request gets its undisturbed answer.
 
     docs: routing
     """
@@ -27,7 +27,7 @@ def test_a_killed_holder_costs_time_only(served: Served) -> None:
     operator = served.headers("operator")
 
     def pulls(outcome: str) -> float:
-        """How many have ended that way."""
+        """Return the number of pulls that ended that way."""
         return metric(served.url, "warmpath_kv_pulls_total", f'outcome="{outcome}"', operator)
 
     def begun() -> float:
@@ -48,7 +48,7 @@ def test_a_killed_holder_costs_time_only(served: Served) -> None:
     pid, count = int(served.replicas()[holder]["pid"]), begun()
     pending: list[Future[tuple[int, int, str]]] = []
     with ThreadPoolExecutor(MOST_QUESTIONS) as pool:
-        os.kill(pid, signal.SIGSTOP)  # it answers nothing, so that its queue only grows, nor hands anything over
+        os.kill(pid, signal.SIGSTOP)  # it answers nothing and hands nothing over, so its queue only grows
 
         def begins() -> bool:
             """Ask once more, until a pull has begun."""

@@ -1,4 +1,4 @@
-"""Sessions of a real instance: the client's word reaches its replica past HAProxy and Ray; who asks sees its own."""
+"""Sessions of a real instance: a session id passes HAProxy and Ray to its replica; each client sees only its own."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ QUESTION = ("user", "Which ship came first?")
 
 
 def test_a_session_is_told_to_its_tenant_and_to_operators(served: Served) -> None:
-    """Two turns of one, by each API's word for it; another tenant hears nothing of it. (docs: api)"""
+    """A session has two turns, named as in each API; another tenant learns nothing of it. (docs: api)"""
 
     def rows(name: str, word: str) -> list[dict[str, Any]]:
         told = served.get("/v1/cache/sessions", name).raise_for_status().json()["sessions"]

@@ -1,4 +1,4 @@
-"""Several tenants on one instance: keys are needed, and of another's cache only what is public is of use."""
+"""Several tenants on one instance: keys are required, and tenants share only public prompts."""
 
 import asyncio
 import json
@@ -29,8 +29,8 @@ ADAPTER = {"lora_name": "x", "lora_path": "/etc"}
         ("/v1/load_lora_adapter", ADAPTER, {"": 401, "acme": 403, "operator": 403}),
     ],
 )
-def test_keys_open_what_is_theirs(served: Served, path: str, body: object, statuses: dict[str, int]) -> None:
-    """By the holder of each key; "" has none. (docs: isolation)"""
+def test_keys_open_only_their_own_routes(served: Served, path: str, body: object, statuses: dict[str, int]) -> None:
+    """Each case is named by the holder of its key; "" has none. (docs: isolation)"""
     for name, status in statuses.items():
         headers = served.headers(name) if name else {"authorization": "Bearer wp-guess"}
         answer = HTTP.request("GET" if body is None else "POST", served.url + path, json=body, headers=headers)
@@ -38,7 +38,7 @@ def test_keys_open_what_is_theirs(served: Served, path: str, body: object, statu
 
 
 def test_a_model_that_a_tenant_may_not_use_does_not_exist(served: Served) -> None:
-    """The sentence is that for a name which nobody has."""
+    """The error is the same as for an unknown model name."""
     answers = [served.post(CHAT, "narrow", **{**BODY, "model": name}) for name in ("demo", "none")]
     assert answers[0].text.replace("demo", "none") == answers[1].text
 
@@ -57,7 +57,7 @@ def test_tenants_share_nothing(served: Served) -> None:
 
 
 def test_a_request_that_stores_nothing_leaves_nothing(served: Served) -> None:
-    """A request's own wish, and a tenant's setting: the next one of the same prompt finds what was there before."""
+    """A request option or a tenant setting turns storing off; the next request finds only earlier blocks."""
     message = ("system", "What is passing leaves no trace. " * 30)
     colds = [served.chat("globex", message, store_kv=store_kv) for store_kv in (False, False, True)]
     served.wait_until_held("globex", 100, message)
@@ -68,7 +68,7 @@ def test_a_request_that_stores_nothing_leaves_nothing(served: Served) -> None:
 
 
 def test_a_public_prompt_is_shared_and_nothing_after_it(served: Served) -> None:
-    """Sent as text or by reference; the question behind it, though the same, is cold for every other tenant."""
+    """It is sent as text or by reference; the same question after it is cold for every other tenant."""
     question = ("user", "And when does the tide turn? " * 12)
     tokens, _, text = served.chat("acme", ("system", RULES), question)
     whole = (tokens - 1) // 16 * 16
@@ -93,7 +93,7 @@ def test_a_trust_group_shares_all_and_a_salt_divides_it(served: Served) -> None:
 
 
 def test_usage_adds_up_over_both_ingresses_and_is_a_tenants_own(served: Served) -> None:
-    """What the answers told is what the ledger has, whichever ingress is asked. (docs: isolation)"""
+    """The ledger equals the sum of the answers' usage, at either ingress. (docs: isolation)"""
 
     def row(key: str) -> dict[str, Any]:
         rows = served.get("/v1/usage", key).raise_for_status().json()["data"]
@@ -111,7 +111,7 @@ def test_usage_adds_up_over_both_ingresses_and_is_a_tenants_own(served: Served) 
 
 
 async def test_a_retry_storm_shuts_nobody_out(served: Served) -> None:
-    """More prompts at once than replicas and queues hold, sent again when refused: another tenant is always answered.
+    """A storm of prompts exceeds all replicas and queues and retries refusals; another tenant is always answered.
 
     The storm gets all of its answers too: none of its requests is begun and thrown away.
     """
@@ -133,8 +133,8 @@ async def test_a_retry_storm_shuts_nobody_out(served: Served) -> None:
         assert [task.result() for task in storms] == [128] * 8
 
 
-def test_one_event_stream_tells_what_both_ingresses_decide(served: Served) -> None:
-    """To an operator, and to the tenant whose requests they were; another tenant hears of none, nor of its prefixes.
+def test_one_event_stream_has_the_decisions_of_both_ingresses(served: Served) -> None:
+    """Operators see all, and tenants see their own requests; another tenant sees neither requests nor prefixes.
 
     docs: api
     """
@@ -155,7 +155,7 @@ def test_one_event_stream_tells_what_both_ingresses_decide(served: Served) -> No
         first = [next(events) for events in (operator, own, other)]
         assert [event["tenant"] for event in first] == [None, "acme", "globex"]
         assert ["blocks_total" in event["replicas"][0] for event in first] == [True, False, False]
-        # Several at once: HAProxy gives each to the ingress that has fewest connections, and streams are such.
+        # Several at once: HAProxy gives each stream to the ingress with the fewest connections.
         with ThreadPoolExecutor(4) as pool:
             asking = [pool.submit(keep_asking) for _ in range(4)]
             try:
@@ -175,6 +175,6 @@ def test_one_event_stream_tells_what_both_ingresses_decide(served: Served) -> No
         while (event := next(other))["type"] != "decision":
             assert {row["tenant"] for row in event.get("nodes", ())} <= {"globex", None}
         assert event["tenant"] == "globex"
-    # Streams that were left leave nothing, at either ingress.
+    # Disconnected streams leave nothing behind, at either ingress.
     operators = served.headers("operator")
     eventually(lambda: not any(metric(served.url, "warmpath_event_streams", headers=operators) for _ in range(4)))

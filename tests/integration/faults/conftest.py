@@ -1,6 +1,6 @@
-"""Two instances for all modules of this folder: slow simulated replicas with little room, to have time to kill them in.
+"""Two instances for all modules of this folder, with slow simulated replicas of small capacity, easy to kill at work.
 
-The second is in Ray Serve's other mode, and was started by a benchmark in a process of its own.
+A benchmark in its own process started the second instance, which uses Ray Serve's other mode.
 """
 
 import importlib.util
@@ -32,13 +32,13 @@ with instance(*sys.argv[1:], env={"RAY_SERVE_THROUGHPUT_OPTIMIZED": "0"}) as url
 
 @pytest.fixture(scope="package")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model in a directory of its own: while that is away, no replica can start."""
+    """The demo model in its own directory; no replica can start while the directory is moved away."""
     return shutil.copytree(ensure_demo_model("demo"), tmp_path_factory.mktemp("models") / "demo")
 
 
 @pytest.fixture(scope="package")
 def flags(model: Path) -> Sequence[str]:
-    """Two replicas of 2,000 tokens/s; bursts find running sequences, a waiting line, and refusals."""
+    """Two replicas of 2,000 tokens/s; bursts meet running sequences, a queue, and refusals."""
     settings = {
         "simulated_prefill_tokens_per_s": 2000,
         "simulated_decode_step_s": 0.02,
@@ -60,7 +60,7 @@ def url(flags: Sequence[str]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Second:
-    """An instance that a benchmark of its own process started, and that process; ``collector`` gets its traces."""
+    """An instance started by a benchmark in its own process, and that process; ``collector`` gets its traces."""
 
     url: str
     collector: Collector
@@ -69,7 +69,7 @@ class Second:
 
 @pytest.fixture(scope="package")
 def second(flags: Sequence[str]) -> Iterator[Second]:
-    """Replicas beside the other instance's, to which requests go in turn, whatever they hold."""
+    """Replicas beside the first instance's, which get requests in turn, regardless of their caches."""
     with collecting() as collector:
         more = ["--set=policy=round_robin"] + ([f"--set=otlp_endpoint={collector.url}"] if EXPORTER else [])
         command, env = [sys.executable, "-c", _BENCHMARK, *flags, *more], {**os.environ, "NO_PROXY": "127.0.0.1"}

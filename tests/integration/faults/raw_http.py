@@ -1,4 +1,4 @@
-"""Broken HTTP requests. A case is a function of its seed: a kind, what is sent, and the pause between the parts."""
+"""Broken HTTP requests. A seed determines a case: its kind, its bytes, and the pause between its parts."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ KINDS = ("truncated", "pipelined", "slow", "flipped", "noise", "lengths", "heade
 
 
 def make_case(seed: int) -> tuple[str, list[bytes], float]:
-    """Return the case of a seed: a request that is right, but for one thing."""
+    """Return the case of a seed: a valid request with one defect."""
     rng = random.Random(seed)
     kind, path, text = rng.choice(KINDS), rng.choice(PATHS), rng.choice(("Hi", "ä" * 40, "word " * 200))
     fields: dict[str, Any] = {"model": "demo", "max_tokens": 1}
@@ -80,7 +80,7 @@ def _sent(rng: random.Random, kind: str, whole: bytes) -> tuple[list[bytes], flo
 
 
 async def run_cases(url: str, seeds: Iterable[int], connections: int = 30) -> tuple[Counter[str], list[Any]]:
-    """Send the cases of ``seeds``; return how many answers had which status, and who was left hanging or had a 5xx."""
+    """Send the cases of ``seeds``; return the number of answers by status, and the cases that hung or got a 5xx."""
     statuses: Counter[str] = Counter()
     wrong: list[Any] = []
     left = iter(seeds)
@@ -100,7 +100,7 @@ async def run_cases(url: str, seeds: Iterable[int], connections: int = 30) -> tu
 
 
 async def _answer(url: str, parts: list[bytes], pause_s: float) -> bytes | None:
-    """Send parts, and their end where nothing comes; return what comes then, or None where nothing does, nor an end."""
+    """Send parts, then an EOF if no byte comes back; return the answer, or None if no answer and no close follows."""
     where = urlsplit(url)
     reader, writer = await asyncio.open_connection(where.hostname, where.port)
     data = b""
@@ -116,9 +116,9 @@ async def _answer(url: str, parts: list[bytes], pause_s: float) -> bytes | None:
         while part := await asyncio.wait_for(reader.read(1 << 16), QUIET_S):
             data += part
     except TimeoutError:
-        return data or None  # with an answer it only waits for another request
+        return data or None  # after an answer, the server only waits for another request
     except OSError:
-        return b""  # it was closed on us while we still sent
+        return b""  # the server closed the connection while we were sending
     finally:
         writer.transport.abort()
     return data

@@ -23,7 +23,7 @@ def body(content: str, **extra: object) -> dict[str, object]:
 
 
 def working(url: str) -> list[str]:
-    """The ids of the replicas that run, or have queued, anything."""
+    """Return the ids of the replicas with running or queued work."""
     counts = ("running_sequences", "waiting_sequences", "queued_prefill_tokens")
     return [name for name, replica in replicas_of(url).items() if any(replica[count] for count in counts)]
 
@@ -40,7 +40,7 @@ def test_killed_before_the_first_token(url: str) -> None:
         async with clients(url) as client:
             request = body("word " * 4000)
             undisturbed = (await client.post(CHAT, json={**request, "cache_salt": UNDISTURBED})).json()
-            for salt in "bcdef":  # a machine that stands still may let the answer come before anybody looks
+            for salt in "bcdef":  # on a stalled machine the answer may arrive before anybody looks
                 await asyncio.to_thread(eventually, lambda: not working(url))
                 pending = asyncio.create_task(client.post(CHAT, json={**request, "cache_salt": salt}))
 
@@ -63,7 +63,7 @@ def test_killed_before_the_first_token(url: str) -> None:
 
 
 def test_killed_in_the_middle_of_streams(url: str) -> None:
-    """Each goes on from another replica with the very tokens it would have had, whatever was asked for.
+    """Each stream continues on another replica with exactly the same tokens, for any options.
 
     docs: failures
     """
@@ -76,7 +76,7 @@ def test_killed_in_the_middle_of_streams(url: str) -> None:
     victims: list[str] = []
 
     async def collect(client: httpx.AsyncClient, request: dict[str, object], salt: str, chunks: list[int]) -> list[str]:
-        """The texts of its choices, and how each ended; counts chunks."""
+        """Return the texts of its choices with their finish reasons; count chunks."""
         texts = ["", ""]
         async for event in stream_events(client, CHAT, {**request, "stream": True, "cache_salt": salt}):
             chunks[0] += 1
@@ -87,7 +87,7 @@ def test_killed_in_the_middle_of_streams(url: str) -> None:
     async def run() -> None:
         async with clients(url) as client:
             whole = await asyncio.gather(*(collect(client, request, UNDISTURBED, [0]) for request in asked))
-            for salt in "bcdef":  # on a busy machine streams may be over before anybody knows who sends them
+            for salt in "bcdef":  # on a busy machine streams may end before their replica is known
                 await asyncio.to_thread(wait_for_replicas, url, 2, victims)
                 chunks = [0]
                 streams = [asyncio.create_task(collect(client, request, salt, chunks)) for request in asked]
@@ -110,7 +110,7 @@ def test_killed_in_the_middle_of_streams(url: str) -> None:
 
 
 def test_without_any_replica_clients_are_told_to_come_back(url: str, model: Path) -> None:
-    """503 with Retry-After in OpenAI's shape on every route that generates; answers again once replicas are back."""
+    """Every generating route returns 503 with Retry-After in OpenAI's shape, and answers once replicas are back."""
     completion = {"model": "demo", "prompt": "anyone?", "max_tokens": 2}
     requests = [(CHAT, body("anyone?")), (CHAT, body("anyone?", stream=True)), (COMPLETIONS, completion)]
     wait_for_replicas(url, 2)

@@ -1,4 +1,4 @@
-"""Whatever a client sends or holds open, it gets a 4xx with a sentence or an end, and others go on undisturbed."""
+"""Any bad request or stuck connection gets a 4xx with a sentence or is closed; others are undisturbed."""
 
 import asyncio
 import socket
@@ -20,14 +20,14 @@ CASES = range(120)
 
 
 def test_rays_headers_are_not_for_clients(url: str) -> None:
-    """Neither obeyed nor a fault; a client's own request id comes back."""
+    """Such headers are neither obeyed nor an error; a client's own request id is returned."""
     headers = [(b"x-request-timeout-seconds", b"0.000001"), (b"x-request-id", b"mine-1"), (b"x-session-id", b"\xff")]
     answer = HTTP.post(url + CHAT, json=GOOD, headers=headers)
     assert (answer.status_code, answer.headers["x-request-id"]) == (200, "mine-1")
 
 
 def test_half_open_connections_of_one_address_keep_nobody_out(url: str) -> None:
-    """Ten thousand connections with half a request: everybody else's requests are answered meanwhile.
+    """Ten thousand connections hold half a request, while all other requests are answered.
 
     docs: isolation
     """
@@ -52,7 +52,7 @@ def test_half_open_connections_of_one_address_keep_nobody_out(url: str) -> None:
                 for _ in range(HALF_OPEN // 500):
                     for half in filter(None, await asyncio.gather(*(open_half() for _ in range(500)))):
                         ending.callback(half.close)
-                    # Each on a connection of its own.
+                    # Each uses its own connection.
                     answers = [client.post(CHAT, json=GOOD, headers={"connection": "close"}) for _ in range(5)]
                     statuses += [answer.status_code for answer in await asyncio.gather(*answers)]
         return statuses
@@ -61,7 +61,7 @@ def test_half_open_connections_of_one_address_keep_nobody_out(url: str) -> None:
 
 
 def test_broken_requests_get_a_4xx_or_an_end_and_a_neighbour_its_answers(url: str) -> None:
-    """No server error, nobody left hanging, and the same answer for whoever asks meanwhile. (docs: isolation)"""
+    """No case gets a 5xx or hangs, and other clients get the same answer as before. (docs: isolation)"""
     assert {make_case(seed)[0] for seed in CASES} == set(KINDS)
 
     async def run() -> tuple[dict[str, int], list[object], set[str]]:

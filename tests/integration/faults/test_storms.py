@@ -1,6 +1,6 @@
 """Nothing outlives its client: after any storm no sequence runs and no block is in use, in both modes of Ray Serve.
 
-Answers are so long that one which nobody cancelled would run for ten minutes, far beyond any patience here.
+An answer that nobody cancelled would run for ten minutes, far longer than any test waits.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 @pytest.fixture(params=["throughput_optimized", "default"])
 def storm_url(request: pytest.FixtureRequest) -> str:
-    """The folder's instances: the mode that `warmpath serve` sets, and the other one."""
+    """The folder's instances: one in the mode of `warmpath serve`, and one in the other mode."""
     if request.param == "throughput_optimized":
         return str(request.getfixturevalue("url"))
     return str(request.getfixturevalue("second").url)
 
 
 def in_use(url: str) -> int:
-    """What replicas say they have at work, sequences that run or wait and blocks in use; and what is reserved."""
+    """Return the sum of running and waiting sequences, blocks in use and open reservations, as replicas report them."""
     state = cache_state(url)
     assert len(state["replicas"]) == 2
     names = ("running_sequences", "waiting_sequences", "blocks_in_use")
@@ -39,7 +39,7 @@ def in_use(url: str) -> int:
 
 
 def wait_until_nothing_is_in_use(url: str) -> None:
-    """Wait for reports of replicas with nothing to do; several in a row, so that none is older than the last client."""
+    """Wait for several idle reports in a row, so that the last one is newer than the last client."""
     idle = 0
 
     def stays_idle() -> bool:
@@ -51,7 +51,7 @@ def wait_until_nothing_is_in_use(url: str) -> None:
 
 
 def body_of(rng: Random, number: int) -> tuple[str, dict[str, object]]:
-    """A request that would take ten minutes: streamed or whole, one answer, several, or several prompts."""
+    """A request that would take ten minutes: streamed or whole, with one answer, several, or several prompts."""
     stream = rng.random() < 0.7
     common: dict[str, object] = {"model": "demo", "max_tokens": MAX_TOKENS, "ignore_eos": True, "stream": stream}
     text = f"{number} " + "word " * rng.choice([5, 50, 500])
@@ -60,14 +60,14 @@ def body_of(rng: Random, number: int) -> tuple[str, dict[str, object]]:
         return CHAT, {**common, "messages": [{"role": "user", "content": text}]}
     if kind < 0.85:
         return CHAT, {**common, "messages": [{"role": "user", "content": text}], "n": 16}
-    # Fewer than there is room for, or more.
+    # More prompts than fit, or fewer.
     return COMPLETIONS, {**common, "prompt": [f"{part} {text}" for part in range(rng.choice([8, 128]))]}
 
 
 def test_after_a_storm_nothing_runs_on(storm_url: str) -> None:
-    """Hundreds of clients in bursts, leaving at random moments: in the line, before the first token, in mid-stream.
+    """Hundreds of clients in bursts leave at random moments: in the queue, before the first token, in mid-stream.
 
-    Some ask for more than there is room for, and are refused in part.
+    Some exceed the capacity, and are refused in part.
 
     docs: routing
     """
@@ -102,7 +102,7 @@ def test_after_a_storm_nothing_runs_on(storm_url: str) -> None:
     assert metric(storm_url, "warmpath_router_faults_total") == 0
 
 
-def test_what_a_dead_ingress_asked_for_ends_with_it(storm_url: str) -> None:
+def test_the_requests_of_a_dead_ingress_end_with_it(storm_url: str) -> None:
     """SIGKILL of the ingress in the middle of streams: the sequences end, and a new ingress finds idle replicas."""
 
     async def run() -> None:
@@ -123,5 +123,5 @@ def test_what_a_dead_ingress_asked_for_ends_with_it(storm_url: str) -> None:
             await asyncio.gather(*listeners)
 
     asyncio.run(run())
-    eventually(lambda: len(replicas_of(storm_url)) == 2)  # a new ingress has heard of them
+    eventually(lambda: len(replicas_of(storm_url)) == 2)  # a new ingress knows them
     wait_until_nothing_is_in_use(storm_url)

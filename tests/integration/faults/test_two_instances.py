@@ -18,14 +18,14 @@ PREFIX_TOKENS, REQUESTS = 6000, 12
 
 
 def test_a_hot_prefix_is_pulled_once_and_traces_are_whole(second: Second) -> None:
-    """Requests go to the replicas in turn: who lacks the prefix copies it, and then has what the holder has.
+    """Requests go to the replicas in turn: the one without the prefix copies it, and then holds it too.
 
     docs: routing, monitoring
     """
     system = text_of(PREFIX_TOKENS, resolve_model("demo"), 1)
 
     def ask(number: int) -> int:
-        """How many tokens of one question's prompt were cached."""
+        """Return the number of cached tokens of one question's prompt."""
         messages = [{"role": "system", "content": system}, {"role": "user", "content": f"Question {number}"}]
         body = {"model": "demo", "temperature": 0, "max_tokens": 6, "messages": messages}
         parent = {"traceparent": f"00-{number + 1:032x}-{number + 1:016x}-01"}
@@ -42,14 +42,14 @@ def test_a_hot_prefix_is_pulled_once_and_traces_are_whole(second: Second) -> Non
 
 
 def traces_are_whole(second: Second) -> None:
-    """Spans of both processes lie below the client's; one of all requests pulled."""
+    """Spans of both processes are children of the client's span; one of all requests pulled."""
 
     def traces() -> list[dict[str, Seen]]:
         trace_ids = [f"{number + 1:032x}" for number in range(1, REQUESTS + 1)]
         spans = second.collector.spans()
         return [{span.name: span for span in spans if span.trace_id == trace_id} for trace_id in trace_ids]
 
-    # A collector gets a process's spans some seconds later; these end after what is in them.
+    # A collector gets a process's spans some seconds later, inner spans before the outer ones.
     names = (f"POST {CHAT}", "call", "replica")
     eventually(lambda: all(trace.keys() >= set(names) for trace in traces()))
     for number, trace in enumerate(traces(), 2):
@@ -59,7 +59,7 @@ def traces_are_whole(second: Second) -> None:
         assert parents == [f"{number:016x}", root.span_id, call.span_id]
         assert (
             root.start_ns <= call.start_ns <= replica.start_ns <= replica.end_ns <= root.end_ns
-        )  # one machine's clock
+        )  # all processes share one machine's clock
         roles = [second.collector.roles[span.span_id] for span in (root, call, replica)]
         assert roles == ["ingress", "ingress", "replica"]
     pulls = [trace["pull"].attributes for trace in traces() if "pull" in trace]
@@ -68,7 +68,7 @@ def traces_are_whole(second: Second) -> None:
 
 
 def test_instances_share_nothing_and_a_benchmark_ends_with_its_own(url: str, second: Second) -> None:
-    """Ingress ports allow sharing (SO_REUSEPORT), so instances with equal ones would get each other's requests.
+    """Ingress ports allow sharing (SO_REUSEPORT), so instances with equal ports would get each other's requests.
 
     docs: isolation
     """

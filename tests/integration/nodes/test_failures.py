@@ -1,7 +1,7 @@
-"""Three nodes, real clients, and parts of the cluster killed under them: every answer is what it would have been.
+"""Three nodes, real clients, and killed parts of the cluster: every answer equals the undisturbed one.
 
-One instance; from the least that dies to the most. Streams that go through what dies (HAProxy, their ingress) break
-with it: nothing can hold a client's connection but the process that has it.
+All tests share one instance and go from the smallest failure to the largest. A stream breaks if a process on its
+path to the client dies (HAProxy, its ingress), because only that process holds the client's connection.
 """
 
 import asyncio
@@ -36,9 +36,9 @@ SETTINGS: dict[str, Any] = {
     "simulated_decode_step_s": 0.02,
 }
 SURGE = {"max_surge_percent": 50}
-"""A rolling update starts a new one before it stops an old one: there is room for all, and a cache to start from."""
+"""A rolling update starts a new replica before it stops an old one: both have space, and the new one copies a cache."""
 LATE_TOKENS = 8000
-"""Of a prompt that is killed before its first byte."""
+"""The prompt's length in the test that kills a replica before the first byte."""
 MARK = f"warmpath-{secrets.token_hex(16)}"
 
 
@@ -55,7 +55,7 @@ def running() -> Iterator[LocalCluster]:
 
 @pytest.fixture
 def cluster(running: LocalCluster) -> LocalCluster:
-    """The cluster, whole again after whatever was killed before."""
+    """The cluster, restored after the previous test's kills."""
     eventually(lambda: is_whole(running), 300)
     return running
 
@@ -65,7 +65,7 @@ def names(cluster: LocalCluster, *kinds: str) -> set[str]:
 
 
 def is_whole(cluster: LocalCluster) -> bool:
-    """Whether as many run as were asked for, HTTP answers, and the router has heard of all that are alive."""
+    """Return whether all replicas and ingresses run, HTTP answers, and the router has reports of all live replicas."""
     running = {name: deployment["replica_states"] for name, deployment in cluster.status()["deployments"].items()}
     if running != {"Replica": {"RUNNING": REPLICAS}, "Ingress": {"RUNNING": INGRESSES}}:
         return False
@@ -75,19 +75,19 @@ def is_whole(cluster: LocalCluster) -> bool:
 
 
 def here(cluster: LocalCluster) -> dict[str, dict[str, Any]]:
-    """The replicas that are not away: of one that was killed a moment ago its last load is still told."""
+    """Return the replicas that are not away: the router still reports the last load of one killed a moment ago."""
     replicas = replicas_of(cluster.url)
     return {name: replica for name, replica in replicas.items() if not replica["away"]}
 
 
 def at_work(cluster: LocalCluster) -> list[str]:
-    """Names of the replicas that have told that they work."""
+    """Return the names of the replicas that report work."""
     replicas = here(cluster).items()
     return [name for name, replica in replicas if replica["running_sequences"] + replica["waiting_sequences"]]
 
 
 def stopped(processes: Sequence[psutil.Process], for_s: float) -> None:
-    """Stop processes for a time, as far as they live: their sockets stay open, and nothing comes out of them."""
+    """Suspend processes for a time, if they are alive: their sockets stay open, but silent."""
     for process in processes:
         process.suspend()
     time.sleep(for_s)
@@ -97,7 +97,7 @@ def stopped(processes: Sequence[psutil.Process], for_s: float) -> None:
 
 @dataclass(slots=True)
 class Answer:
-    """What a client has had so far; of two equal ones each is whole, where one was undisturbed."""
+    """A client's part of an answer so far; it is whole if it equals an undisturbed one."""
 
     text: str = ""
     tokens: int = 0
@@ -105,7 +105,7 @@ class Answer:
 
 
 class Clients:
-    """Ask one server ``REQUESTS`` questions; every second one greedy, the others sampled with a seed.
+    """Ask one server ``REQUESTS`` questions; every second one is greedy, the others are sampled with a seed.
 
     ``first``: the number of the first prompt, so that no two tests share one.
     """
@@ -117,15 +117,15 @@ class Clients:
             {"model": "demo", "prompt": text, "max_tokens": max_tokens, "temperature": seed % 2, "seed": seed}
             for seed, text in enumerate(texts)
         ]
-        # Under a salt, which leaves the caches of the others cold.
+        # The salt leaves the caches of the others cold.
         self.undisturbed = asyncio.run(self._ask_all("undisturbed"))
         assert {answer.ending for answer in self.undisturbed} == {"length"}
 
     def disturbed(self, strike: Callable[[], object], begun_tokens: int) -> list[Answer]:
-        """Ask, and strike once every stream has so many tokens; 0: while a replica works, and nobody has had a byte."""
+        """Ask, and strike once all streams have this many tokens; 0: while a replica works, before any byte arrives."""
 
         async def run() -> list[Answer]:
-            for salt in "abcde":  # on a busy machine all may be over before anybody knows that they have begun
+            for salt in "abcde":  # on a busy machine all may end before their start is noticed
                 got = [Answer() for _ in self._bodies]
                 asking = asyncio.create_task(self._ask_all(salt, got))
                 while not asking.done():
@@ -153,7 +153,7 @@ class Clients:
         return asyncio.run(run())
 
     async def _ask_all(self, salt: str, got: Sequence[Answer] = ()) -> list[Answer]:
-        # A connection for each request: those that share one would break together.
+        # Each request has its own connection: requests that share one would break together.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         seen = list(got) or [Answer() for _ in self._bodies]
         async with clients(limits=limits) as client:
@@ -179,7 +179,7 @@ def texts(answers: Sequence[Answer]) -> list[tuple[str, str]]:
 
 
 def test_controller_killed(cluster: LocalCluster) -> None:
-    """Streams go on, and Serve finds the same replicas again. (docs: failures)"""
+    """Streams continue, and Serve finds the same replicas again. (docs: failures)"""
     before = names(cluster, "Replica", "Ingress")
     clients = Clients(cluster, 100, tokens=100, max_tokens=150)
     killed: list[int] = []
@@ -191,7 +191,7 @@ def test_controller_killed(cluster: LocalCluster) -> None:
 
 
 def test_a_replica_that_hangs(cluster: LocalCluster) -> None:
-    """Serve kills it once its health check was not answered; its streams go on elsewhere, token for token."""
+    """Serve kills it after a failed health check; its streams continue elsewhere, token for token."""
     clients = Clients(cluster, 200, tokens=100, max_tokens=150)
     hung: list[str] = []
 
@@ -206,7 +206,7 @@ def test_a_replica_that_hangs(cluster: LocalCluster) -> None:
 
 
 def test_a_node_without_network_for_ten_seconds(cluster: LocalCluster) -> None:
-    """Nobody takes it for dead: its streams pause, then go on. (All its processes stand still: nobody hears of it.)"""
+    """It is not declared dead: its streams pause, then continue. (Suspending all its processes cuts it off.)"""
     before = names(cluster, "Replica", "Ingress")
     clients = Clients(cluster, 300, tokens=100, max_tokens=150)
 
@@ -222,7 +222,7 @@ def test_a_node_without_network_for_ten_seconds(cluster: LocalCluster) -> None:
 
 
 def test_one_of_two_ingresses_killed_before_the_first_byte(cluster: LocalCluster) -> None:
-    """Requests that it had taken go to the other one: nobody has had a byte of their answers."""
+    """The other ingress takes over its requests, because nobody has a byte of their answers."""
     before = names(cluster, "Ingress")
     clients = Clients(cluster, 400, tokens=LATE_TOKENS, max_tokens=10)
     got = clients.disturbed(lambda: cluster.kill("Ingress"), 0)
@@ -246,7 +246,7 @@ def test_rolling_update_under_load(cluster: LocalCluster) -> None:
 
 
 def test_node_killed_with_its_replicas(cluster: LocalCluster) -> None:
-    """Other nodes take its replicas; as many run as before."""
+    """Other nodes start its replicas; as many run as before."""
     replicas = cluster.processes("Replica")
     node = max(replica["node"] for replica in replicas)
     on_it = {replica["name"] for replica in replicas if replica["node"] == node}
@@ -257,7 +257,7 @@ def test_node_killed_with_its_replicas(cluster: LocalCluster) -> None:
 
 
 def test_haproxy_killed(cluster: LocalCluster) -> None:
-    """Nothing listens until Serve has noticed; then everything is as before."""
+    """Nothing listens until Serve notices; then everything is as before."""
     before = names(cluster, "Replica")
     cluster.kill("haproxy")
     eventually(lambda: HTTP.get(f"{cluster.url}/health").status_code == 200)
@@ -266,7 +266,7 @@ def test_haproxy_killed(cluster: LocalCluster) -> None:
 
 
 def test_a_stop_leaves_no_process(cluster: LocalCluster) -> None:
-    """Of all that inherited a mark in its environment; simulated replicas had no torch. (docs: cluster)"""
+    """All processes that inherited a mark in their environment end; simulated replicas had no torch. (docs: cluster)"""
 
     def marked() -> set[int]:
         pids = set()

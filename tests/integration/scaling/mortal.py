@@ -1,7 +1,7 @@
-"""The application with replicas that die at a call of a peer that joins or leaves.
+"""The application with replicas that die at a call from a joining or leaving peer.
 
-A file in the directory that the variable ``FAULTS`` names, called as a method is, arms it; it says how many calls are
-answered before. Whoever takes the file away is dead at once.
+A file named like the called method, in the directory of the variable ``FAULTS``, arms it. The file holds the number
+of calls to answer first. The replica that then removes the file dies at once.
 """
 
 # No `from __future__ import annotations` here: Serve looks for a pydantic class in build_app's own annotation.
@@ -42,6 +42,6 @@ def _called(method: str) -> None:
 
 
 def build_app(args: AppConfig) -> Application:
-    """Return the application, with such replicas."""
+    """Return the application with mortal replicas."""
     with patch.object(app, "Replica", Mortal):
         return app.build_app(args)

@@ -1,6 +1,6 @@
-"""Questions to a cluster whose replicas come and go, and what it says about them.
+"""Questions to a cluster with changing replicas, and that cluster's reports.
 
-Pulls by requests are off, so that what is cached came with a request, a pre-warm or a hand-over.
+Pulls by requests are off, so all cached blocks were computed by a request, pre-warmed or handed over.
 """
 
 import asyncio
@@ -18,20 +18,20 @@ from tests.integration.conftest import HTTP, PATIENCE_S, cache_state, clients, e
 CHAT = "/v1/chat/completions"
 SYSTEM_TOKENS = 400
 HELD_TOKENS = SYSTEM_TOKENS - 16
-"""Cached tokens, at least, of a prompt whose system prompt is cached: whole blocks."""
+"""The minimum of cached tokens, in whole blocks, of a prompt with a cached system prompt."""
 SETTINGS = {
     "model": "demo",
     "engine": "simulated",
     "replicas": 1,
     "kv_pull": False,
     "num_blocks": 2000,
-    "simulated_prefill_tokens_per_s": 5000.0,  # a prompt takes 80 ms: what a busy machine adds makes none look slow
+    "simulated_prefill_tokens_per_s": 5000.0,  # 80 ms a prompt, far above the delays of a busy machine
     "graceful_shutdown_timeout_s": 15,
 }
 
 
 def scale(cluster: LocalCluster, replicas: int, *, wait: bool = True, **options: Any) -> None:
-    """Deploy with another number of replicas, which restarts none of them; ``options``: others of that deployment."""
+    """Deploy with another number of replicas, without restarts; ``options``: other options of that deployment."""
     wanted = application(SETTINGS, {"Replica": {"num_replicas": replicas, **options}})
     cluster.deploy(wanted, PATIENCE_S if wait else 0)
 
@@ -46,7 +46,7 @@ def texts(count: int, seed: int, tokens: int = SYSTEM_TOKENS) -> list[str]:
 
 
 def ask(url: str, request: dict[str, Any]) -> tuple[str, int]:
-    """Return the answer and how many tokens were cached."""
+    """Return the answer and the number of cached tokens."""
     answer = HTTP.post(url + CHAT, json=request)
     assert answer.status_code == 200, answer.text
     whole = answer.json()
@@ -60,13 +60,13 @@ def ask_at_once(url: str, requests: Iterable[dict[str, Any]]) -> list[tuple[str,
 
 
 def notices(url: str, kind: str) -> dict[str, dict[str, Any]]:
-    """Finished receipts on the board, by replica."""
+    """Return finished receipts from the notices, by replica."""
     receipts = cache_state(url)["notices"][kind]
     return {receipt["replica_id"]: receipt for receipt in receipts if receipt["state"] == "done"}
 
 
 def wait_left(url: str, names: Set[str]) -> None:
-    """Wait until replicas have gone and their receipts are up."""
+    """Wait until replicas have left and their receipts are published."""
     eventually(lambda: names <= notices(url, "handover").keys() and not names & replicas_of(url).keys())
 
 
@@ -86,11 +86,11 @@ def long_streams(url: str, seed: int, max_tokens: int, disturb: Callable[[], Non
 
 
 def running(url: str) -> dict[str, int]:
-    """Sequences that run, by replica."""
+    """Return the number of running sequences, by replica."""
     return {name: replica["running_sequences"] for name, replica in replicas_of(url).items()}
 
 
 @cache
 def undisturbed(url: str, seed: int, max_tokens: int) -> list[str]:
-    """Those answers while nothing leaves; they do not depend on how many replicas there are."""
+    """Return those answers with no replica leaving; they do not depend on the number of replicas."""
     return long_streams(url, seed, max_tokens)

@@ -1,6 +1,6 @@
 """Replicas that join and leave real Ray Serve, with simulated engines: caches, saves and streams survive both.
 
-Some die in the middle of it: the mortal ones, which a rolling update brings.
+Some die in the middle of it: the mortal replicas, which a rolling update starts.
 """
 
 import os
@@ -40,20 +40,20 @@ from tests.integration.scaling.stage import (
 pytestmark = pytest.mark.integration
 
 DRAIN_S, NO_DRAIN_S = 8, 3
-"""The first has time for a hand-over, and not for a long stream; the second for neither."""
+"""The first is enough for a hand-over, but not for a long stream; the second is enough for neither."""
 LONG_TOKENS, STREAM_TOKENS = 400, 250
 """8 and 5 seconds."""
 
 
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where mortal replicas look for what they die of."""
+    """The folder that arms mortal replicas."""
     return tmp_path_factory.mktemp("faults")
 
 
 @pytest.fixture(scope="module")
 def cluster(faults: Path) -> Iterator[LocalCluster]:
-    root = str(Path(__file__).parents[3])  # its processes import what is in this folder
+    root = str(Path(__file__).parents[3])  # lets its processes import modules of this folder
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     with alone(LocalCluster(1, env={FAULTS: str(faults), "PYTHONPATH": path})) as made:
         yield made
@@ -65,7 +65,7 @@ def url(cluster: LocalCluster) -> str:
 
 
 def scale_mortal(cluster: LocalCluster, replicas: int, *, wait: bool = True) -> None:
-    """Deploy with so many mortal replicas; where there were others, each is replaced, the new one first."""
+    """Deploy with this many mortal replicas; each existing one is replaced, new before old."""
     surge = {"max_surge_percent": 100}
     options = {"Replica": {"num_replicas": replicas, **surge}, "Ingress": surge}
     wanted = application({**SETTINGS, "num_blocks": 700}, options)
@@ -74,21 +74,21 @@ def scale_mortal(cluster: LocalCluster, replicas: int, *, wait: bool = True) -> 
 
 
 def forget(url: str) -> None:
-    """Have every replica forget what it has cached."""
+    """Make every replica forget its cache."""
     HTTP.post(f"{url}/reset_prefix_cache").raise_for_status()
     eventually(lambda: not any(replica["blocks"].get("pool") for replica in replicas_of(url).values()))
 
 
 def asked(url: str, systems: list[str]) -> list[str]:
-    """The answers to each prompt, once the router has heard where all are cached."""
+    """Return the answers to each prompt, once the router knows that all are cached."""
     answers = [text for text, _ in ask_at_once(url, map(body, systems))]
     for system in systems:
         wait_until_cached(url, body(system), HELD_TOKENS)
     return answers
 
 
-def test_what_a_leaving_replica_held_is_cached_where_it_was_not(cluster: LocalCluster, url: str) -> None:
-    """Three become one: every prompt is a hit there, a save is still one, and every answer is the same.
+def test_a_leaving_replica_hands_over_its_cache(cluster: LocalCluster, url: str) -> None:
+    """Three replicas become one: it hits every prompt, keeps every save, and gives the same answers.
 
     docs: failures
     """
@@ -122,7 +122,7 @@ def test_what_a_leaving_replica_held_is_cached_where_it_was_not(cluster: LocalCl
 def test_streams_longer_than_the_drain_go_on_elsewhere_token_for_token(
     cluster: LocalCluster, url: str, graceful_s: int
 ) -> None:
-    """Their replica is stopped in the middle; without time for a hand-over cache is lost, and nothing else.
+    """Their replica is stopped in the middle; without time for a hand-over only the cache is lost.
 
     docs: failures
     """
@@ -135,12 +135,12 @@ def test_streams_longer_than_the_drain_go_on_elsewhere_token_for_token(
     (left,) = before.keys() - replicas_of(url).keys()
     if graceful_s == DRAIN_S:
         eventually(lambda: notices(url, "handover").get(left, {}).get("blocks", 0) > 0)
-    # Not before: what another replica holds as well is not handed over.
+    # This comes last, because blocks that another replica holds as well are not handed over.
     assert disturbed == undisturbed(url, 400, LONG_TOKENS)
 
 
 def test_a_replica_that_cannot_start_takes_no_traffic(cluster: LocalCluster, url: str) -> None:
-    """A new version whose model is not there: the old replica that is left answers everything, until the way back."""
+    """A new version cannot find its model: the remaining old replica answers everything until the roll-back."""
     scale(cluster, 2)
     wait_for_replicas(url, 2)
     before = set(replicas_of(url))
@@ -160,7 +160,7 @@ def test_a_replica_that_cannot_start_takes_no_traffic(cluster: LocalCluster, url
     assert ask(url, request)[0] in answers
 
 
-def test_a_rolling_update_starts_with_what_the_old_replica_had(cluster: LocalCluster, url: str) -> None:
+def test_a_rolling_update_starts_with_the_old_replicas_cache(cluster: LocalCluster, url: str) -> None:
     """The new one copies it before the old one leaves, so its first requests are hits. (docs: failures)"""
     scale(cluster, 1)
     wait_for_replicas(url, 1)
@@ -184,7 +184,7 @@ def test_a_rolling_update_starts_with_what_the_old_replica_had(cluster: LocalClu
 
 
 def test_a_peer_that_dies_in_the_middle_of_a_prewarm(cluster: LocalCluster, url: str, faults: Path) -> None:
-    """It gave the beginning that all prompts share: the new replica starts with that, and within its time.
+    """It gave the prefix that all prompts share: the new replica starts with that, and within its time limit.
 
     docs: failures
     """
@@ -211,7 +211,7 @@ def test_a_peer_that_dies_in_the_middle_of_a_prewarm(cluster: LocalCluster, url:
 
 
 def test_a_peer_that_dies_in_the_middle_of_a_hand_over(cluster: LocalCluster, url: str, faults: Path) -> None:
-    """Streams run on all three, so some lose the replica that leaves, or the one that dies: all go on as they were.
+    """Streams on the leaving replica and on the dying one continue unchanged.
 
     docs: failures
     """
@@ -237,7 +237,7 @@ def test_a_peer_that_dies_in_the_middle_of_a_hand_over(cluster: LocalCluster, ur
     receipt = notices(url, "handover")[leaves]
     assert receipt["peers_lost"] == 1
     assert set(receipt["skipped_blocks"]) <= {"held_by_peer"}
-    eventually(lambda: len(stay & replicas_of(url).keys()) == 1)  # who died is known until its death is noticed
+    eventually(lambda: len(stay & replicas_of(url).keys()) == 1)  # the dead one counts until its death is noticed
     wait_for_replicas(url, 2, [leaves])
     assert disturbed == undisturbed(url, 1100, STREAM_TOKENS)
     again = [ask(url, body(system)) for system in systems]
@@ -246,6 +246,6 @@ def test_a_peer_that_dies_in_the_middle_of_a_hand_over(cluster: LocalCluster, ur
 
 
 def holders(url: str, system: str) -> set[str]:
-    """Which replicas have a prompt whole, as the router has heard by now."""
+    """Return the replicas that hold a whole prompt, as far as the router knows."""
     replicas = explained(url, body(system))["replicas"]
     return {replica["replica_id"] for replica in replicas if replica["cached_tokens"] >= HELD_TOKENS}

@@ -86,7 +86,7 @@ def test_match_equals_oracle(actions: list[tuple[str, str, str, int, int]], swee
 
 
 def test_unknown_replicas_and_odd_lengths_are_harmless() -> None:
-    """Events of a replica that was not added change nothing; a trailing partial hash is ignored."""
+    """Events of an unknown replica change nothing; a trailing partial hash is ignored."""
     directory = Directory(BLOCK)
     directory.apply("ghost", [BlocksStored(chain(0, 3))])
     assert directory.num_blocks == 0
@@ -99,7 +99,7 @@ def test_unknown_replicas_and_odd_lengths_are_harmless() -> None:
 
 
 def test_a_cleared_cache_is_swept_in_bounded_steps() -> None:
-    """What it held is invisible at once and its memory comes back over later calls."""
+    """Its blocks are invisible at once, and later calls free their memory."""
     directory = Directory(BLOCK, max_blocks=100_000)
     for name in ("a", "b"):
         directory.add_replica(name)
@@ -107,7 +107,7 @@ def test_a_cleared_cache_is_swept_in_bounded_steps() -> None:
     directory.apply("b", [BlocksStored(chain(0, 2))])
     directory.apply("a", [CacheCleared()])
     assert directory.match(chain(0, 4)) == {"b": 32}
-    assert directory.num_blocks > 19_000, "nothing was walked through at once"
+    assert directory.num_blocks > 19_000, "clearing did not sweep the blocks at once"
     calls = 0
     while directory.sweep(0):
         directory.apply("b", [])
@@ -126,7 +126,7 @@ def test_bound_refuses_and_counts() -> None:
 
 
 def test_memory_per_block_is_small() -> None:
-    """100,000 blocks with three holders each take well under 100 bytes a block by the directory's own count."""
+    """100,000 blocks with three holders each need less than 60 bytes per block by the directory's own count."""
     directory = Directory(BLOCK)
     names = [f"r{n}" for n in range(64)]
     rng = Random(3)
@@ -147,8 +147,8 @@ def test_sizes_are_checked(block_size: int, max_blocks: int) -> None:
         Directory(block_size, max_blocks)
 
 
-def test_of_ends_the_deepest_says_all_and_others_go_by_what_is_before() -> None:
-    """Beside a replica that holds whole prefixes; an end that goes leaves the one before it, and a departure none."""
+def test_the_deepest_known_end_gives_the_match() -> None:
+    """Replica "whole" holds all blocks of a prefix, "ends" only reports ends. Removals and departures take effect."""
     directory = Directory(BLOCK)
     for replica_id in ("whole", "ends"):
         directory.add_replica(replica_id)

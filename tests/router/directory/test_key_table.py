@@ -16,7 +16,7 @@ def step_of(operation: str, value: int) -> int:
 @settings(max_examples=200)
 @given(operations=operations)
 def test_table_equals_dict(operations: list[tuple[list[int], str]]) -> None:
-    """Colliding keys, removals and growth never lose, double or mix up an entry, and the counts agree."""
+    """Colliding keys, removals and growth never lose, duplicate or confuse an entry, and the counts agree."""
     table, oracle = KeyTable(10_000), dict[int, int]()
     for some_keys, operation in operations:
         changes, xor = table.update(some_keys, lambda value, operation=operation: step_of(operation, value))

@@ -1,4 +1,4 @@
-"""One replica's caches and feed, and one router, with every message between them in the test's hands."""
+"""One replica's caches and feed, and one router; the test controls every message between them."""
 
 from functools import reduce
 from hashlib import blake2b
@@ -32,7 +32,7 @@ def word(block_hash: bytes) -> int:
 
 
 def digest_of(held: Held) -> CacheDigest:
-    """What an honest replica says, worked out one block at a time."""
+    """Return an honest replica's digest, computed one block at a time."""
     words = {tier: [word(HASHES[number]) for number in held[tier]] for tier in TIERS}
     return CacheDigest(tuple(TierDigest(tier, len(words[tier]), reduce(xor, words[tier], 0)) for tier in TIERS))
 
@@ -54,7 +54,7 @@ class Replica:
         self.held: Held = {tier: set() for tier in TIERS}
 
     def does(self, events: list[Any]) -> list[bytes]:
-        """Change the caches and return the messages of it; "digest" stands for one of what is held then."""
+        """Change the caches and return the resulting messages; "digest" adds a digest of the blocks held then."""
         told: list[Event] = []
         for event in events:
             match event:
@@ -78,7 +78,7 @@ class Replica:
             self.resequencer.on_delta(message, self.now_s)
 
     def settle(self) -> None:
-        """Let the line be perfect until nothing is known to be missing."""
+        """Deliver everything until nothing is known to be missing."""
         for _ in range(50):
             self.hears(self.does(["load"]))
             self.now_s += 11.0
@@ -90,7 +90,7 @@ class Replica:
         raise AssertionError("the feed never became live")
 
     def known(self) -> Held:
-        """What the directory says that the replica holds, block by block."""
+        """Return the replica's blocks according to the directory, looked up one by one."""
         found: Held = {tier: set() for tier in TIERS}
         for number, block_hash in enumerate(HASHES):
             match = self.core.directory.match(block_hash)

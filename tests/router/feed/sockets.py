@@ -14,7 +14,7 @@ CHAIN = Random(0).randbytes(16 * 50)
 
 
 async def until(true: Callable[[], bool]) -> None:
-    """Wait until something is so: as long as pytest lets a test run."""
+    """Wait until a condition holds, for as long as pytest lets a test run."""
     while not true():  # noqa: ASYNC110 (nobody announces it)
         await asyncio.sleep(0.01)
 
@@ -25,7 +25,7 @@ def blocks(core: RoutingCore, name: str) -> int:
 
 @asynccontextmanager
 async def following(*names: str) -> AsyncIterator[tuple[RoutingCore, FeedSubscriber, dict[str, FeedPublisher]]]:
-    """Yield a core that knows the replicas, its subscriber, connected to none yet, and the feeds."""
+    """Yield a core that knows the replicas, its subscriber, which is not connected yet, and the feeds."""
     core = RoutingCore("me")
     core.update_replicas(names)
     subscriber = FeedSubscriber(core.apply, core.counters.feed)

@@ -1,4 +1,4 @@
-"""A directory that differs from what a replica holds is found by the replica's next digest, and mended."""
+"""If a directory differs from a replica's blocks, the replica's next digest reveals it, and a snapshot repairs it."""
 
 from random import Random
 from typing import Any
@@ -19,9 +19,9 @@ from tests.router.feed.feed_line import HASHES, TIERS, Replica, changes, digest_
 @settings(max_examples=150)
 @given(steps=steps, seed=st.integers(0, 2**32), loss=st.sampled_from([0.0, 0.2, 0.5]))
 def test_no_honest_feed_is_taken_for_drift(steps: list[tuple[list[Any], str]], seed: int, loss: float) -> None:
-    """Messages lost, doubled and reordered, snapshots in flight, new feeds: no digest of an honest replica differs.
+    """Through lost, repeated and reordered messages, snapshots and new feeds, no honest replica's digest differs.
 
-    Once the line is whole the directory equals the caches. (docs: routing)
+    Once all messages are delivered, the directory equals the caches. (docs: routing)
     """
     line = Replica(seed)
     rng = Random(seed + 1)
@@ -44,7 +44,7 @@ def test_no_honest_feed_is_taken_for_drift(steps: list[tuple[list[Any], str]], s
                 if fate < loss:
                     continue
                 if fate < loss + 0.1:
-                    wire.append((is_delta, data))  # comes late (again)
+                    wire.append((is_delta, data))  # arrives late (or again)
                 (line.resequencer.on_delta if is_delta else line.resequencer.on_chunk)(data, line.now_s)
                 if rng.random() < 0.1:
                     rng.shuffle(wire)
@@ -57,13 +57,13 @@ def test_no_honest_feed_is_taken_for_drift(steps: list[tuple[list[Any], str]], s
 
 
 def altered(block_hash: bytes, rng: Random) -> bytes:
-    """Change a bit that the directory goes by: it knows blocks by the upper 36 bits of 64 and a few of the lowest."""
+    """Flip a bit that the directory uses: it identifies blocks by the upper 36 of 64 bits and a few of the lowest."""
     bit = rng.choice([*range(6), *range(28, 64)])
     return (int.from_bytes(block_hash[:8], "little") ^ (1 << bit)).to_bytes(8, "little") + block_hash[8:]
 
 
 def lie(events: tuple[Event, ...], before: list[Event], kind: str, rng: Random) -> tuple[Event, ...]:
-    """Return what arrives in place of the events of a message."""
+    """Return the false events that arrive in place of a message's events."""
     at = rng.randrange(len(events))
     told = list(events)
     match kind:
@@ -92,7 +92,7 @@ def lie(events: tuple[Event, ...], before: list[Event], kind: str, rng: Random) 
     seed=st.integers(0, 2**32),
 )
 def test_every_lie_is_found_by_the_next_digest_and_mended(batches: list[list[Any]], lies: list[str], seed: int) -> None:
-    """In complete messages in order, and only where the directory is wrong by it. (docs: routing)"""
+    """Lies are in complete messages in order, and count only if they make the directory wrong. (docs: routing)"""
     line = Replica(seed)
     line.settle()
     before: list[Event] = []
@@ -111,7 +111,7 @@ def test_every_lie_is_found_by_the_next_digest_and_mended(batches: list[list[Any
     line.settle()
     assert line.known() == line.held
     line.hears(line.does(["digest"]))
-    assert line.found == wrong, "a mended directory agrees"
+    assert line.found == wrong, "a repaired directory agrees"
     assert line.core.state()["replicas"][0]["drift"].keys() <= {"extra", "missing", "altered"}
 
 
@@ -125,16 +125,16 @@ def test_every_lie_is_found_by_the_next_digest_and_mended(batches: list[list[Any
         ([], [], None),
     ],
 )
-def test_what_differs_is_told_apart(known: list[int], held: list[int], kind: str | None) -> None:
+def test_kinds_of_drift_are_distinguished(known: list[int], held: list[int], kind: str | None) -> None:
     directory = Directory(16)
     directory.add_replica("a")
     directory.apply("a", [BlocksStored(packed(known), "host")])
     assert directory.drift("a", digest_of({"pool": set(), "host": set(held)})) == kind
-    assert directory.drift("b", digest_of({"pool": set(), "host": {1}})) is None, "nobody knows b"
+    assert directory.drift("b", digest_of({"pool": set(), "host": {1}})) is None, "b is unknown"
 
 
-def test_what_was_refused_at_the_bound_is_no_drift_until_there_is_room() -> None:
-    """A full directory has holes that no snapshot could fill; with room again they are filled."""
+def test_blocks_refused_at_the_bound_are_no_drift_until_there_is_space() -> None:
+    """A full directory has holes that no snapshot could fill; once it has space, they are filled."""
     line = Replica(0, max_blocks=16)
     line.core.update_replicas(["a", "b"])
     line.core.apply("b", [BlocksStored(Random(5).randbytes(16 * 10))])
@@ -165,7 +165,7 @@ def test_another_bound_empties_the_directory_and_snapshots_fill_it_again() -> No
 
 
 def test_a_digest_that_never_agrees_is_asked_about_ever_more_rarely() -> None:
-    """A replica that lies about its digest costs a snapshot in ten minutes; one that agrees again starts anew."""
+    """A replica with false digests costs a snapshot per ten minutes; an agreeing digest resets the pause."""
     checks, directory = DriftChecks(), Directory(16)
     directory.add_replica("a")
     false = CacheDigest((TierDigest("pool", 1, 1),))
@@ -181,7 +181,7 @@ def test_a_digest_that_never_agrees_is_asked_about_ever_more_rarely() -> None:
 
 @given(events=st.lists(changes, max_size=20), wrong=st.integers(1, 2**63))
 def test_a_mirror_that_lies_is_found_by_its_own_replica(events: list[Any], wrong: int) -> None:
-    """Routers know the mirror, so a digest that it contradicts goes no further; what it agrees with does."""
+    """Routers know the mirror, so the feed drops a digest that contradicts it, and publishes one that agrees."""
     line = Replica(0)
     line.does(events)
     true = digest_of(line.held)

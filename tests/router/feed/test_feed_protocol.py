@@ -1,4 +1,4 @@
-"""FeedSequencer, a line, FeedResequencer, without sockets. That nothing is lost on the way is in ``test_drift``."""
+"""FeedSequencer and FeedResequencer without sockets. That no event is lost is tested in ``test_drift``."""
 
 from itertools import pairwise
 
@@ -9,7 +9,7 @@ from tests.router.feed.feed_line import LOAD, NUMBERS, Replica
 
 
 def test_a_repeated_message_changes_nothing_and_a_gap_asks_for_a_snapshot() -> None:
-    """What comes after a lost message is held, loads excepted, until a snapshot has closed the gap."""
+    """Messages after a lost one, except loads, are held until a snapshot has closed the gap."""
     line = Replica()
     line.settle()
     counters = line.core.counters.feed
@@ -28,7 +28,7 @@ def test_a_repeated_message_changes_nothing_and_a_gap_asks_for_a_snapshot() -> N
     nonce = line.resequencer.poll(line.now_s + LAST_BACKOFF_S)
     assert nonce is not None
     snapshot = list(line.sequencer.snapshot(nonce))
-    line.hears(line.does([("store", "pool", [4])]))  # overtakes it
+    line.hears(line.does([("store", "pool", [4])]))  # overtakes the snapshot
     for chunk in snapshot:
         line.resequencer.on_chunk(chunk, line.now_s)
     assert line.resequencer.live
@@ -36,7 +36,7 @@ def test_a_repeated_message_changes_nothing_and_a_gap_asks_for_a_snapshot() -> N
 
 
 def test_a_silent_feed_that_lost_nothing_gets_no_snapshot_anew() -> None:
-    """Whether it did is asked, and the first piece of the answer tells."""
+    """The router asks whether it lost anything, and the first piece of the answer settles it."""
     line = Replica()
     line.settle()
     counted = line.core.counters.feed.snapshots
@@ -57,7 +57,7 @@ def test_unanswered_requests_back_off() -> None:
 
 
 def test_a_request_that_could_not_be_sent_is_not_waited_for() -> None:
-    """The backoff alone sets when the next one goes out."""
+    """The backoff alone sets the time of the next one."""
     line = Replica()
     assert line.resequencer.poll(0.0) is not None
     line.resequencer.request_unsent()
@@ -66,8 +66,8 @@ def test_a_request_that_could_not_be_sent_is_not_waited_for() -> None:
     assert line.resequencer.poll(TIMEOUT_S) is None
 
 
-def test_what_is_held_is_bounded_while_no_snapshot_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many messages come before it; load reports flow all the same."""
+def test_held_messages_are_bounded_while_no_snapshot_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any number of messages may precede the snapshot; load reports take effect all the same."""
     monkeypatch.setattr("router.feed.resequencer.MAX_HELD_BYTES", 12_000)
     line = Replica()
     for number in range(100):

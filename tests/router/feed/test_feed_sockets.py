@@ -17,7 +17,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_snapshot_then_deltas_then_a_new_feed() -> None:
-    """A router that joins late gets what was stored before, then follows; of a restarted replica only its new life."""
+    """A late router gets earlier blocks, then later ones; of a restarted replica it gets only the new life's blocks."""
     async with following("a") as (core, subscriber, feeds):
         feed = feeds["a"]
         feed.put([BlocksStored(CHAIN), BEAT])
@@ -44,7 +44,7 @@ async def test_snapshot_then_deltas_then_a_new_feed() -> None:
 
 @patch("router.feed.resequencer.TIMEOUT_S", 3600.0)
 async def test_joining_waits_for_no_timeout() -> None:
-    """The first request finds no connection yet; the next one goes out after the backoff, not after the timeout."""
+    """The first request finds no connection yet; the next one is sent after the backoff, not after the timeout."""
     async with following("a") as (core, subscriber, feeds):
         feeds["a"].put([BlocksStored(CHAIN), BEAT])
         subscriber.connect("a", feeds["a"].endpoint)
@@ -57,7 +57,7 @@ async def test_joining_waits_for_no_timeout() -> None:
 
 
 async def test_endpoints_that_do_not_answer_delay_nobody() -> None:
-    """One refuses connections, one takes them and says nothing: neither is live, and the other feed is."""
+    """One refuses connections, one accepts them and stays silent: neither is live, and the other feed is."""
     silent = socket.create_server(("127.0.0.1", 0), backlog=64)
     key = zmq.curve_keypair()[0].decode()
     async with following("a", "dead", "silent") as (core, subscriber, feeds):
@@ -127,8 +127,8 @@ async def test_a_malformed_request_is_ignored() -> None:
         asker.curve_serverkey = endpoint.public_key.encode()
         asker.connect(endpoint.snapshot_address)
         for nonce in (b"12345678", b"87654321"):
-            asker.send(b"what?")
+            asker.send(b"junk")
             asker.send_multipart([b"a", b"b", b"c"])
             asker.send(nonce)
-            assert nonce in asker.recv(), "the first answer is this one's"
+            assert nonce in asker.recv(), "the first answer is for this request"
         context.destroy(linger=0)

@@ -1,4 +1,4 @@
-"""The feed's thread outlives what it cannot publish, holds a bounded number of events, and tells that it is broken."""
+"""The feed's thread survives events that it cannot publish, holds a bounded number of them, and reports a failure."""
 
 from collections.abc import Iterator, Sequence
 from threading import Event as Signal
@@ -18,7 +18,7 @@ def stored(number: int) -> BlocksStored:
 
 
 class Feed(FeedPublisher):
-    """Raises while ``broken``, and keeps what it published; ``free`` holds it in a call. Its clock stands still."""
+    """Raises while ``broken``, and records published events; unset ``free`` blocks a call. Its clock stands still."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -32,7 +32,7 @@ class Feed(FeedPublisher):
         self.start()
 
     def _encode_slowly(self, events: Sequence[Event]) -> list[bytes]:
-        broken = self.broken  # as it was when the call began: a test changes it once it has seen the call
+        broken = self.broken  # read at the start of the call: a test changes it once it has seen the call
         self.called.set()
         assert self.free.wait(PATIENCE_S)
         if broken:
@@ -56,10 +56,10 @@ def feed() -> Iterator[Feed]:
 
 
 def test_an_event_that_cannot_be_published_ends_nothing(feed: Feed) -> None:
-    """What comes after it is published, and the loss makes the caches be announced anew."""
+    """Later events are published, and the loss makes the engine announce its caches again."""
     feed.broken = True
     feed.put_and_wait(stored(1))
-    feed.put_and_wait(stored(2))  # the first call is over when the second one comes
+    feed.put_and_wait(stored(2))  # the first call ends before the second one begins
     assert feed.mirror_drifts >= 1
     feed.broken = False
     feed.put_and_wait(stored(3))
@@ -77,7 +77,7 @@ def test_a_feed_that_publishes_nothing_is_not_healthy(feed: Feed) -> None:
     assert not feed.healthy()
     feed.broken = False
     feed.put_and_wait(stored(2))
-    feed.put_and_wait(stored(3))  # the second call is over
+    feed.put_and_wait(stored(3))  # ends the second call
     feed.now_s += UNHEALTHY_AFTER_S
     assert feed.healthy()
 
@@ -91,7 +91,7 @@ def test_a_feed_with_nothing_to_publish_is_healthy(feed: Feed) -> None:
     assert not feed.healthy(), "its thread has ended"
 
 
-def test_what_waits_for_a_thread_that_stands_still_is_bounded(feed: Feed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_queued_for_a_blocked_thread_are_bounded(feed: Feed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_WAITING_BATCHES", 5)
     feed.free.clear()
     feed.put_and_wait(stored(0))

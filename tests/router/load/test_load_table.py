@@ -1,4 +1,4 @@
-"""LoadTable: nothing counted twice, nothing lost, nonsense harmless."""
+"""LoadTable counts nothing twice, loses nothing, and survives nonsense."""
 
 from math import inf
 
@@ -29,7 +29,7 @@ def report(queued: int = 0, running: int = 0, waiting: int = 0, rate: float = 0.
 
 
 class ReplicaQueue:
-    """The truth: what a replica has queued of whom, and what is still on its way to it."""
+    """The truth: a replica's queued tokens, by router, and those still in transit to it."""
 
     def __init__(self) -> None:
         self.on_the_way: dict[int, int] = {}
@@ -48,7 +48,7 @@ class ReplicaQueue:
     )
 )
 def test_queue_ahead_counts_everything_once(steps: list[tuple[str, int]]) -> None:
-    """After a report, queue ahead = what the replica has queued + what is on its way. (docs: routing)"""
+    """After a report, queue ahead = tokens queued at the replica + tokens in transit. (docs: routing)"""
     loads, truth = table(), ReplicaQueue()
     for action, tokens in steps:
         if action == "send":
@@ -88,17 +88,17 @@ def test_full_by_waiting_bound_and_by_own_reservations() -> None:
 
 
 def test_sequences_with_committed_tokens_only_are_no_jobs_to_overtake() -> None:
-    """Of five waiting sequences two have nothing but committed tokens: three jobs share the others."""
+    """Two of five waiting sequences have only committed tokens: three jobs share the other tokens."""
     loads = table()
     loads.report("a", LoadReport(900, 1, 5, 8, 16, 0.0, committed_prefill_tokens=300, committed_sequences=2), 0.0)
     assert (loads.committed_tokens[0], loads.overtakable_tokens[0], loads.falloff[0]) == (300, 600, -3 / 600)
-    assert loads.waiting[0] == 5, "they wait all the same"
+    assert loads.waiting[0] == 5, "they still wait"
     loads.report("a", LoadReport(900, 1, 5, 8, 16, 0.0, committed_sequences=2), 0.0)
-    assert loads.falloff[0] == -5 / 900, "without committed tokens nobody has them"
+    assert loads.falloff[0] == -5 / 900, "without committed tokens, all sequences can be overtaken"
 
 
-def test_who_comes_first_to_an_idle_replica_is_overtaken_by_nobody() -> None:
-    """What was sent where nothing waits is being computed before any report says so; what follows can be overtaken."""
+def test_the_first_request_to_an_idle_replica_is_not_overtaken() -> None:
+    """An idle replica computes its first request before any report shows it; only later requests can be overtaken."""
     loads = table()
     loads.report("a", report(), 0.0)
     first = loads.reserve("a", 500, 0.0)
@@ -112,7 +112,7 @@ def test_who_comes_first_to_an_idle_replica_is_overtaken_by_nobody() -> None:
 
 
 def test_a_nonsense_number_does_not_hide_later_reservations() -> None:
-    """A report that claims reservations never made counts for those made, no more."""
+    """A report that acknowledges reservations never made covers only the ones made so far."""
     loads = table()
     loads.reserve("a", 10, 0.0)
     loads.report("a", report(me=1 << 60), 0.0)
@@ -143,7 +143,7 @@ def test_rows_follow_their_replicas(ops: list[tuple[bool, int]]) -> None:
 
 
 def test_a_rate_over_few_tokens_is_believed_in_part() -> None:
-    """What is missing to 8,192 tokens is taken at the rate of all; others stay as they are. (docs: routing)"""
+    """A rate measured over less than 8,192 tokens is blended with the rate of all replicas. (docs: routing)"""
     loads = table("thin", "sure", "known")
     reports = {"thin": (200.0, 1024), "sure": (2000.0, 9000), "known": (1000.0, 0)}
 
@@ -163,7 +163,7 @@ def test_a_rate_over_few_tokens_is_believed_in_part() -> None:
 
 
 def test_a_rate_that_no_replica_has_measured_is_the_usual_one() -> None:
-    """Until a replica reports its prefill rate the default holds for it alone; nobody pulls before it says so."""
+    """A replica has the default prefill rate until it reports one, and pulls nothing until it reports a pull rate."""
     loads = table("a", "b")
     loads.report("b", msgspec.structs.replace(report(rate=50.0), pull_tokens_per_s=1000.0), 0.0)
     assert loads.seconds_per_token.tolist() == [1 / 100, 1 / 50]
@@ -175,7 +175,7 @@ def test_a_rate_that_no_replica_has_measured_is_the_usual_one() -> None:
 
 @given(order=st.permutations(range(6)), queued=st.lists(st.integers(0, 1000), min_size=6, max_size=6))
 def test_of_two_reports_the_later_one_counts(order: list[int], queued: list[int]) -> None:
-    """Neither the queue nor what of it is this router's changes by the earlier one. (docs: routing)"""
+    """An earlier report changes neither the queue nor this router's part of it. (docs: routing)"""
     loads = table()
     for _ in queued:
         loads.reserve("a", 7, 0.0)
@@ -188,7 +188,7 @@ def test_of_two_reports_the_later_one_counts(order: list[int], queued: list[int]
 
 
 def test_routers_that_go_quiet_are_not_counted() -> None:
-    """A replica remembers routers for long; who sends nothing new for half a minute is not active."""
+    """A replica remembers routers for long, but a router without new requests for half a minute is not active."""
     loads = table()
     assert loads.active_routers == 1
     loads.report("a", report(me=3, you=5, them=1), 0.0)

@@ -1,4 +1,4 @@
-"""Adapters in memory: where one is, requests for it go there while that is faster than loading it elsewhere."""
+"""Requests go to a replica with their adapter in memory, while that is faster than loading it elsewhere."""
 
 from math import inf, nan
 from random import Random
@@ -33,7 +33,7 @@ def chosen(core: RoutingCore, request: RoutedRequest) -> str:
 
 
 def test_cold_prompts_go_where_their_adapter_is_and_others_anywhere() -> None:
-    """Rendezvous order spreads what needs no adapter, or one that nobody has."""
+    """Rendezvous order spreads requests without an adapter, or for one that is in no memory."""
     core = core_of({"a": report(), "b": report((STYLE, "x@2"), 0.2), "c": report(("x@2",), 0.2)})
     assert {chosen(core, adapted(number)) for number in range(30)} == {"b"}
     assert {chosen(core, adapted(number, "x@2")) for number in range(30)} == {"b", "c"}
@@ -43,13 +43,13 @@ def test_cold_prompts_go_where_their_adapter_is_and_others_anywhere() -> None:
 
 @pytest.mark.parametrize(("queued", "expected"), [(150, "b"), (250, "a")])
 def test_a_load_weighs_as_much_as_the_work_of_its_time(queued: int, expected: str) -> None:
-    """0.2 s of loading against a queue at 1,000 tokens a second."""
+    """0.2 s of loading compete with a queue at 1,000 tokens/s."""
     core = core_of({"a": report(("x@2",), 0.2), "b": report((STYLE,), 0.2, queued)})
     assert chosen(core, adapted(1)) == expected
 
 
 def test_kv_that_saves_more_than_the_load_wins() -> None:
-    """Its adapter has been evicted from the replica that still holds the prefix of 320 tokens."""
+    """The replica that holds the prefix of 320 tokens has evicted the adapter."""
     chain = Random(0).randbytes(16 * 20)
     for load_s, expected in ((0.2, "a"), (0.5, "b")):
         core = core_of({"a": report((), load_s), "b": report((STYLE,), load_s)}, {"a": chain})
@@ -57,7 +57,7 @@ def test_kv_that_saves_more_than_the_load_wins() -> None:
 
 
 def test_the_estimate_has_the_load_in_it() -> None:
-    """In the decision, and in an explanation, also of a policy that does not look at adapters."""
+    """It is in the decision and in an explanation, even for a policy that ignores adapters."""
     core = core_of({"a": report((), 0.3), "b": report((STYLE,), 0.3, queued=8000)})
     decision = decided(core, adapted(1))
     assert (decision.replica_id, decision.estimated_ttft_s) == ("a", pytest.approx(0.4))
@@ -68,8 +68,8 @@ def test_the_estimate_has_the_load_in_it() -> None:
     assert by_id["a"]["estimated_ttft_s"] == pytest.approx(0.4)
 
 
-def test_what_is_not_measured_is_taken_to_be_usual_and_nonsense_is_not_believed() -> None:
-    """One replica's nonsense makes itself expensive at most."""
+def test_a_missing_load_time_is_assumed_usual_and_nonsense_is_ignored() -> None:
+    """A replica's nonsense at most makes that replica expensive."""
     loads, places = LoadTable("me"), LoraResidency()
     for name, load_s in {"a": 0.0, "b": 0.1, "c": 0.3, "d": 1e30, "e": nan, "f": -1.0, "g": inf, "h": 0.2}.items():
         loads.add_replica(name)
@@ -90,7 +90,7 @@ names, keys = st.sampled_from("abc"), st.sampled_from(["x", "y", "z"])
 @settings(max_examples=60)
 @given(st.lists(st.tuples(names, st.one_of(st.none(), st.sets(keys))), max_size=20))
 def test_places_are_those_of_the_latest_reports(news: list[tuple[str, set[str] | None]]) -> None:
-    """Whatever was reported before, and whoever went (None); nothing is kept of adapters that nobody has."""
+    """Earlier reports and departed replicas (None) leave nothing; adapters without a holder take no memory."""
     loads, places, latest = LoadTable("me"), LoraResidency(), {name: set[str]() for name in "abc"}
     for name in latest:
         loads.add_replica(name)

@@ -1,4 +1,4 @@
-"""What a router learns from recent requests, against naive counts; and in which figures it is shown."""
+"""A router's figures from recent requests, against naive counts, and the places that show them."""
 
 from collections import Counter
 from math import ceil
@@ -30,7 +30,7 @@ def test_times_are_those_of_the_last_minute(requests: list[tuple[float, float]])
 
 
 def test_of_many_requests_the_latest_stand_for_all() -> None:
-    """A thousand a second for half a minute: all are counted, and few are kept."""
+    """A thousand requests per second for half a minute: all are counted, and few are kept."""
     times = RequestTimes()
     for number in range(30_000):
         times.add(number / 1000, 0.0, number / 1000)
@@ -41,7 +41,7 @@ def test_of_many_requests_the_latest_stand_for_all() -> None:
 
 @given(st.integers(0, 2**32), st.integers(2, 30))
 def test_the_working_set_counts_reused_blocks_once(seed: int, prefixes: int) -> None:
-    """Within sampling's error: distinct blocks that were used three times or more."""
+    """The count of distinct blocks used three times or more is right within the sampling error."""
     rng = np.random.default_rng(seed)
     working_set, uses = WorkingSet(), Counter[bytes]()
     chains = [rng.bytes(16 * 400) for _ in range(prefixes)]
@@ -55,8 +55,8 @@ def test_the_working_set_counts_reused_blocks_once(seed: int, prefixes: int) -> 
     assert working_set.blocks(20.0 + 600.0) == 0
 
 
-def test_it_stays_small_and_close_whatever_comes() -> None:
-    """A million blocks: at most some thousands are kept, and the estimate is within a few per cent."""
+def test_it_stays_small_and_close_for_any_load() -> None:
+    """Of a million blocks at most some thousands are kept, and the estimate is within a few per cent."""
     rng = np.random.default_rng(0)
     working_set = WorkingSet()
     for number in range(100):
@@ -71,13 +71,13 @@ seconds = st.floats(0.0, 10.0)
 
 
 def busy(policy: str) -> RoutingCore:
-    """A router of four replicas: each holds five blocks more of one prompt than the last, and has more to do."""
+    """Return a router of four replicas: each holds five more blocks of one prompt than the last, and has more work."""
     reports = {name: load(100 * number, 1, 1) for number, name in enumerate("abcd")}
     return core_of(reports, {name: CHAIN[: 80 * number] for number, name in enumerate("abcd")}, policy=policy)
 
 
 def prompt(number: int) -> RoutedRequest:
-    """Return a request for that prompt; ``number`` decides where it would be placed without a cache."""
+    """Return a request for that prompt; ``number`` determines its placement without a cache."""
     return ask(number, key=Random(number).randbytes(16))
 
 
@@ -91,7 +91,7 @@ def prompt(number: int) -> RoutedRequest:
 def test_the_overhead_is_found_beside_long_work_of_a_wrong_rate_and_a_few_slow_requests(
     overhead_s: float, error: float, long: list[float], slow: int, rng: Random
 ) -> None:
-    """24 of up to 64 have little work: less than half of them may come late, and the rate may be wrong by twice."""
+    """24 of up to 64 requests have little work: fewer than half of them may be late, and the rate may be off by 2x."""
     seen = [(work_s, error * work_s + overhead_s) for work_s in long]
     seen += [(0.0, overhead_s)] * (24 - slow) + [(0.0, overhead_s + 100.0)] * slow
     rng.shuffle(seen)
@@ -111,7 +111,7 @@ def test_of_requests_with_equal_work_the_overhead_is_the_median(beyond_s: list[f
 
 @given(st.lists(st.tuples(seconds, seconds), max_size=3 * WINDOW))
 def test_the_overhead_is_never_negative_and_lies_among_the_differences_seen(seen: list[tuple[float, float]]) -> None:
-    """What came sooner than estimated makes no estimate shorter than the work; too few requests say nothing."""
+    """A request faster than estimated never makes an estimate less than the work; too few requests change nothing."""
     learned = TtftOverhead()
     for work_s, ttft_s in seen:
         learned.add(work_s, ttft_s)
@@ -124,7 +124,7 @@ def test_the_overhead_is_never_negative_and_lies_among_the_differences_seen(seen
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_overhead_is_part_of_estimates_and_of_no_decision(policy: str) -> None:
-    """Of two routers one sees slow first tokens: it decides the same, and expects that much more. (docs: routing)"""
+    """Two routers decide alike, although one sees slow first tokens and adds that to its estimates. (docs: routing)"""
     plain, learned = busy(policy), busy(policy)
     for number in range(2 * LEAST):
         for core, beyond_s in ((plain, 0.0), (learned, 0.25)):
@@ -137,7 +137,7 @@ def test_the_overhead_is_part_of_estimates_and_of_no_decision(policy: str) -> No
         assert one.estimated_ttft_s == pytest.approx(one.work_s)
         assert other.estimated_ttft_s == pytest.approx(one.work_s + 0.25)
     assert learned.state()["ttft_overhead_s"] == pytest.approx(0.25)
-    assert learned.demand() == plain.demand(), "more replicas would not make it less"
+    assert learned.demand() == plain.demand(), "more replicas would not reduce the overhead"
     said, more = (core.explain(prompt(99), [policy]) for core in (plain, learned))
     assert [one["replica_id"] for one in said["replicas"]] == [one["replica_id"] for one in more["replicas"]]
     for one, other in zip(said["replicas"], more["replicas"], strict=True):

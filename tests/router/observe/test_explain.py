@@ -1,4 +1,4 @@
-"""Explanations: the winner is what would be decided next, under every policy, and asking changes nothing."""
+"""Explanations name the winner of the next decision, under every policy, and asking changes nothing."""
 
 import json
 from random import Random
@@ -36,7 +36,7 @@ def core_with(
 def test_the_winner_is_the_next_decision(
     policy: str, held: dict[str, int], work: dict[str, tuple[int, int, int]], blocked: set[str], before: int
 ) -> None:
-    """The acting policy's winner, reason and estimate are those of the decision that follows. (docs: routing)"""
+    """The acting policy's winner, reason and estimate equal those of the next decision. (docs: routing)"""
     core = core_with(held, {name: load(*row) for name, row in work.items()}, policy)
     for number in range(before):
         core.decide(ask(number, CHAIN[:160]))
@@ -118,7 +118,7 @@ def test_a_spill_of_bounded_hashing_names_the_bound_even_where_nobody_holds_anyt
 
 
 def test_a_hot_prefix_is_explained_as_it_is_decided_and_asking_does_not_heat_it() -> None:
-    """However often one asks, the demand stays; once decisions have heated it, the winner is the next holder."""
+    """Asking does not raise the demand; once decisions have, the winner is the next holder."""
     chain = Random(9).randbytes(16 * 200)
     core = core_of(dict.fromkeys(NAMES, load(pull_tokens_per_s=9000.0)), {"b": chain})
     reasons = []

@@ -1,4 +1,4 @@
-"""One contract for every policy, then what each of them is for."""
+"""One contract for every policy, then the purpose of each policy."""
 
 from collections import Counter
 from math import exp
@@ -26,7 +26,7 @@ def request(prompt_tokens: int = 1000, key: bytes = b"k" * 16, avoid: tuple[str,
 
 
 def loads_of(*rows: tuple[int, int, int], rate: float = 1000.0) -> LoadTable:
-    """Rows are (queued tokens, running, waiting); 16 waiting make a replica full."""
+    """Rows are (queued tokens, running, waiting); a replica with 16 waiting sequences is full."""
     loads = LoadTable("me")
     for name, (queued, running, waiting) in zip(NAMES, rows, strict=False):
         loads.add_replica(name)
@@ -74,7 +74,7 @@ def test_contract(
     prompt: int,
     turn: int,
 ) -> None:
-    """A ranking permutes who may be chosen, is the same for a seed, and begins with its first. (docs: routing)"""
+    """A ranking permutes all eligible replicas and is reproducible; with limit 1 it is its first. (docs: routing)"""
     loads = loads_of(*rows)
     asked = request(prompt, avoid=tuple(avoid))
     context = {"turn": turn, "blocked": blocked}
@@ -120,7 +120,7 @@ def test_score_is_the_documented_formula() -> None:
 
 
 def test_committed_tokens_are_ahead_of_everyone() -> None:
-    """However short a request is, it waits for a prefill that is not interrupted, and pushes nobody back then."""
+    """Even the shortest request waits for an uninterruptible prefill, and then delays nobody."""
     loads = LoadTable("me")
     loads.add_replica(NAMES[0])
     loads.report(NAMES[0], LoadReport(5000, 0, 1, 64, 16, 1000.0, committed_prefill_tokens=5000), 0.0)
@@ -170,7 +170,7 @@ def test_cold_prompts_are_placed_by_rendezvous_while_idle() -> None:
         ("round_robin", [(0, 0, 0)] * 6, 900, 1000, 1),
     ],
 )
-def test_who_is_first(policy: str, rows: list[tuple[int, int, int]], match: int, tokens: int, chosen: int) -> None:
+def test_the_first_choice(policy: str, rows: list[tuple[int, int, int]], match: int, tokens: int, chosen: int) -> None:
     """The first replica holds ``match`` tokens of the prompt."""
     head = rank(policy, loads_of(*rows), {NAMES[0]: match}, request(tokens))[0]
     assert head.replica_id == NAMES[chosen]
@@ -192,7 +192,7 @@ def test_bounded_hash_spills_only_over_the_bound() -> None:
 
 
 def test_a_policy_knows_the_labels_of_replicas_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a rule needs of a node is a label that Ray was given there. (docs: routing)"""
+    """A rule can use a node's property through a label set in Ray. (docs: routing)"""
 
     def prefers_nvme(view: RoutingView, limit: int | None = None) -> list[Candidate]:
         ranked = POLICIES["estimated_ttft"](16).rank(view)

@@ -1,4 +1,4 @@
-"""Pulls: priced in prefill tokens, planned only where copying beats computing."""
+"""Pulls: priced in prefill tokens, planned only if copying beats computing."""
 
 from random import Random
 
@@ -28,13 +28,13 @@ def load(queued: int, pull_rate: float = 10_000.0) -> LoadReport:
 
 
 def pulling(policy: str, chain: bytes) -> RoutingCore:
-    """A router of a busy holder and an idle replica."""
+    """Return a router of a busy holder and an idle replica."""
     scoring = {"min_pull_tokens": 100}
     return core_of({"b": load(90_000), "a": load(0)}, {"b": chain}, policy=policy, scoring=scoring)
 
 
 def loads_of(pull_rate: float = 10_000.0, **queued: int) -> LoadTable:
-    """Replicas that compute 1,000 tokens/s and pull ten times as many."""
+    """Return replicas that compute 1,000 tokens/s and pull ten times as many."""
     loads = LoadTable("me")
     for name, tokens in queued.items():
         loads.add_replica(name)
@@ -52,7 +52,7 @@ def view_of(match: dict[str, int], loads: LoadTable) -> RoutingView:
         pytest.param({"b": 600}, 10_000.0, 1.0, [460, 400, 460], id="600 pulled tokens weigh as 60 computed ones"),
         pytest.param({"b": 600}, 10_000.0, 3.0, [580, 400, 580], id="at a price of 3 three times as much"),
         pytest.param({"b": 600}, 10_000.0, 99.0, [1000, 400, 1000], id="never more than computing"),
-        pytest.param({"b": 600, "c": 300}, 10_000.0, 1.0, [460, 400, 430], id="who holds a part pulls the rest"),
+        pytest.param({"b": 600, "c": 300}, 10_000.0, 1.0, [460, 400, 430], id="a holder of a part pulls the rest"),
         pytest.param({"b": 600, "c": 501}, 10_000.0, 1.0, [460, 400, 499], id="a short pull is not worth its set-up"),
         pytest.param({"b": 600}, 900.0, 1.0, [1000, 400, 1000], id="a link slower than computing"),
     ],
@@ -67,7 +67,7 @@ def test_the_work_that_is_left(
 
 
 def test_each_replica_pulls_at_the_rate_it_reports() -> None:
-    """Rates differ; who says nothing, or nonsense, pulls nothing; who leaves is forgotten."""
+    """Rates differ; a replica with no valid rate pulls nothing; a departed one is forgotten."""
     loads = LoadTable("me")
     rates = {"fast": 20_000.0, "slow": 2000.0, "silent": 0.0, "nonsense": float("nan"), "holder": -1.0}
     for name, rate in rates.items():
@@ -82,7 +82,7 @@ def test_each_replica_pulls_at_the_rate_it_reports() -> None:
 
 
 def test_the_holder_with_the_least_work_is_asked() -> None:
-    """Of equal holders the idle one hands its KV over; replicas that left and lesser holders are not asked."""
+    """Of equal holders the idle one exports its KV; departed replicas and holders of less are not asked."""
     loads = loads_of(a=0, b=5000, c=10, d=0)
     view = view_of({"a": 100, "b": 600, "c": 600, "d": 400, "gone": 500}, loads)
     assert plan_pull(view, "a", 100) == ("c", 600)
@@ -91,10 +91,10 @@ def test_the_holder_with_the_least_work_is_asked() -> None:
 
 
 @pytest.mark.parametrize("policy", ["estimated_ttft", "round_robin"])
-def test_a_decision_names_the_holder_and_reserves_what_is_left(policy: str) -> None:
-    """Of a request that leaves a busy holder only the rest is reserved as prefill; for what stores nothing, all.
+def test_a_decision_names_the_holder_and_reserves_the_remaining_work(policy: str) -> None:
+    """A pull from a busy holder reserves only the remaining prefill; a request that stores nothing reserves all of it.
 
-    It pulls nothing, and the next one of its prefix is not sent after it. (docs: routing, caching)
+    Such a request pulls nothing, and the next one with its prefix does not follow it. (docs: routing, caching)
     """
     chain = Random(0).randbytes(16 * 50)
     core = pulling(policy, chain)

@@ -1,4 +1,4 @@
-"""A replica's second look at a decision: only work that the router could not know of sends a request back."""
+"""A replica checks a decision again: it sends a request back only for work that the router could not know."""
 
 import pytest
 from hypothesis import given
@@ -29,14 +29,14 @@ def request(number: int, rerouted: int = 0) -> RoutedRequest:
 
 
 def beside(*names: str, policy: str = DEFAULT_POLICY, replicas: str = "rs") -> list[RoutingCore]:
-    """Routers that know of each other by the replicas' reports."""
+    """Return routers that know of each other through the replicas' reports."""
     reports = dict.fromkeys(replicas, load(0, **dict.fromkeys(names, 1)))
     return [core_of(reports, clock=lambda: 1.0, name=name, policy=policy) for name in names]
 
 
 @given(queued=TOKENS, believed=TOKENS, work_s=st.floats(0, 1e6))
-def test_who_has_no_more_than_believed_takes_the_request(queued: int, believed: int, work_s: float) -> None:
-    """Less work than believed is no reason to ask again, nor is a little more; a longer estimate bears more."""
+def test_a_replica_with_no_more_work_than_believed_takes_the_request(queued: int, believed: int, work_s: float) -> None:
+    """Less work, or little more, is no reason to ask again; a longer estimate tolerates more extra work."""
     chosen = decision(believed, work_s)
     rerouted = is_outdated(chosen, load(queued))
     if queued <= believed + WORTH_ASKING_S * RATE:
@@ -49,8 +49,8 @@ def test_who_has_no_more_than_believed_takes_the_request(queued: int, believed: 
     assert is_outdated(decision(believed), load(believed + 1000))
 
 
-def test_a_second_router_learns_what_the_first_has_just_sent() -> None:
-    """Two blind routers choose one replica, which sends the second request back, to the other. (docs: routing)"""
+def test_a_second_router_learns_of_the_first_routers_request() -> None:
+    """Two blind routers choose one replica; it returns the second request, which goes to the other. (docs: routing)"""
     first, second = beside("first", "second")
     one = decided(first, request(7))
     other = decided(second, request(7))
@@ -66,8 +66,8 @@ def test_a_second_router_learns_what_the_first_has_just_sent() -> None:
     assert not is_outdated(again, load(0))
 
 
-def test_a_decision_made_with_the_load_that_was_told_is_followed() -> None:
-    """Where the replica is still the best, it takes the request the second time: what it told is believed."""
+def test_a_decision_made_with_the_reported_load_is_followed() -> None:
+    """If the replica is still the best, it takes the request the second time: the router believes its report."""
     core, _ = beside("me", "you")
     core.apply("r", [load(50_000, taken_at_s=0.5)])
     chosen = decided(core, request(1))
@@ -75,7 +75,7 @@ def test_a_decision_made_with_the_load_that_was_told_is_followed() -> None:
     now = load(20_000, taken_at_s=1.0)
     assert is_outdated(chosen, now)
     core.rerouted(chosen, now)
-    core.apply("s", [load(0, taken_at_s=0.9)])  # what was on its way meanwhile
+    core.apply("s", [load(0, taken_at_s=0.9)])  # a report from before, still in transit
     again = decided(core, request(1, rerouted=1))
     assert (again.replica_id, again.queued_tokens) == ("s", 20_000)
     assert not is_outdated(again, now)
@@ -98,7 +98,7 @@ def test_a_request_is_rerouted_so_often_and_counted_once() -> None:
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_only_the_default_policy_beside_others_asks_for_a_second_look(policy: str) -> None:
-    """A router alone sees all, one replica is no choice, other rules do not go by work. (docs: routing)"""
+    """A lone router sees everything, one replica is no choice, and other rules ignore work. (docs: routing)"""
     alone, among = beside("me", policy=policy)[0], beside("me", "you", policy=policy)[0]
     only = beside("me", "you", policy=policy, replicas="r")[0]
     for core, expected in ((alone, False), (only, False), (among, policy == DEFAULT_POLICY)):

@@ -1,4 +1,4 @@
-"""Hot prefixes: more holders before requests queue, never too many, and no preference for them when demand falls."""
+"""Hot prefixes get more holders before requests queue, but never too many, and no preference once demand falls."""
 
 from collections import Counter
 from math import exp
@@ -18,7 +18,7 @@ PREFIX = Random(1).randbytes(16 * 128)
 
 
 class Cluster:
-    """Replicas that compute 1,000 tokens/s, never queue, and hold what was sent to them; one router, a clock."""
+    """Replicas that compute 1,000 tokens/s, never queue, and hold every prefix sent to them; one router, a clock."""
 
     def __init__(self, replicas: int = 6, pull_rate: float = 50_000.0, **scoring: object) -> None:
         self.now_s = 0.0
@@ -33,7 +33,7 @@ class Cluster:
         self.core.apply(name, [report])
 
     def send(self, prefix: bytes = PREFIX, new_tokens: int = 100) -> Decision:
-        """One request that is done before the next one comes."""
+        """Send one request that ends before the next one begins."""
         self.sent += 1
         chain = prefix + Random(self.sent + 1000).randbytes(16 * (new_tokens // 16))
         self.core.release(decision := decided(self.core, ask(self.sent, chain, len(prefix) + new_tokens)))
@@ -49,7 +49,7 @@ class Cluster:
     [
         pytest.param(20, 2.0, 32_000, 50_000.0, id="long requests: a second holder would be of no use to them"),
         pytest.param(300, 1.0, 100, 50_000.0, id="a tenth of a replica's time"),
-        pytest.param(600, 1 / 30, 100, 0.0, id="a copy has to be computed: only load decides"),
+        pytest.param(600, 1 / 30, 100, 0.0, id="a copy must be computed: only load decides"),
     ],
 )
 def test_a_prefix_keeps_its_one_holder(requests: int, gap_s: float, new_tokens: int, pull_rate: float) -> None:
@@ -62,7 +62,7 @@ def test_a_prefix_keeps_its_one_holder(requests: int, gap_s: float, new_tokens: 
 
 @given(st.lists(st.tuples(st.floats(0, 5), st.floats(0, 2), st.sampled_from([b"a", b"b"])), max_size=40))
 def test_demand_is_a_decayed_sum(events: list[tuple[float, float, bytes]]) -> None:
-    """Against the sum over all events; and it never rises by itself."""
+    """It equals the sum over all events, and never rises by itself."""
     demand, now_s, seen = PrefixDemand(memory_s=3.0), 0.0, list[tuple[float, float, bytes]]()
     for gap_s, work_s, key in events:
         now_s += gap_s
@@ -74,7 +74,7 @@ def test_demand_is_a_decayed_sum(events: list[tuple[float, float, bytes]]) -> No
 
 
 def test_demand_is_bounded() -> None:
-    """The key unheard of for longest goes first."""
+    """The key without events for longest is dropped first."""
     demand = PrefixDemand(max_keys=3)
     for key in (b"a", b"b", b"c", b"a", b"d"):
         demand.add(key, 1.0, 0.0)
@@ -83,9 +83,9 @@ def test_demand_is_bounded() -> None:
 
 
 def test_a_prefix_in_demand_gets_holders_before_anything_queues() -> None:
-    """At three replicas' worth of work it has four at least, and no queue was ever reported. (docs: routing)
+    """Work for three replicas gets at least four holders, before any queue was reported. (docs: routing)
 
-    When demand falls one of them is left with the work, so the copies of the others are the oldest of their caches.
+    When demand falls, one of them keeps all the work, so the others' copies become the oldest blocks of their caches.
     """
     cluster = Cluster()
     decisions = []
@@ -104,7 +104,7 @@ def test_a_prefix_in_demand_gets_holders_before_anything_queues() -> None:
 
 
 def test_holders_are_bounded_by_demand_and_by_load() -> None:
-    """Neither demand nor queues at the holders make more than max_holders; a full holder does."""
+    """Neither demand nor queues at the holders exceed max_holders; a full holder does."""
     cluster = Cluster(max_holders=2)
     for _ in range(1500):
         cluster.now_s += 1 / 30
@@ -121,7 +121,7 @@ def test_holders_are_bounded_by_demand_and_by_load() -> None:
 
 
 def test_a_hot_opening_of_many_conversations_moves_no_conversation() -> None:
-    """Every conversation stays with its own holder: the opening is held by all of them, and each alone is cool."""
+    """Every conversation stays with its own holder: all holders share the opening, and each conversation is cool."""
     cluster = Cluster()
     home: dict[int, str] = {}
     for turn in range(2000):
@@ -134,7 +134,7 @@ def test_a_hot_opening_of_many_conversations_moves_no_conversation() -> None:
 
 
 def test_a_long_prefix_is_counted_once_its_opening_is_in_demand() -> None:
-    """Alone in demand, it gets its holders as a short one does; among many that open alike, only the hot one does."""
+    """A long prefix alone in demand gets its holders as a short one does; among many with its opening, only it does."""
     cluster = Cluster()
     long = PREFIX + Random(2).randbytes(16 * 384)
     for _ in range(600):

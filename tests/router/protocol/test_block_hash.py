@@ -1,4 +1,4 @@
-"""Laws of the keys: equal prefixes share hashes, any difference of scope shares none, and what is public is shared."""
+"""Laws of the keys: equal prefixes share hashes, scopes that differ share none, and public prompts are shared."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def array(ids: list[int]) -> np.ndarray:
 
 
 def chain_of(scope: PrefixScope, ids: list[int], size: int, public: int = 0) -> list[bytes]:
-    """The chain of a prompt whose first ``public`` tokens are public, as an ingress makes it."""
+    """Return the chain that an ingress makes of a prompt with ``public`` public tokens at its start."""
     blocks = public // size
     root = scope.root(SECRET)
     return list(
@@ -49,7 +49,7 @@ def common(one: list[int] | list[bytes], other: list[int] | list[bytes]) -> int:
 def test_equal_prefixes_share_exactly_their_full_blocks(
     scope: PrefixScope, one: list[int], other: list[int], size: int
 ) -> None:
-    """As many hashes are equal as full blocks lie in the common beginning, and none after it. (docs: caching)"""
+    """Exactly the hashes of full blocks in the common prefix are equal, and none after it. (docs: caching)"""
     chains = chain_of(scope, one, size), chain_of(scope, other, size)
     assert [len(chain) for chain in chains] == [len(one) // size, len(other) // size]
     assert common(*chains) == common(one, other) // size
@@ -69,7 +69,7 @@ def test_any_difference_of_scope_shares_nothing(
 def test_exactly_the_blocks_wholly_inside_a_public_prompt_are_shared(
     one: PrefixScope, other: PrefixScope, prompt: list[int], mine: list[int], theirs: list[int], size: int
 ) -> None:
-    """Two tenants, each with something private after a part of the public prompt. (docs: caching)"""
+    """Two tenants have different private text after a part of the public prompt. (docs: caching)"""
     other = replace(other, model=one.model, lora=one.lora)
     ids = (prompt + mine, prompt + theirs)
     public = [common(prompt, one_ids) for one_ids in ids]
@@ -87,7 +87,7 @@ def test_exactly_the_blocks_wholly_inside_a_public_prompt_are_shared(
 def test_a_chain_goes_on_from_any_part_of_it(
     scope: PrefixScope, ids: list[int], public: int, size: int, known: int
 ) -> None:
-    """Also across the place where the private part begins; and it is what the definition says, block by block."""
+    """It also continues across the start of the private part, and equals the definition block by block."""
     blocks = min(public, len(ids)) // size
     public_root, root = scope.public.root(SECRET), scope.root(SECRET)
     whole = extend_chain(public_root + root if blocks else root, blocks, array(ids), size)
@@ -103,7 +103,7 @@ def test_a_chain_goes_on_from_any_part_of_it(
 
 
 def test_the_secret_decides_every_root() -> None:
-    """And it must have a length that BLAKE2b takes as a key."""
+    """The secret must have a length that BLAKE2b accepts as a key."""
     scope = PrefixScope("m", "l", b"s")
     assert scope.root(b"one") != scope.root(b"two")
     for secret in (b"", b"x" * 65):
@@ -112,7 +112,7 @@ def test_the_secret_decides_every_root() -> None:
 
 
 def test_scopes_of_blocks() -> None:
-    """The first ``public_blocks`` have neither salt nor count, the others the salt alone."""
+    """The first ``public_blocks`` have neither salt nor count, the others only the salt."""
     scope = PrefixScope("m", "l", b"salt", public_blocks=2)
     assert [scope.at(i) for i in range(4)] == [PrefixScope("m", "l")] * 2 + [PrefixScope("m", "l", b"salt")] * 2
     assert hash_blocks(b"r" * 16, array([]), 4) == b""

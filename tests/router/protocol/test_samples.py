@@ -1,4 +1,4 @@
-"""Histograms as Prometheus reads them."""
+"""Histograms in the form that Prometheus reads."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -21,7 +21,7 @@ HELD = bytes(16)
 
 
 class FakeRunningReplica:
-    """What the router asks of Serve's replica."""
+    """The attributes of Serve's replica that the router uses."""
 
     max_ongoing_requests = 8
     node_id = availability_zone = ""
@@ -44,20 +44,20 @@ class Case:
         self.ids = {letter: ReplicaID(letter, deployment) for letter in "ab"}
 
     def set(self, letters: str) -> None:
-        """Let Serve name a new set of replicas; each that joins is an object of its own."""
+        """Make Serve name a new set of replicas; each that joins is a new object."""
         known = self.router._replicas
         ids = [self.ids[letter] for letter in letters]
         self.router.update_replicas([known.get(each) or FakeRunningReplica(each) for each in ids])
 
     async def target(self, letter: str, *, is_retry: bool = False) -> str:
-        """Ask for one replica by name; returns who is chosen."""
+        """Ask for one replica by name; return the chosen one."""
         request: Any = SimpleNamespace(args=[], kwargs={"target": letter})
         chosen = await self.router._choose_replica_for_request(request, is_retry=is_retry)
         return str(chosen.replica_id.unique_id)
 
 
 async def test_away_kept_revived_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a replica holds is known again at once when it returns, and forgotten some time after it left for good."""
+    """A returning replica's blocks are known again at once; a replica that stays away is forgotten after some time."""
     monkeypatch.setattr(request_router, "AWAY_S", 30.0)
     case = Case("kept")
     case.set("ab")
@@ -77,13 +77,13 @@ async def test_away_kept_revived_and_forgotten(monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_a_timer_of_an_earlier_absence_forgets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever returned and left again is away from the second time on."""
+    """A replica that returned and left again counts as away only since then."""
     case = Case("again")
     case.set("ab")
     monkeypatch.setattr(request_router, "AWAY_S", 0.01)
     case.set("b")
     first_is_over = asyncio.Event()
-    asyncio.get_running_loop().call_later(0.01, first_is_over.set)  # behind the first timer
+    asyncio.get_running_loop().call_later(0.01, first_is_over.set)  # after the first timer
     case.set("ab")
     monkeypatch.setattr(request_router, "AWAY_S", 30.0)
     case.set("b")

@@ -1,4 +1,4 @@
-"""What the ingress asks its process's router after a call: the decision for a request."""
+"""After a call, the ingress asks its process's router for the decision about a request."""
 
 from router.protocol.request import Decision
 from router.serve.recent_decisions import RecentDecisions
@@ -17,8 +17,8 @@ def test_taken_once_and_bounded() -> None:
     assert decisions.take("q8999") is not None
 
 
-def test_who_leaves_first_has_nothing_sent_and_who_leaves_later_learns_where_it_went() -> None:
-    """Whichever of both comes second knows; of one caller, not of others."""
+def test_an_early_leaver_has_nothing_sent_and_a_late_one_learns_the_decision() -> None:
+    """The second of departure and decision learns of the first, for this caller only."""
     decisions = RecentDecisions()
     decision = Decision("a", "router", 1, 0, 0, "cold")
     assert decisions.leave("early") is None

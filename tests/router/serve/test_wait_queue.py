@@ -1,4 +1,4 @@
-"""Requests that find every replica full: in order, one at a time, and never in a busy loop."""
+"""Requests that find every replica full are served in order, one at a time, and never in a busy loop."""
 
 import asyncio
 from collections.abc import Callable
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Room:
-    """Slots that free up, ``freed`` of them a pause; counts how often anybody asked."""
+    """Slots that free up, ``freed`` per pause; counts the attempts to get one."""
 
     def __init__(self, free: int = 0, freed: int = 1, last_pause: int = 10_000) -> None:
         self.free, self.freed = free, freed
@@ -49,7 +49,7 @@ class Room:
 @settings(max_examples=50)
 @given(free=st.integers(0, 5), requests=st.integers(0, 30), cancelled=st.sets(st.integers(0, 29)))
 async def test_first_come_first_served(free: int, requests: int, cancelled: set[int]) -> None:
-    """Whoever leaves the line, the others are served in the order of arrival, and only the first one asks."""
+    """After any departures, the others are served in order of arrival, and only the first one asks."""
     room = Room(free)
     tasks = [asyncio.create_task(room.take(number)) for number in range(requests)]
     await asyncio.sleep(0)
@@ -63,7 +63,7 @@ async def test_first_come_first_served(free: int, requests: int, cancelled: set[
 
 
 async def test_nobody_spins() -> None:
-    """With a hundred in line and no room, each pause is followed by one question, and pauses grow from the first."""
+    """With a hundred queued and no capacity, each pause is followed by one question, and pauses grow from the first."""
     room = Room(freed=0, last_pause=50)
     tasks = [asyncio.create_task(room.take(number)) for number in range(100)]
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
@@ -73,7 +73,7 @@ async def test_nobody_spins() -> None:
 
 
 async def test_a_newcomer_does_not_overtake_and_a_rejected_one_goes_first() -> None:
-    """Room that frees while others wait is theirs; who was sent back keeps its turn. (docs: routing)"""
+    """Freed capacity goes to those that wait already, and a returned request keeps its turn. (docs: routing)"""
     gate = asyncio.Event()
 
     async def pause(attempt: int) -> None:
@@ -101,7 +101,7 @@ async def test_a_newcomer_does_not_overtake_and_a_rejected_one_goes_first() -> N
 
 
 async def test_tenants_take_turns() -> None:
-    """One request of a tenant waits for one of each other, however many of theirs came before it. (docs: routing)"""
+    """One request of a tenant waits for one of each other, regardless of their number before it. (docs: routing)"""
     room = Room()
     flood = [asyncio.create_task(room.queue.take(room.choose(f"a{number}"), "a")) for number in range(20)]
     other = [asyncio.create_task(room.queue.take(room.choose(f"b{number}"), "b")) for number in range(3)]
@@ -113,7 +113,7 @@ async def test_tenants_take_turns() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(-2, 2)), max_size=20), st.integers(1, 3))
 async def test_an_order_is_within_a_tenant(coming: list[tuple[str, int]], freed: int) -> None:
-    """The tenants are served as without one, each its lowest order first; who is sent back goes before them all."""
+    """Tenants keep their turns; each sends its lowest order first; a returned request goes before all of them."""
 
     async def served(orders: list[int]) -> list[object]:
         room, all_here = Room(freed=freed), asyncio.Event()
@@ -144,7 +144,7 @@ async def test_an_order_is_within_a_tenant(coming: list[tuple[str, int]], freed:
 
 
 async def test_a_lower_order_asks_in_the_place_of_its_tenants_first() -> None:
-    """It comes while that one pauses, which then waits for its turn; the pause of another tenant's goes on."""
+    """It arrives while the first one pauses, which then waits its turn; another tenant's pause continues."""
     gate = asyncio.Event()
 
     async def pause(attempt: int) -> None:
@@ -156,7 +156,7 @@ async def test_a_lower_order_asks_in_the_place_of_its_tenants_first() -> None:
     for name, tenant, order in (("a0", "a", 0), ("b0", "b", 0), ("a-1", "a", -1), ("b-1", "b", -1)):
         tasks.append(asyncio.create_task(room.queue.take(room.choose(name), tenant, order)))
         await asyncio.sleep(0)
-    assert (room.asked, room.served) == (3, [])  # a0 twice: as it came, and as the first in line
+    assert (room.asked, room.served) == (3, [])  # a0 twice: on arrival, and as the first in the queue
     room.free = 4
     gate.set()
     await asyncio.gather(*tasks)

@@ -1,6 +1,6 @@
-"""A model of vLLM's block pool and how it publishes its events, after ``block_pool.py`` and ``kv_events.py``.
+"""A model of vLLM's block pool and of its published events, after ``block_pool.py`` and ``kv_events.py``.
 
-Free blocks are taken from the head of a queue and given back at its tail, a request's last block first; a block keeps
+Free blocks are taken from the head of a queue and returned at its tail, a request's last block first; a block keeps
 its content until it is taken. Equal blocks are not merged. The last block of a prompt is never a hit. No vllm needed.
 """
 
@@ -38,7 +38,7 @@ def encode(events: Sequence[KvEvent], *, rank: int = 0) -> bytes:
 
 
 def hold(pool: VllmPool, root: bytes, ids: TokenArray, size: int, blocks: int | None = None) -> bytes:
-    """Tell a pool that a prompt's first blocks are stored, all by default; return the chain of all."""
+    """Report to a pool that a prompt's first blocks are stored, by default all; return the chain of all."""
     chain = hash_blocks(root, ids, size)
     hashes: list[bytes | int] = list(split_chain(chain))[:blocks]
     keys: list[tuple[str] | None] = [(root.hex(),), *[None] * len(hashes)][: len(hashes)]
@@ -49,7 +49,7 @@ def hold(pool: VllmPool, root: bytes, ids: TokenArray, size: int, blocks: int | 
 
 @dataclass
 class Request:
-    """A running request: its tokens so far, and the pool's blocks it holds. The first ``hashed`` are announced."""
+    """A running request: its tokens so far, and its blocks in the pool. The first ``hashed`` are announced."""
 
     root: bytes
     lora: str | None
@@ -70,7 +70,7 @@ class PoolModel:
         self.events: list[KvEvent] = []
 
     def held(self) -> set[bytes]:
-        """Our hashes of all that the pool holds, each computed from a whole prompt."""
+        """Our hashes of all blocks in the pool, each computed from a whole prompt."""
         return {self.ours[theirs] for theirs in self.content.values()}
 
     def take_events(self) -> list[KvEvent]:
@@ -78,7 +78,7 @@ class PoolModel:
         return events
 
     def begin(self, root: bytes, lora: str | None, tokens: list[int], chunk: int) -> Request | None:
-        """Hit what there is, then compute up to ``chunk`` tokens. None: no room."""
+        """Hit existing blocks, then compute up to ``chunk`` tokens. None: no space."""
         request = Request(root, lora, tokens)
         hits = self.match(request, (len(tokens) - 1) // self.size)
         self.touch(hits)
@@ -94,7 +94,7 @@ class PoolModel:
         return [block_of[theirs] for theirs in takewhile(block_of.__contains__, self._their_hashes(request)[:most])]
 
     def proceed(self, request: Request, tokens: int) -> bool:
-        """Compute the first ``tokens`` of a request; blocks are announced when they are given out. False: no room."""
+        """Compute the first ``tokens`` of a request; blocks are announced on allocation. False: no space."""
         tokens = min(tokens, len(request.tokens))
         wanted = -(-tokens // self.size) - len(request.blocks)
         if wanted > len(self.free):
@@ -105,7 +105,7 @@ class PoolModel:
         return True
 
     def end(self, request: Request) -> None:
-        """Give its blocks back, as when it finishes, is aborted or preempted."""
+        """Return its blocks, as when it finishes, is aborted or preempted."""
         self.release(list(reversed(request.blocks)))
         request.blocks, request.hashed = [], 0
 
@@ -117,14 +117,14 @@ class PoolModel:
             self.users[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """End a use, in this order."""
+        """End a use of blocks, in this order."""
         for block in blocks:
             self.users[block] -= 1
             if not self.users[block]:
                 self.free.append(block)
 
     def reset(self) -> bool:
-        """Forget everything; nothing, and False, while any block is in use."""
+        """Forget everything; return False and forget nothing while any block is in use."""
         if any(self.users):
             return False
         self.content.clear()
@@ -173,7 +173,7 @@ def _extra_keys(request: Request, index: int) -> tuple[str, ...] | None:
 
 
 class Routers:
-    """What routers know of an engine that tells them its events."""
+    """The view that routers get of an engine through its events."""
 
     def __init__(self) -> None:
         self.mirror = BlockMirror()
@@ -192,7 +192,7 @@ class Routers:
 class Publisher:
     """An engine's end of the sockets: publishes payloads under numbers from 0 on, keeps the last ones, replays them.
 
-    ``lose``: kept for a replay, but not published.
+    ``lose``: keep the payload for a replay, but do not publish it.
     """
 
     def __init__(self, publish: str, replay: str, kept: int = 10_000) -> None:

@@ -1,4 +1,4 @@
-"""vLLM's events: what is refused of a batch, and what the pool holds over histories with losses, repairs and resets."""
+"""vLLM's events: refused batches, and the pool's blocks over histories with losses, repairs and resets."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -50,7 +50,7 @@ TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=12)
 
 
 class Line(EventSubscriber):
-    """Its engine's last batches come from ``published`` in place of a socket. ``forgot``: whether some were lost."""
+    """A subscriber that catches up from ``published``, not from a socket. ``forgot``: whether batches were lost."""
 
     published: list[bytes]
     forgot = False
@@ -63,7 +63,7 @@ class Line(EventSubscriber):
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Requests come, grow, end, are preempted; prefixes are pinned; the cache is reset; batches are lost on the way."""
+    """Requests start, grow, end, are preempted; prefixes are pinned; the cache is reset; batches are lost."""
 
     running = Bundle("running")
     pins = Bundle("pins")
@@ -90,7 +90,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(target=running, request=consumes(running), more=TOKENS)
     def grow(self, request: Request, more: list[int]) -> object:
-        """It goes on; where there is no room it is preempted."""
+        """It continues, or is preempted if there is no space."""
         request.tokens += more
         if self.pool.proceed(request, len(request.tokens)):
             return request
@@ -113,7 +113,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(lost=st.booleans())
     def step(self, lost: bool) -> None:
-        """The engine publishes what happened, and the batch may be lost."""
+        """The engine publishes its events, and the batch may be lost."""
         events, published = self.pool.take_events(), self.line.published
         if events:
             published.append(encode(events))
@@ -128,7 +128,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule()
     def reset(self) -> None:
-        """Once its word of that is heard nothing of before is told any more."""
+        """Once the reset is heard, routers know of no earlier block."""
         self.line.cleared.clear()
         if self.pool.reset():
             self.step(lost=False)
@@ -138,7 +138,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule()
     def catch_up(self) -> None:
-        """After a silence the engine is asked, and nothing is missing then."""
+        """After a silence the subscriber asks the engine, and then nothing is missing."""
         self.step(lost=True)
         self.hear(len(self.on_the_way))
         self.line._catch_up(None)
@@ -150,7 +150,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.check_matches()
 
     def check_matches(self) -> None:
-        """The router predicts the very hit that the pool would give."""
+        """The router predicts exactly the pool's own hit."""
         for root, tokens in self.prompts[-10:]:
             chain = hash_blocks(root, np.array(tokens, dtype=np.int32), SIZE)
             lora = next(lora for scope, lora in SCOPES if scope.root(b"k") == root)
@@ -159,8 +159,8 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.held.known(chain, len(tokens)) == hit
 
     @invariant()
-    def says_what_it_holds(self) -> None:
-        """What was told and what is held are the same, and bounded; and it is told anew."""
+    def reports_its_blocks(self) -> None:
+        """Reported blocks equal held blocks and are bounded; reporting them again gives the same."""
         assert len(self.routers.held()) == len(self.held) <= BLOCKS
         assert self.directory.blocks_held("r").get("pool", 0) == len(self.held)
         said: list[Event] = []
@@ -186,8 +186,8 @@ def pack(events: list[Any], *rest: Any) -> bytes:
     return msgspec.msgpack.encode([2.5, events, *rest])
 
 
-def test_fields_to_come_are_ignored_and_absent_ones_are_none() -> None:
-    """A newer vLLM says more, and an adapter or a rank is not always there."""
+def test_future_fields_are_ignored_and_absent_ones_are_none() -> None:
+    """A newer vLLM sends more fields, and an adapter or a rank may be absent."""
     event = {"type": "BlockStored", "block_hashes": [7], "parent_block_hash": None, "token_ids": [1, 2]}
     removed = {"type": "BlockRemoved", "block_hashes": [b"7"], "locality": "LOCAL"}
     batch = decode_batch(pack([{**event, "block_size": 2}, removed, {"type": "AllBlocksCleared"}]))
@@ -205,7 +205,7 @@ def test_fields_to_come_are_ignored_and_absent_ones_are_none() -> None:
         (pack([STORED, stored(token_ids=[1, 2**31])]), r"token_ids"),
     ],
 )
-def test_what_cannot_be_read_is_an_error_that_says_what(payload: bytes, sentence: str) -> None:
+def test_an_unreadable_batch_is_an_error_with_a_reason(payload: bytes, sentence: str) -> None:
     with pytest.raises(MalformedBatch, match=sentence):
         decode_batch(payload)
 
@@ -227,7 +227,7 @@ def told(pool: VllmPool, *events: Any, rank: int | None = 0) -> list[Event]:
         {"lora_name": OTHER.hex(), "extra_keys": [(OTHER.hex(), ROOT.hex())]},
         {"kv_cache_spec_kind": "mla_attention"},
     ],
-    ids=["an adapter", "an adapter whose name is a root", "mla"],
+    ids=["an adapter", "an adapter named like a root", "mla"],
 )
 def test_a_chain_is_put_under_its_root(changes: dict[str, Any]) -> None:
     assert told(VllmPool(2, 8), stored(**changes), rank=None) == [BlocksStored(chain(1, 2))]
@@ -244,15 +244,15 @@ def test_a_chain_is_put_under_its_root(changes: dict[str, Any]) -> None:
         {"parent_block_hash": b"0", "extra_keys": [(("image", 0),)]},
     ],
 )
-def test_what_has_no_root_of_ours_or_is_not_tokens_alone_is_nobodys(changes: dict[str, Any]) -> None:
-    """Tokens do not say what an image is; a block whose parent is unknown has no hash of ours. Its end is no news."""
+def test_a_block_without_our_root_or_not_of_tokens_alone_is_ignored(changes: dict[str, Any]) -> None:
+    """Tokens do not identify an image, and a block with an unknown parent has no hash of ours; both are ignored."""
     pool = VllmPool(2, 8)
     parent = stored(block_hashes=[b"0"], token_ids=[0, 0])
     assert told(pool, parent, stored(**changes), BlockRemoved([b"1"])) == [BlocksStored(chain(0, 0))]
 
 
-def test_a_block_is_told_while_all_that_it_hangs_under_is_held() -> None:
-    """A public parent may go first; a private chain behind it is there again with it, and its end is heard of."""
+def test_a_block_is_reported_while_all_its_ancestors_are_held() -> None:
+    """A public parent may be removed first; when it returns, so do the private blocks after it that are still held."""
     pool, public, private = VllmPool(2, 8), chain(1, 2), b"p" * 16
     behind = hash_blocks(private_parent(private, public), np.arange(4, dtype=np.int32), 2)
     first, last = behind[:16], behind[16:]
@@ -268,7 +268,7 @@ def test_a_block_is_told_while_all_that_it_hangs_under_is_held() -> None:
 
 
 def test_more_blocks_than_the_pool_has_mean_that_removals_were_lost() -> None:
-    """Memory is bounded by the pool."""
+    """The pool bounds the memory."""
     pool = VllmPool(2, 2)
     told(pool, STORED, stored(block_hashes=[b"2"], token_ids=[3, 4]))
     events = told(pool, stored(block_hashes=[b"3"], token_ids=[5, 6]))
@@ -276,7 +276,7 @@ def test_more_blocks_than_the_pool_has_mean_that_removals_were_lost() -> None:
     assert len(pool) == 1
 
 
-def test_what_routers_cannot_be_told_is_an_error_with_a_sentence() -> None:
+def test_events_that_routers_cannot_use_are_an_error_with_a_sentence() -> None:
     with pytest.raises(UnsupportedEvents, match="set block_size to 128"):
         told(VllmPool(2, 8), stored(block_size=128, token_ids=[0] * 128))
     with pytest.raises(UnsupportedEvents, match="data parallel rank 1"):
@@ -285,7 +285,7 @@ def test_what_routers_cannot_be_told_is_an_error_with_a_sentence() -> None:
 
 @pytest.mark.parametrize("event", [stored(medium="CPU"), stored(token_ids=[1, 2, 3, 4])], ids=["offloaded", "left out"])
 def test_blocks_that_cannot_be_placed_are_counted_and_nobodys(event: BlockStored) -> None:
-    """Neither they nor their end change what is told of others."""
+    """Neither storing nor removing them changes the reports of other blocks."""
     pool = VllmPool(2, 8)
     first = stored(block_hashes=[b"0"], token_ids=[0, 0])
     assert told(pool, first, event) == [BlocksStored(chain(0, 0))]
@@ -300,7 +300,7 @@ LEADING = stored(
 
 
 def state(*names: bytes, group: int = 0) -> BlockStored:
-    """A step's event of layers with a state: the tokens of all its blocks, but only its last block is kept."""
+    """Return a step's event of layers with a state: it has all blocks' tokens, but keeps only the last block."""
     return stored(
         block_hashes=list(names), token_ids=[1, 2, 3, 4, 5, 6], extra_keys=None, group_idx=group,
         kv_cache_spec_kind="mamba",
@@ -311,8 +311,8 @@ def ends(*tokens: int) -> BlocksStored:
     return BlocksStored(chain(*tokens)[-16:], ENDS_TIER)
 
 
-def test_a_prompt_is_served_up_to_where_every_group_goes_on() -> None:
-    """With states a block counts while each group has its own of it, in whatever order they tell of that."""
+def test_a_prompt_is_served_as_far_as_every_group_continues() -> None:
+    """With states, a block counts while each group holds its own part, reported in any order."""
     pool = VllmPool(2, 20, states=True)
     assert told(pool, state(b"3"), LEADING) == [ends(1, 2, 3, 4, 5, 6)]
     assert [pool.known(PROMPT, most) for most in (3, 2)] == [3, 0]
@@ -329,8 +329,8 @@ def test_a_prompt_is_served_up_to_where_every_group_goes_on() -> None:
     assert told(pool, LEADING) == [], "no state is known"
 
 
-def test_nothing_is_told_of_a_model_with_a_window_beside_states() -> None:
-    """Its requests go by load."""
+def test_nothing_is_reported_of_a_model_with_a_window_beside_states() -> None:
+    """Its requests are routed by load."""
     pool = VllmPool(2, 20, states=True)
     window = msgspec.structs.replace(LEADING, group_idx=2, kv_cache_spec_kind="sliding_window")
     assert told(pool, state(b"3"), LEADING, window) == []
@@ -342,8 +342,8 @@ def test_nothing_is_told_of_a_model_with_a_window_beside_states() -> None:
     needed=st.integers(1, 4),
     steps=st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(0, 9)), max_size=40),
 )
-def test_a_window_goes_on_from_whatever_it_sees_whole(needed: int, steps: list[tuple[bool, bool, int]]) -> None:
-    """Two prompts that part after four blocks; any block may go. What is said is vLLM's own rule, from the end on."""
+def test_a_window_continues_from_any_whole_window(needed: int, steps: list[tuple[bool, bool, int]]) -> None:
+    """Two prompts differ after four blocks; any block may be removed. The result equals vLLM's own rule."""
     pool, directory = VllmPool(2, 30), Directory(2)
     directory.add_replica("r")
     tokens = {False: list(range(20)), True: [*range(8), *range(100, 112)]}

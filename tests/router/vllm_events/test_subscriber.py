@@ -1,4 +1,4 @@
-"""Events over real sockets: lost ones are repaired, wrong ones end nothing, and nobody else reads them."""
+"""Events over real sockets: lost batches are repaired, bad ones end nothing, and nobody else reads them."""
 
 import os
 import stat
@@ -29,7 +29,7 @@ def ours(name: int) -> bytes:
 
 
 def until(true: Callable[[], object]) -> None:
-    """Wait for it, up to a generous limit."""
+    """Wait for a condition, up to a generous limit."""
     end = time.monotonic() + 60
     while not true():
         assert time.monotonic() < end
@@ -59,7 +59,7 @@ def engine(endpoints: EventEndpoints) -> Iterator[Publisher]:
 @pytest.fixture
 def subscriber(endpoints: EventEndpoints, engine: Publisher, routers: Routers) -> Iterator[EventSubscriber]:
     made = EventSubscriber(endpoints.publish, endpoints.replay, VllmPool(2, 100), routers)
-    assert made.healthy(), "it need not listen where there are no events"
+    assert made.healthy(), "without events it need not listen"
     made.start()
     yield made
     made.stop()
@@ -71,10 +71,10 @@ def test_nobody_else_reads_the_prompts(endpoints: EventEndpoints) -> None:
     assert all(address.startswith(f"ipc://{endpoints.directory}/") for address in (endpoints.publish, endpoints.replay))
 
 
-def test_what_a_killed_owner_left_goes_with_the_next_start(
+def test_the_next_start_removes_a_killed_owners_directory(
     endpoints: EventEndpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what a living one has, or one that is being made, stays."""
+    """Directories of living owners, and those being made, stay."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (being_made := tmp_path / "warmpath-vllm-x").mkdir()
     living = EventEndpoints.create()
@@ -90,10 +90,10 @@ def test_what_a_killed_owner_left_goes_with_the_next_start(
     living.remove()
 
 
-def test_lost_batches_and_a_lost_tail_are_repaired_and_what_is_gone_is_forgotten(
+def test_lost_batches_and_a_lost_tail_are_repaired_and_unrecoverable_blocks_are_forgotten(
     engine: Publisher, subscriber: EventSubscriber, routers: Routers, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The first batches of an engine often come before its subscriber is connected; it keeps its last three."""
+    """An engine's first batches often precede the subscriber's connection; the engine keeps its last three."""
     engine.send(encode([block(1)]), lose=True)
     engine.send(encode([block(2)]))
     engine.send(encode([BlockRemoved([bytes([1])])]), lose=True)
@@ -119,8 +119,8 @@ def test_an_engine_that_cannot_be_routed_by_is_followed_no_longer(
     assert routers.held() == set()
 
 
-def test_what_cannot_be_read_or_given_out_does_not_end_the_listening(endpoints: EventEndpoints) -> None:
-    """A batch that is none empties the directory, and the next one counts; whoever waits for a reset is told."""
+def test_unreadable_or_undeliverable_events_do_not_end_the_listening(endpoints: EventEndpoints) -> None:
+    """A malformed batch empties the directory, the next one counts, and a reset is still signalled."""
     calls: list[Sequence[Event]] = []
 
     def sink(events: Sequence[Event]) -> None:
@@ -128,7 +128,7 @@ def test_what_cannot_be_read_or_given_out_does_not_end_the_listening(endpoints: 
         raise RuntimeError("full")
 
     subscriber = EventSubscriber(endpoints.publish, endpoints.replay, VllmPool(2, 100), sink)
-    for number, payload in enumerate((encode([block(1)]), b"what?", encode([block(2)]))):
+    for number, payload in enumerate((encode([block(1)]), b"junk", encode([block(2)]))):
         assert not subscriber.cleared.is_set() or number == 2
         subscriber._take(number, payload)
     assert calls == [[BlocksStored(ours(1))], [CacheCleared()], [BlocksStored(ours(2))]]
@@ -137,8 +137,8 @@ def test_what_cannot_be_read_or_given_out_does_not_end_the_listening(endpoints: 
     assert subscriber.cleared.is_set()
 
 
-def test_it_ends_while_a_question_is_open_that_nobody_takes(endpoints: EventEndpoints) -> None:
-    """An engine that was killed answers no more; the replica has to end all the same."""
+def test_it_ends_while_a_question_is_unanswered(endpoints: EventEndpoints) -> None:
+    """A killed engine answers no more; the replica must end all the same."""
     asked = threading.Event()
 
     class Asking(EventSubscriber):

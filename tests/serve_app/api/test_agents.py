@@ -1,4 +1,4 @@
-"""Requests that agents' real packages sent, with their texts cut: nothing in them is a 400. (docs: agents)"""
+"""Requests of agents' real packages, with shortened texts: nothing in them is a 400. (docs: agents)"""
 
 import copy
 import json
@@ -42,15 +42,15 @@ def parse(agent: str, **changed: Any) -> ChatRequest:
 def test_a_first_request_is_a_conversation_with_tools(
     agent: str, roles: list[str], tools: list[str], ignored: list[str]
 ) -> None:
-    """Each message in its place; what has no effect is told, and it is only what nobody here can do."""
+    """Each message is in its place; ignored fields are reported, and they all concern tools that we do not run."""
     request = parse(agent)
     assert [message["role"] for message in request.messages] == roles
     assert [tool["function"]["name"] for tool in request.tool_use.tools] == tools
     assert sorted(field.told for field in request.unknown) == ignored
 
 
-def test_what_differs_in_each_conversation_of_claude_code_is_no_part_of_the_prompt() -> None:
-    """Its first block of the system prompt; any other is, and so is a first one of other words."""
+def test_claude_codes_varying_header_is_no_part_of_the_prompt() -> None:
+    """It is the first block of the system prompt; other blocks, and a first block with other words, stay."""
     recorded = body("claude_code")["system"]
     other = copy.deepcopy(recorded)
     other[0]["text"] = "x-anthropic-billing-header: cc_version=2.1.197.74c; cc_entrypoint=sdk-cli;"
@@ -63,7 +63,7 @@ def test_what_differs_in_each_conversation_of_claude_code_is_no_part_of_the_prom
 
 
 def test_an_edit_of_the_context_that_clears_something_is_refused() -> None:
-    """Claude Code's own clears nothing."""
+    """Claude Code's own edit clears nothing."""
     edits = body("claude_code")["context_management"]["edits"]
     for edit in ({**edits[0], "keep": {"type": "thinking_turns", "value": 1}}, {"type": "clear_tool_uses_20250919"}):
         with pytest.raises(InvalidRequest, match="context_management is not supported"):
@@ -71,7 +71,7 @@ def test_an_edit_of_the_context_that_clears_something_is_refused() -> None:
 
 
 def test_a_message_of_a_system_alone_asks_nothing() -> None:
-    """Wherever it stands; after a user's it may be the last."""
+    """A system message may stand anywhere; after a user's it may be the last."""
     with pytest.raises(InvalidRequest, match="messages must hold words of user or assistant"):
         parse("claude_code", messages=[{"role": "system", "content": "Be brief."}])
 
@@ -111,19 +111,19 @@ def test_calls_of_a_namespace_come_back_by_the_name_that_the_model_knows() -> No
     ],
 )
 def test_a_tool_that_is_not_as_it_should_be_is_named(tool: dict[str, Any], sentence: str) -> None:
-    """In a namespace too."""
+    """This also holds within a namespace."""
     with pytest.raises(InvalidRequest, match=sentence):
         parse("codex", tools=[tool])
 
 
-def test_a_field_that_nothing_reads_is_told_of_a_namespaces_functions_too() -> None:
-    """By its name, as any other."""
+def test_an_unknown_field_of_a_namespaces_function_is_reported_too() -> None:
+    """It is reported by its name, as any other."""
     inner = {"type": "function", "name": "find", "defer_loading": True}
     request = parse("codex", tools=[{"type": "namespace", "name": "a", "tools": [inner]}])
     assert [field.told for field in request.unknown] == ["tools[].defer_loading"]
 
 
 def test_a_call_that_is_demanded_needs_a_tool_of_the_clients() -> None:
-    """A search that nobody here can do is none."""
+    """A search that runs on OpenAI's side does not count."""
     with pytest.raises(InvalidRequest, match="needs tools"):
         parse("codex", tools=[{"type": "web_search"}], tool_choice="required")

@@ -1,4 +1,4 @@
-"""Large bodies are read field by field, once they hold no more values than they may; what nothing reads is named."""
+"""Large bodies are read field by field if they have few enough values; unknown fields are named."""
 
 import json
 from typing import Any
@@ -25,7 +25,7 @@ from serve_app.errors import InvalidRequest
 def test_a_body_of_very_many_values_is_refused_unread(
     body: bytes, parse: Any, field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is decoded of the field that has too many; the error names it. (docs: routing)"""
+    """No value of the field with too many is decoded; the error names it. (docs: routing)"""
     decoded: list[int] = []
     decode = msgspec.json.decode
     monkeypatch.setattr("msgspec.json.decode", lambda raw, **more: decoded.append(len(raw)) or decode(raw, **more))
@@ -35,8 +35,8 @@ def test_a_body_of_very_many_values_is_refused_unread(
     assert sum(decoded) < 100
 
 
-def test_what_nobody_reads_is_not_decoded() -> None:
-    """Millions of values in an unknown field cost nothing; refused fields are seen, whatever the size."""
+def test_unknown_fields_are_not_decoded() -> None:
+    """Millions of values in an unknown field cost nothing; refused fields are seen at any size."""
     unknown = b'"metadata_of_mine": [' + b",".join([b"{}"] * 300_000) + b"]"
     assert parse_completion(b'{"model": "demo", "prompt": "a", ' + unknown + b"}").prompts == ("a",)
     with pytest.raises(InvalidRequest, match="suffix is not supported"):
@@ -53,7 +53,7 @@ VALUES = st.recursive(
 
 
 def commas_and_brackets(value: Any) -> int:
-    """The commas and opening brackets of a JSON text, counted by going through what it means."""
+    """Count the commas and opening brackets of a value's JSON text by traversing the value."""
     if not isinstance(value, dict | list):
         return 0
     inner = value.values() if isinstance(value, dict) else value
@@ -61,7 +61,7 @@ def commas_and_brackets(value: Any) -> int:
 
 
 @given(value=VALUES, ascii_only=st.booleans())
-def test_what_stands_in_strings_does_not_count(value: Any, ascii_only: bool) -> None:
+def test_the_content_of_strings_does_not_count(value: Any, ascii_only: bool) -> None:
     assert _count_values(json.dumps(value, ensure_ascii=ascii_only).encode()) == commas_and_brackets(value) + 1
 
 
@@ -69,7 +69,7 @@ def test_what_stands_in_strings_does_not_count(value: Any, ascii_only: bool) -> 
 @given(fields=st.dictionaries(st.sampled_from([*ChatBody.model_fields, "echo", "logprobs", "x"]), VALUES, max_size=6))
 @pytest.mark.parametrize("body", [ChatBody, CompletionBody])
 def test_size_changes_no_answer(body: Any, fields: dict[str, Any]) -> None:
-    """A body with blanks enough to be large is accepted and refused as the small one is, in the same words."""
+    """A body made large by blanks is accepted or refused exactly as the small one, in the same words."""
 
     def outcome(raw: bytes) -> Any:
         try:
@@ -86,8 +86,8 @@ KNOWN = ("cache_salt", "max_tokens", "temperature")
 
 
 @given(st.lists(st.text(max_size=200), max_size=20))
-def test_whatever_a_client_writes_a_header_can_hold_it(names: list[str]) -> None:
-    """Line ends would be other headers, and a thousand names no header at all."""
+def test_a_header_can_hold_any_field_names(names: list[str]) -> None:
+    """Line ends would start other headers, and the text stays short for any number of names."""
     told = ignored_fields(unknown_fields(names, KNOWN))
     assert told.isascii() and (told.isprintable() or not told)
     assert len(told) < 100 * (MAX_TOLD + 1)

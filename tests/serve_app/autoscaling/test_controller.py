@@ -1,6 +1,6 @@
-"""The policies as Ray Serve's controller calls them, inside Serve's own wrapper; no cluster runs.
+"""The policies as Ray Serve's controller calls them, inside Serve's own wrapper, without a cluster.
 
-Figures become signals only where they are complete, fresh and of one version; ingresses' are merged.
+Figures become signals only if they are complete, fresh and of one version; those of ingresses are merged.
 """
 
 from dataclasses import dataclass, field, replace
@@ -30,12 +30,12 @@ INGRESS = IngressFigures(
 )  # fmt: skip
 
 
-def test_sums_means_and_what_waits_at_the_door() -> None:
+def test_sums_means_and_requests_queued_at_the_ingress() -> None:
     """Two replicas and two ingresses, one with three times the traffic."""
     busy = replace(INGRESS, requests=300, p90_ttft_s=4.0, waiting_requests=0, working_set_tokens=5e4)
     seen = signals(2, ["a", "b"], {"a": (0.5, REPLICA), "b": (1.0, REPLICA)}, [(0.1, INGRESS), (0.2, busy)])
     assert seen.fault == ""
-    token_s = 1.1 / 4000  # ten that decode slow it by a tenth
+    token_s = 1.1 / 4000  # ten decoding sequences slow it by a tenth
     assert seen.token_s == pytest.approx(token_s)
     assert seen.backlog_s == pytest.approx(16_000 * token_s + 4 * 0.5)
     assert (seen.decoding, seen.slots, seen.used_tokens, seen.pool_tokens) == (24, 16, 2e5, 4e5)
@@ -53,14 +53,14 @@ def test_sums_means_and_what_waits_at_the_door() -> None:
         ({"a": (0.0, REPLICA), "b": (0.0, replace(REPLICA, version=2))}, [(0.0, INGRESS)], "two versions"),
     ],
 )
-def test_what_is_missing_old_or_mixed_is_a_fault(replicas: Any, ingresses: Any, words: str) -> None:
+def test_missing_old_or_mixed_reports_are_a_fault(replicas: Any, ingresses: Any, words: str) -> None:
     assert words in signals(2, ["a", "b"], replicas, ingresses).fault
     assert signals(2, [], replicas, ingresses).fault == "no replica runs"
 
 
 @given(st.dictionaries(st.sampled_from([*REPLICA.to_floats(), "other"]), st.floats() | st.just(1.0)))
-def test_nonsense_is_refused_and_figures_survive_the_way(floats: dict[str, float]) -> None:
-    """Whatever a report holds, it is figures or a ValueError; what was written is read."""
+def test_nonsense_is_refused_and_figures_survive_the_transport(floats: dict[str, float]) -> None:
+    """Any report is either valid figures or a ValueError; figures are read back as written."""
     assert ReplicaFigures.of(REPLICA.to_floats()) == REPLICA
     try:
         figures = ReplicaFigures.of({**REPLICA.to_floats(), **floats})
@@ -78,7 +78,7 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time that the test moves, no Ray to tell, and a board of its own."""
+    """Provide a clock that the test moves, no Ray to notify, and a separate board."""
     monkeypatch.setattr("time.monotonic", lambda: Clock.now_s)
     monkeypatch.setattr(board, "_boards", {})
     monkeypatch.setattr(board, "post", lambda *_: None)
@@ -86,7 +86,7 @@ def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Context:
-    """What Serve gives to a policy, as far as ours and Serve's wrapper look at it."""
+    """The part of Serve's policy context that our policy and Serve's wrapper read."""
 
     target_num_replicas: int
     raw_metrics: Any
@@ -110,14 +110,14 @@ def raw(sources: list[ReplicaID], floats: dict[str, float], at_s: float) -> dict
 
 
 def policies() -> tuple[Any, Any]:
-    """Both policies as Serve gets them: pickled by value, unpickled, wrapped."""
+    """Return both policies as Serve gets them: pickled by value, unpickled, wrapped."""
     made = (AutoscalingPolicy(policy_function=name).get_policy() for name in (INGRESS_POLICY, REPLICA_POLICY))
     ingress, replica = map(_apply_autoscaling_config, made)
     return ingress, replica
 
 
 def test_both_meet_on_the_board_and_the_number_follows() -> None:
-    """A backlog that two replicas cannot carry makes them more; Serve's wrapper lets the number through at once."""
+    """A backlog too large for two replicas adds more; Serve's wrapper passes the number on at once."""
     ingress, replica = policies()
     target, arrived = 2, REPLICA.arrived_tokens
     for second in range(120):
@@ -130,7 +130,7 @@ def test_both_meet_on_the_board_and_the_number_follows() -> None:
 
 
 def test_a_restarted_controller_keeps_the_number() -> None:
-    """The first calls see no replica, no report and no state; then reports come one by one."""
+    """The first calls have no replica, no report and no state; then reports arrive one by one."""
     ingress, replica = policies()
     for seen in (0, 0, 1, 2, 3, 3, 3):
         Clock.now_s += CONTROL_PERIOD_S
@@ -140,7 +140,7 @@ def test_a_restarted_controller_keeps_the_number() -> None:
 
 
 def test_reports_that_stand_still_hold_the_number() -> None:
-    """Old figures of a busy moment neither grow nor shrink anything, whatever the clocks of other machines say."""
+    """A busy moment's old figures neither grow nor shrink anything, whichever time other machines' clocks show."""
     ingress, replica = policies()
     busy = {**REPLICA.to_floats(), "queued_tokens": 1e9}
     for _ in range(30):
@@ -151,7 +151,7 @@ def test_reports_that_stand_still_hold_the_number() -> None:
 
 
 def test_a_policy_that_faults_changes_nothing_and_raises_nothing() -> None:
-    """Serve's application manager stands still for all applications while a policy raises. (docs: autoscaling)"""
+    """While a policy raises, Serve's application manager stands still for all applications. (docs: autoscaling)"""
     for policy in policies():
         Clock.now_s += CONTROL_PERIOD_S
         assert policy(Context(5, object(), ids(5)))[0] == 5

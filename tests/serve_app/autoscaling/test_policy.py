@@ -36,7 +36,7 @@ any_signals = st.builds(
 
 
 class Deployment:
-    """What a controller does with decisions: the target is what was decided, and replicas start at once or never."""
+    """Applies decisions as a controller does: sets the decided target, and starts replicas at once or never."""
 
     def __init__(self, target: int, bounds: Bounds = BOUNDS, *, starts: bool = True) -> None:
         self.signals = Signals(target, target, "", bounds, (("one", 0.0),), 2.5e-4)
@@ -45,7 +45,7 @@ class Deployment:
         self.starts = starts
 
     def tick(self, work: float, periods: int = 1, **changed: object) -> list[Decision]:
-        """Go on for some control periods with so many replicas' worth of work coming in."""
+        """Advance by some control periods, with this many replicas' worth of incoming work."""
         decided = []
         for _ in range(periods):
             self.now_s += CONTROL_PERIOD_S
@@ -60,7 +60,7 @@ class Deployment:
 
 
 def after(seen: list[Signals]) -> tuple[State | None, float]:
-    """Return the state and the time after a past of control periods."""
+    """Return the state and the time after some control periods."""
     state, now_s = None, 0.0
     for signals in seen:
         now_s += CONTROL_PERIOD_S
@@ -70,7 +70,7 @@ def after(seen: list[Signals]) -> tuple[State | None, float]:
 
 @given(st.lists(any_signals, min_size=1, max_size=30))
 def test_a_target_is_within_the_bounds_or_untouched(seen: list[Signals]) -> None:
-    """Whatever is reported: the number stays where reports are missing, and is within the bounds else."""
+    """The number stays unchanged if reports are missing, and is within the bounds otherwise."""
     state, now_s = None, 0.0
     for each in seen:
         now_s += CONTROL_PERIOD_S
@@ -83,7 +83,7 @@ def test_a_target_is_within_the_bounds_or_untouched(seen: list[Signals]) -> None
 
 @given(st.lists(any_signals, min_size=1, max_size=20), any_signals)
 def test_a_tick_that_is_repeated_changes_nothing(seen: list[Signals], last: Signals) -> None:
-    """Asked again at the same moment, with the target that it gave: the same target."""
+    """Asking again at the same moment, with its own target, gives the same target."""
     state, now_s = after(seen)
     first, state = decide(state, last, now_s)
     again, left = decide(state, replace(last, target=first.target), now_s)
@@ -93,7 +93,7 @@ def test_a_tick_that_is_repeated_changes_nothing(seen: list[Signals], last: Sign
 
 @given(st.lists(any_signals, min_size=1, max_size=20), any_signals, st.floats(1, 10))
 def test_more_load_never_means_fewer_replicas(seen: list[Signals], last: Signals, more: float) -> None:
-    """After the same past, with more waiting, decoding, in use or a later first token: no fewer."""
+    """After the same past, more arrivals, backlog, decoding, usage or a later first token give no smaller target."""
     state, now_s = after(seen)
     now_s += CONTROL_PERIOD_S
     loaded = replace(
@@ -109,7 +109,7 @@ def test_more_load_never_means_fewer_replicas(seen: list[Signals], last: Signals
 
 
 def test_a_target_that_was_raised_from_outside_is_not_lowered_by_a_backlog() -> None:
-    """A smaller number of replicas was wanted before a deploy gave more."""
+    """A deploy raised the number after a smaller one was wanted."""
     deployment = Deployment(1)
     deployment.tick(1.0)
     deployment.tick(1.0, backlog_s=70.0)
@@ -121,7 +121,7 @@ def test_a_target_that_was_raised_from_outside_is_not_lowered_by_a_backlog() -> 
 @given(st.floats(0.2, 40), st.integers(1, 64), st.lists(st.sampled_from([0.95, 1.0, 1.05]), min_size=1, max_size=12))
 @settings(max_examples=25)
 def test_no_flap_while_the_load_is_flat(work: float, first: int, noise: list[float]) -> None:
-    """Within 5 % of one load: it grows at the beginning, or shrinks after the delay, and nothing is undone.
+    """Within 5 % of one load it grows at the beginning, or shrinks after the delay, and never reverses.
 
     docs: autoscaling
     """
@@ -133,15 +133,15 @@ def test_no_flap_while_the_load_is_flat(work: float, first: int, noise: list[flo
     changes = [(number, after - before) for number, (before, after) in enumerate(pairwise(targets)) if after != before]
     ups = [number for number, change in changes if change > 0]
     downs = [number for number, change in changes if change < 0]
-    # While the windows fill, more of the same load is seen from tick to tick.
+    # While the windows fill, each tick sees more of the same load.
     assert not ups or max(ups) * CONTROL_PERIOD_S <= 360
     assert not downs or not ups or min(downs) > max(ups)
 
 
 @given(st.floats(1, 50), st.integers(0, 64), st.integers(0, 64))
 @settings(max_examples=25)
-def test_it_never_shrinks_below_what_caches_need(work: float, set_pools: int, saved_budgets: int) -> None:
-    """The working set and explicit saves keep their replicas, however long there is no work; the others go."""
+def test_it_never_shrinks_below_the_need_of_caches(work: float, set_pools: int, saved_budgets: int) -> None:
+    """The working set and explicit saves keep their replicas through any time without work; the others end."""
     kept = {"working_set_tokens": set_pools * 0.9e5, "pool_tokens": 1e5}
     kept |= {"pinned_tokens": saved_budgets * 2.5e4, "pin_budget_tokens": 2.5e4}
     deployment = Deployment(64)
@@ -152,7 +152,7 @@ def test_it_never_shrinks_below_what_caches_need(work: float, set_pools: int, sa
 
 
 def test_saves_that_nobody_hands_over_keep_every_replica() -> None:
-    """Whoever leaves may be the one that holds them."""
+    """Any leaving replica may be the one that holds them."""
     for hands_over, left in ((False, 12), (True, 1)):
         deployment = Deployment(12)
         kept = {"pinned_tokens": 100.0, "pin_budget_tokens": 2.5e4, "hands_over": hands_over}
@@ -162,7 +162,7 @@ def test_saves_that_nobody_hands_over_keep_every_replica() -> None:
 @given(st.floats(1, 40), st.integers(1, 200))
 @settings(max_examples=25)
 def test_after_a_restart_of_the_controller_the_number_stays(work: float, periods: int) -> None:
-    """No state, no replicas, no reports, then one after the other: nothing shrinks before a whole delay was seen."""
+    """State, replicas and reports are missing, then return: nothing shrinks before a whole delay has passed."""
     deployment = Deployment(48)
     deployment.tick(work, periods)
     target = deployment.signals.target
@@ -176,9 +176,9 @@ def test_after_a_restart_of_the_controller_the_number_stays(work: float, periods
 
 
 def test_it_grows_by_as_many_as_the_work_needs_and_asks_once() -> None:
-    """Twelve replicas' worth of work: one decision, after the delay, and no second one while they start.
+    """Twelve replicas' worth of work give one decision, after the delay, and no second one while they start.
 
-    A backlog that grows because nobody starts asks for no more, and says why.
+    A backlog that grows because no replica starts requests no more of them, and the reason is given.
     """
     deployment = Deployment(2, starts=False)
     deployment.tick(1.0, 30, requests=600.0)
@@ -194,7 +194,7 @@ def test_it_grows_by_as_many_as_the_work_needs_and_asks_once() -> None:
 
 
 def test_the_smallest_size_is_reached_within_two_periods_of_the_delay() -> None:
-    """Also from a large deployment in one step, and for every delay that can be set. (docs: autoscaling)"""
+    """It shrinks in one step even from a large deployment, for every allowed delay. (docs: autoscaling)"""
     for delay_s in (10.0, 60.0, 600.0, 3600.0):
         deployment = Deployment(1, replace(BOUNDS, downscale_delay_s=delay_s))
         deployment.tick(20.0, 800)
@@ -206,7 +206,7 @@ def test_the_smallest_size_is_reached_within_two_periods_of_the_delay() -> None:
 
 
 def test_a_late_first_token_takes_replicas_and_the_requests_own_prefill_does_not() -> None:
-    """Beta rises where a p90 can be brought down; below what requests need for themselves it cannot."""
+    """Beta rises only if a p90 can be reduced, not below the requests' own prefill time."""
     late, own = Deployment(12), Deployment(12)
     few = late.tick(8.0, 60, requests=100.0, p90_ttft_s=1.0, p90_own_s=0.5)[-1]
     assert late.tick(8.0, 120, requests=100.0, p90_ttft_s=6.0, p90_own_s=0.5)[-1].target > few.target
@@ -215,7 +215,7 @@ def test_a_late_first_token_takes_replicas_and_the_requests_own_prefill_does_not
 
 
 def test_slots_and_the_pool_take_replicas_too() -> None:
-    """Long answers bring little prefill, and fill what decodes."""
+    """Long answers need little prefill, but fill the decode slots and the pool."""
     for changed, reason in (
         ({"decoding": 200.0, "slots": 16.0}, "decode_slots"),
         ({"used_tokens": 9.5e5, "pool_tokens": 1e5}, "kv_pool"),

@@ -16,14 +16,14 @@ SYSTEM = {"role": "system", "content": "You are a helpful Python programming ass
 
 
 class Runner:
-    """Runs files over the tiny model, blocks of 4 tokens: the prompts are short."""
+    """Runs files over the tiny model with blocks of 4 tokens, because the prompts are short."""
 
     def __init__(self, model: Path, folder: Path) -> None:
         self.model = model
         self.folder = folder
 
     def run(self, *lines: str, flags: str = "") -> tuple[Result, dict[str, dict[str, Any]]]:
-        """Return what the command said, and the responses by custom_id; none where there is no file."""
+        """Return the command's result and the responses by custom_id; no responses if there is no file."""
         given, out = self.folder / "in.jsonl", self.folder / "out.jsonl"
         given.write_text("\n".join(lines))
         out.unlink(missing_ok=True)
@@ -95,7 +95,7 @@ def test_requests_are_answered_as_the_server_would_and_again_the_same(runner: Ru
 
 
 def test_one_that_fails_is_named_and_the_others_are_answered(runner: Runner) -> None:
-    """Each has its status and the API's error; the run leaves with 1."""
+    """Each request has its status and the API's error; the run exits with 1."""
     image = {"role": "user", "content": [{"type": "image", "image": "cat.png"}]}
     result, responses = runner.run(
         line("image", messages=[image]),

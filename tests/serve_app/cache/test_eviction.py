@@ -1,4 +1,4 @@
-"""One order of evictions for the pool and the tiers: by standing, then the least recently used first."""
+"""The pool and the tiers evict in one order: by standing, then the least recently used first."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +12,7 @@ from serve_app.cache.eviction import EvictionQueue, Standing
     )
 )
 def test_a_queue_gives_the_lowest_first(steps: list[tuple[int, tuple[int, Standing] | None]]) -> None:
-    """As a plain search does, whatever was put, moved and taken out; of equals, whoever came to its place first."""
+    """It equals a plain search through any insertions, moves and removals; equal entries leave in order of arrival."""
     queue: EvictionQueue[int] = EvictionQueue()
     naive: dict[int, tuple[Standing, int, int]] = {}
     for number, (key, place) in enumerate(steps):

@@ -1,4 +1,4 @@
-"""What travels is loaded only when every byte of it is what it says."""
+"""Transferred KV is loaded only if every byte of it matches its description."""
 
 import pickle
 from dataclasses import replace
@@ -52,8 +52,8 @@ def read(content: bytes) -> tuple[TierBlock, Row]:
     return BlockFiles(Path("nowhere"), FORMAT).decode(content, hash_at(hash_blocks(ROOT, IDS, SIZE), 2))
 
 
-def test_what_is_whole_arrives_unchanged() -> None:
-    """A chain in another process, and one block in a file."""
+def test_an_intact_part_arrives_unchanged() -> None:
+    """A chain is sent to another process, and one block to a file."""
     chain = part_of()
     assert FORMAT.block_bytes == 2 * 2 * SIZE * 3 * 2
     arrived = pickle.loads(pickle.dumps(chain))  # noqa: S301 as Ray does
@@ -109,7 +109,7 @@ def test_every_changed_byte_is_refused(data: st.DataObject) -> None:
 
 
 def test_impossible_headers_are_refused() -> None:
-    """Whole and with the right checksums, but with fields that cannot be."""
+    """The parts are whole and have the right checksums, but impossible fields."""
     part = part_of(2, 3)
     for change in (
         {"hashes": b"x" * 15},
@@ -124,16 +124,16 @@ def test_impossible_headers_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 3), (0, 1), (1, 3), (2, 3)])
-def test_a_part_is_what_was_asked_for_or_refused(first: int, last: int) -> None:
-    """It fits one place of one chain: not another place, tokens, scope, root, nor bytes that changed."""
+def test_a_part_is_the_requested_one_or_refused(first: int, last: int) -> None:
+    """It fits one place of one chain: another place, tokens, scope, root or changed bytes are refused."""
     part = part_of(first, last)
     header, payload = part.header, part.payload
     verify_part(part, FORMAT, SCOPE, IDS, HASHES, first)
     tenant_b, damaged = replace(SCOPE, salt=b"tenant b"), payload.copy()
     damaged[0, 0] ^= 1
-    # A collision: the hashes that are asked for, and a digest, of other tokens.
+    # A collision: the requested hashes, and a digest, of other tokens.
     stolen = make_header(FORMAT, SCOPE, IDS[: SIZE * last] + 1, HASHES[: 16 * last], payload, first)
-    # Equal tokens after another beginning: only the digest tells.
+    # Equal tokens after another prefix: only the digest differs.
     forked = msgspec.structs.replace(header, prefix_digest=bytes(len(header.prefix_digest)))
     none = checksum(payload[:0])
     empty = msgspec.structs.replace(header, hashes=b"", token_ids=b"", checksum=none)

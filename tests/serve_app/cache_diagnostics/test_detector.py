@@ -1,4 +1,4 @@
-"""An ingress' misses: explained beside the answer, counted, each tenant's by its own alone."""
+"""An ingress' misses are explained beside the answer and counted; a tenant's own requests alone explain its misses."""
 
 import asyncio
 from collections import Counter
@@ -24,11 +24,11 @@ from serve_app.fairness.shares import Shares
 from serve_app.fairness.workers import FairWorkers
 from serve_app.generation.generation import Generation
 
-REST = "and these are the rules that all of the answers have to follow, whoever asks: " * 4
+REST = "and these are the rules that all of the answers have to follow, no exception: " * 4
 
 
 def generation(text: str, tenant: str = "a", lora: str = "", salt: str = "", *, store_kv: bool = True) -> Generation:
-    """A token is a character."""
+    """Return a generation in which each character is a token."""
     return Generation(
         request_id="r",
         token_ids=np.array([ord(char) for char in text], dtype=np.int32),
@@ -48,7 +48,7 @@ def decode(ids: Sequence[int]) -> str:
 
 
 class Bench:
-    """A detector, what it counted, and a clock that goes on with each request."""
+    """A detector, its counts, and a clock that advances with each request."""
 
     def __init__(self) -> None:
         self.counted: list[tuple[str, str, int]] = []
@@ -62,7 +62,7 @@ class Bench:
         return None if task is None else await task
 
     def run(self, *asked: tuple[Generation, int]) -> list[Miss | None]:
-        """Ask one after the other."""
+        """Observe the requests one after the other."""
 
         async def all_of_them() -> list[Miss | None]:
             return [await self.ask(wanted, cached_tokens) for wanted, cached_tokens in asked]
@@ -75,7 +75,7 @@ def reasons(misses: Sequence[Miss | None]) -> list[str | None]:
 
 
 def test_hits_and_requests_that_leave_nothing_are_not_explained() -> None:
-    """A hit is remembered, and nothing else; with store_kv false a request is not even that."""
+    """Only the last hit is remembered; with store_kv false not even the request is."""
     bench = Bench()
     kept, left_out = generation(REST), generation("Private. " + REST, store_kv=False)
     asked = bench.run((kept, len(REST) - 16), (kept, 0), (left_out, 0), (generation("Private. " + REST), 0))
@@ -86,7 +86,7 @@ def test_hits_and_requests_that_leave_nothing_are_not_explained() -> None:
 
 
 def test_reasons_of_a_day() -> None:
-    """Each reason with what it cost."""
+    """Each reason is shown with its cost."""
     bench = Bench()
     _, second, _, adapter, _ = bench.run(
         (generation("Today is 2026-11-21. " + REST), 0),
@@ -104,8 +104,8 @@ def test_reasons_of_a_day() -> None:
 
 
 def test_of_several_prompts_the_one_that_differs_last_explains() -> None:
-    """Not one that has a little more in common behind an earlier difference, nor a later one with other rules."""
-    other = "Today is sunny, and the harbour is open to whoever comes with papers and a flag. " * 4
+    """Not one with a little more in common after an earlier difference, nor a later one with other rules."""
+    other = "Today is sunny, and the harbour is open to any ship with papers and a flag. " * 4
     *_, miss = Bench().run(
         (generation("Today is 2026-11-21. Turn 1. " + REST), 0),
         (generation("Today is 2026-11-22. Turn 2. " + REST), 0),
@@ -117,8 +117,8 @@ def test_of_several_prompts_the_one_that_differs_last_explains() -> None:
 
 
 @pytest.mark.anyio
-async def test_what_was_answered_later_explains_nothing() -> None:
-    """Two requests of one prompt at one moment: neither could have read the other's KV."""
+async def test_a_later_answer_explains_nothing() -> None:
+    """Two requests with one prompt arrive at once: neither could have read the other's KV."""
     bench = Bench()
     tasks = [bench.detector.observe(generation(REST), 0, 1.0, 2.0 + number) for number in range(MAX_AT_ONCE + 3)]
     assert sum(task is None for task in tasks) == 3
@@ -138,8 +138,8 @@ async def test_what_was_answered_later_explains_nothing() -> None:
         max_size=8,
     )
 )
-def test_a_tenant_is_told_what_its_own_requests_say_and_nothing_else(asked: list[tuple[str, str, str]]) -> None:
-    """Whatever another tenant sends between them, the answers and the counts are the same. (docs: caching)"""
+def test_a_tenants_misses_depend_on_its_own_requests_alone(asked: list[tuple[str, str, str]]) -> None:
+    """Another tenant's requests in between never change the explanations or the counts. (docs: caching)"""
 
     def told(only: str) -> tuple[list[Miss | None], list[tuple[str, str, int]]]:
         bench = Bench()
@@ -151,8 +151,8 @@ def test_a_tenant_is_told_what_its_own_requests_say_and_nothing_else(asked: list
     assert told("ab") == told("a")
 
 
-def test_what_was_read_is_not_lost_and_a_few_equal_tokens_are_no_reason() -> None:
-    """An eviction costs what was not read; fewer than 32 equal tokens behind a difference are told as never seen."""
+def test_tokens_read_are_not_lost_and_a_few_equal_tokens_are_no_reason() -> None:
+    """An eviction costs the unread tokens; fewer than 32 equal tokens after a difference count as never seen."""
     start, other = "Be brief. ", "0123456789abcdefghijklmnopqrstuvwxyz" * 4
     _, evicted = Bench().run((generation(REST), 0), (generation(REST), 16))
     assert evicted is not None and evicted.lost_tokens == len(REST) - 16
@@ -173,7 +173,7 @@ def prompt(tokens: int, lora: str = "") -> SeenPrompt:
 def test_a_tenants_room_is_bounded_and_does_not_depend_on_others(
     added: list[tuple[str, int, int]], max_bytes: int
 ) -> None:
-    """After each prompt within the bounds of bytes, prompts and families, as if nobody else had come.
+    """After each prompt it is within the bounds of bytes, prompts and families, as if the tenant were alone.
 
     docs: caching
     """
@@ -191,7 +191,7 @@ def test_a_tenants_room_is_bounded_and_does_not_depend_on_others(
 
 
 def test_a_long_prompt_is_kept_in_part_and_a_tenant_that_is_gone_not_at_all() -> None:
-    """The first tokens, copied: they keep no more alive. The settings have two tenants, so a third takes a room."""
+    """Its first tokens are copied, to free the rest. The settings have two tenants, so a third replaces one."""
     long = prompt(MAX_PROMPT_TOKENS + 1)
     assert len(long.ids) == MAX_PROMPT_TOKENS and long.ids.base is None
     memory = PromptMemory(lambda: 2)

@@ -1,4 +1,4 @@
-"""The first difference, its class, and what is equal behind it."""
+"""The first difference, its class, and the equal part after it."""
 
 import numpy as np
 import pytest
@@ -12,15 +12,15 @@ from serve_app.prompts.lock import first_difference
 
 @given(st.binary(max_size=40), st.binary(max_size=40))
 def test_the_first_difference(one: bytes, other: bytes) -> None:
-    """All before it is equal, and there something differs or ends, unless both are the same."""
+    """Everything before it is equal, and at it something differs or ends, unless both texts are the same."""
     at = first_difference(one, other)
     assert one[:at] == other[:at]
     assert one == other if at == max(len(one), len(other)) else one[at : at + 1] != other[at : at + 1]
 
 
 @given(st.lists(st.integers(0, 2), max_size=40), st.lists(st.integers(0, 2), max_size=40), st.integers(0, 5))
-def test_what_is_equal_behind_is_what_a_naive_search_finds(new: list[int], old: list[int], start: int) -> None:
-    """Tokens of eight in a row that the other prompt has in a row too, at whatever place behind the difference."""
+def test_the_equal_part_behind_agrees_with_a_naive_search(new: list[int], old: list[int], start: int) -> None:
+    """It counts runs of eight tokens that the other prompt also has, anywhere after the difference."""
     known = {tuple(old[at : at + GRAM]) for at in range(start, len(old) - GRAM + 1)}
     covered: set[int] = set()
     for at in range(start, len(new) - GRAM + 1):
@@ -48,12 +48,12 @@ def test_what_is_equal_behind_is_what_a_naive_search_finds(new: list[int], old: 
     ],
 )  # fmt: skip
 def test_classes(old: str, new: str, reason: str) -> None:
-    """What only looks like a date, an id or another order is text."""
+    """A text that only resembles a date, an id or another order is text."""
     assert classify(new, old, first_difference(new, old)) == reason
 
 
-def test_what_stands_there_is_shown_as_a_whole() -> None:
-    """The whole value, though its last digit alone differs; of a long word the beginning."""
+def test_the_value_there_is_shown_as_a_whole() -> None:
+    """A value is shown whole, though only its last digit differs; a long word is cut."""
     text = "Today is 2026-11-22."
     assert value_there(text, text.index("22")) == "2026-11-22"
     assert len(value_there("x" * 500, 3)) == 64 and value_there("", 0) == ""

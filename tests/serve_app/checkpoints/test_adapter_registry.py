@@ -1,4 +1,4 @@
-"""Rules of a deployment's adapters: who sees which, and copies that agree."""
+"""Rules of a deployment's adapters: each tenant's visible adapters, and copies that agree."""
 
 import asyncio
 import itertools
@@ -46,7 +46,7 @@ def test_model_or_lora_name_chooses_the_adapter() -> None:
         held.choose("a", "b", "t")
 
 
-def test_an_unknown_adapter_is_refused_and_only_what_the_caller_may_use_is_named() -> None:
+def test_an_unknown_adapter_is_refused_and_only_the_callers_adapters_are_named() -> None:
     """404 for a model, 400 for a lora_name; a private adapter is as unknown to others as one that does not exist."""
     held = registry(AdapterEntry("open", spec("open")), AdapterEntry("secret", spec("secret"), ("acme",)))
     assert held.choose("secret", None, "acme") == spec("secret")
@@ -65,7 +65,7 @@ def test_an_unknown_adapter_is_refused_and_only_what_the_caller_may_use_is_named
 
 
 def test_models_that_a_tenant_may_not_use_do_not_exist_for_it() -> None:
-    """The base model too: each answer is word for word that for a name which nobody has. (docs: tenants)"""
+    """This includes the base model: each answer is the exact one for an unknown name. (docs: tenants)"""
     held = registry(AdapterEntry("a", spec("a")), AdapterEntry("b", spec("b")))
     assert held.choose("a", None, "t", {"a"}) == spec("a")
     assert held.choose("base", None, "t", {"base"}) is None
@@ -95,7 +95,7 @@ entries = st.builds(
 
 
 @given(news=st.lists(entries), order=st.randoms())
-def test_copies_agree_whatever_the_order_of_the_news(news: list[AdapterEntry], order: Any) -> None:
+def test_copies_agree_in_any_order_of_the_news(news: list[AdapterEntry], order: Any) -> None:
     """Late, repeated and reordered news change nothing, nor do two entries of one name and time. (docs: adapters)"""
     shuffled = news * 2
     order.shuffle(shuffled)
@@ -106,7 +106,7 @@ def test_copies_agree_whatever_the_order_of_the_news(news: list[AdapterEntry], o
 
 
 def test_settings_that_changed_do_not_change_each_other() -> None:
-    """A new ingress keeps what its own settings say, whatever older replicas tell; what was loaded since beats both."""
+    """A new ingress keeps its own settings against older replicas' entries; a runtime change overrides both."""
     held = registry(AdapterEntry("a", spec("a", "5")))
     for digest in "19":
         held.merge([AdapterEntry("a", spec("a", digest))])
@@ -115,8 +115,8 @@ def test_settings_that_changed_do_not_change_each_other() -> None:
     assert held.get("a") is None
 
 
-def test_an_ingress_that_has_just_started_serves_no_adapter_before_it_knows_what_others_know() -> None:
-    """One of the settings may have been unloaded, or another kept for some: 503 until then. The base is served."""
+def test_a_new_ingress_serves_no_adapter_before_it_has_the_others_entries() -> None:
+    """A configured adapter may have been unloaded or restricted: 503 until then. The base is served."""
     old = registry(AdapterEntry("a", spec("a")))
     old.merge([old.next_entry("a", None)])
     config = AppConfig.model_validate({"model": "demo", "allow_runtime_lora": True})

@@ -1,4 +1,4 @@
-"""Reading a checkpoint's facts, and what is said about a directory that holds none."""
+"""Reading a checkpoint's facts, and the errors for a directory without a checkpoint."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ def copy(demo_model_path: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(demo_model_path, tmp_path / "model"))
 
 
-def test_the_demo_model_says_what_it_is(demo_model_path: Path) -> None:
+def test_the_demo_model_describes_itself(demo_model_path: Path) -> None:
     """Every field comes from the files; both end tokens are eos, the generation config's first."""
     info = load_checkpoint_info(demo_model_path)
     added = json.loads((demo_model_path / "tokenizer.json").read_text())["added_tokens"]
@@ -65,7 +65,7 @@ def test_eos_falls_back_to_the_tokenizer_and_the_config(copy: Path) -> None:
     ],
 )
 def test_a_broken_checkpoint_is_named_with_a_remedy(copy: Path, name: str, becomes: str | None, sentence: str) -> None:
-    """Each fault has its own sentence. ``becomes``: what the file is then; None: it is not there."""
+    """Each fault has its own sentence. ``becomes``: the file's new content; None: the file is removed."""
     file, whole = copy / name, (copy / "model.safetensors").read_bytes()
     if becomes is None:
         shutil.rmtree(copy) if not name else file.unlink()

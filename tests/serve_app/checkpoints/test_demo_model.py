@@ -18,7 +18,7 @@ def _digests(directory: Path) -> dict[str, str]:
 
 
 def test_two_builds_in_different_processes_have_equal_bytes(demo_model_path: Path, tmp_path: Path) -> None:
-    """Two builders at once, in one directory: both get one whole checkpoint, equal to an earlier build's bytes."""
+    """Two concurrent builders in one directory both get one whole checkpoint, equal to an earlier build's bytes."""
     script = (
         "import sys; from pathlib import Path; from serve_app.checkpoints.demo_model import ensure_demo_model;"
         "print(ensure_demo_model('demo', Path(sys.argv[1])))"
@@ -32,7 +32,7 @@ def test_two_builds_in_different_processes_have_equal_bytes(demo_model_path: Pat
     (built,) = {Path(builder.communicate()[0].strip()) for builder in builders}
     assert built.name == demo_model_path.name
     assert _digests(built) == _digests(demo_model_path)
-    assert list(tmp_path.iterdir()) == [built], "nothing temporary is left"
+    assert list(tmp_path.iterdir()) == [built], "no temporary file remains"
 
 
 def test_transformers_loads_it_whole_and_greedy_output_varies(demo_model_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_transformers_loads_it_whole_and_greedy_output_varies(demo_model_path: P
 
 
 def test_the_chat_template_is_chatml_with_tools(demo_model_path: Path) -> None:
-    """Turns end with the eos; tools come before everything else, and calls are written as Hermes models write them."""
+    """Turns end with the eos; tools come before everything else, and calls have the format of Hermes models."""
     tokenizer = PromptTokenizer(demo_model_path)
     assert tokenizer._tokenizer("<|im_end|>").input_ids == [tokenizer._tokenizer.eos_token_id]
     plain = tokenizer.template.render([{"role": "system", "content": "S"}, {"role": "user", "content": "U"}])

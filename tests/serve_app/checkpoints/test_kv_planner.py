@@ -1,4 +1,4 @@
-"""The planner's arithmetic, against figures that are known."""
+"""The planner's arithmetic, against known figures."""
 
 import json
 from pathlib import Path
@@ -31,8 +31,8 @@ def test_the_worked_example() -> None:
 
 
 @given(st.integers(0, 10**12), st.integers(1, 5000), st.integers(1, 50_000), st.integers(1, 16))
-def test_what_is_planned_fits_and_one_more_would_not(memory: int, prefixes: int, tokens: int, replicas: int) -> None:
-    """Prefixes of whole blocks are held within what the weights leave."""
+def test_planned_prefixes_fit_and_one_more_would_not(memory: int, prefixes: int, tokens: int, replicas: int) -> None:
+    """Prefixes of whole blocks fit into the memory that the weights leave."""
     found = plan_kv(LLAMA, "bfloat16", memory_bytes=memory, prefixes=prefixes, prefix_tokens=tokens, replicas=replicas)
     whole = -(-tokens // 16) * 16 * found.bytes_per_token
     assert found.prefixes_per_replica * whole <= found.kv_bytes < (found.prefixes_per_replica + 1) * whole
@@ -40,7 +40,7 @@ def test_what_is_planned_fits_and_one_more_would_not(memory: int, prefixes: int,
 
 
 def test_the_command_needs_a_config_only(tmp_path: Path) -> None:
-    """Figures for machines, sentences for people, and an error for a size that is none."""
+    """It prints figures for machines, sentences for people, and an error for an invalid size."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     base = ["plan", "--model", str(tmp_path), "--prefixes", "100", "--prefix-tokens", "10000", "--memory"]
     told = CliRunner().invoke(app, [*base, "80GB", "--json"])
@@ -54,7 +54,7 @@ def test_the_command_needs_a_config_only(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("ranks", "part"), [((8, 1), 1.0), ((16, 1), 2.0), ((1, 4), 1.0), ((2, 3), 33 / 32)])
 def test_ranks_hold_a_head_and_as_many_layers_as_the_fullest(ranks: tuple[int, int], part: float) -> None:
-    """Eight KV heads on sixteen ranks are there twice; of 32 layers one of three stages has eleven."""
+    """Eight KV heads on sixteen ranks are held twice; of 32 layers one of three stages has eleven."""
     one, several = (
         plan_kv(LLAMA, "bfloat16", memory_bytes=80 * 10**9, prefixes=1, prefix_tokens=1, ranks=each)
         for each in ((1, 1), ranks)
@@ -64,7 +64,7 @@ def test_ranks_hold_a_head_and_as_many_layers_as_the_fullest(ranks: tuple[int, i
 
 
 def test_a_trace_is_planned_by_memory(tmp_path: Path) -> None:
-    """Two prompts in turn that share nothing: a cache of one of them never hits, a cache of both hits all but two."""
+    """Two prompts alternate and share nothing: a cache for one never hits, a cache for both misses only twice."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     prompts = [list(range(10)), list(range(10, 20))] * 4
     rows = [{"timestamp": at, "input_length": 5120, "hash_ids": ids} for at, ids in enumerate(prompts)]

@@ -1,4 +1,4 @@
-"""A model in the cache is whole or not there, whatever became of the process that made it."""
+"""A model in the cache is whole or absent, even if the process that made it failed or was killed."""
 
 import errno
 import os
@@ -28,8 +28,8 @@ def whole(directory: Path) -> None:
     (directory / "config.json").write_text("{}")
 
 
-def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
-    """The reason comes through, a full device as one sentence, and the next call makes it."""
+def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
+    """The reason is reported, a full device as one sentence, and the next call makes the model."""
 
     def fail_with(error: Exception) -> None:
         def broken(directory: Path) -> None:
@@ -49,7 +49,7 @@ def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_killed_maker_leaves_nothing_half_and_is_cleaned_up_after(tmp_path: Path) -> None:
-    """SIGKILL in the middle: there is no such model, and the next one that is made takes the remains away."""
+    """After a SIGKILL in the middle the model is absent, and making another model removes the remains."""
     command = [sys.executable, "-c", _KILLED, str(tmp_path / "model")]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as maker:

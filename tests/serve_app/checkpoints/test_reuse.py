@@ -1,4 +1,4 @@
-"""The reuse curve of a trace, against a cache that is simulated for each size."""
+"""The reuse curve of a trace, against a simulated cache of each size."""
 
 import json
 from collections import OrderedDict
@@ -60,7 +60,7 @@ def test_the_fewest_blocks_for_a_hit_rate_are_the_fewest(trace: list[TracePrompt
 
 
 def test_the_published_trace_is_read_as_the_benchmarks_read_it() -> None:
-    """With its known reuse: what an unlimited cache hits is all that was there before."""
+    """Its reuse is known: an unlimited cache hits every block that occurred before."""
     prompts = read_prompts(DEFAULT_TRACE)
     assert [(one.tokens, one.hash_ids) for one in prompts] == [
         (one.prompt_tokens, one.hash_ids) for one in read_trace(DEFAULT_TRACE)

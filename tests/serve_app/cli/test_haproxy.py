@@ -1,4 +1,4 @@
-"""The port with Ray's own HAProxy configuration and what the wrapper adds to it, before a server of a few lines."""
+"""The port with Ray's own HAProxy configuration and the wrapper's additions, before a server of a few lines."""
 
 import json
 import re
@@ -28,11 +28,11 @@ PATIENCE_S = 30.0
 ATTACKER = "127.0.0.2"
 
 broken_off = threading.Event()
-"""Set once the server behind HAProxy could not write its long answer to the end."""
+"""Set once the server behind HAProxy failed to write its long answer to the end."""
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers with the number of bytes of a body; some paths do something else."""
+    """Answers with the number of bytes of a body; some paths behave differently."""
 
     protocol_version = "HTTP/1.1"
 
@@ -41,7 +41,7 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             self.wfile.write(b"HTTP/1.1 2")
             return
-        if self.path == "/died":  # as Ray's proxy answers when an ingress dies under it
+        if self.path == "/died":  # as Ray's proxy answers when an ingress dies
             self.wfile.write(b"HTTP/1.1 500 \r\ncontent-type: text/plain\r\ncontent-length: 2\r\n\r\nNo")
             return
         if self.path == "/late":
@@ -59,7 +59,7 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_POST
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -69,14 +69,14 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def port(run_dir: Path) -> Iterator[int]:
-    """A port where time is short."""
+    """A port with short time limits."""
     with _haproxy(run_dir, BRIEF) as port:
         yield port
 
 
 @contextmanager
 def _haproxy(run_dir: Path, bounds: PortBounds) -> Iterator[int]:
-    """Run HAProxy as Ray does, on the port this yields; behind it /, and /gone, whose server is not there."""
+    """Run HAProxy as Ray does, on the yielded port; its backends are /, and /gone, which has no server."""
     with ExitStack() as ending:
         first = ending.enter_context(held_window())
         port, behind, nobody, stats, metrics = range(first, first + 5)
@@ -132,7 +132,7 @@ def assert_apis_error(headers: Message, body: bytes) -> None:
 
 
 def test_one_address_cannot_take_the_port(tmp_path: Path) -> None:
-    """Connections over the bound are told so, then closed as they come; others, and open connections, are served."""
+    """Connections over the bound get an error, later ones are closed at once; others and open ones are served."""
     with _haproxy(tmp_path, NARROW) as port, ExitStack() as ending:
 
         def open_one(source: str = ATTACKER) -> HTTPConnection:
@@ -143,7 +143,7 @@ def test_one_address_cannot_take_the_port(tmp_path: Path) -> None:
         for _ in range(NARROW.connections_per_address - 1):
             open_one().sock.sendall(b"POST / HTTP/1.1\r\nHost: x\r\n")
         status = 0
-        while status != 429:  # HAProxy's threads take connections in any order: those before may not be counted yet
+        while status != 429:  # HAProxy's threads accept in any order, so earlier connections may not be counted yet
             status, headers, body = asked(open_one())
         assert_apis_error(headers, body)
         assert b"--max-connections-per-address" in body
@@ -152,15 +152,15 @@ def test_one_address_cannot_take_the_port(tmp_path: Path) -> None:
         for _ in range(TOLD_CONNECTIONS * 2):
             try:
                 ended.register(open_one().sock, select.POLLIN)
-            except ConnectionError:  # closed before this process could look, as a busy machine has it
+            except ConnectionError:  # closed before this process could look, on a busy machine
                 closed_at_once = True
-        assert closed_at_once or ended.poll(PATIENCE_S * 1000)  # the answer to half a request would be 60 s away
+        assert closed_at_once or ended.poll(PATIENCE_S * 1000)  # the answer to half a request would take 60 s
         assert asked(before, "/", b"abcd")[2] == b"4"
         assert asked(open_one("127.0.0.1"))[0] == 200
 
 
 def test_headers_have_to_arrive_in_time(port: int) -> None:
-    """However slowly they come: each byte buys no time."""
+    """Sending slowly does not help: a byte does not extend the time limit."""
     with closing(connected(port)) as connection:
         connection.sock.sendall(b"GET / HTTP/1.1\r\n")
         while not select.select([connection.sock], [], [], 0.1)[0]:
@@ -169,14 +169,14 @@ def test_headers_have_to_arrive_in_time(port: int) -> None:
 
 
 def test_an_idle_connection_ends(port: int) -> None:
-    """After its answer, one that asks nothing is closed; Ray's own bound is 90 s."""
+    """A connection without a new request is closed after its answer; Ray's own bound is 90 s."""
     with closing(connected(port)) as connection:
         asked(connection)
         assert connection.sock.recv(1) == b""
 
 
-def test_who_takes_nothing_is_dropped_and_who_waits_is_not(port: int) -> None:
-    """A client that stops reading loses its connection; one whose answer is slow in coming does not."""
+def test_a_client_that_reads_nothing_is_dropped_and_a_waiting_one_is_not(port: int) -> None:
+    """A client that stops reading loses its connection; a client that waits for a slow answer does not."""
     with closing(connected(port)) as connection:
         assert asked(connection, "/late")[0] == 200
         broken_off.clear()
@@ -185,7 +185,7 @@ def test_who_takes_nothing_is_dropped_and_who_waits_is_not(port: int) -> None:
 
 
 def test_a_large_body_streams_through(port: int) -> None:
-    """What is bounded is the time for headers, not for what follows."""
+    """The time limit is for headers, not for the body."""
     with closing(connected(port)) as connection:
         connection.putrequest("POST", "/")
         connection.putheader("content-length", "8000000")

@@ -1,4 +1,4 @@
-"""A start of Ray that was too slow is tried again; of a start that failed, the sentence that says why is told."""
+"""A start of Ray that was too slow is repeated; a failed start is reported with its cause."""
 
 import io
 from contextlib import suppress
@@ -33,7 +33,7 @@ def test_only_a_node_that_was_too_slow_is_started_again(
         tries.append(options)
         if len(tries) == 1:
             raise RuntimeError(message)
-        assert ended, "the first try's processes run on"
+        assert ended, "the first try's processes still run"
         return SimpleNamespace(address_info={"session_dir": "/session"})
 
     monkeypatch.setattr(ray, "init", init)
@@ -43,7 +43,7 @@ def test_only_a_node_that_was_too_slow_is_started_again(
     with suppress(RuntimeError):
         logs = instance._start_ray(AppConfig(model="demo"), False, Console(file=said))
     assert logs == (Path("/session/logs/serve") if again else None)
-    assert ("once more" in said.getvalue()) == again
+    assert ("trying again" in said.getvalue()) == again
     assert len(tries) == 1 + again and tries[0] == tries[-1]
 
 
@@ -71,12 +71,12 @@ serve_app.engine.protocol.AdapterError: the adapter 'a': layer 1 has rank 8, ove
     ],
 )
 def test_the_innermost_sentence(message: str, sentence: str) -> None:
-    """Warmpath's own stand alone; others keep their kind."""
+    """Warmpath's own errors stand alone; other errors keep their type."""
     assert innermost(message) == sentence
 
 
 def test_the_first_failure_of_a_constructor_is_enough() -> None:
-    """Serve would try again; and an application that gave up says so whatever its deployments do."""
+    """Serve would retry; the failure of an application is reported in any state of its deployments."""
     assert failure("DEPLOYING", {"Ingress": "", "Replica": ""}, "") is None
     assert failure("DEPLOYING", {"Ingress": "waits for resources"}, "") is None
     why = failure("DEPLOYING", {"Ingress": "", "Replica": REPLICA}, "")

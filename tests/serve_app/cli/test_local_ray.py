@@ -1,4 +1,4 @@
-"""The environment of a local instance: HAProxy kept on loopback, and ports of its own."""
+"""The environment of a local instance: HAProxy stays on loopback, with ports of its own."""
 
 import errno
 import os
@@ -13,7 +13,7 @@ from serve_app.cli.local_ray import held_port, held_window, keep_token_private, 
 
 
 def test_haproxys_ports_are_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the choice of its ports and its start, seconds later, no connection may be given one of them."""
+    """HAProxy starts seconds after its ports are chosen; meanwhile no connection may be given one of them."""
     monkeypatch.setattr(os, "environ", dict(os.environ))
     with local_environment(tmp_path):
         names = ("HAPROXY_STATS", "HAPROXY_METRICS", "FALLBACK_PROXY_HTTP")
@@ -26,9 +26,9 @@ def test_haproxys_ports_are_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_held_port_is_kept_for_one_listener() -> None:
-    """Nobody connects to it, nobody takes it by chance, and the server it is held for listens on it.
+    """Nobody connects to it or takes it by chance, and the intended server can listen on it.
 
-    Whoever was given a port by the kernel has none of this range.
+    The kernel never assigns ports of this range.
     """
     with held_port() as port:
         assert launch.FIRST_PORT <= port < launch.LAST_PORT
@@ -45,7 +45,7 @@ def test_a_held_port_is_kept_for_one_listener() -> None:
 
 @pytest.fixture
 def few_windows(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Windows of two ports from the one this yields on, drawn in the order 0, 0, 1."""
+    """Windows of two ports from the yielded one on, drawn in the order 0, 0, 1."""
     with held_window() as first:  # so that nobody else takes any of these meanwhile
         monkeypatch.setattr(launch, "PORT_WINDOW", 2)
         monkeypatch.setattr(launch, "FIRST_PORT", first)
@@ -56,7 +56,7 @@ def few_windows(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 
 def test_a_window_of_ports_avoids_those_that_are_shared(few_windows: int) -> None:
-    """A port whose listener allows sharing (as an ingress does) is not free: no window with it is chosen."""
+    """A port with a listener that allows sharing (as an ingress does) is not free: its windows are not chosen."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(("127.0.0.1", few_windows))
@@ -66,13 +66,13 @@ def test_a_window_of_ports_avoids_those_that_are_shared(few_windows: int) -> Non
 
 
 def test_two_instances_have_windows_of_their_own(few_windows: int) -> None:
-    """Also where the first one has not begun to listen when the second one looks."""
+    """The second one avoids the first one's window even before the first one listens."""
     with held_window() as first, held_window() as second:
         assert (first, second) == (few_windows, few_windows + 2)
 
 
 def test_rays_token_is_closed_to_other_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is one: it opens Ray's ports. (docs: isolation)"""
+    """If a token exists, others must not read it, because it opens Ray's ports. (docs: isolation)"""
     monkeypatch.setenv("HOME", str(tmp_path))
     keep_token_private()
     token = tmp_path / ".ray" / "auth_token"

@@ -1,4 +1,4 @@
-"""The words of `warmpath`; errors that say what to change."""
+"""The commands of `warmpath`, and errors that name a remedy."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from serve_app.config.files import load_settings
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """What `warmpath serve` would start; its port is not looked at."""
+    """The starts that `warmpath serve` would make; the port is not checked."""
     launches: list[Launch] = []
     monkeypatch.setattr(main, "address", lambda *_: Finding("port", "not looked at"))
     monkeypatch.setattr(Supervisor, "run", lambda _, launch: launches.append(launch) or 0)
@@ -27,7 +27,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 
 
 @pytest.mark.parametrize("flag", ["--port=99999", "--set=nonsense", "--config=no.yaml", "--set=prompts_dir=/nowhere"])
-def test_serve_refuses_what_it_cannot_start(flag: str) -> None:
+def test_serve_refuses_settings_it_cannot_use(flag: str) -> None:
     result = CliRunner().invoke(app, ["serve", flag])
     assert result.exit_code == 2, result.output
     assert result.output.startswith("error: "), result.output
@@ -55,7 +55,7 @@ def test_the_version_and_the_settings_are_told() -> None:
 def test_pages_of_any_name_may_post_only_where_that_may_be_meant(
     launched: list[Launch], arguments: list[str], allowed: list[str] | None
 ) -> None:
-    """On loopback without tenants no name leads here but by DNS rebinding, unless it is configured."""
+    """On loopback without tenants only DNS rebinding leads a name here, unless the name is configured."""
     result = CliRunner().invoke(app, ["serve", *arguments])
     assert result.exit_code == 0, result.output
     assert launched[0].settings.get("allowed_hosts") == allowed
@@ -91,7 +91,7 @@ def test_flags_of_other_servers_are_answered_with_our_way(arguments: list[str], 
     ],
 )
 def test_an_address_is_a_url_that_clients_take(launched: list[Launch], host: str, url: str) -> None:
-    """The start asks it for /health, and it is printed."""
+    """The start requests its /health, and it is printed."""
     assert CliRunner().invoke(app, ["serve", "demo", "--host", host, "--port", "80", "--no-haproxy"]).exit_code == 0
     assert launched[0].url == url
     assert launched[0].settings["model"] == "demo", "a model may be named without its flag"
@@ -108,7 +108,7 @@ def test_printed_requests_do_not_sample() -> None:
 def test_vllm_takes_the_gpus_of_the_machine(
     launched: list[Launch], monkeypatch: pytest.MonkeyPatch, gpus: int, block_size: int
 ) -> None:
-    """And says so; its blocks are those of the device."""
+    """The start reports this; its blocks are those of the device."""
     monkeypatch.setattr(main, "before_model", lambda _: ())
     monkeypatch.setattr(main, "gpu_count", lambda: gpus)
     flags = ["--replicas=1", "--tensor-parallel-size=2", "--engine-arg=kv-cache-dtype=fp8"]
@@ -121,7 +121,7 @@ def test_vllm_takes_the_gpus_of_the_machine(
 
 
 def test_every_setting_is_a_flag_too(launched: list[Launch]) -> None:
-    """As `vllm serve` has it: with its value after it, after `=`, or alone where it is a switch."""
+    """As in `vllm serve`, the value follows, comes after `=`, or is left out for a switch."""
     flags = ["--kv-cache-bytes", "64MiB", "--max-model-len=512", "--strict", "--enable-prefix-caching", "false"]
     told = CliRunner().invoke(app, ["serve", "demo", *flags, "--explain-misses", "--replicas", "3"])
     assert told.exit_code == 0, told.output
@@ -130,7 +130,7 @@ def test_every_setting_is_a_flag_too(launched: list[Launch]) -> None:
     assert settings.strict and settings.explain_misses and not settings.enable_prefix_caching
 
 
-def test_what_answers_recommend_can_be_set() -> None:
+def test_settings_that_answers_recommend_can_be_set() -> None:
     answers = " ".join(main._INSTEAD.values())
     named = {flag.replace("-", "_") for flag in re.findall(r"--([\w-]+)", answers)}
     assert len(named) >= 4

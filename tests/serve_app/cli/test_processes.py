@@ -1,4 +1,4 @@
-"""Processes of an instance are found by descent, ended whole, and named where they hold a port."""
+"""Processes of an instance are found by descent, ended together, and named if they hold a port."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Signals end a start at once and a service in order, whatever the instance does; nothing of it is left."""
+"""Signals end a start at once and a service in order, in any state of the instance; nothing of it remains."""
 
 import os
 import subprocess
@@ -42,7 +42,7 @@ open(launch["run_dir"] + "/file", "w").close()
 
 
 class Started:
-    """A supervisor with an instance that is a few lines of Python, and its output."""
+    """A supervisor with an instance of a few lines of Python, and its output."""
 
     def __init__(self, instance: str, tmp_path: Path, shutdown_timeout_s: float = 600, margin_s: float = 600) -> None:
         self.tmp_path = tmp_path
@@ -55,7 +55,7 @@ class Started:
         )
 
     def wait_for(self, word: str) -> None:
-        """Read lines until one has a word in it."""
+        """Read lines until one contains a word."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if word in line:
@@ -95,9 +95,9 @@ _BUSY = 'serve(); channel.readline(); say("asked"); time.sleep(600)'
 def test_a_signal_ends_it_at_any_moment(
     tmp_path: Path, instance: str, signals: dict[str, Signals], end: str, status: int
 ) -> None:
-    """A start at once, also one that heeds nothing, with all that it started; a service in order, until the second one.
+    """A signal ends a start at once with all its processes, and a service in order, until a second signal.
 
-    What a killed replica's processes leave keeps no id until the instance ends. docs: failures
+    Processes that a killed replica left behind stay zombies until the instance ends. docs: failures
     """
     made = Started(instance, tmp_path)
     for word, number in signals.items():
@@ -121,8 +121,8 @@ def test_a_signal_ends_it_at_any_moment(
     ],
     ids=["refused", "failed", "silent", "killed"],
 )
-def test_what_goes_wrong_is_said(tmp_path: Path, instance: str, status: int, sentence: str) -> None:
-    """Of a mistake in the settings nothing is left; of everything else a log, which has the noise.
+def test_failures_are_reported(tmp_path: Path, instance: str, status: int, sentence: str) -> None:
+    """A mistake in the settings leaves nothing behind; any other failure leaves a log with the details.
 
     docs: failures
     """
@@ -157,7 +157,7 @@ time.sleep(600)
 
 
 def test_an_instance_ends_with_its_supervisor(tmp_path: Path) -> None:
-    """However that dies: its own process sees the end of its orders, and takes everything with it.
+    """The supervisor may die in any way: its process sees the end of its orders, and ends everything.
 
     docs: failures
     """

@@ -1,4 +1,4 @@
-"""What settings say of vLLM before a replica starts."""
+"""Settings of vLLM before a replica starts."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ from serve_app.replica.engine_factory import MAKERS
 
 
 def test_blocks_are_those_that_vllm_has_on_a_cpu() -> None:
-    """The routers' blocks are the same, and what crossed to a replica is read there again."""
+    """The routers' blocks are the same, and a replica reads the settings as they were sent."""
     config = AppConfig(engine="vllm")
     assert config.block_size == 32
     assert AppConfig.model_validate(config.to_json()) == config
@@ -23,8 +23,8 @@ def test_blocks_are_those_that_vllm_has_on_a_cpu() -> None:
     assert AppConfig().block_size == 16
 
 
-def test_where_vllm_is_not_installed_serve_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before it starts Ray; it names both ways."""
+def test_where_vllm_is_not_installed_serve_gives_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve reports it before it starts Ray, and names both remedies."""
     monkeypatch.setattr(engine, "vllm_missing", lambda: True)
     told = CliRunner().invoke(main.app, ["serve", "--engine", "vllm"])
     assert told.exit_code == 2
@@ -33,7 +33,7 @@ def test_where_vllm_is_not_installed_serve_says_what_to_do(monkeypatch: pytest.M
 
 
 def test_an_engine_is_named_in_its_two_tables_alone() -> None:
-    """Whoever adds one adds an entry to each, and a room: nothing else asks which engine it is. (ARCHITECTURE.md)"""
+    """A new engine needs an entry in each, and a folder; nothing else depends on the engine. (ARCHITECTURE.md)"""
     assert tuple(engine.ENGINES) == tuple(MAKERS) == get_args(engine.EngineName)
     root = Path(__file__).parents[3]
     compared = re.compile(

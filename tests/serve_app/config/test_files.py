@@ -1,4 +1,4 @@
-"""Settings from files and NAME=VALUE; paths in a file start where it lies."""
+"""Settings from files and NAME=VALUE; paths in a file are relative to its folder."""
 
 from pathlib import Path
 
@@ -8,12 +8,12 @@ from serve_app.config.files import PATHS, load_settings, rooted
 
 
 def test_every_path_of_the_settings_is_known_as_one() -> None:
-    """A new one would else start where the command happens to run."""
+    """An unknown new path would be relative to the command's working directory."""
     assert {"disk_cache_dir", "lora_root", "prompts_dir", "responses_file", "secret_file", "usage_file"} == PATHS
 
 
 def test_paths_start_where_the_file_lies_and_later_sources_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """File, then assignments, then flags; what is given beside the file starts where the command runs."""
+    """File, then assignments, then flags; paths outside the file are relative to the working directory."""
     home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
     for directory in (elsewhere, home / "checkpoints" / "mine", home / "demo"):
         directory.mkdir(parents=True)
@@ -35,7 +35,7 @@ secret_file: secret
     assert settings.lora_adapters["poet"] == Path("/adapters/poet")
     assert settings.disk_cache_dir is not None and settings.disk_cache_dir.resolve() == home / "kv"
     for name in ("demo", "smollm2", "org/name"):
-        assert rooted({"model": name}, home) == {"model": name}, "a name of a model is no path"
+        assert rooted({"model": name}, home) == {"model": name}, "a model's name is no path"
 
 
 @pytest.mark.parametrize(

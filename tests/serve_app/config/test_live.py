@@ -1,4 +1,4 @@
-"""What may change without a restart: it is laid over args, and what cannot be used is told with a remedy."""
+"""Settings that may change without a restart overlay args, and unusable ones are reported with a remedy."""
 
 from typing import Any
 
@@ -26,8 +26,8 @@ values = st.fixed_dictionaries(
 
 
 @given(values, values)
-def test_what_a_user_config_names_wins_and_all_else_is_of_args(args: dict[str, Any], live: dict[str, Any]) -> None:
-    """Whole values are replaced; with the same user_config the same settings come out."""
+def test_a_user_config_overrides_args(args: dict[str, Any], live: dict[str, Any]) -> None:
+    """Whole values are replaced; the same user_config gives the same settings."""
     assert set(AppConfig.model_fields) >= LIVE
     base = AppConfig.model_validate(args)
     found = overlaid(base, live)
@@ -51,19 +51,19 @@ def test_what_a_user_config_names_wins_and_all_else_is_of_args(args: dict[str, A
         (["policy"], "a user_config is pairs of NAME: VALUE"),
     ],
 )
-def test_what_cannot_be_used_is_told_with_a_remedy(user_config: Any, told: str) -> None:
-    """The sentence names the setting, and never what was mistaken for a key."""
+def test_unusable_settings_are_reported_with_a_remedy(user_config: Any, told: str) -> None:
+    """The sentence names the setting, and never quotes a value given in place of a digest."""
     with pytest.raises(BadSettings) as caught:
         overlaid(AppConfig(), user_config)
     assert told in str(caught.value)
     assert "wp-secret" not in str(caught.value)
     with pytest.raises(BadSettings) as caught:
         app_config({"polcy": "x", "replicas": 0})
-    assert {where for where, _ in caught.value.found} == {("polcy",), ("replicas",)}, "all mistakes are told at once"
+    assert {where for where, _ in caught.value.found} == {("polcy",), ("replicas",)}, "mistakes are reported together"
 
 
 def test_autoscaling_follows_other_targets_and_stays_on() -> None:
-    """Where it is on its values may change; to switch it off is another policy in Serve's controller."""
+    """Its values may change while it is on; switching it off would need another policy in Serve's controller."""
     base = AppConfig.model_validate({"autoscaling": {"min_replicas": 3, "max_replicas": 4}})
     found = overlaid(base, {"autoscaling": {"max_replicas": 8, "target_ttft_s": 1.0}}).autoscaling
     assert found is not None and (found.min_replicas, found.max_replicas, found.target_ttft_s) == (3, 8, 1.0)
@@ -76,15 +76,15 @@ def test_autoscaling_follows_other_targets_and_stays_on() -> None:
 
 @pytest.mark.parametrize("none", [[], None])
 def test_tenants_of_args_cannot_be_taken_away(none: object) -> None:
-    """Nor from a replica that starts and knows no earlier settings: it would let everybody in. (docs: cluster)"""
+    """A replica that starts without earlier settings refuses this too, as it would admit everybody. (docs: cluster)"""
     base = AppConfig.model_validate({"tenants": [{"name": "acme", "key_sha256": [KEY]}]})
-    with pytest.raises(BadSettings, match="everybody could come in"):
+    with pytest.raises(BadSettings, match="every client has access"):
         overlaid(base, {"tenants": none})
     assert overlaid(AppConfig(), {"tenants": []}) == AppConfig()
 
 
-def test_who_is_in_another_trust_group_has_another_salt() -> None:
-    """Joining, leaving and changing a group are told; new tenants and other keys are not."""
+def test_tenants_in_another_trust_group_have_another_salt() -> None:
+    """Joining, leaving and changing a group are reported; new tenants and other keys are not."""
 
     def config(**groups: str | None) -> AppConfig:
         keys = (character * 64 for character in "abcdef")

@@ -1,4 +1,4 @@
-"""Sizes and durations are numbers however they are written."""
+"""Sizes and durations are numbers in any notation."""
 
 from decimal import Decimal
 
@@ -23,7 +23,7 @@ class Both(BaseModel):
 
 @given(st.decimals(0, 10**6, places=2), st.sampled_from(sorted(UNITS)), st.sampled_from(["", " "]))
 def test_a_size_is_its_number_times_its_unit(number: Decimal, unit: str, between: str) -> None:
-    """In whole bytes; MB is a million, MiB 1024 * 1024, in capitals or not."""
+    """It is in whole bytes; MB is a million, MiB 1024 * 1024, in upper or lower case."""
     number = number if unit else Decimal(int(number))
     for text in (f"{number}{between}{unit}", f"{number}{between}{unit}".lower()):
         assert Both(size_bytes=text).size_bytes == int(number * UNITS[unit])  # type: ignore[arg-type]
@@ -38,7 +38,7 @@ def test_a_duration_is_the_sum_of_its_parts(parts: list[tuple[int, str]]) -> Non
 
 
 @given(st.integers(0, 2**50), st.integers(0, 10**6))
-def test_what_is_shown_can_be_written(size: int, seconds: int) -> None:
+def test_displayed_quantities_can_be_parsed(size: int, seconds: int) -> None:
     assert Both(size_bytes=shown_bytes(size)).size_bytes == size  # type: ignore[arg-type]
     assert Both(time_s=shown_seconds(seconds)).time_s == seconds  # type: ignore[arg-type]
 
@@ -50,7 +50,7 @@ def test_what_is_shown_can_be_written(size: int, seconds: int) -> None:
         ("save_ttl_s", "duration such as 500ms", ["", "m", "5 parsecs", "-5m", "1h30", "5mm"]),
     ],
 )
-def test_what_is_no_quantity_is_refused(name: str, said: str, texts: list[str]) -> None:
+def test_other_text_is_refused(name: str, said: str, texts: list[str]) -> None:
     for text in texts:
         with pytest.raises(BadSettings, match=f"{name}: must be a number of .*, or a {said}"):
             app_config({name: text})
@@ -58,7 +58,7 @@ def test_what_is_no_quantity_is_refused(name: str, said: str, texts: list[str]) 
 
 @pytest.mark.parametrize("model", [AppConfig, *ENTRIES.values()])
 def test_every_setting_in_bytes_or_seconds_takes_a_unit(model: type[BaseModel]) -> None:
-    """The unit of a name says so; a new setting with one is not forgotten."""
+    """The name's suffix gives the unit, so no new setting with a unit is forgotten."""
 
     def told(name: str) -> str:
         with pytest.raises(ValueError) as caught:

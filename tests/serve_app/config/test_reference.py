@@ -1,4 +1,4 @@
-"""docs: settings is what the settings say of themselves; reading them needs nothing that is slow to import."""
+"""docs: settings is generated from the settings' own descriptions; reading them imports nothing slow."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "reference" / "settings.md"
 
 
 def test_page_and_settings_file_are_current() -> None:
-    """To write them anew: see ``serve_app/config/reference.py``. A row of each kind is as it should be."""
+    """To write them again, see ``serve_app/config/reference.py``. A row of each kind is checked."""
     page = settings_page()
     assert PAGE.read_text() == page
     assert FILE.read_text() == settings_yaml()
@@ -31,14 +31,14 @@ def test_page_and_settings_file_are_current() -> None:
 
 
 def test_the_settings_file_holds_every_setting_with_its_default() -> None:
-    """Whoever starts from it has changed nothing, nor named a model that must then be there: that is a comment."""
+    """An unchanged copy changes no setting; the model is only a comment, because it would have to exist."""
     assert set(yaml.safe_load(FILE.read_text())) == set(AppConfig.model_fields) - LEFT_OUT
     assert load_settings(FILE, []) == AppConfig()
     assert f"# model: {AppConfig().model}\n" in FILE.read_text()
 
 
 def test_the_examples_in_the_settings_file_can_be_used() -> None:
-    """Each differs from the default, and all of them go together."""
+    """Each differs from the default, and all of them work together."""
     text = FILE.read_text()
     examples = "\n".join(f"{name}: {example}" for name, example in EXAMPLES.items())
     assert all(f"#   {line}".rstrip() in text for line in examples.splitlines())
@@ -53,14 +53,14 @@ def test_the_list_for_a_terminal_is_searched_by_words() -> None:
 
 
 def test_no_setting_is_in_two_sections() -> None:
-    """Else one of the two definitions would win by the order of base classes."""
+    """Otherwise the order of base classes would choose one of the two definitions."""
     names = [name for section in SECTIONS.values() for name in section.model_fields]
     assert len(names) == len(set(names))
     assert not set(names) & set(AppConfig.__annotations__)
 
 
-def test_importing_the_settings_loads_no_model_library_and_no_other_room() -> None:
-    """A command line that is mistyped answers at once, and every room may import the settings."""
+def test_importing_the_settings_loads_no_model_library_and_no_other_package() -> None:
+    """A mistyped command line gets its error at once, and every package may import the settings."""
     script = "import sys, serve_app; old = {*sys.modules}; import serve_app.config.app; print(*{*sys.modules} - old)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())

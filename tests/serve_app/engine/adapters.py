@@ -1,4 +1,4 @@
-"""LoRA adapters made by PEFT itself for the tiny models, and what PEFT makes of them."""
+"""LoRA adapters made by PEFT itself for the tiny models, and PEFT's own results with them."""
 
 import json
 import warnings
@@ -24,7 +24,7 @@ def save_adapter(model: Path, path: Path, seed: int, targets: tuple[str, ...] = 
     """Save a random adapter of the model, strong enough to change its greedy output."""
     torch.manual_seed(seed)
     values: dict[str, Any] = {"r": 4, "lora_alpha": 8, "init_lora_weights": False, **config}
-    # PEFT asks this transformers a question in a way it calls deprecated.
+    # PEFT uses a transformers API that is deprecated.
     with warnings.catch_warnings(action="ignore", category=FutureWarning):
         made = get_peft_model(
             AutoModelForCausalLM.from_pretrained(model), LoraConfig(target_modules=list(targets), **values)
@@ -37,7 +37,7 @@ def save_adapter(model: Path, path: Path, seed: int, targets: tuple[str, ...] = 
 
 
 def save_plain(path: Path, fill: float = 1.0) -> Path:
-    """An adapter as files only; the simulated engine asks no more."""
+    """Save an adapter as files only; the simulated engine needs no more."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 1, "lora_alpha": 1}))
     save_file({"model.x.lora_A.weight": torch.full((1, 4), fill)}, path / "adapter_model.safetensors")

@@ -1,4 +1,4 @@
-"""A runner that computes nothing but notices every wrong byte of KV: each position remembers what it was made from."""
+"""A runner that computes nothing, but notices every wrong byte of KV: each position remembers its inputs."""
 
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -16,12 +16,12 @@ def digest(before: bytes, token: int) -> bytes:
 
 
 def sampled(state: bytes, position: int, seed: int) -> int:
-    """The token at ``position`` after the tokens that ``state`` stands for."""
+    """Return the token at ``position`` after the tokens of ``state``."""
     return int.from_bytes(blake2b(state + f"{position} {seed}".encode(), digest_size=4).digest(), "little") % VOCAB
 
 
 def undisturbed(prompt: Sequence[int], max_tokens: int, seed: int, lora: str = "") -> list[int]:
-    """What a run alone generates, without engine, blocks or KV."""
+    """Return the tokens that a run alone generates, without engine, blocks or KV."""
     state = lora.encode()
     for token in prompt:
         state = digest(state, token)

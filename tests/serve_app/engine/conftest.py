@@ -16,7 +16,7 @@ from tests.serve_app.engine.simulated import GatedRunner, MakeSimulated
 
 @pytest.fixture
 def make_simulated(engines: list[TorchEngine]) -> MakeSimulated:
-    """Build a small engine that computes nothing. ``sink``: of cache events."""
+    """Build a small engine that computes nothing. ``sink``: for cache events."""
 
     def make(
         runner: Runner | None = None,

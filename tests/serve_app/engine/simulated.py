@@ -1,4 +1,4 @@
-"""Engines that compute nothing, over a runner whose steps can be held up or made to fail."""
+"""Engines that compute nothing, over a runner with steps that can be held up or made to fail."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ MakeSimulated = Callable[..., TorchEngine]
 
 
 class GatedRunner(SimulatedRunner):
-    """A simulated runner whose steps wait for a gate, and that fails on a token it finds poisonous."""
+    """A simulated runner with steps that wait for a gate, and fail on a poisonous token."""
 
     def __init__(self, poison: int | None = None, gated: bool = False) -> None:
         super().__init__(CostModel(prefill_tokens_per_s=1e9, decode_base_s=0.0, decode_per_sequence_s=0.0))

@@ -1,4 +1,4 @@
-"""Rules of the adapters in memory: who is kept, who goes first, and who may still be named."""
+"""Rules of the adapters in memory: which ones stay, which are evicted first, and which may still be used."""
 
 import pytest
 
@@ -21,15 +21,15 @@ def spec(name: str) -> AdapterSpec:
 
 
 def test_the_least_recently_used_adapter_goes_first_and_never_one_with_live_requests() -> None:
-    """A live request keeps its adapter in memory; when all are kept, a new one is told to come back."""
+    """A live request keeps its adapter in memory; if all are kept, a new one is refused with Retry-After."""
     held, loads = slots()
     for name in "abc":
         held.load(spec(name))
     held.load(spec("a"))
-    assert loads == ["a", "b", "c"], "what is loaded is not read again"
+    assert loads == ["a", "b", "c"], "a loaded adapter is not read again"
     held.pin("b@0")
     held.load(spec("d"))
-    assert held.loaded == ("a@0", "b@0", "d@0"), "c was the least recently used that nobody needed"
+    assert held.loaded == ("a@0", "b@0", "d@0"), "c was the least recently used idle one"
     held.pin("a@0")
     held.pin("d@0")
     with pytest.raises(QueueFull, match="every adapter in memory"):
@@ -42,7 +42,7 @@ def test_the_least_recently_used_adapter_goes_first_and_never_one_with_live_requ
 
 
 def test_an_unloaded_adapter_serves_its_live_requests_and_no_new_ones() -> None:
-    """Loaded again while they run, it is simply back."""
+    """If it is loaded again while they run, it is available again."""
     held, loads = slots()
     held.load(spec("a"))
     held.pin("a@0")

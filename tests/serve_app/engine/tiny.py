@@ -29,7 +29,7 @@ SIZES = {
 
 
 def save_tiny(kind: str, path: Path) -> Path:
-    """Save a random model of ``kind`` ("qwen3" or "llama") whose greedy output is not constant."""
+    """Save a random model of ``kind`` ("qwen3" or "llama") with a greedy output that is not constant."""
     torch.manual_seed(7)
     if kind == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(head_dim=16, **SIZES))
@@ -52,20 +52,20 @@ def request(
     tenant: str = "default",
     **sampling: object,
 ) -> EngineRequest:
-    """A greedy request unless ``sampling`` says otherwise."""
+    """Return a request, greedy unless ``sampling`` overrides it."""
     params = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
     ids = np.asarray(ids, dtype=np.int32)
     return EngineRequest(request_id, ids, scope, root_of(scope), params, tenant=tenant)
 
 
 def root_of(scope: PrefixScope) -> bytes:
-    """A request's root: the private one, behind the public one where blocks are public."""
+    """Return a request's root: the private one, after the public one if it has public blocks."""
     root = scope.private.root(SECRET)
     return scope.public.root(SECRET) + root if scope.public_blocks else root
 
 
 class Collector:
-    """An output sink that gathers everything by request and can be waited for."""
+    """An output sink that collects everything by request, and on which tests can wait."""
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = {}
@@ -110,5 +110,5 @@ def run_all(engine: TorchEngine, requests: Sequence[EngineRequest]) -> Collector
 
 
 def sample(engine: TorchEngine, name: str, /, **labels: str) -> float:
-    """The sum of a metric's samples that carry ``labels``."""
+    """Return the sum of a metric's samples that carry ``labels``."""
     return sum(v for n, have, v in engine.stats().samples if n == name and labels.items() <= dict(have).items())

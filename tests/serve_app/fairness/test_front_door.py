@@ -1,4 +1,4 @@
-"""The front door: 429 for whoever floods and for nobody else, and nothing is counted for ever."""
+"""The front door returns 429 to floods and to nobody else, and counts nothing forever."""
 
 import asyncio
 
@@ -17,7 +17,7 @@ def door_of(places: int = 4, max_waiting: int = 16, max_bytes: int = 64 * MIB) -
 
 @pytest.mark.anyio
 async def test_the_flooder_is_refused_and_nobody_else() -> None:
-    """Of one line for all the last eighth is for others; the refusal says when to come back. (docs: routing)"""
+    """The last eighth of the shared queue is for others; the refusal has a time to retry. (docs: routing)"""
     door = door_of()
     inside: list[Arrival] = []
     with pytest.raises(RateLimited) as refused:
@@ -35,12 +35,12 @@ async def test_the_flooder_is_refused_and_nobody_else() -> None:
     assert not door._requests.used
 
 
-def test_who_has_little_is_not_told_that_the_room_is_full_of_theirs() -> None:
-    """Others fill the room; a tenant within its share is refused for that, and the sentence says so."""
+def test_a_tenant_within_its_share_is_not_blamed_for_a_full_queue() -> None:
+    """Others fill the queue; a tenant within its share is refused because of that, and the sentence explains it."""
     tenants = dict.fromkeys("abcdefgh", 1.0)
     door = FrontDoor(Shares(tenants), places=lambda: 4, max_waiting=8, max_bytes=MIB)
     inside = [door.arrive(tenant) for tenant in tenants]
-    with pytest.raises(RateLimited, match="There is no room for your request: too many requests wait") as refused:
+    with pytest.raises(RateLimited, match="There is no capacity for your request: too many requests wait") as refused:
         door.arrive("i")
     assert "your requests" not in str(refused.value)
     for arrival in inside:
@@ -49,7 +49,7 @@ def test_who_has_little_is_not_told_that_the_room_is_full_of_theirs() -> None:
 
 @pytest.mark.anyio
 async def test_flex_leaves_half_of_the_waiting_room() -> None:
-    """A tenant's other requests are not refused for those of it that can wait. (docs: routing)"""
+    """A tenant's flex requests do not cause its other requests to be refused. (docs: routing)"""
     door = door_of(places=1)
     with door.arrive("a") as first:
         await first.turn(1, flex=True)
@@ -72,7 +72,7 @@ async def test_flex_leaves_half_of_the_waiting_room() -> None:
 
 
 def test_bodies_are_bounded_by_tenant() -> None:
-    """One tenant's large bodies leave room for another's; bytes that come unannounced are counted as they come."""
+    """One tenant's large bodies leave space for another's; bytes of unannounced length are counted on arrival."""
     door = door_of()
     bodies = [door.arrive("a") for _ in range(7)]
     for arrival in bodies:
@@ -89,8 +89,8 @@ def test_bodies_are_bounded_by_tenant() -> None:
 
 
 @pytest.mark.anyio
-async def test_leaving_frees_everything_but_what_was_handed_over() -> None:
-    """A request that fails after its turn gives its place back; one that goes on keeps it until its end."""
+async def test_leaving_frees_everything_but_a_place_handed_over() -> None:
+    """A request that fails after its turn returns its place; one that continues keeps it until its end."""
     door = door_of()
     with pytest.raises(KeyError), door.arrive("a") as arrival:
         arrival.grow(100)
@@ -107,7 +107,7 @@ async def test_leaving_frees_everything_but_what_was_handed_over() -> None:
 
 
 def test_costs_are_learned_by_tenant() -> None:
-    """A tenant whose prompts are cached is charged less for as many bytes than one whose prompts are new."""
+    """A tenant with cached prompts is charged less for the same bytes than one with new prompts."""
     door = door_of()
     assert door.cost_tokens("a", 4000) == door.cost_tokens("b", 4000) == 1000
     for _ in range(40):

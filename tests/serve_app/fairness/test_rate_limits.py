@@ -1,4 +1,4 @@
-"""A tenant gets what its limits allow, no more, and is told truly how much is left and when to come back."""
+"""A tenant gets exactly its limits, and learns truly how much is left and when to retry."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ def limits_of(clock: Clock, ingresses: int = 1, **limits: Any) -> TenantLimits:
 
 
 def refused(ask: Callable[[], object]) -> float:
-    """Return when to come back."""
+    """Return the time to retry after."""
     with pytest.raises(RateLimited) as caught:
         ask()
     assert caught.value.status == 429
@@ -39,9 +39,9 @@ def refused(ask: Callable[[], object]) -> float:
 def test_no_stretch_of_time_gives_out_more_than_the_limit(
     most: float, per_s: float, asked: list[tuple[float, float, float]]
 ) -> None:
-    """A full bucket and what flows in meanwhile, net of what is given back, beside one request that is larger than it.
+    """A full bucket and its inflow meanwhile, net of returned tokens, and one larger request are the most.
 
-    And when it says how long to wait, that is exactly long enough.
+    A reported waiting time is exactly long enough.
 
     docs: tenants
     """
@@ -62,7 +62,7 @@ def test_no_stretch_of_time_gives_out_more_than_the_limit(
 
 
 def test_requests_a_second_and_at_once() -> None:
-    """Each limit for itself; a refused request counts as none."""
+    """Each limit is independent; a refused request counts for none."""
     clock = Clock()
     limits = limits_of(clock, requests_per_second=2, concurrent_requests=3)
     under_way = [limits.begin("acme") for _ in range(2)]
@@ -76,8 +76,8 @@ def test_requests_a_second_and_at_once() -> None:
     limits.begin("another")  # has no limits
 
 
-def test_tokens_are_reserved_and_what_is_not_used_is_given_back() -> None:
-    """Prompt and max_tokens at first, prompt and answer in the end; nothing where the request was refused."""
+def test_tokens_are_reserved_and_unused_ones_are_returned() -> None:
+    """First prompt and max_tokens count, at the end prompt and answer; a refused request counts for nothing."""
     clock = Clock()
     limits = limits_of(clock, tokens_per_minute=600)
 
@@ -112,7 +112,7 @@ def test_tokens_are_reserved_and_what_is_not_used_is_given_back() -> None:
 
 
 def test_each_ingress_has_its_part() -> None:
-    """Four ingresses give out what one would; what is larger than a part goes through a full one, and is paid off."""
+    """Four ingresses grant as much as one would; a request above a part passes a full bucket, and is paid off later."""
     clock = Clock()
     parts = [limits_of(clock, 4, requests_per_second=8, concurrent_requests=4, tokens_per_minute=600) for _ in range(4)]
     assert parts[0].left("acme") == LimitsLeft(Left(8, 8, 0.0), Left(600, 600, 0.0))
@@ -126,7 +126,7 @@ def test_each_ingress_has_its_part() -> None:
 
 
 def test_limits_change_while_requests_are_under_way() -> None:
-    """What is out stays out and comes back; a tenant that is gone or new is so at once."""
+    """Granted tokens stay granted and return later; removed and new tenants take effect at once."""
     clock = Clock()
     limits = limits_of(clock, tokens_per_minute=600, concurrent_requests=1)
     first = limits.begin("acme")

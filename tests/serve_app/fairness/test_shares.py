@@ -1,4 +1,4 @@
-"""Shares follow who is there; budgets give what is within a share, and lend all but an eighth."""
+"""Shares depend on the active tenants; budgets grant shares, and lend all but an eighth."""
 
 from collections import Counter
 
@@ -12,8 +12,8 @@ from tests.router.cores import Clock
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 1.0}
 
 
-def test_shares_are_those_of_whoever_was_seen_lately() -> None:
-    """One that is alone counts as one of two; whoever was not seen for a minute has no share."""
+def test_shares_are_those_of_recently_active_tenants() -> None:
+    """A lone tenant counts as one of two; a tenant not seen for a minute has no share."""
     clock = Clock()
     shares = Shares(WEIGHTS, clock)
     shares.touch("b")
@@ -30,7 +30,7 @@ def test_shares_are_those_of_whoever_was_seen_lately() -> None:
 
 @given(st.lists(st.sampled_from("abc")), st.lists(st.floats(0.1, 9), min_size=3, max_size=3))
 def test_other_weights_hold_as_if_they_had_always_been(seen: list[str], weights: list[float]) -> None:
-    """Settings may change while tenants are there; several become one and one becomes several too."""
+    """Settings may change while tenants are active; several may become one, and one may become several."""
     new = dict(zip("abc", weights, strict=True))
     changed, fresh = Shares({}, Clock()), Shares(new, Clock())
     for tenant in seen:
@@ -57,7 +57,7 @@ def test_where_there_is_one_tenant_all_is_its() -> None:
     steps=st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 12), st.booleans()), max_size=60),
 )
 def test_budgets_conserve_and_keep_an_eighth(total: int, steps: list[tuple[str, int, bool]]) -> None:
-    """What is held adds up; who borrows leaves an eighth; who is within its share gets whatever is free."""
+    """Holdings add up; a borrower leaves an eighth; a tenant within its share gets anything free."""
     shares = Shares(WEIGHTS)
     budget = Budget(shares, lambda: total)
     held: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""The line of an ingress: places are conserved, turns are fair, and nobody who is owed a place waits for a borrower."""
+"""The queue of an ingress: places are conserved, turns are fair, and no borrower delays a tenant within its share."""
 
 import asyncio
 from collections import Counter
@@ -26,7 +26,7 @@ async def settle() -> None:
 
 
 async def test_a_flood_keeps_nobody_out() -> None:
-    """One tenant has hundreds in line; another's request starts at once, for an eighth was not lent.
+    """One tenant has hundreds queued; another's request starts at once, because an eighth was not lent.
 
     docs: routing
     """
@@ -47,7 +47,7 @@ async def test_a_flood_keeps_nobody_out() -> None:
 
 
 async def test_turns_go_by_cost_and_not_by_length_of_line() -> None:
-    """With one place for all, a tenant of large requests starts as many tokens as one of small ones, not requests.
+    """With one place for all, tenants of large and of small requests start equal tokens, not equal requests.
 
     docs: routing
     """
@@ -72,7 +72,7 @@ async def test_turns_go_by_cost_and_not_by_length_of_line() -> None:
 
 
 async def test_a_large_request_within_its_share_is_not_starved_by_small_borrowers() -> None:
-    """While it waits for room nobody takes more than its share, so that the room comes. (docs: routing)"""
+    """While it waits, nobody takes more than its share, so that enough places become free. (docs: routing)"""
     line, budget = line_of(32, {"a": 1.0, "b": 1.0})
     running = [await line.enter("a", 1, 1) for _ in range(28)]
     large = asyncio.create_task(line.enter("b", 16, 1))
@@ -103,7 +103,7 @@ async def test_a_request_larger_than_a_share_gets_the_share() -> None:
 
 
 async def test_the_time_to_come_back_is_that_of_the_tenants_own_line() -> None:
-    """Requests of a tenant that start one a second, ten of them in line: eleven seconds. Rest does not count."""
+    """A tenant's requests start one per second, ten are queued: eleven seconds. Idle time does not count."""
     now_s = 0.0
     line = WaitingLine(Budget(Shares(TENANTS), lambda: 1), clock=lambda: now_s)
     held = await line.enter("a", 1, 1)
@@ -139,7 +139,7 @@ STEP = st.one_of(
 
 @given(total=st.integers(1, 16), steps=st.lists(STEP, max_size=60))
 async def test_places_are_conserved_and_everybody_gets_one(total: int, steps: list[tuple[object, ...]]) -> None:
-    """Under any order of coming, ending and leaving; and when all have ended, nothing is held and nobody waits."""
+    """This holds for any order of arrivals, ends and departures; after all have ended, nothing is held or waits."""
     line, budget = line_of(total)
     tasks: list[asyncio.Task[Place]] = []
     ended: set[int] = set()
@@ -154,7 +154,7 @@ async def test_places_are_conserved_and_everybody_gets_one(total: int, steps: li
         elif step[0] == "tick":
             await settle()
             assert budget.used == held()
-            # Where nothing is taken nobody waits.
+            # If nothing is taken, nobody waits.
             assert budget.used or not line.waiting()
         elif tasks:
             index = int(str(step[1])) % len(tasks)
@@ -177,7 +177,7 @@ COMING = st.lists(st.tuples(st.sampled_from("abc"), st.integers(-2, 2)), min_siz
 
 
 async def starts(coming: list[tuple[str, int]], total: int) -> list[int]:
-    """Let requests of equal cost come one after another, and end as they started; return their numbers in turn."""
+    """Let requests of equal cost arrive one after another, and end as they started; return their numbers in turn."""
     line, _ = line_of(total)
     hold = [await line.enter(f"before {number}") for number in range(total)]
     started: list[int] = []
@@ -199,7 +199,7 @@ async def starts(coming: list[tuple[str, int]], total: int) -> list[int]:
 
 @given(COMING, st.integers(1, 4))
 async def test_an_order_is_within_a_tenant(coming: list[tuple[str, int]], total: int) -> None:
-    """The tenants start as without one; each starts its lowest order first, and of one order who came first.
+    """Tenants start as without orders; each starts its lowest order first, and equal orders by arrival.
 
     docs: routing
     """

@@ -11,7 +11,7 @@ from serve_app.fairness.workers import FairWorkers
 
 @pytest.mark.anyio
 async def test_a_tenant_with_much_to_do_leaves_a_thread() -> None:
-    """All of one's jobs hang; another's is done at once. (docs: routing)"""
+    """All jobs of one tenant hang; another's job ends at once. (docs: routing)"""
     release = threading.Event()
     workers = FairWorkers(Shares({"a": 1.0, "b": 1.0}), threads=2)
     jobs = [asyncio.create_task(workers.run("a", 1000, release.wait, 30)) for _ in range(6)]
@@ -22,8 +22,8 @@ async def test_a_tenant_with_much_to_do_leaves_a_thread() -> None:
 
 
 @pytest.mark.anyio
-async def test_what_was_begun_keeps_its_thread_when_its_caller_leaves() -> None:
-    """A job that is cancelled while it runs counts until it ends; one that waits is never run; errors come through."""
+async def test_a_begun_job_keeps_its_thread_when_its_caller_leaves() -> None:
+    """A job cancelled while it runs counts until it ends; a waiting one is never run; errors are passed on."""
     release, ran = threading.Event(), threading.Event()
 
     def fail() -> None:

@@ -1,4 +1,4 @@
-"""A Serve handle whose router is real and whose replicas are one function: sound, lost, or as a test says."""
+"""A Serve handle with a real router, and replicas that are one function: sound, lost, or as a test defines."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class FakeResult:
 
 
 class FakeHandle:
-    """A Serve handle whose router is a real RoutingCore; counts which calls were sent again."""
+    """A Serve handle with a real RoutingCore as router; counts the calls that were sent again."""
 
     def __init__(
         self, chunks: Chunks, replicas: Sequence[str] = ("a", "b", "c", "d", "e"), tracer: Tracer | None = None
@@ -72,7 +72,7 @@ class FakeHandle:
         self.results: list[FakeResult] = []
         self.chosen: list[str] = []
         self.after_first_token: list[bool] = []
-        """Of each call that was sent again."""
+        """An entry for each call that was sent again."""
         self.assigned = asyncio.Event()
         self.inbox = TokenInbox(wire.ReplyTo())
         self.dispatcher = Dispatcher(
@@ -99,7 +99,7 @@ class FakeHandle:
 
 
 def called(assignment: Coroutine[Any, Any, Any]) -> Any:
-    """What a Serve handle returns whose router runs in the caller's loop."""
+    """Return the response of a Serve handle with its router in the caller's loop."""
     metadata = RequestMetadata(request_id="r", internal_request_id="r")
     task = asyncio.get_running_loop().create_task(assignment)
     return DeploymentResponse(task, metadata, _is_router_running_in_separate_loop=False)
@@ -146,7 +146,7 @@ def run(
 
 
 def token_at(position: int) -> int:
-    """The deterministic model of these tests: a token depends on its position only."""
+    """Return the token of these tests' deterministic model, which depends on the position only."""
     return 100 + position
 
 
@@ -155,12 +155,12 @@ def ids(got: Sequence[Tokens]) -> list[int]:
 
 
 def whole(max_tokens: int = 6) -> list[int]:
-    """The tokens of an undisturbed answer."""
+    """Return the tokens of an undisturbed answer."""
     return [token_at(10 + i) for i in range(max_tokens)]
 
 
 async def answer(call: wire.GenerateCall, route: RoutedRequest, replica: str, stop_after: int | None = None) -> Any:
-    """Yield what a sound replica yields, two tokens a chunk; optionally only the first ``stop_after`` tokens."""
+    """Yield a sound replica's chunks, two tokens each; optionally only the first ``stop_after`` tokens."""
     start = len(call.request.token_ids)
     tokens = [token_at(start + i) for i in range(call.request.sampling.max_tokens)][:stop_after]
     for i in range(0, len(tokens), 2):
@@ -174,13 +174,13 @@ async def answer(call: wire.GenerateCall, route: RoutedRequest, replica: str, st
 
 
 def at_first(calls: int, chunks: Chunks, then: Chunks = answer) -> Chunks:
-    """Replicas of which the first so many calls are answered otherwise than all others."""
+    """Return replicas that answer this many first calls differently from all others."""
     first = itertools.repeat(chunks, calls)
     return lambda *call: next(first, then)(*call)
 
 
 def lost_once(received: int, then: Chunks = answer, error: Exception | None = None) -> Chunks:
-    """Replicas of which the first called is lost after so many tokens, by ``error`` if there is one; then ``then``."""
+    """Return replicas of which the first loses its call after some tokens, by ``error`` if given; then ``then``."""
 
     async def lost(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
         async for chunk in answer(call, route, replica, received):
@@ -191,12 +191,12 @@ def lost_once(received: int, then: Chunks = answer, error: Exception | None = No
     return at_first(1, lost, then)
 
 
-def always(what: wire.GenerateChunk | Exception) -> Chunks:
-    """Replicas whose every call raises, or is answered with one chunk."""
+def always(outcome: wire.GenerateChunk | Exception) -> Chunks:
+    """Return replicas that raise at every call, or answer it with one chunk."""
 
     async def chunks(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
-        if isinstance(what, Exception):
-            raise what
-        yield what
+        if isinstance(outcome, Exception):
+            raise outcome
+        yield outcome
 
     return chunks

@@ -1,6 +1,6 @@
-"""Choices of one answer run as its place allows, and give back what they took however they end.
+"""Choices of one answer run as its place allows, and return its units however they end.
 
-Text, tokens and what is told of them are the same however many tokens come at once.
+Text, tokens and logprobs are the same for any number of tokens per chunk.
 """
 
 import asyncio
@@ -25,11 +25,11 @@ from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.serve_app.generation.fake_replicas import generation
 
 PLACES = 10
-"""Of the line; two tenants, so a share is half of them."""
+"""Places of the queue; with two tenants, a share is half of them."""
 
 
 class Letters:
-    """A detokenizer for which a token is a letter."""
+    """A detokenizer that makes each token a letter."""
 
     def push(self, token_ids: tuple[int, ...]) -> str:
         return "".join(chr(97 + token) for token in token_ids)
@@ -39,7 +39,7 @@ class Letters:
 
 
 class Source:
-    """Answers three tokens, in three rounds of the loop; remembers how many ran at once and who was closed early."""
+    """Answers three tokens, in three rounds of the loop; records the most running at once, and ended calls."""
 
     def __init__(self, failing: str = "") -> None:
         self.failing = failing
@@ -60,7 +60,7 @@ class Source:
 
 
 async def run(choices: int, source: Source, stop_after: int | None = None) -> tuple[list[Piece], list[int]]:
-    """Return the pieces, as many as are wanted, and what the budget has in use at each, and afterwards."""
+    """Return the wanted number of pieces, and the budget's use at each of them and afterwards."""
     budget = Budget(Shares({"a": 1.0, "b": 1.0}), lambda: PLACES)
     place = await WaitingLine(budget).enter("a", choices, 1)
     generations = [replace(generation(), request_id=f"r.{index}") for index in range(choices)]
@@ -90,13 +90,13 @@ def test_as_many_choices_run_as_there_are_places(choices: int) -> None:
     texts = {index: "".join(piece.text for piece in pieces if piece.index == index) for index in range(choices)}
     assert texts == dict.fromkeys(range(choices), "abc")
     assert source.most <= min(choices, PLACES // 2)
-    assert choices < PLACES or used[-2] < PLACES // 2, "a pump without a choice left gives its unit back at once"
+    assert choices < PLACES or used[-2] < PLACES // 2, "a pump without a choice left returns its unit at once"
     assert (used[-1], source.running, source.ended) == (0, 0, choices)
 
 
 @pytest.mark.parametrize("choices", [1, 23])
-def test_leaving_and_a_failing_choice_end_what_was_begun(choices: int) -> None:
-    """Nothing runs on, no unit is taken and no more begins; an answer is whole or none."""
+def test_leaving_and_a_failing_choice_end_the_answer(choices: int) -> None:
+    """Nothing still runs, no unit is taken and no choice begins; an answer is complete or absent."""
     source = Source()
     pieces, used = asyncio.run(run(choices, source, stop_after=1))
     assert len(pieces) == 1
@@ -111,7 +111,7 @@ def test_leaving_and_a_failing_choice_end_what_was_begun(choices: int) -> None:
 def read(
     tokenizer: PromptTokenizer, ids: list[int], sizes: list[int], stop: tuple[str, ...], sampling: SamplingParams
 ) -> tuple[str, int, list[ToldToken]]:
-    """Read ids in chunks; return the text, how many were read, and what was told."""
+    """Read ids in chunks; return the text, the number of ids read, and their logprobs."""
     reader = ChoiceReader(0, replace(generation(), sampling=sampling), tokenizer.decoder(), stop)
     text, read_ids, told, start = "", 0, [], 0
     for size in [*sizes, len(ids)]:
@@ -121,7 +121,7 @@ def read(
         (piece,) = reader.read(Tokens(chunk, None, "length" if start >= len(ids) else None, logprobs=logprobs))
         text, read_ids = text + piece.text, read_ids + piece.new_tokens
         told.extend(piece.logprobs)
-        assert all(one.offset <= len(text) for one in piece.logprobs), "no token is told before its text"
+        assert all(one.offset <= len(text) for one in piece.logprobs), "no token is reported before its text"
         if piece.finish_reason is not None:
             assert bool(piece.stop_sequence) == (piece.finish_reason == "stop")
             break
@@ -139,13 +139,13 @@ def read(
 def test_chunks_change_nothing(
     tokenizer: PromptTokenizer, ids: list[int], sizes: list[int], cut: int, min_tokens: int, data: Any
 ) -> None:
-    """Offsets are where tokens begin in the text; a stop string takes its tokens with it."""
+    """Offsets are the tokens' starts in the text; a stop string removes its tokens with it."""
     whole = tokenizer.decode(ids)
     stop = (whole[cut : cut + 2],) if data.draw(st.booleans()) and len(whole) >= cut + 2 else ()
     sampling = SamplingParams(99, logprobs=1, rules=TokenRules(min_tokens=min_tokens) if min_tokens else None)
     text, read_ids, told = read(tokenizer, ids, [], stop, sampling)
     assert read(tokenizer, ids, sizes, stop, sampling) == (text, read_ids, told)
-    assert read_ids > min_tokens or read_ids == len(ids), "a stop string that is complete before does not count"
+    assert read_ids > min_tokens or read_ids == len(ids), "an earlier stop string does not count"
     silent = SamplingParams(99, rules=sampling.rules)
     assert read(tokenizer, ids, sizes, stop, silent) == (text, read_ids, [])
     decoder, offset, offsets = tokenizer.decoder(), 0, []
@@ -173,7 +173,7 @@ def test_chunks_change_nothing(
 def test_pieces_that_are_taken_at_once_are_the_same(
     tokenizer: PromptTokenizer, ids: list[int], sizes: list[int], taken: list[bool], cut: int
 ) -> None:
-    """Also where a stop string is found among them: then nothing is taken any more, and the last piece is yielded."""
+    """Even if they contain a stop string: then nothing more is taken, and the last piece is yielded."""
     whole = tokenizer.decode(ids)
     stop = (whole[cut : cut + 2],) if len(whole) >= cut + 2 else ()
     chunks = [tuple(ids[start:end]) for start, end in pairwise([0, *accumulate(sizes), len(ids)]) if ids[start:end]]
@@ -200,7 +200,7 @@ def test_pieces_that_are_taken_at_once_are_the_same(
 
 
 def test_a_tokens_bytes_are_shown_in_every_vocabulary(tokenizer: PromptTokenizer) -> None:
-    """Special tokens by their name, unknown ids as nothing."""
+    """Special tokens are shown by name, unknown ids as nothing."""
     decoder = tokenizer.decoder()
     assert decoder.shown_bytes(2) == b"<|im_end|>"
     assert decoder.shown_bytes(10**6) == b""

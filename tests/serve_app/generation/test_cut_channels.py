@@ -27,7 +27,7 @@ TOKENS = 60
 
 
 class Cable:
-    """What leads to a socket of this machine, until it is cut; whoever connects again has a new one."""
+    """A connection to a local socket, until it is cut; reconnecting makes a new one."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -57,7 +57,7 @@ class Cable:
         there_writer.transport.abort()
 
     def cut(self, which: int) -> None:
-        """Cut one of those that there are."""
+        """Cut one of the existing cables."""
         if self._links:
             self.cuts += 1
             sorted(self._links, key=id)[which % len(self._links)].cancel()
@@ -69,7 +69,7 @@ class Cable:
 
 
 class ByCable(FakeResult):
-    """A replica's call whose chunks go by a real channel, each replica's by its own."""
+    """A replica's call with chunks over a real channel, one per replica."""
 
     senders: defaultdict[str, TokenSender]
 
@@ -98,7 +98,7 @@ async def cabled(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[FakeHan
     handle.inbox = handle.dispatcher._inbox = receiver.inbox
     monkeypatch.setattr("tests.serve_app.generation.fake_replicas.FakeResult", ByCable)
     monkeypatch.setattr(ByCable, "senders", senders, raising=False)
-    # A call that is taken for lost too early costs an attempt, and no answer: how fast this machine is decides nothing.
+    # A call given up too early costs an attempt, but no answer, so the speed of this machine changes nothing.
     monkeypatch.setattr(generation_call, "LATE_S", 0.1)
     monkeypatch.setattr(dispatch, "MAX_ATTEMPTS", 10**6)
     try:
@@ -111,7 +111,7 @@ async def cabled(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[FakeHan
 
 
 async def test_a_cut_channel_loses_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While answers come: each is whole, its tokens in order, what was lost asked for again."""
+    """While answers arrive, each is whole, its tokens are in order, and lost ones are requested again."""
     rng = random.Random(5)
     async with asyncio.timeout(120), cabled(monkeypatch) as (handle, cable):
         answers = 0

@@ -40,7 +40,7 @@ LOST = [
     GetTimeoutError("late"),
     AioRpcError(StatusCode.CANCELLED, Metadata(), Metadata()),
 ]
-"""Ways in which Ray, or its transport, loses a call; the replica's own code has no part in them."""
+"""Ways in which Ray, or its transport, loses a call; the replica's own code plays no part in them."""
 
 LEAVING = wire.GenerateChunk(error="unavailable", message="stopping")
 
@@ -51,9 +51,9 @@ LEAVING = wire.GenerateChunk(error="unavailable", message="stopping")
 def test_a_lost_replica_is_replaced_with_the_same_tokens(
     received: int, error: Exception | None, public_blocks: int
 ) -> None:
-    """Before and after the first token: the rest comes from another replica, which gets prompt + received tokens.
+    """Before and after the first token, the rest comes from another replica, which gets prompt + received tokens.
 
-    Those go on with the chain, and are private also where the whole prompt was public.
+    Received tokens continue the chain, and are private even if the whole prompt was public.
     """
     handle = FakeHandle(lost_once(received, error=error))
     got = run(handle, public_blocks=public_blocks)
@@ -97,8 +97,8 @@ def test_tokens_that_are_taken_at_once_belong_to_the_answer(received: int, taken
     assert list(handle.calls[1][0].request.token_ids) == [*range(10), *whole(10)[:received]]
 
 
-def test_what_taking_raises_is_raised() -> None:
-    """And the call is over: its replica is told."""
+def test_an_error_while_taking_is_raised() -> None:
+    """The call then ends, and its replica is told."""
     handle = FakeHandle(answer)
 
     def take(_: Tokens) -> bool:
@@ -113,8 +113,8 @@ def test_what_taking_raises_is_raised() -> None:
     assert handle.results[0].cancelled
 
 
-def test_what_a_busier_replica_sends_back_goes_elsewhere() -> None:
-    """Its load is learned, nothing is counted as lost, and the answer is whole; the next call says how often it was.
+def test_a_request_sent_back_by_a_busier_replica_goes_elsewhere() -> None:
+    """Its load is learned, nothing counts as lost, and the answer is whole; the next call has the number of returns.
 
     docs: routing
     """
@@ -128,8 +128,8 @@ def test_what_a_busier_replica_sends_back_goes_elsewhere() -> None:
 
 
 @pytest.mark.parametrize(("received", "shown", "reason"), [(6, (), "length"), (4, (whole()[3],), "stop")])
-def test_what_is_whole_before_the_loss_is_not_asked_again(received: int, shown: tuple[int, ...], reason: str) -> None:
-    """A replica that dies after the last token, or a shown stop token, before saying so, needs no second call."""
+def test_an_answer_complete_before_the_loss_is_not_resent(received: int, shown: tuple[int, ...], reason: str) -> None:
+    """A replica that dies after the last token, or a shown stop token, before its report needs no second call."""
     handle = FakeHandle(lost_once(received, error=ActorDiedError()))
     got = run(handle, shown_stop_token_ids=shown)
     assert (ids(got), got[-1].finish_reason) == (whole()[:received], reason)
@@ -138,7 +138,7 @@ def test_what_is_whole_before_the_loss_is_not_asked_again(received: int, shown: 
 
 @pytest.mark.parametrize("chunks", [always(ActorDiedError()), always(LEAVING)], ids=["die", "leave"])
 def test_when_all_replicas_are_lost_the_client_is_told_to_come_back(chunks: Chunks) -> None:
-    """A bounded number of attempts, each avoiding the lost ones, then 503 with Retry-After."""
+    """After a bounded number of attempts, each avoiding the lost ones, the client gets 503 with Retry-After."""
     handle = FakeHandle(chunks)
     with pytest.raises(Overloaded) as caught:
         run(handle)
@@ -149,7 +149,7 @@ def test_when_all_replicas_are_lost_the_client_is_told_to_come_back(chunks: Chun
 
 
 def test_a_stream_outlives_any_number_of_replicas_that_leave_in_order() -> None:
-    """A rolling update moves a long stream once a replica: what each of them said before it left is progress.
+    """A rolling update moves a long stream once per replica: each replica's tokens before it left are progress.
 
     docs: failures
     """
@@ -164,7 +164,7 @@ def test_a_stream_outlives_any_number_of_replicas_that_leave_in_order() -> None:
     assert ids(run(handle, max_tokens=4 * MAX_ATTEMPTS)) == whole(4 * MAX_ATTEMPTS)
     assert len({route.request_id for _, route in handle.calls}) == 2 * MAX_ATTEMPTS
     assert len(handle.after_first_token) == 2 * MAX_ATTEMPTS - 1
-    assert not any(route.dead for _, route in handle.calls), "one that leaves can hand out KV until it ends"
+    assert not any(route.dead for _, route in handle.calls), "a leaving replica can export KV until it ends"
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_a_stream_outlives_any_number_of_replicas_that_leave_in_order() -> None:
     ids=["too long", "failed", "timeout", "exception"],
 )
 def test_refusals_and_faults_become_client_errors(chunks: Chunks, error: type[Exception]) -> None:
-    """Neither is tried again, and a fault inside the replica's code shows nothing of the inside."""
+    """Neither is retried, and a fault inside the replica's code reveals nothing of it."""
     handle = FakeHandle(chunks)
     with pytest.raises(error) as caught:
         run(handle)

@@ -1,6 +1,6 @@
-"""What waits for a replica, a place or late tokens, what its client is told then, and who leaves before the end.
+"""Waiting for a replica, a place or late tokens, the client's answer then, and clients that leave before the end.
 
-Chunks come by one way and a call's end by another: which is first changes nothing, and what is lost is asked for.
+Chunks and a call's end arrive by different paths: their order changes nothing, and lost chunks are requested again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FULL = wire.GenerateChunk(error="queue_full", message="full", retry_after_s=3.0)
 
 @pytest.mark.parametrize("error", [NoReplicaLeft("none"), DeploymentUnavailableError(DeploymentID("d"))], ids=type)
 def test_a_stream_that_has_begun_waits_for_a_replica(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its client has a part of the answer and cannot ask for the rest: it goes on when there is a replica again."""
+    """Its client has a part of the answer and cannot request the rest: it continues once a replica exists again."""
     monkeypatch.setattr("serve_app.generation.dispatch.FIRST_PAUSE_S", 0.001)
     none_at_first = at_first(2 * MAX_ATTEMPTS, always(error))
     handle = FakeHandle(lost_once(2, none_at_first, ActorDiedError()))
@@ -64,7 +64,7 @@ NONE = always(NoReplicaLeft("there has been no replica for 5 s"))
 def test_a_wait_ends_at_the_deadline_with_when_to_come_back(
     chunks: Chunks, error: type[Overloaded | RateLimited], retry_after_s: float
 ) -> None:
-    """Of a line that stays full, and of a stream that finds no replica; what has not begun does not wait for one."""
+    """A queue stays full, or a begun stream finds no replica; a new call does not wait for a replica."""
     handle = FakeHandle(chunks)
     with pytest.raises(error) as caught:
         run(handle, deadline_s=time.perf_counter() + 0.2)
@@ -73,7 +73,7 @@ def test_a_wait_ends_at_the_deadline_with_when_to_come_back(
 
 
 def test_a_call_carries_the_seconds_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each attempt tells the replica how long it may still take, so that an engine ends what nobody waits for."""
+    """Each attempt sends the replica its remaining time, so that an engine ends requests nobody waits for."""
     now_s = 1000.0
     monkeypatch.setattr("time.perf_counter", lambda: now_s)
     chunks = lost_once(2)
@@ -92,7 +92,7 @@ def test_a_call_carries_the_seconds_that_are_left(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("separate_loop", [True, False])
 def test_backpressure_is_429_in_both_modes_of_the_router(separate_loop: bool) -> None:
-    """Refused by Serve while a replica is chosen, which Ray says once more when the call is cancelled."""
+    """Serve refuses while a replica is chosen, and Ray raises it once more when the call is cancelled."""
     error = BackPressureError(num_queued_requests=1, max_queued_requests=1)
 
     class Refusing(FakeHandle):
@@ -109,7 +109,7 @@ def test_backpressure_is_429_in_both_modes_of_the_router(separate_loop: bool) ->
 
 @pytest.mark.parametrize("by_serve", [False, True])
 def test_a_full_line_is_asked_again(by_serve: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was admitted waits for its replica, longer each time, and is no lost call; Serve's own bound reads alike.
+    """An admitted call waits for its replica, longer each time, and is not lost; Serve's own bound works alike.
 
     docs: routing
     """
@@ -123,7 +123,7 @@ def test_a_full_line_is_asked_again(by_serve: bool, monkeypatch: pytest.MonkeyPa
 
 
 class LateResult(FakeResult):
-    """Its end is heard of before its chunks, of which the first call loses the last ``lose``."""
+    """Its end is heard before its chunks; the first call loses the last ``lose`` of them."""
 
     lose = 0
 
@@ -142,7 +142,7 @@ def late(monkeypatch: pytest.MonkeyPatch, chunks: Chunks, lose: int = 0) -> Fake
 
 
 def test_an_answer_without_tokens_has_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that only warms the cache: what was cached is in its one chunk, and not in its end."""
+    """A call that only warms the cache has its cached tokens in its one chunk, not in its end."""
     empty = always(wire.GenerateChunk((), "a", FirstToken(8), finish_reason="length"))
     handle = late(monkeypatch, empty)
     (tokens,) = run(handle)
@@ -152,7 +152,7 @@ def test_an_answer_without_tokens_has_its_figures(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("lose", [0, 1, 2, 3])
 def test_lost_chunks_are_asked_for_again(monkeypatch: pytest.MonkeyPatch, lose: int) -> None:
-    """An end that is heard first cuts nothing off; after a channel that was cut another replica goes on."""
+    """An early end cuts nothing off; after a broken channel another replica continues."""
     monkeypatch.setattr("serve_app.generation.call.LATE_S", 0.1)
     handle = late(monkeypatch, answer, lose)
     assert ids(run(handle)) == whole()
@@ -160,15 +160,15 @@ def test_lost_chunks_are_asked_for_again(monkeypatch: pytest.MonkeyPatch, lose: 
 
 
 def test_leaving_between_the_assignment_and_its_news_cancels_the_call() -> None:
-    """The replica has the call already, but nobody here has heard of it: Ray's own cancel would leave it running.
+    """The replica has the call already, but the caller does not know it: Ray's own cancel would leave it running.
 
-    It also fails when Ray calls the future of an assignment, or what it holds, otherwise.
+    The test also fails if Ray renames the future of an assignment, or changes its content.
     """
     handle = FakeHandle(answer, ["a"])
 
     async def leave() -> None:
         waiting = asyncio.ensure_future(anext(handle.dispatcher.generate(generation())))
-        # Waiters of the event come before those of the task that sets it.
+        # Waiters of the event run before those of the task that sets it.
         await handle.assigned.wait()
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
@@ -180,7 +180,7 @@ def test_leaving_between_the_assignment_and_its_news_cancels_the_call() -> None:
 
 @pytest.mark.anyio
 async def test_leaving_before_the_assignment_cancels_that() -> None:
-    """Nothing was sent yet, and nothing will be; a call whose assignment failed has nothing to cancel."""
+    """Nothing was sent yet, and nothing will be; a call with a failed assignment has nothing to cancel."""
     never = called(asyncio.sleep(3600))
     failed = called(asyncio.sleep(0, result=None))
     await asyncio.sleep(0)
@@ -192,7 +192,7 @@ async def test_leaving_before_the_assignment_cancels_that() -> None:
 
 
 class Replicas:
-    """A handle; ``b`` is dead. ``heard``: who was told of which calls."""
+    """A handle; ``b`` is dead. ``heard``: (replica, calls) of each notice."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, list[str]]] = []
@@ -230,8 +230,8 @@ def test_each_replica_is_told_of_its_own_once_and_a_dead_one_harms_nobody(replic
     assert replicas.heard == [("a", ["1", "3"]), ("b", ["2"]), ("a", ["4"])]
 
 
-def test_who_leaves_before_the_end_is_told_of_and_whose_answer_ended_is_not(replicas: Any) -> None:
-    """By the ingress, whatever becomes of Ray's cancel: these replicas do not heed it."""
+def test_only_a_departure_before_the_end_is_reported(replicas: Any) -> None:
+    """The ingress reports it, independent of Ray's cancel: these replicas ignore that."""
     handle = FakeHandle(answer, ["a"])
     handle.dispatcher._left = Aborts(replicas).note
 

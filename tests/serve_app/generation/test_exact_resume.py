@@ -1,6 +1,6 @@
-"""The exact-resume contract (docs: failures): whatever breaks, and wherever, an answer is the undisturbed one.
+"""The exact-resume contract (docs: failures): after any breaks, an answer equals the undisturbed one.
 
-Real engines, the real dispatcher, router and preparation of requests; calls break at tokens that Hypothesis chooses.
+Real engines, dispatcher, router and preparation of requests; Hypothesis chooses the tokens at which calls break.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from tests.harness.crashes.engines import call_crashes
 from tests.harness.crashes.questions import Broken, Questions, Reply
 
 BREAKS = st.lists(st.lists(st.integers(0, 33), max_size=MOST_BREAKS), min_size=1, max_size=6)
-"""For each choice, after how many tokens its calls break."""
+"""For each choice, the numbers of tokens after which its calls break."""
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +51,9 @@ def test_an_answer_whose_calls_break_is_the_undisturbed_one(
 
 
 def test_the_real_engines_answers_survive_breaks(demo_model_path: Path, tmp_path: Path) -> None:
-    """The same with the real model in float32, with adapters: nothing is lost or cut.
+    """The same holds for the real model in float32, with adapters: nothing is lost or cut.
 
-    Nothing is altered either: no two likeliest tokens of these answers lie so near that rounding would swap them.
+    Nothing is altered either, because no two likeliest tokens of these answers are so close that rounding swaps them.
     """
     rng = random.Random(11)
     with call_crashes("torch", demo_model_path, tmp_path, rng) as crashes:
@@ -63,7 +63,7 @@ def test_the_real_engines_answers_survive_breaks(demo_model_path: Path, tmp_path
 
 
 def test_an_altered_answer_is_found(simulated: CallCrashes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison can fail: where what was received is not sent along, answers differ."""
+    """The comparison can fail: without sending the received tokens, answers differ."""
     monkeypatch.setattr("serve_app.generation.dispatch._resumed", lambda generation, *_: generation)
     rng = random.Random(3)
     compared = asyncio.run(break_calls(simulated, Questions(rng), rng, 20))

@@ -1,4 +1,4 @@
-"""From requests to keys: what is to be saved, what tenants share, and where cold prompts are placed."""
+"""From requests to keys: saved prefixes, blocks that tenants share, and the placement of cold prompts."""
 
 import asyncio
 import re
@@ -59,7 +59,7 @@ def test_the_formatted_system_prompt_is_saved(preparer: Preparer, tokenizer: Pro
 
 
 def test_a_conversation_keeps_its_place_and_the_chain_of_its_history(preparer: Preparer) -> None:
-    """Turn by turn, so that it finds all that was computed; equal system prompts are one save, a salt's is another."""
+    """Each turn extends the chain, so it finds all earlier blocks; equal system prompts are one save per salt."""
     talk = [("system", RULES), ("user", "First?")]
     before = prepare(preparer, *talk)
     for turn in range(4):
@@ -81,7 +81,7 @@ def test_nothing_is_saved_without_the_flag_or_a_system_prompt(preparer: Preparer
 
 
 def test_whether_kv_is_stored_is_the_tenants_default_and_the_requests_to_refuse(preparer: Preparer) -> None:
-    """A request may store less than its tenant's setting lets it, never more, and not save what it does not store."""
+    """A request may store less than its tenant's setting, never more, and cannot save a prompt it does not store."""
     passing = Tenant("passing", store_kv=False)
     for tenant, wanted, stores in ((Tenant("t"), None, True), (Tenant("t"), True, True), (Tenant("t"), False, False),
                                    (passing, None, False), (passing, False, False)):  # fmt: skip
@@ -94,10 +94,8 @@ def test_whether_kv_is_stored_is_the_tenants_default_and_the_requests_to_refuse(
             ask(preparer, tenant, ("user", "hi"), store_kv=wanted, save_system_prompt_kv_cache=True)
 
 
-def test_a_system_prompt_whose_last_token_merges_is_saved_without_it(
-    preparer: Preparer, tokenizer: PromptTokenizer
-) -> None:
-    """Raw text that ends inside a word: the request's ids go another way from there, and only what is common counts."""
+def test_a_system_prompts_merging_last_token_is_not_saved(preparer: Preparer, tokenizer: PromptTokenizer) -> None:
+    """Raw text ends inside a word, where the request's ids differ; only the common ids are saved."""
     root = bytes(16)
     in_whole = tokenizer.encode(RULES, root).token_ids.tolist()
     cut = next(
@@ -109,21 +107,21 @@ def test_a_system_prompt_whose_last_token_merges_is_saved_without_it(
     generation = prepare(preparer, ("system", RULES[:cut]), ("user", RULES[cut:]), apply_chat_template=False)
     alone = tokenizer.encode(RULES[:cut], generation.root, add_special_tokens=True).token_ids
     (save,) = generation.saves
-    assert 0 < save.tokens < len(alone) == whole.saves[0].tokens, "counted anew for each prompt"
+    assert 0 < save.tokens < len(alone) == whole.saves[0].tokens, "counted again for each prompt"
     assert np.array_equal(alone[: save.tokens], generation.token_ids[: save.tokens])
     assert alone[save.tokens] != generation.token_ids[save.tokens]
 
 
 @pytest.fixture(scope="module")
 def shop(demo_model_path: Path) -> Preparer:
-    """A deployment with one public prompt, in two versions."""
+    """Return a preparer with one public prompt, in two versions."""
     versions = (("1", RULES), ("2", RULES + "Be brief."))
     prompts = Prompts(PublicPromptConfig(name="clerk", version=version, text=text) for version, text in versions)
     return preparer_of(PromptTokenizer(demo_model_path), prompts)
 
 
 def shared_blocks(one: Generation, other: Generation) -> int:
-    """How many leading hashes are equal; none may be after those."""
+    """Return the number of equal leading hashes, after which none may be equal."""
     chains = [list(split_chain(generation.block_hashes)) for generation in (one, other)]
     shared = next((i for i, pair in enumerate(zip(*chains, strict=False)) if pair[0] != pair[1]), len(chains[0]))
     assert not set(chains[0][shared:]) & set(chains[1][shared:])
@@ -135,16 +133,16 @@ LONG = "Which clause is it, and since when? " * 8
 
 
 def test_tenants_share_the_blocks_inside_a_public_prompt(shop: Preparer) -> None:
-    """With no flag; not where the system prompt is another one, and nothing of the question."""
+    """This needs no flag, stops with another system prompt, and covers nothing of the question."""
     one, other = (ask(shop, tenant, ("system", RULES), ("user", LONG)) for tenant in (ACME, ZETA))
     assert np.array_equal(one.token_ids, other.token_ids)
     public = one.scope.public_blocks
     assert shared_blocks(one, other) == public == other.scope.public_blocks >= 2
     assert len(one.block_hashes) // 16 > public + 2
     assert one.block_hashes == extend_chain(one.root, public, one.token_ids, 16)
-    assert one.placement_key == other.placement_key, "a public prompt that nobody holds is computed once"
+    assert one.placement_key == other.placement_key, "an uncached public prompt is computed once"
     longer = [ask(shop, tenant, ("system", RULES + "Our secret is 42. " * 9)) for tenant in (ACME, ZETA)]
-    assert shared_blocks(*longer) == longer[0].scope.public_blocks >= 2, "those that lie wholly inside"
+    assert shared_blocks(*longer) == longer[0].scope.public_blocks >= 2, "the blocks wholly inside"
     assert longer[0].placement_key != longer[1].placement_key
     foreign = [ask(shop, tenant, ("system", "My own. " + RULES), ("user", LONG)) for tenant in (ACME, ZETA)]
     assert [generation.scope.public_blocks for generation in foreign] == [0, 0]
@@ -153,7 +151,7 @@ def test_tenants_share_the_blocks_inside_a_public_prompt(shop: Preparer) -> None
 
 
 def test_trust_groups_share_everything_and_salts_divide_them(shop: Preparer) -> None:
-    """Members of one group with the same cache_salt still share: a salt parts a scope, it does not name a tenant."""
+    """Members of one group with the same cache_salt still share: a salt divides scopes, but names no tenant."""
     members = [Tenant(name, "friends") for name in ("acme", "zeta")]
     one, other = (ask(shop, tenant, ("system", "Ours alone. " * 9), ("user", LONG)) for tenant in members)
     assert one.block_hashes == other.block_hashes
@@ -167,7 +165,7 @@ def test_trust_groups_share_everything_and_salts_divide_them(shop: Preparer) -> 
 
 
 def test_a_reference_puts_the_prompt_first(shop: Preparer) -> None:
-    """As if the client had sent it: a chat's system message, the beginning of a completion's text."""
+    """The result is as if the client had sent it: a chat's system message, the beginning of a completion's text."""
     named = ask(shop, ACME, ("user", LONG), prompt_ref="clerk@1")
     written = ask(shop, ACME, ("system", RULES), ("user", LONG))
     assert np.array_equal(named.token_ids, written.token_ids)
@@ -183,15 +181,15 @@ def test_a_reference_puts_the_prompt_first(shop: Preparer) -> None:
     assert [t.block_hashes for t in texts] == [w.block_hashes for w in whole]
     assert all(generation.scope.public_blocks for generation in texts)
     ids = tuple(whole[0].token_ids.tolist())
-    assert complete(ids)[0].block_hashes == whole[0].block_hashes, "ids are recognised as text is"
+    assert complete(ids)[0].block_hashes == whole[0].block_hashes, "ids are recognised like text"
     with pytest.raises(InvalidRequest, match="text, not token ids"):
         complete(ids, prompt_ref="clerk@1")
     with pytest.raises(PromptNotFound, match=r"clerk@1, clerk@2"):
         ask(shop, ACME, ("user", "Hi"), prompt_ref="clerk@9")
 
 
-def test_a_prompt_cache_key_places_and_neither_joins_nor_parts(shop: Preparer) -> None:
-    """Equal keys of two tenants share nothing, two keys with one prompt have one chain; the place follows the key.
+def test_a_prompt_cache_key_changes_only_the_placement(shop: Preparer) -> None:
+    """Equal keys of two tenants share nothing, two keys with one prompt have one chain; placement follows the key.
 
     docs: caching
     """
@@ -205,12 +203,12 @@ def test_a_prompt_cache_key_places_and_neither_joins_nor_parts(shop: Preparer) -
 
 
 @pytest.mark.parametrize("kind", ["messages", "text", "prompt", "ids", "reference", "tools"])
-def test_what_cannot_fit_is_refused_before_it_is_read(
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_read(
     kind: str, tokenizer: PromptTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is rendered, tokenized or hashed of what is longer than all of a model's tokens together.
+    """A text longer than all of a model's tokens together is not rendered, tokenized or hashed.
 
-    What a template makes of anything but contents is measured when it is there.
+    Template output of anything but contents is measured after rendering.
     """
     prompts = Prompts([PublicPromptConfig(name="big", version="1", text="word " * 200_000)])
     preparer = preparer_of(tokenizer, prompts)
@@ -237,7 +235,7 @@ def test_what_cannot_fit_is_refused_before_it_is_read(
 def test_the_first_prompt_that_is_too_long_is_the_last_that_is_read(
     preparer: Preparer, tokenizer: PromptTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hundred long prompts cost as much as one until that is known to fit."""
+    """A hundred long prompts cost only as much as the first, which is found too long."""
     looked_up: list[str] = []
     look_up = tokenizer._look_up
     monkeypatch.setattr(tokenizer, "_look_up", lambda text, *more: looked_up.append(text) or look_up(text, *more))
@@ -247,8 +245,8 @@ def test_the_first_prompt_that_is_too_long_is_the_last_that_is_read(
     assert len(looked_up) == 1
 
 
-def test_claude_code_finds_the_numbers_of_what_does_not_fit(preparer: Preparer) -> None:
-    """By its own patterns: it asks again for fewer tokens, or shortens its conversation. (docs: agents)"""
+def test_claude_code_finds_the_numbers_in_a_length_error(preparer: Preparer) -> None:
+    """Its own patterns match: it retries with fewer tokens, or shortens its conversation. (docs: agents)"""
     tokens = len(prepare(preparer, ("user", "Hi")).token_ids)
     with pytest.raises(ContextLengthExceeded) as refused:
         prepare(preparer, ("user", "Hi"), max_tokens=32_000)
@@ -262,7 +260,7 @@ def test_claude_code_finds_the_numbers_of_what_does_not_fit(preparer: Preparer) 
 
 
 def test_rules_go_with_the_request(preparer: Preparer, tokenizer: PromptTokenizer) -> None:
-    """As token ids; a grammar in llguidance's form, and the model's end tokens end it whatever the client says."""
+    """They are token ids; a grammar is in llguidance's form, and the model's end tokens always end it."""
     plain = prepare(preparer, ("user", "Hi"))
     assert (plain.sampling.rules, plain.sampling.logprobs, plain.grammar) == (None, None, "")
     found = prepare(
@@ -289,7 +287,7 @@ def test_rules_go_with_the_request(preparer: Preparer, tokenizer: PromptTokenize
     ],
 )
 def test_rules_that_this_model_cannot_follow_are_a_400(preparer: Preparer, fields: dict[str, Any], param: str) -> None:
-    for _ in range(2):  # what is wrong is not remembered as right
+    for _ in range(2):  # a mistake is not remembered as valid
         with pytest.raises(InvalidRequest) as caught:
             prepare(preparer, ("user", "Hi"), **fields)
         assert caught.value.param == param
@@ -303,8 +301,8 @@ def test_rules_that_this_model_cannot_follow_are_a_400(preparer: Preparer, field
     ],
     ids=str,
 )  # fmt: skip
-def test_a_simulated_engine_refuses_what_needs_logits(tokenizer: PromptTokenizer, fields: dict[str, Any]) -> None:
-    """By the field's name, and the engine's; what needs none works there."""
+def test_a_simulated_engine_refuses_options_over_logits(tokenizer: PromptTokenizer, fields: dict[str, Any]) -> None:
+    """The error names the field and the engine; other options work there."""
     simulated = preparer_of(tokenizer, simulated=True)
     with pytest.raises(InvalidRequest, match="engine is simulated") as caught:
         prepare(simulated, ("user", "Hi"), **fields)
@@ -312,10 +310,10 @@ def test_a_simulated_engine_refuses_what_needs_logits(tokenizer: PromptTokenizer
     assert prepare(simulated, ("user", "Hi"), min_tokens=2, stop_token_ids=(5,)).sampling.rules is not None
 
 
-def test_an_echo_is_the_prompt_as_text_and_the_last_message_can_be_gone_on_with(
+def test_an_echo_is_the_prompt_as_text_and_the_last_message_can_be_continued(
     preparer: Preparer, tokenizer: PromptTokenizer
 ) -> None:
-    """Nothing of the template comes behind that."""
+    """No template text follows that message."""
     ids = tuple(tokenizer.encode("Beta", b"r" * 16).token_ids.tolist())
     wanted = CompletionRequest(model="demo", prompts=("Alpha", ids), n=2, max_tokens=4, echo=True)
     found = asyncio.run(preparer.prepare(wanted, Tenant("default"), "id"))
@@ -328,7 +326,7 @@ def test_an_echo_is_the_prompt_as_text_and_the_last_message_can_be_gone_on_with(
 
 
 def test_choices_have_seeds_of_their_own(preparer: Preparer) -> None:
-    """Else all of them would be one answer; with a seed they are the same ones each time, without one others."""
+    """Otherwise all would be one answer. A seed gives the same choices each time, no seed gives new ones."""
 
     def seeds(seed: int | None) -> list[int]:
         asked = ChatRequest(model="demo", messages=({"role": "user", "content": "Hi"},), n=3, seed=seed)
@@ -342,7 +340,7 @@ def test_choices_have_seeds_of_their_own(preparer: Preparer) -> None:
 
 
 def test_prompts_that_become_public_are_shared_from_then_on(demo_model_path: Path) -> None:
-    """Also by a tenant that asked before, when nothing was public: what was known of its scope is forgotten."""
+    """A tenant with earlier requests shares them too: the cached data of its scope is dropped."""
     tokenizer, prompts = PromptTokenizer(demo_model_path), Prompts()
     preparer = preparer_of(tokenizer, prompts)
     before = [ask(preparer, tenant, ("system", RULES), ("user", LONG)) for tenant in (ACME, ZETA)]

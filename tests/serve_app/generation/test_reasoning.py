@@ -1,4 +1,4 @@
-"""Thoughts are told from answers the same however the text is cut, and a grammar counts behind them."""
+"""Reasoning is split from answers the same for any cuts of the text, and a grammar applies after it."""
 
 import asyncio
 import itertools
@@ -43,7 +43,7 @@ def read(pieces: list[str], *, opened: bool, tags: Tags = TAGS) -> tuple[str, st
 @given(st.lists(st.sampled_from(PARTS) | st.text(max_size=3), min_size=1, max_size=16), st.booleans(), st.data())
 @example(["<", "think>a", " </thi", "nk", "> ", "\n", "b "], False, None)
 def test_any_text_is_split_the_same_however_it_is_cut(parts: list[str], opened: bool, data: st.DataObject) -> None:
-    """And of what is neither tag nor white space around it, nothing is lost."""
+    """Apart from tags and the white space around them, nothing is lost."""
     text = "".join(parts)
     places = [] if data is None else data.draw(st.lists(st.integers(0, len(text))))
     ends = [0, *sorted(places), len(text)]
@@ -60,19 +60,19 @@ def test_any_text_is_split_the_same_however_it_is_cut(parts: list[str], opened: 
 
 
 def test_a_prompt_opens_a_thought_by_its_end_alone() -> None:
-    """Tags in what a user writes open none, and an answer that goes on opens its own."""
+    """Tags in a user's text open none, and a continued answer opens its own."""
     opened = {
         (name, prompt, continued)
         for name in ("qwen3", "deepseek_r1")
-        for prompt in ("what is <think>\nassistant\n", "assistant\n<think>\n", "assistant\n<think>\n\n</think>\n\n")
+        for prompt in ("explain <think>\nassistant\n", "assistant\n<think>\n", "assistant\n<think>\n\n</think>\n\n")
         for continued in ("", "So", "<think>\nSo", "<think>a</think>So")
         if REASONING_TAGS[name].opened_by(prompt + continued, continued)
     }
     inside = {(*each, "<think>\nSo") for each in {(name, prompt) for name, prompt, _ in opened}}
-    assert ("qwen3", "what is <think>\nassistant\n", "") not in opened
+    assert ("qwen3", "explain <think>\nassistant\n", "") not in opened
     assert {each for each in opened if not each[2]} == {
         ("qwen3", "assistant\n<think>\n", ""), ("deepseek_r1", "assistant\n<think>\n", ""),
-        ("deepseek_r1", "what is <think>\nassistant\n", ""),
+        ("deepseek_r1", "explain <think>\nassistant\n", ""),
     }  # fmt: skip
     assert {each for each in opened if each[2]} == inside
 
@@ -85,7 +85,7 @@ def test_tags_are_found_in_templates_and_special_tokens() -> None:
 
 @pytest.mark.parametrize("tags", [TAGS, Tags("<|im_start|>", "<|endoftext|>")], ids=["text", "special"])
 def test_a_grammar_counts_behind_the_thought(tokenizer: PromptTokenizer, tags: Tags, demo_model_path: Path) -> None:
-    """Whether the prompt, the model or nobody opens it; tags may be special tokens."""
+    """The prompt, the model or nobody may open the thought; tags may be special tokens."""
     compiler = GrammarCompiler(demo_model_path, tokenizer.vocab_size, [2])
     special = tokenizer.special_ids(tags[:2])
     for grammar in (Grammar.json_object("f"), Grammar.choice(["{}", "no"], "f")):
@@ -104,8 +104,8 @@ def test_a_grammar_counts_behind_the_thought(tokenizer: PromptTokenizer, tags: T
             assert (matcher.allowed(ids) is not None) == fits, (opened, text)
 
 
-def test_what_is_predicted_of_a_turn_behind_a_thought_is_what_is_cached(tmp_path: Path) -> None:
-    """The template drops earlier thoughts, so an answer behind one is computed again; the miss says why."""
+def test_the_prediction_for_a_turn_behind_a_thought_is_exact(tmp_path: Path) -> None:
+    """The template drops earlier thoughts, so an answer after one is computed again; the miss has this reason."""
     path = family("thinking", ensure_demo_model("demo"), tmp_path / "model")
     tokenizer = PromptTokenizer(path)
     preparer, words = preparer_of(tokenizer), "It rains all day in Oslo, and then it snows. " * 12
@@ -124,10 +124,10 @@ def test_what_is_predicted_of_a_turn_behind_a_thought_is_what_is_cached(tmp_path
             first = run_all(engine, [engine_request(made, "asked", made.token_ids)]).cached["asked"]
             assert first == predicted
             if seen is not None:
-                assert predicted == len(seen.ids) // 16 * 16, "all of the prompt before, and nothing of its answer"
+                assert predicted == len(seen.ids) // 16 * 16, "all of the previous prompt, and nothing of its answer"
                 miss = explain(SeenPrompt(made.token_ids, made.scope, 0, 1.0), predicted, [seen], tokenizer.text_of)
                 assert (miss.reason, miss.lost_tokens > 100) == ("reasoning", True)
-            # The answer was this text: its KV is there.
+            # Cache the KV of this answer's text.
             run_all(engine, [engine_request(made, "answered", np.concatenate([made.token_ids, answer]))])
             usage = RequestUsage(1, [made])
             usage.add(Piece(0, "x", len(answer), FirstToken(first), reasoning_tokens=len(answer) // 2))

@@ -1,4 +1,4 @@
-"""The real clients of both APIs, in front of an ingress whose model's text is given."""
+"""The real clients of both APIs, in front of an ingress with scripted model output."""
 
 from collections.abc import Iterator
 from pathlib import Path

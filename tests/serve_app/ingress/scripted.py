@@ -1,4 +1,4 @@
-"""An ingress on a real socket, in this process, whose replicas are a script: the model's text is the test's."""
+"""An ingress on a real socket, in this process, with scripted replicas: the test defines the model's text."""
 
 import asyncio
 import inspect
@@ -48,7 +48,7 @@ from serve_app.usage.ledger import Ledger
 
 PATIENCE_S = 30
 BOUNDS = Bounds(ttl_s=3600, max_bytes=1 << 30)
-"""Of stored responses."""
+"""The bounds of stored responses."""
 
 GENERATION = Generation(
     request_id="r",
@@ -60,15 +60,15 @@ GENERATION = Generation(
     tenant="acme",
     sampling=SamplingParams(max_tokens=1),
 )
-"""Of a prompt of 100 tokens."""
+"""A generation with a prompt of 100 tokens."""
 
 
 @dataclass
 class Script:
-    """A source of tokens that says ``text``, ``step`` tokens at a time; ``asked``: what was to be generated.
+    """A source of tokens that generates ``text``, ``step`` tokens at a time; ``asked``: the generations requested.
 
-    ``offers``: tokens in the middle are to be taken at once; ``taken``: how often they were. ``ends``: an answer waits
-    for one of these, which ``end`` gives, and for nothing where it is None. ``door``: that of the ingress.
+    ``offers``: whether tokens in the middle are offered to ``take``; ``taken``: the number accepted. ``ends``: an
+    answer waits for one release by ``end``; None: no waiting. ``door``: that of the ingress.
     """
 
     tokenizer: PromptTokenizer
@@ -109,18 +109,18 @@ class Script:
             raise
 
     def end(self, answers: int = 1) -> None:
-        """Let answers go on that wait (any thread)."""
+        """Let waiting answers continue (any thread)."""
         assert self.loop is not None and self.ends is not None
         for _ in range(answers):
             self.loop.call_soon_threadsafe(self.ends.release)
 
     def prompt(self) -> str:
-        """The last prompt, special tokens included."""
+        """Return the last prompt, special tokens included."""
         return str(self.tokenizer._tokenizer.decode(self.asked[-1].token_ids.tolist()))
 
 
 def partial_services(**parts: Any) -> Services:
-    """An ingress that has these parts and no others."""
+    """Return an ingress that has these parts and no others."""
     return Services(**(dict.fromkeys(field.name for field in fields(Services)) | {"drain": Drain()} | parts))
 
 
@@ -129,7 +129,7 @@ def counters(front_door: FrontDoor, misses: MissDetector | None = None) -> Count
 
 
 class Loopback:
-    """An application on loopback, in a thread and a loop of its own, where ``make`` makes it and ``call`` runs more."""
+    """An application on loopback, in its own thread and loop: ``make`` creates it there, ``call`` runs more there."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._ready = threading.Event()
@@ -146,7 +146,7 @@ class Loopback:
         await self._server.serve([listener])
 
     def call(self, work: Callable[[], Any]) -> Any:
-        """Return what ``work`` returns there, or what that comes to."""
+        """Return the result of ``work`` there, awaited if necessary."""
 
         async def run() -> Any:
             found = work()
@@ -173,7 +173,7 @@ def scripted(
 ) -> Iterator[tuple[str, Script]]:
     """Serve a checkpoint's tokenizer on loopback, to everybody or to customers; yield the base URL and the script.
 
-    ``backend``: where responses are stored, None: nowhere.
+    ``backend``: the store of responses; None: no store.
     """
     info, tokenizer, config = (
         load_checkpoint_info(path),
@@ -210,7 +210,7 @@ def scripted(
 
 @asynccontextmanager
 async def server(answer: Any) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection to uvicorn, as Ray runs it, with what ``answer(request)`` returns behind."""
+    """Yield a connection to uvicorn, as Ray runs it, with the responses of ``answer(request)``."""
 
     async def application(scope: Scope, receive: Receive, send: Send) -> None:
         response: Response = await answer(Request(scope, receive))

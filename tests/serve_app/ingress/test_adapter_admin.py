@@ -1,4 +1,4 @@
-"""Operators load and unload adapters: everywhere or nowhere, inside the root, and for whom they say."""
+"""Operators load and unload adapters: everywhere or nowhere, inside the root, and for the given tenants."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from tests.serve_app.engine.adapters import save_plain, simulated_engine
 
 
 class Deployment:
-    """Two simulated replicas and another ingress' registry, told without Ray."""
+    """Two simulated replicas and another ingress' registry, informed without Ray."""
 
     def __init__(self, **settings: Any) -> None:
         self.config = AppConfig.model_validate({"model": "demo", "allow_runtime_lora": True, **settings})
@@ -51,7 +51,7 @@ class Deployment:
         return asyncio.run(self.admin.unload(json.dumps({"lora_name": name}).encode()))
 
     def entry(self) -> AdapterEntry:
-        """What is known of the adapter, everywhere the same, which all replicas have in memory and no other."""
+        """Return the adapter's entry, equal everywhere; all replicas have this adapter in memory, and no other."""
         entry = self.registry.get("style")
         assert entry is not None and entry.spec is not None
         for copy in (self.registry, self.other_ingress, *(replica.registry for replica in self.replicas)):
@@ -61,7 +61,7 @@ class Deployment:
 
 
 def test_a_loaded_adapter_is_on_every_replica_and_every_ingress(tmp_path: Path) -> None:
-    """A reload in place changes the key everywhere, its digest alone; once unloaded it is gone from all of them."""
+    """A reload in place changes only the digest, everywhere; an unloaded adapter is gone from all of them."""
     app = Deployment()
     assert app.load("style", save_plain(tmp_path / "a", 1.0)) == "Success: LoRA adapter 'style' added successfully."
     old = app.entry()
@@ -79,7 +79,7 @@ def test_a_loaded_adapter_is_on_every_replica_and_every_ingress(tmp_path: Path) 
         app.unload("style")
 
 
-def test_a_reload_in_place_is_for_whom_its_predecessor_was(tmp_path: Path) -> None:
+def test_a_reload_in_place_keeps_its_tenants(tmp_path: Path) -> None:
     """Leaving ``tenants`` out keeps them; only an explicit null opens a tenant's adapter to all. (docs: adapters)"""
     tenants = [{"name": name, "key_sha256": [sha256(name.encode()).hexdigest()]} for name in ("acme", "globex")]
     app = Deployment(tenants=tenants, operator_key_sha256=[sha256(b"operator").hexdigest()])
@@ -100,7 +100,7 @@ def test_a_reload_in_place_is_for_whom_its_predecessor_was(tmp_path: Path) -> No
 
 
 def test_two_ingresses_that_load_one_name_at_once_end_with_one_entry(tmp_path: Path) -> None:
-    """Whoever comes second is told to look at what there is now, and leaves nothing in the replicas' memory."""
+    """The second one gets an error and leaves nothing in the replicas' memory."""
     app = Deployment()
     fast, late = save_plain(tmp_path / "fast", 1.0), save_plain(tmp_path / "slow", 2.0)
 
@@ -118,7 +118,7 @@ def test_two_ingresses_that_load_one_name_at_once_end_with_one_entry(tmp_path: P
 
 
 def test_an_adapter_that_one_replica_cannot_serve_is_offered_nowhere(tmp_path: Path) -> None:
-    """The reason reaches the operator; the replicas that could have served it do not keep it."""
+    """The reason reaches the operator; replicas that could have served it do not keep it."""
     app = Deployment()
 
     def fail(_: AdapterSpec) -> None:
@@ -137,7 +137,7 @@ def test_an_adapter_that_one_replica_cannot_serve_is_offered_nowhere(tmp_path: P
         ({"lora_name": None}, "Both 'lora_name' and 'lora_path'"),
         ({"lora_name": 3}, "lora_name must be"),
         ({"lora_name": "demo"}, "base model's name"),
-        ({"lora_name": "a@1"}, "no adapter name"),
+        ({"lora_name": "a@1"}, "not a valid adapter name"),
         ({"lora_path": "/nowhere"}, "cannot be loaded from /nowhere: there is no adapter_model.safet"),
         ({"tenats": ["acme"]}, "Unknown parameter: 'tenats'; did you mean 'tenants'"),
         ({"lora_path": "x\0y"}, "no path|no adapter_model"),
@@ -176,7 +176,7 @@ def test_adapters_change_only_where_the_settings_allow_it_and_only_inside_the_ro
     ],
 )
 def test_links_in_an_adapters_directory_lead_nowhere_else(path: str, linked: str, tmp_path: Path) -> None:
-    """A file outside ``lora_root`` is not read; links inside, as Hugging Face's cache has, are. (docs: isolation)"""
+    """A file outside ``lora_root`` is not read; links inside, as in Hugging Face's cache, are. (docs: isolation)"""
     app = Deployment(lora_root=str(tmp_path / "root"))
     file = save_plain(tmp_path / "root" / "a") / linked
     secret, fine = tmp_path / "secret.json", tmp_path / "fine"
@@ -194,7 +194,7 @@ def test_links_in_an_adapters_directory_lead_nowhere_else(path: str, linked: str
 
 
 def test_settings_that_name_no_adapter_are_refused_at_start(tmp_path: Path) -> None:
-    """With the name of the one that is wrong; the model's own name cannot be an adapter's."""
+    """The error names the wrong one; the model's own name cannot be an adapter's."""
     with pytest.raises(AdapterError, match="'gone' of the settings"):
         configured_adapters({"fine": save_plain(tmp_path / "a"), "gone": tmp_path / "none"})
     for settings, said in (

@@ -1,4 +1,4 @@
-"""An answer on its way out: it ends at its time, whatever its client does, and tells what it cost."""
+"""An answer ends at its deadline, regardless of the client, and reports its cost."""
 
 import asyncio
 import json
@@ -44,7 +44,7 @@ Send = Callable[[Any], Awaitable[None]]
 
 
 class Streamed:
-    """An answer of these texts, or an endless one, that begins now; ``closed`` once nobody takes more."""
+    """An answer of these texts, or an endless one, that begins now; ``closed`` is set at its end."""
 
     def __init__(self, *texts: str, timeout_s: float = 60) -> None:
         self.texts = texts
@@ -81,7 +81,7 @@ def front_door(limits: TenantLimits | None = None) -> FrontDoor:
 
 
 async def stays() -> dict[str, Any]:
-    """The client never leaves."""
+    """Wait forever: the client never leaves."""
     await asyncio.Event().wait()
     raise AssertionError
 
@@ -100,8 +100,8 @@ def test_a_stream_that_nobody_takes_ends_at_its_deadline() -> None:
     assert asyncio.run(run()) == 0
 
 
-def test_an_answer_whose_time_is_over_says_so() -> None:
-    """Before its first piece as an error with a status, behind it as the stream's last event."""
+def test_an_answer_past_its_deadline_is_an_error() -> None:
+    """Before the first piece it is an error with a status, after it the stream's last event."""
 
     async def never() -> AsyncGenerator[Piece, None]:
         await asyncio.Event().wait()
@@ -122,7 +122,7 @@ def test_an_answer_whose_time_is_over_says_so() -> None:
 
 
 def test_events_pass_no_layer_but_the_start_and_the_end_do() -> None:
-    """Layers around the application learn the status and the end; events between go straight to the connection."""
+    """Layers around the application see the status and the end; events between go straight to the connection."""
     layer: list[str] = []
 
     async def run() -> list[Any]:
@@ -146,7 +146,7 @@ def test_events_pass_no_layer_but_the_start_and_the_end_do() -> None:
 
 
 def test_a_client_that_leaves_ends_the_answer() -> None:
-    """What was under way is closed and counted, and the client is counted as one that left."""
+    """The running answer is closed and counted, and the client is counted as disconnected."""
 
     async def run() -> tuple[float, float]:
         answer, sent = Streamed(), asyncio.Event()
@@ -168,7 +168,7 @@ def test_a_client_that_leaves_ends_the_answer() -> None:
 
 
 class Bench:
-    """One ingress' way of answering for generations that stand fast, each with one token, or none where it fails."""
+    """An ingress' answers for fixed generations, each with one token, or none if it fails."""
 
     fails = False
 
@@ -203,7 +203,7 @@ class Bench:
 
 
 def test_a_request_that_was_not_answered_teaches_no_cost() -> None:
-    """Whoever leaves, or fails, before the first token would get ever cheaper turns."""
+    """Otherwise requests that leave, or fail, before the first token would get ever cheaper turns."""
     bench = Bench([GENERATION])
     guess = bench.door.cost_tokens("acme", 1000)
     with pytest.raises(Overloaded):
@@ -213,8 +213,8 @@ def test_a_request_that_was_not_answered_teaches_no_cost() -> None:
     assert 100 <= bench.door.cost_tokens("acme", 1000) < guess
 
 
-def test_a_request_pays_for_its_prompt_and_what_was_generated() -> None:
-    """What was reserved for more is given back; a refusal before the first token costs nothing. (docs: tenants)"""
+def test_a_request_pays_for_its_prompt_and_its_answer() -> None:
+    """Unused reserved tokens are returned; a refusal before the first token costs nothing. (docs: tenants)"""
     config = TenantConfig.model_validate({"name": "acme", "key_sha256": ["a" * 64], "tokens_per_minute": 300})
     limits = TenantLimits([config], clock=lambda: 0.0)
     bench = Bench([replace(GENERATION, sampling=SamplingParams(max_tokens=50)) for _ in range(2)], limits, n=2)
@@ -246,10 +246,10 @@ STOPS: dict[str, str] = {"chat": "stop", "completions": "stop", "messages": "sto
 @pytest.mark.parametrize("step", [1, 3])
 @pytest.mark.parametrize("case", ["plain", "stop", "tools", "fails"])
 @pytest.mark.parametrize("api", WAYS)
-def test_events_are_the_same_whichever_way_tokens_take(
+def test_events_are_the_same_for_either_path_of_tokens(
     hermes: tuple[str, Script], script: Script, api: str, case: str, step: int
 ) -> None:
-    """Byte for byte, in every API: from the channel to the connection at once, and by the tasks that wait for them."""
+    """Every API gives equal bytes if tokens go directly from the channel to the connection or through waiting tasks."""
     path, body = WAYS[api]
     script.step, script.text = step, "Größe: 3 €. \U0001f327 It rains in \u5317\u4eac. END of it, and of more."
     if case == "stop" and api in STOPS:

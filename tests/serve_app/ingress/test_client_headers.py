@@ -1,4 +1,4 @@
-"""Orders to Ray Serve that a client sends are dropped before Ray reads them; a connection is its own loop's."""
+"""A client's orders to Ray Serve are dropped before Ray reads them; a connection belongs to its own loop."""
 
 import asyncio
 import pickle
@@ -20,7 +20,7 @@ async def unused(*_: Any) -> Any:
 
 
 def seen_by_ray(*headers: tuple[bytes, bytes]) -> tuple[list[tuple[bytes, bytes]], dict[bytes, bytes]]:
-    """The headers of a request as Ray's code gets them, and of the answer, in Ray's order of middlewares."""
+    """Return the request's headers as Ray's code gets them, and the answer's, in Ray's order of middlewares."""
     seen: list[Any] = []
     answered: dict[bytes, bytes] = {}
 
@@ -47,7 +47,7 @@ def seen_by_ray(*headers: tuple[bytes, bytes]) -> tuple[list[tuple[bytes, bytes]
     ],
 )
 def test_rays_headers_are_dropped(header: tuple[bytes, bytes]) -> None:
-    """In every spelling that Ray accepts; all else stays."""
+    """Every spelling that Ray accepts is dropped; all else stays."""
     seen, _ = seen_by_ray(*KEPT[:1], header, *KEPT[1:])
     assert [one for one in seen if one[0] != b"x-request-id"] == KEPT
     assert not parse_disconnect_disabled_header(dict(seen))
@@ -66,7 +66,7 @@ def test_a_clients_session_is_kept_by_another_name() -> None:
      (b"req-1", True), (b"x" * 128, True)],
 )  # fmt: skip
 def test_one_printable_word_comes_back_as_a_requests_id(value: bytes, valid: bool) -> None:
-    """Any other Ray would fail to read, or to answer with; it makes one of its own."""
+    """Ray would fail to read or return any other value; it makes its own id."""
     seen, answered = seen_by_ray(*KEPT, (b"x-request-id", value))
     made = dict(seen)[b"x-request-id"]
     assert (made == value) is valid
@@ -75,7 +75,7 @@ def test_one_printable_word_comes_back_as_a_requests_id(value: bytes, valid: boo
 
 
 def test_a_connection_of_another_loop_is_left_to_serve() -> None:
-    """By default Serve runs the application in a loop of its own; and a proxy of Serve pickles what it knows."""
+    """By default Serve runs the application in its own loop; and a proxy of Serve pickles the scope."""
     scope: dict[str, Any] = {"type": "http", "headers": []}
 
     took: list[str] = []
@@ -98,8 +98,8 @@ def test_a_connection_of_another_loop_is_left_to_serve() -> None:
     assert took == ["server", "serve", "serve"]
 
 
-def test_what_is_written_at_once_waits_for_nothing() -> None:
-    """A server's ``send`` waits for a slow client alone, and then the connection is not open."""
+def test_direct_writes_wait_for_nothing() -> None:
+    """A server's ``send`` waits only for a slow client, and then the connection is not open."""
     sent: list[bytes] = []
 
     class Cycle:

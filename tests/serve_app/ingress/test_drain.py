@@ -1,4 +1,4 @@
-"""A stop refuses what comes, waits for what runs, and ends what takes longer."""
+"""A stop refuses new requests, waits for running ones, and ends those that take longer."""
 
 import asyncio
 import time
@@ -16,7 +16,7 @@ def deadline(drain: Drain) -> Deadline:
 
 
 async def settled() -> None:
-    """Let tasks run that can."""
+    """Run all tasks that are ready."""
     for _ in range(10):
         await asyncio.sleep(0)
 
@@ -24,9 +24,9 @@ async def settled() -> None:
 @pytest.mark.anyio
 @pytest.mark.parametrize("in_time", [True, False])
 async def test_answers_that_end_in_time_are_waited_for_and_others_end_with_an_error(in_time: bool) -> None:
-    """All; what they wait for when the time is over, and what they would wait for next; new ones are refused."""
+    """At the deadline an answer's current wait and its next one end with the error; new requests are refused."""
     drain, release, errors = Drain(), [asyncio.Event(), asyncio.Event()], []
-    async with deadline(drain).limit():  # what has ended before is not waited for
+    async with deadline(drain).limit():  # an answer that has ended before is not waited for
         pass
 
     async def answer(event: asyncio.Event) -> None:
@@ -58,7 +58,7 @@ async def test_answers_that_end_in_time_are_waited_for_and_others_end_with_an_er
 
 @pytest.mark.anyio
 async def test_an_answer_counts_until_its_last_byte() -> None:
-    """Also one that ends with an exception."""
+    """An answer that ends with an exception counts too."""
     drain, begun, sending = Drain(), asyncio.Event(), asyncio.Event()
     application = make_application(partial_services(drain=drain))
 

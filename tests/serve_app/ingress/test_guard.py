@@ -1,4 +1,4 @@
-"""A request is authenticated once, counted under the tenant that was found, and no other site's page posts."""
+"""A request is authenticated once, counted under the tenant found, and no other site's page may post."""
 
 import asyncio
 from unittest.mock import patch
@@ -30,7 +30,7 @@ def post(method: str = "POST", **headers: str | None) -> Request:
 
 
 def answered(guard: RouteGuard, request: Request, *, fails: bool = False) -> Response:
-    """What a route answers that asks twice who is there, and fails then or does not."""
+    """Return the answer of a route that looks up the tenant twice, and then fails or not."""
 
     async def work() -> Response:
         guard.tenant(request)
@@ -64,8 +64,8 @@ def test_a_request_is_authenticated_once(
     assert found == {counted: 1.0}
 
 
-def test_answers_tell_a_tenant_what_is_left_of_its_own_limits() -> None:
-    """Errors too; who has no limits, or no key, is told nothing, whatever others have. (docs: isolation)"""
+def test_answers_tell_a_tenant_its_own_remaining_limits() -> None:
+    """Errors do too; a client without limits, or without a key, sees none, even if others have some. docs: isolation"""
     configs = [ACME, TenantConfig(name="zeta", key_sha256=[ZETA_DIGEST])]
     guard = RouteGuard(Tenants(configs, b"s" * 32), IngressMetrics(), Drain(), TenantLimits(configs))
 
@@ -73,7 +73,7 @@ def test_answers_tell_a_tenant_what_is_left_of_its_own_limits() -> None:
         response = answered(guard, post(authorization=f"Bearer {key}"), fails=fails)
         return {name for name in response.headers if name.startswith("x-ratelimit")}
 
-    names = {f"x-ratelimit-{what}-requests" for what in ("limit", "remaining", "reset")}
+    names = {f"x-ratelimit-{kind}-requests" for kind in ("limit", "remaining", "reset")}
     for fails in (False, True):
         assert told(KEY, fails=fails) == names
         assert told(ZETA, fails=fails) == told("guess", fails=fails) == set()
@@ -86,7 +86,7 @@ def test_answers_tell_a_tenant_what_is_left_of_its_own_limits() -> None:
         *((origin, kind, OURS, UnsupportedMediaType)
           for origin in (EVIL, "null", "http://127.0.0.1:3000")
           for kind in (None, FORM, "text/plain", "multipart/form-data; boundary=x")),
-        # Without an Origin there is no page: curl -d and urllib call their JSON a form.
+        # Without an Origin there is no page: curl -d and urllib declare their JSON as a form.
         *((None, kind, "api.example", None) for kind in (None, FORM, JSON)),
         # Our own /docs; JSON that a proxy in front has allowed by CORS.
         (f"http://{OURS}", None, OURS, None), (EVIL, f"{JSON}; charset=utf-8", OURS, None),
@@ -101,7 +101,7 @@ def test_answers_tell_a_tenant_what_is_left_of_its_own_limits() -> None:
 def test_pages_post_only_where_they_were_let_in(
     origin: str | None, content_type: str | None, host: str, refused: type[WarmpathError] | None
 ) -> None:
-    """What changes nothing is never refused, nor is any name where all are allowed; a DELETE has no type."""
+    """Safe methods are never refused, nor is any name if all are allowed; a DELETE has no type."""
 
     def verdict(allowed: list[str] | None, method: str = "POST") -> type[WarmpathError] | None:
         try:

@@ -15,7 +15,7 @@ LEFT = {"type": "http.disconnect"}
 
 
 def request(messages: list[dict[str, Any]], headers: dict[str, str] | None = None) -> Request:
-    """A request whose receive channel gives ``messages`` away and then waits for ever."""
+    """Return a request with a receive channel that yields ``messages`` and then waits forever."""
 
     async def receive() -> dict[str, Any]:
         if not messages:
@@ -31,7 +31,7 @@ def part(body: bytes, more: bool) -> dict[str, Any]:
 
 
 def test_a_body_in_parts_is_joined_up_to_the_bound() -> None:
-    """An announced length over it reads nothing, an unannounced one stops there; what would be inflated has none."""
+    """An announced excess length reads nothing, an unannounced one stops at the bound; compression is refused."""
     assert asyncio.run(read_body(request([part(b"abc", True), part(b"de", False)]), 5)) == b"abcde"
     announced, flood = [part(b"x", False)], [part(b"xxxx", True) for _ in range(100)]
     for messages, headers, left in ((announced, {"content-length": "6"}, 1), (flood, {}, 98)):
@@ -43,7 +43,7 @@ def test_a_body_in_parts_is_joined_up_to_the_bound() -> None:
 
 
 def test_a_body_that_stops_is_answered_and_its_connection_closed() -> None:
-    """Eight megabytes are announced, one byte comes: the client is told so, and holds nothing."""
+    """Eight megabytes are announced, one byte arrives: the client gets an error, and holds nothing."""
 
     async def answer(request: Request) -> Response:
         try:
@@ -63,7 +63,7 @@ def test_a_body_that_stops_is_answered_and_its_connection_closed() -> None:
 
 
 def test_a_body_that_arrives_has_more_time() -> None:
-    """What has come counts at the least rate: 64 KiB are one second more."""
+    """Received bytes extend the time at the lowest allowed rate: 64 KiB are one second more."""
 
     async def run(size: int) -> int:
         parts = asyncio.Queue[dict[str, Any]]()
@@ -79,7 +79,7 @@ def test_a_body_that_arrives_has_more_time() -> None:
 
 @pytest.mark.parametrize(("wait_s", "seconds"), [(0.0, "1"), (0.2, "1"), (1.0, "1"), (1.2, "2"), (59.5, "60")])
 def test_retry_after_is_never_too_early(wait_s: float, seconds: str) -> None:
-    """Whole seconds, rounded up: who comes back before the time is refused again."""
+    """It is in whole seconds, rounded up, because a client that returns early is refused again."""
     assert error_headers(RateLimited("later", retry_after_s=wait_s)) == {"retry-after": seconds}
 
 
@@ -98,7 +98,7 @@ def test_work_ends_when_the_client_leaves(limit_s: float | None) -> None:
                     raise
         task = asyncio.current_task()
         assert task is not None and not task.cancelling()
-        await asyncio.sleep(0)  # nothing is left to be cancelled
+        await asyncio.sleep(0)  # no cancellation is pending
 
     asyncio.run(work())
     assert ended == ["cancelled"]
@@ -131,7 +131,7 @@ def test_finished_work_is_kept_and_errors_are_raised(error: Exception | None) ->
 
 @pytest.mark.parametrize("left", [False, True])
 def test_a_cancelled_request_is_no_disconnect(left: bool) -> None:
-    """Whoever cancels the request's task hears CancelledError, whether or not the client leaves while it cleans up."""
+    """If the request's task is cancelled it gets CancelledError, even if the client leaves during the cleanup."""
 
     async def cancelled() -> None:
         messages, cleaned = asyncio.Queue[dict[str, Any]](), asyncio.Event()

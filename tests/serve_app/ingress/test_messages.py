@@ -1,4 +1,4 @@
-"""Anthropic's messages over a real socket with the real client; the model's text is given."""
+"""Anthropic's messages over a real socket with the real client; the model's text is scripted."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def ask(client: Anthropic, **fields: Any) -> Any:
 
 
 def test_text_in_text_out(anthropic_client: Anthropic, script: Script) -> None:
-    """Every field that the SDK's type asks for is there; the answer says which stop sequence ended it."""
+    """Every field of the SDK's type is there; the answer names the stop sequence that ended it."""
     script.text = "It rains. END of it"
     raw = anthropic_client.messages.with_raw_response.create(
         model="demo", max_tokens=50, system="Be brief.", messages=HI, stop_sequences=["END"]
@@ -48,11 +48,11 @@ def test_text_in_text_out(anthropic_client: Anthropic, script: Script) -> None:
     assert "Be brief." in script.prompt()
     asked, fields = len(script.asked), {"model": "demo", "system": "Be brief.", "messages": HI}
     assert anthropic_client.messages.count_tokens(**fields).input_tokens == len(ids)  # type: ignore[arg-type]
-    assert len(script.asked) == asked, "nothing is generated to count"
+    assert len(script.asked) == asked, "counting generates nothing"
 
 
-def test_a_stream_is_what_the_client_builds_of_it(anthropic_client: Anthropic, script: Script) -> None:
-    """Text, then a call, whose result goes back in the next turn."""
+def test_the_client_builds_a_stream(anthropic_client: Anthropic, script: Script) -> None:
+    """Text is followed by a call; its result goes back in the next turn."""
     script.text = "Let me look. " + CALL
     with anthropic_client.messages.stream(model="demo", max_tokens=50, messages=HI, tools=[TOOL]) as stream:  # type: ignore[list-item]
         kinds = [event.type for event in stream]
@@ -71,7 +71,7 @@ def test_a_stream_is_what_the_client_builds_of_it(anthropic_client: Anthropic, s
 
 
 def test_the_marks_of_anthropics_example(anthropic_client: Anthropic, script: Script) -> None:
-    """A marked system prompt and a marked turn are kept, each to its token; what was read is not written again."""
+    """A marked system prompt and a marked turn are kept, to the token; cached tokens are not written again."""
     script.text = "Yes."
     rules = {"type": "text", "text": RULES, "cache_control": {"type": "ephemeral", "ttl": "1h"}}
     usage = ask(
@@ -91,7 +91,7 @@ def test_the_marks_of_anthropics_example(anthropic_client: Anthropic, script: Sc
 
 
 def test_marks_on_tools_and_automatic_ones(anthropic_client: Anthropic, script: Script) -> None:
-    """A tool's leads to the end of tools and system prompt; the body's own to the last block's."""
+    """A tool's mark covers tools and system prompt; the body's own mark covers up to the last block."""
     script.text = "Yes."
 
     def kept(**fields: Any) -> Any:
@@ -107,8 +107,8 @@ def test_marks_on_tools_and_automatic_ones(anthropic_client: Anthropic, script: 
     assert kept(**marked, extra_body={"store_kv": False}) == ()
 
 
-def test_diagnostics_name_what_changed_of_a_tenants_own_messages(demo_model_path: Path, tmp_path: Path) -> None:
-    """Nothing where the conversation goes on; another tenant's message is to it like one that never was."""
+def test_diagnostics_name_changes_of_a_tenants_own_messages(demo_model_path: Path, tmp_path: Path) -> None:
+    """A continued conversation has none; another tenant's message is treated like an unknown one."""
     keys = {name: make_api_key() for name in ("acme", "zeta")}
     customers = [TenantConfig(name=name, key_sha256=[digest]) for name, (_, digest) in keys.items()]
     with scripted(family("hermes", demo_model_path, tmp_path / "hermes"), customers=customers) as (url, _):
@@ -130,7 +130,7 @@ def test_diagnostics_name_what_changed_of_a_tenants_own_messages(demo_model_path
 
 
 def test_diagnostics_say_where_a_prompt_differs(anthropic_client: Anthropic, script: Script) -> None:
-    """Whole, and at a stream's end: the class of the first difference from the tenant's own prompts."""
+    """Whole and streamed answers have the class of the first difference from the tenant's own prompts."""
     script.text = "Yes."
     asked: dict[str, Any] = {"extra_body": {"diagnostics": {"previous_message_id": None}}}
     for turn, stream in (("1", False), ("2", False), ("3", True)):
@@ -143,7 +143,7 @@ def test_diagnostics_say_where_a_prompt_differs(anthropic_client: Anthropic, scr
 
 
 def test_errors_are_the_clients_own(anthropic_client: Anthropic, script: Script) -> None:
-    """Before an answer, in the middle of one, and on a path that is none."""
+    """They may occur before an answer, in the middle of one, and on an unknown path."""
     with pytest.raises(anthropic.NotFoundError) as missing:
         ask(anthropic_client, model="other")
     assert missing.value.request_id is not None

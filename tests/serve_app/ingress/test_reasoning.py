@@ -1,4 +1,4 @@
-"""Thoughts over a real socket, with the real clients of three APIs; the model's text is given."""
+"""Reasoning over a real socket, with the real clients of three APIs; the model's text is scripted."""
 
 import json
 import re
@@ -26,7 +26,7 @@ ASKED: dict[str, Any] = {"model": "demo", "messages": HI}
 
 @pytest.fixture(scope="module")
 def hermes(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Script]]:
-    """In place of the package's: the model behind the clients here thinks."""
+    """Replaces the package's fixture: this model reasons."""
     with scripted(family("thinking", demo_model_path, tmp_path_factory.mktemp("family") / "thinking")) as served:
         yield served
 
@@ -42,7 +42,7 @@ def parts(message: Any) -> tuple[Any, Any, Any]:
 
 @pytest.mark.parametrize("step", [1, 1000])
 def test_a_chat_has_its_thought_apart(client: OpenAI, script: Script, step: int) -> None:
-    """By both names that clients read, whole and streamed, in each choice; usage counts its tokens."""
+    """It has both names that clients read, whole and streamed, in each choice; usage counts its tokens."""
     script.step = step
     whole = client.chat.completions.create(**ASKED, n=2, stop="END", logprobs=True)
     said = ANSWER.partition("END")[0]
@@ -64,7 +64,7 @@ def test_a_chat_has_its_thought_apart(client: OpenAI, script: Script, step: int)
 def test_a_thought_that_is_cut_off_leaves_no_content(
     client: OpenAI, anthropic_client: Anthropic, script: Script
 ) -> None:
-    """Its reason is the length; the same in each API."""
+    """The finish reason is the length, in each API."""
     script.text, script.reason = TEXT.partition("It may")[0], "length"
     choice = client.chat.completions.create(**ASKED).choices[0]
     assert (*parts(choice.message), choice.finish_reason) == ("Is it wet?", "Is it wet?", None, "length")
@@ -75,7 +75,7 @@ def test_a_thought_that_is_cut_off_leaves_no_content(
 
 
 def test_a_call_follows_a_thought_and_both_go_back(client: OpenAI, script: Script) -> None:
-    """Calls are read behind it alone. The template gets it back, and drops it once the user has spoken again."""
+    """Calls are read only after it. The template gets it back, and drops it after the user's next message."""
     script.text = TEXT.replace(THOUGHT, f"{THOUGHT} {CALL}").replace(ANSWER, CALL)
     choice = client.chat.completions.create(**ASKED, tools=[WEATHER]).choices[0]
     assert (choice.finish_reason, len(choice.message.tool_calls)) == ("tool_calls", 1)
@@ -90,7 +90,7 @@ def test_a_call_follows_a_thought_and_both_go_back(client: OpenAI, script: Scrip
 
 
 def test_a_response_has_an_item_for_its_thought(client: OpenAI, script: Script) -> None:
-    """Its events come in OpenAI's order, are of its types and add up to the whole; the item may be sent back."""
+    """Its events have OpenAI's order and types and add up to the whole; the item may be sent back."""
     script.step = 1
     events = list(client.responses.create(model="demo", input="Rain?", stream=True))
     kinds = [event.type for event in events]
@@ -119,7 +119,7 @@ def test_a_response_has_an_item_for_its_thought(client: OpenAI, script: Script) 
 
 
 def test_a_message_has_a_block_for_its_thought(anthropic_client: Anthropic, script: Script) -> None:
-    """Streamed with its deltas and a signature, as the SDK builds it; it may be sent back."""
+    """It is streamed with its deltas and a signature, as the SDK builds it; it may be sent back."""
     script.step = 1
     with anthropic_client.messages.stream(
         **ASKED, max_tokens=50, thinking={"type": "enabled", "budget_tokens": 1024}
@@ -142,7 +142,7 @@ def test_a_message_has_a_block_for_its_thought(anthropic_client: Anthropic, scri
 
 
 def test_a_grammar_is_held_behind_the_thought(client: OpenAI, script: Script) -> None:
-    """And an answer to a prompt that opens the thought begins inside it."""
+    """An answer to a prompt that opens the thought begins inside it."""
     script.text = f"{THOUGHT}</think>\n" + '{"a": 1}'
     fields = {"response_format": {"type": "json_object"}, "reasoning_effort": "low"}
     message = client.chat.completions.create(**ASKED, **fields).choices[0].message
@@ -154,8 +154,8 @@ def test_a_grammar_is_held_behind_the_thought(client: OpenAI, script: Script) ->
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
-def test_events_are_the_same_whichever_way_tokens_take(hermes: tuple[str, Script], script: Script, path: str) -> None:
-    """Byte for byte, from the channel to the connection at once and by the tasks that wait for them."""
+def test_events_are_the_same_for_either_path_of_tokens(hermes: tuple[str, Script], script: Script, path: str) -> None:
+    """Bytes are equal if tokens go directly from the channel to the connection, or through waiting tasks."""
     body = {"model": "demo", "stream": True, "max_tokens": 60, "messages": HI}
     if path == "responses":
         body = {"model": "demo", "stream": True, "input": "Hi"}

@@ -1,4 +1,4 @@
-"""OpenAI's responses over a real socket with the real client; the model's text is given."""
+"""OpenAI's responses over a real socket with the real client; the model's text is scripted."""
 
 import json
 from typing import Any
@@ -16,7 +16,7 @@ CALL = call_text("get_weather", {"city": "Oslo"}, "hermes")
 
 
 def test_text_in_text_out(client: OpenAI, script: Script) -> None:
-    """Every field that the SDK's type asks for is there and strictly of its type; usage tells what was cached."""
+    """Every field of the SDK's type is there and strictly typed; usage reports the cached tokens."""
     script.text = "It rains."
     raw = client.responses.with_raw_response.create(
         **ASKED, instructions="Be brief.", metadata={"a": "b"}, max_output_tokens=50
@@ -33,7 +33,7 @@ def test_text_in_text_out(client: OpenAI, script: Script) -> None:
 
 @pytest.mark.parametrize("step", [1, 1000])
 def test_events_come_in_openais_order_and_add_up_to_the_whole(client: OpenAI, script: Script, step: int) -> None:
-    """Text, then a call: numbered, each item opened and closed, the whole response at the end."""
+    """Text and then a call are numbered, each item is opened and closed, and the whole response is at the end."""
     script.text, script.step = "Let me look. " + CALL, step
     events = list(client.responses.create(**ASKED, tools=[TOOL], stream=True))
     kinds = [event.type for event in events]
@@ -64,7 +64,7 @@ def test_events_come_in_openais_order_and_add_up_to_the_whole(client: OpenAI, sc
 
 
 def test_a_call_of_a_namespace_is_told_by_both_names(client: OpenAI, script: Script) -> None:
-    """As Codex sends its own, whole and streamed; the prompt has one name for it, and an answer repeats the tools."""
+    """Whole and streamed, it has Codex's form; the prompt has one name for it, and an answer repeats the tools."""
     inner = {name: value for name, value in TOOL.items() if name != "strict"}
     space: Any = {"type": "namespace", "name": "sky", "description": "Above.", "tools": [inner]}
     script.text = call_text("sky.get_weather", {"city": "Oslo"}, "hermes")
@@ -84,7 +84,7 @@ def test_a_call_of_a_namespace_is_told_by_both_names(client: OpenAI, script: Scr
 def test_an_answer_that_is_cut_off_or_has_no_text_is_a_message(
     client: OpenAI, script: Script, text: str, reason: Any, shown: str, status: str
 ) -> None:
-    """Whole and streamed; what is cut off is incomplete, and so is its last item."""
+    """Whole and streamed: a truncated answer is incomplete, and so is its last item."""
     script.text, script.reason = text, reason
     *_, last = client.responses.create(**ASKED, stream=True)
     assert last.type == f"response.{status}"
@@ -95,8 +95,8 @@ def test_an_answer_that_is_cut_off_or_has_no_text_is_a_message(
         assert why == ("max_output_tokens" if reason == "length" else None)
 
 
-def test_an_answer_tells_why_the_cache_was_missed_where_it_is_asked(client: OpenAI, script: Script) -> None:
-    """In usage, whole and at a stream's end; without the field nothing is there, nor where it was a hit."""
+def test_an_answer_tells_why_the_cache_was_missed_if_requested(client: OpenAI, script: Script) -> None:
+    """The reason is in usage, whole and streamed; it is absent without the field, and after a hit."""
     script.text = "Yes."
     rest = "Answer in whole sentences, and name the paragraph of the terms that you rest on. " * 12
     asked: dict[str, Any] = {"model": "demo", "extra_body": {"cache_diagnostics": True}}

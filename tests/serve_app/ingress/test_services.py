@@ -1,4 +1,4 @@
-"""What an ingress may have under way, who hears of other settings, and what its process does not keep in memory."""
+"""An ingress' concurrency limit, its reaction to other settings, and data that its process frees."""
 
 import asyncio
 import platform
@@ -48,8 +48,8 @@ def script(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", *arguments], capture_output=True, text=True, check=True)
 
 
-def test_ingresses_divide_what_the_replicas_take() -> None:
-    """Half as many as run may wait there, if so many may; replicas that are not there yet count, and new ones too."""
+def test_ingresses_divide_the_replicas_capacity() -> None:
+    """At most half as many as run there may wait there; replicas that have not started count, and so do new ones."""
     config = AppConfig(replicas=2, max_num_seqs=64)
     assert places(config, 0) == places(config, 2) == 2 * 96
     assert places(config, 3) == 3 * 96
@@ -58,8 +58,8 @@ def test_ingresses_divide_what_the_replicas_take() -> None:
     assert places(AppConfig(replicas=1, max_num_seqs=1, ingress_replicas=64), 1) == 1
 
 
-def test_adapters_are_for_the_tenants_of_now() -> None:
-    """An adapter can be kept for a tenant that came while the ingress ran, and for none that has gone."""
+def test_adapters_are_for_the_current_tenants() -> None:
+    """An adapter can be restricted to a tenant added while the ingress runs, but not to a removed one."""
 
     def config(name: str) -> AppConfig:
         tenants = [{"name": name, "key_sha256": ["a" * 64]}]
@@ -75,7 +75,7 @@ def test_adapters_are_for_the_tenants_of_now() -> None:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc is not glibc's")
 def test_buffers_go_back_to_the_system() -> None:
-    """Eight rounds of 36 MiB, each leaving a small buffer on top of what it freed: nothing of them stays resident."""
+    """Eight rounds of 36 MiB each leave a small buffer above the freed memory, but all of that is returned."""
     assert int(script(BUFFERS).stdout) < 6
 
 

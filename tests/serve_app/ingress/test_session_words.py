@@ -1,4 +1,4 @@
-"""A client's word for its session, from wherever its API has it, over a real socket; what is no word is no error."""
+"""A client's session id, in each API's place, over a real socket; an invalid id is no error."""
 
 import json
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ def served(demo_model_path: Path) -> Iterator[tuple[str, Script]]:
 
 @pytest.fixture
 def told(served: tuple[str, Script]) -> Any:
-    """Ask, and return the session of what is to be generated."""
+    """Send the request, and return the session of the generation."""
     url, script = served
     script.clear()
     script.text = "Yes."
@@ -55,7 +55,7 @@ def told(served: tuple[str, Script]) -> Any:
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("header", ["x-session-id", "X-Session-Id", "X-Claude-Code-Session-Id", "session-id"])
 def test_headers_name_the_session_with_every_api(told: Any, path: str, header: str) -> None:
-    """Of ``x-session-id`` Ray hears nothing (test_client_headers)."""
+    """Ray never sees ``x-session-id`` (test_client_headers)."""
     assert told(path, {header: "one"}) == session_key("acme", "one")
     assert told(path) == ""
 
@@ -89,12 +89,12 @@ def test_a_header_that_is_no_word_gives_way_to_the_next(told: Any, word: str) ->
     ],
 )
 def test_other_users_of_messages_are_no_sessions(told: Any, fields: dict[str, Any]) -> None:
-    """Anthropic takes any string there."""
+    """Anthropic accepts any string there."""
     assert told("/v1/messages", **fields) == ""
 
 
 def test_a_long_body_names_it_too(told: Any) -> None:
-    """Of a large one only fields that somebody reads are decoded."""
+    """Only known fields of a large body are decoded."""
     assert told("/v1/messages", unread="x" * 70_000, **claude("one")) == session_key("acme", "one")
 
 
@@ -108,7 +108,7 @@ def test_a_session_has_16_digits_which_tell_neither_the_word_nor_another_tenants
     ("agent", "path"), [("claude_code", "/v1/messages"), ("codex", "/v1/responses"), ("qwen_code", BODIES)]
 )
 def test_agents_name_their_sessions(told: Any, agent: str, path: Any) -> None:
-    """As their packages did; Qwen Code does not."""
+    """This is as their packages did; Qwen Code does not."""
     recorded = json.loads((RECORDED / f"{agent}.json").read_text())
     if agent == "qwen_code":
         assert told("/v1/chat/completions", recorded["headers"]) == ""

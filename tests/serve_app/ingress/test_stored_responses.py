@@ -1,4 +1,4 @@
-"""Conversations by ``previous_response_id`` over a real socket with the real client; the model's text is given."""
+"""Conversations by ``previous_response_id`` over a real socket with the real client; the model's text is scripted."""
 
 import json
 from collections.abc import Iterator
@@ -74,7 +74,7 @@ def create(client: OpenAI, streamed: bool, text: Any, **fields: Any) -> Response
 def test_a_conversation_goes_on_as_if_it_had_been_sent_whole(
     clients: dict[str, OpenAI], script: Script, streamed: bool
 ) -> None:
-    """The same prompt, so the same KV; instructions are not carried over. (docs: api)"""
+    """The prompt is the same, so the KV is the same; instructions are not carried over. (docs: api)"""
     client = clients["acme"]
     first = create(client, streamed, "Rain?", instructions="Be brief.", metadata={"a": "b"})
     assert (first.model_extra or {}).get("store", getattr(first, "store", None)) is True
@@ -95,8 +95,8 @@ def test_a_conversation_goes_on_as_if_it_had_been_sent_whole(
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_what_is_stored_is_what_was_answered(clients: dict[str, OpenAI], script: Script, streamed: bool) -> None:
-    """Retrieved whole, its input listed in pages, and gone once it is deleted; those after it go on."""
+def test_a_stored_response_equals_the_answer(clients: dict[str, OpenAI], script: Script, streamed: bool) -> None:
+    """It is retrieved whole, its input listed in pages, and gone once deleted; later responses still continue."""
     client = clients["acme"]
     first = create(client, streamed, "Rain?", metadata={"a": "b"}, temperature=0.5)
     assert client.responses.retrieve(first.id).to_dict() == first.to_dict()
@@ -107,7 +107,7 @@ def test_what_is_stored_is_what_was_answered(clients: dict[str, OpenAI], script:
             gone(first.id)
     third = create(client, streamed, "Why?", previous_response_id=second.id)
     listed = client.responses.input_items.list(third.id, limit=2, order="asc")
-    items = list(listed)  # the client asks for more pages
+    items = list(listed)  # the client requests more pages
     assert [(item.role, item.content[0].type, item.content[0].text) for item in items] == [
         ("user", "input_text", "Rain?"), ("assistant", "output_text", "It rains."),
         ("user", "input_text", "How long?"), ("assistant", "output_text", "It rains."), ("user", "input_text", "Why?"),
@@ -121,7 +121,7 @@ def test_what_is_stored_is_what_was_answered(clients: dict[str, OpenAI], script:
 
 
 def test_calls_and_their_results_go_on(clients: dict[str, OpenAI], script: Script) -> None:
-    """A call, its result by call_id alone, as an agent sends it; log-probabilities are not carried along."""
+    """An agent sends a call's result by call_id alone; log-probabilities are not carried along."""
     client = clients["acme"]
     script.text = "Let me look. " + CALL
     first = client.responses.create(model="demo", input="Rain in Oslo?", tools=[TOOL])
@@ -137,7 +137,7 @@ def test_calls_and_their_results_go_on(clients: dict[str, OpenAI], script: Scrip
 
 
 def test_a_call_in_a_namespace_goes_on_with_it(clients: dict[str, OpenAI], script: Script) -> None:
-    """As Codex has them: the prompt is that of the conversation sent whole, whoever wrote the call."""
+    """With Codex's tools, the prompt equals that of the whole conversation, regardless of the call's author."""
     client = clients["acme"]
     tools: Any = [{"type": "namespace", "name": "sky", "description": "Weather", "tools": [TOOL]}]
     script.text = CALL.replace("get_weather", "sky.get_weather")
@@ -158,8 +158,8 @@ def test_a_call_in_a_namespace_goes_on_with_it(clients: dict[str, OpenAI], scrip
         assert "sky.get_weather" in script.prompt()
 
 
-def test_fields_that_nothing_reads_are_not_stored(clients: dict[str, OpenAI], script: Script) -> None:
-    """Whatever their names and types: of each item only the fields of its own kind are read."""
+def test_unknown_fields_are_not_stored(clients: dict[str, OpenAI], script: Script) -> None:
+    """Of each item only the fields of its own kind are read, regardless of the others' names and types."""
     items: Any = [
         {"role": "user", "content": "Rain?", "output": [1], "arguments": {}},
         {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "content": ["x"]},
@@ -191,7 +191,7 @@ def test_nothing_is_stored_where_the_request_says_so(clients: dict[str, OpenAI],
         client.responses.retrieve(json.loads(raw.content)["id"])
 
 
-def test_errors_say_what_to_change(clients: dict[str, OpenAI], served: tuple[str, Script], script: Script) -> None:
+def test_errors_name_the_remedy(clients: dict[str, OpenAI], served: tuple[str, Script], script: Script) -> None:
     client = clients["acme"]
     first = client.responses.create(model="demo", input="x" * 10_000)
     with pytest.raises(openai.BadRequestError) as unknown:
@@ -241,7 +241,7 @@ def test_no_tenant_sees_that_another_has_a_response(
 
 
 def test_a_key_is_needed(served: tuple[str, Script], owned: str, clients: dict[str, OpenAI]) -> None:
-    """On every route; and all that others tried has left the response where it was."""
+    """This holds on every route, and no attempt by others changes the response."""
     for method, path in (("GET", ""), ("DELETE", ""), ("GET", "/input_items")):
         answer = httpx.request(method, f"{served[0]}/v1/responses/{owned}{path}", trust_env=False)
         assert answer.status_code == 401
@@ -251,7 +251,7 @@ def test_a_key_is_needed(served: tuple[str, Script], owned: str, clients: dict[s
 def test_a_response_that_cannot_be_stored_is_not_acknowledged(
     clients: dict[str, OpenAI], script: Script, backend: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole: a 503; streamed: an error in the place of the end; with ``store: false`` an answer as ever."""
+    """Whole: a 503; streamed: an error in place of the end; with ``store: false`` the usual answer."""
 
     def full(*_: object) -> None:
         raise OSError("no space left on device")

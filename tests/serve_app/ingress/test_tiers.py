@@ -1,4 +1,4 @@
-"""Service tiers and priorities over a real socket with the real clients; the model's text is given."""
+"""Service tiers and priorities over a real socket with the real clients; the model's text is scripted."""
 
 import asyncio
 import time
@@ -25,7 +25,7 @@ def chat(client: OpenAI, **fields: Any) -> Any:
     ("asked", "served"), [("auto", "default"), ("default", "default"), ("flex", "flex"), ("priority", "priority")]
 )
 def test_answers_say_which_tier_was_served(client: OpenAI, script: Script, asked: Any, served: str) -> None:
-    """Whole and streamed, chats in every chunk; completions have no such field, and messages one tier. (docs: api)"""
+    """Chats report it, whole and in every chunk; completions have no such field, messages one tier. (docs: api)"""
     script.text = "It rains."
     assert chat(client, service_tier=asked).service_tier == served
     chunks = list(chat(client, service_tier=asked, stream=True, stream_options={"include_usage": True}))
@@ -38,8 +38,8 @@ def test_answers_say_which_tier_was_served(client: OpenAI, script: Script, asked
     assert "service_tier" not in completion.to_dict()
 
 
-def test_who_asks_for_no_tier_is_told_none(client: OpenAI, script: Script) -> None:
-    """As OpenAI's; a response always has the field."""
+def test_without_a_requested_tier_none_is_reported(client: OpenAI, script: Script) -> None:
+    """This is as in OpenAI's API; a response always has the field."""
     script.text = "It rains."
     assert "service_tier" not in chat(client).to_dict()
     assert client.responses.create(model="demo", input="Hi").service_tier == "default"
@@ -69,7 +69,7 @@ def test_messages_are_standard(anthropic_client: Anthropic, script: Script, tier
         ({"priority": "high"}, "priority must be a whole number from -2147483648 to 2147483647."),
     ],
 )
-def test_what_is_no_tier_is_refused(client: OpenAI, script: Script, fields: dict[str, Any], sentence: str) -> None:
+def test_an_unknown_tier_is_refused(client: OpenAI, script: Script, fields: dict[str, Any], sentence: str) -> None:
     asks: list[Any] = [
         lambda: chat(client, extra_body=fields),
         lambda: client.responses.create(model="demo", input="Hi", extra_body=fields),
@@ -81,7 +81,7 @@ def test_what_is_no_tier_is_refused(client: OpenAI, script: Script, fields: dict
         assert (refused.value.param, refused.value.body["message"]) == (next(iter(fields)), sentence)  # type: ignore[index]
 
 
-def test_what_is_no_tier_of_messages_is_refused(anthropic_client: Anthropic, script: Script) -> None:
+def test_an_unknown_tier_of_messages_is_refused(anthropic_client: Anthropic, script: Script) -> None:
     with pytest.raises(anthropic.BadRequestError, match=r"service_tier must be auto or standard_only\."):
         anthropic_client.messages.create(
             model="demo", max_tokens=5, messages=HI, extra_body={"service_tier": "priority"}
@@ -89,7 +89,7 @@ def test_what_is_no_tier_of_messages_is_refused(anthropic_client: Anthropic, scr
 
 
 def test_priority_starts_first_and_flex_last(client: OpenAI, script: Script) -> None:
-    """Every place is taken; requests wait in the ingress, and each place that frees up goes to the most urgent one."""
+    """All places are taken and requests wait in the ingress: each freed place goes to the most urgent request."""
     script.text, script.ends = "It rains.", asyncio.Semaphore(0)
     door, before = script.door, len(script.asked)
     assert door is not None

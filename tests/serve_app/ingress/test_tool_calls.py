@@ -1,4 +1,4 @@
-"""Tools over a real socket with the real OpenAI client: the model's text is given, all else is what is served."""
+"""Tools over a real socket with the real OpenAI client: only the model's text is scripted."""
 
 import json
 from collections.abc import Iterator
@@ -27,12 +27,12 @@ class Served:
         return call_text(name, arguments, self.name)
 
     def ask(self, text: str, **fields: Any) -> Any:
-        """The choice of an answer whose text the model writes so."""
+        """Return the choice of an answer with this model text."""
         self.script.text = text
         return self.client.chat.completions.create(**{**ASKED, **fields}).choices[0]
 
     def stream(self, text: str, **fields: Any) -> tuple[Any, list[Any]]:
-        """The same choice as the client puts it together, and the chunks."""
+        """Return the same choice as the client assembles it, and the chunks."""
         self.script.text = text
         with self.client.chat.completions.stream(**{**ASKED, **fields}) as stream:
             chunks = [event.chunk for event in stream if event.type == "chunk"]
@@ -55,8 +55,8 @@ def served(family_served: Served) -> Served:
 
 
 @pytest.mark.parametrize("step", [1, 1000])
-def test_calls_are_what_the_client_reads(served: Served, step: int) -> None:
-    """A stream adds up to the whole: a call's name comes first, then its arguments in parts, as they were written."""
+def test_the_client_reads_calls(served: Served, step: int) -> None:
+    """A stream adds up to the whole: a call's name is sent first, then its arguments verbatim in parts."""
     before, joint = "" if served.name == "llama3" else "Let me look.", {"hermes": "\n", "llama3": "; ", "mistral": ""}
     text, tools = before + served.call() + joint[served.name] + served.call("search", {}), [WEATHER, SEARCH]
     served.script.step = step
@@ -78,7 +78,7 @@ def test_calls_are_what_the_client_reads(served: Served, step: int) -> None:
 
 
 def test_without_parallel_calls_the_answer_ends_with_the_first(served: Served) -> None:
-    """The generation is ended there."""
+    """The generation ends there."""
     served.script.step, cancelled = 1, served.script.cancelled
     text = served.call() + served.call("search", {}) + " and so on" * 50
     choice = served.ask(text, tools=[WEATHER, SEARCH], parallel_tool_calls=False)
@@ -87,8 +87,8 @@ def test_without_parallel_calls_the_answer_ends_with_the_first(served: Served) -
     assert served.script.cancelled == cancelled + 1
 
 
-def test_where_none_may_be_called_what_looks_like_a_call_is_text(served: Served) -> None:
-    """Without tools their special tokens are hidden."""
+def test_without_permission_to_call_a_call_is_text(served: Served) -> None:
+    """Without tools, the special tokens of calls are hidden."""
     choice = served.ask(served.call(), tools=[WEATHER], tool_choice="none")
     assert choice.message.tool_calls is None and "get_weather" in choice.message.content
     assert "get_weather" in served.script.prompt().split("Rain")[0]
@@ -97,7 +97,7 @@ def test_where_none_may_be_called_what_looks_like_a_call_is_text(served: Served)
 
 
 def test_a_call_that_is_cut_off_is_no_call_of_a_whole_answer(served: Served) -> None:
-    """Its arguments would not be JSON; a stream has told its beginning already, and says why it ended."""
+    """Its arguments would not be JSON; a stream has already sent its beginning, and gives the finish reason."""
     served.script.reason = "length"
     choice = served.ask(served.call()[:-20], tools=[WEATHER])
     assert (choice.message.tool_calls, choice.finish_reason) == (None, "length")
@@ -107,7 +107,7 @@ def test_a_call_that_is_cut_off_is_no_call_of_a_whole_answer(served: Served) -> 
 
 
 def test_a_conversation_goes_on_with_a_result(served: Served) -> None:
-    """What the client got it may send back; the model sees call and result."""
+    """The client may send back everything it got; the model sees call and result."""
     message = served.ask(served.call(), tools=[WEATHER]).message
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "Heavy rain."}
     messages = [*ASKED["messages"], message.model_dump(exclude_none=True), result]
@@ -117,7 +117,7 @@ def test_a_conversation_goes_on_with_a_result(served: Served) -> None:
 
 
 def test_equal_tools_share_placement_and_saves(served: Served) -> None:
-    """The formatted beginning with tools is the key, whoever asks what; other tools are another."""
+    """The key is the formatted prefix with tools, for any question; other tools give another key."""
 
     def key(question: str, tools: list[Any]) -> bytes:
         messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": question}]
@@ -133,7 +133,7 @@ def test_equal_tools_share_placement_and_saves(served: Served) -> None:
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "search"}}])
 def test_an_answer_that_must_call_is_read_by_its_grammar(served: Served, choice: Any) -> None:
-    """In whatever format the model's own calls are."""
+    """This holds for any format of the model's own calls."""
     calls = [{"name": "get_weather", "parameters": ARGUMENTS}, {"name": "search", "parameters": {}}]
     calls = calls if choice == "required" else calls[1:]
     fields: dict[str, Any] = {"tools": [WEATHER, SEARCH], "tool_choice": choice}
@@ -144,8 +144,8 @@ def test_an_answer_that_must_call_is_read_by_its_grammar(served: Served, choice:
         assert [call.function.name for call in found.message.tool_calls] == [call["name"] for call in calls]
 
 
-def test_a_model_whose_template_ignores_tools_says_so(demo_model_path: Path, tmp_path: Path) -> None:
-    """A 400, unless none is to be called: then there is nothing to ignore."""
+def test_a_template_that_ignores_tools_is_an_error(demo_model_path: Path, tmp_path: Path) -> None:
+    """It is a 400, unless no tool may be called: then there is nothing to ignore."""
     path = without_tools(demo_model_path, tmp_path / "model")
     with scripted(path) as (url, script), OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client:
         served = Served("none", client, script)

@@ -1,4 +1,4 @@
-"""What a name means, and how that is kept. (docs: prompts)"""
+"""The versions that names stand for, and their state file. (docs: prompts)"""
 
 from pathlib import Path
 
@@ -11,14 +11,14 @@ from serve_app.prompts.cutover import STATE, Cutover, Cutovers, read_cutovers, w
 from serve_app.prompts.lock import PromptError
 
 CHANGES = st.lists(st.tuples(st.sampled_from(["clerk", "pilot"]), st.sampled_from(["1", "2", "3", ""])), max_size=12)
-"""A name, and the version that it is to mean; "": the one before."""
+"""A name and the version that it shall stand for; "": the previous one."""
 
 
 @given(changes=CHANGES)
 def test_every_state_is_kept_and_names_no_version_twice(
     tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[str, str]]
 ) -> None:
-    """What is written is what is read; a later state is newer; a roll-back where nothing was before is refused."""
+    """Reading returns the written state; a later state is newer; a roll-back without a previous version is refused."""
     directory, state = tmp_path_factory.mktemp("state"), Cutovers()
     for name, version in changes:
         before = state.names.get(name)
@@ -30,17 +30,17 @@ def test_every_state_is_kept_and_names_no_version_twice(
         assert after.newer_than(state) and not state.newer_than(after)
         state, cutover = after, after.names[name]
         assert cutover.promoted == (version or (before and before.previous))
-        # A roll-back goes back once; a version that is promoted again keeps the one before.
+        # A roll-back goes back once; promoting a version again keeps the previous one.
         kept = before.previous if before and before.promoted == version else before.promoted if before else ""
         assert cutover.previous == (kept if version else "")
         assert cutover.promoted != cutover.previous and len(state.refs(name)) == 1 + (cutover.previous != "")
         one, other = state.promoted(name, "8"), state.promoted(name, "9")
-        assert one.newer_than(other) != other.newer_than(one), "of two changes made at once one counts everywhere"
+        assert one.newer_than(other) != other.newer_than(one), "one of two concurrent changes counts everywhere"
     write_cutovers(directory, state)
     assert read_cutovers(directory) == state
 
 
-def test_a_state_with_a_canary_of_before_means_what_was_promoted(tmp_path: Path) -> None:
+def test_an_old_state_with_a_canary_stands_for_the_promoted_version(tmp_path: Path) -> None:
     (tmp_path / STATE).write_text('{"serial":3,"by":"x","names":{"clerk":{"promoted":"1","canary":"2","percent":5}}}')
     assert read_cutovers(tmp_path).names == {"clerk": Cutover("1")}
 

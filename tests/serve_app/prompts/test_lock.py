@@ -1,4 +1,4 @@
-"""A directory of prompts: what was locked is what is read, to the byte, and a difference is named."""
+"""A directory of prompts: locked texts are read to the byte, and a difference is named."""
 
 from hashlib import sha256
 from pathlib import Path
@@ -18,10 +18,10 @@ def digest(raw: bytes) -> str:
 
 
 @given(prompts=st.dictionaries(st.tuples(WORDS, WORDS), TEXTS, min_size=1, max_size=6), tenants=st.data())
-def test_what_is_read_is_what_was_locked(
+def test_locked_texts_are_read_unchanged(
     tmp_path_factory: pytest.TempPathFactory, prompts: dict[tuple[str, str], str], tenants: st.DataObject
 ) -> None:
-    """Any text, versions that look like numbers or dates, public or not; nothing is left to find fault with."""
+    """Texts are arbitrary, versions may look like numbers or dates, prompts may be public; no problem is found."""
     shelf = PromptDirectory(tmp_path_factory.mktemp("any") / "prompts")
     source = tmp_path_factory.mktemp("source") / "text"
     owners = {name: tenants.draw(st.none() | WORDS) for name, _ in prompts}
@@ -76,7 +76,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def test_a_version_never_changes(shelf: PromptDirectory, tmp_path: Path, source: Path) -> None:
-    """Other bytes need another version; the same ones again change nothing, and put a changed file right."""
+    """Other bytes need another version; adding the same bytes again changes nothing, and repairs a changed file."""
     before = (tmp_path / LOCK).read_bytes()
     with pytest.raises(PromptError, match=r"first differing byte is 8.*Take a new version"):
         shelf.add("clerk@1", source, None)
@@ -88,7 +88,7 @@ def test_a_version_never_changes(shelf: PromptDirectory, tmp_path: Path, source:
 
 
 def test_all_versions_of_a_name_are_one_tenants(shelf: PromptDirectory, source: Path) -> None:
-    """A name that is public does not become private with its next version, nor the other way round."""
+    """A public name does not become private with its next version, nor the other way round."""
     with pytest.raises(PromptError, match="clerk is public"):
         shelf.add("clerk@2", source, "acme")
     assert shelf.add("pilot@1", source, "acme").tenant == shelf.add("pilot@2", source, None).tenant == "acme"
@@ -113,7 +113,7 @@ def test_a_lock_that_is_none_is_refused(tmp_path: Path, lock: str) -> None:
         PromptDirectory(tmp_path).read()
 
 
-def test_what_nobody_locked_is_a_problem_but_is_not_served(shelf: PromptDirectory, tmp_path: Path) -> None:
+def test_an_unlocked_file_is_a_problem_but_is_not_served(shelf: PromptDirectory, tmp_path: Path) -> None:
     (tmp_path / "clerk/2.txt").write_text("You are the new clerk.")
     assert [prompt.ref for prompt in shelf.read()] == ["clerk@1"]
     (problem,) = shelf.problems()

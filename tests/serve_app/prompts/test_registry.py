@@ -1,4 +1,4 @@
-"""Public prompts: bounded, found by reference, and recognised in whoever's prompt."""
+"""Public prompts: bounded, found by reference, and recognised in any tenant's prompt."""
 
 import asyncio
 from datetime import date
@@ -37,7 +37,7 @@ def tokenizer() -> PromptTokenizer:
 
 
 def public_blocks(tokenizer: PromptTokenizer, text: str) -> int:
-    """Of bare text."""
+    """Return the public blocks of bare text."""
     return tokenizer.encode(text, ROOT, public_root=PUBLIC_ROOT, add_special_tokens=True).public_blocks
 
 
@@ -60,13 +60,13 @@ LARGE = "x" * MAX_PROMPT_BYTES
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_wrong_setting_says_what_is_wrong(prompts: list[dict[str, Any]], said: str) -> None:
+def test_a_wrong_setting_is_explained(prompts: list[dict[str, Any]], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         AppConfig.model_validate({"public_prompts": [{"name": "clerk", "version": "1", **one} for one in prompts]})
 
 
-def test_references_are_exact_and_a_name_means_what_is_promoted() -> None:
-    """No version is guessed; an unknown one names those there are."""
+def test_references_are_exact_and_a_name_stands_for_the_promoted_version() -> None:
+    """No version is guessed; the error for an unknown one names the existing ones."""
     prompts = Prompts([], [locked("clerk@1", "one"), locked("clerk@2", "two")])
     assert (prompts.find("clerk@1").text, prompts.find("clerk@2").text) == ("one", "two")
     for ref in ("@1", "clerk@", "", "@"):
@@ -83,14 +83,14 @@ def test_references_are_exact_and_a_name_means_what_is_promoted() -> None:
     state = Cutovers().promoted("clerk", "1")
     assert prompts.switch(state) and not prompts.switch(state)
     assert prompts.find("clerk").text == "one"
-    assert prompts.find("clerk@2").text == "two", "who names a version gets it"
+    assert prompts.find("clerk@2").text == "two", "an explicit version is returned"
     with pytest.raises(PromptError, match="clerk@3 is in use"):
         prompts.switch(state.promoted("clerk", "3"))
     assert prompts.cutovers == state
 
 
-def test_what_begins_with_a_public_prompt_is_recognised(tokenizer: PromptTokenizer) -> None:
-    """In a chat and as bare text, as far as blocks lie wholly inside, and only where a public root is given."""
+def test_a_text_that_begins_with_a_public_prompt_is_recognised(tokenizer: PromptTokenizer) -> None:
+    """In a chat and as bare text, blocks wholly inside are public, but only if a public root is given."""
     chat = tokenizer.template.render([{"role": "system", "content": TEXT}, {"role": "user", "content": "Hi"}])
     before = tokenizer.encode(chat.text, ROOT, public_root=PUBLIC_ROOT)
     prompts = Prompts([config(text=TEXT)])
@@ -99,7 +99,7 @@ def test_what_begins_with_a_public_prompt_is_recognised(tokenizer: PromptTokeniz
     whole = tokenizer.encode(chat.text, ROOT, public_root=PUBLIC_ROOT)
     assert before.public_blocks == 0
     assert whole.public_blocks == len(system.token_ids) // 16 >= 2
-    assert whole.block_hashes != before.block_hashes, "what was remembered before a prompt was registered is not used"
+    assert whole.block_hashes != before.block_hashes, "the result cached before the registration is not used"
     assert tokenizer.encode(chat.text, ROOT).public_blocks == 0
     assert public_blocks(tokenizer, TEXT + " More.") >= len(system.token_ids) // 16 - 1
     assert public_blocks(tokenizer, "Not " + TEXT) == 0
@@ -107,7 +107,7 @@ def test_what_begins_with_a_public_prompt_is_recognised(tokenizer: PromptTokeniz
 
 
 def test_prompts_are_formatted_anew_each_day(tokenizer: PromptTokenizer) -> None:
-    """A template that writes the date: yesterday's formatted prompt is nobody's any more."""
+    """A template may write the date: then yesterday's formatted prompt is of no use."""
     now = [date(2026, 11, 21)]
     prompts = Prompts([config(text=TEXT)], today=lambda: now[0])
 
@@ -124,9 +124,9 @@ def test_prompts_are_formatted_anew_each_day(tokenizer: PromptTokenizer) -> None
 
 
 def test_other_prompts_take_the_place_of_all_from_their_source(tokenizer: PromptTokenizer) -> None:
-    """Settings change: what was public is private from the next request on, and the other way round.
+    """After a change of settings, removed public prompts are private from the next request on, and new ones public.
 
-    A directory is read again as a whole; what takes away a version in use changes nothing.
+    A directory is read again as a whole; removing a version in use changes nothing.
     """
     prompts = Prompts([], [locked("pilot@1")], Cutovers().promoted("pilot", "1"))
     prompts.install(tokenizer)
@@ -151,7 +151,7 @@ def test_other_prompts_take_the_place_of_all_from_their_source(tokenizer: Prompt
 
 
 def test_a_private_prompt_is_as_unknown_to_others_as_one_that_is_not_there(tokenizer: PromptTokenizer) -> None:
-    """By version and by name, promoted or not: the words differ in what was asked for alone, and it is never public.
+    """By version and by name, promoted or not, only the requested name differs in the error; it is never public.
 
     docs: prompts
     """
@@ -171,7 +171,7 @@ def test_a_private_prompt_is_as_unknown_to_others_as_one_that_is_not_there(token
 
 
 def test_a_directory_that_was_changed_does_not_start(tmp_path: Path) -> None:
-    """What is served is what was locked, also after a restart."""
+    """Only locked texts are served, also after a restart."""
     (tmp_path / "clerk").mkdir()
     (tmp_path / "clerk/1.txt").write_text("Be brief.")
     PromptDirectory(tmp_path).add("clerk@1", None, None)

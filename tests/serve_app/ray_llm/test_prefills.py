@@ -1,4 +1,4 @@
-"""How busy an engine is by what enters it and its first tokens."""
+"""An engine's load, from its incoming requests and first tokens."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,7 +32,7 @@ def test_queued_tokens_are_those_before_a_first_token_and_the_rate_is_measured()
 
 @given(st.lists(st.tuples(st.sampled_from(["arrived", "begun", "ended"]), st.sampled_from("abc")), max_size=30))
 def test_nothing_is_left_of_requests_that_ended(steps: list[tuple[str, str]]) -> None:
-    """In whatever order a client leaves; an arrival that was told of is followed by its end."""
+    """A client may leave in any order; every reported arrival is followed by its end."""
     prefills = Prefills(2)
     for step, name in steps:
         getattr(prefills, step)(name, *([100, name.encode()] if step == "arrived" else []))

@@ -1,4 +1,4 @@
-"""The router inside Ray Serve LLM, asked as Serve asks it on either path."""
+"""The router inside Ray Serve LLM, called as Serve calls it on either path."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +25,7 @@ from tests.router.serve.test_away_replicas import FakeRunningReplica
 pytestmark = pytest.mark.anyio
 
 BLOCK = 32
-TEXT = "Once upon a time there was a router that knew what its replicas held. " * 8
+TEXT = "Once upon a time there was a router that knew its replicas' blocks. " * 8
 IMAGE = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}]
 
 
@@ -57,7 +57,7 @@ class Case:
         self.core.apply("b", [BlocksStored(hash_blocks(root, np.asarray(ids), BLOCK))])
 
     def asked(self, tenant: str = "", *, path: str = "standard", **fields: Any) -> Any:
-        """A request as Serve's router has it. ``tenant``: the header's value."""
+        """A request in the form of Serve's router. ``tenant``: the header's value."""
         body = SimpleNamespace(model="m", **(fields or {"prompt": TEXT}))
         more = [SimpleNamespace(headers={"Authorization": tenant} if tenant else {})] if path == "standard" else []
         metadata = SimpleNamespace(request_id=f"r{id(body)}", session_id=tenant)
@@ -83,14 +83,14 @@ async def test_a_tenants_prompt_goes_where_its_kv_is_and_a_strangers_does_not_kn
 
 
 def queued(case: Case, replica: str) -> int:
-    """The tokens that the router believes queued at a replica."""
+    """Return the tokens that the router believes queued at a replica."""
     return next(
         int(row["queued_prefill_tokens"]) for row in case.core.state()["replicas"] if row["replica_id"] == replica
     )
 
 
 async def test_a_request_is_counted_once_and_is_in_flight_until_its_first_token(demo_model_path: Path) -> None:
-    """As the replica reports it by its key; a second prompt that begins alike follows the first meanwhile."""
+    """The replica reports it by its key; meanwhile a second prompt with the same prefix follows the first."""
     case = Case("reserved", demo_model_path)
     asked = case.asked("key of b")
     chosen = await case.chosen(asked)
@@ -116,7 +116,7 @@ async def test_a_request_that_no_replica_reports_counts_as_load_for_a_while_only
     assert case.core.state()["open_reservations"] == 1, "it may still be in flight"
 
 
-async def test_what_was_reserved_at_a_replica_that_rejects_is_released(demo_model_path: Path) -> None:
+async def test_a_reservation_at_a_replica_that_rejects_is_released(demo_model_path: Path) -> None:
     case = Case("rejected", demo_model_path)
     asked = case.asked("key of b")
     await case.chosen(asked)
@@ -127,7 +127,7 @@ async def test_what_was_reserved_at_a_replica_that_rejects_is_released(demo_mode
 async def test_direct_streaming_decides_and_reserves_once(
     demo_model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray asks ``choose_replicas`` alone there, and names the tenant by Serve's session id."""
+    """There Ray calls only ``choose_replicas``, and names the tenant by Serve's session id."""
     monkeypatch.setattr(module, "session_header", lambda: "authorization")
     case = Case("direct", demo_model_path)
     assert await case.direct(case.asked("key of a", path="direct")) == ["b"]
@@ -156,7 +156,7 @@ async def test_while_all_are_full_serve_is_told_to_pause(demo_model_path: Path) 
         ({"input": "of /v1/responses"}, "media, several prompts, or refused by the template"),
     ],
 )
-async def test_what_cannot_be_followed_goes_by_load_and_is_counted(
+async def test_a_request_that_cannot_be_followed_goes_by_load_and_is_counted(
     demo_model_path: Path, fields: dict[str, Any], reason: str
 ) -> None:
     case = Case(f"by load {fields}", demo_model_path)

@@ -1,4 +1,4 @@
-"""Roots of requests inside Ray Serve LLM: the router and the replica say the same, and no two tenants share one."""
+"""Roots of requests inside Ray Serve LLM: router and replica agree, and no two tenants share one."""
 
 import sys
 

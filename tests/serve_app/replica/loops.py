@@ -1,4 +1,4 @@
-"""A loop in which waiting takes no time, so that limits can be tested on any machine."""
+"""A loop in which waiting takes no time, so that time limits can be tested on any machine."""
 
 import asyncio
 import selectors
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class _Jumping(selectors.SelectSelector):
-    """Moves the time on instead of waiting."""
+    """Advances the time instead of waiting."""
 
     now_s = 0.0
 
@@ -20,7 +20,7 @@ class _Jumping(selectors.SelectSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Its time moves only where all that is left to do is to wait for a timer. What is for a thread is done at once."""
+    """Its time advances only when all tasks wait for timers. Work for threads is done at once."""
 
     def __init__(self) -> None:
         self._jumping = _Jumping()

@@ -44,7 +44,7 @@ def test_a_replica_that_was_never_told_loads_on_demand_once(tmp_path: Path) -> N
 
 
 def test_an_adapter_evicted_while_its_request_was_on_its_way_is_loaded_again(tmp_path: Path) -> None:
-    """Room for one in memory, two in turns: every request finds its adapter."""
+    """With space for one in memory and two alternating, every request finds its adapter."""
     both = [entry.spec for entry in configured_adapters({n: save_plain(tmp_path / n) for n in "ab"})]
     engine = simulated_engine(max_loras=1, max_cpu_loras=1)
     engine.start()
@@ -60,7 +60,7 @@ def test_an_adapter_evicted_while_its_request_was_on_its_way_is_loaded_again(tmp
 
 
 def test_only_loads_are_timed_and_smoothed(tmp_path: Path) -> None:
-    """An adapter that is in memory already takes no time and says nothing of what loading takes."""
+    """An adapter already in memory takes no time and does not affect the load time."""
     both = [entry.spec for entry in configured_adapters({n: save_plain(tmp_path / n) for n in "ab"})]
     readings = iter([10.0, 12.0, 20.0, 30.0, 31.0])
     replica = ReplicaAdapters(AppConfig(), simulated_engine(), clock=lambda: next(readings))

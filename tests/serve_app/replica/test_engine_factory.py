@@ -8,8 +8,8 @@ from serve_app.engine.core.engine import TorchEngine
 from serve_app.replica.engine_factory import make_engine
 
 
-def test_what_is_called_the_same_is_the_same(demo_model_path: Path) -> None:
-    """And what is called otherwise, or is worked out, is that."""
+def test_settings_of_equal_names_have_equal_values(demo_model_path: Path) -> None:
+    """Settings with other names, or computed ones, have their right values too."""
     tenants = [{"name": name, "key_sha256": [name * 64], "cache_share": share} for name, share in (("a", 1), ("b", 3))]
     fields = {"max_num_seqs": 3, "num_blocks": 50, "pin_budget": 0.5, "host_cache_bytes": 1 << 20, "num_threads": 2}
     config = AppConfig.model_validate(

@@ -1,4 +1,4 @@
-"""Pulls between two real engines: equal tokens, one copy for all who wait, computing where that fails."""
+"""Pulls between two real engines: equal tokens, one copy for all waiting requests, and computing after a failure."""
 
 import asyncio
 from dataclasses import replace
@@ -30,12 +30,12 @@ CONFIG = AppConfig(min_pull_tokens=32)
 
 
 def keyed(item: EngineRequest) -> EngineRequest:
-    """With block hashes, as a router sends them."""
+    """Return the request with block hashes, as a router sends it."""
     return replace(item, block_hashes=hash_blocks(item.root, item.token_ids, 16))
 
 
 class Holder:
-    """The other replica: a real engine's exports, with a gate in front of them."""
+    """The other replica: a real engine's exports, behind a gate."""
 
     def __init__(self, engine: TorchEngine) -> None:
         self.answers = PeerAnswers(engine, tuple, MoveMeters(), PullMeters())
@@ -54,7 +54,7 @@ class Holder:
 
 
 def pair(first: TorchEngine, second: TorchEngine, ids: np.ndarray) -> tuple[Holder, Puller]:
-    """A holder that has computed a prompt, and who pulls from it."""
+    """Return a holder that has computed a prompt, and a puller from it."""
     run_all(first, [request("a", ids, 1)])
     holder = Holder(first)
     return holder, Puller(second, holder.fetch, CONFIG)
@@ -73,7 +73,7 @@ async def generate(engine: TorchEngine, puller: Puller, item: EngineRequest) -> 
 async def test_a_pulled_prefix_gives_the_tokens_of_a_computed_one(
     piece_blocks: int, held_tokens: int, make_engine: MakeEngine, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Piece by piece, also onto a part that is held; the request waits for it and then reuses it."""
+    """It arrives piece by piece, also onto a held part; the request waits for it and then reuses it."""
     ids, second, held = prompt(200), make_engine(), held_tokens // 16
     monkeypatch.setattr(pull_module, "PIECE_BYTES", piece_blocks * second.kv_block_bytes)
     holder, puller = pair(make_engine(), second, ids)
@@ -88,8 +88,8 @@ async def test_a_pulled_prefix_gives_the_tokens_of_a_computed_one(
     assert sample(second, "warmpath_kv_cache_blocks", state="used") == 0
 
 
-async def test_all_who_wait_for_a_pull_have_it_in_their_traces(make_engine: MakeEngine) -> None:
-    """The one that began it and the one that joined: from whom, how it ended, and what it brought."""
+async def test_all_requests_waiting_for_a_pull_have_it_in_their_traces(make_engine: MakeEngine) -> None:
+    """The request that began it and the one that joined have its holder, outcome and tokens."""
     ids, recorded = prompt(160), Recorded()
     _, puller = pair(make_engine(), make_engine(), ids)
     root = recorded.tracer.begin("call", {})
@@ -107,7 +107,7 @@ async def test_all_who_wait_for_a_pull_have_it_in_their_traces(make_engine: Make
 
 
 async def test_a_hundred_requests_wait_for_one_copy(make_engine: MakeEngine, reference: Reference) -> None:
-    """While the copy is on its way a request of another prompt runs to its end; nobody computes what is coming.
+    """During the copy another prompt's request runs to its end; nobody computes the arriving blocks.
 
     docs: routing
     """
@@ -118,7 +118,7 @@ async def test_a_hundred_requests_wait_for_one_copy(make_engine: MakeEngine, ref
     items = [keyed(request(f"c{n}", np.append(ids, np.int32(n)), 3)) for n in range(100)]
     collector = Collector()
     for n, item in enumerate(items):
-        # Some name the holder, some come from a router that knows of none.
+        # Some name the holder, others come from a router that knows none.
         remote_kv = puller.begin(item, "holder" if n % 2 == 0 else "", len(ids))
         assert remote_kv is not None
         assert not remote_kv.done
@@ -137,8 +137,8 @@ async def test_a_hundred_requests_wait_for_one_copy(make_engine: MakeEngine, ref
         assert collector.tokens[f"c{n}"] == reference("qwen3", np.append(ids, np.int32(n)), 3)
 
 
-async def test_nobody_waits_for_a_pull_that_begins_behind_what_is_left(make_engine: MakeEngine) -> None:
-    """The pull goes on from blocks that were held, and were evicted since: a later request gets a pull of its own."""
+async def test_nobody_waits_for_a_pull_that_begins_after_evicted_blocks(make_engine: MakeEngine) -> None:
+    """The pull starts after blocks that were held then and evicted since: a later request gets its own pull."""
     ids, second = prompt(200), make_engine()
     holder, puller = pair(make_engine(), second, ids)
     run_all(second, [request("b", ids[:64], 1)])
@@ -151,12 +151,12 @@ async def test_nobody_waits_for_a_pull_that_begins_behind_what_is_left(make_engi
 
 
 @pytest.mark.parametrize("piece_blocks", [100, 3])
-async def test_a_holder_evicts_first_what_a_pull_took_over(
+async def test_a_holder_first_evicts_pulled_blocks(
     piece_blocks: int, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the pulled prefix shares with another conversation stays, and so does that one, though it is older.
+    """The part shared with another conversation stays, and so does that conversation, though it is older.
 
-    An export that goes to no pull demotes nothing.
+    An export that serves no pull demotes nothing.
 
     docs: routing
     """
@@ -171,14 +171,14 @@ async def test_a_holder_evicts_first_what_a_pull_took_over(
     assert [first.known_blocks(chain, 8) for chain in chains] == [6, 8, 0]
     got = await generate(second, puller, keyed(request("moves", moves, 1)))
     assert got.cached["moves"] == 128
-    # Ten blocks are cached and four free: three of the seven wanted ones have to be evicted.
+    # Ten blocks are cached and four free: three of the seven wanted ones must be evicted.
     run_all(first, [request("new", new, 1)])
     assert [first.known_blocks(chain, 8) for chain in chains] == [6, 5, 6]
     assert sample(first, "warmpath_kv_cache_blocks", state="used") == 0
 
 
 @pytest.mark.parametrize("trouble", ["late", "holder_lost", "gone", "holder_busy", "invalid", "failed"])
-async def test_whatever_goes_wrong_costs_time_only(
+async def test_any_failure_costs_time_only(
     trouble: str, make_engine: MakeEngine, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The request is computed, its tokens are right, and the reason is counted. (docs: routing)"""
@@ -216,7 +216,7 @@ async def test_whatever_goes_wrong_costs_time_only(
 
 
 async def test_a_holder_hands_out_exactly_the_asked_scope(make_engine: MakeEngine) -> None:
-    """The same tokens under another salt, or another root, are not there; nor is what comes after a block's end.
+    """The same tokens under another salt or root are not found, nor are blocks after the chain's end.
 
     docs: routing
     """
@@ -240,7 +240,7 @@ async def test_a_holder_hands_out_exactly_the_asked_scope(make_engine: MakeEngin
 
 
 async def test_a_replica_decides_again(make_engine: MakeEngine) -> None:
-    """Switched off, held meanwhile, too short, slower than computing, or too many under way: nothing is asked for.
+    """Nothing is pulled if off, held meanwhile, too short, slower than computing, or beyond the limit of pulls.
 
     docs: routing
     """
@@ -274,7 +274,7 @@ async def test_a_replica_decides_again(make_engine: MakeEngine) -> None:
 
 
 async def test_a_waiting_request_can_be_cancelled_and_stopping_ends_pulls(make_engine: MakeEngine) -> None:
-    """Neither leaves anything behind; who waits when its replica stops pulling goes on without."""
+    """Neither leaves anything behind; when its replica stops pulling, a waiting request continues without."""
     ids = prompt(100)
     engine = make_engine()
     holder = Holder(engine)
@@ -294,7 +294,7 @@ async def test_a_waiting_request_can_be_cancelled_and_stopping_ends_pulls(make_e
 
 
 def test_the_rate_is_learned_and_forgotten() -> None:
-    """It moves to what was measured, and back to the expectation once that is long ago. (docs: routing)"""
+    """It moves to the measured rate, and back to the expectation long after the measurement. (docs: routing)"""
     rate = PullRate(16, 1_000_000)
     expected = rate.tokens_per_s(0.0)
     assert expected == pytest.approx(2400.0)

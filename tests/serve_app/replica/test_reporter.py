@@ -1,4 +1,4 @@
-"""Routers hear of a replica's load at once where prefills change, and no more often than they have to."""
+"""Routers learn a replica's load at once when prefills change, and no more often than necessary."""
 
 import asyncio
 from typing import Any
@@ -16,7 +16,7 @@ IDLE = LoadReport(0, 0, 0, 8, 16, 100.0)
 
 
 class Bench:
-    """A reporter over an engine whose load the test sets; ``loads``: what was reported."""
+    """A reporter over an engine with a load set by the test; ``loads``: the reported ones."""
 
     def __init__(self, interval_s: float) -> None:
         self.load = IDLE
@@ -38,7 +38,7 @@ class Bench:
 
 @pytest.mark.parametrize("news", [True, False])
 async def test_a_prefill_that_changes_is_told_at_once(news: bool) -> None:
-    """With an interval of an hour a report comes because a prefill came or ended, and only then."""
+    """With an interval of an hour a report is sent when a prefill arrives or ends, and only then."""
     bench = Bench(3600.0)
     task = asyncio.create_task(bench.reporter.run())
     assert await bench.next() == IDLE
@@ -54,7 +54,7 @@ async def test_a_prefill_that_changes_is_told_at_once(news: bool) -> None:
 
 
 async def test_a_load_that_changes_otherwise_is_told_within_the_interval() -> None:
-    """Decodes begin and end without a prefill's news; nothing is told twice."""
+    """Decodes begin and end without a change of prefills; nothing is reported twice."""
     bench = Bench(0.01)
     task = asyncio.create_task(bench.reporter.run())
     await bench.next()

@@ -1,4 +1,4 @@
-"""A replica asked on the ground of old news: it sends the request back before it touches anything, with its load."""
+"""A replica called on outdated information returns the request with its load, before any other action."""
 
 import asyncio
 from functools import partial
@@ -23,7 +23,7 @@ class Begun(Exception):
 
 
 def asked(decision: Decision | None) -> wire.GenerateChunk:
-    """Ask a replica with ``LOAD`` and return its first word. Raises Begun when it takes the request."""
+    """Ask a replica with ``LOAD`` and return its first chunk. Raises Begun if it takes the request."""
 
     def begin(*_: Any) -> None:
         raise Begun
@@ -42,15 +42,15 @@ def asked(decision: Decision | None) -> wire.GenerateChunk:
 
 
 def test_old_news_is_answered_with_the_load() -> None:
-    """The whole load as the feed would tell it, in what a chunk carries over the wire."""
+    """The load is complete, as in the feed, and arrives in a chunk's wire format."""
     chunk = asked(Decision("me", "router", 1, 0, 0, "cold", queued_tokens=0))
     assert (chunk.error, chunk.replica_id) == ("rerouted", "me")
     assert chunk.load == structs.replace(LOAD, pull_tokens_per_s=7.0, adapter_load_s=0.5)
 
 
 @pytest.mark.parametrize("queued", [5000, 9000, None])
-def test_what_was_known_is_taken(queued: int | None) -> None:
-    """As much as believed, less, or whatever there is."""
+def test_a_request_with_current_information_is_taken(queued: int | None) -> None:
+    """The work is as much as believed, less, or not checked at all."""
     with pytest.raises(Begun):
         asked(Decision("me", "router", 1, 0, 0, "cold", queued_tokens=queued))
     with pytest.raises(Begun):

@@ -1,4 +1,4 @@
-"""What runs in a replica: a step is one message for each ingress, and every call has one end."""
+"""Calls running in a replica: a step sends one message to each ingress, and every call has one end."""
 
 import asyncio
 from collections import Counter
@@ -23,7 +23,7 @@ INGRESSES = (ReplyTo("one"), ReplyTo("two"))
 
 
 class Sender:
-    """Notes messages; takes none after ``full``."""
+    """Records messages; refuses them after ``full``."""
 
     def __init__(self) -> None:
         self.messages: list[tuple[ReplyTo, list[Addressed]]] = []
@@ -36,7 +36,7 @@ class Sender:
 
 
 def opened() -> tuple[RunningCalls, Sender, list[str]]:
-    """Calls of a replica, what they send, and what they cancel."""
+    """Return a replica's calls, their messages, and the requests that they cancel."""
     sender, cancelled = Sender(), list[str]()
     return RunningCalls("me", sender, cancelled.append), sender, cancelled  # type: ignore[arg-type]
 
@@ -44,7 +44,7 @@ def opened() -> tuple[RunningCalls, Sender, list[str]]:
 @settings(max_examples=60)
 @given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6, unique=True), max_size=20), st.data())
 async def test_every_token_is_sent_once_in_order(steps: list[list[int]], data: st.DataObject) -> None:
-    """Whatever steps have which calls: one message an ingress and step, and numbered chunks."""
+    """For any calls per step: one message per ingress and step, and numbered chunks."""
     calls, sender, _ = opened()
     interval_s = data.draw(st.sampled_from([0.0, 1000.0]))
     running = {
@@ -70,8 +70,8 @@ async def test_every_token_is_sent_once_in_order(steps: list[list[int]], data: s
         assert call.end.result() == GenerateChunk(seq=chunks_of[name], replica_id="me", finish_reason="length")
 
 
-async def test_what_is_not_taken_ends_and_can_be_asked_for_elsewhere() -> None:
-    """An ingress that is too far behind: its calls are cancelled, and say how many chunks were sent. Others go on."""
+async def test_calls_of_a_full_ingress_end_and_can_be_sent_elsewhere() -> None:
+    """An ingress is too far behind: its calls are cancelled, and report the number of chunks sent. Others continue."""
     calls, sender, cancelled = opened()
     running = {name: calls.begin(name, INGRESSES[0], TokenStream()) for name in ("a", "b")}
     calls.deliver([EngineOutput("a", (1, 2)), EngineOutput("b", (3,))])
@@ -80,12 +80,12 @@ async def test_what_is_not_taken_ends_and_can_be_asked_for_elsewhere() -> None:
     lost = running["a"].end.result()
     assert (lost.error, lost.seq, cancelled) == ("unavailable", 1, ["a"])
     ended = running["b"].end.result()
-    # It had ended: its ingress misses one chunk of the two, and asks for the rest.
+    # It had ended: its ingress misses one chunk of the two, and requests the rest.
     assert (ended.error, ended.finish_reason, ended.seq) == ("", "stop", 2)
 
 
 async def test_failures_are_ends_and_no_message() -> None:
-    """An engine's error and a time that is over; a replica that leaves breaks off what runs."""
+    """The failures are an engine's error and a timeout; a leaving replica breaks off running calls."""
     calls, sender, cancelled = opened()
     running = {name: calls.begin(name, INGRESSES[0], TokenStream()) for name in ("a", "b", "c")}
     failed = [
@@ -107,13 +107,13 @@ async def test_failures_are_ends_and_no_message() -> None:
 
 
 async def test_requests_of_a_dead_caller_end_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that its engine had not taken yet when its caller was found dead; nobody is watched without requests."""
+    """This includes requests that the engine has not taken yet; without requests nobody is watched."""
     monkeypatch.setattr(running_calls, "LOOK_EVERY_S", 0.0)
     dead: set[str] = set()
     asked: list[str] = []
 
     async def looked() -> None:
-        """Wait until everybody has been looked after twice from now on."""
+        """Wait until everybody has been checked twice from now on."""
         before = asked.count("a")
         while asked.count("a") < before + 2:  # noqa: ASYNC110 (each look is a turn of the loop)
             await asyncio.sleep(0)
@@ -153,7 +153,7 @@ def test_nobody_is_dead_while_ray_does_not_say_so(
 async def test_requests_that_nobody_waits_for_end_whether_they_have_begun_or_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also one that its engine had not taken yet; one of another name does not, and of the ended none is kept."""
+    """This includes requests that the engine has not taken yet; other names continue, and ended ones are forgotten."""
     monkeypatch.setattr(running_calls, "LOOK_EVERY_S", 0.0)
     calls, _, cancelled = opened()
     watching = asyncio.create_task(calls.watch(lambda _: True))
@@ -186,7 +186,7 @@ async def test_requests_that_nobody_waits_for_end_whether_they_have_begun_or_not
 
 
 def test_between_first_and_last_outputs_leave_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten steps of 30 ms: without an interval ten leave, with one of 100 ms four; no token is lost or moved."""
+    """Of ten steps of 30 ms, ten outputs leave without an interval, four with 100 ms; no token is lost or moved."""
 
     def leaving(interval_s: float) -> list[list[int]]:
         now_s = 50.0

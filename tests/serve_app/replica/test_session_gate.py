@@ -1,4 +1,4 @@
-"""Sessions in front of a real engine: what would push a live context out waits in the engine's line, and ends there."""
+"""Sessions before a real engine: contexts that would evict live ones wait in its queue, and may end there."""
 
 import asyncio
 from dataclasses import replace
@@ -22,7 +22,7 @@ PAUSE_S = 125.0
 
 
 class Bench:
-    """An engine with room for one context of 600 tokens beside a small one, and its gate on a clock of the test's."""
+    """An engine with space for a context of 600 tokens and a small one, and its gate on the test's clock."""
 
     def __init__(self, engine: TorchEngine, wait_s: float = 1000.0, host_blocks: int = 0) -> None:
         self.engine = engine
@@ -32,7 +32,7 @@ class Bench:
         self.told = Collector()
 
     def submit(self, name: str, ids: TokenArray) -> bool:
-        """Submit a request as a replica does; return whether it waits for room."""
+        """Submit a request as a replica does; return whether it waits for space."""
         item: EngineRequest = request(name, ids, 4)
         item = replace(item, block_hashes=hash_blocks(item.root, item.token_ids, 16))
         held = self.gate.begin(item)
@@ -40,12 +40,12 @@ class Bench:
         return held is not None
 
     async def ended(self, name: str) -> None:
-        """Wait for the end of a request, and say so, as a replica does."""
+        """Wait for the end of a request, and report it, as a replica does."""
         await asyncio.to_thread(self.told.wait, [name])
         self.gate.end(name, 4)
 
     def figure(self, name: str, **labels: str) -> float:
-        """Return a figure of the gate's."""
+        """Return one of the gate's figures."""
         wanted = tuple(labels.items())
         return sum(value for found, given, value in self.gate.samples() if found == name and given == wanted)
 
@@ -56,7 +56,7 @@ def bench(make_engine: MakeEngine) -> Bench:
 
 
 def other(seed: int, tokens: int = 600) -> TokenArray:
-    """A prompt of its own."""
+    """Return another prompt for each seed."""
     return np.roll(prompt(tokens), 7 * seed + 1)
 
 
@@ -68,7 +68,7 @@ async def test_a_context_waits_while_another_session_is_about_to_return(bench: B
     bench.clock.now_s = 5.0
     assert not bench.submit("a2", np.concatenate([prompt(600), other(2, 16)])), "a return never waits"
     await bench.ended("a2")
-    assert bench.told.cached["a2"] == 592, "what it returned to is there"
+    assert bench.told.cached["a2"] == 592, "its context is still cached"
     assert bench.figure("warmpath_sessions", state="waiting") == 1
     assert bench.figure("warmpath_session_returns_total", outcome="hit") == 1
     bench.clock.now_s += PAUSE_S
@@ -80,7 +80,7 @@ async def test_a_context_waits_while_another_session_is_about_to_return(bench: B
 
 
 async def test_time_alone_lets_it_start(bench: Bench) -> None:
-    """The gate looks again by itself when the hold of the last session ends."""
+    """The gate checks again by itself when the hold of the last session ends."""
     assert not bench.submit("a", prompt(600))
     await bench.ended("a")
     assert bench.submit("b", other(1))
@@ -90,7 +90,7 @@ async def test_time_alone_lets_it_start(bench: Bench) -> None:
     task.cancel()
 
 
-async def test_who_leaves_while_waiting_holds_nothing(bench: Bench) -> None:
+async def test_a_request_that_leaves_while_waiting_holds_nothing(bench: Bench) -> None:
     assert not bench.submit("a", prompt(600))
     await bench.ended("a")
     assert bench.submit("b", other(1))
@@ -122,8 +122,8 @@ async def test_the_hosts_memory_is_room_too(make_engine: MakeEngine) -> None:
     await bench.ended("3")
 
 
-async def test_what_waits_is_told_with_the_reason(bench: Bench) -> None:
-    """In the numbers that admission goes by; once its turn has come it runs, and the one before has left."""
+async def test_waiting_sessions_are_reported_with_the_reason(bench: Bench) -> None:
+    """The reason has admission's own numbers; at its turn it runs, and the previous session has left."""
     bench.submit("first", other(1))
     await bench.ended("first")
     assert bench.submit("second", other(2))
@@ -131,7 +131,7 @@ async def test_what_waits_is_told_with_the_reason(bench: Bench) -> None:
     told = bench.gate.report(None)
     assert [row["state"] for row in told["rows"]] == ["waiting", "paused"]
     assert told["rows"][0]["waited_s"] == 100.0
-    assert told["rows"][0]["why"] == "It waits for room: live sessions hold 604 of 1,024 tokens, and it needs 600."
+    assert told["rows"][0]["why"] == "It waits for space: live sessions hold 604 of 1,024 tokens, and it needs 600."
     running = asyncio.create_task(bench.gate.run())
     bench.clock.now_s += PAUSE_S
     await asyncio.to_thread(bench.told.wait, ["second"])
@@ -140,8 +140,8 @@ async def test_what_waits_is_told_with_the_reason(bench: Bench) -> None:
     running.cancel()
 
 
-async def test_what_is_not_stored_is_no_session(bench: Bench) -> None:
-    """Its KV outlives no answer, so it neither waits nor makes others wait."""
+async def test_an_unstored_request_is_no_session(bench: Bench) -> None:
+    """Its KV does not outlive the answer, so it neither waits nor makes others wait."""
     for name in "ab":
         item = replace(request(name, other(ord(name)), 4), store_kv=False)
         item = replace(item, block_hashes=hash_blocks(item.root, item.token_ids, 16))

@@ -1,4 +1,4 @@
-"""Tokens by the channel: in order, each to its call, encrypted, and never a replica that waits."""
+"""The channel sends tokens in order, each to its call, encrypted, and never blocks a replica."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -44,7 +44,7 @@ async def next_of(arrivals: Arrivals) -> GenerateChunk:
 
 
 async def test_each_call_gets_its_own_chunks_in_order() -> None:
-    """Several steps of two calls; what comes for a call that is over is nobody's."""
+    """Several steps of two calls are sent; chunks for an ended call are dropped."""
     async with both_ends() as (receiver, sender):
         inbox = receiver.inbox
         with inbox.arrivals("a") as first, inbox.arrivals("b") as second:
@@ -56,8 +56,8 @@ async def test_each_call_gets_its_own_chunks_in_order() -> None:
                 assert await tokens_of(arrivals, 200) == wanted
 
 
-async def test_who_was_not_told_the_key_is_not_heard() -> None:
-    """Without encryption or with another ingress' key nothing arrives; with the right one it does."""
+async def test_a_sender_without_the_key_is_not_heard() -> None:
+    """Without encryption or with another ingress' key nothing arrives; with the right key it does."""
     async with both_ends() as (receiver, sender):
         reply_to = receiver.inbox.reply_to
         other_key, _ = zmq.curve_keypair()
@@ -78,8 +78,8 @@ async def test_who_was_not_told_the_key_is_not_heard() -> None:
             plain.destroy(linger=0)
 
 
-def test_what_waits_is_taken_together_up_to_a_gap() -> None:
-    """The first one's figures and the last one's end; what comes behind a lost chunk is not taken."""
+def test_pending_chunks_are_taken_together_up_to_a_gap() -> None:
+    """The result has the first chunk's figures and the last one's end; chunks after a lost one are not taken."""
     arrivals = Arrivals()
     assert arrivals.take() is None
     for seq, finish_reason in enumerate((None, None, "length")):
@@ -92,7 +92,7 @@ def test_what_waits_is_taken_together_up_to_a_gap() -> None:
 
 
 async def test_noise_harms_nobody() -> None:
-    """Bytes that are no message are passed over; the next message is read."""
+    """Bytes that are not a message are skipped; the next message is read."""
     async with both_ends() as (receiver, sender):
         with receiver.inbox.arrivals("a") as arrivals:
             sender._socket(receiver.inbox.reply_to).send(b"\xc1noise")
@@ -101,7 +101,7 @@ async def test_noise_harms_nobody() -> None:
 
 
 def test_an_ingress_that_takes_nothing_costs_a_bounded_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody listens at an address: after so many messages the next are refused, at once."""
+    """If nobody listens at an address, the next messages after a bound are refused at once."""
     monkeypatch.setattr(token_channel, "MAX_WAITING_MESSAGES", 8)
     key, _ = zmq.curve_keypair()
     sender = TokenSender()

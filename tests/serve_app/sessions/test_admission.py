@@ -1,4 +1,4 @@
-"""Laws of admission by session: bounded waiting, none where there is room, none for a tenant within its share."""
+"""Laws of admission by session: bounded waiting, no waiting with space, and none within a tenant's share."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,7 +29,7 @@ class Bench:
         self.cached_tokens = 0
 
     def arrive(self, tokens: int, tenant: str = "a") -> str:
-        """Let a new session come; return its request."""
+        """Start a new session; return its request."""
         request_id = str(self.made)
         self.made += 1
         session = self.sessions.begin(request_id, tenant, chain((f"{request_id}-", 20)), tokens, 0)
@@ -37,7 +37,7 @@ class Bench:
         return request_id
 
     def end(self, request_id: str) -> None:
-        """Let a request be over, also one that still waits."""
+        """End a request, which may still be waiting."""
         self.sessions.end(request_id)
         self.admission.forget(request_id)
 
@@ -63,8 +63,8 @@ def test_nobody_waits_where_the_pool_is_free_nor_for_little_nor_without_a_wait()
     assert not without.admission.waits(session, POOL, int)
 
 
-def test_what_another_computed_meanwhile_needs_no_room() -> None:
-    """Two choices of one prompt: the second one starts once the first has computed it."""
+def test_a_prompt_computed_meanwhile_needs_no_space() -> None:
+    """Of two choices of one prompt, the second starts once the first has computed it."""
     bench = Bench()
     first, second = bench.arrive(40_000), bench.arrive(40_000)
     assert bench.admission.admitted() == [first]
@@ -79,7 +79,7 @@ def test_pinned_tokens_are_no_room() -> None:
     assert second not in bench.admission.admitted()
 
 
-def test_what_is_larger_than_all_room_starts_alone() -> None:
+def test_a_context_larger_than_the_pool_starts_alone() -> None:
     bench = Bench()
     first = bench.arrive(POOL + 1)
     assert bench.admission.admitted() == [first]
@@ -108,7 +108,7 @@ def test_the_least_to_compute_starts_first_of_those_that_came_together() -> None
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_laws(data: st.DataObject) -> None:
-    """Any order of arrivals, ends and pauses: against a count of all contexts made anew at each step."""
+    """Any order of arrivals, ends and pauses agrees with a fresh count of all contexts at each step."""
     bench = Bench()
     arrivals: dict[str, tuple[str, int, float]] = {}
     waiting: set[str] = set()
@@ -149,13 +149,13 @@ def test_laws(data: st.DataObject) -> None:
                 or not before
                 or arrival_s + WAIT_S <= bench.clock.now_s
             )
-            assert may, "it was let in without room, share or a long wait"
+            assert may, "it was admitted without space, share or a long wait"
             waiting.remove(name)
             running.add(name)
         for name in waiting:
             tenant, tokens, arrival_s = arrivals[name]
             assert arrival_s + WAIT_S > bench.clock.now_s, "nobody waits for longer"
-            assert held() + tokens > POOL, "nobody waits where the pool is free"
+            assert held() + tokens > POOL, "nobody waits while the pool is free"
         if waiting:
             assert bench.admission.look_again_s() > bench.clock.now_s
     bench.clock.now_s += 1000.0

@@ -1,4 +1,4 @@
-"""What is told of a replica's sessions: to operators all of it, to a tenant its own."""
+"""Reports of a replica's sessions: operators see all, a tenant sees its own."""
 
 import json
 
@@ -16,7 +16,7 @@ def rows(bench: Bench, tenant: str | None = None) -> list[dict[str, object]]:
 
 
 def test_each_state_is_told_with_its_times() -> None:
-    """The one used last comes first; what runs is in use now."""
+    """The one used last comes first; a running one is in use now."""
     bench = Bench(wait_s=1000.0, pinned=1000)
     left = bench.arrive(3_000)
     bench.admission.admitted()
@@ -41,7 +41,7 @@ def test_each_state_is_told_with_its_times() -> None:
         {
             **known, "state": "waiting", "tokens": 20_000, "own_tokens": 20_000, "age_s": 5.0, "idle_s": 0.0,
             "waited_s": 5.0,
-            "why": "It waits for room: live sessions hold 55,000 of 63,000 tokens, and it needs 20,000.",
+            "why": "It waits for space: live sessions hold 55,000 of 63,000 tokens, and it needs 20,000.",
         },
         {**known, "state": "paused", "tokens": 5_000, "own_tokens": 5_000, "age_s": 15.0, "idle_s": 15.0,
          "live_for_s": 105.0},
@@ -50,7 +50,7 @@ def test_each_state_is_told_with_its_times() -> None:
 
 
 def test_a_tenant_is_told_nothing_that_depends_on_others() -> None:
-    """Neither rows nor sums: but that it waits, which it sees anyway."""
+    """Neither rows nor sums depend on them, only its waiting, which it sees anyway."""
     bench, alone = Bench(wait_s=1000.0), Bench(wait_s=1000.0)
     others = [bench.arrive(30_000, "b"), bench.arrive(34_000, "b")]
     assert bench.admission.admitted() == others
@@ -62,14 +62,14 @@ def test_a_tenant_is_told_nothing_that_depends_on_others() -> None:
     assert told == session_report(alone.sessions, alone.admission, "a", 0.0)
     (row,) = told["rows"]
     assert (row["session"], row["state"]) == ("word", "waiting")
-    assert row["why"] == "It waits for room: its 40,000 tokens do not fit beside live sessions."
+    assert row["why"] == "It waits for space: its 40,000 tokens do not fit beside live sessions."
     assert set(told) == {"sessions", "live_tokens", "rows"} and told["live_tokens"] == 0
     assert session_report(bench.sessions, bench.admission, "c", 0.0)["rows"] == []
     assert len(rows(bench)) == 3
 
 
 def test_only_the_latest_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All are counted; and JSON can hold what is told."""
+    """All are counted, and the report fits JSON."""
     monkeypatch.setattr(module, "MOST_TOLD", 3)
     bench = Bench()
     for number in range(6):

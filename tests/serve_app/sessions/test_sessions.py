@@ -1,4 +1,4 @@
-"""Sessions are found by what their prompts begin with, by tenant, and no tenant can have many."""
+"""Sessions are found by their prompts' prefixes, by tenant, and their number per tenant is bounded."""
 
 import pytest
 
@@ -18,7 +18,7 @@ class Clock:
 
 
 def chain(*parts: tuple[str, int]) -> bytes:
-    """A chain of so many blocks of each text."""
+    """Return a chain with this many blocks of each text."""
     return b"".join(f"{text}{i}".encode().ljust(HASH_BYTES, b".") for text, count in parts for i in range(count))
 
 
@@ -115,7 +115,7 @@ def test_requests_of_forgotten_sessions_end_all_the_same(sessions: Sessions, mon
     assert all(not session.running for session in sessions.all())
 
 
-def test_what_nobody_used_for_long_is_forgotten_and_counted(sessions: Sessions, clock: Clock) -> None:
+def test_long_unused_sessions_are_forgotten_and_counted(sessions: Sessions, clock: Clock) -> None:
     turn(sessions, "1", chain(("x", 20)))
     sessions.begin("2", "b", chain(("y", 20)), 320, 0)
     clock.now_s = 3601.0

@@ -1,4 +1,4 @@
-"""Real databases on loopback, for tests of stored responses; a test whose server is not installed says so."""
+"""Real databases on loopback, for tests of stored responses; tests without an installed server are skipped."""
 
 import os
 import pwd
@@ -19,7 +19,7 @@ PATIENCE_S = 60
 
 
 class Server:
-    """A database server on loopback, which may be killed and started again. ``connect``: returns once it answers."""
+    """A database server on loopback, which may be killed and restarted. ``connect``: returns once it answers."""
 
     def __init__(self, command: list[str], url: str, connect: Callable[[], Any], user: str | None = None) -> None:
         self._command = command
@@ -35,10 +35,10 @@ class Server:
         while True:
             try:
                 return self._connect()
-            except Exception:  # whatever a client raises
+            except Exception:  # any exception of a client
                 assert time.monotonic() < deadline_s
                 time.sleep(0.05)
-                if self._process.poll() is not None:  # processes of a Postgres that was killed may still be there
+                if self._process.poll() is not None:  # processes of a killed Postgres may still exist
                     self._run()
 
     def _run(self) -> None:
@@ -51,7 +51,7 @@ class Server:
         self._process.wait()
 
     def stop(self) -> None:
-        """End it, and what it started."""
+        """End it, with its child processes."""
         self._process.send_signal(signal.SIGINT)  # Postgres would wait for its clients after a SIGTERM
         self._process.wait()
 
@@ -63,7 +63,7 @@ def _free_port() -> int:
 
 @contextmanager
 def _directory() -> Iterator[Path]:
-    """Yield a directory that another user can be given: pytest's are closed to others."""
+    """Yield a directory that another user can own: pytest's are closed to others."""
     directory = Path(tempfile.mkdtemp(prefix="warmpath-db-"))
     try:
         yield directory
@@ -91,7 +91,7 @@ def redis_server() -> Iterator[Server]:
 
 @contextmanager
 def postgres_server() -> Iterator[Server]:
-    """A Postgres with its defaults, run by a user who is not root."""
+    """A Postgres with its defaults, run by an unprivileged user."""
     psycopg = pytest.importorskip("psycopg", reason="pip install '.[postgres]'")
     programs = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
     if not programs:
@@ -119,7 +119,7 @@ SERVERS: dict[str, Callable[[], Iterator[Server]]] = {"redis": redis_server, "po
 
 @pytest.fixture(scope="package", params=["sqlite", *SERVERS])
 def url(request: pytest.FixtureRequest) -> Iterator[str | None]:
-    """Where to store: None for a file, and the URL of each server that is installed."""
+    """The place to store: None for a file, and the URL of each installed server."""
     if request.param == "sqlite":
         yield None
         return

@@ -1,7 +1,7 @@
 """``python -m tests.serve_app.stored.kills FILE KILLS``: writers of one file, killed at random moments.
 
-In each round two processes store responses and delete some of their own, and say so once that is acknowledged; both are
-killed. Then the file is opened anew: what was acknowledged is compared with what is there. Prints counts as JSON.
+In each round two processes store responses, delete some of their own, and report acknowledged changes. Both are
+killed, and the reopened file is compared with the acknowledgements. Prints counts as JSON.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ def opened(file: Path) -> StoredResponses:
 
 
 async def write(file: Path, said: int, rng: random.Random) -> None:
-    """Store and delete until the end comes."""
+    """Store and delete until killed."""
     stored, own = opened(file), []
     while True:
         tenant, response_id = rng.choice(TENANTS), f"resp_{token_hex(16)}"
@@ -41,13 +41,13 @@ async def write(file: Path, said: int, rng: random.Random) -> None:
         own.append((tenant, response_id))
         if rng.random() < 0.2:
             tenant, response_id = own.pop(rng.randrange(len(own)))
-            os.write(said, f"? {tenant} {response_id} 0\n".encode())  # from now on it may be gone, or not yet
+            os.write(said, f"? {tenant} {response_id} 0\n".encode())  # from now on it may or may not be deleted
             assert await stored.delete(tenant, response_id)
             os.write(said, f"- {tenant} {response_id} 0\n".encode())
 
 
 def killed(file: Path, rng: random.Random) -> list[str]:
-    """Return what writers had acknowledged when they were killed."""
+    """Return the changes acknowledged before the writers were killed."""
     reading, writing = os.pipe()
     pids = []
     for _ in range(WRITERS):
@@ -59,7 +59,7 @@ def killed(file: Path, rng: random.Random) -> list[str]:
         pids.append(pid)
     os.close(writing)
     said = b""
-    for _ in range(rng.randrange(1, 5)):  # so many have been acknowledged, and the next is being written
+    for _ in range(rng.randrange(1, 5)):  # this many are acknowledged, and the next is being written
         said += os.read(reading, 1 << 16)
     time.sleep(rng.random() * 0.01)
     for pid in pids:
@@ -72,7 +72,7 @@ def killed(file: Path, rng: random.Random) -> list[str]:
 
 
 async def compared(file: Path, there: dict[tuple[str, str], int], gone: set[tuple[str, str]]) -> int:
-    """Return how many acknowledged writes and deletions are not so."""
+    """Return the number of acknowledged writes and deletions that are lost."""
     stored, lost = opened(file), 0
     for (tenant, response_id), length in there.items():
         found = await stored.get(tenant, response_id)

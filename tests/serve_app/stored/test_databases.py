@@ -1,4 +1,4 @@
-"""Each database keeps what it took, by tenant, within bounds; a URL is never quoted."""
+"""Each database keeps its data, by tenant, within bounds; a URL is never quoted."""
 
 import os
 import stat
@@ -28,7 +28,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def opened(url: str | None, tmp_path: Path, clock: Clock) -> Open:
-    """Opens the same database again and again: 1,000 bytes a tenant, for 50 s."""
+    """Opens the same database again and again: 1,000 bytes per tenant, for 50 s."""
     return lambda: open_database(url, tmp_path / "responses.sqlite", Bounds(50, 1000, lambda: clock.now_s))
 
 
@@ -37,8 +37,8 @@ def backend(opened: Open) -> Iterator[Database]:
     yield opened()
 
 
-def test_what_is_put_is_there_for_its_tenant_until_it_is_deleted(backend: Database, opened: Open) -> None:
-    """Also through another connection, and once for a call that came twice."""
+def test_stored_data_stays_for_its_tenant_until_deleted(backend: Database, opened: Open) -> None:
+    """It is visible through another connection too, and a repeated call stores it once."""
     one, other, key = token_bytes(32), token_bytes(32), token_bytes(32)
     for _ in range(2):
         backend.put(one, key, b"data\0\xff")
@@ -52,7 +52,7 @@ def test_what_is_put_is_there_for_its_tenant_until_it_is_deleted(backend: Databa
 
 
 def test_a_tenant_has_so_many_bytes_and_its_oldest_leave(backend: Database, clock: Clock) -> None:
-    """Deleted ones free their room, a repeated call takes none, and another tenant's are not touched."""
+    """Deleted ones free their space, a repeated call takes none, and another tenant's are not touched."""
     tenant, other = token_bytes(32), token_bytes(32)
     backend.put(other, kept := token_bytes(32), b"x" * 900)
     keys = [token_bytes(32) for _ in range(5)]
@@ -71,8 +71,8 @@ def test_a_tenant_has_so_many_bytes_and_its_oldest_leave(backend: Database, cloc
     assert backend.get(other, kept) is not None
 
 
-def test_the_newest_stays_whatever_clocks_say(backend: Database, clock: Clock) -> None:
-    """An ingress whose clock is behind loses nothing that it has just acknowledged."""
+def test_the_newest_stays_with_any_clocks(backend: Database, clock: Clock) -> None:
+    """An ingress with a slow clock loses no response that it has just acknowledged."""
     tenant, first, late = token_bytes(32), token_bytes(32), token_bytes(32)
     backend.put(tenant, first, b"x" * 600)
     clock.now_s -= 10
@@ -80,8 +80,8 @@ def test_the_newest_stays_whatever_clocks_say(backend: Database, clock: Clock) -
     assert backend.get(tenant, late) is not None
 
 
-def test_what_is_over_its_time_leaves(backend: Database, clock: Clock) -> None:
-    """With the next of its tenant."""
+def test_expired_data_is_deleted(backend: Database, clock: Clock) -> None:
+    """The tenant's next write deletes it."""
     tenant, keys = token_bytes(32), [token_bytes(32) for _ in range(3)]
     backend.put(tenant, keys[0], b"x")
     clock.now_s += 51
@@ -89,8 +89,8 @@ def test_what_is_over_its_time_leaves(backend: Database, clock: Clock) -> None:
     assert [backend.get(tenant, key) is not None for key in keys] == [False, True, False]
 
 
-def test_sql_forgets_tenants_who_store_no_more(tmp_path: Path, clock: Clock) -> None:
-    """With the next of anybody's."""
+def test_sql_forgets_tenants_that_store_no_more(tmp_path: Path, clock: Clock) -> None:
+    """Any tenant's next write deletes their data."""
     backend = open_database(None, tmp_path / "responses.sqlite", Bounds(50, 1000, lambda: clock.now_s))
     tenant, key = token_bytes(32), token_bytes(32)
     backend.put(tenant, key, b"x")
@@ -100,7 +100,7 @@ def test_sql_forgets_tenants_who_store_no_more(tmp_path: Path, clock: Clock) -> 
 
 
 def test_writers_at_once_lose_nothing_and_keep_the_bound(opened: Open, clock: Clock) -> None:
-    """Several connections, as several ingresses have, to one tenant: all is there, and then as much as fits."""
+    """Several connections, as of several ingresses, write to one tenant: all is stored, later as much as fits."""
     tenant, keys = token_bytes(32), [token_bytes(32) for _ in range(40)]
     backends = [opened() for _ in range(4)]
     with ThreadPoolExecutor(4) as threads:
@@ -115,7 +115,7 @@ def test_writers_at_once_lose_nothing_and_keep_the_bound(opened: Open, clock: Cl
 
 
 def test_a_file_is_private_and_an_impossible_one_is_named(tmp_path: Path) -> None:
-    """With what SQLite writes beside it, whatever the umask. (docs: isolation)"""
+    """SQLite's files next to it are private too, under any umask. (docs: isolation)"""
     file, before = tmp_path / "made" / "responses.sqlite", os.umask(0)
     try:
         backend = open_database(None, file, Bounds(50, 1000))
@@ -135,7 +135,7 @@ def test_a_file_is_private_and_an_impossible_one_is_named(tmp_path: Path) -> Non
     ["mysql://u:hunter2@h/d", "redis://u:hunter2/2@h", "hunter2", "postgresql://u:hunter2#@h/d", "redis://[hunter2"],
 )
 def test_a_url_that_names_no_database_is_not_quoted(url: str, tmp_path: Path) -> None:
-    """It may hold a password, and errors are logged. (docs: isolation)"""
+    """It may contain a password, and errors are logged. (docs: isolation)"""
     with pytest.raises(StoreError) as caught:
         open_database(url, tmp_path / "f", Bounds(50, 1000))
     assert "postgresql://HOST" in str(caught.value)
@@ -153,7 +153,7 @@ def test_a_client_library_that_is_missing_is_named(
 
 @pytest.mark.parametrize("kind", SERVERS)
 def test_a_server_that_comes_back_is_used_again(kind: str, tmp_path: Path) -> None:
-    """A crash of the server keeps what it acknowledged; while it is away there is an error, and no lost connection."""
+    """A server crash keeps acknowledged data; meanwhile there are errors, but no broken connection remains."""
     with SERVERS[kind]() as server:
         backend = open_database(server.url, tmp_path / "f", Bounds(3600, 1 << 20))
         stored: list[bytes] = []
@@ -163,7 +163,7 @@ def test_a_server_that_comes_back_is_used_again(kind: str, tmp_path: Path) -> No
                 backend.put(b"t" * 32, stored[-1], token_bytes(2000))
             server.kill()
             with pytest.raises(backend.failures):
-                while True:  # the process of a connection may outlive its Postgres for a moment
+                while True:  # a connection's process may outlive its Postgres for a moment
                     backend.get(b"t" * 32, stored[0])
             server.start()
             assert all(backend.get(b"t" * 32, key) for key in stored)

@@ -1,4 +1,4 @@
-"""No tenant reads another's response, nor does whoever has the database alone."""
+"""No tenant reads another's response, nor does anyone with the database alone."""
 
 import asyncio
 import sqlite3
@@ -38,7 +38,7 @@ def with_stored(
     secret: bytes = SECRET,
     bounds: Bounds = BOUNDS,
 ) -> Any:
-    """Return what ``work`` comes to with the responses of a file."""
+    """Return the result of ``work`` with the responses of a file."""
 
     async def run() -> Any:
         return await work(StoredResponses(open_database(None, file, bounds), secret, FairWorkers(Shares({})), bounds))
@@ -49,7 +49,7 @@ def with_stored(
 @settings(max_examples=60, deadline=None)
 @given(CALLS)
 def test_each_tenant_has_its_own_responses_and_no_others(calls: list[tuple[str, str, str]]) -> None:
-    """Whatever ids they choose, equal ones too: one model, a dictionary by tenant and id. (docs: isolation)"""
+    """For any ids, even equal ones, the model is a dictionary by tenant and id. (docs: isolation)"""
 
     async def compared(stored: StoredResponses) -> None:
         expected: dict[tuple[str, str], str] = {}
@@ -72,7 +72,7 @@ def test_each_tenant_has_its_own_responses_and_no_others(calls: list[tuple[str, 
 
 def test_the_database_alone_tells_nothing(tmp_path: Path) -> None:
     """Neither text, tenant nor id is in the file; with another secret nothing is found. (docs: isolation)"""
-    file, words = tmp_path / "responses.sqlite", "Where does the ship lie tonight, and who knows of it?"
+    file, words = tmp_path / "responses.sqlite", "Where does the ship lie tonight, and when does it sail?"
     with_stored(file, lambda stored: stored.put("acme-shipping", document("resp_0123456789", words)))
     raw = b"".join(path.read_bytes() for path in tmp_path.iterdir())
     assert len(raw) > 1000
@@ -85,7 +85,7 @@ def test_the_database_alone_tells_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", ["another row's data", "a flipped bit"])
 def test_a_row_that_was_tampered_with_is_no_response(change: str, tmp_path: Path) -> None:
-    """Data belong to one tenant and id: a row that holds another's is refused, though its key is right."""
+    """Data belong to one tenant and id: a row with another's data is refused, though its key is right."""
     file = tmp_path / "responses.sqlite"
     with_stored(file, lambda stored: stored.put("acme", document("resp_1", "ours")))
     with_stored(file, lambda stored: stored.put("globex", document("resp_2", "theirs")))
@@ -119,8 +119,8 @@ def test_a_response_is_there_for_its_time_even_if_nothing_removes_it(tmp_path: P
     with_stored(tmp_path / "responses.sqlite", work, bounds=bounds)
 
 
-def test_what_cannot_be_stored_is_refused_and_never_half_there(tmp_path: Path) -> None:
-    """A response larger than its tenant's room, and a database that cannot be had: errors that say what to do."""
+def test_a_response_that_cannot_be_stored_is_refused_whole(tmp_path: Path) -> None:
+    """A response above its tenant's bound, or an unreachable database, is an error with advice."""
     small = Bounds(50, 100)
     with pytest.raises(RequestTooLarge, match="store: false"):
         with_stored(tmp_path / "a.sqlite", lambda stored: stored.put("acme", document("resp_1", "x")), bounds=small)

@@ -1,4 +1,4 @@
-"""Where an answer stands is told by its tokens; grammars that are wrong, or too much work, are told in a sentence."""
+"""An answer's tokens determine its state in the grammar; wrong or too expensive grammars get an error sentence."""
 
 import contextlib
 import itertools
@@ -40,7 +40,7 @@ def allowed_ids(matcher: AnswerMatcher, answer: np.ndarray) -> set[int] | None:
 
 
 def test_a_grammar_that_takes_too_much_time_ends_its_answer(compiler: GrammarCompiler) -> None:
-    """Time so far counts against the tokens so far; one that takes as long as honest ones do goes on for ever.
+    """The time so far is bounded by the tokens so far; a grammar at an honest one's pace never ends.
 
     docs: isolation
     """
@@ -58,7 +58,7 @@ def test_a_grammar_that_takes_too_much_time_ends_its_answer(compiler: GrammarCom
 
 
 def test_an_answer_is_allowed_token_by_token(compiler: GrammarCompiler, tokenizer: PromptTokenizer) -> None:
-    """The next token of an answer that fits is allowed everywhere, and at its end an end token is, and only there."""
+    """The next token of a fitting answer is always allowed, and end tokens only at its end."""
     matcher = Matchers(compiler).matcher(llguidance_form(Grammar.json_schema(SCHEMA, "f")))
     ids = ids_of(tokenizer, json.dumps({"name": "Bo", "kind": "b", "n": 12}))
     ends = {0, 2}
@@ -76,7 +76,7 @@ def test_an_answer_is_allowed_token_by_token(compiler: GrammarCompiler, tokenize
 @settings(max_examples=60, deadline=None)
 @given(cuts=st.lists(st.integers(0, 30), min_size=1, max_size=30), rng=st.randoms(use_true_random=False))
 def test_the_mask_depends_on_the_answer_alone(compiler: GrammarCompiler, cuts: list[int], rng: Any) -> None:
-    """Answers in any order, longer, shorter, other ones or wrong ones: as a matcher that reads this one first."""
+    """Answers may be read in any order, longer, shorter, different or wrong: the mask is that of a fresh matcher."""
     matchers = Matchers(compiler)
     form = llguidance_form(Grammar.json_schema(SCHEMA, "f"))
     # A random walk through the grammar.
@@ -112,7 +112,7 @@ def test_a_grammar_that_cannot_be_followed_says_why(grammar: Grammar, said: str,
 
 
 def test_the_wrong_part_of_a_schema_is_found(compiler: GrammarCompiler) -> None:
-    """Through properties, items, alternatives and definitions."""
+    """It is found through properties, items, alternatives and definitions."""
     wrong = {"type": "object", "properties": {"ok": {"type": "string"}, "bad": {"type": "arr"}}}
     for schema, place in (
         (wrong, "properties.bad"),
@@ -124,7 +124,7 @@ def test_the_wrong_part_of_a_schema_is_found(compiler: GrammarCompiler) -> None:
 
 
 def test_the_search_for_the_wrong_part_ends(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where each part takes long to compile, few are tried, and the answer is the place that was found by then."""
+    """If each part compiles slowly, only a few are tried, and the best place so far is returned."""
     now_s, compiled = 0.0, 0
 
     def compile_slowly(text: str) -> LLMatcher:
@@ -151,12 +151,12 @@ BOMBS = [
         "start: a0\n" + "\n".join(f"a{i}: a{i + 1} a{i + 1}" for i in range(1000)) + '\na1000: "x"', "f")),
     ("followed", Grammar.context_free('start: start start | "a" | "aa" |', "f")),
 ]  # fmt: skip
-"""What becomes of each: followed for as long as one likes, ended by itself, or refused by one of our limits."""
+"""Outcomes: followed without end, ended by itself, or refused by one of our limits."""
 
 
 @pytest.mark.parametrize(("fate", "grammar"), BOMBS, ids=range(len(BOMBS)))
 def test_a_hostile_grammar_ends_within_its_limits(grammar: Grammar, fate: str, compiler: GrammarCompiler) -> None:
-    """It is refused, or followed for a while: every step of it ends, with a mask or an error, and leaves no harm.
+    """It is refused, or followed for a while: every step ends with a mask or an error, and does no harm.
 
     docs: api, isolation
     """
@@ -174,7 +174,7 @@ def test_a_hostile_grammar_ends_within_its_limits(grammar: Grammar, fate: str, c
 
 
 def test_choices_are_told_literally(compiler: GrammarCompiler, tokenizer: PromptTokenizer) -> None:
-    """Quotes, line breaks and letters of any language stand for themselves; so many grammars are kept compiled."""
+    """Quotes, line breaks and letters of any language stand for themselves; a bounded number stays compiled."""
     matchers = Matchers(compiler)
     for text in ('a"b\\', "x\ny", "木 déjà", "{{}}", "%", *(f"v{number}" for number in range(MAX_COMPILED))):
         matcher = matchers.matcher(llguidance_form(Grammar.choice([text, "other"], "f")))

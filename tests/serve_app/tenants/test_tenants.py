@@ -1,4 +1,4 @@
-"""Keys name tenants, salts keep them apart, and the secret is the deployment's own."""
+"""Keys name tenants, salts separate them, and the secret is the deployment's own."""
 
 import hmac
 import stat
@@ -68,7 +68,7 @@ def test_anything_else_is_refused(tenants: Tenants, sent: str | None) -> None:
 
 
 def test_operators_are_known_by_their_own_keys(tenants: Tenants) -> None:
-    """Without operator keys nobody is one; who uses one as a tenant's need not look for a typo in it."""
+    """Without operator keys nobody is one; an operator key used as a tenant's gets an error of its own."""
     assert tenants.is_operator(header("operator"))
     assert not Tenants([], SECRET).is_operator(header("operator"))
     with pytest.raises(AuthenticationFailed, match="operator key cannot"):
@@ -76,7 +76,7 @@ def test_operators_are_known_by_their_own_keys(tenants: Tenants) -> None:
 
 
 def test_keys_are_compared_in_constant_time_all_of_them(tenants: Tenants, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even after a match, and the constant-time function is the only way to find two equal. (docs: isolation)"""
+    """Comparing continues after a match, and only the constant-time function compares. (docs: isolation)"""
     compared: list[bytes] = []
     answers = hmac.compare_digest
 
@@ -98,7 +98,7 @@ def test_keys_are_compared_in_constant_time_all_of_them(tenants: Tenants, monkey
 
 @pytest.mark.parametrize("same_bytes", [1, 2, 4, 16, 31])
 def test_all_of_a_keys_digest_counts(same_bytes: int) -> None:
-    """A configured digest that begins as the key's does, and goes on otherwise, is another key's."""
+    """A configured digest with the same beginning as the key's, but another end, is another key's."""
     key, digest = make_api_key()
     other = digest[: 2 * same_bytes] + "".join("%x" % (15 - int(digit, 16)) for digit in digest[2 * same_bytes :])
     tenants = Tenants([config("acme", other)], SECRET, operator_key_sha256=[other])
@@ -108,7 +108,7 @@ def test_all_of_a_keys_digest_counts(same_bytes: int) -> None:
 
 
 def test_without_tenants_everybody_is_the_default_one(tenants: Tenants) -> None:
-    """``open`` says so, for a warning at start-up."""
+    """``open`` is true, for a warning at start-up."""
     nobody = Tenants([], SECRET)
     assert nobody.open and not tenants.open
     assert nobody.authenticate(None) == nobody.authenticate("Bearer x") == Tenant("default")
@@ -134,12 +134,12 @@ DIGEST, OTHER = KEYS["acme"][1], KEYS["zeta"][1]
     ],
 )
 def test_a_wrong_or_ambiguous_setting_is_refused(tenants: list[Any], operators: list[str], said: str) -> None:
-    """A plain key where its digest belongs, above all; the sentence says how to make one."""
+    """The main mistake is a plain key in place of its digest; the error explains how to make one."""
     with pytest.raises(BadSettings, match=said):
         app_config({"tenants": tenants, "operator_key_sha256": operators})
 
 
-def test_a_key_is_written_as_its_digest_or_with_what_limits_it() -> None:
+def test_a_key_is_written_as_its_digest_or_with_its_limits() -> None:
     assert config("a", DIGEST) == config("a", {"sha256": DIGEST})
     limited = {"sha256": OTHER, "expires": "2027-01-31T00:00:00Z", "revoked": True}
     settings = app_config({"tenants": [{"name": "a", "key_sha256": [DIGEST, limited]}]})
@@ -158,7 +158,7 @@ def test_tenants_and_keys_may_change_at_any_time(tenants: Tenants) -> None:
 
 
 def test_only_its_holder_learns_that_a_key_expired_or_was_revoked() -> None:
-    """Both are a 401 like an unknown key's; a tenant's other keys open, and one without a good one is closed.
+    """Both are a 401 like an unknown key's; a tenant's other keys work, and without a valid key it has no access.
 
     docs: tenants
     """
@@ -187,9 +187,9 @@ WORDS = st.text("ab\0\1\2", min_size=1, max_size=4)
 def test_only_one_tenant_or_group_with_one_cache_salt_has_a_salt(
     asked: list[tuple[str, str | None, str | None]],
 ) -> None:
-    """Whatever they send: ("a", "bc") and ("ab", "c") differ, none and "", and a tenant named like a group.
+    """For any values: ("a", "bc") and ("ab", "c") differ, as do none and "", and a tenant named like a group.
 
-    Two processes with one secret agree; another deployment's salts are other ones. (docs: isolation)
+    Two processes with one secret agree; another deployment has other salts. (docs: isolation)
     """
     tenants, same, other = Tenants([], SECRET), Tenants([], SECRET), Tenants([], b"t" * 32)
     salts = [tenants.salt(Tenant(name, group), salt) for name, group, salt in asked]
@@ -208,9 +208,9 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_secret_is_made_once_and_private(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many starters at once agree on one secret, in a file for its owner alone, and leave nothing else behind.
+    """Many concurrent starters agree on one secret, in a file only for its owner, and leave nothing else behind.
 
-    Without a directory of its own it lies where state belongs.
+    Without a directory of its own it is in the user's state directory.
     """
     with ThreadPoolExecutor(8) as pool:
         found = set(pool.map(lambda _: load_secret(state_dir=state), range(32)))
@@ -238,7 +238,7 @@ def test_the_environment_goes_before_the_file_and_the_file_before_the_state(
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
 def test_a_secret_that_others_may_touch_is_refused(state: Path, mode: int) -> None:
-    """The sentence holds the command that mends it. (docs: isolation)"""
+    """The sentence has the command that repairs it. (docs: isolation)"""
     load_secret(state_dir=state)
     (state / "secret").chmod(mode)
     with pytest.raises(SecretError, match="chmod 600"):
@@ -247,7 +247,7 @@ def test_a_secret_that_others_may_touch_is_refused(state: Path, mode: int) -> No
 
 @pytest.mark.parametrize("secret", ["", "short", " " * 40])
 def test_a_short_secret_is_refused(state: Path, monkeypatch: pytest.MonkeyPatch, secret: str) -> None:
-    """Also an empty variable: a deployment that lost its secret must not quietly make others."""
+    """An empty variable is refused too: a deployment that lost its secret must not quietly make another."""
     monkeypatch.setenv("WARMPATH_SECRET", secret)
     with pytest.raises(SecretError, match="needs 16"):
         load_secret(state_dir=state)

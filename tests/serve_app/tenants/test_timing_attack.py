@@ -1,7 +1,7 @@
-"""A tenant that guesses another one's prompts learns nothing from how long the first token takes.
+"""A tenant that guesses another one's prompts learns nothing from the time to the first token.
 
-Time here is what it is made of: the prompt tokens that had to be computed, of a real engine under the real keys, all
-prompts being equally long (docs: isolation).
+Here the time is its cause: the number of prompt tokens computed by a real engine under the real keys, for prompts of
+equal length (docs: isolation).
 """
 
 import asyncio
@@ -54,7 +54,7 @@ class Stage:
         return "".join(random.Random(number).choices(self._words, k=24))  # a workload, not a secret
 
     def ask(self, tenant: Tenant, text: str) -> int:
-        """Send one chat, wait for its first token, and return how many were cached."""
+        """Send one chat, wait for its first token, and return the number of cached tokens."""
         messages = [{"role": "user", "content": text}]
         if self._public:
             messages.insert(0, {"role": "system", "content": self._system})
@@ -77,8 +77,8 @@ def stage(request: pytest.FixtureRequest, tiny_model_path: Path) -> Iterator[Sta
 
 
 @pytest.mark.parametrize("group", [None, "friends"])
-def test_a_guess_tells_nothing_of_what_another_tenant_sent(stage: Stage, group: str | None) -> None:
-    """Cached is what is public and no more, right or wrong; in one trust group the same attack finds out."""
+def test_a_guess_reveals_nothing_of_another_tenants_prompts(stage: Stage, group: str | None) -> None:
+    """Right or wrong guesses hit only public blocks; within one trust group the same attack succeeds."""
     attacker, victim = (Tenant(name, group) for name in ("attacker", "victim"))
     stage.ask(attacker, stage.text(5000))
     right, wrong = [], []
@@ -86,7 +86,7 @@ def test_a_guess_tells_nothing_of_what_another_tenant_sent(stage: Stage, group: 
         stage.ask(victim, stage.text(number))
         right.append(stage.ask(attacker, stage.text(number)))
         wrong.append(stage.ask(attacker, stage.text(1000 + number)))
-    # What is public is shared always: of 40 tokens and the marks around them, two or three whole blocks.
+    # Public blocks are always shared: of 40 tokens and the marks around them, two or three whole blocks.
     (public,) = set(wrong)
     assert public in ((32, 48) if stage._public else (0,))
     if group is None:

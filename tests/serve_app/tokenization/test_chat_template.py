@@ -32,7 +32,7 @@ def test_chat_is_rendered_by_the_checkpoints_template(tokenizer: PromptTokenizer
     ],
 )
 def test_system_text_is_always_a_prefix(demo_model_path: Path, tmp_path: Path, template: str, system_text: str) -> None:
-    """Templates that render system messages otherwise when alone give what is equal in both."""
+    """If a template renders system messages differently when alone, it is the part equal in both."""
     path = variant_of(demo_model_path, tmp_path / "model")
     (path / "chat_template.jinja").write_text(template)
     rendered = PromptTokenizer(path).template.render(
@@ -43,7 +43,7 @@ def test_system_text_is_always_a_prefix(demo_model_path: Path, tmp_path: Path, t
 
 
 def test_a_variable_that_the_template_does_not_have_is_known(demo_model_path: Path, tmp_path: Path) -> None:
-    """As whole words: ``enable`` is not ``enable_thinking``."""
+    """Names are matched as whole words: ``enable`` is not ``enable_thinking``."""
     path = variant_of(demo_model_path, tmp_path / "model")
     (path / "chat_template.jinja").write_text("{% if enable_thinking %}think {% endif %}{{ messages[0].content }}")
     asked = ["enable_thinking", "enable", "enable_thinkin", ""]
@@ -51,7 +51,7 @@ def test_a_variable_that_the_template_does_not_have_is_known(demo_model_path: Pa
 
 
 def test_template_faults_are_the_clients_errors(demo_model_path: Path, tmp_path: Path) -> None:
-    """What the template says is passed on; other failures in it become one sentence; none gets out raw."""
+    """The template's own message is passed on; other failures become one sentence, and none escapes raw."""
     path = variant_of(demo_model_path, tmp_path / "model")
     user = [{"role": "user", "content": "x"}]
     for template, sentence in (
@@ -70,7 +70,7 @@ def test_template_faults_are_the_clients_errors(demo_model_path: Path, tmp_path:
 def test_a_template_that_takes_no_later_system_message_gets_it_as_the_users(
     demo_model_path: Path, tmp_path: Path
 ) -> None:
-    """Agents send such, and two of one speaker in a row; what it refuses all the same is the client's error."""
+    """Agents send these, and two of one role in a row; messages still refused are the client's error."""
     path = variant_of(demo_model_path, tmp_path / "model")
     (path / "chat_template.jinja").write_text(
         "{% for m in messages %}{% if not loop.first and m.role in ('system', loop.previtem.role) %}"
@@ -95,7 +95,7 @@ def test_a_template_that_takes_no_later_system_message_gets_it_as_the_users(
 def test_template_kwargs_reach_neither_the_library_nor_the_models_special_tokens(
     tokenizer: PromptTokenizer, name: str
 ) -> None:
-    """A client's variables are only that: it brings no template of its own, and no other end of a turn."""
+    """A client's variables cannot bring another template, or another end of a turn."""
     messages = [{"role": "user", "content": "x"}]
     with pytest.raises(InvalidRequest, match=f"chat_template_kwargs must not set {name}"):
         tokenizer.template.render(messages, **{name: "evil"})
@@ -127,8 +127,8 @@ def families(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) ->
         ("{{ tools }}", {"<|python_tag|>"}, None),
     ],
 )
-def test_formats_are_told_apart(template: str, tokens: set[str], parser: str | None) -> None:
-    """By what the template asks for, then by what tokens there are; XML in tags is no parser's."""
+def test_formats_are_distinguished(template: str, tokens: set[str], parser: str | None) -> None:
+    """The template's text decides, then the existing tokens; XML in tags has no parser."""
     assert find_format(template, frozenset(tokens)) == parser
 
 
@@ -152,7 +152,7 @@ def test_the_system_text_holds_the_tools_and_tells_their_format(
 
 @pytest.mark.parametrize("name", ["hermes", "llama3"])
 def test_a_longer_conversation_keeps_its_system_text(name: str, families: Families) -> None:
-    """Also one that calls; where a template writes tools before the last question, there is none."""
+    """This includes one with calls; if a template puts tools before the last question, there is no system text."""
     first = families[name].template.render([SYSTEM, USER], [WEATHER])
     more = [{"role": "assistant", "content": "No."}, USER]
     assert families[name].template.render([SYSTEM, USER, *more], [WEATHER]).system_text == first.system_text
@@ -161,7 +161,7 @@ def test_a_longer_conversation_keeps_its_system_text(name: str, families: Famili
 
 @pytest.mark.parametrize("byte_level", [True, False])
 def test_special_tokens_are_shown_where_asked(byte_level: bool, demo_model_path: Path, tmp_path: Path) -> None:
-    """And where they stood; all others stay out of the text."""
+    """They appear at their own places; all others stay out of the text."""
     if byte_level:
         tokenizer = PromptTokenizer(variant_of(demo_model_path, tmp_path / "model"))
     else:

@@ -1,4 +1,4 @@
-"""Text comes out of a stream as it would come out of the whole, and ends before a stop string."""
+"""Streamed text equals the text of the whole, and ends before a stop string."""
 
 from pathlib import Path
 
@@ -46,8 +46,8 @@ def test_no_piece_holds_half_a_character(tokenizer: PromptTokenizer, text: str) 
     assert sum(piece.count("\ufffd") for piece in pieces) == text.count("\ufffd")
 
 
-def test_what_is_held_does_not_grow(tokenizer: PromptTokenizer) -> None:
-    """Of a long answer, broken UTF-8 throughout, never more is kept than the beginning of one character."""
+def test_the_held_part_does_not_grow(tokenizer: PromptTokenizer) -> None:
+    """A long answer of broken UTF-8 never holds back more than the beginning of one character."""
     broken = tokenizer._backend.token_to_id("Ĥ")
     decoder = tokenizer.decoder()
     shown = 0
@@ -62,7 +62,7 @@ def test_what_is_held_does_not_grow(tokenizer: PromptTokenizer) -> None:
 def test_sentencepiece_like_text_streams_to_the_decoding_of_the_whole(
     sentencepiece: PromptTokenizer, data: st.DataObject, text: str
 ) -> None:
-    """The first space is dropped as in the whole, the others are kept, characters made of bytes come out whole."""
+    """The first space is dropped as in the whole, others are kept, and characters made of bytes are whole."""
     ids = sentencepiece.encode(text + "<|im_end|>" + text, ROOT).token_ids.tolist()
     sizes = data.draw(st.lists(st.integers(0, 3), max_size=30))
     whole = sentencepiece._tokenizer.decode(ids, skip_special_tokens=True)
@@ -96,7 +96,7 @@ def test_only_a_possible_beginning_is_held_back() -> None:
 def test_a_stop_string_that_is_complete_too_early_does_not_count(
     pieces: list[str], stop: tuple[str, ...], early: int
 ) -> None:
-    """However it is cut: the first one that ends behind the first ``early`` pieces ends the text, inside it if so."""
+    """For any cuts, the first one that ends after the first ``early`` pieces ends the text, even inside them."""
     text, free = "".join(pieces), len("".join(pieces[:early]))
     ends = [(start + len(one), start) for one in stop for start in range(len(text)) if text.startswith(one, start)]
     found = min((end for end in ends if end[0] > free), default=None)

@@ -1,4 +1,4 @@
-"""Where a text is cut: before added tokens, and at the same places when it grows; how few tokens it can have."""
+"""Cuts of a text before added tokens, which stay when it grows, and lower bounds for its number of tokens."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,7 @@ PIECES = ["<a>", "<b>", "<a><b>", "><", "<|", "|>", "a", "bb", " ", "<", ">", "√
     least=st.integers(1, 12),
 )
 def test_a_text_is_cut_by_the_rule(added: list[str], parts: list[str], least: int) -> None:
-    """Also where one added token may begin inside another."""
+    """This includes added tokens that may begin inside one another."""
     tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in added])
     cutter, raw = Segmenter(tokenizer), "".join(parts).encode()
@@ -52,7 +52,7 @@ TEXTS = st.lists(
 
 @given(text=TEXTS, composed=st.booleans())
 def test_no_text_has_fewer_tokens(demo_model_path: Path, text: str, composed: bool) -> None:
-    """Byte-level BPE, with NFC and without: Hangul and accents shrink by composing. (docs: routing)"""
+    """For byte-level BPE, with and without NFC: Hangul and accents shrink by composing. (docs: routing)"""
     tokenizer = by_bytes(demo_model_path)
     if composed:
         tokenizer.normalizer = normalizers.NFC()
@@ -74,7 +74,7 @@ def test_no_text_has_fewer_tokens(demo_model_path: Path, text: str, composed: bo
     ids=["strip", "compatible", "shrink", "removed", "words", "rstrip"],
 )
 def test_where_nothing_is_known_nothing_is_claimed(demo_model_path: Path, change: dict[str, Any]) -> None:
-    """Words, stripping, removed text, tokens that swallow blanks: any length can become one token, or none."""
+    """With words, stripping, removed text or tokens that swallow blanks, any length can become one token, or none."""
     tokenizer = by_bytes(demo_model_path)
     for name, component in change.items():
         setattr(tokenizer, name, component)
@@ -84,7 +84,7 @@ def test_where_nothing_is_known_nothing_is_claimed(demo_model_path: Path, change
 
 
 @pytest.mark.parametrize("fallback", [True, False])
-def test_byte_fallback_is_what_bounds_a_sentencepiece_model(fallback: bool) -> None:
+def test_byte_fallback_bounds_a_sentencepiece_model(fallback: bool) -> None:
     """Without it an unknown character is one token, or none, and neighbours may be fused."""
     bytes_ = {f"<0x{byte:02X}>": byte for byte in range(256)}
     tokenizer = Tokenizer(models.BPE({**bytes_, "‚ñÅ": 256, "a": 257}, [], byte_fallback=fallback))

@@ -1,4 +1,4 @@
-"""The cached tokenizer equals tokenizing and hashing from nothing, whatever the tokenizer and the text."""
+"""The cached tokenizer equals tokenizing and hashing from scratch, for any tokenizer and text."""
 
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ def _bos_around(tokenizer: Tokenizer) -> None:
 
 
 def _space_first(tokenizer: Tokenizer) -> None:
-    """The first part of a text gets a space and no other does: no cut is exact."""
+    """Only the first part of a text gets a space, so no cut is exact."""
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Metaspace(prepend_scheme="first"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
@@ -69,9 +69,9 @@ def variants(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def test_encoding_equals_tokenizing_and_hashing_from_nothing(
     variants: dict[str, PromptTokenizer], name: str, public: list[str], texts: list[str], special: bool
 ) -> None:
-    """Any text, after any others, whatever is public and however often that changes, while parts are being evicted.
+    """It holds for any text after any others, with changing public prompts, while parts are evicted.
 
-    A chain changes its root where the public part ends.
+    A chain changes its root at the end of the public part.
     """
     cached = variants[name]
     prompts = [cached.encode(text, OTHER_ROOT, add_special_tokens=special).token_ids for text in public]
@@ -98,7 +98,7 @@ def test_only_tokenizers_with_exact_cuts_are_cut(variants: dict[str, PromptToken
 
 
 def test_a_text_is_never_taken_for_one_encoded_differently(demo_model_path: Path, tmp_path: Path) -> None:
-    """Each way of encoding remembers for itself; what no tokenizer can read is the client's error."""
+    """Each way of encoding has its own cache; text that no tokenizer can read is the client's error."""
     cached = PromptTokenizer(variant_of(demo_model_path, tmp_path / "bos", _bos_around), block_size=4)
     for special in (True, False):
         for public_root in (b"", OTHER_ROOT, OTHER_ROOT[:8]):
@@ -110,7 +110,7 @@ def test_a_text_is_never_taken_for_one_encoded_differently(demo_model_path: Path
 
 
 def test_ids_outside_the_vocabulary_are_refused(tokenizer: PromptTokenizer) -> None:
-    """However large."""
+    """This includes very large ids."""
     for wrong in (-1, tokenizer.vocab_size, 10**30):
         with pytest.raises(InvalidRequest, match="Token ids must be from 0 to 4095"):
             tokenizer.encode_ids([1, wrong], ROOT)

@@ -1,4 +1,4 @@
-"""What the tokenizer remembers: within its bound, for its own root alone, and once for all who ask."""
+"""The tokenizer's cache is bounded, separate for each root, and fills once for concurrent callers."""
 
 import asyncio
 import threading
@@ -22,14 +22,14 @@ ROOT, OTHER_ROOT = b"r" * 16, b"o" * 16
 
 @pytest.fixture
 def cold(demo_model_path: Path) -> PromptTokenizer:
-    """One that remembers nothing yet."""
+    """Return a tokenizer with an empty cache."""
     return PromptTokenizer(demo_model_path)
 
 
-def test_only_what_is_new_is_tokenized_and_nothing_is_shared_across_roots(
+def test_only_new_text_is_tokenized_and_nothing_is_shared_across_roots(
     cold: PromptTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a grown conversation one segment is new; to another scope the whole is as unknown as any other text."""
+    """A longer conversation has one new segment; in another scope the whole text is unknown."""
     history = conversation(20, 1500)
     segments = cold.stats().entries + len(cold._segmenter.cut(history.encode()))
     for root, text, hits, misses in (
@@ -47,12 +47,12 @@ def test_only_what_is_new_is_tokenized_and_nothing_is_shared_across_roots(
     known = cold.encode(history, ROOT)
     monkeypatch.setattr(cold, "_backend", None)
     monkeypatch.setattr("serve_app.tokenization.tokenizer.next_hashes", None)
-    assert cold.encode(history, ROOT).block_hashes == known.block_hashes, "of what is known nothing is hashed"
+    assert cold.encode(history, ROOT).block_hashes == known.block_hashes, "known segments are not hashed"
 
 
 @pytest.mark.parametrize(("texts", "turns", "chars"), [(3000, 1, 3), (150, 2, 4000)])
-def test_what_is_charged_is_what_is_taken(demo_model_path: Path, texts: int, turns: int, chars: int) -> None:
-    """For tiny entries and for large ones, charged bytes are within a fifth of what Python's allocator says."""
+def test_charged_bytes_equal_allocated_ones(demo_model_path: Path, texts: int, turns: int, chars: int) -> None:
+    """For tiny and large entries, charged bytes are within a fifth of those of Python's allocator."""
     cached = PromptTokenizer(demo_model_path, cache_bytes=100 << 20)
     conversations = [f"{i} {conversation(turns, chars)}" for i in range(texts)]
     cached.encode(conversations[0], OTHER_ROOT)
@@ -81,7 +81,7 @@ def test_threads_agree(demo_model_path: Path) -> None:
 
 
 def test_cold_text_is_tokenized_off_the_loop_once(cold: PromptTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten callers with one unknown text: one tokenization, in another thread, and ten equal answers."""
+    """Ten callers with one unknown text cause one tokenization, in another thread, and get equal answers."""
     text = conversation(40, 2500)
     threads: list[str] = []
     complete = cold._complete
@@ -136,7 +136,7 @@ STEPS = st.tuples(
 def test_it_charges_the_sum_and_evicts_in_order_of_use(
     steps: list[tuple[list[bytes], tuple[int, int] | None]], capacity: int
 ) -> None:
-    """Against a list in order of use: puts replace, a look-up moves what it finds to the end, its beginning last."""
+    """The model is a list in order of use: puts replace; a look-up moves hits to the end, the first segment last."""
     cache = SegmentCache(capacity)
     model: list[tuple[bytes, Segment]] = []
     hits = misses = 0
@@ -161,7 +161,7 @@ def test_it_charges_the_sum_and_evicts_in_order_of_use(
         stats = cache.stats()
         assert stats.bytes == charged() <= capacity
         assert (stats.entries, stats.hits, stats.misses) == (len(model), hits, misses)
-        assert list(cache._segments) == [key for key, _ in model], "the first to go first"
+        assert list(cache._segments) == [key for key, _ in model], "in order of eviction"
 
 
 IDS = st.lists(st.one_of(st.integers(0, 2), st.sampled_from([255, 256, 70000])), max_size=9)
@@ -178,7 +178,7 @@ def naive(prompts: list[list[int]], ids: list[int]) -> int:
 
 @given(st.lists(IDS, max_size=6), st.lists(IDS, min_size=1, max_size=4))
 def test_the_longest_public_beginning_is_found(prompts: list[list[int]], asked: list[list[int]]) -> None:
-    """Any set of prompts: empty ones, equal ones, one inside another."""
+    """Prompts may be empty, equal, or one inside another."""
     index = PublicTokens(np.array(prompt, dtype=np.int32) for prompt in prompts)
     for ids in [*asked, *([*prompt, 1] for prompt in prompts)]:
         assert index.count(np.array(ids, dtype=np.int32)) == naive(prompts, ids)

@@ -1,4 +1,4 @@
-"""Checkpoints whose tokenizer differs from the demo model's; prompts as a chat template writes them."""
+"""Checkpoints with tokenizers that differ from the demo model's, and prompts in a chat template's form."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ from serve_app.tokenization.tokenizer import PromptTokenizer
 
 
 def variant_of(source: Path, target: Path, change: Callable[[Tokenizer], None] | None = None) -> Path:
-    """Copy a checkpoint, with links to its weights; ``change`` is called with its tokenizer, where it is not None."""
+    """Copy a checkpoint, with links to its weights; call ``change`` with its tokenizer, unless it is None."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors"))
     for weights in source.glob("*.safetensors"):
         (target / weights.name).symlink_to(weights)
@@ -24,7 +24,7 @@ def variant_of(source: Path, target: Path, change: Callable[[Tokenizer], None] |
 
 
 def sentencepiece_like(directory: Path, source: Path, **more: Any) -> PromptTokenizer:
-    """Build a Llama-2-like tokenizer: spaces as U+2581, bytes for what it lacks, the first space dropped."""
+    """Build a Llama-2-like tokenizer: spaces as U+2581, bytes for unknown characters, the first space dropped."""
     variant_of(source, directory)
     bytes_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
     made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
@@ -46,6 +46,6 @@ def sentencepiece_like(directory: Path, source: Path, **more: Any) -> PromptToke
 
 
 def conversation(turns: int, chars: int) -> str:
-    """Return chat turns of so many characters each, of which no two are the same."""
+    """Return chat turns of this many characters each, all different."""
     turn = "".join(chr(97 + i * i % 26) + " " * (i % 5 == 0) for i in range(chars))
     return "".join(f"<|im_start|>user\n{turn} {i}<|im_end|>\n" for i in range(turns))

@@ -1,4 +1,4 @@
-"""Checkpoints whose chat templates and special tokens are in the style of three families that call tools."""
+"""Checkpoints with chat templates and special tokens in the style of three tool-calling families."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ from tests.serve_app.tokenization.variants import variant_of
 
 TEMPLATES = Path(__file__).parent
 FAMILIES = {"hermes": "hermes", "llama3": "llama3_json", "mistral": "mistral"}
-"""Template -> the parser that it asks for. Another, ``thinking``, writes calls as Hermes does, and drops thoughts."""
+"""Template -> its parser. Another one, ``thinking``, has calls in Hermes' format, and drops thoughts."""
 
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -54,7 +54,7 @@ def without_tools(source: Path, target: Path) -> Path:
 
 
 def call_text(name: str, arguments: dict[str, Any], family: str) -> str:
-    """How a model of the family writes a call."""
+    """Return a call as a model of the family writes it."""
     key = "parameters" if family == "llama3" else "arguments"
     call = json.dumps({"name": name, key: arguments})
     return {"hermes": f"<tool_call>\n{call}\n</tool_call>", "llama3": call, "mistral": f"[TOOL_CALLS][{call}]"}[family]

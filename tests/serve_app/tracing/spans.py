@@ -1,4 +1,4 @@
-"""Spans that tests look at: recorded in this process, or sent to a collector on loopback."""
+"""Spans for tests: recorded in this process, or sent to a collector on loopback."""
 
 import threading
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ class Seen:
 
 
 class Recorded:
-    """A tracer whose spans stay in this process."""
+    """A tracer that keeps its spans in this process."""
 
     def __init__(self) -> None:
         self._exporter = InMemorySpanExporter()
@@ -39,7 +39,7 @@ class Recorded:
         self.tracer = Tracer(provider)
 
     def spans(self) -> list[Seen]:
-        """What has ended, in that order."""
+        """Return the ended spans, in order."""
         return [
             Seen(
                 span.name,
@@ -57,7 +57,7 @@ class Recorded:
 
 
 class Collector(ThreadingHTTPServer):
-    """An OTLP collector on loopback; ``paths``: where it was posted to. ``roles``: of the processes, by span's id."""
+    """An OTLP collector on loopback; ``paths``: those of its requests. ``roles``: of the processes, by span id."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -113,7 +113,7 @@ def collecting() -> Iterator[Collector]:
 
 
 def by_name(spans: list[Seen]) -> dict[str, Seen]:
-    """The spans by their names, of which each is there once."""
+    """Return the spans by their names, which are unique."""
     found = {span.name: span for span in spans}
     assert len(found) == len(spans), [span.name for span in spans]
     return found

@@ -1,4 +1,4 @@
-"""One request's spans over ingress, router and replica: one trace, each part inside the one that it belongs to."""
+"""One request's spans over ingress, router and replica form one trace, each part inside its parent."""
 
 import asyncio
 import re
@@ -27,7 +27,7 @@ PAGE = Path(__file__).parents[3] / "docs/how-to/monitoring.md"
 
 
 def of_request(recorded: Recorded, handle: FakeHandle) -> list[Tokens]:
-    """Send one generation, as an ingress does whose request is traced."""
+    """Send one generation, as an ingress does for a traced request."""
     trace = RequestTrace(recorded.tracer, "POST", "/v1/completions", {}, "mine")
     assert trace.traceparent
 
@@ -43,7 +43,7 @@ def of_request(recorded: Recorded, handle: FakeHandle) -> list[Tokens]:
 
 
 def traced_replica(recorded: Recorded) -> Any:
-    """What a replica does of a call: its trace, and a stream that sees outputs."""
+    """Return a replica's objects for a call: its trace, and a stream that sees outputs."""
 
     async def chunks(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
         trace = replica_trace(recorded.tracer, call.traceparent, replica, route.prompt_tokens)
@@ -70,7 +70,7 @@ def inside(child: Seen, parent: Seen) -> bool:
 
 
 def test_one_request_is_one_trace() -> None:
-    """From the ingress to the replica's decode; parts of one after the other follow each other without overlap."""
+    """It covers everything from the ingress to the replica's decode; successive parts do not overlap."""
     recorded = Recorded()
     handle = FakeHandle(traced_replica(recorded), tracer=recorded.tracer)
     assert ids(of_request(recorded, handle)) == whole()
@@ -107,7 +107,7 @@ def test_one_request_is_one_trace() -> None:
 
 
 def test_a_lost_call_has_a_span_beside_its_successors() -> None:
-    """Each of them under the request, with how it ended; the answer is the same."""
+    """Each call is under the request, with its outcome; the answer is the same."""
     recorded = Recorded()
     handle = FakeHandle(lost_once(2, error=ActorDiedError()), tracer=recorded.tracer)
     assert ids(of_request(recorded, handle)) == whole()
@@ -144,9 +144,9 @@ def test_a_call_that_serve_refuses_at_once_has_a_span_that_ends(refusal: Excepti
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_ingress_traces_requests_for_text(demo_model_path: Path, stream: bool) -> None:
-    """With a client's traceparent as the parent, whatever becomes of the request; pages of operators are not traced.
+    """A client's traceparent is the parent, for any outcome of the request; operators' pages are not traced.
 
-    What clients send in bodies and headers is in no attribute, and each attribute's name is on the page.
+    No attribute contains text from clients' bodies or headers, and each attribute's name is on the page.
     """
     recorded = Recorded()
     parent = f"00-{'a' * 32}-{'b' * 16}-01"
@@ -179,8 +179,8 @@ def test_an_ingress_traces_requests_for_text(demo_model_path: Path, stream: bool
     assert not [word for word in ("private", "hush", "salted", "someone", "the answer") if word in written]
 
 
-def test_a_stream_that_breaks_off_says_so(demo_model_path: Path) -> None:
-    """Its status was 200; the span is an error's, with the error's code."""
+def test_a_stream_that_breaks_off_is_an_error_span(demo_model_path: Path) -> None:
+    """Its status was 200, but the span is an error's, with the error's code."""
     recorded = Recorded()
     with scripted(demo_model_path, recorded.tracer) as (url, script):
         script.text, script.fails = "the answer is long enough", GenerationFailed("broken", code="timeout")

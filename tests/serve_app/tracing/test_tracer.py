@@ -1,4 +1,4 @@
-"""Whose child a span is, what is sampled, and what becomes of spans that nobody takes."""
+"""The parents of spans, sampling, and spans that cannot be delivered."""
 
 import logging
 import socket
@@ -15,8 +15,8 @@ hexes = st.integers(1, 2**64 - 1)
 
 
 @given(hexes, hexes, st.sampled_from((0, 1, 2, 3)))
-def test_a_callers_trace_goes_on_where_it_is_sampled(trace: int, span: int, flags: int) -> None:
-    """A sampled ``traceparent`` is the parent, over one more process too; else no process records anything."""
+def test_a_callers_trace_continues_if_it_is_sampled(trace: int, span: int, flags: int) -> None:
+    """A sampled ``traceparent`` is the parent, also in a second process; otherwise no process records anything."""
     recorded = Recorded()
     began = recorded.tracer.begin("a", {"traceparent": f"00-{trace:032x}-{span:016x}-{flags:02x}"})
     if flags & 1:
@@ -36,22 +36,22 @@ def test_a_callers_trace_goes_on_where_it_is_sampled(trace: int, span: int, flag
     st.text(max_size=80) | st.from_regex(r"[0-9a-f]{2}-[0-9a-f]{30,34}-[0-9a-f]{14,18}-[0-9a-f]{0,4}", fullmatch=True)
 )
 def test_any_header_gives_a_span(header: str) -> None:
-    """What is no traceparent begins a trace of its own; nothing that a client sends is an error."""
+    """An invalid traceparent begins a new trace; no header of a client is an error."""
     recorded = Recorded()
     recorded.tracer.begin("a", {"traceparent": header, "tracestate": header}).end()
     assert all(span.parent_id == "" or span.parent_id in header for span in recorded.spans())
 
 
 def test_without_an_endpoint_or_a_sampler_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OTEL_TRACES_SAMPLER holds; whoever asks for a call's trace gets none."""
+    """OTEL_TRACES_SAMPLER applies, so a request for a call's trace returns none."""
     assert open_tracer(None, "ingress", "a") is None
     assert call_trace(None, "00-1-1-01", "c") is None
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
     assert RequestTrace(Recorded().tracer, "POST", "/", {}, "").traceparent == ""
 
 
-def test_a_collector_gets_what_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As OTLP over HTTP, at the path of traces below its base URL; closing sends the rest."""
+def test_a_collector_gets_ended_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are sent as OTLP over HTTP, to the path of traces below its base URL; closing sends the rest."""
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with collecting() as collector:
@@ -81,7 +81,7 @@ def test_a_collector_that_answers_nothing_costs_spans_alone(monkeypatch: pytest.
         assert tracer is not None
         tracer.begin("span", {}).end()
         tracer.close(0.01)
-    # Its thread would go on beside other tests.
+    # Otherwise its thread would run on beside other tests.
     [processor] = tracer._provider._active_span_processor._span_processors
     processor.span_exporter.shutdown()  # type: ignore[attr-defined]
     processor._batch_processor._worker_thread.join(60)  # type: ignore[attr-defined]

@@ -42,8 +42,8 @@ def everything(ledger: Ledger, tenant: str | None = None) -> Rows:
         max_size=30,
     )
 )
-def test_what_is_counted_is_conserved(asked: list[tuple[int, str, str, int, int, bool, int]]) -> None:
-    """Over two files: read, written and uncached tokens are the prompt's, for each tenant and prompt, none negative.
+def test_counts_are_conserved(asked: list[tuple[int, str, str, int, int, bool, int]]) -> None:
+    """Over two files: read, written and uncached tokens add up to the prompt's, per tenant and prompt, none negative.
 
     docs: tenants
     """
@@ -57,7 +57,7 @@ def test_what_is_counted_is_conserved(asked: list[tuple[int, str, str, int, int,
             both[which].flush()
         sums = expected[tenant, prompt]
         expected[tenant, prompt] = [sums[0] + tokens, sums[1] + cached, sums[2] + output]
-    rows = merged([(one.file_id, everything(one)) for one in (*both, both[0])])  # the same file again counts once
+    rows = merged([(one.file_id, everything(one)) for one in (*both, both[0])])  # a repeated file counts once
     assert {
         (key.tenant, key.prompt): [counts.prompt_tokens, counts.cached_tokens, counts.output_tokens]
         for key, counts in rows
@@ -70,7 +70,7 @@ def test_what_is_counted_is_conserved(asked: list[tuple[int, str, str, int, int,
 
 
 def test_a_file_survives_and_is_shared(tmp_path: Path) -> None:
-    """Two ingresses add to one private file, and the next process finds it all. (docs: isolation)"""
+    """Two ingresses add to one private file, and the next process finds everything. (docs: isolation)"""
     file = tmp_path / "usage.sqlite"
     one, other = ledger_of(file), ledger_of(file)
     for ledger in (one, other):
@@ -86,7 +86,7 @@ def test_a_file_survives_and_is_shared(tmp_path: Path) -> None:
     assert later.file_id == one.file_id
 
 
-def test_what_cannot_be_written_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usage_that_cannot_be_written_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that fails for a while loses nothing."""
     ledger = ledger_of(tmp_path / "usage.sqlite")
     with monkeypatch.context() as patch:
@@ -121,7 +121,7 @@ def test_documents() -> None:
 
 
 def test_days() -> None:
-    """The last thirty by default; what is no range is a 400."""
+    """The default is the last thirty; an invalid range is a 400."""
     today = date(2027, 1, 31)
     assert days(None, None, today) == ("2027-01-02", "2027-01-31")
     assert days("2026-12-31", "2027-01-01", today) == ("2026-12-31", "2027-01-01")

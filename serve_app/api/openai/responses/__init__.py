@@ -1,1 +1,1 @@
-"""OpenAI's responses, and the conversations that are stored with them."""
+"""OpenAI's responses and their stored conversations."""

@@ -1,4 +1,4 @@
-"""The items of a conversation: as messages to a model, as they are stored with a response, and as they are listed."""
+"""The items of a conversation: their conversion to a model's messages, their stored form, and their list."""
 
 import secrets
 from collections.abc import Mapping, Sequence
@@ -22,14 +22,14 @@ _ITEM_FIELDS = {
     "reasoning": frozenset({"content"}),
 }
 ITEM_PATHS = tuple(f"input[].{name}" for name in sorted(frozenset().union(*_ITEM_FIELDS.values())))
-"""Of all fields that are read."""
+"""The paths of all fields that are read."""
 
 
 def messages_of(items: list[Any], ignored: set[str], first: int = 0) -> list[dict[str, Any]]:
-    """Return the messages that input items are; calls that follow each other, or a text, are one assistant's turn.
+    """Convert input items to messages; consecutive calls, and calls after a text, form one assistant's turn.
 
-    ``first``: the number of the first item, in errors. Adds the paths of fields that nothing reads to ``ignored``.
-    Raises InvalidRequest for items that are no text.
+    ``first``: the first item's number in errors. Adds the paths of unread fields to ``ignored``.
+    Raises InvalidRequest for items that are not text.
     """
     messages: list[dict[str, Any]] = []
     check_arguments(items)
@@ -74,7 +74,7 @@ def _text(content: Any, path: str, ignored: set[str]) -> str:
 
 
 def stored_items(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return valid items with what is read of them alone, and an id each; a call that was cut off is left out."""
+    """Return valid items with an id each and only the fields that are read, without calls that were cut off."""
     whole = (item for item in items if (item.get("type"), item.get("status")) != ("function_call", "incomplete"))
     return [_stored(item) for item in whole]
 
@@ -94,7 +94,7 @@ def _stored(item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_part(kind: str, text: str, told: Sequence[Any] = ()) -> dict[str, Any]:
-    """Return a part of a message; ``told``: the log-probabilities of an answer's."""
+    """Return a part of a message; ``told``: the log-probabilities of an answer's part."""
     return {"type": kind, "text": text, **({"annotations": [], "logprobs": told} if kind == "output_text" else {})}
 
 
@@ -107,7 +107,7 @@ class ItemsQuery(JsonBody):
 
 
 def item_page(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    """Return a page of items, as a query asks for it. Raises InvalidRequest."""
+    """Return the page of items that a query selects. Raises InvalidRequest."""
     asked = ItemsQuery.checked(dict(query))
     listed = list(items) if asked.order == "asc" else [*reversed(items)]
     if asked.after is not None:

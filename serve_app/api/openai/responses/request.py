@@ -1,4 +1,4 @@
-"""The body of ``POST /v1/responses``, text, calls and their results, -> ChatRequest, with the fields to repeat."""
+"""Parse the body of ``POST /v1/responses`` into a ChatRequest, with the fields that the answer repeats."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -32,7 +32,7 @@ _SHOWN = {
 }
 
 LOGPROBS = "message.output_text.logprobs"
-"""What ``include`` calls them."""
+"""The name of log-probabilities in ``include``."""
 
 
 class ResponseFunction(FunctionBody):
@@ -42,7 +42,7 @@ class ResponseFunction(FunctionBody):
 
 
 class ResponseTool(JsonBody):
-    """A function, or a namespace of functions. OpenAI's own ``web_search`` is taken, and no model is told of it."""
+    """A function or a namespace of functions. OpenAI's own ``web_search`` is accepted, but no model sees it."""
 
     type: Annotated[
         Literal["function", "namespace", "web_search"],
@@ -57,7 +57,7 @@ class ResponseTool(JsonBody):
     ] = Field([], description="of a namespace")
 
     def functions(self, path: str) -> list[Function]:
-        """Return what the model is told of. Raises InvalidRequest where there is no name."""
+        """Return the functions that the model sees. Raises InvalidRequest if the name is missing."""
         if self.type == "web_search":
             return []
         if self.name is None:
@@ -75,21 +75,21 @@ class ResponseNamedChoice(JsonBody):
 
 
 class ReasoningConfig(JsonBody):
-    """Whether the model thinks. ``summary`` and others change nothing: reasoning is told whole."""
+    """Whether the model thinks. ``summary`` and other fields change nothing: reasoning is returned in full."""
 
     effort: Effort = None
     summary: str | None = None
 
 
 class TextConfig(JsonBody):
-    """How the text is written. ``verbosity`` changes nothing."""
+    """The form of the text. ``verbosity`` changes nothing."""
 
     format: Annotated[dict[str, Any] | None, Must("an object with type")] = None
     verbosity: str | None = None
 
 
 class ResponseStreamOptions(StreamOptions):
-    """How to stream. ``include_obfuscation`` changes nothing: nothing is added to events."""
+    """Options of a stream. ``include_obfuscation`` changes nothing: events get no padding."""
 
     include_obfuscation: bool | None = None
 
@@ -128,8 +128,8 @@ class ResponsesBody(GenerationBody):
         Field(description="text, or a list of messages, function calls and their results"),
         Must("a string or a list of items"),
     ]
-    previous_response_id: Text128 = Field(None, description="a stored response, whose conversation goes on with input")
-    store: bool = Field(True, description="keep the response, where the deployment stores any")
+    previous_response_id: Text128 = Field(None, description="a stored response; input continues its conversation")
+    store: bool = Field(True, description="store the response, if the deployment stores responses")
     instructions: Annotated[str | None, Must("a string")] = Field(None, description="a system message before the input")
     max_output_tokens: Tokens = Field(None, description="default: the deployment's")
     stream_options: ResponseStreamOptions | None = None
@@ -137,21 +137,21 @@ class ResponsesBody(GenerationBody):
         TextConfig(), description="format: text, json_object or json_schema"
     )
     metadata: Annotated[dict[str, Any], Must("an object")] = Field(
-        {}, description="given back as it came, in responses; its user_id can name the session, in messages"
+        {}, description="returned unchanged in responses; its user_id can name the session, in messages"
     )
-    prompt_cache_retention: Text1024 = Field(None, description="given back as it came, in responses")
+    prompt_cache_retention: Text1024 = Field(None, description="returned unchanged in responses")
     prompt_cache_options: Annotated[dict[str, Any] | None, Must("an object")] = Field(
-        None, description="given back as it came, in responses"
+        None, description="returned unchanged in responses"
     )
     include: Annotated[list[str], Must("a list of strings")] = Field(
-        [], description=f"{LOGPROBS}: of each token of the text; nothing more than there is"
+        [], description=f"{LOGPROBS}: log-probabilities of the text's tokens; other values have no effect"
     )
-    top_logprobs: TopLogprobs = Field(0, description="and of as many of the likeliest at its place")
+    top_logprobs: TopLogprobs = Field(0, description="report this many of the likeliest tokens at each place, too")
     reasoning: Annotated[ReasoningConfig, Must("an object with effort")] = Field(
-        ReasoningConfig(), description="effort, as reasoning_effort in chats"
+        ReasoningConfig(), description="effort: like reasoning_effort in chats"
     )
-    user: Text1024 = Field(None, description="given back as it came, in responses")
-    safety_identifier: Text1024 = Field(None, description="given back as it came, in responses")
+    user: Text1024 = Field(None, description="returned unchanged in responses")
+    safety_identifier: Text1024 = Field(None, description="returned unchanged in responses")
     tools: Annotated[
         list[Annotated[ResponseTool, Must("an object with type and name")]],
         Field(max_length=MAX_TOOLS),
@@ -160,12 +160,12 @@ class ResponsesBody(GenerationBody):
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | ResponseNamedChoice,
         Must('"none", "auto", "required", or {"type": "function", "name": "..."}'),
-    ] = Field("auto", description="whether the model may or must call, and what")
+    ] = Field("auto", description="whether the model may or must call, and which tool")
     parallel_tool_calls: bool = Field(True, description="false: the answer ends with its first call")
 
     @property
     def grammar(self) -> Grammar | None:
-        """What the answer must match; None: anything. Raises InvalidRequest."""
+        """The grammar of the answer; None: any text. Raises InvalidRequest."""
         asked, other = of_format(self.text.format, "text.format"), super().grammar
         if asked is not None and other is not None:
             raise InvalidRequest("structured_outputs does not go with text.format.", param="structured_outputs")
@@ -177,9 +177,9 @@ class ResponsesBody(GenerationBody):
         return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
 
     def request(self, earlier: Sequence[Any] | None = None) -> ChatRequest:
-        """Return the validated request. Raises InvalidRequest where fields do not go together.
+        """Return the validated request. Raises InvalidRequest for fields that contradict each other.
 
-        ``earlier``: the items that ``previous_response_id`` stands for, None where no responses are stored.
+        ``earlier``: the items of ``previous_response_id``, None if the deployment stores no responses.
         """
         if self.previous_response_id is not None and earlier is None:
             message = "previous_response_id has no effect here, for nothing is stored; send the whole conversation."
@@ -216,7 +216,7 @@ class ResponsesBody(GenerationBody):
         )
 
     def _repeated(self) -> dict[str, Any]:
-        """Return the fields that an answer repeats, in OpenAI's shape, but for ``store``."""
+        """Return the fields that an answer repeats, in OpenAI's shape, except ``store``."""
         return {
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
@@ -241,5 +241,5 @@ class ResponsesBody(GenerationBody):
 
 
 def parse_response_request(body: bytes) -> ChatRequest:
-    """Read the body of ``POST /v1/responses``. Raises InvalidRequest, and nothing else, when it is wrong."""
+    """Parse the body of ``POST /v1/responses``. Raises InvalidRequest, and nothing else, if it is invalid."""
     return ResponsesBody.parse(body).request()

@@ -1,4 +1,4 @@
-"""Answers in the shape of OpenAI's responses: one object, or events that are numbered and end with that object."""
+"""Answers in the shape of OpenAI's responses: one object, or numbered events that end with that object."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ResponsesFormat:
-    """One response; an ``AnswerFormat`` of answers with one choice. ``response``: its body, once it is whole."""
+    """An ``AnswerFormat`` for one response with one choice. ``response``: its body, once it is complete."""
 
     response: dict[str, Any]
 
@@ -41,7 +41,7 @@ class ResponsesFormat:
 
 
 class _Items:
-    """Makes the items of one response, with ids of their own."""
+    """Makes the items of one response, each with its own id."""
 
     def __init__(self, head: AnswerHead) -> None:
         self._answer_id = head.answer_id
@@ -105,7 +105,7 @@ class _Stream:
         if isinstance(event, CallArguments):
             self._parts.append(event.json)
             return self._item_event("response.function_call_arguments.delta", delta=event.json)
-        return b""  # what ends the item tells whether it is complete
+        return b""  # the event that closes the item has its status
 
     def finish(self, index: int, reason: FinishReason, stop_sequence: str = "") -> bytes:
         self._reason = reason
@@ -113,14 +113,14 @@ class _Stream:
         return events + self._close("incomplete" if reason == "length" else "completed")
 
     def usage(self, usage: Usage) -> bytes:
-        """End with the whole response; usage is always in it."""
+        """End with the whole response, which always has usage."""
         self._ended.response = response = _response(self._head, self._output, self._reason, usage)
         last = self._event(f"response.{response['status']}", response=response)
-        self._number -= 1  # where the response cannot be stored, an error takes its place
+        self._number -= 1  # an error replaces this event if the response cannot be stored
         return last
 
     def error(self, error: WarmpathError) -> bytes:
-        """End with an error: OpenAI documents its fields, and its clients raise what is under ``error``."""
+        """End with an error: OpenAI documents the flat fields, and its clients raise the content of ``error``."""
         shown = {"code": error.code, "message": error.message, "param": error.param}
         return self._event("error", **shown, error={"type": error.type, **shown})
 
@@ -174,7 +174,7 @@ class _Stream:
 def _response(
     head: AnswerHead, output: list[dict[str, Any]], reason: FinishReason | None, usage: Usage | None
 ) -> dict[str, Any]:
-    """Return a response; ``reason`` None: it is in progress."""
+    """Return a response; with ``reason`` None it is in progress."""
     cut = reason == "length"
     return {
         "id": f"resp_{head.answer_id}",
@@ -191,7 +191,7 @@ def _response(
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Return usage; nothing is charged for a write to the cache."""
+    """Return usage; cache writes are not charged."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0, **cache_miss(usage)},

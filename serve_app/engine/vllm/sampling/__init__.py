@@ -1,1 +1,1 @@
-"""How a request's tokens are chosen inside vLLM: by this project's own code, in the place of its sampler."""
+"""Choose a request's tokens inside vLLM with this project's own code, in place of vLLM's sampler."""

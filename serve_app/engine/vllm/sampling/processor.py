@@ -1,4 +1,4 @@
-"""vLLM's model runner (V1) made to choose tokens by the built-in engine's code. vLLM's worker imports it by name."""
+"""Make vLLM's model runner (V1) choose tokens with the built-in engine's code. vLLM's worker imports it by name."""
 
 from functools import wraps
 from itertools import islice
@@ -21,15 +21,15 @@ from serve_app.structured.matcher import Matchers
 
 
 class ChoosesByPosition:
-    """What vLLM's worker can do besides its own. What ``worker_extension_cls`` names."""
+    """An extension of vLLM's worker. ``worker_extension_cls`` names this class."""
 
     model_runner: Any
     vllm_config: Any
 
     def choose_by_position(self) -> None:
-        """Put this project's choice in the place of vLLM's; once, before the first request.
+        """Replace vLLM's sampler with this project's, once, before the first request.
 
-        vLLM takes no logits processor beside drafts, and applies one to no draft.
+        A logits processor would not do: vLLM accepts none beside drafts, and applies none to drafts.
         """
         runner, batch = self.model_runner, self.model_runner.input_batch
         followed = BatchRows(self.vllm_config)
@@ -43,7 +43,7 @@ class ChoosesByPosition:
 
 
 class BatchRows(LogitsProcessor):  # type: ignore[misc]
-    """Follows which request is in which row of vLLM's batch, and changes no logits."""
+    """Tracks which request is in which row of vLLM's batch; changes no logits."""
 
     def __init__(self, vllm_config: Any) -> None:
         model, end_token_ids = vllm_config.model_config, vllm_config.additional_config[CONFIG_ENDS]
@@ -51,7 +51,7 @@ class BatchRows(LogitsProcessor):  # type: ignore[misc]
         self.rows: dict[int, Row] = {}
 
     def is_argmax_invariant(self) -> bool:
-        """Yes: it changes nothing."""
+        """Return True: it changes nothing."""
         return True
 
     def update_state(self, batch_update: Any) -> None:
@@ -59,7 +59,7 @@ class BatchRows(LogitsProcessor):  # type: ignore[misc]
         process_dict_updates(self.rows, batch_update, self._new_row)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return them as they are."""
+        """Return the logits unchanged."""
         return logits
 
     def _new_row(self, params: Any, prompt: list[int] | None, output: list[int]) -> Row | None:
@@ -68,7 +68,7 @@ class BatchRows(LogitsProcessor):  # type: ignore[misc]
 
 
 class PositionSampler(Sampler):  # type: ignore[misc]
-    """vLLM's sampler, but for the choice; logprobs are its own."""
+    """vLLM's sampler with another choice of tokens; the logprobs are vLLM's."""
 
     def __init__(self, replaced: Any, rows: dict[int, Row]) -> None:
         super().__init__(replaced.logprobs_mode, replaced.use_fp64_gumbel)
@@ -83,10 +83,10 @@ class PositionSampler(Sampler):  # type: ignore[misc]
 
 
 class DraftVerifier(RejectionSampler):  # type: ignore[misc]
-    """Takes a draft where it is the token chosen at its position: drafts decide how many steps an answer takes."""
+    """Accepts a draft if it is the token chosen at its position: drafts only change the number of steps."""
 
     def forward(self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any) -> SamplerOutput:
-        """Return tokens [requests, most drafts + 1], behind each request's last placeholders; as ``choose_rows``."""
+        """Return tokens [requests, most drafts + 1], padded with placeholders at the end; see ``choose_rows``."""
         logits = logits.float()
         most, width = sampling_metadata.max_num_logprobs, metadata.max_spec_len + 1
         logprobs = None if most is None else self.sampler.compute_logprobs(logits)
@@ -104,11 +104,11 @@ class DraftVerifier(RejectionSampler):  # type: ignore[misc]
 
 
 def spare_base_rows() -> None:
-    """Mend vLLM's LoRA kernels for CPUs: rows of the base model get nothing of an adapter.
+    """Fix vLLM's LoRA kernels for CPUs: rows of the base model must get nothing from an adapter.
 
-    Such rows have the index -1, which the kernels take for the last slot: a request without an adapter, beside one that
-    has one, silently gets the adapter of that slot, and leaves its KV in the cache. Here the first of the two kernels
-    leaves 0 in such rows, of which the second makes nothing. Goes when vLLM has it.
+    Such rows have the index -1, which the kernels read as the last slot. So a request without an adapter, beside one
+    with an adapter, silently gets the adapter of that slot, and leaves its KV in the cache. Here the first kernel
+    writes 0 to such rows, and the second keeps them 0. Remove this once vLLM has the fix.
     Source: https://github.com/vllm-project/vllm/pull/48421
     """
     shrink = lora_ops.bgmv_shrink

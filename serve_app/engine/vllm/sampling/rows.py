@@ -1,9 +1,9 @@
-"""Chooses tokens by (seed, position), rules and grammars for the rows of a batch that vLLM hands over.
+"""Chooses tokens by (seed, position), rules and grammars for the rows of a batch in vLLM.
 
-Owns what crosses to vLLM's worker for that, as plain data in ``SamplingParams.extra_args``, and the rows' state between
-steps there. The choice is the built-in engine's own code, so that a seed gives the same tokens on either engine, alone
-or in a batch, and goes on with them on another replica; penalties, bans and grammars go this way too, for vLLM's own
-begin anew with an answer that another replica began. Imports no vllm.
+Owns the data that this needs in vLLM's worker, plain values in ``SamplingParams.extra_args``, and the rows' state
+between steps there. The choice is the built-in engine's own code. So a seed gives the same tokens on either engine,
+alone or in a batch, and continues with them on another replica. Penalties, bans and grammars run here too, because
+vLLM's own would start anew for an answer that another replica began. Imports no vllm.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SEED_MASK = (1 << 64) - 1
 class TokenChoice(msgspec.Struct, frozen=True):
     """How one request's tokens are chosen. ``resumed_tokens``: the prompt's last ones that belong to the answer.
 
-    ``grammar``: in llguidance's form, "" for none. ``failure_file``: where to write why no token could be chosen.
+    ``grammar``: in llguidance's form, "" for none. ``failure_file``: where to write the reason of a failed choice.
     """
 
     sampling: SamplingParams
@@ -51,32 +51,32 @@ class TokenChoice(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_extra_args(cls, extra_args: Mapping[str, Any] | None) -> TokenChoice | None:
-        """Return what ``to_extra_args`` packed, None where nothing was."""
+        """Return the choice that ``to_extra_args`` packed, or None."""
         packed = (extra_args or {}).get(_EXTRA_ARG)
         return None if packed is None else msgspec.convert(packed, cls)
 
 
 def choice_of(request: EngineRequest, failure_file: str) -> TokenChoice:
-    """Return how a request's tokens are chosen: the likeliest too, as vLLM takes any for it where none is a number.
+    """Return a request's token choice. Greedy ones need it too: vLLM picks any token if logits are not numbers.
 
-    Raises ValueError for a matcher that cannot cross to another process.
+    Raises ValueError for a matcher that cannot be sent to another process.
     """
     sampling, matcher = request.sampling, request.matcher
     if matcher is not None and not isinstance(matcher, AnswerMatcher):
-        raise ValueError("engine: vllm takes grammars as the replica compiles them, and no other matcher")
-    # The noise depends on a seed's lowest 64 bits, and a message holds no more.
+        raise ValueError("engine: vllm accepts grammars compiled by the replica, and no other matcher")
+    # The noise depends on a seed's lowest 64 bits, and a message can hold no more.
     sampling = replace(sampling, seed=sampling.seed & _SEED_MASK)
     return TokenChoice(sampling, request.resumed_tokens, "" if matcher is None else matcher.text, failure_file)
 
 
 def drafts_wanted(extra_args: Mapping[str, Any] | None) -> bool:
-    """Whether drafts may be verified for the request of these arguments."""
+    """Return whether drafts may be verified for the request with these arguments."""
     packed = (extra_args or {}).get(_EXTRA_ARG)
     return packed is None or not packed["sampling"]["disable_spec_decode"]
 
 
 def vllm_sampling(sampling: SamplingParams, choice: TokenChoice, told: Mapping[str, Any]) -> dict[str, Any]:
-    """Return vLLM's own sampling fields: greedy, and one token at least, which nobody gets without ``max_tokens``.
+    """Return vLLM's own sampling fields: greedy, and at least one token, which is dropped if ``max_tokens`` is 0.
 
     ``told``: more of ``extra_args``.
     """
@@ -96,7 +96,7 @@ class Row:
 
     def __init__(self, choice: TokenChoice, prompt: Sequence[int], output: Sequence[int], matchers: Matchers) -> None:
         self.choice = choice
-        # A grammar was compiled once by the replica, so that it is known to be one.
+        # The replica has compiled the grammar before, so it is valid.
         self._matcher = matchers.matcher(choice.grammar) if choice.grammar else None
         self.ruled = choice.sampling.rules is not None or self._matcher is not None
         self._output = output
@@ -108,11 +108,11 @@ class Row:
 
     @property
     def position(self) -> int:
-        """Where the next token will stand."""
+        """Position of the next token."""
         return len(self._prompt) + self.choice.resumed_tokens + len(self._output)
 
     def history(self) -> History:
-        """Return prompt and answer as rules and grammar read them."""
+        """Return prompt and answer for rules and grammar."""
         resumed = self.choice.resumed_tokens
         length = resumed + len(self._output)
         self._answer[self._known : length] = self._output[self._known - resumed :]
@@ -120,22 +120,22 @@ class Row:
         return History(self._prompt, self._answer[:length], self._matcher)
 
     def fail(self, reason: str) -> None:
-        """Write why no token could be chosen, once: the request may have another step before it is cancelled."""
+        """Write the reason of a failed choice once: the request may have another step before it is cancelled."""
         try:
             with Path(self.choice.failure_file).open("x") as file:
                 file.write(reason)
         except FileExistsError:
             pass
         except OSError:
-            _log.exception("a failed request cannot be told so (%s)", reason)
+            _log.exception("a failed request cannot be reported (%s)", reason)
 
 
 def choose_rows(rows: Mapping[int, Row], logits: torch.Tensor, drafts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return each request's next tokens: its drafts as far as they are what is chosen there, and one token more.
+    """Return each request's next tokens: its drafts as long as they equal the chosen tokens, and one token more.
 
     ``logits`` [requests + drafts, vocab], float32, changed by rules: a request's row and one after each of its drafts,
-    then the next request's. A draft below 0 is padding, which nothing chosen equals. A request without a ``Row`` gets
-    the likeliest; why one failed is in its file.
+    then the next request's. A draft below 0 is padding, which no chosen token equals. A request without a ``Row`` gets
+    the likeliest token; the reason of a failure is in the request's file.
     """
     asked = [(rows.get(i), guess[:end]) for i, guess in enumerate(drafts) for end in range(len(guess) + 1)]
     ruled = [

@@ -1,1 +1,1 @@
-"""What vLLM's scheduler and block pool do by tenant: who is served, preempted and evicted."""
+"""Service, preemption and eviction by tenant in vLLM's scheduler and block pool."""

@@ -1,8 +1,8 @@
-"""The free blocks of vLLM's pool, in one line a tenant: what is evicted is of whoever is over its share.
+"""The free blocks of vLLM's pool in one queue per tenant: evictions hit the tenants that are over their share.
 
-Stands in for ``FreeKVCacheBlockQueue``. Blocks that hold nothing go first, then the least recently used of the tenant
-with most for its weight; each line is vLLM's own queue, so one tenant's blocks go in vLLM's own order, the end of a
-prompt before its beginning. vLLM removes them from its map and tells so, as it does with its own queue.
+Replaces ``FreeKVCacheBlockQueue``. Empty blocks go first, then the least recently used ones of the tenant with the most
+for its weight. Each queue is vLLM's own, so one tenant's blocks go in vLLM's own order, the end of a prompt before its
+beginning. vLLM removes them from its map and reports that, as with its own queue.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from serve_app.engine.protocol import Clock
 
 
 class Line(FreeKVCacheBlockQueue):  # type: ignore[misc]
-    """vLLM's queue, which has a length."""
+    """vLLM's queue with a length."""
 
     def __init__(self, blocks: Sequence[Any] = ()) -> None:
         super().__init__(list(blocks))
@@ -29,10 +29,10 @@ class Line(FreeKVCacheBlockQueue):  # type: ignore[misc]
 
 
 class TenantFreeQueue:
-    """``taker``: whose request takes the next blocks, "" for nobody's. ``shares``: what each tenant holds.
+    """``taker``: the tenant that takes the next blocks, "" for none. ``shares``: the blocks that each tenant holds.
 
-    ``blocks``: those that are free, in their order; ``total_blocks``: of the pool, numbered from 0.
-    A block belongs to who took it, whoever reads it, until it is handed over, taken again or let go of without content.
+    ``blocks``: the free ones, in their order; ``total_blocks``: of the pool, numbered from 0. A block belongs to the
+    tenant that took it, regardless of readers, until it is handed over, taken again or released without content.
     """
 
     def __init__(self, blocks: Sequence[Any], total_blocks: int, clock: Clock = time.monotonic) -> None:
@@ -43,13 +43,13 @@ class TenantFreeQueue:
         self._owners: list[Account[Line] | None] = [None] * total_blocks
 
     def popleft(self) -> Any:
-        """Take one block. Raises ValueError where none is free."""
+        """Take one block. Raises ValueError if none is free."""
         if not self.num_free_blocks:
             raise ValueError("No free blocks available")
         return self.popleft_n(1)[0]
 
     def popleft_n(self, n: int) -> list[Any]:
-        """Take ``n`` blocks for ``taker``, of those that are free."""
+        """Take ``n`` free blocks for ``taker``."""
         if not n:
             return []
         assert self.num_free_blocks >= n
@@ -60,7 +60,7 @@ class TenantFreeQueue:
         while len(taken) < n:
             giver = self.shares.furthest()
             assert giver is not None
-            # With its own blocks a taker stays the furthest; with another's that may change with each.
+            # A taker that takes its own blocks stays the furthest; taking another's may change that with each block.
             blocks = giver.queue.popleft_n(min(n - len(taken), len(giver.queue)) if giver is taker else 1)
             giver.held -= len(blocks)
             giver.idle -= len(blocks)
@@ -71,7 +71,7 @@ class TenantFreeQueue:
         return taken
 
     def remove(self, block: Any) -> None:
-        """Take a block that is used again."""
+        """Take a free block that is used again."""
         owner = self._owners[block.block_id]
         if owner is None:
             self._empty.remove(block)
@@ -83,11 +83,11 @@ class TenantFreeQueue:
         self.num_free_blocks -= 1
 
     def append(self, block: Any) -> None:
-        """Let a block go that may be used again, after all others of its owner."""
+        """Release a reusable block, behind all others of its owner."""
         self.append_n([block])
 
     def append_n(self, blocks: list[Any]) -> None:
-        """Let blocks go that may be used again, after all others of their owners."""
+        """Release reusable blocks, behind all others of their owners."""
         for owner, run in groupby(blocks, lambda block: self._owners[block.block_id]):
             assert owner is not None
             released = list(run)
@@ -96,14 +96,14 @@ class TenantFreeQueue:
         self.num_free_blocks += len(blocks)
 
     def prepend_n(self, blocks: list[Any]) -> None:
-        """Let blocks go that hold nothing: they are the first to be taken."""
+        """Release empty blocks: they are the first to be taken."""
         for block in blocks:
             self._let_go(block)
         self._empty.prepend_n(blocks)
         self.num_free_blocks += len(blocks)
 
     def hand_over(self, blocks: Sequence[Any], tenant: str) -> None:
-        """Enter blocks in use under another tenant."""
+        """Charge blocks in use to another tenant."""
         account = self.shares.touch(tenant)
         for block in blocks:
             owner = self._owners[block.block_id]
@@ -113,7 +113,7 @@ class TenantFreeQueue:
                 self._owners[block.block_id] = account
 
     def forget(self) -> None:
-        """Note that no free block holds anything any more."""
+        """Note that all free blocks are empty now."""
         for account in self.shares.all():
             blocks = account.queue.popleft_n(len(account.queue))
             account.idle -= len(blocks)
@@ -122,12 +122,12 @@ class TenantFreeQueue:
             self._empty.append_n(blocks)
 
     def get_all_free_blocks(self) -> list[Any]:
-        """Return what is free, tenant by tenant. For tests and for whoever looks."""
+        """Return the free blocks, tenant by tenant. For tests and debugging."""
         lines = [self._empty, *(account.queue for account in self.shares.all())]
         return [block for line in lines for block in line.get_all_free_blocks()]
 
     def _taker(self) -> Account[Line]:
-        # What is nobody's has no share: it is the first to go.
+        # Blocks of no tenant have no share: they are evicted first.
         return self.shares.touch(self.taker) if self.taker else self.shares.account("")
 
     def _let_go(self, block: Any) -> None:

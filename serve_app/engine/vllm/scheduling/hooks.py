@@ -1,4 +1,4 @@
-"""What of vLLM's scheduler, pool and sampler is rested on, none of it public: looked at before all is built on it."""
+"""Check the internals of vLLM's scheduler, pool and sampler that this package depends on; none of them is public."""
 
 import inspect
 import re
@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.worker_base import WorkerBase
 
 VERSION = "0.32"
-"""Of vLLM, that all here is written for."""
+"""The supported version of vLLM."""
 
 _RESTED_ON: tuple[tuple[Callable[..., Any], str], ...] = (
     (BlockPool.free_blocks, "self ordered_blocks"),
@@ -53,7 +53,7 @@ _RESTED_ON: tuple[tuple[Callable[..., Any], str], ...] = (
 _QUEUE_MEMBERS = {"popleft", "popleft_n", "remove", "append", "append_n", "prepend_n", "num_free_blocks"}
 
 _RANK = "self.parallel_config.rank = rank"
-"""By which each rank's part of a copy is told from the others'."""
+"""Distinguishes each rank's part of a copy from the others'."""
 
 _STORED = "self.kv_event_queue.append("
 _HASHES = "self.block_hashes.extend(self._block_hasher(self))"
@@ -61,27 +61,27 @@ _VICTIM = "key=lambda r: (r.priority, r.arrival_time)"
 
 
 def check_hooks() -> None:
-    """Raise RuntimeError, with both versions, where vLLM is not as all here takes it to be."""
-    wrong = [] if vllm.__version__.startswith(f"{VERSION}.") else ["its version is another"]
+    """Raise RuntimeError, with both versions, if vLLM's internals differ from those expected here."""
+    wrong = [] if vllm.__version__.startswith(f"{VERSION}.") else ["its version differs"]
     for function, parameters in _RESTED_ON:
         if list(inspect.signature(function).parameters) != parameters.split():
-            wrong.append(f"{function.__qualname__} takes other arguments")
+            wrong.append(f"{function.__qualname__} has other parameters")
     if unknown := set(re.findall(r"free_block_queue\.(\w+)", inspect.getsource(BlockPool))) - _QUEUE_MEMBERS:
         wrong.append(f"its pool asks for {', '.join(sorted(unknown))}")
     if not hasattr(PriorityRequestQueue(), "_heap"):
-        wrong.append("its waiting line is no heap")
+        wrong.append("its waiting queue is not a heap")
     if _STORED not in inspect.getsource(BlockPool.cache_full_blocks):
-        wrong.append("it tells of stored blocks in another way")
+        wrong.append("it reports stored blocks differently")
     if _HASHES not in inspect.getsource(Request.update_block_hashes):
-        wrong.append("it hashes requests in another way")
+        wrong.append("it hashes requests differently")
     if _VICTIM not in inspect.getsource(Scheduler.schedule):
         wrong.append("it preempts by another rule")
     if _RANK not in inspect.getsource(WorkerBase.__init__):
-        wrong.append("its workers do not say their rank")
+        wrong.append("its workers do not store their rank")
     if "in self.logitsprocs.all" not in inspect.getsource(InputBatch.refresh_metadata):
-        wrong.append("its batch tells others of its requests")
+        wrong.append("its batch tells other processors of its requests")
     if wrong:
         raise RuntimeError(
-            f"warmpath chooses the tokens of vLLM {VERSION}, divides its cache and turns by tenant, and this is vLLM "
+            f"warmpath chooses the tokens of vLLM {VERSION}, divides its cache and turns by tenant; this is vLLM "
             f"{vllm.__version__}: {'; '.join(wrong)}. Install vLLM {VERSION}."
         )

@@ -1,6 +1,6 @@
-"""vLLM's scheduler, fair between tenants: who is served, who is preempted, whose blocks are evicted. Runs in its core.
+"""vLLM's scheduler with fair service, preemption and eviction between tenants. Runs in vLLM's core.
 
-All else is vLLM's own, and so is everything as long as one tenant is there.
+Everything else is vLLM's own behaviour, and so is everything while there is one tenant.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from serve_app.engine.vllm.scheduling.waiting_line import WaitingLine
 
 
 class TenantScheduler(Scheduler):  # type: ignore[misc]
-    """vLLM's, with lines, turns and shares of the pool by tenant. Raises RuntimeError for a vLLM it does not know."""
+    """vLLM's, with queues, turns and pool shares by tenant. Raises RuntimeError for an unknown version of vLLM."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         check_hooks()
@@ -39,13 +39,13 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
         self._ranked = False
 
     def add_request(self, request: Any) -> None:
-        """Take a request in: its tenant is there from now on, and weights that it brings hold."""
+        """Add a request: its tenant is active from now on, and weights that it carries apply."""
         shares, tenant = shares_of(request), tenant_of(request)
         if shares is not None:
             self._turns.shares.set_weights(shares)
             self._pool_queue.shares.set_weights(shares)
         if tenant:
-            if request.priority >= 0:  # a copy asks for no turn
+            if request.priority >= 0:  # a copy needs no turn
                 self._turns.shares.touch(tenant)
             self._pool_queue.shares.touch(tenant)
         self._blocks.begin(request)
@@ -53,14 +53,14 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
             self.waiting.make_way(request)
         super().add_request(request)
         if self.running or len(self.waiting) > 1:
-            # What it will read is used from now on: else whoever takes blocks before it starts could evict that.
+            # Touch its cached blocks now: else other requests could evict them before it starts.
             pool = self.kv_cache_manager.block_pool
             for blocks in self._hit(request)[0]:
                 pool.touch(blocks)
                 pool.free_blocks(reversed(blocks))
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
-        """Return vLLM's next step, in which tenants that compete have the tokens and starts of their turns."""
+        """Return vLLM's next step; competing tenants get the tokens and starts of their turns."""
         contested = self._turns.shares.contested
         if contested:
             in_use = {account.tenant: account.held - account.idle for account in self._pool_queue.shares.all()}
@@ -76,26 +76,26 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
             self.waiting.chosen = None
 
     def reset_prefix_cache(self, *arguments: Any, **named: Any) -> bool:
-        """Forget every block, or none while one is in use."""
+        """Drop all blocks, or none while one is in use."""
         done = bool(super().reset_prefix_cache(*arguments, **named))
         if done:
             self._pool_queue.forget()
         return done
 
     def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """Return how many tokens of a request the step computes: vLLM asks right before it takes blocks for them."""
+        """Return how many tokens of a request the step computes: vLLM calls this right before it allocates blocks."""
         self._pool_queue.taker = tenant_of(request)
         most = self._plan.limits.get(request.request_id, num_new_tokens)
         if num_computed_tokens + num_new_tokens > request.num_tokens:
-            most = num_new_tokens  # a prompt's last token, padded for drafts: vLLM wants all of it or nothing
+            most = num_new_tokens  # a prompt's last token, padded for drafts: vLLM needs all of it or nothing
         elif 0 < most < num_new_tokens and self.need_mamba_block_aligned_split:
-            # Where a layer keeps a state, what vLLM takes for a block's state is that of the step's end.
+            # If a layer keeps a state, the state that vLLM stores for a block is that of the step's end.
             whole = ceil_div(most, self.block_size) * self.block_size
             most = self._mamba_block_aligned_split(request, whole, num_computed_tokens - request.num_computed_tokens)
         return int(super()._reserve_prefill_lookahead(request, num_computed_tokens, min(num_new_tokens, most)))
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        """Take the drafts for the next step, but for requests that want none."""
+        """Accept the drafts for the next step, except for requests that want none."""
         super().update_draft_token_ids(draft_token_ids)
         for request in map(self.requests.get, draft_token_ids.req_ids):
             if request is not None and not drafts_wanted(request.sampling_params.extra_args):
@@ -120,23 +120,23 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
         return self._pool_queue.shares.protected(tenant)
 
     def need_of(self, request: Any) -> Need:
-        """Return what a waiting request would take if it started now."""
+        """Return the tokens and blocks that a waiting request would need if it started now."""
         groups, cached_tokens = self._hit(request)
         taken = self._turns.blocks_of(request) - sum(block.ref_cnt > 0 for group in groups for block in group)
-        taken += 2 * (len(groups) - 1)  # a group beside that of full attention has the last state and the next
+        taken += 2 * (len(groups) - 1)  # a group beside full attention has the last state and the next
         return Need(request.num_tokens - cached_tokens, taken)
 
     def _hit(self, request: Any) -> tuple[list[list[Any]], int]:
-        """Return the blocks of each group, and the tokens, that a request would read now."""
+        """Return the cached blocks of each group, and the number of tokens, that a request would read now."""
         hit, cached_tokens, *_ = self._get_local_prefix_cache_hit(request)
         return [[block for block in group if not block.is_null] for group in hit.blocks], cached_tokens
 
 
 class AsyncTenantScheduler(TenantScheduler, AsyncScheduler):  # type: ignore[misc]
-    """The same for steps that are planned while the last one is computed."""
+    """The same for steps that are planned while the previous one is computed."""
 
 
 def tenant_scheduler(vllm_config: Any, **named: Any) -> TenantScheduler:
-    """Return the scheduler that fits vLLM's configuration. What ``scheduler_cls`` names."""
+    """Return the scheduler for vLLM's configuration. ``scheduler_cls`` names this function."""
     kind = AsyncTenantScheduler if vllm_config.scheduler_config.async_scheduling else TenantScheduler
     return kind(vllm_config=vllm_config, **named)

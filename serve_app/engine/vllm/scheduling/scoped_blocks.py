@@ -1,7 +1,7 @@
-"""Which of a request's blocks enter vLLM's map, under whose root, and on whose account. Runs in vLLM's core.
+"""The root, and the tenant to charge, of each block that enters vLLM's map. Runs in vLLM's core.
 
-vLLM salts a chain's first block. Here that is the public root, where blocks are public, and the first private block has
-the tenant's in its hash too, so that what follows it is the tenant's alone. The events say so as vLLM says a salt.
+vLLM salts a chain's first block. Here this salt is the public root if blocks are public. The first private block then
+has the tenant's root in its hash too, so that all later blocks are the tenant's alone; the events report it as a salt.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,11 +16,11 @@ from serve_app.engine.vllm.scheduling.free_queue import TenantFreeQueue
 from serve_app.engine.vllm.scheduling.tenant import public_part, stores_kv
 
 Hasher = Callable[[Any], list[Any]]
-"""vLLM's: a request -> the hashes of its whole blocks that have none yet."""
+"""vLLM's hasher: a request -> the hashes of its whole blocks that have none yet."""
 
 
 class ScopedBlocks:
-    """Stands between vLLM's managers and the map of their ``pool``. ``hash_name``: of the hash that names blocks."""
+    """Stands between vLLM's managers and the map of their ``pool``. ``hash_name``: vLLM's name of the block hash."""
 
     def __init__(self, pool: Any, queue: TenantFreeQueue, hash_name: str) -> None:
         self._pool = pool
@@ -30,11 +30,11 @@ class ScopedBlocks:
         pool.cache_full_blocks = self.cache_full_blocks
 
     def begin(self, request: Any) -> None:
-        """Hash what is private of a request under its tenant's root, before anything is looked up or stored of it."""
+        """Hash a request's private blocks under its tenant's root, before any look-up or store."""
         tokens, salt = public_part(request)
         if not tokens or request._block_hasher is None:
             return
-        self._queue.shares.touch(PUBLIC)  # it has a share as long as anybody reads it
+        self._queue.shares.touch(PUBLIC)  # it has a share while any request reads it
         public = tokens // self._pool.hash_block_size
         del request.block_hashes[public:]
         request._block_hasher = partial(self._hashes, request._block_hasher, public, salt)
@@ -50,7 +50,7 @@ class ScopedBlocks:
         kv_cache_group_id: int,
         block_mask: list[bool] | None = None,
     ) -> None:
-        """Do as vLLM's pool, unless the request stores nothing; what is public leaves its tenant's account."""
+        """Do as vLLM's pool, unless the request stores nothing; public blocks leave the tenant's account."""
         if not stores_kv(request):
             return
         self._enter(
@@ -63,11 +63,11 @@ class ScopedBlocks:
         self._queue.hand_over(blocks[num_cached_blocks : min(public, num_full_blocks)], PUBLIC)
         if self._pool.enable_kv_cache_events and num_cached_blocks <= public < num_full_blocks:
             keys = self._pool.kv_event_queue[-1].extra_keys
-            if len(keys) == num_full_blocks - num_cached_blocks:  # else the group keeps only some: no directory's
+            if len(keys) == num_full_blocks - num_cached_blocks:  # else the group keeps only some: not in directories
                 keys[public - num_cached_blocks] = (*(keys[public - num_cached_blocks] or ()), salt)
 
     def _hashes(self, own: Hasher, public: int, salt: str, request: Any) -> list[Any]:
-        """Return the hashes that a request lacks, as vLLM's ``own`` hasher but for the first private block's."""
+        """Return the hashes that a request lacks, like vLLM's ``own`` hasher except for the first private block."""
         size = self._pool.hash_block_size
         start, end = public * size, (public + 1) * size
         if len(request.block_hashes) == public and request.num_tokens >= end:

@@ -1,4 +1,4 @@
-"""Whose a request and its blocks are, and tenants' weights, as they reach vLLM's core: plain data in ``extra_args``.
+"""Tenant, order and scope of requests, and tenants' weights, as plain data in ``extra_args`` for vLLM's core.
 
 Imports no vllm.
 """
@@ -19,49 +19,49 @@ _SHARES = "warmpath.tenant_shares"
 
 
 def tenant_args(tenant: str, order: int = 0) -> dict[str, Any]:
-    """Return what a request's ``SamplingParams.extra_args`` say of its tenant, and of its place among that one's."""
+    """Return a request's ``SamplingParams.extra_args`` for its tenant and its place among the tenant's requests."""
     return {_TENANT: tenant, _ORDER: order}
 
 
 def salt_of(root: bytes) -> str:
-    """Return what vLLM puts into the hash of a chain's first block: the root, of a public chain the public one."""
+    """Return vLLM's salt for the hash of a chain's first block: the root, or the public root of a public chain."""
     return root[:HASH_BYTES].hex()
 
 
 def scope_args(root: bytes, public_tokens: int, *, store_kv: bool = True) -> dict[str, Any]:
-    """Return what a request's ``extra_args`` say of its blocks; ``root`` as in ``EngineRequest``."""
+    """Return a request's ``extra_args`` for the scope of its blocks; ``root`` as in ``EngineRequest``."""
     public = {_PUBLIC: [public_tokens, root[HASH_BYTES:].hex()]} if public_tokens else {}
     return public if store_kv else {**public, _NOT_STORED: True}
 
 
 def shares_args(shares: Mapping[str, float]) -> dict[str, Any]:
-    """Return ``extra_args`` of a request that sets every tenant's weight. Raises ValueError for a bad one."""
+    """Return ``extra_args`` of a request that sets all tenants' weights. Raises ValueError for an invalid one."""
     return {_SHARES: checked_weights(shares)}
 
 
 def tenant_of(request: Any) -> str:
-    """Return the tenant of one of vLLM's ``Request``s; "" for what is nobody's."""
+    """Return the tenant of a ``Request`` of vLLM; "" if it has none."""
     return str(_extra_args(request).get(_TENANT, ""))
 
 
 def order_of(request: Any) -> int:
-    """Return the place of one of vLLM's ``Request``s among its tenant's: the lowest starts first."""
+    """Return the place of a ``Request`` of vLLM among its tenant's: the lowest starts first."""
     return int(_extra_args(request).get(_ORDER, 0))
 
 
 def public_part(request: Any) -> tuple[int, str]:
-    """Return how many tokens of a request of vLLM's are public, and the salt of what follows; (0, "") for none."""
+    """Return the number of public tokens of vLLM's request, and the salt of its private part; (0, "") for none."""
     tokens, salt = _extra_args(request).get(_PUBLIC, (0, ""))
     return tokens, salt
 
 
 def stores_kv(request: Any) -> bool:
-    """Return whether others may hit what a request of vLLM's computes."""
+    """Return whether other requests may use the blocks that vLLM's request computes."""
     return not _extra_args(request).get(_NOT_STORED, False)
 
 
 def shares_of(request: Any) -> Mapping[str, float] | None:
-    """Return the weights that a request of vLLM's sets; None where it sets none."""
+    """Return the weights that vLLM's request sets; None if it sets none."""
     return _extra_args(request).get(_SHARES)
 
 

@@ -1,7 +1,7 @@
-"""How much of each prompt a step of vLLM's computes, and which requests start in it, where tenants compete.
+"""Prompt tokens and starting requests of a step of vLLM while tenants compete.
 
-Prompt tokens that are not cached go by turns (``FairQueue``), within a tenant in the waiting line's order; places and
-blocks by the rule of ``Budget``. Reads vLLM's requests and changes none.
+Uncached prompt tokens go by turns (``FairQueue``), within a tenant in the order of its queue; slots and blocks go by
+the rule of ``Budget``. Reads vLLM's requests and changes none.
 """
 
 import time
@@ -20,25 +20,25 @@ from serve_app.fairness.shares import Budget, Shares
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a waiting request takes: ``tokens`` to compute of it, ``blocks`` that are free now."""
+    """Needs of a waiting request: ``tokens`` to compute, and ``blocks`` out of the free ones."""
 
     tokens: int
     blocks: int
 
 
 class Pool(Protocol):
-    """What is asked of those that may be next alone."""
+    """The pool, asked only about the requests that may start next."""
 
     def need_of(self, request: Any) -> Need:
-        """Return what a waiting request would take if it started now."""
+        """Return the tokens and blocks that a waiting request would need if it started now."""
 
     def protected(self, tenant: str) -> int:
-        """Return the blocks that a tenant over its share leaves: what others within theirs have cached."""
+        """Return the blocks that a tenant over its share must leave: cached ones of tenants within theirs."""
 
 
 @dataclass(slots=True)
 class Plan:
-    """A step: ``limits``, tokens by the ids of the requests whose prompts compete, and ``starts`` of waiting ones."""
+    """A step: ``limits``, tokens by id of the requests with competing prompts, and ``starts`` of waiting ones."""
 
     limits: dict[str, int] = field(default_factory=dict)
     starts: deque[Any] = field(default_factory=deque)
@@ -58,21 +58,21 @@ class TenantTurns:
         self._fair_queue = FairQueue(max_tokens)
 
     def blocks_of(self, request: Any) -> int:
-        """Return the blocks that a request has or is to find: those of its tokens and of the answer's next ones."""
+        """Return the blocks that a request needs in all: those of its tokens and of the answer's next ones."""
         tokens = min(request.num_prompt_tokens + request.max_tokens, request.num_tokens + RESERVED_TOKENS)
         return ceil_div(tokens, self._block_size)
 
     def plan(self, running: Collection[Any], waiting: Iterable[Any], in_use: Mapping[str, int], pool: Pool) -> Plan:
         """Return the next step's plan. ``waiting``: in their order; ``in_use``: blocks by tenant.
 
-        Those of a priority below 0 are copies of KV, which go first and have no limits.
+        Requests with a priority below 0 are copies of KV, which go first without limits.
         """
         step = _Step(Budget(self.shares, lambda: self._places), Budget(self.shares, lambda: self._blocks), pool)
         lines: dict[str, deque[Any]] = {}
         decodes: Counter[str] = Counter()
         runs = set(map(tenant_of, running))
         for tenant, blocks in in_use.items():
-            step.blocks.take(tenant if tenant in runs else "", blocks)  # with pins alone it may start whatever fits
+            step.blocks.take(tenant if tenant in runs else "", blocks)  # with pins alone it may start all that fits
         for request in running:
             if request.priority < 0:
                 continue
@@ -107,7 +107,7 @@ class TenantTurns:
 
 @dataclass(slots=True)
 class _Step:
-    """A plan in the making. ``left``: what is not planned of a prompt; ``closed``: nobody starts any more."""
+    """A plan in the making. ``left``: unplanned tokens of each prompt; ``closed``: no more requests start."""
 
     places: Budget
     blocks: Budget
@@ -117,7 +117,7 @@ class _Step:
     closed: bool = False
 
     def serve(self, tenant: str, line: deque[Any], most: int) -> int:
-        """Plan up to ``most`` tokens of a tenant's line; return how many. Leaves in it what has more to compute."""
+        """Plan up to ``most`` tokens of a tenant's queue; return the number. Unfinished requests stay in it."""
         spent = 0
         while line and spent < most:
             request = line[0]
@@ -134,11 +134,11 @@ class _Step:
         return spent
 
     def _start(self, tenant: str, request: Any) -> bool:
-        """Let a request start if places and blocks allow it. Nobody overtakes one within its share that waits."""
+        """Let a request start if slots and blocks allow it. One within its share that waits is not overtaken."""
         if self.closed:
             return False
         need = self.pool.need_of(request)
-        # Beyond its share it also leaves what others have cached.
+        # Beyond its share it must also leave the blocks that others have cached.
         kept = 0 if self.blocks.within(tenant, need.blocks) else self.pool.protected(tenant)
         verdicts = (self.places.verdict(tenant, 1), self.blocks.verdict(tenant, need.blocks + kept))
         if "over_share" in verdicts:

@@ -1,4 +1,4 @@
-"""vLLM's waiting requests. In a step in which tenants take turns only those chosen for it are there to be started."""
+"""vLLM's waiting requests. While tenants take turns in a step, it offers only the requests chosen for the step."""
 
 import heapq
 from collections import deque
@@ -10,14 +10,14 @@ from serve_app.engine.vllm.scheduling.tenant import order_of, tenant_of
 
 
 class WaitingLine(PriorityRequestQueue):  # type: ignore[misc]
-    """vLLM's own, by priority and arrival; ``chosen``: who may start in this step, in this order (None: anyone)."""
+    """vLLM's queue by priority and arrival; ``chosen``: requests that may start now, in order (None: any)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.chosen: deque[Any] | None = None
 
     def make_way(self, request: Any) -> None:
-        """Give a request that comes the turn (time of arrival) of the first of its tenant's after it, and so on."""
+        """Give an arriving request the turn (arrival time) of its tenant's first later one, and so on."""
         tenant, order = tenant_of(request), order_of(request)
         others = (other for other in self._heap if tenant_of(other) == tenant and not other.num_preemptions)
         later = [other for other in others if other.priority >= 0 and order_of(other) > order]
@@ -27,15 +27,15 @@ class WaitingLine(PriorityRequestQueue):  # type: ignore[misc]
             heapq.heapify(self._heap)
 
     def in_order(self) -> list[Any]:
-        """Return who waits, first come first."""
+        """Return the waiting requests in order."""
         return sorted(self._heap, key=lambda request: (request.priority, request.arrival_time))
 
     def peek_request(self) -> Any:
-        """Return who is next."""
+        """Return the next request."""
         return super().peek_request() if self.chosen is None else self.chosen[0]
 
     def pop_request(self) -> Any:
-        """Take out who is next."""
+        """Remove and return the next request."""
         if self.chosen is None:
             return super().pop_request()
         request = self.chosen.popleft()

@@ -1,1 +1,1 @@
-"""KV of whole blocks out of vLLM's pool and into it, through a KV connector of our own."""
+"""Copy whole blocks of KV out of vLLM's pool and into it, through this project's KV connector."""

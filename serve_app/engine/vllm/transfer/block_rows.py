@@ -1,4 +1,4 @@
-"""Blocks of an engine's layers, in its order, as rows of bytes, and back. Knows torch and no vllm."""
+"""Read and write blocks of an engine's layers, in its order, as rows of bytes. Knows torch and no vllm."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,10 +9,10 @@ from serve_app.cache.kv_chain import Row
 
 
 class BlockRows:
-    """The layers' tensors, each with the pool's blocks along its first dimension. ``block_bytes``: of a row."""
+    """The layers' tensors; their first dimension is the pool's blocks. ``block_bytes``: bytes of a row."""
 
     def __init__(self, layers: Mapping[str, torch.Tensor]) -> None:
-        """Raises ValueError where their KV differs in shape or dtype: one format does not say then what a block is."""
+        """Raise ValueError if the layers' KV differs in shape or dtype: one format cannot describe a block then."""
         kinds = {(layer.dtype, layer.shape) for layer in layers.values()}
         if len(kinds) != 1:
             raise ValueError(f"the layers' KV is of {len(kinds)} kinds")
@@ -33,7 +33,7 @@ class BlockRows:
         return rows
 
     def write(self, block_ids: Sequence[int], rows: Row) -> None:
-        """Put rows into blocks. Raises ValueError, changing nothing, where they do not fit."""
+        """Write rows into blocks. Raises ValueError, changing nothing, if their shape does not fit."""
         if rows.shape != (len(block_ids), self.block_bytes):
             raise ValueError(f"rows of shape {rows.shape} for {len(block_ids)} blocks")
         for index, layer in enumerate(self._layers):

@@ -1,6 +1,6 @@
-"""vLLM's hook for KV from elsewhere: copies whole blocks between its pool and files, and keeps some, as ``Job``s say.
+"""vLLM's KV connector: copies whole blocks between its pool and files, and keeps some, as ``Job``s request.
 
-One half lives with vLLM's scheduler and knows a request's blocks; the other with its worker, and copies around a step.
+One half lives with vLLM's scheduler and knows a request's blocks; the other, with its worker, copies around a step.
 """
 
 import logging
@@ -24,14 +24,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class StepCopies(KVConnectorMetadata):  # type: ignore[misc]
-    """One step's copies: file, blocks, and for a load the first row of the file that is wanted."""
+    """One step's copies: file and blocks, and for a load the first wanted row of the file."""
 
     loads: list[tuple[str, list[int], int]] = field(default_factory=list)
     saves: list[tuple[str, list[int]]] = field(default_factory=list)
 
 
 class WarmpathConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """Either half, as vLLM asks for it."""
+    """Both halves; vLLM creates one of each."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -51,11 +51,11 @@ class WarmpathConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._failed: set[int] = set()
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Take the pool, in which a pin is one more user of its blocks."""
+        """Store the pool; a pin is one more user of its blocks."""
         self._pool = gpu_block_pool
 
     def on_new_request(self, request: Any) -> None:
-        """Note what a request is there for."""
+        """Note a request's job."""
         job = Job.of_params(request.kv_transfer_params)
         if job is None:
             return
@@ -65,19 +65,19 @@ class WarmpathConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._jobs[request.request_id] = job
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """Return how many tokens an import brings on top of what is held; none behind a hole."""
+        """Return how many tokens an import adds to the held ones; 0 if blocks before it are missing."""
         job = self._jobs.get(request.request_id)
         if job is None or job.kind != "import" or num_computed_tokens < job.first * self._size:
             return 0, False
         return max(0, job.end * self._size - num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Note how many blocks of a request are to be loaded."""
+        """Note how many blocks of a request will be loaded."""
         if num_external_tokens:
             self._loading[request.request_id] = num_external_tokens // self._size
 
     def build_connector_meta(self, scheduler_output: Any) -> StepCopies:
-        """Return what the worker copies in this step."""
+        """Return the worker's copies for this step."""
         copies = StepCopies()
         for new in scheduler_output.scheduled_new_reqs:
             job = self._jobs.get(new.req_id)
@@ -93,7 +93,7 @@ class WarmpathConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return copies
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Forget a request; its blocks are vLLM's alone, but for those that are to stay."""
+        """Forget a request; only pinned blocks stay in use."""
         job = self._jobs.pop(request.request_id, None)
         if job is not None and job.kind == "pin" and request.num_computed_tokens >= job.end * self._size:
             self._pins[job.file] = kept = [self._pool.blocks[block] for block in block_ids[: job.end]]
@@ -102,7 +102,7 @@ class WarmpathConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return False, None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Take the worker's layers, and say how they are made."""
+        """Store the worker's layers, and write a description of them."""
         self._rows = rows = BlockRows(kv_caches)
         dtype, cpu = str(rows.dtype).removeprefix("torch."), torch.backends.cpu.get_cpu_capability()
         axes = f"vllm {vllm.__version__} on {cpu}: layers {', '.join(rows.names)}; block"
@@ -110,7 +110,7 @@ class WarmpathConnector(KVConnectorBase_V1):  # type: ignore[misc]
         (self._directory / rank_file(LAYOUT_FILE, self._parallel.rank)).write_bytes(msgspec.json.encode(part))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Put this step's files into their blocks; what fails is computed."""
+        """Load this step's files into their blocks; vLLM computes blocks that fail."""
         assert self._rows is not None
         for file, block_ids, first in self._get_connector_metadata().loads:
             try:
@@ -127,10 +127,10 @@ class WarmpathConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return failed
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: loads are over before the forward."""
+        """Do nothing: loads end before the forward."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: blocks are copied when they are whole."""
+        """Do nothing: blocks are copied once they are complete."""
 
     def wait_for_save(self) -> None:
         """Write this step's exports."""

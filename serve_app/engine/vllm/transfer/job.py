@@ -1,4 +1,4 @@
-"""What a request of one token asks of the connector, and how vLLM runs it. Copies go first. Imports no vllm."""
+"""Jobs of one-token requests for the connector, and how vLLM runs them; copies go first. Imports no vllm."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from serve_app.engine.vllm.frontend import VllmFrontend
 from serve_app.engine.vllm.scheduling.tenant import salt_of, scope_args, shares_args, tenant_args
 
 LAYOUT_FILE = "kv_layout.json"
-"""What each rank writes of its part of the blocks: a ``KvPart``."""
+"""File of each rank's description of its part of the blocks: a ``KvPart``."""
 
 
 def rank_file(file: str, rank: int) -> str:
-    """Return where a rank has its own part of ``file``."""
+    """Return the path of a rank's own part of ``file``."""
     return f"{file}.{rank}"
 
 
 _FIRST = -1
-"""vLLM's priority of a job; requests have 0. A copy costs a step's part, and whoever waits for it has a deadline."""
+"""vLLM's priority of a job; requests have 0. A copy costs a part of a step, and its waiting request has a deadline."""
 
 _SAMPLING = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "detokenize": False, "logprobs": None}
 
 
 class Job(msgspec.Struct, frozen=True):
-    """``kind``, of the prompt's blocks ``first`` to ``end`` - 1, for ``tenant``. ``file``: their rows, a file a rank.
+    """``kind``, for the prompt's blocks ``first`` to ``end`` - 1 of ``tenant``. ``file``: their rows, a file per rank.
 
-    ``public_tokens``: how many of the prompt's are public.
-    "pin": keep them in the pool, under the name ``file``, until "unpin" names it.
+    ``public_tokens``: number of the prompt's public tokens.
+    "pin": keep them in the pool, under the name ``file``, until an "unpin" with this name.
     """
 
     kind: Literal["export", "import", "pin", "unpin"]
@@ -44,18 +44,18 @@ class Job(msgspec.Struct, frozen=True):
     public_tokens: int = 0
 
     def to_extra_args(self) -> dict[str, Any]:
-        """Return it as ``SamplingParams.extra_args`` carry it."""
+        """Return this job as ``SamplingParams.extra_args``."""
         return {"kv_transfer_params": {"warmpath": msgspec.to_builtins(self)}, **tenant_args(self.tenant)}
 
     @classmethod
     def of_params(cls, params: Mapping[str, Any] | None) -> Job | None:
-        """Return the job of a request's ``kv_transfer_params``; None for one that is there for its tokens."""
+        """Return the job in a request's ``kv_transfer_params``; None for an ordinary request."""
         packed = (params or {}).get("warmpath")
         return None if packed is None else msgspec.convert(packed, cls)
 
 
 class JobRunner:
-    """Runs jobs in vLLM. ``begins`` is called before each (any thread): its one token is nobody's prompt."""
+    """Runs jobs in vLLM. ``begins`` is called before each (any thread): its one token belongs to no prompt."""
 
     def __init__(self, frontend: VllmFrontend, adapters: LoadedAdapters[Any], begins: Callable[[], None]) -> None:
         self._frontend = frontend
@@ -64,13 +64,13 @@ class JobRunner:
         self._numbers = count()
 
     def wait(self, job: Job, token_ids: Sequence[int], root: bytes, lora: str) -> int:
-        """Run a job to its end (any thread but the loop's); returns and raises as ``run``."""
+        """Run a job to its end (any thread but the loop's); results and errors as in ``run``."""
         return self._frontend.call(self.run(job, token_ids, root, lora)).result()
 
     def step(self, shares: Mapping[str, float] | None = None) -> None:
-        """Have vLLM compute a step, of one token that is nobody's (any thread but the loop's).
+        """Make vLLM compute a step with one token of no tenant (any thread but the loop's).
 
-        ``shares``: tenants' weights, by which its scheduler goes from then on.
+        ``shares``: weights of tenants that its scheduler uses from then on.
         """
         told = {} if shares is None else {"extra_args": shares_args(shares)}
         self._frontend.call(self._run(told, _FIRST, [0], bytes(HASH_BYTES), "")).result()
@@ -81,7 +81,7 @@ class JobRunner:
         Raises EngineError or LookupError.
         """
         told = job.to_extra_args() | scope_args(root, job.public_tokens)
-        priority = 0 if job.kind == "pin" else _FIRST  # what is to be kept may be computed
+        priority = 0 if job.kind == "pin" else _FIRST  # a pin may compute its blocks
         return await self._run({"extra_args": told}, priority, token_ids, root, lora)
 
     async def _run(

@@ -1,6 +1,6 @@
-"""What other replicas ask when a cache moves: what vLLM's pool holds and what is hot there, to hand KV out, to take it.
+"""Migration for other replicas: reports vLLM's held and hot prefixes, and exports and imports their KV.
 
-Parts that leave are described; those that come are verified before vLLM sees them. Any thread but the loop's.
+Exported parts are described; imported parts are verified before vLLM sees them. Any thread but the loop's.
 """
 
 import itertools
@@ -32,7 +32,7 @@ RunJob = Callable[[Job, Sequence[int], bytes, str], int]
 
 
 class VllmMigration:
-    """One engine's ``protocol.KvTransfer``. ``directory``: for files of KV; ``kv_usage``: the pool's part in use."""
+    """One engine's ``protocol.KvTransfer``. ``directory``: for KV files; ``kv_usage``: part of the pool in use."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class VllmMigration:
         take_over: Callable[[SavedPrefix, HashedTokens], PinOutcome | None],
         clock: Clock = time.monotonic,
     ) -> None:
-        """Read what KV has to be like to be loaded, as the worker has described its blocks in ``directory``."""
+        """Read the format of loadable KV from the workers' descriptions of their blocks in ``directory``."""
         self._num_blocks = facts.num_blocks
         self._ranks = settings.ranks
         self._pool = pool
@@ -60,8 +60,8 @@ class VllmMigration:
         self._owners: OrderedDict[bytes, tuple[PrefixScope, str]] = OrderedDict()
         self._file_numbers = itertools.count()
         self._format: KvFormat | None = None
-        """None: nothing leaves or enters. It has a part for each rank."""
-        # A job has a token more than its blocks, and answers with one.
+        """None: KV can neither leave nor enter. It has a part for each rank."""
+        # A job has one token more than its blocks, and generates one.
         self._most_blocks = (facts.max_model_len - 2) // settings.block_size
         if settings.transfer:
             files = self._parts(str(directory / LAYOUT_FILE))
@@ -69,7 +69,7 @@ class VllmMigration:
             self._format = KvFormat(f"{settings.model_fingerprint}/vllm", settings.block_size, parts)
 
     def note_owner(self, root: bytes, scope: PrefixScope, tenant: str) -> None:
-        """Remember whose a root is, of a public chain both. As many as the pool has blocks: no more begin in it."""
+        """Remember the scope and tenant of a root (both roots of a public chain), as many as the pool has blocks."""
         owners = {root: (scope, tenant)}
         if scope.public_blocks:
             owners = {root[HASH_BYTES:]: (scope.private, tenant), root[:HASH_BYTES]: (scope.public, PUBLIC)}
@@ -83,7 +83,7 @@ class VllmMigration:
     def export_prefix(
         self, prefix: HashedTokens, first: int = 0, most_blocks: int | None = None, *, demote: bool = False
     ) -> KvChain | None:
-        """Return the blocks from ``first`` on that vLLM holds; ``demote`` changes nothing in its order."""
+        """Return the blocks from ``first`` on that vLLM holds; ``demote`` does not change its eviction order."""
         kv_format, scope = self._format, prefix.scope
         if kv_format is None:
             return None
@@ -112,13 +112,13 @@ class VllmMigration:
         return KvChain(msgspec.structs.replace(header, root=root), payload)
 
     def import_part(self, part: KvChain, prefix: HashedTokens, first: int) -> int:
-        """Load the blocks from ``first`` on of the chain that is wanted; return how many leading ones are held then.
+        """Load the blocks of ``part``, which continue ``prefix`` from ``first`` on; return how many leading are held.
 
-        Where blocks before ``first`` were evicted meanwhile vLLM computes the prefix, and fewer than ``first`` is said.
-        Raises a TransferError, taking nothing, for what is not that, or EngineError.
+        If blocks before ``first`` were evicted meanwhile, vLLM computes the prefix, and the result is below ``first``.
+        Raises a TransferError, importing nothing, for any other part, or EngineError.
         """
         if self._format is None:
-            raise TransferError("this vLLM takes no KV from elsewhere")
+            raise TransferError("this vLLM takes no KV from other replicas")
         scope, token_ids = prefix.scope, prefix.token_ids
         verify_part(part, self._format, scope, token_ids, prefix.chain, first)
         end, size, root = first + part.header.blocks, self._format.block_size, part.header.root
@@ -126,7 +126,7 @@ class VllmMigration:
             raise TransferError("vLLM cannot hold it")
         public = min(scope.public_blocks, end)
         if not root or extend_chain(root, public, token_ids[: end * size], size) != prefix.chain[: end * HASH_BYTES]:
-            raise WrongChain("its root is not that of the tokens that were asked for")
+            raise WrongChain("its root is not that of the requested tokens")
         file = str(self._directory / f"kv-{next(self._file_numbers)}")
         job = Job("import", file, first, end, prefix.tenant, public * size)
         try:
@@ -142,8 +142,8 @@ class VllmMigration:
         return cached // size
 
     def hot_prefixes(self) -> HotPrefixes:
-        """Return what the pool holds, saves and the hottest first; not an adapter's, which peers may not have."""
-        # An adapter is that of a whole chain, so that what is left out takes its children along.
+        """Return all prefixes in the pool, saves and the hottest first; none of adapters, which peers may lack."""
+        # A whole chain has one adapter, so that omitted entries take their children along.
         base = [entry for entry in self._entries() if not entry.scope.lora]
         blocks = {block_number(entry.block_hash): entry.block for entry in base}
         pins = [
@@ -154,7 +154,7 @@ class VllmMigration:
         return list_hot(base, pins, self._clock())
 
     def cache_room(self) -> CacheRoom:
-        """Return how much of the pool is neither in use nor holds a prefix, and how hot the coldest prefixes are."""
+        """Return the free part of the pool without prefixes, and the heats of the coldest prefixes."""
         entries = self._entries()
         room = max(0, self._num_blocks - round(self._num_blocks * self._kv_usage()))
         idle = min(len(entries), room)
@@ -162,11 +162,11 @@ class VllmMigration:
         return CacheRoom(room - idle, heats[: 4 * idle])
 
     def take_over_pin(self, saved: SavedPrefix, prefix: HashedTokens) -> PinOutcome | None:
-        """Pin a prefix that another replica pinned; None where not all of it is here, or its time is over."""
+        """Pin a prefix that another replica pinned; None if part of it is missing here or its time is over."""
         return self._take_over(saved, prefix)
 
     def _entries(self) -> list[CachedBlock]:
-        """Return all that begins under a root whose owner is known, parents first, numbered from 0."""
+        """Return all blocks under a root with a known owner, parents first, numbered from 0."""
         with self._lock:
             owners = dict(self._owners)
         numbers: dict[bytes, int] = {}

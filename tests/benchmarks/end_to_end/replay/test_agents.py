@@ -1,4 +1,4 @@
-"""Agents' sessions over HTTP: which are drawn, what their prompts share, and in which order their turns are asked."""
+"""Agents' sessions over HTTP: the choice of sessions, their shared prompt prefixes, and the order of their turns."""
 
 import argparse
 import asyncio
@@ -64,12 +64,12 @@ def test_a_sub_agent_of_a_turn_that_is_cut_off_is_not_drawn(trace: list[Session]
 
 
 def test_too_few_sessions_are_an_error(trace: list[Session]) -> None:
-    with pytest.raises(BenchmarkError, match="0 sessions are like that, 6 are asked for"):
+    with pytest.raises(BenchmarkError, match="0 sessions match, but 6 are needed"):
         drawn(trace, options("--longest-prompt", "100"))
 
 
 def test_a_turn_begins_after_the_answer_before_and_a_sub_agent_beside_its_parent() -> None:
-    """The parent's second answer waits for the sub-agent's first: in a row they would never end."""
+    """The parent's second answer waits for the sub-agent's first: run one after the other, they would never end."""
     began: list[Place] = []
     ended: list[Place] = []
 

@@ -1,4 +1,4 @@
-"""Logs of requests: either shape of a line, any form of its time, and errors that name the line."""
+"""Request logs: both line formats and every time format are read, and errors name the line."""
 
 import gzip
 import json
@@ -49,7 +49,7 @@ def iso(at_s: int) -> str:
     )
 )
 def test_every_shape_says_the_same(tmp_path: Path, requests: list[tuple[dict[str, Any], int, bool, str, str]]) -> None:
-    """Batch lines and bare bodies, seconds, milliseconds and ISO 8601, in order of their times; bodies as they were."""
+    """Batch lines and bare bodies, with any time format, give the same unchanged bodies in order of their times."""
     forms = {
         "seconds": lambda at_s: STARTED_S + at_s,
         "milliseconds": lambda at_s: (STARTED_S + at_s) * 1000,

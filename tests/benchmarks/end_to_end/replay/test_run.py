@@ -1,4 +1,4 @@
-"""The replay: text that shares tokens as the ids do, requests at their time, figures of what came back."""
+"""The replay: texts share tokens as the ids do, requests are sent at their times, and figures count the results."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ def common(one: np.ndarray, other: np.ndarray) -> int:  # type: ignore[type-arg]
 def test_prompts_share_tokens_exactly_as_far_as_ids_are_equal(
     model: Path, one: list[int], other: list[int], tokens_per_id: int, short: int
 ) -> None:
-    """Whole equal ids are equal tokens; the first id that differs differs within its first few tokens."""
+    """Equal ids give equal tokens; the first different id differs within its first few tokens."""
     text = TraceText(model, tokens_per_id)
     requests = [TraceRequest(0.0, 512 * len(ids) - short, 8, tuple(ids)) for ids in (one, other)]
     found = [tokens_of(model, text.prompt(request)) for request in requests]
@@ -56,14 +56,14 @@ def test_prompts_share_tokens_exactly_as_far_as_ids_are_equal(
 
 
 def test_the_published_trace_is_dealt_to_all_tenants(model: Path) -> None:
-    """Its prompts have all one first block; what comes behind it tells conversations apart."""
+    """All its prompts share one first block; the blocks after it distinguish conversations."""
     options = parse(["--requests", "40", "--tokens-per-id", "8"])
     dealt = [shot.tenant for shot in shots_of(options, {"a": "ka", "b": "kb"})]
     assert len(dealt) == 40 and set(dealt) == {"a", "b"}
 
 
 def test_generated_tenants_ask_with_their_own_keys(model: Path) -> None:
-    """A tenant without one asks with the key of all others; bodies fit the ids."""
+    """A tenant without a key uses the common one; bodies fit the ids."""
     flags = ["--trace", "tenants", "--tenants", "3", "--seconds", "300", "--tokens-per-id", "8"]
     options = parse([*flags, "--speed", "2", "--requests", "60"])
     shots = shots_of(options, {"": "other", "m-small-38": "own"})
@@ -77,12 +77,12 @@ def test_generated_tenants_ask_with_their_own_keys(model: Path) -> None:
     assert len({shot.api_key for shot in configured}) == 3
     assert all(name in settings_flags[0] for name in ("m-small-5", "m-small-38", "m-small-17"))
     assert not any(shot.api_key in settings_flags[0] for shot in configured)
-    with pytest.raises(ValueError, match="nobody asks"):
+    with pytest.raises(ValueError, match="no requests in that part"):
         shots_of(parse([*flags, "--skip", "100000"]), {})
 
 
 def test_keys_come_from_flags_a_file_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A value that begins with $ names a variable; one that is not set is an error."""
+    """A value that begins with $ names an environment variable; an unset variable is an error."""
     monkeypatch.setenv("OPENAI_API_KEY", "sk-all")
     monkeypatch.setenv("ACME_KEY", "sk-acme")
     file = tmp_path / "keys.json"
@@ -95,7 +95,7 @@ def test_keys_come_from_flags_a_file_and_the_environment(tmp_path: Path, monkeyp
 
 
 def test_figures_count_answers_refusals_and_failures_apart() -> None:
-    """Time the client lost counts in TTFT; what was refused or failed has none."""
+    """TTFT includes time lost in the client; refused and failed requests have no TTFT."""
     shot = Shot(1.0, "/v1/completions", {})
     quick = Answer(0.1, 1.1, "x", 100, 80, 11)
     slow = Answer(2.0, 3.0, "x", 100, 0, 1)

@@ -1,4 +1,4 @@
-"""Bodies of messages: what templates get, which places are marked, and what is a 400."""
+"""Bodies of messages: their form for templates, their marked places, and their errors (400)."""
 
 import json
 from typing import Any
@@ -24,8 +24,8 @@ def text(words: str, **more: Any) -> dict[str, Any]:
     return {"type": "text", "text": words, **more}
 
 
-def test_blocks_become_what_templates_read() -> None:
-    """Texts are joined; calls and their results are what they are in a chat of OpenAI's."""
+def test_blocks_become_messages_for_templates() -> None:
+    """Texts are joined; calls and their results have the form of OpenAI's chats."""
     request = parse(
         system=[text("Be "), text("brief.")],
         messages=[
@@ -58,8 +58,8 @@ def test_blocks_become_what_templates_read() -> None:
     ).continue_final_message
 
 
-def test_marks_hold_the_conversation_as_far_as_they_are() -> None:
-    """In the order of the prompt: tools, system, messages; the message is cut at the mark, also between its calls."""
+def test_marks_hold_the_conversation_up_to_them() -> None:
+    """They follow the prompt's order: tools, system, messages; a message is cut at the mark, even between its calls."""
     tool = {"name": "look", "input_schema": {"type": "object"}, "cache_control": HOUR}
     request = parse(
         tools=[tool],
@@ -82,7 +82,7 @@ def test_marks_hold_the_conversation_as_far_as_they_are() -> None:
 
 
 def test_many_blocks_are_not_copied_for_each_that_follows() -> None:
-    """A message of tens of thousands of them would take seconds."""
+    """A message of tens of thousands of blocks would take seconds."""
     copied = 0
 
     class Words(str):
@@ -112,10 +112,10 @@ def test_many_blocks_are_not_copied_for_each_that_follows() -> None:
         ({"messages": [{"role": "user", "content": [{"type": ["text"]}]}]}, "has the type"),
         ({"messages": [{"role": "user", "content": []}]}, "at least one block"),
         ({"messages": [{"role": "assistant", "content": [DEEP_CALL]}]}, "at most 64 deep"),
-        ({"messages": [{"role": "boss", "content": "a"}]}, "role is one of"),
+        ({"messages": [{"role": "boss", "content": "a"}]}, "a role, one of"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "other tools are not supported"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice has a name"),
-        ({"system": [text("a", cache_control=MARK)] * 5}, "system[4].cache_control is one more than the 4"),
+        ({"system": [text("a", cache_control=MARK)] * 5}, "system[4].cache_control is over the limit of 4"),
         ({"system": [text("a", cache_control=MARK)] * 4, "cache_control": MARK}, "cache_control is one more"),
         ({"system": [text("a", cache_control=MARK)], "cache_control": HOUR}, "must come before all that have 5m"),
         ({"system": [text("", cache_control=MARK)]}, "empty text blocks"),
@@ -123,13 +123,13 @@ def test_many_blocks_are_not_copied_for_each_that_follows() -> None:
         ({"output_config": {"format": {"type": "text"}}}, "json_schema"),
     ],
 )
-def test_what_cannot_be_done_is_a_400_that_says_so(fields: dict[str, Any], said: str) -> None:
+def test_an_unsupported_request_is_a_400_with_the_reason(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
         parse(**fields)
     assert said in raised.value.message
 
 
-def test_what_changes_nothing_passes() -> None:
-    """Fields that Anthropic's clients send; those that nothing here reads are named."""
+def test_fields_without_effect_pass() -> None:
+    """Anthropic's clients send these fields; only unknown ones are named."""
     request = parse(thinking={"type": "disabled"}, metadata={"user_id": "u"}, service_tier="auto", top_kk=4)
     assert [field.name for field in request.unknown] == ["top_kk"]

@@ -25,7 +25,7 @@ def fresh_format() -> MessagesFormat:
 
 
 def built(raw: bytes) -> dict[str, Any]:
-    """Build a message as Anthropic's clients do; fails where events are not in their order, or misnamed."""
+    """Build a message as Anthropic's clients do; fail if events are out of order or misnamed."""
     shown = []
     for event in raw.decode().split("\n\n")[:-1]:
         name, data = event.split("\n")
@@ -87,7 +87,7 @@ def test_a_stream_builds_the_whole_answer(
 def test_every_token_of_a_prompt_is_counted_once(
     marks: list[tuple[int, float]], cached_blocks: int, more_tokens: int
 ) -> None:
-    """Read, written for minutes, written for an hour, or neither; what is kept longest counts as such. (docs: api)"""
+    """A token is read, written for minutes, written for an hour, or neither; the longest time counts. (docs: api)"""
     keep = [Save(b"", blocks * 16, ttl_s) for blocks, ttl_s in marks]
     cached = cached_blocks * 16
     prompt = max([cached, *(kept.tokens for kept in keep)]) + more_tokens
@@ -107,7 +107,7 @@ def test_every_token_of_a_prompt_is_counted_once(
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=5), st.lists(st.integers(0, 3), min_size=1, max_size=5))
-def test_messages_changed_unless_they_go_on(before: list[int], now: list[int]) -> None:
+def test_messages_changed_unless_they_continue(before: list[int], now: list[int]) -> None:
     """A conversation that begins with all of the earlier one has no reason to miss the cache."""
     history = MessageHistory()
     history.compare("acme", "msg_1", Asked(b"m", b"s", b"t", digests(before)), Usage(100, 1, 0))
@@ -117,7 +117,7 @@ def test_messages_changed_unless_they_go_on(before: list[int], now: list[int]) -
 
 
 def test_reasons_come_in_the_order_of_the_prompt_and_histories_are_bounded() -> None:
-    """The first difference is told; what is forgotten, or another ingress may know, is not guessed."""
+    """Only the first difference is reported; for forgotten messages or those of other ingresses nothing is guessed."""
     history = MessageHistory()
     history.compare("acme", "msg_1", ASKED, Usage(10, 1, 0))
 
@@ -132,7 +132,7 @@ def test_reasons_come_in_the_order_of_the_prompt_and_histories_are_bounded() -> 
     assert reason(previous="msg_0", history=MessageHistory(complete=False)) == "unavailable"
     for number in range(MAX_MESSAGES):
         history.compare("zeta", f"msg_z{number}", ASKED, Usage(10, 1, 0))
-    assert reason() == "None", "others drive out nothing"
+    assert reason() == "None", "other tenants evict nothing"
     for number in range(MAX_MESSAGES):
         history.compare("acme", f"msg_a{number}", ASKED, Usage(10, 1, 0))
     assert reason() == "previous_message_not_found"

@@ -1,4 +1,4 @@
-"""Bodies that are valid, and what a wrong one gets."""
+"""Valid bodies, and the check of errors for invalid ones."""
 
 import json
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def complete(**fields: Any) -> CompletionRequest:
 
 
 def assert_refused(parse: Callable[..., Any], fields: dict[str, Any], param: str, words: str = "") -> None:
-    """A body with these fields is a 400 that names the one that is wrong; without ``words`` it begins with it."""
+    """Check that these fields give a 400 that names the wrong one; without ``words`` the message begins with it."""
     with pytest.raises(InvalidRequest) as caught:
         parse(**fields)
     assert (caught.value.status, caught.value.param) == (400, param)

@@ -1,4 +1,4 @@
-"""OpenAI bodies become GenerateRequest, or a 400 that names the field; nothing else ever comes out."""
+"""OpenAI bodies become a GenerateRequest, or a 400 that names the field; nothing else is possible."""
 
 import json
 from collections.abc import Callable
@@ -16,15 +16,15 @@ from tests.serve_app.api.openai.bodies import PARSERS, assert_refused, chat, com
 
 
 def test_bare_requests_have_openais_defaults() -> None:
-    """Nothing but model and messages is needed; a chat has no limit of its own, a completion ends after 16 tokens."""
+    """Only model and messages are required; a chat has no limit of its own, a completion ends after 16 tokens."""
     assert chat() == ChatRequest(model="demo", messages=({"role": "user", "content": "Hi"},))
     assert chat().max_tokens is None
     assert complete() == CompletionRequest(model="demo", prompts=("Hi",), max_tokens=16)
-    assert chat(max_tokens=5, max_completion_tokens=9).max_tokens == 9, "the newer name goes before"
+    assert chat(max_tokens=5, max_completion_tokens=9).max_tokens == 9, "the newer name takes precedence"
 
 
 def test_every_field_arrives() -> None:
-    """Values that are in bounds come out as they went in, lists without what they repeat, biases by ascending id."""
+    """Values within bounds are unchanged; lists lose repetitions, and biases are sorted by id."""
     as_sent = {
         "n": 2, "max_tokens": 7, "temperature": 0, "top_p": 0.5, "seed": -5, "ignore_eos": True, "cache_salt": "s",
         "prompt_cache_key": "k", "prompt_ref": "a@1", "apply_chat_template": False, "add_generation_prompt": False,
@@ -50,7 +50,7 @@ def test_every_field_arrives() -> None:
 
 
 def test_null_is_absent() -> None:
-    """Clients send nulls for what they leave open."""
+    """Clients send nulls for omitted fields."""
     nulls = dict.fromkeys(
         ["n", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stream", "stream_options", "cache_salt",
          "tools", "logprobs", "response_format", "lora_name", "chat_template_kwargs", "user"]
@@ -61,17 +61,17 @@ def test_null_is_absent() -> None:
     assert chat(metadata={"a": 1}, store=None, response_format={"type": "text"}, structured_outputs={}) == chat()
     assert chat(logit_bias={}, stop_token_ids=[], bad_words=[], logprobs=False, top_logprobs=0) == chat()
     for someone in (3, ["u"], {"id": "u"}, "", "u"):
-        assert chat(user=someone, safety_identifier=someone) == chat(), "who asks changes nothing"
+        assert chat(user=someone, safety_identifier=someone) == chat(), "the user changes nothing"
 
 
 @pytest.mark.parametrize("pad", ["", " " * 70_000], ids=["small", "large"])
 def test_fields_without_effect_are_named_wherever_they_stand(pad: str) -> None:
-    """In the body, its stream options, messages and their parts; null and empty lists say nothing."""
+    """They are found in the body, its stream options, messages and their parts; null and empty lists are ignored."""
     part = {"type": "text", "text": "Hi" + pad, "cache_control": {}}
     request = chat(
         cache_slat="x",
         tools=[],
-        whatever=[1],
+        sparkle=[1],
         nothing=None,
         stream=True,
         stream_options={"include_usag": True},
@@ -82,7 +82,7 @@ def test_fields_without_effect_are_named_wherever_they_stand(pad: str) -> None:
     )
     assert request.unknown == (
         UnknownField("cache_slat", "cache_salt"),
-        UnknownField("whatever"),
+        UnknownField("sparkle"),
         UnknownField("stream_options.include_usag", "stream_options.include_usage"),
         UnknownField("messages[].contnt", "messages[].content"),
         UnknownField("messages[].content[].cache_control"),
@@ -90,8 +90,8 @@ def test_fields_without_effect_are_named_wherever_they_stand(pad: str) -> None:
     assert request.cache_salt is None
 
 
-def test_messages_keep_what_a_template_may_use() -> None:
-    """Developers become system, parts are joined as they are, an assistant may have no content."""
+def test_messages_keep_fields_for_templates() -> None:
+    """Developer becomes system, parts are joined as they are, and an assistant may have no content."""
     request = chat(
         messages=[
             {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]},
@@ -108,8 +108,8 @@ def test_messages_keep_what_a_template_may_use() -> None:
     )
 
 
-def test_what_an_answer_must_match_is_one_grammar() -> None:
-    """By OpenAI's field or by vLLM's; a schema keeps the order of its properties."""
+def test_an_answers_format_is_one_grammar() -> None:
+    """It comes from OpenAI's field or vLLM's; a schema keeps the order of its properties."""
     schema = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "integer"}}}
     asked = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
     wanted = Grammar.json_schema(schema, "response_format.json_schema.schema")
@@ -179,11 +179,11 @@ def test_a_wrong_value_is_a_400_that_names_its_field(field: str) -> None:
     ],
 )  # fmt: skip
 def test_a_wrong_part_is_a_400_that_names_it(fields: dict[str, Any], param: str) -> None:
-    """A part of a field is wrong, or two do not go together."""
+    """A part of a field is wrong, or two fields conflict."""
     assert_refused(chat, fields, param)
 
 
-def test_a_sentence_says_what_a_field_must_be() -> None:
+def test_an_error_explains_the_allowed_values_of_a_field() -> None:
     for fields, said in (
         ({"stop": 5}, "stop must be a string or at most 16 strings, each of 1 to 1024 characters."),
         ({"n": 0}, "n must be a whole number from 1 to 16."),
@@ -204,12 +204,12 @@ REFUSED: dict[str, tuple[Any, Any]] = {
     "prompt_logprobs": (1, None), "use_beam_search": (True, False), "length_penalty": (2, 1), "functions": ([{}], []),
     "modalities": (["text", "audio"], ["text"]), "audio": ({}, None), "guided_json": ({}, None),
 }  # fmt: skip
-"""By field: a value that would change the answer, and one that asks for nothing."""
+"""By field: a value that would change the answer, and one without effect."""
 
 
 @pytest.mark.parametrize("field", REFUSED)
-def test_what_would_change_the_answer_is_refused_by_name(field: str) -> None:
-    """Ignoring it would be a wrong answer; a value that asks for nothing is fine."""
+def test_unsupported_fields_that_change_the_answer_are_refused_by_name(field: str) -> None:
+    """Ignoring such a field would give a wrong answer; a value without effect is fine."""
     value, neutral = REFUSED[field]
     with pytest.raises(InvalidRequest, match=f"{field} is not supported by this version") as caught:
         chat(**{field: value})
@@ -224,8 +224,8 @@ WRONG_COMPLETIONS: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("field", WRONG_COMPLETIONS)
-def test_what_completions_cannot_do_is_a_400(field: str) -> None:
-    """``best_of`` equal to ``n`` asks for nothing; echo does not go with logprobs, which a prompt's tokens have not."""
+def test_unsupported_fields_of_completions_are_a_400(field: str) -> None:
+    """``best_of`` equal to ``n`` has no effect; echo excludes logprobs, because a prompt's tokens have none."""
     for value in WRONG_COMPLETIONS[field]:
         assert_refused(complete, {field: value}, field)
     with pytest.raises(InvalidRequest, match="at most 14 for 9 prompts"):
@@ -244,7 +244,7 @@ def test_what_completions_cannot_do_is_a_400(field: str) -> None:
     ids=lambda raw: repr(raw[:24]),
 )  # fmt: skip
 def test_a_broken_body_is_a_400(kind: str, raw: bytes) -> None:
-    """JSON that is broken, not an object, not UTF-8, too deep, or holds what JSON has no word for."""
+    """The JSON is broken, not an object, not UTF-8, too deep, or contains values that JSON does not have."""
     with pytest.raises(InvalidRequest) as caught:
         PARSERS[kind][0](raw)
     assert len(caught.value.message) < 300
@@ -292,7 +292,7 @@ def _parses_or_refuses(parse: Callable[[bytes], GenerateRequest], raw: bytes) ->
 @settings(max_examples=400)
 @given(raw=st.binary(max_size=200))
 def test_any_bytes_parse_or_are_refused(kind: str, raw: bytes) -> None:
-    """No other exception gets out of a parser."""
+    """A parser raises no other exception."""
     _parses_or_refuses(PARSERS[kind][0], raw)
 
 

@@ -1,4 +1,4 @@
-"""What is sent is what OpenAI's own SDK reads, whole and streamed, answers and errors."""
+"""OpenAI's own SDK reads our answers and errors, whole and streamed."""
 
 import json
 from dataclasses import replace
@@ -29,7 +29,7 @@ every_format = pytest.mark.parametrize("answers", FORMATS, ids=lambda answers: t
 
 
 def _client(status: int, content: bytes, content_type: str = "application/json") -> openai.OpenAI:
-    """An SDK client whose server always answers the same."""
+    """An SDK client with a server that always gives the same answer."""
 
     def answer(request: httpx.Request) -> httpx.Response:
         headers = {"content-type": content_type, **(sse.HEADERS if content_type == sse.CONTENT_TYPE else {})}
@@ -42,7 +42,7 @@ def _client(status: int, content: bytes, content_type: str = "application/json")
 
 
 def test_whole_answers_are_the_sdks() -> None:
-    """Strict validation against the SDK's types, and nothing beside their fields; cached tokens are always told."""
+    """They pass strict validation by the SDK's types, without extra fields, and always report cached tokens."""
     chat = ChatCompletion.model_validate(json.loads(json.dumps(ChatFormat().whole(HEAD, CHOICES, USAGE))), strict=True)
     completion = Completion.model_validate(CompletionFormat().whole(HEAD, CHOICES, USAGE), strict=True)
     told = [(one.message.content, one.finish_reason) for one in chat.choices]
@@ -60,8 +60,8 @@ def test_whole_answers_are_the_sdks() -> None:
 
 @pytest.mark.parametrize("include_usage", [True, False])
 @pytest.mark.parametrize("answers", [ChatFormat(), CompletionFormat()], ids=["chat", "completion"])
-def test_streamed_answers_are_what_the_sdk_reads(answers: ChatFormat | CompletionFormat, include_usage: bool) -> None:
-    """A chat's role first, text, reason, then usage alone; other chunks carry usage null only if it was asked for."""
+def test_the_sdk_reads_streamed_answers(answers: ChatFormat | CompletionFormat, include_usage: bool) -> None:
+    """A chat's role comes first, then text, reason, and usage alone; usage is null elsewhere only if requested."""
     stream = answers.stream(AnswerHead('"1"', 1700000000, "de\\mo", include_usage))
     content = stream.opening(0, Usage(30, 0, 16)) + stream.text(0, "Hel") + stream.text(0, 'lo\n\n\u2028"é')
     content += stream.finish(0, "stop") + stream.usage(USAGE)
@@ -97,7 +97,7 @@ TOLD = (
 
 
 def _told(answers: AnswerFormat, kind: Any) -> list[Any]:
-    """The logprobs of an answer that is whole, then of each chunk of its stream."""
+    """The logprobs of a whole answer, then of each chunk of its stream."""
     body = answers.whole(HEAD, [Choice("Hi", "stop", logprobs=TOLD), Choice("Hi", "stop", logprobs=())], USAGE)
     whole = kind.model_validate(json.loads(json.dumps(body, allow_nan=False)), strict=True)
     stream = answers.stream(HEAD)
@@ -112,7 +112,7 @@ def _told(answers: AnswerFormat, kind: Any) -> list[Any]:
 
 
 def test_logprobs_of_a_chat_are_the_sdks() -> None:
-    """Whole and streamed; half a character has bytes, and what is impossible a number."""
+    """Whole and streamed: half a character has bytes, and an impossible token a number."""
     whole, empty, opening, streamed, end = _told(ChatFormat(), ChatCompletion)
     for told in (whole, streamed):
         first, second = told.content
@@ -123,7 +123,7 @@ def test_logprobs_of_a_chat_are_the_sdks() -> None:
 
 
 def test_logprobs_of_a_completion_are_the_sdks() -> None:
-    """The older shape: lists side by side, and a token is among its own likeliest."""
+    """The older format has parallel lists, and a token is among its own likeliest."""
     whole, _, streamed, _ = _told(CompletionFormat(), Completion)
     for told in (whole, streamed):
         assert told.tokens == ["Hi", "bytes:\\xe6\\x9c"]
@@ -133,7 +133,7 @@ def test_logprobs_of_a_completion_are_the_sdks() -> None:
 
 
 def test_logprobs_of_a_response_are_the_sdks() -> None:
-    """In the part whole, in the deltas as they come, and again where the text is done."""
+    """They are in the whole part, in the deltas as they arrive, and again in the final text event."""
     body = ResponsesFormat().whole(RESPONSE_HEAD, [Choice("Hi", "stop", logprobs=TOLD)], USAGE)
     whole = Response.model_validate_json(json.dumps(body, allow_nan=False), strict=True)
     stream = ResponsesFormat().stream(RESPONSE_HEAD)
@@ -210,7 +210,7 @@ def test_two_streams_of_one_format_share_nothing(answers: AnswerFormat) -> None:
 
 
 @every_format
-def test_an_error_says_its_sentence_before_and_within_a_stream(answers: AnswerFormat) -> None:
+def test_an_error_has_its_sentence_before_and_within_a_stream(answers: AnswerFormat) -> None:
     """A stream's error is its last event, and one event."""
     error = errors.InvalidRequest('Send "n" as a number.', param="n")
     sentence = json.dumps(error.message).encode()

@@ -1,4 +1,4 @@
-"""Tools of a request, in bounds, as chat templates read them; or a 400 that names what is wrong."""
+"""A request's tools, within bounds, become the form of chat templates, or a 400 that names the mistake."""
 
 import json
 from typing import Any
@@ -17,7 +17,7 @@ NAMED = {"type": "function", "function": {"name": "search"}}
 
 
 def test_tools_arrive_as_templates_read_them() -> None:
-    """Equal ones are equal, in whatever order their fields came; what has no effect on the prompt is not in it."""
+    """Equal tools are equal in any order of fields; fields without effect on the prompt are left out."""
     function = {"strict": True, "parameters": PARAMETERS, "description": "Looks.", "name": "search"}
     turned = {"function": function, "type": "function"}
     use = chat(tools=[turned]).tool_use
@@ -37,8 +37,8 @@ def test_tools_arrive_as_templates_read_them() -> None:
         ({"parallel_tool_calls": False}, {"parallel": False}),
     ],
 )
-def test_a_choice_says_whether_and_what_may_be_called(fields: dict[str, Any], expected: dict[str, Any]) -> None:
-    """With every choice the tools are in the prompt, so that its KV is the same; without tools it asks for nothing."""
+def test_a_choice_sets_the_allowed_calls(fields: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Every choice leaves the tools in the prompt, so that its KV is the same; without tools it has no effect."""
     assert chat(tools=[SEARCH], **fields).tool_use == ToolUse(tools=(SEARCH,), **expected)
     assert "must_call" in expected or chat(**fields) == chat()
 
@@ -80,7 +80,7 @@ DEEP_SCHEMA = json.loads('{"items": ' * MAX_TOOL_DEPTH + "{}" + "}" * MAX_TOOL_D
           )),
     ],
 )  # fmt: skip
-def test_what_cannot_be_offered_or_was_not_called_is_a_400(fields: dict[str, Any], param: str, words: str) -> None:
+def test_an_invalid_tool_or_call_is_a_400(fields: dict[str, Any], param: str, words: str) -> None:
     assert_refused(chat, fields, param, words)
 
 
@@ -93,7 +93,7 @@ def test_unknown_fields_of_tools_are_named() -> None:
 
 
 def test_calls_in_messages_have_objects_for_arguments() -> None:
-    """A call and its result, as clients send them back; the assistant need not have said anything."""
+    """Clients send back a call and its result; the assistant may have no text."""
 
     def calls(with_arguments: Any, without: Any) -> list[Any]:
         named = [{"name": "search", "arguments": with_arguments}, {"name": "search", "arguments": without}]
@@ -109,7 +109,7 @@ def test_calls_in_messages_have_objects_for_arguments() -> None:
     "arguments", ['{"a": [' + "{}," * 70_000 + "{}]}", '{"a": ' + "[" * 100 + "]" * 100 + "}"], ids=["many", "deep"]
 )
 def test_arguments_of_calls_are_bounded_as_messages_are(arguments: str) -> None:
-    """JSON inside a string is read, rendered and walked through like any other."""
+    """JSON inside a string is read, rendered and traversed like any other."""
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": arguments}}
     with pytest.raises(InvalidRequest, match="arguments"):
         chat(messages=[{"role": "assistant", "content": None, "tool_calls": [call]}])

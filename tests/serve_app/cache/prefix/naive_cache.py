@@ -19,7 +19,7 @@ class NaiveCache:
             self.keys.add((scope.at(i), tuple(tokens[: (i + 1) * self.block_size])))
 
     def match(self, scope: PrefixScope, tokens: list[int]) -> int:
-        """How many leading blocks, without the last token, are remembered."""
+        """Return the number of remembered leading blocks, without the last token."""
         blocks = 0
         while (blocks + 1) * self.block_size < len(tokens) and (
             scope.at(blocks),
@@ -38,7 +38,7 @@ class NaivePin:
 
 
 class NaivePins:
-    """Remembers every pin by key, the oldest first, and looks through all of them each time."""
+    """Remembers every pin by key, oldest first, and searches all of them each time."""
 
     def __init__(self, budget: int, shares: dict[str, int]) -> None:
         self.budget, self.shares = budget, shares

@@ -6,7 +6,7 @@ from serve_app.cache.prefix.block_pool import BlockPool, PoolExhausted
 
 
 def test_blocks_are_handed_out_as_neighbours_and_never_twice() -> None:
-    """In order, from a fresh pool and after a release tail first; too many take none."""
+    """Blocks come in order from a fresh pool, and again after a release tail first; a too large request takes none."""
     pool = BlockPool(8)
     blocks = pool.take(5)
     assert blocks == [0, 1, 2, 3, 4]

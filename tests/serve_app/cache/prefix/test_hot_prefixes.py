@@ -1,4 +1,4 @@
-"""What a cache tells of itself: each block once, parents first, by kind and then by heat as a naive count has it."""
+"""A cache's report of itself: each block once, parents first, by kind and then by heat, as counted naively."""
 
 import math
 
@@ -20,16 +20,16 @@ Prompts = st.lists(
     min_size=1,
     max_size=12,
 )
-"""Requests: tenant, tokens, seconds since the one before."""
+"""Requests: tenant, tokens, seconds since the previous one."""
 
 
 class Used:
-    """A cache after some requests, and how often and when each block's prefix was new or matched, the naive way."""
+    """A cache after some requests, with a naive record of the times when each block's prefix was new or matched."""
 
     def __init__(self, requests: list[tuple[str, list[int], int]], pinned: int = 0) -> None:
         self.now_s = 0.0
         self.cache = PrefixCache(256, SIZE, pin_budget_blocks=256, clock=lambda: self.now_s)
-        self.uses: list[tuple[bytes, float, float]] = []  # chain, hits, when
+        self.uses: list[tuple[bytes, float, float]] = []  # chain, hits, time
         for number, (tenant, ids, after_s) in enumerate(requests):
             self.now_s += after_s
             scope, array = scope_of(SCOPES[tenant], ids), np.array(ids, dtype=np.int32)
@@ -64,7 +64,7 @@ class Used:
 def test_each_block_once_parents_first_by_kind_and_heat(
     requests: list[tuple[str, list[int], int]], pinned: int
 ) -> None:
-    """The cache holds each with these tokens, this scope, this owner. (docs: failures)"""
+    """The cache holds each block with these tokens, this scope, and this owner. (docs: failures)"""
     used = Used(requests, pinned)
     hot = used.hot()
     told = [block_hash for run in hot.runs for block_hash in split_chain(run.hashes)]

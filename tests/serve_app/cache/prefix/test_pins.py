@@ -1,4 +1,4 @@
-"""Rules of pins: what is pinned stays, inside its budget, until its time is over."""
+"""Rules of pins: pinned blocks stay, within the budget, until the pin expires."""
 
 import pytest
 
@@ -31,13 +31,13 @@ def test_only_cached_blocks_can_be_pinned() -> None:
 
 
 def test_a_tenant_that_nobody_named_has_no_share() -> None:
-    """Among several it borrows, and gives back what it pinned last; with one tenant or none all have the budget."""
+    """Beside others it borrows, and returns its latest pins first; a lone tenant, or none, has the whole budget."""
     cache = PrefixCache(64, 1, pin_budget_blocks=4, shares={"a": 1.0, "b": 1.0})
     for key, ids in ((b"first", tokens(1, 2)), (b"last", tokens(3))):
         assert cache.pin(key, fill(cache, ids), tenant="other") == "pinned"
     assert cache.pin(b"a", fill(cache, tokens(2, 2)), tenant="a") == "pinned"
     assert list(cache.pins) == [b"first", b"a"]
-    assert cache.pin(b"more", fill(cache, tokens(4)), tenant="a") == "over_budget", "it has its share"
+    assert cache.pin(b"more", fill(cache, tokens(4)), tenant="a") == "over_budget", "it already has its share"
     assert list(cache.pins) == [b"first", b"a"]
     for weights in ({}, {"a": 2.0}):
         pins = Pins(4, weights)

@@ -1,4 +1,4 @@
-"""Rules of the prefix cache: what hits, what is evicted, what is announced."""
+"""Rules of the prefix cache: hits, evictions, announcements."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def hits(cache: PrefixCache, ids: TokenArray, scope: PrefixScope = SCOPE, root: 
 
 
 def constant_chain(parent: bytes, token_ids: TokenArray, block_size: int) -> bytes:
-    """The worst hash there is: the i-th block of anything hashes to i."""
+    """The worst possible hash: the i-th block of anything hashes to i."""
     return b"".join(i.to_bytes(HASH_BYTES, "little") for i in range(len(token_ids) // block_size))
 
 
@@ -61,7 +61,7 @@ REQUESTS = st.lists(
 def test_no_collision_gives_a_block_of_other_tokens_or_of_another_scope(
     asked: list[tuple[PrefixScope, list[int], int]], hash_chain: ChainHasher
 ) -> None:
-    """Any requests of any scopes, with any number of public blocks, while what differs has equal hashes.
+    """Requests have any scopes and any number of public blocks, while different contents have equal hashes.
 
     No hit, no overwrite, and the first owner keeps its blocks. (docs: caching)
     """
@@ -121,8 +121,8 @@ def test_switched_off_nothing_is_hashed_or_indexed() -> None:
     assert hits(cache, tokens(1, 2, 3)) == []
 
 
-def test_a_touched_prefix_is_evicted_last_whatever_hangs_under_it() -> None:
-    """Three are released in turn; the first is touched at the end of its beginning, whose tail is of nobody's use."""
+def test_a_touched_prefix_is_evicted_last_without_its_tail() -> None:
+    """Three prefixes are released in turn; a touch on part of the first keeps that part, but not its unused tail."""
     cache = PrefixCache(9, 1)
     for first in (1, 4, 7):
         cache.release(fill(cache, tokens(first, first + 1, first + 2, 0)[:3]))
@@ -135,8 +135,8 @@ def test_a_touched_prefix_is_evicted_last_whatever_hangs_under_it() -> None:
     assert left <= set(split_chain(touched)) and len(left) == 2, gone
 
 
-def test_a_demoted_tail_is_evicted_first_and_what_is_shared_is_not() -> None:
-    """Though it was used last; from the middle of a chain nothing is demoted, and a hit ends a demotion."""
+def test_a_demoted_tail_is_evicted_first_and_a_shared_part_is_not() -> None:
+    """It was used last; blocks in the middle of a chain are not demoted, and a hit ends a demotion."""
     cache = PrefixCache(10, 1)
     older = fill(cache, tokens(7, 8))
     cache.release(older)
@@ -158,8 +158,8 @@ def test_a_demoted_tail_is_evicted_first_and_what_is_shared_is_not() -> None:
         assert hits(cache, tokens(*ids)) == blocks
 
 
-def test_what_is_evicted_is_handed_over_in_place() -> None:
-    """The tiers' seam: the hook is called before a block is used again, with demoted ones first, children first."""
+def test_evicted_blocks_are_handed_over_in_place() -> None:
+    """The tiers' hook is called before a block is used again: demoted blocks first, children first."""
     cache = PrefixCache(6, 1)
     old, new, held = fill(cache, tokens(1, 2)), fill(cache, tokens(3, 4)), fill(cache, tokens(5, 6))
     cache.release(old)

@@ -22,7 +22,7 @@ TENANTS = {b"a": "a", b"b": "b"}
 SHARES = {"a": 1.0, "b": 2.0}
 USUAL = ([0, 0, 1, 1, 0, 0, 1, 1, 0], [0, 1, 0, 1, 1, 1, 0, 0, 1, 0, 0], [1, 1, 1, 0, 1])
 IDS = st.one_of(st.sampled_from(USUAL), st.lists(st.integers(0, 1), min_size=1, max_size=11))
-"""Prompts: what was asked before comes again, else little would ever be hit."""
+"""Prompts: earlier ones are repeated, because otherwise there would be few hits."""
 
 
 def pin_shares(weights: dict[str, float]) -> dict[str, int]:
@@ -46,7 +46,7 @@ class Running:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Requests come, grow, are pinned and end, time passes: every law holds. (docs: caching)"""
+    """Requests arrive, grow, are pinned and end, time passes: every law holds. (docs: caching)"""
 
     running = Bundle("running")
 
@@ -94,7 +94,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.release(one)
 
     def allocate(self, count: int, tenant: str) -> list[int]:
-        """Allocate, and compare who lost blocks with who was over their share."""
+        """Allocate, and compare the tenants that lost blocks with those over their share."""
         cache = self.cache
         held, free = cache.quota.holdings(), cache.pool.free_blocks
         can_give = self.can_give()
@@ -117,7 +117,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(tenant=st.sampled_from(list(SHARES)))
     def press(self, tenant: str) -> None:
-        """Somebody takes all that can be had, and lets go of it: what is in use or pinned stays, and stays indexed."""
+        """Take all available blocks, then release them: used and pinned blocks stay, and stay indexed."""
         in_use = {block for one in self.held for block in one.blocks} | self.pins.blocks()
         indexed = {block for block in in_use if block in self.cache.index}
         fresh = self.allocate(self.cache.available_blocks, tenant)
@@ -126,7 +126,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.release(fresh)
 
     def can_give(self) -> Counter[str]:
-        """Return by tenant the idle blocks under which nobody else's lie: a public block goes after what follows it."""
+        """Return by tenant the idle blocks with no others' below: a public block is evicted after its children."""
         entries = {entry.block: entry for entry in self.cache.index}
         held_up: set[int] = set()
         for block, entry in entries.items():
@@ -147,7 +147,7 @@ class CacheMachine(RuleBasedStateMachine):
         tenant=st.sampled_from(list(SHARES)),
     )
     def pin(self, scope: PrefixScope, ids: list[int], blocks: int, key: bytes, ttl: float | None, tenant: str) -> None:
-        """A request that has its beginning pinned before it ends."""
+        """Pin the prefix of a request before the request ends."""
         one = self.admit(scope, ids)
         if isinstance(one, Running):
             self.publish(one, len(ids))
@@ -163,7 +163,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(weights=st.lists(st.sampled_from([0.5, 1.0, 4.0]), min_size=2, max_size=2))
     def reweigh(self, weights: list[float]) -> None:
-        """The settings change: nothing goes by that, and from now on the shares are others."""
+        """Change the settings: no block is evicted by that, and from now on the shares are others."""
         new = dict(zip(SHARES, weights, strict=True))
         self.shares.update(new)
         self.pins.shares = pin_shares(new)
@@ -200,7 +200,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(scope=st.sampled_from(SCOPES), ids=st.lists(st.integers(0, 1), min_size=3, max_size=11))
     def export(self, scope: PrefixScope, ids: list[int]) -> None:
-        """Hand a prefix to another replica: what it alone has and nobody uses is demoted, and demoted only."""
+        """Export a prefix to another replica: its unshared idle blocks are demoted, but none is evicted."""
         scope = scope_of(scope, ids)
         array = np.array(ids, dtype=np.int32)
         matched = self.cache.match(scope, array, self.cache.prompt_chain(scope, root_of(scope), array))
@@ -219,7 +219,7 @@ class CacheMachine(RuleBasedStateMachine):
         scope=st.sampled_from(SCOPES), ids=st.lists(st.integers(0, 1), min_size=3, max_size=11), over=st.integers(0, 2)
     )
     def touch(self, scope: PrefixScope, ids: list[int], over: int) -> None:
-        """Somebody waits for a prefix, of which a hint says how much is held; it may be out of date."""
+        """Touch a prefix that a request waits for; the hint of its length may be out of date."""
         scope = scope_of(scope, ids)
         array = np.array(ids, dtype=np.int32)
         chain = self.cache.prompt_chain(scope, root_of(scope), array)
@@ -234,7 +234,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.pins.pins.clear()
         assert complete == (not any(one.published for one in self.held))
         assert {entry.block for entry in self.cache.index} <= {block for one in self.held for block in one.blocks}
-        assert self.cache.evicted_blocks == evicted, "nobody needed the room"
+        assert self.cache.evicted_blocks == evicted, "a reset counts no evictions"
 
     @invariant()
     def events_replayed_equal_the_index(self) -> None:
@@ -247,7 +247,7 @@ class CacheMachine(RuleBasedStateMachine):
                 self.announced ^= {block_hash}
         assert self.announced == set(self.cache.index._by_hash)
         assert xor_of_words(b"".join(self.announced)) == self.cache.index.xor
-        # What was evicted is forgotten by the oracle too; nothing else may be.
+        # The oracle also forgets evicted blocks, but no others.
         self.oracle.keys = {key for key in self.oracle.keys if self._hash(key) in self.announced}
         assert len(self.oracle.keys) == len(self.announced)
 

@@ -1,4 +1,4 @@
-"""Rules of the tenants' shares: who gives blocks up, who may borrow, and what it costs to find out."""
+"""Rules of the tenants' shares: which tenant loses blocks, which may borrow, and the cost of finding out."""
 
 import numpy as np
 import pytest
@@ -9,14 +9,14 @@ from serve_app.cache.prefix.quota import ACTIVE_S, GUARD_S, PUBLIC, Quota
 
 
 class Bench:
-    """A cache of one-token blocks whose prompts are named by tenant and number."""
+    """A cache of one-token blocks, with prompts named by tenant and number."""
 
     def __init__(self, blocks: int, **shares: float) -> None:
         self.now_s = 0.0
         self.cache = PrefixCache(blocks, 1, shares=shares, clock=lambda: self.now_s)
 
     def fill(self, tenant: str, blocks: int, number: int = 0, *, keep: bool = False, public: int = 0) -> list[int]:
-        """Compute and publish a prompt of ``tenant`` that begins with ``public`` public blocks; give it back or not."""
+        """Publish a prompt of ``tenant`` that starts with ``public`` public blocks; release it unless ``keep``."""
         scope = PrefixScope("m", salt=tenant.encode(), public_blocks=public)
         ids = np.arange(blocks, dtype=np.int32) + 1000 * number
         ids[:public] = np.arange(public)
@@ -35,7 +35,7 @@ class Bench:
 
 
 def test_a_block_demoted_twice_and_evicted_is_its_next_owners_alone() -> None:
-    """Nothing is left in the line of who had a block before: it would be taken from whoever has it now."""
+    """No entry stays in a former owner's queue: it would take the block from its current owner."""
     bench = Bench(8)
     moved = bench.fill("a", 1, 0)
     others = [bench.fill("a", 1, number)[0] for number in range(1, 8)]
@@ -46,7 +46,7 @@ def test_a_block_demoted_twice_and_evicted_is_its_next_owners_alone() -> None:
     assert bench.cache.allocate(1, "c") == others[:1]
 
 
-def test_a_flood_does_not_evict_what_all_use() -> None:
+def test_a_flood_does_not_evict_a_public_prompt() -> None:
     """A public prompt is on no tenant's account and has a share of its own. (docs: caching)"""
     bench = Bench(24, flood=1.0, small=1.0)
     shared = bench.fill("flood", 5, 1, public=4)[:4]
@@ -56,10 +56,10 @@ def test_a_flood_does_not_evict_what_all_use() -> None:
     assert bench.held(PUBLIC) == 4
     assert bench.fill("small", 6, 50, public=4)[:4] == shared
     assert (bench.held("small"), bench.held(PUBLIC), bench.held("flood")) == (2, 4, 18)
-    assert bench.cache.quota.fraction("small") == 0.5, "what is public narrows nobody's share"
+    assert bench.cache.quota.fraction("small") == 0.5, "a public prompt narrows nobody's share"
 
 
-def test_who_was_not_seen_for_long_gives_first_until_it_comes_back() -> None:
+def test_an_inactive_tenant_loses_blocks_first_until_it_returns() -> None:
     """A tenant without requests has no share to defend; its next request gives it one."""
     bench = Bench(10)
     bench.fill("gone", 5)
@@ -77,7 +77,7 @@ def test_who_was_not_seen_for_long_gives_first_until_it_comes_back() -> None:
 
 
 def test_protected_blocks_are_the_idle_ones_within_others_shares() -> None:
-    """Of others' ten idle blocks only those up to their share count, less what they use anyway."""
+    """Others' ten idle blocks count only up to their share, less the blocks in use."""
     bench = Bench(30)
     bench.fill("a", 12)
     bench.fill("b", 4, 0, keep=True)
@@ -93,7 +93,7 @@ def test_protected_blocks_are_the_idle_ones_within_others_shares() -> None:
 
 
 def test_with_several_tenants_configured_a_lone_one_counts_as_one_of_two() -> None:
-    """So that a share is ready for whoever comes; where only one exists, everything is its own."""
+    """This keeps a share ready for a new tenant; if only one tenant exists, everything is its own."""
     assert Bench(8, a=1.0, b=1.0).cache.quota.fraction("a") == 0.5
     assert Bench(8).cache.quota.fraction("a") == 1.0
     for weight in (0.0, -1.0, float("nan"), float("inf")):
@@ -102,7 +102,7 @@ def test_with_several_tenants_configured_a_lone_one_counts_as_one_of_two() -> No
 
 
 def test_tenants_that_left_leave_nothing_behind() -> None:
-    """A thousand passing tenants: accounts stay in proportion to who holds blocks."""
+    """After a thousand passing tenants, accounts are in proportion to the tenants that hold blocks."""
     bench = Bench(64)
     for number in range(1000):
         bench.fill(f"t{number}", 1)

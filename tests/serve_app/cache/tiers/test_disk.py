@@ -1,4 +1,4 @@
-"""The disk tier's promises: private, bounded, never a lie, and there again after a restart."""
+"""The disk tier's promises: blocks are private, bounded, never wrong, and found again after a restart."""
 
 import logging
 import math
@@ -38,7 +38,7 @@ def on_disk(directory: Path) -> int:
     return sum(entry.stat().st_size for entry in directory.iterdir())
 
 
-def test_what_is_stored_is_loaded_and_private(tmp_path: Path) -> None:
+def test_stored_blocks_are_loaded_and_private(tmp_path: Path) -> None:
     os.umask(previous := os.umask(0))
     try:
         slot = DiskSlot(tmp_path / "cache")
@@ -94,7 +94,7 @@ def test_a_restart_finds_blocks_order_and_marks(tmp_path: Path) -> None:
 
 
 def test_the_scan_is_bounded_in_time(tmp_path: Path) -> None:
-    """When headers take too long the files not reached are dropped, so that the bound in bytes holds."""
+    """If reading headers takes too long, the remaining files are dropped, so that the bound in bytes holds."""
     fill(tier(tmp_path), path(*range(10)))
     now = iter(range(1000))
     slow = DiskTier(BlockFiles(tmp_path, FORMAT), 100 * FILE, clock=lambda: next(now), scan_limit_s=4.5)
@@ -105,7 +105,7 @@ def test_the_scan_is_bounded_in_time(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("length", [0, 1, 19, 20, 21, 100, FILE - BYTES, FILE - 1, FILE + 1])
 def test_a_torn_file_is_dropped_with_a_warning(tmp_path: Path, length: int, caplog: pytest.LogCaptureFixture) -> None:
-    """At a scan, and when it was torn while the tier was running."""
+    """A file may be torn at a scan, or while the tier is running."""
     disk = tier(tmp_path)
     fill(disk, path(1, 2))
     victim = path(1, 2)[1].block_hash
@@ -126,7 +126,7 @@ def test_a_torn_file_is_dropped_with_a_warning(tmp_path: Path, length: int, capl
 
 
 def test_foreign_files(tmp_path: Path) -> None:
-    """Another model's blocks and an exchanged file are dropped; what does not look like ours is left alone."""
+    """Another model's blocks and an exchanged file are dropped; files unlike ours are left alone."""
     fill(tier(tmp_path, kv_format=KvFormat("other", FORMAT.block_size, FORMAT.parts)), path(1))
     disk = tier(tmp_path)
     assert len(disk.index) == 0
@@ -186,7 +186,7 @@ def test_a_killed_writer_leaves_no_lie(tmp_path: Path) -> None:
             assert np.array_equal(found[1], content(found[0]))
 
 
-def test_the_queue_drops_what_does_not_fit_and_serves_what_waits(tmp_path: Path) -> None:
+def test_the_queue_drops_excess_blocks_and_serves_pending_ones(tmp_path: Path) -> None:
     woken: list[None] = []
     queue = DiskQueue(tier(tmp_path), 2 * BYTES, BYTES, lambda: woken.append(None))
     blocks = path(1, 2, 3)

@@ -1,4 +1,4 @@
-"""Shares and saves on disk: who gives up files, when a save ends, and what a restart keeps of both."""
+"""Shares and saves on disk: the tenants that lose files, the end of a save, and the effect of a restart on both."""
 
 import math
 import shutil
@@ -17,7 +17,7 @@ SHARES = {"a": 1.0, "b": 1.0}
 
 
 class Disk:
-    """A tier of ten files whose blocks are named by tenant and number."""
+    """A tier of ten files, with blocks named by tenant and number."""
 
     def __init__(self, directory: Path, files: int = 10, save_ttl_s: float | None = None, now_s: float = 0.0) -> None:
         self.now_s = now_s
@@ -47,7 +47,7 @@ class Disk:
 
 
 def test_a_save_of_an_earlier_life_ends_with_its_time(tmp_path: Path) -> None:
-    """Also while nobody restarts: nobody but the name of its file says when."""
+    """It also ends without a renewal: only the name of its file has its end."""
     disk = Disk(tmp_path, files=3)
     disk.store("a", 1, saved_until_s=100.0)
     disk.store("a", 2, saved_until_s=50.0)
@@ -71,8 +71,8 @@ def test_a_save_that_begins_again_ends_when_its_engine_says_so(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("until_s", [math.inf, 10_000.0])
-def test_the_setting_bounds_what_an_earlier_life_saved(until_s: float, tmp_path: Path) -> None:
-    """It ends so long after the first restart that found it, whatever its file said. (docs: caching)"""
+def test_the_setting_bounds_saves_of_an_earlier_life(until_s: float, tmp_path: Path) -> None:
+    """It ends this long after the first restart that found it, regardless of its file's own end. (docs: caching)"""
     Disk(tmp_path).store("a", 1, saved_until_s=until_s)
     assert Disk(tmp_path, now_s=1000.0, save_ttl_s=300.0).held(saved=True) == [1]
     assert Disk(tmp_path, now_s=1200.0, save_ttl_s=300.0).held(saved=True) == [1]
@@ -80,7 +80,7 @@ def test_the_setting_bounds_what_an_earlier_life_saved(until_s: float, tmp_path:
 
 
 def test_files_from_before_they_had_owners_are_read_and_go_first(tmp_path: Path) -> None:
-    """Their header has no owner; they are on an account that nobody's requests keep a share for. (docs: caching)"""
+    """Their header has no owner; their account has no requests that would keep a share. (docs: caching)"""
     files = BlockFiles(tmp_path, FORMAT)
     former = [TierBlock(*(getattr(block, name) for name in TierBlock.__slots__[:-1]), UNKNOWN) for block in path(0, 1)]
     for block in reversed(former):
@@ -95,7 +95,7 @@ def test_files_from_before_they_had_owners_are_read_and_go_first(tmp_path: Path)
 
 
 def test_shares_hold_after_a_restart_too(tmp_path: Path) -> None:
-    """A smaller bound is reached by shares, not by age; and who did not come for a day gives first."""
+    """Shares, not age, decide the files for a smaller bound; a tenant inactive for a day loses its files first."""
     disk = Disk(tmp_path)
     disk.store("b", 20, 21)
     disk.store("a", *range(8))

@@ -1,4 +1,4 @@
-"""When a load from a lower tier is worth it."""
+"""The rule for loads from a lower tier: they must be faster than computing."""
 
 import copy
 
@@ -8,7 +8,7 @@ from serve_app.cache.tiers.load_rule import LoadRule
 
 
 def test_load_when_it_is_faster_than_computing() -> None:
-    """Once measured: 1 MB/s and 1,000 tokens/s; a megabyte is worth 1,000 tokens, not 900. (docs: caching)"""
+    """At measured rates of 1 MB/s and 1,000 tokens/s a megabyte is worth 1,000 tokens, not 900. (docs: caching)"""
     rule = LoadRule(1.0)
     for _ in range(200):
         rule.observe("disk", 100_000, 0.1)
@@ -20,7 +20,7 @@ def test_load_when_it_is_faster_than_computing() -> None:
 
 
 def test_the_ratio_asks_for_a_gain_or_switches_loading_off() -> None:
-    """And while nothing is known of computing everything is loaded."""
+    """Until computing has been measured, everything is loaded."""
     half, off = LoadRule(0.5), LoadRule(0.0)
     assert half.worthwhile({"host": 4_000_000_000}, 2100, 1000.0)
     assert not half.worthwhile({"host": 4_000_000_000}, 1900, 1000.0)

@@ -31,7 +31,7 @@ def block_of(tenant: str, number: int) -> TierBlock:
 
 @dataclass
 class NaiveBlock:
-    """What the oracle knows of a block. ``place``: in its line; ``used``: what a restart orders by."""
+    """The oracle's record of a block. ``place``: in its queue; ``used``: the order of use, which a restart restores."""
 
     owner: str
     place: int
@@ -40,7 +40,7 @@ class NaiveBlock:
 
 
 class NaiveTier:
-    """Remembers every block, and looks through all of them each time."""
+    """Remembers every block, and searches all of them each time."""
 
     def __init__(self, blocks: int, active_s: float) -> None:
         self.blocks, self.active_s, self.shares = blocks, active_s, SHARES
@@ -64,7 +64,7 @@ class NaiveTier:
         return self.blocks * self.shares[tenant] / weights if self.active(tenant, now_s) else 0.0
 
     def may_go(self, owner: str, now_s: float, *, saved: bool) -> set[bytes]:
-        """Which blocks one of ``owner``'s may displace, one of each of those most over their share."""
+        """Return the blocks that a block of ``owner`` may displace: one of each tenant that is most over its share."""
         holding = Counter(block.owner for block in self.held.values())
         most = max(self.excess(tenant, now_s) for tenant in holding)
         givers = [tenant for tenant in holding if self.excess(tenant, now_s) == most]
@@ -88,7 +88,7 @@ class NaiveTier:
 
 
 class ShareMachine(TierMachine):
-    """Blocks come, saves begin and end, tenants ask and stay away, lives end. (docs: caching)"""
+    """Blocks are stored, saves begin and end, tenants become inactive, processes restart. (docs: caching)"""
 
     @initialize(disk=st.booleans(), blocks=st.integers(1, 9))
     def begin(self, disk: bool, blocks: int) -> None:
@@ -107,7 +107,7 @@ class ShareMachine(TierMachine):
         return held(index)
 
     def put(self, tenant: str, number: int, *, saved: bool) -> None:
-        """Let a block come, and compare what went with what may go by the law and by the oracle."""
+        """Store a block, and compare the evicted block with those allowed by the law and by the oracle."""
         naive, now_s, block = self.naive, self.now_s, block_of(tenant, number)
         block_hash, before = block.block_hash, self.hashes()
         if saved:
@@ -172,7 +172,7 @@ class ShareMachine(TierMachine):
 
     @rule(weights=st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=3, max_size=3))
     def reweigh(self, weights: list[float]) -> None:
-        """The settings change: nobody loses a block by that, and the next eviction goes by the new shares."""
+        """Change the settings: no tenant loses a block by that, and the next eviction uses the new shares."""
         self.naive.shares = dict(zip(SHARES, weights, strict=True))
         self.tiers.set_shares(self.naive.shares)
 
@@ -183,7 +183,7 @@ class ShareMachine(TierMachine):
     @precondition(lambda self: self.disk)
     @rule()
     def restart(self) -> None:
-        """Owners, saves and the order of use are on the disk; who has files there was seen when they were used: now."""
+        """Owners, saves and the order of use are on disk; owners of files count as active at their last use: now."""
         self.tiers.close(0.0)
         self.live()
         for block in self.naive.held.values():
@@ -197,7 +197,7 @@ class ShareMachine(TierMachine):
         self.naive.held.clear()
 
     @invariant()
-    def held_is_what_the_oracle_holds(self) -> None:
+    def held_equals_the_oracle(self) -> None:
         assert self.hashes() == set(self.naive.held)
         saved = {block_hash for block_hash, block in self.naive.held.items() if block.saved}
         assert held(*self.tiers.indexes.values(), saved=True) == saved
@@ -219,8 +219,8 @@ TestShareLaws = ShareMachine.TestCase
 TestShareLaws.settings = settings(max_examples=150, stateful_step_count=40)
 
 
-def test_a_batch_larger_than_its_owners_share_comes_down_whole(tmp_path: Path) -> None:
-    """Blocks of the batch itself give way to later ones of it: each is read before that, and goes to disk as it is."""
+def test_a_batch_larger_than_its_owners_share_is_spilled_whole(tmp_path: Path) -> None:
+    """Later blocks of the batch displace earlier ones, which are read first and reach the disk unchanged."""
     settings = TierSettings(6 * BYTES, 100 * FILE, tmp_path)
     tiers = Tiers(settings, FORMAT, BYTES, lambda: None, shares=SHARES, start=False)
     tiers.seen(["a", "c"])

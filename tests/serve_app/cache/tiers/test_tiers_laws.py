@@ -20,7 +20,7 @@ PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=4)
 
 
 class Spills(TierMachine):
-    """A pool that holds a tree of prefixes: evictions spill leaves, and the heads are the last to go."""
+    """A pool that holds a tree of prefixes: evictions spill leaves, and heads are evicted last."""
 
     @initialize(host=st.sampled_from([0, 1, 3, 6]), disk=st.sampled_from([0, 2, 7, 40]))
     def begin(self, host: int, disk: int) -> None:
@@ -40,14 +40,14 @@ class Spills(TierMachine):
 
     @rule(branches=PATHS)
     def spill(self, branches: list[int]) -> None:
-        """A prefix leaves the pool, tail first; with room on disk nothing of what is known is lost."""
+        """Spill a prefix from the pool, tail first; with space on disk no known block is lost."""
         blocks = path(*branches)[::-1]
         self.known.update({block.block_hash: block for block in blocks})
         before = {block_hash for block_hash in self.known if self.tiers.find(block_hash)}
         self.tiers.spill(blocks, Source(blocks))
         head = blocks[-1].block_hash
         if self.host_blocks or self.disk_blocks:
-            assert self.tiers.find(head) is not None or self.saved, "the head of a prefix is the last to go"
+            assert self.tiers.find(head) is not None or self.saved, "the head of a prefix is evicted last"
         if self.disk_blocks >= 40:
             assert all(self.tiers.find(block_hash) for block_hash in before | {block.block_hash for block in blocks})
 
@@ -57,7 +57,7 @@ class Spills(TierMachine):
 
     @rule(branches=PATHS)
     def load(self, branches: list[int]) -> None:
-        """Whatever comes up is the block that was asked for, byte by byte."""
+        """Every loaded block is the requested one, byte for byte."""
         if self.tiers.disk is None:
             return
         load = self.tiers.load([block.block_hash for block in path(*branches)])
@@ -69,7 +69,7 @@ class Spills(TierMachine):
 
     @rule(branches=PATHS)
     def save(self, branches: list[int]) -> None:
-        """Everything else may go before a saved block does, as long as the saved ones fit."""
+        """Saved blocks are evicted after all others, as long as they fit."""
         blocks = path(*branches)[::-1]
         wanted = {block.block_hash for block in blocks}
         self.known.update({block.block_hash: block for block in blocks})
@@ -94,7 +94,7 @@ class Spills(TierMachine):
 
     @rule()
     def restart(self) -> None:
-        """A closed engine's disk is a new engine's disk; host memory went down to it first."""
+        """A closed engine's disk serves a new engine; host memory is spilled to it first."""
         self.work()
         expected = self.held_in("disk") | self.held_in("host")
         self.tiers.close(1e9)
@@ -138,7 +138,7 @@ TestTierLaws.settings = settings(max_examples=60, stateful_step_count=25)
 
 
 class PoolAndHost(RuleBasedStateMachine):
-    """Nothing between is ever lost: pool and host memory together hold with a block all blocks before it."""
+    """No gap ever forms: if pool or host memory holds a block, they also hold all blocks before it."""
 
     @initialize(host=st.integers(1, 6))
     def begin(self, host: int) -> None:
@@ -150,7 +150,7 @@ class PoolAndHost(RuleBasedStateMachine):
 
     @rule(branches=PATHS)
     def request(self, branches: list[int]) -> None:
-        """Blocks come up from host memory, or are computed; then the whole prefix is used, tail first."""
+        """Load blocks from host memory, or compute them; then use the whole prefix, tail first."""
         prefixes = [tuple(branches[: i + 1]) for i in range(len(branches))]
         self.tiers.use([self.hash_of(prefix) for prefix in prefixes])
         self.pool = [prefix for prefix in self.pool if prefix not in prefixes] + prefixes[::-1]

@@ -1,4 +1,4 @@
-"""Blocks for the tests of tiers: a prefix tree of them, each with bytes that tell which it is."""
+"""Blocks for the tests of tiers: a tree of prefixes, with different bytes in each block."""
 
 import shutil
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ SCOPE = PrefixScope("m", salt=b"a")
 
 
 def path(*branches: int, scope: PrefixScope = SCOPE, tenant: str = "default") -> list[TierBlock]:
-    """The blocks of the prefix that takes these branches, parents first, on a tenant's account."""
+    """Return the blocks of the prefix along these branches, parents first, on a tenant's account."""
     ids = np.repeat(np.array(branches, dtype=np.int32), SIZE)
     hashes = hash_blocks(scope.root(b"k"), ids, SIZE)
     raw = ids.astype("<i4").tobytes()
@@ -33,12 +33,12 @@ def path(*branches: int, scope: PrefixScope = SCOPE, tenant: str = "default") ->
 
 
 def content(block: TierBlock) -> Row:
-    """The bytes that a block's KV would be."""
+    """Return the bytes that stand for a block's KV."""
     return np.frombuffer((block.prefix_digest * (BYTES // 32 + 1))[:BYTES], dtype=np.uint8)
 
 
 class Source:
-    """Reads of a batch, as the pool would answer them."""
+    """Reads the blocks of a batch, as the pool would."""
 
     def __init__(self, blocks: Sequence[TierBlock]) -> None:
         self.blocks = blocks
@@ -51,13 +51,13 @@ class Source:
 
 
 def held(index: TierIndex[Any], *, saved: bool | None = None) -> set[bytes]:
-    """The hashes of a tier's blocks, or of those that are saved, or not."""
+    """Return the hashes of a tier's blocks, of all or only of saved or unsaved ones."""
     entries: list[Entry] = list(index)
     return {e.block.block_hash for e in entries if saved is None or saved == (e.saved_until_s is not None)}
 
 
 class TierMachine(RuleBasedStateMachine):
-    """What machines over tiers share: a directory, its tiers, the disk's work."""
+    """The common part of state machines over tiers: a directory, its tiers, the disk's work."""
 
     directory: Path
     tiers: Tiers
@@ -66,7 +66,7 @@ class TierMachine(RuleBasedStateMachine):
         self.tiers = Tiers(settings, FORMAT, BYTES, lambda: None, start=False, **named)
 
     def work(self) -> None:
-        """Let the disk's queue do all that waits."""
+        """Let the disk's queue do all its pending work."""
         while self.tiers.disk is not None and self.tiers.disk.run():
             pass
 

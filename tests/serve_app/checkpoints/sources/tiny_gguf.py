@@ -1,4 +1,4 @@
-"""A GGUF file of a few hundred kilobytes, as llama.cpp's converter writes one: a Llama in Q4_1, a BPE tokenizer."""
+"""A GGUF file of a few hundred kilobytes, as by llama.cpp's converter: a Llama in Q4_1, a BPE tokenizer."""
 
 import json
 from pathlib import Path
@@ -54,7 +54,7 @@ def _add_weights(writer: GGUFWriter, vocab_size: int) -> dict[str, Array]:
         packed = quantize(rng.standard_normal((rows, columns), dtype=np.float32) * 0.1, GGMLQuantizationType.Q4_1)
         writer.add_tensor(gguf, packed, raw_dtype=GGMLQuantizationType.Q4_1)
         plain = dequantize(packed, GGMLQuantizationType.Q4_1)
-        # llama.cpp rotates pairs of neighbours, transformers halves of a head: rows of q and k lie in another order.
+        # llama.cpp rotates pairs of neighbours, transformers halves of a head, so the rows of q and k are reordered.
         if heads:
             plain = plain.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
         kept[name] = plain

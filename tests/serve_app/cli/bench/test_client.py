@@ -1,4 +1,4 @@
-"""The client of any OpenAI endpoint: what a server does not tell is unknown, a stream that breaks off has failed."""
+"""The client of any OpenAI endpoint: unreported values are unknown, and an interrupted stream has failed."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ def answer_of(*events: dict[str, Any] | str) -> Answer:
 
 @pytest.mark.parametrize("details", [{}, {"prompt_tokens_details": None}, {"prompt_tokens_details": {}}])
 def test_usage_may_be_told_in_part_or_not_at_all(details: dict[str, Any]) -> None:
-    """Answers without cached tokens count in no hit rate, and do not spoil that of answers with them."""
+    """Answers without cached tokens are left out of the hit rate of the others."""
     silent = answer_of(*TEXT, {"choices": [], "usage": {**USAGE, **details}}, "[DONE]")
     assert not silent.cached_told and silent.completion_tokens == 5
     assert hit_rate([silent]) == UNKNOWN
@@ -48,8 +48,8 @@ def test_a_stream_that_breaks_off_has_failed(end: list[dict[str, Any] | str], wh
 
 
 @pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85"])
-def test_text_may_hold_what_ends_lines_elsewhere(separator: str) -> None:
-    """Only a newline ends a line of an event stream; the others may stand in a model's text as they are."""
+def test_text_may_hold_other_line_separators(separator: str) -> None:
+    """Only a newline ends a line of an event stream; a model's text may contain the other separators."""
     event = json.dumps({"choices": [{"text": f"a{separator}b"}]}, ensure_ascii=False)
     assert separator in event
     assert answer_of(event, "[DONE]").text == f"a{separator}b"

@@ -1,4 +1,4 @@
-"""What `warmpath doctor` finds of machine and installation, one cause at a time, and what it says to do."""
+"""Findings of `warmpath doctor` about machine and installation, one cause at a time, and its advice."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def test_a_package_out_of_its_range_is_told_with_the_command(needed: str, words:
     assert software.package(Requirement("numpy>=1")) is None
 
 
-def test_what_is_not_installed_names_no_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_installation_no_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> metadata.Distribution:
         raise metadata.PackageNotFoundError(name)
 
@@ -71,8 +71,8 @@ def test_what_is_not_installed_names_no_packages(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("module", ["router.py", "serve_app/__init__.py"])
-def test_a_module_with_one_of_our_names_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
-    """By `doctor` where it lies in the directory of a start, and by any command that cannot be imported for it."""
+def test_a_module_with_one_of_our_names_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    """`doctor` reports it in the working directory, and so does any command that fails to import because of it."""
     (tmp_path / module).parent.mkdir(exist_ok=True)
     (tmp_path / module).write_text("")
     monkeypatch.chdir(tmp_path)
@@ -90,7 +90,7 @@ def test_an_import_that_a_stranger_spoils_is_one_sentence(tmp_path: Path) -> Non
 
 
 def test_the_command_imports_neither_torch_nor_ray() -> None:
-    """Where they are broken, it is what says so."""
+    """If they are broken, this command must report it."""
     code = "import sys, serve_app.cli.main; print([name for name in ('torch', 'ray') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -170,7 +170,7 @@ def test_a_taken_port_says_by_whom(host: str, start: bool) -> None:
 def test_our_own_are_told_from_others(
     monkeypatch: pytest.MonkeyPatch, holder: Holder | None, found: str, advice: str
 ) -> None:
-    """A running instance is to be stopped as a whole; what one left behind can be killed; beside one all is well."""
+    """A running instance is stopped as a whole; a leftover process is killed; beside an instance all is well."""
     monkeypatch.setattr(machine, "port_holder", lambda _: holder)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -1,4 +1,4 @@
-"""`warmpath check` finds mistakes where they stand, and passes every file that is shipped."""
+"""`warmpath check` finds mistakes with their lines, and accepts every file that we ship."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -40,13 +40,13 @@ LIVE = "applications.0.deployments.0.user_config"
 
 @pytest.mark.parametrize("text", [*(path.read_text() for path in SHIPPED), CONFIG, "model: demo\nreplicas: 3\n"])
 def test_a_good_file_has_no_mistakes(text: str) -> None:
-    """Those that are shipped are ready to be deployed, but for the keys that everybody makes for themselves."""
+    """The shipped files are ready to be deployed, except for the keys that each user makes."""
     assert SHIPPED
     assert mistakes_in(text) == []
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "line", "place", "what"),
+    ("old", "new", "line", "place", "words"),
     [
         ("replicas: 2", "replcas: 2", 6, "applications.0.args.replcas", "did you mean replicas?"),
         ("replicas: 2", "replicas: 0", 6, "applications.0.args.replicas", "must be at least 1"),
@@ -59,10 +59,10 @@ def test_a_good_file_has_no_mistakes(text: str) -> None:
         ("    import_path", "    import_paht", 2, "applications.0.import_path", "Field required"),
     ],
 )
-def test_a_mistake_is_told_with_its_line_place_and_remedy(old: str, new: str, line: int, place: str, what: str) -> None:
+def test_a_mistake_has_its_line_place_and_remedy(old: str, new: str, line: int, place: str, words: str) -> None:
     assert old in CONFIG
     mistakes = mistakes_in(CONFIG.replace(old, new))
-    assert [mistake for mistake in mistakes if (mistake.line, mistake.place) == (line, place) and what in mistake.what]
+    assert [mistake for mistake in mistakes if (mistake.line, mistake.place) == (line, place) and words in mistake.what]
     assert not any("wp-key" in mistake.what for mistake in mistakes)
 
 
@@ -77,8 +77,8 @@ anything = st.recursive(
 @given(
     st.sampled_from(["whole", "applications", "application", "args", "deployments", "user_config", "text"]), anything
 )
-def test_whatever_a_file_holds_it_is_answered(where: str, value: object) -> None:
-    """A list of mistakes, each with a line that the file has; never a fault of the checker's own."""
+def test_any_file_is_answered(where: str, value: object) -> None:
+    """The answer is a list of mistakes, each with a line of the file, and never a fault of the checker's own."""
     config = yaml.safe_load(CONFIG)
     app = config["applications"][0]
     if where == "application":
@@ -93,14 +93,14 @@ def test_whatever_a_file_holds_it_is_answered(where: str, value: object) -> None
     service = {"kind": "RayService", "spec": {"serveConfigV2": value if where == "text" else yaml.safe_dump(whole)}}
     for document, style in ((whole, None), (service, None), (service, "|")):
         text = yaml.safe_dump(document, default_style=style)
-        with suppress(ValueError):  # a text in a RayService that is no YAML
+        with suppress(ValueError):  # invalid YAML in a RayService's text
             for mistake in mistakes_in(text):
                 assert 1 <= mistake.line <= len(text.splitlines()) + 1
                 assert mistake.what
 
 
 def test_lines_of_a_ray_service_are_those_of_the_file() -> None:
-    """The Serve config is a text in it."""
+    """The Serve config is a text in the RayService."""
     inner = "".join(f"    {line}\n" for line in CONFIG.replace("policy:", "polcy:").splitlines())
     text = f"kind: RayService\nspec:\n  serveConfigV2: |\n{inner}  rayClusterConfig: {{}}\n"
     lines = {text.splitlines()[mistake.line - 1].strip() for mistake in mistakes_in(text)}
@@ -146,10 +146,8 @@ def test_paths_of_a_settings_file_start_where_it_lies(tmp_path: Path) -> None:
         ("autoscaling: {max_replicas: 3}\nreplicas: 4", "2: replicas: replicas has no effect beside autoscaling"),
     ],
 )
-def test_what_is_named_and_not_there_is_missed(
-    lines: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Here, but not where only other machines have it; a mistake that can be seen here is one for both."""
+def test_missing_files_are_reported(lines: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They count here, but not if only other machines have them; other mistakes count in both cases."""
     monkeypatch.setattr(engine, "vllm_missing", lambda: True)
     (tmp_path / "short").write_text("x")
     (tmp_path / "short").chmod(0o600)

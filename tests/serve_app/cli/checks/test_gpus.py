@@ -1,4 +1,4 @@
-"""GPUs that replicas get by themselves, by how many there are."""
+"""GPUs that replicas get by default, by the number of GPUs."""
 
 from typing import Any
 
@@ -42,6 +42,6 @@ def test_more_replicas_than_gpus_are_refused(settings: dict[str, Any], gpus: int
 
 
 def test_torch_is_asked_for_the_gpus() -> None:
-    """In a process of its own: as many as it sees in this one."""
+    """A separate process sees as many GPUs as this one."""
     torch = pytest.importorskip("torch")
     assert gpu_count() == torch.cuda.device_count()

@@ -1,4 +1,4 @@
-"""What can be seen of bad settings before anything starts, one sentence each."""
+"""Mistakes in settings that can be found before anything starts, one sentence each."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ from serve_app.engine.lora.peft_files import CONFIG_FILE, WEIGHTS_FILE
 
 @pytest.fixture(autouse=True)
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A secret is made in a directory that is thrown away."""
+    """The secret is made in a temporary directory."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.delenv("WARMPATH_SECRET", raising=False)
     monkeypatch.delenv("WARMPATH_RESPONSES_URL", raising=False)
@@ -49,8 +49,8 @@ def test_good_settings_have_none(demo_model_path: Path, tmp_path: Path) -> None:
         ({"max_num_batched_tokens": 64}, "max_num_batched_tokens must exceed max_num_seqs"),
     ],
 )
-def test_what_settings_say_of_themselves(values: dict[str, Any], words: str) -> None:
-    """Needs no machine, and so is told wherever settings are read."""
+def test_settings_that_contradict_each_other(values: dict[str, Any], words: str) -> None:
+    """This check needs no machine, so every reader of settings makes it."""
     with pytest.raises(BadSettings, match=words):
         app_config(values)
 
@@ -75,7 +75,7 @@ def test_what_settings_say_of_themselves(values: dict[str, Any], words: str) -> 
 def test_each_setting_that_cannot_be_used(
     demo_model_path: Path, tmp_path: Path, settings: dict[str, Any], words: str
 ) -> None:
-    """A format that is none; a secret or a place that cannot be read or written; budgets that do not fit."""
+    """An unknown format, a secret or place that cannot be read or written, or a budget that does not fit."""
     (tmp_path / "open").write_text("x")
     (tmp_path / "open").chmod(0o644)
     here = {
@@ -89,7 +89,7 @@ def test_each_setting_that_cannot_be_used(
 def test_a_url_of_stored_responses_that_names_no_database(
     demo_model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Told without a word of it, where responses are to be stored at all."""
+    """The error does not quote the URL, and is omitted if responses are not stored."""
     monkeypatch.setenv("WARMPATH_RESPONSES_URL", "mysql://user:hunter2@host/database")
     told = said(demo_model_path)
     assert "must be redis://HOST" in told and "hunter2" not in told
@@ -113,7 +113,7 @@ def test_an_adapter_of_too_high_a_rank(demo_model_path: Path, tmp_path: Path) ->
     sentence = said(demo_model_path, max_lora_rank=4, **adapter)
     assert sentence == "the adapter 'a' of the settings: rank 8 is over max_lora_rank 4"
     (tmp_path / WEIGHTS_FILE).write_bytes(b"short")
-    assert "no whole safetensors file" in said(demo_model_path, **adapter)
+    assert "not a complete safetensors file" in said(demo_model_path, **adapter)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_an_adapter_of_too_high_a_rank(demo_model_path: Path, tmp_path: Path) ->
 def test_an_architecture_that_is_not_served(
     demo_model_path: Path, tmp_path: Path, fields: dict[str, Any], engine: str, words: str
 ) -> None:
-    """Another model's config, and layers that an engine does not compute; all of it without the weights."""
+    """Another model's config, or layers that an engine cannot compute, are found without the weights."""
     changed = tmp_path / "changed"
     shutil.copytree(demo_model_path, changed)
     config = json.loads((changed / "config.json").read_text())

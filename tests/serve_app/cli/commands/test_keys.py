@@ -1,4 +1,4 @@
-"""Keys on the command line: what is printed lets the tenant in."""
+"""Keys on the command line: the printed settings let the tenant in."""
 
 import pytest
 import yaml
@@ -16,7 +16,7 @@ def run(*arguments: str) -> Result:
 
 
 def opened_by(key: str, settings: str, now_s: float) -> str:
-    """Return who comes in with a key, by settings as YAML."""
+    """Return the tenant that a key belongs to, by settings as YAML."""
     config = AppConfig.model_validate(yaml.safe_load(settings))
     return Tenants(config.tenants, b"s" * 32, now_s=lambda: now_s).authenticate(f"Bearer {key}").name
 
@@ -32,7 +32,7 @@ def test_keys_alone_makes_an_operators_key_and_says_so() -> None:
 
 @pytest.mark.parametrize("there", [False, True])
 def test_the_printed_lines_are_settings_and_do_not_hold_the_key(there: bool) -> None:
-    """They let the key in until it expires, whole or as one more of a tenant; whoever reads them cannot come in."""
+    """They accept the key until it expires, as a new tenant or as one more key; they do not reveal the key."""
     first, *lines = run("new", "acme", "--expires", "2099-01-31T01:00:00+01:00").output.splitlines()
     key, settings = first.removeprefix("key: "), "\n".join(lines)
     assert key not in settings

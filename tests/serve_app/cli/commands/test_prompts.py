@@ -1,4 +1,4 @@
-"""`warmpath prompts`: versions are locked and found changed; a terminal is safe from what an instance answers."""
+"""`warmpath prompts`: versions are locked and changes found; an instance's answers cannot harm a terminal."""
 
 import io
 import json
@@ -39,7 +39,7 @@ def test_versions_are_locked_and_checked(tmp_path: Path) -> None:
 
 
 class Instance(HTTPServer):
-    """A server that has one answer, and remembers the keys that it was sent."""
+    """A server with one answer, which remembers the keys it received."""
 
     status, body = 200, ""
 
@@ -61,7 +61,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(self.server.body.encode())
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_an_answer_that_is_none_is_one_sentence(instance: Instance, status: int,
 
 def test_nobody_answers_is_one_sentence() -> None:
     status, said = run("status", "--url", "http://127.0.0.1:9")
-    assert status == 2 and said.startswith("error: nobody answers at http://127.0.0.1:9: ")
+    assert status == 2 and said.startswith("error: no server answers at http://127.0.0.1:9: ")
 
 
 def test_an_operators_key_comes_before_a_tenants(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ def test_an_operators_key_comes_before_a_tenants(instance: Instance, monkeypatch
 
 
 def test_names_of_a_server_are_never_commands(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that a terminal would obey is text: where it is shown, and where an error quotes a server."""
+    """A name with terminal commands is shown as text, also if an error quotes a server."""
     wrong = "[/]\x1b]52;c;cm0gLXJm\x1b\\\x9b2J\u202e"
     out = io.StringIO()
     monkeypatch.setattr(console, "console", Console(file=out))

@@ -1,4 +1,4 @@
-"""A packed step attends as the formula says, whatever its sequences share; what it would get wrong is refused."""
+"""A packed step attends by the formula for any shared prefixes; cases that it would get wrong are refused."""
 
 from types import SimpleNamespace
 
@@ -26,7 +26,7 @@ Case = tuple[int, int, list[int]]
 
 @st.composite
 def steps(draw: st.DrawFn) -> list[Case]:
-    """Several sequences, over neighbouring or scattered blocks, some of which begin with the same ones."""
+    """Several sequences over neighbouring or scattered blocks, some of which share their first blocks."""
     length = st.one_of(st.just(1), st.integers(1, 30))
     shapes = draw(st.lists(st.tuples(length, st.integers(0, 90), st.integers(0, 20)), min_size=1, max_size=6))
     shapes = [(new, past, min(shared, past // SIZE)) for new, past, shared in shapes]
@@ -63,7 +63,7 @@ def check(
     pool = KvPool(1, max(b for *_, blocks in cases for b in blocks) + 1, SIZE, KV_HEADS, DIM, dtype, device)
     pool.slots.copy_(numbers(*pool.slots.shape))
     for _, past, blocks in cases:
-        # Large where nobody of this step has written: who reads beyond a sequence's end is found out.
+        # Large values in slots that this step does not write reveal a read beyond a sequence's end.
         for position in range(past, len(blocks) * SIZE):
             pool.slots[:, :, blocks[position // SIZE] * SIZE + position % SIZE] = 100.0
     step = plan_step(pool, segments_of(cases), in_place=in_place)
@@ -88,7 +88,7 @@ def check(
         logit_rows += [row - 1] * (i % 2)
         if past <= SIZE * (len(blocks) - 1):
             rest = slice(SIZE * blocks[-1] + (past + new - 1) % SIZE + 1, SIZE * blocks[-1] + SIZE)
-            assert not pool.slots[:, :, rest].any(), "the rest of a begun block is zeroed"
+            assert not pool.slots[:, :, rest].any(), "the rest of a partial block is zeroed"
     assert step.logit_rows.tolist() == logit_rows
 
 
@@ -109,7 +109,7 @@ def formula(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: 
 def test_a_step_attends_by_the_formula(
     dtype: torch.dtype, in_place: bool, cases: list[Case], group: int, long_run: int, cut: bool
 ) -> None:
-    """Whatever is read in place, copied, or cut where a copy would be too large."""
+    """KV is read in place, copied, or split if a copy would be too large."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reads, "LONG_RUN_TOKENS", long_run)
         if cut:
@@ -123,8 +123,8 @@ def test_a_gpu_attends_by_the_formula(device: torch.device) -> None:
     check(cases, 3, torch.float32, in_place=device.type == "cpu", device=device)
 
 
-def test_a_common_beginning_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what follows it is copied, by as few copies as there are lengths. docs: decisions"""
+def test_a_common_prefix_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest is copied, with one copy per length. docs: decisions"""
     monkeypatch.setattr(reads, "LONG_RUN_TOKENS", 32)
     shared = [*range(10, 20)]
     cases = [(1, 40, [*shared, 30]), (1, 46, [*shared, 20, 31]), (1, 4, [50, 51])]
@@ -138,7 +138,7 @@ def test_a_common_beginning_is_read_once(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_requests_get_the_same_tokens_over_copies(
     make_engine: MakeEngine, reference: Reference, device: torch.device
 ) -> None:
-    """Cold, cached, forked and long prompts at once, as a GPU attends."""
+    """Cold, cached, forked and long prompts run at once, as on a GPU."""
     engine = make_engine(device=str(device))
     engine._runner.reads_in_place = False  # type: ignore[attr-defined]
     run_all(engine, [request("cold", prompt(100), 1)])

@@ -1,4 +1,4 @@
-"""What an engine says to hold is what its events said, in pool and tiers; where some were lost, it tells all anew."""
+"""An engine's digests equal its events, in pool and tiers; after lost events it announces everything again."""
 
 import asyncio
 import threading
@@ -20,7 +20,7 @@ from tests.serve_app.engine.tiny import prompt, request, run_all
 
 
 class Feed:
-    """A feed that may lose what it is given; its ``sequencer`` is the mirror."""
+    """A feed that may lose its events; its ``sequencer`` is the mirror."""
 
     def __init__(self) -> None:
         self.sequencer = FeedSequencer()
@@ -33,7 +33,7 @@ class Feed:
             self.sequencer.publish(events)
 
     def blocks(self) -> dict[str, int]:
-        """What the last digest said, by tier; the disk's thread may have told of blocks since."""
+        """Return the last digest's blocks by tier; the disk's thread may have announced more since."""
         last = next(event for event in reversed(self.events) if isinstance(event, CacheDigest))
         return {of.tier: of.blocks for of in last.tiers}
 
@@ -54,7 +54,7 @@ def traffic(engine: TorchEngine, seed: int, requests: int = 8) -> None:
 
 @pytest.mark.parametrize("reset", [False, True])
 def test_the_digest_is_that_of_the_events(made: tuple[Feed, TorchEngine], reset: bool) -> None:
-    """Through evictions, spills, a disk with a thread of its own and resets, at any moment."""
+    """It holds through evictions, spills, a disk with its own thread, and resets, at any moment."""
     feed, engine = made
     for seed in range(6):
         traffic(engine, seed)
@@ -69,8 +69,8 @@ def test_the_digest_is_that_of_the_events(made: tuple[Feed, TorchEngine], reset:
     assert feed.sequencer.mirror_drifts == 0 and set(feed.blocks().values()) == {0}
 
 
-def test_what_was_lost_on_the_way_to_the_feed_is_told_anew(made: tuple[Feed, TorchEngine]) -> None:
-    """The next digest finds it; ``anew`` mends it for the mirror and the routers that follow it. (docs: routing)"""
+def test_events_lost_before_the_feed_are_announced_again(made: tuple[Feed, TorchEngine]) -> None:
+    """The next digest reveals the loss; ``anew`` repairs the mirror and the routers that follow it. (docs: routing)"""
     feed, engine = made
     traffic(engine, 0)
     feed.losing = True
@@ -85,11 +85,11 @@ def test_what_was_lost_on_the_way_to_the_feed_is_told_anew(made: tuple[Feed, Tor
     cleared = [at for at, event in enumerate(feed.events) if event == CacheCleared()]
     anew = FeedSequencer()
     assert len(anew.publish(feed.events[cleared[-1] :])) > 0
-    assert anew.mirror_drifts == 0, "it begins with a clear cache"
+    assert anew.mirror_drifts == 0, "it begins with a cleared cache"
 
 
 def test_a_replica_tells_its_caches_from_time_to_time_and_anew_after_drift() -> None:
-    """Once at once, then ever more rarely: an engine that always contradicts its feed does not flood the routers."""
+    """The repeats become ever rarer, so an engine that always contradicts its feed does not flood the routers."""
     feed, done = SimpleNamespace(mirror_drifts=0), threading.Event()
     calls: list[bool] = []
 

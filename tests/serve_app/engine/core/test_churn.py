@@ -1,4 +1,4 @@
-"""The engine keeps nothing of what has ended: a short churn of everything at once, every block and table looked at."""
+"""The engine keeps nothing of ended requests: a short churn of everything, with all blocks and tables checked."""
 
 import tracemalloc
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from tests.harness.churn.audit import Imbalance, tables
 from tests.harness.churn.churn import Churn
 
 LEFT_BYTES_AN_OPERATION = 500
-"""A request that is kept is well over a thousand; what is cached varies a little from check to check."""
+"""A kept request would take well over a thousand; cached data varies a little between checks."""
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def churn(demo_model_path: Path, tmp_path: Path) -> Iterator[Churn]:
 
 
 def test_churn_leaves_nothing_behind(churn: Churn) -> None:
-    """At every check blocks are conserved, events tell what is held, answers are the same; what is allocated stays."""
+    """At every check blocks are conserved, events match held blocks, and answers are equal; memory does not grow."""
     ours = [tracemalloc.Filter(True, f"*/{room}/*") for room in ("serve_app", "router")]
     tracemalloc.start()
     try:
@@ -39,12 +39,12 @@ def test_churn_leaves_nothing_behind(churn: Churn) -> None:
     ended = churn.ledger.ended
     assert not ended["error"]
     assert ended["length"] > 50 and ended["cancelled"] > 2
-    for what in ("saved", "adapters loaded", "refused: UnknownAdapter", "refused: RequestTooLong"):
-        assert churn.done[what], f"nothing was {what}"
+    for outcome in ("saved", "adapters loaded", "refused: UnknownAdapter", "refused: RequestTooLong"):
+        assert churn.done[outcome], f"nothing was {outcome}"
 
 
-def test_the_audit_sees_what_is_lost_and_what_is_left(churn: Churn) -> None:
-    """It can fail: on a block that nobody has, and on one that is announced and not held."""
+def test_the_audit_finds_lost_and_leaked_blocks(churn: Churn) -> None:
+    """It fails for a block without an owner, and for one that is held but not announced."""
     assert tables(churn.engine)["BlockPool._references"] == 128
     churn.check()
     cache = churn.engine._cache

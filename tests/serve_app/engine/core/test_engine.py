@@ -1,4 +1,4 @@
-"""How the engine treats requests: single flight, cancellation, refusal, failure, load, stop."""
+"""The engine's treatment of requests: single flight, cancellation, refusal, failure, load, stop."""
 
 import threading
 from dataclasses import replace
@@ -21,7 +21,7 @@ def test_a_hundred_requests_of_two_thousand_cold_tokens_cost_one_prefill(make_si
     engine.start()
     collector.wait(f"r{i}" for i in range(100))
     prefills = [tokens for step in runner.steps for tokens in step if tokens > 1]
-    assert prefills == [2001], "one prefill of the prefix; everybody else computed one token"
+    assert prefills == [2001], "one prefill of the prefix; all others computed one token"
     assert sorted(collector.cached.values()) == [0] + [2000] * 99
     assert sample(engine, "warmpath_prompt_tokens_computed_total") == 2001 + 99
     assert sample(engine, "warmpath_prefix_cache_queries_total") == 100 * 2001
@@ -31,10 +31,10 @@ def test_a_hundred_requests_of_two_thousand_cold_tokens_cost_one_prefill(make_si
         assert sample(engine, f"warmpath_request_{name}_time_seconds_count") == 100
 
 
-def test_a_cancelled_prefill_frees_its_blocks_within_a_step_and_who_waits_for_it_goes_on(
+def test_a_cancelled_prefill_frees_its_blocks_within_a_step_and_its_waiters_continue(
     make_simulated: MakeSimulated,
 ) -> None:
-    """The one that computes the shared prefix is cancelled mid-way: the next in line takes over, nothing is lost."""
+    """The request that computes the shared prefix is cancelled; the next one takes over, and nothing is lost."""
     runner = GatedRunner(gated=True)
     engine = make_simulated(runner)
     collector = Collector()
@@ -43,7 +43,7 @@ def test_a_cancelled_prefill_frees_its_blocks_within_a_step_and_who_waits_for_it
     assert sample(engine, "warmpath_kv_cache_blocks", state="used") == 13
     load = engine.load()
     assert (load.queued_prefill_tokens, load.committed_sequences) == (200, 0)
-    assert 64 <= load.committed_prefill_tokens <= 200, "nobody comes before the running step's"
+    assert 64 <= load.committed_prefill_tokens <= 200, "only the running step's tokens are ahead of everybody"
     engine.submit(request("second", np.append(prompt(200), 3), 2), collector)
     engine.cancel("first")
     engine.cancel("never heard of")
@@ -58,8 +58,8 @@ def test_a_cancelled_prefill_frees_its_blocks_within_a_step_and_who_waits_for_it
     assert run_all(engine, [request("first", prompt(5), 1)]).finish["first"] == "length"
 
 
-def test_what_is_too_old_ends_within_a_step_running_or_waiting(make_simulated: MakeSimulated) -> None:
-    """A request whose time is over ends with "timeout" and a sentence, and gives its blocks back; others go on."""
+def test_a_request_past_its_timeout_ends_within_a_step_running_or_waiting(make_simulated: MakeSimulated) -> None:
+    """An expired request ends with "timeout" and a sentence, and releases its blocks; others continue."""
     now = [100.0]
     runner = GatedRunner(gated=True)
     engine = make_simulated(runner, max_num_seqs=1, clock=lambda: now[0])
@@ -77,11 +77,11 @@ def test_what_is_too_old_ends_within_a_step_running_or_waiting(make_simulated: M
     assert sum(tokens > 20 for step in runner.steps for tokens in step) == 1, "no second step of the long prompt"
     assert sample(engine, "warmpath_kv_cache_blocks", state="used") == 0
     assert sample(engine, "warmpath_requests_finished_total", finished_reason="timeout") == 2
-    assert engine._live.waiting.used == 0, "whoever waited or was admitted is counted out once"
+    assert engine._live.waiting.used == 0, "waiting and admitted requests are counted out once"
 
 
 def test_an_idle_loop_wakes_for_a_deadline(make_simulated: MakeSimulated) -> None:
-    """A request that only waits for KV from elsewhere, which never comes, ends on time without any other news."""
+    """A request that only waits for KV from elsewhere, which never arrives, ends on time without any other event."""
     waits = replace(request("waits", prompt(40), 2), remote_kv=RemoteKv(32), timeout_s=0.2)
     assert run_all(make_simulated(), [waits]).finish["waits"] == "timeout"
 
@@ -122,7 +122,7 @@ def test_refusals_name_the_reason_before_anything_is_queued(make_simulated: Make
 
 
 def test_a_flooding_tenant_leaves_an_eighth_of_the_queue(make_simulated: MakeSimulated) -> None:
-    """Of sixteen places one tenant gets fourteen; one that is alone gets all. (docs: routing)"""
+    """Of sixteen places one tenant gets fourteen; a tenant alone gets all. (docs: routing)"""
     both = make_simulated(max_waiting_requests=16, tenant_shares={"flood": 1.0, "other": 1.0}, start=False)
     alone = make_simulated(max_waiting_requests=16, start=False)
     collector = Collector()
@@ -138,7 +138,7 @@ def test_a_flooding_tenant_leaves_an_eighth_of_the_queue(make_simulated: MakeSim
 
 
 def test_one_bad_request_fails_alone(make_simulated: MakeSimulated) -> None:
-    """A forward that raises: each of the step is tried alone, the bad one gets the error, the loop lives on."""
+    """If a forward raises, each request of the step is retried alone: the bad one gets the error, the loop goes on."""
     engine = make_simulated(GatedRunner(poison=666), start=False)
     ids = {f"good{i}": prompt(10, i) for i in range(3)}
     requests = [request(name, row, 4) for name, row in ids.items()]

@@ -1,4 +1,4 @@
-"""Committed tokens: what the engine says nobody overtakes is what a request of one token finds before it."""
+"""Committed tokens: the engine reports as many as a new request of one token really finds ahead of it."""
 
 from collections import Counter
 
@@ -18,7 +18,7 @@ queued = st.lists(
 
 
 class Line(Bench):
-    """``paced``: somebody decodes, and steps have room for more turns than a tenant may take then."""
+    """``paced``: a sequence decodes, and steps have space for more turns than a tenant may then take."""
 
     def __init__(self, tenants: str, *, paced: bool = False) -> None:
         super().__init__(*tenants, num_blocks=2048, max_num_seqs=64, max_num_batched_tokens=1024 if paced else 128)
@@ -54,7 +54,7 @@ class Line(Bench):
             self.queue(f"r{number}", ids, arrival_s, tenant)
         for _ in range(steps):
             self.schedule(RATE, self.decode_step_s)
-        # Hints are refreshed when a step is chosen; one is chosen here without being counted.
+        # Hints are refreshed when a step is chosen; here they are refreshed without counting a step.
         for sequence in self.scheduler.ready():
             sequence.held_blocks_hint = self.cache.index.count_held(
                 sequence.chain, self.cache.reusable_blocks(sequence.prefill_tokens)
@@ -67,7 +67,7 @@ class Line(Bench):
 def test_with_one_tenant_committed_tokens_are_exactly_those_before_a_newcomer(
     rows: list[tuple[int, float, str, bool]], steps: int, age_s: float
 ) -> None:
-    """Whatever waits or is half computed: as many tokens as reported run before a request of one token."""
+    """With any waiting or partly computed requests, exactly the reported tokens run before a request of one token."""
     line = Line("a")
     line.build([(length, arrival_s, tenant, False) for length, arrival_s, tenant, _ in rows], steps)
     now_s = 0.3 + age_s
@@ -86,14 +86,14 @@ def test_with_one_tenant_committed_tokens_are_exactly_those_before_a_newcomer(
     tenants=st.sampled_from(["a", "abc"]),
     paced=st.booleans(),
 )
-@example(  # a turn that the step's end interrupted: what is left of it goes before the newcomer, not a whole one
+@example(  # the rest of a turn that the step's end interrupted goes before the newcomer, not a whole turn
     rows=[(1, 0.0, "b", False), (17, 0.0, "a", True), (17, 0.0, "a", True), (111, 0.0, "a", False)],
     steps=1,
     tenant="b",
     tenants="abc",
     paced=False,
 )
-@example(  # turns decide whose sequence computes what two tenants share
+@example(  # turns decide which sequence computes a prefix shared by two tenants
     rows=[(1, 0.0, "b", False), (31, 0.125, "b", True), (33, 0.0, "a", True), (281, 0.0, "b", False)],
     steps=0,
     tenant="a",
@@ -107,7 +107,7 @@ def test_with_one_tenant_committed_tokens_are_exactly_those_before_a_newcomer(
     tenants="abc",
     paced=False,
 )
-@example(  # a tenant that used most lately has a shorter turn
+@example(  # the tenant with the most recent use has a shorter turn
     rows=[(2, 0.0, "b", False), (38, 0.0, "a", False), (224, 0.0, "a", False), (224, 0.0, "a", False)],
     steps=2,
     tenant="b",
@@ -117,7 +117,7 @@ def test_with_one_tenant_committed_tokens_are_exactly_those_before_a_newcomer(
 def test_committed_tokens_are_before_everybodys_newcomer(
     rows: list[tuple[int, float, str, bool]], steps: int, tenant: str, tenants: str, paced: bool
 ) -> None:
-    """Several tenants, shared prefixes in flight: a newcomer finds at least so many before it. (docs: routing)"""
+    """With several tenants and shared prefixes in flight, at least that many tokens run before it. (docs: routing)"""
     line = Line(tenants, paced=paced)
     line.build(rows, steps)
     report = line.view.report(0.4)

@@ -1,4 +1,4 @@
-"""A feed that lies: what a router believes falsely costs time, and never changes a token."""
+"""A router that believes a lying feed loses time, but never changes a token."""
 
 from random import Random
 
@@ -11,9 +11,9 @@ from tests.serve_app.engine.tiny import prompt, request, run_all
 
 
 def test_a_lying_replica_costs_time_and_no_token(make_engine: MakeEngine, reference: Reference) -> None:
-    """One replica claims every block that was ever asked for, an empty queue and an absurd rate; small pools evict.
+    """One replica claims every requested block, an empty queue and an absurd rate; small pools evict.
 
-    It draws traffic by that, its engine computes what it does not hold, and the router counts what was not delivered.
+    It attracts traffic by that, its engine computes the missing blocks, and the router counts the undelivered tokens.
     """
     stored: dict[str, list[Event]] = {"liar": [], "honest": []}
     engines = {name: make_engine(events=stored[name], num_blocks=24, max_num_seqs=4) for name in stored}

@@ -1,4 +1,4 @@
-"""Whatever is cached, chunked or batched, the tokens are those of plain generation (fp32, greedy)."""
+"""With any caching, chunking or batching, the tokens are those of plain generation (fp32, greedy)."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def test_a_hit_at_every_block_boundary_changes_no_token(
 def test_mixed_batches_and_chunks_equal_solo_generation(
     kind: str, budget: int, caching: bool, make_engine: MakeEngine, reference: Reference
 ) -> None:
-    """Prompts of every awkward length at once, in chunks; the second time with hits. (docs: caching)"""
+    """Prompts of every awkward length run at once, in chunks; the second time with hits. (docs: caching)"""
     prompts = {f"p{n}": prompt(n, seed=n) for n in (1, 2, 15, 16, 17, 31, 48, 100, 300)}
     events: list[Event] = []
     engine = make_engine(kind, events=events, max_num_batched_tokens=budget, enable_prefix_caching=caching)
@@ -43,7 +43,7 @@ def test_mixed_batches_and_chunks_equal_solo_generation(
 
 
 def test_long_contexts_shared_and_not_decode_as_if_alone(make_engine: MakeEngine, reference: Reference) -> None:
-    """Runs long enough to be read in place, shared by several sequences, next to short ones and forks."""
+    """Runs long enough to be read in place, shared by several sequences, are beside short ones and forks."""
     base = prompt(560, seed=5)
     prompts = {
         "a": np.concatenate([base, prompt(9, 1)]),

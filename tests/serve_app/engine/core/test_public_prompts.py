@@ -1,4 +1,4 @@
-"""Public blocks inside an engine: shared by everybody, with nothing after them, in the pool and below it."""
+"""Public blocks in an engine are shared by everybody, but nothing after them, in the pool and the tiers below."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -29,8 +29,8 @@ def chat(request_id: str, tenant: str, private: int, seed: int, max_tokens: int 
     return request(request_id, ids, max_tokens, scope=scope_of(tenant), tenant=tenant)
 
 
-def test_tenants_share_what_is_public_and_nothing_after_it(make_engine: MakeEngine, reference: Reference) -> None:
-    """The very same prompt: 64 of its tokens for another tenant, all full blocks for its own; equal answers."""
+def test_tenants_share_public_blocks_and_nothing_after_them(make_engine: MakeEngine, reference: Reference) -> None:
+    """The same prompt hits 64 tokens for another tenant, all full blocks for its own, and gives equal answers."""
     events: list[Event] = []
     engine = make_engine(events=events)
     got = run_all(engine, [chat("a1", "a", 40, 1)])
@@ -49,7 +49,7 @@ def test_tenants_share_what_is_public_and_nothing_after_it(make_engine: MakeEngi
 
 
 def test_an_answer_to_a_public_prompt_is_private(make_engine: MakeEngine) -> None:
-    """Nothing but public tokens in the prompt: what is generated after them belongs to who asked. (docs: caching)"""
+    """The prompt has only public tokens; the tokens generated after them belong to its tenant. (docs: caching)"""
     engine = make_engine()
     ids = PUBLIC_IDS[:64]
     answer = run_all(engine, [request("a", ids, 40, scope=scope_of("a"), tenant="a")]).tokens["a"]
@@ -61,7 +61,7 @@ def test_an_answer_to_a_public_prompt_is_private(make_engine: MakeEngine) -> Non
 
 @pytest.mark.parametrize("kind", ["host", "disk"])
 def test_public_blocks_come_back_from_below_for_anybody(kind: str, tmp_path: Path, make_engine: MakeEngine) -> None:
-    """Evicted after one tenant computed them, loaded for another, which still gets nothing private."""
+    """One tenant's evicted blocks are loaded for another tenant, which still gets nothing private."""
     engine = make_engine(tiers=tiers(kind, tmp_path), **SMALL)
     run_all(engine, [chat("a", "a", 40, 1)])
     run_all(engine, [request("whole pool", prompt(24 * 16 - 8), 1, scope=scope_of("c", 0), tenant="c")])
@@ -71,8 +71,8 @@ def test_public_blocks_come_back_from_below_for_anybody(kind: str, tmp_path: Pat
     assert run_all(engine, [chat("again", "a", 40, 1)]).cached["again"] == 96
 
 
-def test_an_export_is_for_those_who_may_hit_it(make_engine: MakeEngine) -> None:
-    """With a private end only for its tenant; a wholly public one for every tenant."""
+def test_an_export_serves_only_tenants_that_may_hit_it(make_engine: MakeEngine) -> None:
+    """An export with a private end serves only its tenant; a wholly public one serves every tenant."""
     first, second = make_engine(), make_engine()
     mine = chat("a", "a", 40, 1)
     run_all(first, [mine])
@@ -96,7 +96,7 @@ def test_an_export_is_for_those_who_may_hit_it(make_engine: MakeEngine) -> None:
 
 @pytest.mark.parametrize("first", [2, 4, 5])
 def test_a_part_of_a_chain_travels_across_the_public_border(first: int, make_engine: MakeEngine) -> None:
-    """What one replica pulls from another may begin in the public part or after it."""
+    """A pull may begin in the public part or after it."""
     one, other = make_engine(), make_engine()
     mine = chat("a", "a", 40, 1)
     run_all(one, [mine])

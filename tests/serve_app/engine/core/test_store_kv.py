@@ -1,4 +1,4 @@
-"""A request that stores nothing takes hits like any other, and leaves nothing for anybody."""
+"""A request that stores nothing gets hits like any other, and leaves nothing behind."""
 
 from dataclasses import replace
 
@@ -18,8 +18,8 @@ def asking(name: str, store_kv: bool = False) -> EngineRequest:
     return replace(request(name, np.append(SHARED, prompt(40, 1)), 40), store_kv=store_kv)
 
 
-def test_it_hits_what_is_there_and_announces_nothing(make_engine: MakeEngine) -> None:
-    """Also the same request again finds only what others stored, and answers the same."""
+def test_it_hits_existing_blocks_and_announces_nothing(make_engine: MakeEngine) -> None:
+    """A repetition of the request finds only others' blocks, and has the same answer."""
     events: list[Event] = []
     engine = make_engine(events=events)
     run_all(engine, [request("first", SHARED, 1)])
@@ -38,8 +38,8 @@ def test_it_hits_what_is_there_and_announces_nothing(make_engine: MakeEngine) ->
 
 
 @pytest.mark.parametrize("first", ["passing", "storing"])
-def test_two_at_once_never_share_what_the_one_computes(first: str, make_engine: MakeEngine) -> None:
-    """Who stores nothing waits for whoever stores, and nobody waits for it; both are right."""
+def test_two_at_once_never_share_the_unstored_blocks(first: str, make_engine: MakeEngine) -> None:
+    """The one that stores nothing waits for the other, never the reverse; both answers are right."""
     engine = make_engine(max_num_batched_tokens=48)
     both = [asking("p"), asking("s", store_kv=True)]
     got = run_all(engine, both if first == "passing" else both[::-1])

@@ -1,4 +1,4 @@
-"""What requests ask to keep: pinned once it is computed, reused by everybody in scope, never in a request's way."""
+"""Prefixes that requests save are pinned once computed, reused by all in scope, and never block a request."""
 
 import math
 import threading
@@ -63,8 +63,8 @@ def churn(engine: TorchEngine) -> None:
     run_all(engine, [request(f"churn{i}", prompt(512, 1000 + i), 1) for i in range(12)])
 
 
-def test_what_is_kept_stays_whatever_came_between(make_engine: MakeEngine, reference: Reference) -> None:
-    """Six blocks stay through a churn that evicts all else; every answer is as without a cache. (docs: caching)"""
+def test_a_saved_prefix_survives_other_requests(make_engine: MakeEngine, reference: Reference) -> None:
+    """Six blocks stay through a churn that evicts all others; answers equal uncached ones. (docs: caching)"""
     engine = make_engine(num_blocks=64, pin_budget_blocks=16)
     run(engine, asking("unsaved", 5))
     churn(engine)
@@ -86,7 +86,7 @@ def test_what_is_kept_stays_whatever_came_between(make_engine: MakeEngine, refer
 def test_many_that_keep_one_prompt_compute_and_keep_it_once(
     make_simulated: MakeSimulated, make: object, max_tokens: int
 ) -> None:
-    """At once and again later, also without an answer; the question's own block and its rest are computed by each."""
+    """At once, later, and without an answer, each request computes only the question's own block and its rest."""
     engine = make_simulated(GatedRunner(), pin_budget_blocks=16, num_blocks=256, max_num_seqs=32, start=False)
     wanted = [make(f"r{i}", i) for i in range(20)]  # type: ignore[operator]
     wanted = [replace(item, sampling=replace(item.sampling, max_tokens=max_tokens)) for item in wanted]
@@ -116,7 +116,7 @@ def test_many_that_keep_one_prompt_compute_and_keep_it_once(
         (4, True, keeping("r", 1, 15), None, None, 0),
     ],
 )
-def test_what_cannot_be_kept_is_a_warning(
+def test_a_prefix_that_cannot_be_kept_is_a_warning(
     make_simulated: MakeSimulated,
     budget: int,
     caching: bool,
@@ -126,7 +126,7 @@ def test_what_cannot_be_kept_is_a_warning(
     pinned: int,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The request is answered as if it had not asked, and told how much did not fit; shorter prefixes are kept."""
+    """The request is answered as without a save, and learns the missing space; shorter prefixes are kept."""
     engine = make_simulated(GatedRunner(), pin_budget_blocks=budget, enable_prefix_caching=caching)
     got = run(engine, wanted)
     assert (got.finish["r"], got.saves["r"], len(got.tokens["r"])) == ("length", outcome, 3)
@@ -138,7 +138,7 @@ def test_what_cannot_be_kept_is_a_warning(
 
 
 def test_tenants_that_share_a_prefix_each_keep_it(make_simulated: MakeSimulated) -> None:
-    """Neither ends with the other's pin: nobody's request renews another tenant's, nor is told that it is there."""
+    """Neither ends with the other's pin: no request renews another tenant's, or learns that it exists."""
     engine = make_simulated(GatedRunner(), pin_budget_blocks=16)
     for tenant in ("a", "b"):
         assert run(engine, keeping(tenant, 5, 40, tenant=tenant)).saves[tenant] == "saved"
@@ -146,7 +146,7 @@ def test_tenants_that_share_a_prefix_each_keep_it(make_simulated: MakeSimulated)
 
 
 def test_a_tenants_breakpoints_are_bounded_and_its_saves_are_not(make_simulated: MakeSimulated) -> None:
-    """Each pin remembers all of its blocks, whoever has paid for them before."""
+    """Each pin remembers all of its blocks, including those that earlier pins paid for."""
     engine = make_simulated(GatedRunner(), pin_budget_blocks=16)
     run(engine, saving("first", 1))
     for number in range(MAX_BREAKPOINTS - 1):
@@ -156,7 +156,7 @@ def test_a_tenants_breakpoints_are_bounded_and_its_saves_are_not(make_simulated:
 
 
 def test_other_tenants_take_effect_in_a_running_engine(make_simulated: MakeSimulated) -> None:
-    """Who is gone keeps no save, and who is new has a share of budget, pool and line. (docs: cluster)"""
+    """A removed tenant keeps no save, and a new one has a share of budget, pool and queue. (docs: cluster)"""
     engine = make_simulated(
         GatedRunner(), num_blocks=128, pin_budget_blocks=12, tenant_shares={"gone": 1.0, "stays": 1.0}
     )
@@ -193,8 +193,8 @@ def test_a_pin_ends_with_its_ttl_or_a_reset_and_reads_renew_it(make_simulated: M
     assert sample(engine, "warmpath_kv_cache_blocks", state="free") == 64
 
 
-def test_an_idle_engine_releases_a_pin_whose_time_is_over(make_simulated: MakeSimulated) -> None:
-    """Nobody has to send a request for it."""
+def test_an_idle_engine_releases_an_expired_pin(make_simulated: MakeSimulated) -> None:
+    """This needs no request."""
     engine = make_simulated(GatedRunner(), pin_budget_blocks=16)
     run(engine, saving("saver", 1, ttl_s=0.1))
     nap = threading.Event()
@@ -206,7 +206,7 @@ def test_an_idle_engine_releases_a_pin_whose_time_is_over(make_simulated: MakeSi
 
 
 def test_a_request_has_to_fit_beside_the_pin_budget(make_simulated: MakeSimulated) -> None:
-    """So that pins never keep a request waiting for ever. (docs: caching)"""
+    """Otherwise pins could keep a request waiting forever. (docs: caching)"""
     engine = make_simulated(GatedRunner(), num_blocks=20, pin_budget_blocks=6, max_num_batched_tokens=600)
     with pytest.raises(RequestTooLong, match="pool of 224"):
         engine.submit(request("long", prompt(220), 5), Collector())

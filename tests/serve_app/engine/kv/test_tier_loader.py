@@ -1,4 +1,4 @@
-"""Blocks that left the pool come back from host memory and disk, and change no token."""
+"""Blocks evicted from the pool return from host memory and disk, and change no token."""
 
 import threading
 from pathlib import Path
@@ -25,7 +25,7 @@ SMALL = {"num_blocks": 24, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 
 
 def tiers(kind: str, directory: Path, blocks: int = 400) -> TierSettings:
-    """Tiers that are always worth it, "host", "disk" or a host memory of twenty blocks over a disk."""
+    """Return tiers that are always worth a load: "host", "disk" or twenty blocks of host memory over a disk."""
     host = {"host": blocks, "disk": 0, "both": 20}[kind] * BLOCK
     disk = 0 if kind == "host" else blocks * 2 * BLOCK
     return TierSettings(host, disk, directory, load_ratio=1e9)
@@ -41,7 +41,7 @@ def settle(engine: TorchEngine) -> None:
 
 
 def spill(engine: TorchEngine, ids: TokenArray, scope: PrefixScope = SCOPE) -> None:
-    """Have a prompt computed, and then evicted by others."""
+    """Compute a prompt, then evict it with other prompts."""
     run_all(engine, [request("warm", ids, 1, scope=scope)])
     for i in range(4):
         run_all(engine, [request(f"churn{i}", prompt(300, 10 + i), 1)])
@@ -52,7 +52,7 @@ def spill(engine: TorchEngine, ids: TokenArray, scope: PrefixScope = SCOPE) -> N
 def test_blocks_from_below_change_no_token(
     kind: str, tmp_path: Path, make_engine: MakeEngine, reference: Reference
 ) -> None:
-    """Five prefixes in a pool for two, in turn: every second turn is served from below, and tokens are the same."""
+    """Five prefixes alternate in a pool for two: every second round comes from the tiers, with equal tokens."""
     engine = make_engine(tiers=tiers(kind, tmp_path), **SMALL)
     prompts = {seed: prompt(150 + seed, seed) for seed in range(5)}
     for turn in range(3):
@@ -69,9 +69,7 @@ def test_blocks_from_below_change_no_token(
     assert sample(engine, "warmpath_prompt_tokens_computed_total") < 5 * 155 + 10 * 16
 
 
-def test_a_restart_reuses_what_was_computed_before(
-    tmp_path: Path, make_engine: MakeEngine, reference: Reference
-) -> None:
+def test_a_restart_reuses_earlier_blocks(tmp_path: Path, make_engine: MakeEngine, reference: Reference) -> None:
     """A stopped engine leaves pool and host memory on disk; the next one announces and uses them."""
     ids = prompt(200)
     first = make_engine(tiers=tiers("both", tmp_path), **SMALL)
@@ -96,13 +94,13 @@ def colliding(parent: bytes, token_ids: TokenArray, block_size: int) -> bytes:
 
 @pytest.mark.parametrize("kind", ["host", "disk"])
 def test_a_collision_never_brings_up_a_foreign_block(kind: str, tmp_path: Path, make_simulated: MakeSimulated) -> None:
-    """Every prompt's blocks have the same hashes: below the pool, too, only the prefix digest counts."""
+    """Every prompt's blocks have the same hashes: in the tiers, too, only the prefix digest counts."""
     runner = SimulatedRunner(CostModel(1e9, 0.0, 0.0, block_bytes=1024))
     engine = make_simulated(runner, tiers=tiers(kind, tmp_path), hash_chain=colliding, **SMALL)
     run_all(engine, [request("a", prompt(300, 1), 1)])
     run_all(engine, [request("b", prompt(380, 2), 1)])
     settle(engine)
-    assert engine.reset_prefix_cache(tiers=False), "so that no block of the pool stands in the way"
+    assert engine.reset_prefix_cache(tiers=False), "the pool must hold no block"
     assert run_all(engine, [request("c", prompt(300, 3), 1)]).cached["c"] == 0
     other = np.concatenate([prompt(160, 3), prompt(300, 1)[160:]])
     assert run_all(engine, [request("d", other, 1)]).cached["d"] <= 160
@@ -111,7 +109,7 @@ def test_a_collision_never_brings_up_a_foreign_block(kind: str, tmp_path: Path, 
 def test_a_load_from_disk_keeps_nobody_else_waiting(
     tmp_path: Path, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others run, who waits can be cancelled, and who shares the load joins it. (docs: caching)"""
+    """Others run, a waiting request can be cancelled, and requests of one prefix share the load. (docs: caching)"""
     ids = prompt(150)
     engine = make_engine(tiers=tiers("disk", tmp_path), **SMALL)
     spill(engine, ids)
@@ -138,10 +136,8 @@ def test_a_load_from_disk_keeps_nobody_else_waiting(
     assert collector.tokens["one"] == collector.tokens["two"]
 
 
-def test_what_is_read_at_once_is_bounded(
-    tmp_path: Path, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With room for one load at a time the others wait for it, and are loaded all the same."""
+def test_concurrent_loads_are_bounded(tmp_path: Path, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With space for one load at a time the others wait for it, and are loaded all the same."""
     monkeypatch.setattr("serve_app.engine.kv.tier_loader.LOADING_BYTES", 1)
     engine = make_engine(tiers=tiers("disk", tmp_path), **SMALL)
     for seed in range(3):
@@ -151,7 +147,7 @@ def test_what_is_read_at_once_is_bounded(
 
 
 def test_a_torn_file_is_computed_instead(tmp_path: Path, make_engine: MakeEngine, reference: Reference) -> None:
-    """The blocks before it are used, it and what follows are computed, and the tokens are right."""
+    """The blocks before it are used, the rest is computed, and the tokens are right."""
     ids = prompt(150)
     engine = make_engine(tiers=tiers("disk", tmp_path), **SMALL)
     spill(engine, ids)
@@ -168,7 +164,7 @@ def test_a_torn_file_is_computed_instead(tmp_path: Path, make_engine: MakeEngine
     assert sample(engine, "warmpath_kv_tier_refused_files_total") == 1
 
 
-def test_what_is_not_worth_it_is_computed(make_engine: MakeEngine) -> None:
+def test_blocks_not_worth_a_load_are_computed(make_engine: MakeEngine) -> None:
     """A ratio of 0 never loads."""
     engine = make_engine(tiers=TierSettings(400 * BLOCK, load_ratio=0.0), **SMALL)
     spill(engine, prompt(200))
@@ -185,8 +181,8 @@ def test_bounds_that_hold_no_block_and_a_missing_directory_are_refused(make_engi
 
 
 @pytest.mark.parametrize("first", [0, 3, 7])
-def test_an_export_goes_on_in_host_memory(first: int, tmp_path: Path, make_engine: MakeEngine) -> None:
-    """A prefix of which a part, or all, was evicted from the pool is handed out whole, byte for byte."""
+def test_an_export_continues_in_host_memory(first: int, tmp_path: Path, make_engine: MakeEngine) -> None:
+    """A prefix that was evicted from the pool in part or in full is exported whole, byte for byte."""
     engine = make_engine(tiers=tiers("host", tmp_path), **SMALL)
     plain = make_engine(**{**SMALL, "num_blocks": 256})
     ids = prompt(150)

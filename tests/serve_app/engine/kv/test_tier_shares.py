@@ -1,4 +1,4 @@
-"""Tenants' shares below the pool, as requests see them: a flood takes nobody's blocks, and saves end."""
+"""Tenants' shares of the tiers, as requests see them: a flood takes nobody's blocks, and saves expire."""
 
 import threading
 import time
@@ -21,7 +21,7 @@ from tests.serve_app.engine.tiny import prompt, request, run_all, sample
 
 BLOCK = 1024
 FILE = 400
-"""About what a file of a simulated block takes: it has a header alone."""
+"""The approximate size of a simulated block's file, which has only a header."""
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def engine_over(tmp_path: Path, make_simulated: MakeSimulated) -> Callable[..., 
 
 
 def ask(engine: TorchEngine, tenant: str, seed: int, tokens: int = 150) -> int:
-    """Ask for a prompt and return how many of its tokens were cached; wait for what that wrote to disk."""
+    """Ask for a prompt and return the number of its cached tokens; wait until the disk is written."""
     scope = PrefixScope("tiny", salt=tenant.encode())
     name = f"{tenant} {seed}"
     got = run_all(engine, [request(name, prompt(tokens, seed), 1, scope=scope, tenant=tenant)])
@@ -59,10 +59,10 @@ def flood(engine: TorchEngine) -> None:
 
 
 @pytest.mark.parametrize(("host", "disk"), [(40, 0), (0, 80), (10, 80)])
-def test_a_flood_leaves_a_tenant_within_its_share_what_it_has_below_the_pool(
+def test_a_flood_spares_a_tenant_within_its_share_of_the_tiers(
     host: int, disk: int, engine_over: MakeSimulated
 ) -> None:
-    """Three prompts of nine blocks are more than the pool keeps for a tenant, and less than a tier does: all hit."""
+    """Three prompts of nine blocks exceed a tenant's share of the pool, but not of a tier: all hit."""
     engine = engine_over(host, disk)
     for seed in range(3):
         ask(engine, "small", seed)
@@ -88,7 +88,7 @@ def save(engine: TorchEngine, tenant: str, ttl_s: float | None = None, number: i
 
 @pytest.mark.parametrize("ending", ["reset", "recall", "ttl"])
 def test_blocks_on_disk_are_saved_as_long_as_their_save_is(ending: str, engine_over: MakeSimulated) -> None:
-    """It ends with a reset, for another tenant's share of the pins, or with its time. (docs: caching)"""
+    """The save ends with a reset, a recall for another tenant's share of the pins, or its TTL. (docs: caching)"""
     now_s = [0.0]
     engine = engine_over(0, 80, lambda: now_s[0])
     assert save(engine, "flood", 300.0 if ending == "ttl" else None) == "saved"
@@ -106,8 +106,8 @@ def test_blocks_on_disk_are_saved_as_long_as_their_save_is(ending: str, engine_o
     assert saved_on_disk(engine) == {"reset": 0, "recall": 12, "ttl": 6}[ending]
 
 
-def test_saves_go_to_disk_with_what_is_left_of_their_time(engine_over: MakeSimulated, tmp_path: Path) -> None:
-    """A restart keeps an unended save's blocks saved, and each file says until when."""
+def test_saves_go_to_disk_with_their_remaining_time(engine_over: MakeSimulated, tmp_path: Path) -> None:
+    """A restart keeps an active save's blocks saved, and each file's name has the save's end."""
     now_s = [0.0]
     engine = engine_over(0, 80, lambda: now_s[0])
     assert save(engine, "flood", 300.0) == "saved"
@@ -133,7 +133,7 @@ def test_files_name_no_tenant(engine_over: MakeSimulated, tmp_path: Path) -> Non
 
 
 def test_requests_served_from_the_pool_keep_a_tenants_share_below_it(engine_over: MakeSimulated) -> None:
-    """A tier hears of who asks although nothing is asked of it."""
+    """The pool's requests are reported to the tiers, which then count the tenant as active."""
     now_s = [0.0]
     engine = engine_over(40, 0, lambda: now_s[0])
     for seed in range(3):
@@ -146,7 +146,7 @@ def test_requests_served_from_the_pool_keep_a_tenants_share_below_it(engine_over
 
 
 def test_public_blocks_below_the_pool_are_on_their_own_account(engine_over: MakeSimulated) -> None:
-    """What all use is not the tenant's that computed it, on disk and after a restart neither."""
+    """They are not on the account of the tenant that computed them, on disk and after a restart."""
     engine = engine_over(0, 80)
     scope = PrefixScope("tiny", salt=b"flood", public_blocks=6)
     run_all(engine, [request("public", prompt(150), 1, scope=scope, tenant="flood")])

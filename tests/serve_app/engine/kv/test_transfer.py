@@ -1,4 +1,4 @@
-"""KV that one engine computed serves another: equal tokens, fewer computed ones, nothing unproven taken."""
+"""KV that one engine computed serves another: equal tokens, fewer computed ones, nothing unproven accepted."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ def export(engine: TorchEngine, ids: np.ndarray) -> KvChain:
 
 
 def import_whole(engine: TorchEngine, chain: KvChain, ids: np.ndarray, root: bytes = ROOT, **scope: bytes) -> int:
-    """Take a chain from its start, as somebody who asked for ``ids`` under this root; return the blocks held then."""
+    """Import a chain from its start for a request of ``ids`` under this root; return the blocks held then."""
     return engine.transfer.import_part(
         chain, HashedTokens(replace(SCOPE, **scope), ids, hash_blocks(root, ids, 16), "default"), 0
     )
@@ -47,8 +47,8 @@ def test_an_import_gives_the_same_tokens_for_less_work(dtype: str, make_engine: 
     assert sample(second, "warmpath_kv_cache_blocks", state="used") == 0
 
 
-def test_what_is_held_is_not_loaded_again(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An import over a part, and over the whole."""
+def test_held_blocks_are_not_loaded_again(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The import covers a held part, or a held whole."""
     ids = prompt(160)
     first, second = make_engine(), make_engine()
     run_all(first, [request("a", ids, 1)])
@@ -63,8 +63,8 @@ def test_what_is_held_is_not_loaded_again(make_engine: MakeEngine, monkeypatch: 
     assert len(second._cache.index) == 10
 
 
-def test_what_does_not_fit_is_left_out(make_engine: MakeEngine, reference: Reference) -> None:
-    """Ten blocks into a pool of eight with a sequence at work: its reservation is kept, the chain's head is taken."""
+def test_excess_blocks_are_left_out(make_engine: MakeEngine, reference: Reference) -> None:
+    """Ten blocks go to a pool of eight with a running sequence: its reservation stays, the chain's head is imported."""
     ids = prompt(160)
     first = make_engine()
     run_all(first, [request("a", ids, 1)])
@@ -79,7 +79,7 @@ def test_what_does_not_fit_is_left_out(make_engine: MakeEngine, reference: Refer
     assert run_all(small, [request("hit", ids[:70], 2)]).cached["hit"] == 64
 
 
-def test_what_is_not_proven_is_refused(make_engine: MakeEngine) -> None:
+def test_unproven_blocks_are_refused(make_engine: MakeEngine) -> None:
     ids = prompt(160)
     first = make_engine(model_fingerprint="m")
     run_all(first, [request("a", ids, 1)])
@@ -112,7 +112,7 @@ def test_nothing_cached_nothing_exported(make_engine: MakeEngine) -> None:
 def test_export_and_import_while_generating(
     make_engine: MakeEngine, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Block by block between the steps of running sequences, in a pool that evicts: all tokens are right."""
+    """It works block by block between the steps of running sequences, in a pool that evicts: all tokens are right."""
     monkeypatch.setattr("serve_app.engine.kv.transfer.STEP_BYTES", 1)
     first = make_engine(num_blocks=40, max_num_seqs=4, max_num_batched_tokens=64)
     second = make_engine(num_blocks=40, max_num_seqs=4, max_num_batched_tokens=64)

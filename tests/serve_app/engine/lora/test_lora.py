@@ -55,7 +55,7 @@ def test_the_output_is_pefts(
     ids = prompt(150, 3)
     expected = peft_greedy(checkpoints["qwen3"], adapters[variant], ids, 24)
     plain = reference("qwen3", ids, 24)
-    assert expected != plain, "an adapter that changes nothing proves nothing"
+    assert expected != plain, "an adapter without effect proves nothing"
     for name, cached in (("cold", 0), ("warm", 144)):
         got = run_all(engine, [request(name, ids, 24, scope=scope)])
         assert got.tokens[name] == expected
@@ -69,7 +69,7 @@ def test_the_output_is_pefts(
 def test_adapters_mixed_in_one_batch_equal_solo_runs(
     max_loras: int, adapters: dict[str, Path], make_engine: MakeEngine, reference: Reference
 ) -> None:
-    """Fifteen requests of three adapters and the base: as if alone; in one slot they take turns. docs: adapters"""
+    """Fifteen requests of three adapters and the base run as if alone; in one slot they take turns. docs: adapters"""
     engine = make_engine(max_loras=max_loras, max_cpu_loras=4, start=False)
     scopes = [PrefixScope("tiny"), *(load(engine, path, name) for name, path in adapters.items())]
     wanted = [(f"r{i}", prompt(7 + 53 * (i % 5) + i, i), 10 + i, scopes[i % len(scopes)]) for i in range(15)]
@@ -97,10 +97,10 @@ class _Recording(SimulatedRunner):
         return super().execute(segments)
 
 
-def test_who_waits_for_a_slot_is_not_overtaken_by_adapters_but_by_the_base(
+def test_a_request_waiting_for_a_slot_is_not_overtaken_by_adapters_but_by_the_base(
     adapters: dict[str, Path], make_simulated: MakeSimulated
 ) -> None:
-    """One slot: a steady queue of the adapter that holds it cannot starve another; base requests go past."""
+    """One slot: a steady queue of its current adapter cannot starve another one; base requests go past."""
     runner = _Recording(CostModel(prefill_tokens_per_s=1e9, decode_base_s=0), max_loras=1)
     runner.steps = []
     engine = make_simulated(runner, num_blocks=256, max_num_seqs=4, start=False)
@@ -115,12 +115,12 @@ def test_who_waits_for_a_slot_is_not_overtaken_by_adapters_but_by_the_base(
     collector.wait(["b", "base", *(f"a{i}" for i in range(6))])
     assert all(len(step) <= 1 for step in runner.steps), "a batch never holds more adapters than slots"
     turns = [next(iter(step)) for step in runner.steps if step]
-    assert turns.index("second") == 8, "right after the one that held the slot, before the rest of its queue"
+    assert turns.index("second") == 8, "right after the slot's current request, before its queue"
     assert collector.finish["base"] == "length"
 
 
 def test_a_step_without_adapters_has_no_hooks(adapters: dict[str, Path], make_engine: MakeEngine) -> None:
-    """Hooks come with the first row that needs one and leave with the last. (docs: adapters)"""
+    """Hooks are added with the first row that needs one and removed with the last. (docs: adapters)"""
     engine = make_engine()
     model = engine._runner.model  # type: ignore[attr-defined]
 
@@ -138,7 +138,7 @@ def test_a_step_without_adapters_has_no_hooks(adapters: dict[str, Path], make_en
 
 WIDTH = 6
 RANKS = {"a": {"x": 2}, "b": {"x": 3, "y": 1}, "c": {"y": 2}}
-"""Of each adapter the layers that it changes, and their ranks."""
+"""The layers that each adapter changes, and their ranks."""
 
 
 steps = st.lists(st.tuples(st.sampled_from(["", *RANKS]), st.sampled_from([1, 1, 2, 40])), min_size=1, max_size=9)
@@ -146,7 +146,7 @@ steps = st.lists(st.tuples(st.sampled_from(["", *RANKS]), st.sampled_from([1, 1,
 
 @given(sequence=st.lists(steps, min_size=1, max_size=3))
 def test_each_row_has_its_own_adapter_once(sequence: list[list[tuple[str, int]]]) -> None:
-    """Whatever is in a step, each row has its own adapter's product. (docs: adapters)"""
+    """In any step, each row has its own adapter's product. (docs: adapters)"""
     weights: dict[str, AdapterWeights] = {
         key: {name: LoraPair(torch.randn(rank, WIDTH), torch.randn(rank, WIDTH)) for name, rank in ranks.items()}
         for key, ranks in RANKS.items()

@@ -1,4 +1,4 @@
-"""Rules of an adapter on disk: what it is called by, and the sentence for each thing that is not supported."""
+"""Rules of an adapter on disk: its digest, and the error for each unsupported feature."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def runner(checkpoints: dict[str, Path]) -> ModelRunner:
 
 
 def rewritten(saved: Path, to: Path, config: dict[str, Any] | None = None, **tensors: torch.Tensor | None) -> Path:
-    """A copy of the adapter with other config fields and tensors (None: without it); __ stands for the dots."""
+    """Return a copy of the adapter with other config fields and tensors (None: removed); __ stands for the dots."""
     to.mkdir(exist_ok=True)
     fields = json.loads((saved / "adapter_config.json").read_text()) | (config or {})
     (to / "adapter_config.json").write_text(json.dumps(fields))
@@ -39,8 +39,8 @@ def rewritten(saved: Path, to: Path, config: dict[str, Any] | None = None, **ten
     return to
 
 
-def test_the_digest_is_of_what_the_adapter_computes(saved: Path, tmp_path: Path) -> None:
-    """Other weights or another scale are another digest; another path, or words in the config, are not."""
+def test_the_digest_covers_everything_the_adapter_computes(saved: Path, tmp_path: Path) -> None:
+    """Other weights or another scale change the digest; another path, or text in the config, does not."""
     original = describe_adapter("a", saved)
     copy = describe_adapter("a", rewritten(saved, tmp_path / "copy", {"base_model_name_or_path": "elsewhere"}))
     assert copy.digest == original.digest == describe_adapter("a", saved / "adapter_model.safetensors").digest
@@ -57,7 +57,7 @@ def test_the_digest_is_of_what_the_adapter_computes(saved: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["", "a@b", "a b", "../x", "-a", "a" * 129, "a\n"])
 def test_names_that_could_be_taken_for_a_key_or_a_path_are_refused(name: str, saved: Path) -> None:
-    with pytest.raises(AdapterError, match="no adapter name"):
+    with pytest.raises(AdapterError, match="not a valid adapter name"):
         describe_adapter(name, saved)
 
 
@@ -75,8 +75,8 @@ def test_names_that_could_be_taken_for_a_key_or_a_path_are_refused(name: str, sa
         ({"lora_alpha": "8"}, "lora_alpha must be"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], reason: str, saved: Path) -> None:
-    """Ignoring any of these would answer with other numbers than the adapter was trained for. (docs: adapters)"""
+def test_unsupported_features_are_refused_by_name(fields: dict[str, Any], reason: str, saved: Path) -> None:
+    """Ignoring any of these would give other numbers than the adapter was trained for. (docs: adapters)"""
     config = json.loads((saved / "adapter_config.json").read_text())
     assert parse_config(json.dumps(config).encode()).rank == 4
     with pytest.raises(AdapterError, match=reason):
@@ -102,7 +102,7 @@ def test_files_that_are_no_adapter_are_refused_without_their_path(
         (tmp_path / "nowhere", "no adapter_model.safetensors"),
         (lone, "adapter_config.json is missing"),
         (text, "not a JSON object"),
-        (torn, "no whole safetensors file"),
+        (torn, "not a complete safetensors file"),
     ):
         with pytest.raises(AdapterError, match=reason) as caught:
             runner.adapters.load(describe_adapter("a", path))
@@ -130,7 +130,7 @@ def test_tensors_are_checked_against_the_model(
     tmp_path: Path,
     runner: ModelRunner,
 ) -> None:
-    """Whatever has no place in this model is refused at load, not met in a forward."""
+    """A tensor without a place in this model is refused at load, not during a forward."""
     path = rewritten(saved, tmp_path / "x", config, **{name.replace(".", "__"): t for name, t in tensors.items()})
     with pytest.raises(AdapterError, match=reason):
         runner.adapters.load(describe_adapter("a", path))
@@ -139,7 +139,7 @@ def test_tensors_are_checked_against_the_model(
 def test_ranks_over_the_limit_and_files_that_changed_are_refused(
     checkpoints: dict[str, Path], saved: Path, tmp_path: Path, runner: ModelRunner
 ) -> None:
-    """``max_lora_rank`` bounds memory; a file that is not the one that was described has no business under its key."""
+    """``max_lora_rank`` bounds memory; a file that differs from its description must not be used under its key."""
     big = save_adapter(checkpoints["qwen3"], tmp_path / "big", 2, ("q_proj",), r=9)
     with pytest.raises(AdapterError, match="over max_lora_rank 8"):
         runner.adapters.load(describe_adapter("big", big))

@@ -1,4 +1,4 @@
-"""How much of a GPU the KV pool gets: the estimate against real models and figures worked out by hand."""
+"""The KV pool's part of a GPU: the estimate against real models and figures computed by hand."""
 
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def test_an_8b_model_leaves_most_of_a_large_gpu_to_kv() -> None:
     assert busy == left - 32 * GIB
 
 
-def test_a_gpu_that_is_too_small_is_an_error_that_says_what_to_change() -> None:
+def test_a_gpu_that_is_too_small_is_an_error_with_advice() -> None:
     with pytest.raises(
         ValueError, match=r"allows 14.4 GiB of 16.0 GiB .* weights take 15.0 GiB .* or set kv_cache_bytes"
     ):

@@ -1,4 +1,4 @@
-"""Rules of the model runner: sizes, copies of blocks, and failures that stay with their sequence."""
+"""Rules of the model runner: sizes, copies of blocks, and failures of single sequences."""
 
 import json
 import shutil
@@ -38,17 +38,17 @@ def test_kv_bytes_are_the_pools(checkpoints: dict[str, Path]) -> None:
 
 
 def test_weights_of_another_model_than_the_configs_are_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """Else what is missing would be drawn at random, and the answers nonsense."""
+    """Otherwise missing weights would be drawn at random, and the answers nonsense."""
     shutil.copytree(checkpoints["qwen3"], tmp_path, dirs_exist_ok=True)
     fields = json.loads((tmp_path / "config.json").read_text())
     for changed in ({"num_hidden_layers": fields["num_hidden_layers"] + 1, "layer_types": None}, _GPT2):
         (tmp_path / "config.json").write_text(json.dumps(fields | changed))
-        with pytest.raises(UnsupportedModel, match=r"the weights lack \d+ of what that needs"):
+        with pytest.raises(UnsupportedModel, match=r"the weights lack \d+ of its tensors"):
             ModelRunner(tmp_path, EngineSettings(num_blocks=4))
 
 
 def test_logits_that_are_no_numbers_fail_their_sequence_alone(make_engine: MakeEngine, reference: Reference) -> None:
-    """A token whose embedding is broken ruins its own request, not its neighbours, nor who gets its blocks next."""
+    """A token with a broken embedding ruins only its own request, not its neighbours or the next user of its blocks."""
     engine = make_engine(num_blocks=12, max_num_seqs=3)
     poison = 200
     engine._runner.model.get_input_embeddings().weight.data[poison] = float("nan")  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Rules of sampling: filters, reproducibility, and the noise that draws."""
+"""Rules of sampling: filters, reproducibility, and the noise for the draws."""
 
 from typing import Any
 from unittest.mock import patch
@@ -36,10 +36,10 @@ def kept_tokens(logits: torch.Tensor, params: SamplingParams) -> set[int]:
 
 
 def even(uniform: Any) -> bool:
-    """Whether numbers from 0 to 1 are spread evenly: their chi-square over 20 bins."""
+    """Return whether numbers from 0 to 1 are spread evenly: their chi-square over 20 bins."""
     counts = np.histogram(uniform, bins=20, range=(0, 1))[0]
     assert counts.sum() == len(uniform)
-    # 19 degrees of freedom: over 43.8 once in a thousand seeds, and those of the tests are fixed.
+    # 19 degrees of freedom: over 43.8 once in a thousand seeds, and the tests' seeds are fixed.
     return bool(((counts - len(uniform) / 20) ** 2 / (len(uniform) / 20)).sum() < 43.8)
 
 
@@ -71,7 +71,7 @@ def splitmix(seed: int, position: int, token: int) -> float:
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 10**6), st.integers(1, 700), st.data())
 def test_noise_is_splitmix64s(seed: int, position: int, vocab: int, data: st.DataObject) -> None:
-    """By its definition, so that an answer goes on where another version began it."""
+    """The definition fixes the noise, so that one version can continue an answer of another."""
     tokens = data.draw(st.lists(st.integers(0, vocab - 1), min_size=1, max_size=5))
     found = gumbel_noise([seed], [position], vocab, CPU)[0, tokens].tolist()
     assert found == pytest.approx([splitmix(seed, position, token) for token in tokens], rel=1e-6)
@@ -82,7 +82,7 @@ NUMBERS = st.sampled_from([-1.0, 0.0, 2.5, float("nan"), float("-inf")])
 
 @given(st.lists(st.lists(NUMBERS, min_size=12, max_size=12), min_size=1), st.sampled_from([2, 4, 8, 32]))
 def test_a_rows_first_largest_is_torchs(rows: list[list[float]], block: int) -> None:
-    """With ties, and numbers that are none."""
+    """This includes ties and values that are not numbers."""
     values = torch.tensor(rows)
     with patch.object(sampling, "_BLOCK", block):
         found, wanted = sampling._first_largest(values), torch.max(values, dim=-1)
@@ -101,7 +101,7 @@ def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
         assert set(choose_tokens(torch.ones(20, 2), drawn, range(20))) == tokens
 
 
-# No top-p here is a sum of equal probabilities: rounding would decide.
+# No top-p here is a sum of equal probabilities, for which rounding would decide.
 row_params = st.builds(
     SamplingParams,
     st.just(1),
@@ -120,7 +120,7 @@ row_params = st.builds(
 def test_every_row_gets_the_likeliest_of_the_oracles_support_and_noise(
     params: list[SamplingParams], seed: int, flat: bool, vocab: int
 ) -> None:
-    """Ties included, however wide the candidates have to get, and whatever is in the batch beside it."""
+    """This includes ties, for any number of candidates and any other rows in the batch."""
     logits = torch.randn(len(params), vocab, generator=torch.Generator().manual_seed(seed)) * 2
     logits = logits.round() if flat else logits
     expected = []
@@ -137,7 +137,7 @@ def test_every_row_gets_the_likeliest_of_the_oracles_support_and_noise(
 
 
 def test_a_seed_gives_the_same_tokens_alone_in_a_batch_and_after_a_resend(make_engine: MakeEngine) -> None:
-    """Also when a part of the output comes back as prompt: position p draws the same number. (docs: caching)"""
+    """A part of the output may return as prompt: position p still draws the same number. (docs: caching)"""
     engine = make_engine()
     ids = prompt(37)
     how = {"temperature": 0.9, "top_p": 0.95, "seed": 12345}
@@ -150,7 +150,7 @@ def test_a_seed_gives_the_same_tokens_alone_in_a_batch_and_after_a_resend(make_e
 
 
 def test_rows_that_are_no_numbers_get_no_token(device: torch.device) -> None:
-    """And the others get theirs."""
+    """The other rows get theirs."""
     logits = torch.zeros(5, 40)
     logits[torch.arange(5), torch.tensor([3, 9, 1, 0, 39])] = 30.0
     logits[1, 5], logits[2, 7], logits[3] = float("nan"), float("inf"), float("-inf")

@@ -1,4 +1,4 @@
-"""Rules of the cost model, and that everything which used it says so."""
+"""Rules of the cost model, and the notices of everything that used it."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from serve_app.engine.step import Segment
 from tests.serve_app.engine.tiny import Collector, prompt, request
 
 
-def test_a_request_takes_the_time_the_model_says() -> None:
+def test_a_request_takes_the_modelled_time() -> None:
     """On a virtual clock: 1,000 tokens at 5,000 a second, then three decode steps of 10 ms + 1 ms."""
     clock = VirtualClock()
     cost = CostModel(prefill_tokens_per_s=5000.0, decode_base_s=0.010, decode_per_sequence_s=0.001)

@@ -1,4 +1,4 @@
-"""Rules of sampling against formulas written token by token; equal for any batch, and in an engine for any history."""
+"""Rules of sampling against formulas for single tokens; equal for any batch, and in an engine for any history."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,7 @@ SMALL = 37
 
 
 class Bits:
-    """A matcher that allows the same tokens whatever the answer is."""
+    """A matcher that allows the same tokens for any answer."""
 
     def __init__(self, allowed: set[int], vocab: int = SMALL) -> None:
         self._mask = np.packbits([token in allowed for token in range(vocab)], bitorder="little")
@@ -31,7 +31,7 @@ class Bits:
 
 
 def oracle(row: NDArray[np.float32], params: SamplingParams, history: History, allowed: set[int] | None) -> list[float]:
-    """The rules, one token and one rule after the other, as vLLM's documentation says them."""
+    """The rules, one token and one rule after the other, as in vLLM's documentation."""
     rules = params.rules or TokenRules()
     seen, answer = {*history.prompt.tolist(), *history.answer.tolist()}, history.answer.tolist()
     banned = set(params.stop_token_ids) if len(answer) < rules.min_tokens else set()
@@ -86,7 +86,7 @@ def test_rows_are_the_oracles_and_no_row_depends_on_another(wanted: list[Any], s
     logits = torch.randn(len(wanted) + 1, SMALL, generator=torch.Generator().manual_seed(seed)) * 3
     ruled, expected = [], [logits[0].tolist()]
     for row, how in enumerate(wanted, 1):
-        # Half of the bad words are about to be said.
+        # Half of the bad words are about to be generated.
         rules = how["rules"]
         if rules is not None and rules.bad_words and how["answer"] and rng.random() < 0.5:
             rules = replace(rules, bad_words=(*rules.bad_words, (*how["answer"][-2:], rng.randrange(SMALL))))
@@ -107,7 +107,7 @@ def test_rows_are_the_oracles_and_no_row_depends_on_another(wanted: list[Any], s
 
 
 def test_a_matcher_that_fails_fails_its_row_alone() -> None:
-    """A history that no grammar gave fails too; a guess that is wrong has no mask, for nobody takes what follows it."""
+    """A history outside the grammar fails too; a wrong guess gets no mask, because its tokens are discarded."""
 
     class Failing(Bits):
         def allowed(self, answer: NDArray[np.int32]) -> NDArray[np.uint8]:
@@ -145,7 +145,7 @@ def test_logprobs_are_those_of_the_logits() -> None:
 
 
 class Steering:
-    """A matcher whose mask is a hash of the whole answer: one wrong token in it, and all that follows differs."""
+    """A matcher with a mask that is a hash of the whole answer: one wrong token changes all later tokens."""
 
     def allowed(self, answer: NDArray[np.int32]) -> NDArray[np.uint8]:
         generator = np.random.default_rng([len(answer), *answer.tolist()])
@@ -194,7 +194,7 @@ def expected(make_engine: MakeEngine) -> list[tuple[list[int], str]]:
 def test_rules_are_exact_in_batches_cached_preempted_and_resumed(
     make_engine: MakeEngine, expected: list[tuple[list[int], str]]
 ) -> None:
-    """Alone == together == from the cache == begun again in a pool too small for all == gone on with elsewhere."""
+    """Alone == together == cached == preempted and restarted in a too small pool == continued elsewhere."""
     assert answers(make_engine(num_blocks=24), ruled_requests("small")) == expected
     engine = make_engine()
     assert answers(engine, ruled_requests("together")) == expected
@@ -211,10 +211,10 @@ def test_rules_are_exact_in_batches_cached_preempted_and_resumed(
 
 
 def test_each_token_has_its_logprob(make_engine: MakeEngine) -> None:
-    """As many as tokens, of the raw logits, though rules chose among others."""
+    """There is one per token, from the raw logits, though rules chose among others."""
     sampling = {"rules": TokenRules(repetition_penalty=1.6), "logprobs": 3}
     found = run_all(make_engine(), [request("one", prompt(20), 24, **sampling)])
     tokens, told = found.tokens["one"], found.logprobs["one"]
     assert len(told) == len(tokens) == 24
     assert all(dict(one.top).get(token, one.logprob) == one.logprob for token, one in zip(tokens, told, strict=True))
-    assert tokens != [one.top[0][0] for one in told], "a rule chose otherwise"
+    assert tokens != [one.top[0][0] for one in told], "a rule made another choice"

@@ -12,7 +12,7 @@ from serve_app.engine.settings import EngineSettings
 from tests.serve_app.engine.tiny import SCOPE, request
 
 RATE = 5000.0
-"""Tokens a virtual second."""
+"""Tokens per virtual second."""
 
 
 def assert_laws(sequence: SequenceState, block_size: int) -> None:
@@ -30,7 +30,7 @@ def assert_laws(sequence: SequenceState, block_size: int) -> None:
 
 
 class Bench:
-    """``tenants``: with equal shares. ``started_s``: when each request was in a step first."""
+    """``tenants``: with equal shares. ``started_s``: the time of each request's first step."""
 
     def __init__(self, *tenants: str, **overrides: object) -> None:
         values: dict[str, object] = {"num_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64, **overrides}
@@ -75,7 +75,7 @@ class Bench:
         return chosen
 
     def step(self, prefill_tokens_per_s: float = 0.0, decode_step_s: float = 0.0) -> list[tuple[str, int]]:
-        """Run a step and look at every law; return (request, tokens) in order."""
+        """Run a step and check every law; return (request, tokens) in order."""
         chosen = self.schedule(prefill_tokens_per_s, decode_step_s)
         for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
             assert_laws(sequence, 16)

@@ -1,4 +1,4 @@
-"""Deficit round robin: every tenant with work gets its turn, the shorter the more it used lately."""
+"""Deficit round robin: every tenant with work gets its turn, which is shorter after more recent use."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -17,7 +17,7 @@ def serve(
     decodes: Mapping[str, int] | None = None,
     awaited: Collection[str] = (),
 ) -> list[tuple[str, int]]:
-    """One step: spend ``budget`` on the tenants' remaining work; return who got what, in order."""
+    """Run one step: spend ``budget`` on the tenants' remaining work; return (tenant, tokens) in order."""
     queue.begin([tenant for tenant, left in work.items() if left], decodes or {}, awaited)
     served = []
     while budget and (turn := queue.head()):
@@ -36,7 +36,7 @@ def serve(
     st.lists(st.integers(0, 64), min_size=2, max_size=6),
     st.lists(st.tuples(st.integers(1, 2048), st.integers(0, 5)), min_size=1, max_size=60),
 )
-def test_nobody_is_stopped_whatever_it_used(decodes: list[int], steps: list[tuple[int, int]]) -> None:
+def test_no_use_stops_a_tenant(decodes: list[int], steps: list[tuple[int, int]]) -> None:
     """A round serves all, by a sixteenth of a quantum at least and a quantum at most. (docs: routing)"""
     queue = FairQueue(2048)
     tenants = [f"t{i}" for i in range(len(decodes))]
@@ -54,7 +54,7 @@ def test_nobody_is_stopped_whatever_it_used(decodes: list[int], steps: list[tupl
 
 
 def ratio(queue: FairQueue, steps: int, decodes: int = 0, awaited: Collection[str] = ()) -> float:
-    """Serve two tenants that have work without end; return what "a" got by what "b" got. ``decodes``: of "a"."""
+    """Serve two tenants with endless work; return the tokens of "a" divided by those of "b". ``decodes``: of "a"."""
     got: Counter[str] = Counter()
     work = {"a": 10**9, "b": 10**9}
     for _ in range(steps):
@@ -63,11 +63,11 @@ def ratio(queue: FairQueue, steps: int, decodes: int = 0, awaited: Collection[st
     return got["a"] / got["b"]
 
 
-def test_who_used_little_comes_first_and_is_equal_soon() -> None:
-    """Beside one that was alone a tenant gets two thirds of its first steps, later half. (docs: routing)"""
+def test_a_tenant_of_little_use_comes_first_and_is_equal_soon() -> None:
+    """Beside a tenant that was alone, it gets two thirds of its first steps, later half. (docs: routing)"""
     queue = FairQueue(2048)
     for _ in range(3 * RECENT_STEPS):
-        assert sum(tokens for _, tokens in serve(queue, {"a": 10**9}, 512, {"a": 64})) == 512, "alone it has all"
+        assert sum(tokens for _, tokens in serve(queue, {"a": 10**9}, 512, {"a": 64})) == 512, "alone it gets all"
     assert ratio(queue, 10) <= 0.5
     ratio(queue, 5 * RECENT_STEPS)
     assert 0.96 <= ratio(queue, 5 * RECENT_STEPS) <= 1.04
@@ -77,13 +77,13 @@ def test_who_used_little_comes_first_and_is_equal_soon() -> None:
     ("decodes", "awaited", "least", "most"),
     [(0, "", 0.98, 1.02), (14, "", 0.5, 0.9), (64, "", 0.3, 0.7), (4096, "", 0.22, 0.28), (64, "a", 0.98, 1.02)],
 )
-def test_decodes_count_as_use_and_who_is_waited_for_has_whole_turns(
+def test_decodes_count_as_use_and_an_awaited_tenant_has_whole_turns(
     decodes: int, awaited: str, least: float, most: float
 ) -> None:
-    """A prefix that all need would else be as slow as the one that happens to compute it. (docs: routing)"""
+    """Otherwise a prefix that all need would be as slow as the tenant that happens to compute it. (docs: routing)"""
     assert least <= ratio(FairQueue(2048), 2 * RECENT_STEPS, decodes, awaited) <= most
 
 
 def test_a_quantum_is_at_most_a_quarter_of_a_step() -> None:
-    """So that one step serves four tenants."""
+    """One step then serves four tenants."""
     assert [FairQueue(tokens).quantum_tokens for tokens in (8192, 64, 2)] == [QUANTUM_TOKENS, 16, 1]

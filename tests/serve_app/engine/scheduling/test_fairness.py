@@ -1,4 +1,4 @@
-"""Bounds among tenants and within one: who waits how long, in virtual time over the real scheduler and cache."""
+"""Bounds of waiting times between tenants and within one, in virtual time over the real scheduler and cache."""
 
 import math
 from typing import Any
@@ -17,9 +17,9 @@ ROOMY = {"num_blocks": 8192, "max_num_seqs": 64, "max_num_batched_tokens": 2048}
 
 @pytest.mark.parametrize("load", [1.2, 2.0])
 def test_a_long_cold_prompt_starts_within_the_bound_under_a_stream_of_short_ones(load: float) -> None:
-    """30,000 tokens against 500-token requests of the same tenant, at more than the replica can compute.
+    """30,000 tokens compete with 500-token requests of the same tenant, which exceed the replica's capacity.
 
-    The bound: the time to compute what arrived within ten times its own time after the long one, and one step.
+    The bound is one step and the time to compute all requests that arrive within ten times its own time after it.
     """
     bench = Bench(**ROOMY)
     bench.add("long", prompt(30_000, 1), 1, tenant="t")
@@ -39,7 +39,7 @@ def test_a_long_cold_prompt_starts_within_the_bound_under_a_stream_of_short_ones
 
 
 def test_a_flooding_tenant_delays_anothers_start_by_a_step() -> None:
-    """It may borrow while nobody else is there, and leaves an eighth of the slots. (docs: routing)"""
+    """It may borrow while it is alone, and leaves an eighth of the slots. (docs: routing)"""
     bench = Bench("flood", "new", **ROOMY)
     for i in range(200):
         bench.add(f"f{i}", prompt(2000, i), 400, tenant="flood")
@@ -65,9 +65,9 @@ def test_a_flooding_tenant_delays_anothers_start_by_a_step() -> None:
     ],
 )
 def test_running_answers_keep_their_pace(beside: str, max_itl_s: float, rate: float, computed: int) -> None:
-    """Who used most computes beside others' decodes for as long as those take, and alone as ever.
+    """Beside others' decodes, the tenant of the most use computes only for as long as those take.
 
-    ``max_itl`` is the longest step beside a decode, whoever prefills, but each step computes a turn.
+    ``max_itl`` is the longest step beside a decode, for any tenant's prefill, but each step computes a turn.
     (docs: routing)
     """
     bench = Bench("flood", "new", **{**ROOMY, "max_itl_s": max_itl_s})
@@ -80,7 +80,7 @@ def test_running_answers_keep_their_pace(beside: str, max_itl_s: float, rate: fl
 
 
 def test_only_uncached_tokens_are_charged() -> None:
-    """A tenant whose prompts are cached gets ten times the requests through for the same turns. (docs: routing)"""
+    """A tenant with cached prompts gets ten times the requests through for the same turns. (docs: routing)"""
     bench = Bench("warm", "cold", **{**ROOMY, "max_num_batched_tokens": 512})
     base = prompt(1440, 7)
     bench.add("prime", base, 1, tenant="warm")
@@ -98,7 +98,7 @@ def test_only_uncached_tokens_are_charged() -> None:
 
 
 def test_nine_tenants_keep_hits_and_starts_under_a_flood() -> None:
-    """0.9 of the hit rate without the flood, and starts within ten quanta and a step. (docs: routing)"""
+    """They keep 0.9 of the hit rate without the flood, and start within ten quanta and a step. (docs: routing)"""
     flooding: Any = measure_flooding(FloodWorkload(duration_s=30.0))
     assert flooding["hit_rate_ratio"] >= 0.9
     assert flooding["unprotected_hit_rate_ratio"] < 0.8

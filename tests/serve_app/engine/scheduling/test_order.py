@@ -1,4 +1,4 @@
-"""Which of a tenant's requests starts first is the tenant's word, and moves no turn of another tenant's."""
+"""A tenant decides which of its own requests starts first, but moves no turn of another tenant's."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,11 +16,11 @@ from tests.serve_app.engine.scheduling.bench import Bench
 from tests.serve_app.engine.tiny import SCOPE, prompt
 
 COMING = st.lists(st.tuples(st.integers(0, 5), st.sampled_from("abc"), st.integers(-2, 2)), min_size=8, max_size=24)
-"""(milliseconds after the one before, tenant, order)"""
+"""(milliseconds after the previous one, tenant, order)"""
 
 
 def run(coming: Sequence[tuple[int, str, int]], slots: int, tokens: int) -> tuple[list[tuple[str, int]], list[str]]:
-    """Serve requests of equal cost; return who got how many tokens in turn, and which requests started in turn."""
+    """Serve requests of equal cost; return (tenant, tokens) in turn, and the requests in order of their start."""
     bench = Bench("a", "b", "c", num_blocks=4096, max_num_seqs=slots, max_num_batched_tokens=64)
     served: list[tuple[str, int]] = []
     started: list[str] = []
@@ -37,14 +37,14 @@ def run(coming: Sequence[tuple[int, str, int]], slots: int, tokens: int) -> tupl
             served.append((item.sequence.request.tenant, item.tokens))
             if item.admitted:
                 started.append(item.sequence.request.request_id)
-    assert len(started) == len(coming), "somebody never started"
+    assert len(started) == len(coming), "a request never started"
     return served, started
 
 
 @example([(0, "c", 0), (0, "a", 1), (1, "b", 0), (1, "a", -1), (1, "b", 0), (1, "a", -1), (1, "b", 0)], 1, 48)
 @given(COMING, st.integers(1, 3), st.sampled_from([16, 48, 100]))
 def test_tenants_are_served_as_without_an_order(coming: list[tuple[int, str, int]], slots: int, tokens: int) -> None:
-    """The same tokens to the same tenants in the same steps, whatever anybody asks for; only whose start differs.
+    """Any orders give the same tokens to the same tenants in the same steps; only a tenant's own starts differ.
 
     docs: routing
     """
@@ -56,21 +56,21 @@ def test_tenants_are_served_as_without_an_order(coming: list[tuple[int, str, int
 
 @given(st.lists(st.tuples(st.just(0), st.sampled_from("abc"), st.integers(-2, 2)), min_size=2, max_size=30))
 def test_a_tenants_turns_are_used_in_its_order(coming: list[tuple[int, str, int]]) -> None:
-    """Beside a naive oracle: of those there, each turn starts the tenant's lowest order that came first."""
+    """By a naive oracle, each turn starts the tenant's lowest order present, the earliest of equals."""
     hold = (0, "c", 0)
     _, started = run([hold, *coming], 1, 64)
     assert started[0] == "0"
     left = dict(enumerate(coming, 1))
     for name in started[1:]:
         tenant = left[int(name)][1]
-        mine = [(order, number) for number, (_, whose, order) in left.items() if whose == tenant]
+        mine = [(order, number) for number, (_, owner, order) in left.items() if owner == tenant]
         assert int(name) == min(mine)[1]
         del left[int(name)]
 
 
 @pytest.mark.parametrize("order", [-1, 1])
-def test_order_goes_before_what_is_cached(order: int) -> None:
-    """A long prompt that nothing is known of starts before a short one of a later order, and after an earlier one's."""
+def test_order_goes_before_cached_tokens(order: int) -> None:
+    """A long uncached prompt starts before a short one of a later order, and after an earlier one's."""
     bench = Bench(num_blocks=512, max_num_seqs=1, max_num_batched_tokens=64)
     bench.add("hold", prompt(64, 1), 2)
     bench.step()
@@ -81,8 +81,8 @@ def test_order_goes_before_what_is_cached(order: int) -> None:
     assert (bench.started_s["long"] < bench.started_s["short"]) == (order < 0)
 
 
-def test_what_has_begun_is_finished_under_a_stream_of_earlier_orders() -> None:
-    """Else another tenant that waits for the prefix which it computes would wait for as long as the stream lasts."""
+def test_a_begun_request_is_finished_under_a_stream_of_earlier_orders() -> None:
+    """Otherwise another tenant that needs the prefix it computes would wait as long as the stream lasts."""
     bench = Bench("a", "b", num_blocks=4096, max_num_seqs=8, max_num_batched_tokens=64)
     shared = prompt(640, 1)
     bench.add("flex", shared, 1, tenant="a", order=2**32)
@@ -97,8 +97,8 @@ def test_what_has_begun_is_finished_under_a_stream_of_earlier_orders() -> None:
     assert any(name.startswith("priority") for name in bench.started_s), "nothing overtook: the test proves nothing"
 
 
-def test_who_is_next_for_an_adapters_slot_starts_under_a_stream_of_earlier_orders() -> None:
-    """Nobody overtakes it there, another tenant neither, which would wait for as long as the stream lasts."""
+def test_the_next_request_for_an_adapters_slot_starts_under_a_stream_of_earlier_orders() -> None:
+    """No tenant overtakes it there; otherwise another tenant would wait as long as the stream lasts."""
     bench = Bench("a", "b", num_blocks=4096, max_num_seqs=4, max_num_batched_tokens=64)
     slots: LoadedAdapters[str] = LoadedAdapters(lambda spec: spec.key, max_loras=1, max_cpu_loras=3)
     specs = [AdapterSpec(name, "1", "") for name in ("first", "second", "third")]
@@ -117,8 +117,8 @@ def test_who_is_next_for_an_adapters_slot_starts_under_a_stream_of_earlier_order
     assert {"flex", "behind"} <= bench.started_s.keys()
 
 
-def test_routers_hear_of_whom_a_usual_request_overtakes() -> None:
-    """What comes with the usual order waits for an earlier order that has just come, and for no later one."""
+def test_routers_learn_which_requests_a_usual_one_overtakes() -> None:
+    """A request of the usual order waits for an earlier order that has just arrived, and for no later one."""
     bench = Bench(num_blocks=512, max_num_seqs=1, max_num_batched_tokens=64)
     bench.add("hold", prompt(64, 1), 9)
     bench.step()

@@ -1,4 +1,4 @@
-"""Optimistic admission: a full pool preempts sequences, and nobody can tell from the answers."""
+"""Optimistic admission: a full pool preempts sequences, and the answers do not show it."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from tests.serve_app.engine.tiny import Collector, prompt, request, run_all, sam
 
 @dataclass(frozen=True)
 class Wish:
-    """One request of a workload: which base prompt it shares how much of, and when it comes."""
+    """One request of a workload: its base prompt, the shared part of it, and its arrival."""
 
     step: int
     base: int
@@ -91,12 +91,12 @@ class Stepped:
         for sequence in scheduler.running:
             if not sequence.request.store_kv:
                 own = sequence.blocks[sequence.published :]
-                assert not any(block in cache.index for block in own), "a block of one that stores nothing is indexed"
+                assert not any(block in cache.index for block in own), "an unstored block is indexed"
         for sequence in [*scheduler.running, *scheduler.waiting]:
             assert_laws(sequence, cache.block_size)
 
     def run(self, workload: list[Wish]) -> dict[str, list[int]]:
-        """Run a workload to its end; return what each request would generate alone."""
+        """Run a workload to its end; return the tokens that each request would generate alone."""
         expected: dict[str, list[int]] = {}
         coming = sorted(enumerate(workload), key=lambda item: item[1].step)
         cancels: dict[int, list[str]] = {}
@@ -163,26 +163,26 @@ def test_a_full_pool_changes_no_answer_and_keeps_nobody_from_its_end(
     for entry in cache.index:
         above = [] if entry.parent is None else prefixes[entry.parent]
         held = prefixes[entry.block] = above + np.frombuffer(entry.token_bytes, "<i4").tolist()
-        assert any(one[: len(held)] == held for one in stored), "the cache has what only others computed"
+        assert any(one[: len(held)] == held for one in stored), "the cache has blocks that only others computed"
     fresh = sample(engine, "warmpath_prompt_tokens_computed_total")
     asked = sample(engine, "warmpath_prompt_tokens_total")
     if not any(wish.cancelled_after is not None or wish.timeout_s < inf for wish in workload):
         assert fresh == asked - sample(engine, "warmpath_prefix_cache_hits_total")
 
 
-def test_nobody_gives_way_more_often_than_its_answer_doubles() -> None:
-    """Eight long answers in a pool for one and a half: whoever came first gets on, and everybody gets to the end."""
+def test_preemptions_are_bounded_by_the_doublings_of_an_answer() -> None:
+    """Eight long answers share a pool for one and a half: the first continues, and all of them finish."""
     bench = Stepped(num_blocks=60, max_num_seqs=8, max_num_batched_tokens=256)
     workload = [Wish(0, 0, 0, 20, 600, "a", None, 0) for _ in range(8)]
     expected = bench.run(workload)
     assert bench.collector.tokens == expected
-    assert bench.preemptions["r0"] == 0, "nobody came before it"
+    assert bench.preemptions["r0"] == 0, "it came first"
     assert bench.preemptions.total() >= 6, "the pool was too large: the test proves nothing"
     assert max(bench.preemptions.values()) <= 1 + log2(600 / RESERVED_TOKENS)
     assert bench.runner.steps <= 8 * 620, "no slower than one after the other"
 
 
-def test_recomputing_takes_what_the_cache_kept() -> None:
+def test_recomputing_reuses_blocks_still_cached() -> None:
     """A victim finds its complete blocks again unless they were needed. (docs: routing)"""
     bench = Stepped(num_blocks=16, max_num_seqs=2, max_num_batched_tokens=128)
     ids = [prompt(40, 1), prompt(40, 2)]
@@ -228,8 +228,8 @@ def test_the_choice_of_a_victim(
     assert chosen is sequences[victim]
 
 
-def test_a_real_model_says_the_same_with_and_without_preemption(make_engine: MakeEngine) -> None:
-    """Greedy and sampled: a pool for two of six answers, against one for all. (docs: caching)"""
+def test_a_real_model_gives_the_same_answers_with_and_without_preemption(make_engine: MakeEngine) -> None:
+    """Greedy and sampled answers: a pool for two of six, against one for all. (docs: caching)"""
     base = prompt(24, 3)
     requests = [
         request(f"r{i}", np.append(base, prompt(10 + i, i)), 150, temperature=0.8 * (i % 2), seed=i) for i in range(6)

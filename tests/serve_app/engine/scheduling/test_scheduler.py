@@ -17,8 +17,8 @@ def test_decodes_come_first_then_the_least_uncached_work() -> None:
 
 
 @pytest.mark.parametrize(("rate", "tokens"), [(0.0, 2048), (50.0, 512), (8000.0, 800), (1e6, 2048)])
-def test_a_step_prefills_what_a_tenth_of_a_second_allows(rate: float, tokens: int) -> None:
-    """A newcomer waits for the step in progress: on a slow engine that is a short one. (docs: routing)"""
+def test_a_step_prefills_for_a_tenth_of_a_second(rate: float, tokens: int) -> None:
+    """A newcomer waits for the step in progress, so a slow engine's steps are short. (docs: routing)"""
     bench = Bench(num_blocks=512, max_num_batched_tokens=2048)
     bench.add("old", prompt(20, 1))
     bench.step()
@@ -27,7 +27,7 @@ def test_a_step_prefills_what_a_tenth_of_a_second_allows(rate: float, tokens: in
 
 
 def test_cached_tokens_are_no_work() -> None:
-    """A long prompt whose prefix is cached goes before a shorter cold one."""
+    """A long prompt with a cached prefix goes before a shorter cold one."""
     bench = Bench(max_num_batched_tokens=20)
     bench.add("warm", prompt(16), 1)
     bench.step()
@@ -37,8 +37,8 @@ def test_cached_tokens_are_no_work() -> None:
 
 
 @pytest.mark.parametrize("tenants", ["aaa", "abc"])
-def test_nobody_overtakes_who_waits_for_blocks(tenants: str) -> None:
-    """Nine blocks: 5 + 5 do not fit together; a small late-comer of any tenant does not take the room that frees up."""
+def test_nobody_overtakes_a_request_waiting_for_blocks(tenants: str) -> None:
+    """Nine blocks: 5 + 5 do not fit together; a small later request of any tenant does not take the freed blocks."""
     bench = Bench(*sorted(set(tenants)), num_blocks=9)
     first = bench.add("a", prompt(16, 1), 81, tenant=tenants[0])
     assert bench.step() == [("a", 16)]
@@ -49,8 +49,8 @@ def test_nobody_overtakes_who_waits_for_blocks(tenants: str) -> None:
     assert bench.step() == [("b", 16), ("late", 16)]
 
 
-def test_blocks_that_a_request_would_hit_are_not_counted_as_room_for_it() -> None:
-    """Eight cached blocks, one free, one reserved: a hit on the eight that needs one more has to wait."""
+def test_blocks_that_a_request_would_hit_are_not_counted_as_space_for_it() -> None:
+    """Eight cached blocks, one free, one reserved: a hit on the eight that needs one more must wait."""
     bench = Bench(num_blocks=10, max_num_batched_tokens=256)
     bench.add("warm", prompt(128), 1)
     bench.step()
@@ -62,8 +62,8 @@ def test_blocks_that_a_request_would_hit_are_not_counted_as_room_for_it() -> Non
     assert bench.step() == [("hit", 2)]
 
 
-def test_nobody_waits_for_what_will_not_be_stored() -> None:
-    """Who stores computes the same prompt beside it."""
+def test_nobody_waits_for_unstored_blocks() -> None:
+    """A request that stores computes the same prompt beside it."""
     bench = Bench()
     bench.add("passing", np.append(prompt(160), 1), store_kv=False)
     assert bench.step() == [("passing", 64)]

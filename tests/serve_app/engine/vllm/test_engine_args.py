@@ -1,4 +1,4 @@
-"""Which of vLLM's arguments the settings take, by their names; no vLLM."""
+"""vLLM's arguments that the settings accept, by name; no vLLM."""
 
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,10 @@ from tests.test_docs import names_of
         ("block_size", "use block_size:"),
         ("kv_cache_memory_bytes", "use kv_cache_bytes:"),
         ("tensor_parallel_size", "use tensor_parallel_size:"),
-        ("kv-cache-dtype", "vLLM's names are such as kv_cache_dtype"),
+        ("kv-cache-dtype", "vLLM's names look like kv_cache_dtype"),
     ],
 )
-def test_what_a_promise_rests_on_is_refused_by_name(name: str, told: str) -> None:
+def test_arguments_that_would_break_a_promise_are_refused_by_name(name: str, told: str) -> None:
     config = AppConfig.model_validate({"engine": "vllm", "engine_args": {name: 1, "seed": 2}})
     (sentence,) = refused_settings(config, on_cpu=True)
     assert sentence.startswith(f"engine_args.{name}: ") and told in sentence
@@ -44,14 +44,14 @@ def test_promises_are_those_of_the_page() -> None:
 
 
 def test_everything_that_warmpath_gives_vllm_is_refused() -> None:
-    """Else it would silently be ours, or theirs."""
+    """Otherwise one of the two values would silently be ignored."""
     settings = VllmSettings("m", num_blocks=2, transfer=True, lora=True)
     given = engine_arguments(settings, EventEndpoints(Path("/run/private")), on_cpu=True)
     assert len(refused_engine_args(given)) == len(given)
 
 
 def test_copies_between_other_arguments_are_other_models() -> None:
-    """Any may change what KV is."""
+    """Any of these arguments may change the KV."""
     told = [fingerprint_with("m", arguments) for arguments in ({}, {"quantization": "fp8"}, {"quantization": "awq"})]
     assert told[0] == "m" and len(set(told)) == 3
     assert fingerprint_with("m", {"a": 1, "b": 2}) == fingerprint_with("m", {"b": 2, "a": 1})
@@ -84,7 +84,7 @@ def test_each_rank_has_a_gpu(settings: dict[str, Any], told: str) -> None:
     [((4, 1), False), ((8, 1), False), ((3, 1), True), ((1, 5), True), ((1, 4), False), ((16, 1), True)],
 )
 def test_ranks_divide_heads_and_layers(sizes: tuple[int, int], refused: bool) -> None:
-    """KV heads may also be fewer, and then each is on several ranks."""
+    """KV heads may also be fewer, and then several ranks hold each."""
     fields = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 4}
     config = AppConfig(engine="vllm", tensor_parallel_size=sizes[0], pipeline_parallel_size=sizes[1])
     assert bool(refused_ranks(config, fields)) == refused
@@ -100,7 +100,7 @@ def test_flags_go_over_a_files_arguments(tmp_path: Path) -> None:
 
 
 def test_overrides_of_a_models_config_count_before_it_is_loaded(demo_model_path: Path) -> None:
-    """Its positions, and what it is refused for."""
+    """They change its positions, and the reasons to refuse it."""
     info = load_checkpoint_info(demo_model_path)
     longer = 4 * info.max_model_len
     overrides = {"max_position_embeddings": longer, "layer_types": ["mamba"]}

@@ -1,4 +1,4 @@
-"""What is queued is known to the token from submissions and steps alone."""
+"""Submissions and steps alone tell the exact number of queued tokens."""
 
 from collections import deque
 from dataclasses import replace
@@ -19,7 +19,7 @@ PROMPTS = st.lists(st.integers(1, 500), max_size=12)
 
 
 class Load(LoadMirror):
-    """``max_num_seqs`` 4, a line of 8, for two tenants where nothing else is said."""
+    """``max_num_seqs`` 4 and a queue of 8, for two tenants unless others are given."""
 
     def __init__(self, *tenants: str) -> None:
         self.meters = EngineMeters()
@@ -36,8 +36,8 @@ class Load(LoadMirror):
 
 
 @pytest.mark.parametrize(("tenants", "committed"), [(["calm"], (100, 1)), (["flood", "calm"], (100, 0))])
-def test_who_can_wait_is_before_nobody_that_comes(tenants: list[str], committed: tuple[int, int]) -> None:
-    """But for what has begun of them."""
+def test_requests_of_a_late_order_are_ahead_of_no_newcomer(tenants: list[str], committed: tuple[int, int]) -> None:
+    """Only their tokens in progress are ahead."""
     load = Load(*tenants)
     load.arrives("usual", 100, tenant="calm")
     load.arrives("flex", 1000, tenant="calm", order=2**32)
@@ -52,7 +52,7 @@ def test_who_can_wait_is_before_nobody_that_comes(tenants: list[str], committed:
 def test_queued_tokens_are_those_that_a_first_come_scheduler_has_left(
     prompts: list[int], budget: int, arrivals: list[bool]
 ) -> None:
-    """A naive scheduler that computes ``budget`` tokens a step, oldest first, has left what the mirror says."""
+    """The mirror equals the tokens left in a naive scheduler of ``budget`` tokens per step, oldest first."""
     load, coming, left = Load("default"), deque(enumerate(prompts)), {}
     for arrives in arrivals:
         if arrives and coming:
@@ -70,8 +70,8 @@ def test_queued_tokens_are_those_that_a_first_come_scheduler_has_left(
         assert report.queued_prefill_tokens == report.committed_prefill_tokens == sum(left.values())
 
 
-def test_what_nobody_waits_for_was_computed_again() -> None:
-    """After a preemption vLLM computes tokens of prompts that are no prefill any more: they have their first token."""
+def test_tokens_that_nobody_waits_for_are_recomputed_ones() -> None:
+    """After a preemption vLLM recomputes prompt tokens of requests that already have their first token."""
     load = Load()
     load.arrives("a", 500, "router", 3)
     load.stepped(1, 0.1, 100, 0.1)
@@ -82,8 +82,8 @@ def test_what_nobody_waits_for_was_computed_again() -> None:
     assert (report.queued_prefill_tokens, report.admitted) == (0, {"router": 3})
 
 
-def test_tokens_of_who_overtook_are_taken_off_nobody_elses_prompt() -> None:
-    """Another tenant's turn comes before the end of an older prompt; whoever comes now waits for a turn at most."""
+def test_an_overtaking_requests_tokens_count_for_its_own_prompt() -> None:
+    """Another tenant's turn comes before the end of an older prompt; a newcomer waits for a turn at most."""
     load = Load()
     load.arrives("old", 1000, tenant="flood")
     load.arrives("short", 100, tenant="calm")
@@ -94,8 +94,8 @@ def test_tokens_of_who_overtook_are_taken_off_nobody_elses_prompt() -> None:
     assert (load.report(1.0).queued_prefill_tokens, load.report(1.0).committed_prefill_tokens) == (800, 128)
 
 
-def test_who_runs_and_who_waits() -> None:
-    """A request waits until a step's figures count it as running; one that ended counts for neither at once."""
+def test_running_and_waiting_requests() -> None:
+    """A request waits until a step's figures count it as running; an ended one counts for neither at once."""
     load = Load()
     for name in "abc":
         load.arrives(name, 10)
@@ -110,8 +110,8 @@ def test_who_runs_and_who_waits() -> None:
     assert (load.running, load.waiting, load.line.used) == (0, 0, 0)
 
 
-def test_the_waiting_line_is_bounded_and_its_end_is_for_others() -> None:
-    """Among several tenants one alone fills seven eighths of the line; whoever has a token waits no more."""
+def test_the_queue_is_bounded_and_its_end_is_for_others() -> None:
+    """Among several tenants one alone fills seven eighths of the queue; a request with a token waits no more."""
     load = Load()
     for number in range(7):
         load.arrives(str(number), 10, tenant="flood")
@@ -139,7 +139,7 @@ def test_only_so_many_routers_are_remembered() -> None:
 
 
 def test_copies_are_no_prompt_and_say_nothing_of_the_rate() -> None:
-    """Their tokens are nobody's; what a copy was to bring and did not is queued after all."""
+    """Their tokens belong to no prompt; tokens that a copy failed to bring are queued again."""
     load = Load()
     load.arrives("waits", 10)
     load.copies()

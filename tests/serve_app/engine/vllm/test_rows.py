@@ -1,4 +1,4 @@
-"""Rows of a vLLM batch get the tokens that the built-in engine chooses, and all that they need for it."""
+"""Rows of a vLLM batch get the tokens that the built-in engine chooses, and all the data for it."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -50,7 +50,7 @@ ASKED = {
 def test_the_same_tokens_as_the_built_in_engine(
     resumed: int, matchers: Matchers, make_engine: MakeEngine, checkpoints: dict[str, Path]
 ) -> None:
-    """All kinds of rules in one batch, from the start and after tokens of another replica."""
+    """All kinds of rules are in one batch, from the start and after tokens of another replica."""
     from transformers import AutoModelForCausalLM
 
     engine = make_engine()
@@ -75,7 +75,7 @@ def test_the_same_tokens_as_the_built_in_engine(
 
 
 def test_a_grammar_is_followed(matchers: Matchers, tmp_path: Path, demo_model_path: Path) -> None:
-    """Only what matches is left, also where another replica began the answer; what does not match is a failure."""
+    """Only matching tokens remain, also after another replica's beginning; a mismatch is a failure."""
     info = load_checkpoint_info(demo_model_path)
     text = llguidance_form(Grammar.choice(["yes", "no"], "choice"))
     tokens: list[int] = []
@@ -108,7 +108,7 @@ DRAFTED = {
 @settings(max_examples=150)
 @given(st.lists(st.sampled_from(sorted(DRAFTED)), min_size=1, max_size=5), st.integers(0, 99), st.data())
 def test_drafts_change_no_token(names: list[str], seed: int, data: st.DataObject) -> None:
-    """Whatever is drafted, right, wrong or padding, an answer is that of one token a step."""
+    """With right, wrong or padded drafts, an answer equals that of one token per step."""
     matchers: Any = None
 
     def logits_of(text: Sequence[int]) -> torch.Tensor:
@@ -141,7 +141,7 @@ def test_drafts_change_no_token(names: list[str], seed: int, data: st.DataObject
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_without_numbers_fails_alone(temperature: float, matchers: Matchers, tmp_path: Path) -> None:
-    """The file is there when its token is; the first reason stays, and rows beside it get what they would."""
+    """The file exists with its token; the first reason stays, and other rows get their usual tokens."""
     params = SamplingParams(4, temperature, seed=9, stop_token_ids=(17,))
     rows = {
         index: Row(TokenChoice(params, 0, "", str(tmp_path / name)), PROMPT, [], matchers)
@@ -162,7 +162,7 @@ def test_a_row_without_numbers_fails_alone(temperature: float, matchers: Matcher
 
 @pytest.mark.parametrize("sampling", [*ASKED.values(), SamplingParams(0, stop_token_ids=(7,), logprobs=3, seed=-5)])
 def test_everything_crosses_to_the_worker(sampling: SamplingParams) -> None:
-    """What the processor reads from the message is what was asked, but for bits of the seed that matter to nobody."""
+    """The processor reads from the message exactly the request, except for irrelevant bits of the seed."""
     choice = choice_of(replace(request("r", prompt(5)), sampling=sampling, resumed_tokens=2), "/file")
     fields = vllm_sampling(sampling, choice, {"other": 1})
     assert (fields["temperature"], fields["max_tokens"]) == (0.0, max(1, sampling.max_tokens))
@@ -171,12 +171,12 @@ def test_everything_crosses_to_the_worker(sampling: SamplingParams) -> None:
     assert arrived == TokenChoice(replace(sampling, seed=sampling.seed % 2**64), 2, "", "/file")
 
 
-def test_who_does_not_come_from_the_engine_has_no_choice() -> None:
-    """vLLM's own warm-up says nothing to the processor."""
+def test_a_request_from_elsewhere_has_no_choice() -> None:
+    """vLLM's own warm-up passes nothing to the processor."""
     assert TokenChoice.from_extra_args(None) is TokenChoice.from_extra_args({"other": 1}) is None
 
 
 def test_a_matcher_that_is_no_grammar_is_refused() -> None:
-    """It lives in this process, and tokens are chosen in another."""
+    """It lives in this process, but tokens are chosen in another."""
     with pytest.raises(ValueError, match="no other matcher"):
         choice_of(replace(request("r", prompt(5)), matcher=object()), "/file")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What stays in vLLM's pool is what the pins say, whatever ends, fails or comes at once; without vLLM."""
+"""vLLM's pool keeps exactly the pinned blocks, through any ends, failures and concurrent saves; without vLLM."""
 
 import asyncio
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ SCOPE = PrefixScope("m")
 
 
 class Vllm:
-    """vLLM and its connector: which names keep how many blocks. ``fails``: jobs that it fails."""
+    """vLLM and its connector: the blocks kept by name. ``fails``: the jobs that fail."""
 
     def __init__(self) -> None:
         self.kept: dict[str, list[int]] = {}
@@ -38,7 +38,7 @@ class Vllm:
     async def run(self, job: Job, token_ids: Sequence[int], root: bytes, lora: str) -> int:
         self.jobs.append(job)
         number = len(self.jobs) - 1
-        if job.kind == "unpin":  # as the request arrives
+        if job.kind == "unpin":  # on the request's arrival
             self.kept.pop(job.file, None)
         await asyncio.sleep(0)
         if job.kind == "pin":
@@ -92,8 +92,8 @@ Steps = st.lists(
 
 
 @given(steps=Steps, fails=st.sets(st.integers(0, 20)), shared=st.booleans())
-async def test_vllm_keeps_what_is_pinned_and_no_more(steps: list[Any], fails: set[int], shared: bool) -> None:
-    """Saves of two tenants at once, as they end, fail, are recalled and forgotten: inside the budget at any time."""
+async def test_vllm_keeps_exactly_the_pinned_blocks(steps: list[Any], fails: set[int], shared: bool) -> None:
+    """Saves of two tenants at once end, fail, are recalled and forgotten: they are within the budget at any time."""
     made = Made(**({"a": 1.0, "b": 1.0} if shared else {}))
     saves = made.saves
     made.vllm.fails = fails
@@ -127,8 +127,8 @@ async def test_vllm_keeps_what_is_pinned_and_no_more(steps: list[Any], fails: se
     assert not made.vllm.kept
 
 
-async def test_what_a_client_is_told() -> None:
-    """Of each way in which a save may end, as the built-in engine tells it."""
+async def test_a_client_learns_the_outcome() -> None:
+    """Each outcome of a save is reported as by the built-in engine."""
     made = Made()
     keep = made.saves.keep
     assert await keep(asked(9)) is None
@@ -151,7 +151,7 @@ async def test_what_a_client_is_told() -> None:
 
 
 async def test_tenants_that_share_a_prefix_each_keep_it() -> None:
-    """Neither ends with the other's pin: nobody's request renews another tenant's, nor is told that it is there."""
+    """Neither ends with the other's pin: no request renews another tenant's, or learns that it exists."""
     made = Made()
     for tenant in ("a", "b"):
         kept = await made.saves.keep(asked(9, 1, tenant, saves=(Save(b"", 8, 9.0),)))
@@ -160,7 +160,7 @@ async def test_tenants_that_share_a_prefix_each_keep_it() -> None:
 
 
 async def test_time_runs_from_the_last_read() -> None:
-    """What nobody reads is let go of with the next request; what is read in part is not read."""
+    """The next request releases a prefix without reads; a partial read does not count."""
     made = Made()
     for key, held in ((1, 3), (2, 2)):
         await made.saves.keep(saving(key, 3, 10.0))
@@ -176,8 +176,8 @@ async def test_time_runs_from_the_last_read() -> None:
         assert len(made.kept()) == left
 
 
-async def test_whoever_leaves_does_not_end_what_others_wait_for() -> None:
-    """The client who asked first goes away; the save goes on, and the second one is told of it."""
+async def test_a_leaving_client_does_not_end_a_shared_save() -> None:
+    """The first client disconnects; the save continues, and the second client gets its outcome."""
     made = Made()
     first, second = (asyncio.ensure_future(made.saves.keep(saving(1, 3))) for _ in range(2))
     await asyncio.sleep(0)
@@ -187,8 +187,8 @@ async def test_whoever_leaves_does_not_end_what_others_wait_for() -> None:
     assert made.kept() == made.pinned() != []
 
 
-async def test_a_save_of_another_replica_is_kept_with_what_is_left_of_its_time() -> None:
-    """As it was, and once; one that is over, or not all held here, is none."""
+async def test_a_save_of_another_replica_is_kept_with_its_remaining_time() -> None:
+    """It is kept unchanged and once; an expired save, or one not fully held here, is ignored."""
     made = Made()
     saved = SavedPrefix(b"k", "default", 10.0, 4.0, 0)
 

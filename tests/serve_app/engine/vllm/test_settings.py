@@ -1,4 +1,4 @@
-"""Settings as vLLM takes them and what of them it cannot do, adapters' files, and what goes to submitters; no vLLM."""
+"""Settings in vLLM's form, unsupported settings, adapters' files, and results for submitters; no vLLM."""
 
 import asyncio
 import json
@@ -22,8 +22,8 @@ def arguments(*, on_cpu: bool = True, **settings: Any) -> dict[str, Any]:
     return engine_arguments(VllmSettings("m", **settings), EventEndpoints(Path("/run/private")), on_cpu=on_cpu)
 
 
-def test_pools_and_adapters_get_the_room_that_was_asked_for() -> None:
-    """One block is vLLM's own, and on a CPU the bytes of all are said; it has room for ranks of its own choice."""
+def test_pools_and_adapters_get_the_requested_space() -> None:
+    """vLLM has one block of its own; a CPU needs the total bytes; adapter ranks are rounded up to vLLM's choices."""
     cpu = arguments(num_blocks=10, block_bytes=1000, lora=True, max_lora_rank=17)
     assert (cpu["num_gpu_blocks_override"], cpu["kv_cache_memory_bytes"], cpu["max_model_len"]) == (11, 11000, 320)
     assert (cpu["max_lora_rank"], cpu["distributed_executor_backend"]) == (32, EXECUTOR)
@@ -42,7 +42,7 @@ def test_pools_and_adapters_get_the_room_that_was_asked_for() -> None:
 
 
 def test_prompts_stay_on_the_machine_and_out_of_logs() -> None:
-    """vLLM's default publishes the token ids of all prompts on a TCP port; 64 bits of a hash can be made to collide."""
+    """vLLM's default publishes all prompts' token ids on a TCP port; a 64-bit hash can be made to collide."""
     found = arguments()
     events = found["kv_events_config"]
     assert events["endpoint"] == "ipc:///run/private/events"
@@ -91,14 +91,14 @@ PUBLIC = [{"name": "p", "version": "1", "text": "x"}]
         ({"public_prompts": PUBLIC, "prompts_dir": "x"}, True),
     ],
 )
-def test_what_vllm_can_do_is_not_refused(settings: dict[str, Any], on_cpu: bool) -> None:
+def test_settings_that_vllm_supports_are_not_refused(settings: dict[str, Any], on_cpu: bool) -> None:
     config = AppConfig.model_validate({"engine": "vllm", **settings})
     assert refused_settings(AppConfig.model_validate(config.to_json()), on_cpu=on_cpu) == []
 
 
 def test_blocks_of_a_cpu_are_multiples_of_32() -> None:
     (sentence,) = refused_settings(AppConfig(engine="vllm", replica_num_gpus=1), on_cpu=True)
-    assert sentence == "block_size: with engine=vllm on a CPU it is a multiple of 32; set block_size: 32"
+    assert sentence == "block_size: with engine=vllm on a CPU it must be a multiple of 32; set block_size: 32"
 
 
 def test_adapters_in_float32_are_refused_on_a_gpu_alone() -> None:
@@ -132,7 +132,7 @@ MAMBA = {"model_type": "jamba", "layers_block_type": ["mamba", "attention"]}
         ({"model_type": "mamba2", "state_size": 128}, False, False, "no attention"),
     ],
 )
-def test_what_a_models_layers_rule_out_is_refused(
+def test_settings_that_a_models_layers_rule_out_are_refused(
     fields: dict[str, Any], moves: bool, on_cpu: bool, reason: str | None
 ) -> None:
     config = AppConfig(engine="vllm", block_size=32, kv_pull=moves)
@@ -141,7 +141,7 @@ def test_what_a_models_layers_rule_out_is_refused(
 
 
 class Vllm:
-    """A frontend, and its vLLM, that notes what it was told, and which files it was given."""
+    """A frontend and its vLLM, which records its calls and the files it was given."""
 
     def __init__(self) -> None:
         self.llm = self
@@ -168,7 +168,7 @@ def adapters_of(vllm: Any, directory: Path, *, lora: bool = True) -> VllmAdapter
 
 
 def test_vllm_reads_files_that_nobody_else_writes(tmp_path: Path) -> None:
-    """The copy has the bytes that were described; it is gone once the adapter is, and the next one's is another."""
+    """The copy has the described bytes; it is removed with the adapter, and the next adapter has another copy."""
     vllm = Vllm()
     adapters = adapters_of(vllm, tmp_path / "private")
     spec, _ = described(save_plain(tmp_path / "a"))
@@ -184,7 +184,7 @@ def test_vllm_reads_files_that_nobody_else_writes(tmp_path: Path) -> None:
     assert vllm.paths[2].exists()
 
 
-def test_changed_files_and_what_vllm_refuses_are_errors_that_name_no_path(tmp_path: Path) -> None:
+def test_changed_or_refused_files_are_errors_that_name_no_path(tmp_path: Path) -> None:
     """The sentence goes to a client."""
     vllm = Vllm()
     adapters = adapters_of(vllm, tmp_path / "private")

@@ -1,4 +1,4 @@
-"""Tool calls are read the same however the text is cut, and as they were written.
+"""Tool calls are read verbatim, and the same for any cuts of the text.
 
 An answer that must call can be nothing else, and its arguments follow the tools' schemas.
 """
@@ -28,7 +28,7 @@ Read = list[str | tuple[str, str]]
 
 
 def joined(events: list[str | CallEvent]) -> Read:
-    """Put texts that follow each other, and a call's arguments, together; checks that calls begin and end in turn."""
+    """Join successive texts, and each call's arguments; check that calls begin and end in turn."""
     found: Read = []
     open_call = False
     for event in events:
@@ -98,7 +98,7 @@ calls = st.lists(
 
 @st.composite
 def answers(draw: st.DrawFn, grammar: Reading) -> tuple[str, Read]:
-    """An answer in a family's format, and what it says: its calls with their arguments as they are written."""
+    """An answer in a family's format, and its expected content: text, and calls with arguments verbatim."""
     before, made, space = draw(prose), draw(calls), draw(st.sampled_from(["", "\n"]))
 
     def written(key: str) -> list[str]:
@@ -124,7 +124,7 @@ def answers(draw: st.DrawFn, grammar: Reading) -> tuple[str, Read]:
 @every_grammar
 @given(data=st.data())
 def test_calls_are_read_as_they_are_written(grammar: Reading, data: st.DataObject) -> None:
-    """Text before them, their names, and their arguments as they were written; cut anywhere."""
+    """Text before them, names and verbatim arguments are read with any cuts."""
     text, expected = data.draw(answers(grammar))
     _, pieces = data.draw(cuts(st.just(text)))
     assert read(grammar, pieces) == expected
@@ -135,7 +135,7 @@ def test_calls_are_read_as_they_are_written(grammar: Reading, data: st.DataObjec
 @example(cut=('{"name": 12"abc"', ['{"name": 12', '"abc"']))
 @example(cut=('<tool_call>{"name": "f", "arguments": {"a\\"', ['<tool_call>{"name": "f", "arguments": {"a\\', '"']))
 def test_any_text_is_read_the_same_however_it_is_cut(grammar: Reading, cut: tuple[str, list[str]]) -> None:
-    """Also what is no call, or breaks off in one. (docs: api)"""
+    """This includes text without a call, and broken calls. (docs: api)"""
     text, pieces = cut
     assert read(grammar, pieces) == read(grammar, [text]) == read(grammar, list(text))
 
@@ -174,16 +174,16 @@ CALL = '{"name": "search", "arguments": {}}'
         (hermes, '<tool_call>{"arguments": {"q": 1}, "name": "f"}</tool_call>', [("f", '{"q": 1}')]),
     ],
 )
-def test_what_is_no_call_is_text(grammar: Reading, text: str, found: Read) -> None:
-    """All of it but special tokens, which no text shows, whatever comes in the place of a closing tag.
+def test_anything_but_a_call_is_text(grammar: Reading, text: str, found: Read) -> None:
+    """All of it is kept, even in place of a closing tag, except special tokens, which no text shows.
 
-    A call without arguments has none; those before the name, as early Hermes models write them, wait for it.
+    A call may have no arguments; arguments before the name, as in early Hermes models, wait for it.
     """
     assert read(grammar, [text]) == found
 
 
 def test_arguments_come_while_they_are_written() -> None:
-    """The name goes first; what is known of the arguments is not held back, and a call that breaks off ends."""
+    """The name is sent first, then arguments without delay; a call that breaks off ends."""
     reader = CallReader(hermes, lambda: "call_1", NAMES)
     assert reader.push('Look: <tool_call>{"name": "search", "arguments": ') == ["Look: "]
     assert reader.push('{"q": "a') == [CallBegun("call_1", "search"), CallArguments('{"q": "a')]
@@ -232,7 +232,7 @@ EVERY = (WEATHER, SEARCH, NESTED)
 def test_only_calls_match(
     tokenizer: PromptTokenizer, compiler: GrammarCompiler, fields: dict[str, Any], text: str, accepted: bool
 ) -> None:
-    """Of tools that are offered, with what their schemas ask for; references inside a schema stay its own.
+    """They are calls of offered tools that satisfy their schemas; references inside a schema stay its own.
 
     docs: api
     """

@@ -1,4 +1,4 @@
-"""The explain endpoint's bodies: the routing facts of a real request, in whose name, and errors that name a field."""
+"""The explain endpoint's bodies: a real request's routing facts, its tenant, and errors that name a field."""
 
 import asyncio
 import json
@@ -54,7 +54,7 @@ def alone(demo_model_path: Path) -> Desk:
 
 
 def test_a_request_is_explained_as_it_would_be_routed(alone: Desk) -> None:
-    """Its holder wins under all policies that look at caches; choices share a prompt, and a response has a chat's."""
+    """Its holder wins under all cache-aware policies; choices share a prompt, and a response has a chat's."""
     alone.hold("b", "default")
     said = alone.ask(CHAT)
     assert (said["tenant"], said["policy"], said["model"]) == ("default", "estimated_ttft", "demo")
@@ -71,8 +71,8 @@ def test_a_request_is_explained_as_it_would_be_routed(alone: Desk) -> None:
     assert response["prompts"][0]["prefix"] == prompt["prefix"]
 
 
-def test_the_tenant_named_is_the_one_asked_for(demo_model_path: Path) -> None:
-    """What one tenant's prompt has cached says nothing of another's; with several tenants one has to be named."""
+def test_the_tenant_named_is_the_one_explained(demo_model_path: Path) -> None:
+    """One tenant's cached prompt does not affect another's; with several tenants the request must name one."""
     shared = Desk(demo_model_path, Tenants(TWO_TENANTS, SECRET))
     shared.hold("b", "acme")
     cached = {t: shared.ask({**CHAT, "tenant": t})["prompts"][0]["best_cached_tokens"] for t in ("acme", "globex")}

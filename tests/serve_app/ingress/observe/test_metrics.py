@@ -34,12 +34,12 @@ _NAME = re.compile(r"warmpath_[a-z0-9_]+")
 
 
 def test_the_page_of_metrics_is_current() -> None:
-    """To write it anew: ``python -m serve_app.ingress.observe.reference > docs: metrics``."""
+    """To write it again: ``python -m serve_app.ingress.observe.reference > docs: metrics``."""
     assert PAGE.read_text() == metrics_page()
 
 
 def test_every_name_in_the_code_is_described_and_every_described_name_is_in_the_code() -> None:
-    """A family that nobody described would not be shown; one that nobody counts would mislead."""
+    """An undescribed family would not be shown; a described one that is never counted would mislead."""
     described = [ROOT / "serve_app/ingress/observe" / name for name in ("reference.py", "families.py")]
     counted = {
         node.value
@@ -54,7 +54,7 @@ def test_every_name_in_the_code_is_described_and_every_described_name_is_in_the_
 
 
 def test_a_help_text_says_more_than_the_name() -> None:
-    """It is a sentence of its own, and says something; each label that a family may have is explained, and had."""
+    """It is a separate sentence that adds information; each possible label is explained, and no other."""
     for name, family in FAMILIES.items():
         assert family.help.endswith("."), name
         assert len(set(re.findall(r"[a-z]+", family.help.lower())) - set(name.split("_"))) >= 3, name
@@ -63,14 +63,14 @@ def test_a_help_text_says_more_than_the_name() -> None:
     assert sum(len(families) for _, families in SECTIONS.values()) == len(FAMILIES)
 
 
-def test_all_that_replicas_tell_is_shown(make_engine: MakeEngine, tmp_path: Path) -> None:
+def test_all_samples_of_replicas_are_shown(make_engine: MakeEngine, tmp_path: Path) -> None:
     """Engine, pool, tiers, adapters, drafts, pulls, moves, sessions: no sample is left out for name or labels."""
     engine = make_engine(tiers=TierSettings(1 << 20, 1 << 20, tmp_path), num_blocks=24, pin_budget_blocks=8)
     run_all(engine, [request(f"r{i}", prompt(150, i), 3, tenant="acme") for i in range(4)])
     run_all(engine, [replace(request("saver", prompt(60, 9), 1), saves=(Save(b"s" * 16, 48, None),))])
     meters, pulls, moves = EngineMeters(), PullMeters(), MoveMeters(Receipt())
     meters.drafts.update(
-        f"warmpath_spec_decode_num_{what}_total" for what in ("drafts", "draft_tokens", "accepted_tokens")
+        f"warmpath_spec_decode_num_{kind}_total" for kind in ("drafts", "draft_tokens", "accepted_tokens")
     )
     pulls.refused["slow"] += 1
     pulls.ended["whole"] += 1
@@ -99,8 +99,8 @@ def test_all_that_replicas_tell_is_shown(make_engine: MakeEngine, tmp_path: Path
     }
 
 
-def test_what_is_not_described_is_not_shown() -> None:
-    """A replica that names families or labels of its own, sentences among them, changes nothing on the page."""
+def test_undescribed_samples_are_not_shown() -> None:
+    """A replica's invented families, labels or sentences change nothing on the page."""
     good: Sample = ("warmpath_generation_tokens_total", (("engine", "torch"), ("replica", "a")), 3.0)
     odd: list[Sample] = [
         ("warmpath_generation_tokens", (("replica", "a"),), 1.0),
@@ -113,7 +113,7 @@ def test_what_is_not_described_is_not_shown() -> None:
 
 
 def test_rendered_samples_parse_back() -> None:
-    """With labels and values; and a decision's best, selected and delivered cached tokens are there, by reason."""
+    """Labels and values survive; a decision's best, selected and delivered cached tokens are there, by reason."""
     metrics = IngressMetrics()
     metrics.requests.labels("chat", "200", "acme").inc(3)
     metrics.ttft_s.labels("acme").observe(0.1)
@@ -134,7 +134,7 @@ def test_rendered_samples_parse_back() -> None:
 
 
 def test_without_tenants_only_sums_are_left() -> None:
-    """Counters, gauges and buckets add up; who they were of cannot be seen."""
+    """Counters, gauges and buckets are added up; the tenants behind them cannot be seen."""
 
     def of(tenant: str, *more: tuple[str, str]) -> Labels:
         return (("ingress", "i"), ("tenant", tenant), *more)

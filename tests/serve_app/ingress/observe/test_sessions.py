@@ -1,4 +1,4 @@
-"""GET /v1/cache/sessions: each key sees its own, however many ask; replicas are asked once a second."""
+"""GET /v1/cache/sessions: each key sees its own, for any number of clients; replicas are asked once a second."""
 
 import asyncio
 import time
@@ -51,7 +51,7 @@ def replicas() -> Replicas:
 
 
 def get(config: AppConfig, replicas: Any, *names: str) -> list[httpx.Response]:
-    """What each holder of a key is answered, all at once."""
+    """Return each key holder's answer, all at once."""
 
     async def answers() -> list[httpx.Response]:
         application = make_application(services_of(config, sessions=SessionList(replicas)))
@@ -64,7 +64,7 @@ def get(config: AppConfig, replicas: Any, *names: str) -> list[httpx.Response]:
 
 
 def test_each_key_sees_its_own(replicas: Replicas) -> None:
-    """The operator all, with what the pools have room for; a tenant no trace of another."""
+    """The operator sees all, with the pools' capacity; a tenant sees no trace of another."""
     acme, globex, operator = (answer.json() for answer in get(CLOSED, replicas, "acme", "globex", "operator"))
     seen = [
         {(row["replica"], row["tenant"], row["tokens"]) for row in each["sessions"]}
@@ -89,14 +89,14 @@ def test_without_tenants_everybody_sees_all(replicas: Replicas) -> None:
 
 
 def test_sessions_used_last_come_first(replicas: Replicas, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all replicas together, and no more than can be told."""
+    """The order covers all replicas, and the number is bounded."""
     monkeypatch.setattr(module, "MOST_TOLD", 2)
     (answer,) = get(CLOSED, replicas, "operator")
     assert [(row["tokens"], row["idle_s"]) for row in answer.json()["sessions"]] == [(200, 10.0), (300, 10.0)]
 
 
-def test_replicas_are_asked_once_for_many_who_ask(replicas: Replicas, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For each viewer apart; one that leaves takes nothing from the others; later they are asked anew."""
+def test_replicas_are_asked_once_for_many_clients(replicas: Replicas, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each viewer has its own answer; a leaving client affects no other; later the replicas are asked again."""
     asking = SessionList(replicas)
 
     async def ask() -> None:
@@ -121,4 +121,4 @@ def test_a_silent_replica_is_a_sentence() -> None:
 
     (answer,) = get(CLOSED, silent, "acme")
     assert (answer.status_code, answer.headers["retry-after"]) == (Overloaded.status, "5")
-    assert answer.json()["error"]["message"] == "A replica does not say which sessions it has; ask again."
+    assert answer.json()["error"]["message"] == "A replica does not report its sessions; ask again."

@@ -1,4 +1,4 @@
-"""One browser for the tests of the page, where there is one."""
+"""One browser for the tests of the page, if a browser is installed."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -31,13 +31,13 @@ def stage(served: tuple[str, Stage]) -> Stage:
 
 @pytest.fixture
 def page(browser: Any, served: tuple[str, Stage], stage: Stage) -> Iterator[Any]:
-    """A tab at no page yet; whatever its console has to complain of fails the test."""
+    """A blank tab; any error in its console fails the test."""
     context = browser.new_context(viewport={"width": 1440, "height": 900}, base_url=served[0])
     tab = context.new_page()
     tab.set_default_timeout(PATIENCE_MS)
     wrong: list[str] = []
     tab.on("pageerror", lambda error: wrong.append(str(error)))
-    # A refused request is in the console too: that is what some tests bring about.
+    # A refused request is logged there too, which some tests cause on purpose.
     tab.on(
         "console",
         lambda said: wrong.append(said.text) if said.type == "error" and "Failed to load" not in said.text else None,

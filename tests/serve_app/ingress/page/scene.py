@@ -1,4 +1,4 @@
-"""Events as docs: api has them: a small instance, and a recording in which it grows, is used, and shrinks."""
+"""Events in the form of docs: api: a small instance, and a recording in which it grows, is used, and shrinks."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ def replica(name: str, at_s: float = 0.0, **more: Any) -> Event:
 
 
 def node(name: str, parent: str | None, start: int, tokens: int, holders: dict[str, int], **more: Any) -> Event:
-    """A prefix: ``start`` tokens lead to it."""
+    """A prefix: ``start`` tokens precede it."""
     kind = "public" if parent is None else "system" if parent.startswith("p") else "conversation"
     told: Event = {"id": name, "parent": parent, "kind": kind, "tenant": None if kind == "public" else "acme"}
     counts = {"pinned": False, "requests": 4, "hits": 3, "last_used_at_s": 0.0, "label": ""}
@@ -24,7 +24,7 @@ def node(name: str, parent: str | None, start: int, tokens: int, holders: dict[s
 
 
 def decision(request: str, at_s: float = 0.0, **more: Any) -> Event:
-    """A prompt of 1,200 tokens that was read from the cache of ``r1``."""
+    """A prompt of 1,200 tokens, read from the cache of ``r1``."""
     where = {"tenant": "acme", "ingress": "i1", "replica": "r1", "reason": "cached", "node": "s-acme"}
     tokens = {"prompt_tokens": 1200, "best_cached_tokens": 1184, "selected_cached_tokens": 1184, "cached_tokens": 1184}
     rest = {"pull_from": None, "pull_tokens": 0, "queued_tokens": None}
@@ -45,7 +45,7 @@ def prefixes() -> list[Event]:
 
 
 def snapshot(at_s: float = 0.0, viewer: str = "operator", tenant: str | None = None, **more: Any) -> Event:
-    """The instance with two replicas; ``more`` replaces what it says."""
+    """The instance with two replicas; ``more`` replaces its fields."""
     head = {"type": "snapshot", "at_s": at_s, "viewer": viewer, "tenant": tenant, "model": "demo"}
     engine = {"engine": "simulated", "simulated": True, "policy": "estimated_ttft", "block_size": 16, "ingresses": 1}
     held = {"replicas": [replica("r1"), replica("r2")], "prefixes": prefixes(), "totals": [], "decisions": []}

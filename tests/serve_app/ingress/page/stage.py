@@ -1,4 +1,4 @@
-"""A small server that serves the page and plays the rest of an ingress: models, chats, and a test's events."""
+"""A small server that serves the page and simulates the rest of an ingress: models, chats, and a test's events."""
 
 import asyncio
 import json
@@ -20,10 +20,10 @@ REFUSED = JSONResponse({"error": {"message": "Incorrect API key provided."}}, 40
 
 
 class Stage:
-    """What the server answers. ``snapshots``: what a stream of events begins with, by key; no entry: 401.
+    """The server's answers. ``snapshots``: the beginning of a stream of events, by key; no entry: 401.
 
-    ``words``: an answer; it waits before its last word while ``held``. ``bodies``: the chats that came. ``busy``: why
-    nobody may listen now; 429. ``sessions``: by key; ``asked_sessions``: whose were asked for;
+    ``words``: an answer; it waits before its last word while ``held``. ``bodies``: the chats received. ``busy``: the
+    reason to refuse listeners now, with 429. ``sessions``: by key; ``asked_sessions``: the keys of requests for them;
     ``no_sessions``: 404.
     """
 
@@ -59,7 +59,7 @@ class Stage:
         self._listeners.clear()
 
     async def events(self, request: Request) -> Response:
-        """Answer as ``GET /v1/cache/events`` does."""
+        """Answer like ``GET /v1/cache/events``."""
         key = _key(request)
         if key not in self.snapshots:
             return REFUSED
@@ -91,7 +91,7 @@ class Stage:
         return StreamingResponse(stream(), media_type="text/event-stream")
 
     async def told_sessions(self, request: Request) -> Response:
-        """Answer as ``GET /v1/cache/sessions`` does."""
+        """Answer like ``GET /v1/cache/sessions``."""
         key = _key(request)
         self.asked_sessions.append(key)
         if self.no_sessions:
@@ -99,13 +99,13 @@ class Stage:
         return JSONResponse({"sessions": self.sessions[key]}) if key in self.sessions else REFUSED
 
     async def models(self, request: Request) -> Response:
-        """Answer as ``GET /v1/models`` does."""
+        """Answer like ``GET /v1/models``."""
         if _key(request) not in self.snapshots:
             return REFUSED
         return JSONResponse({"object": "list", "data": [{"id": "demo", "object": "model"}]})
 
     async def chat(self, request: Request) -> Response:
-        """Answer as a streamed chat; of a prompt whatever was in the one before comes from the cache."""
+        """Answer like a streamed chat; tokens of the previous prompt count as cached."""
         body = await request.json()
         self.keys.append(_key(request))
         if self.fails:

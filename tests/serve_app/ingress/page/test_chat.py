@@ -1,4 +1,4 @@
-"""The chat of the page, in a browser: it streams, it can be stopped, and says what was reused."""
+"""The chat of the page, in a browser: it streams, it can be stopped, and shows the reused tokens."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ def say(page: Any, text: str) -> None:
     page.get_by_label("Your message").press("Enter")
 
 
-def test_an_answer_streams_and_the_second_says_what_was_reused(page: Any, stage: Stage) -> None:
-    """The sample document makes the first question long; under the second answer stands what was not computed again."""
+def test_an_answer_streams_and_the_second_shows_the_reused_tokens(page: Any, stage: Stage) -> None:
+    """The sample document makes the first question long; the second answer shows the tokens not computed again."""
     page.goto("/")
     page.get_by_role("button", name="Load a sample document").click()
     stage.held.clear()
@@ -33,7 +33,7 @@ def test_an_answer_streams_and_the_second_says_what_was_reused(page: Any, stage:
 
 
 def test_stop_ends_the_answer_at_the_server_too(page: Any, stage: Stage) -> None:
-    """What was said until then stays, and the next question can be asked."""
+    """The text so far stays, and the next question can be asked."""
     page.goto("/")
     stage.held.clear()
     say(page, "Go on for ever")
@@ -46,8 +46,8 @@ def test_stop_ends_the_answer_at_the_server_too(page: Any, stage: Stage) -> None
     page.get_by_text("Yes, you may.", exact=True).wait_for()
 
 
-def test_what_goes_wrong_is_a_sentence(page: Any, stage: Stage) -> None:
-    """The server's own, and it is announced."""
+def test_an_error_is_a_sentence(page: Any, stage: Stage) -> None:
+    """The sentence is the server's own, and it is announced."""
     page.goto("/")
     stage.fails = "Rate limit reached; retry after 5 s."
     say(page, "Hello")
@@ -55,7 +55,7 @@ def test_what_goes_wrong_is_a_sentence(page: Any, stage: Stage) -> None:
 
 
 def test_text_is_never_markup(page: Any, stage: Stage) -> None:
-    """A model may say anything; so may whoever asks."""
+    """A model may write anything, and so may a user."""
     page.goto("/")
     stage.words = ["<img src=x onerror=document.title='broken'>", "<script>document.title='broken'</script>", "."]
     say(page, "<b>bold</b>")
@@ -66,7 +66,7 @@ def test_text_is_never_markup(page: Any, stage: Stage) -> None:
 
 
 def test_keys_stay_in_the_tab(page: Any, stage: Stage) -> None:
-    """A wrong key is told at once; the right one is sent, survives a reload, and is nowhere once the tab is gone."""
+    """A wrong key is reported at once; the right one is sent, survives a reload, and is gone with the tab."""
     stage.snapshots = {"wp-right": []}
     page.goto("/")
     page.get_by_text("Incorrect API key provided.").first.wait_for()

@@ -1,4 +1,4 @@
-"""The cache map, in a browser: what replicas hold, what happens to them, and why."""
+"""The cache map, in a browser: the replicas' prefixes, events about them, and their reasons."""
 
 import time
 from typing import Any
@@ -8,7 +8,7 @@ from tests.serve_app.ingress.page.stage import Stage
 
 
 def bars(page: Any, name: str) -> list[str]:
-    """What a screen reader reads of a replica's prefixes."""
+    """Return a replica's prefixes as a screen reader reads them."""
     return [bar.get_attribute("aria-label") for bar in page.locator(f"[data-id={name}] .bar:not(.out)").all()]
 
 
@@ -22,7 +22,7 @@ def begin(page: Any, stage: Stage, **more: Any) -> float:
 
 
 def test_each_replica_has_its_prefixes_as_a_tree(page: Any, stage: Stage) -> None:
-    """Nested by what they begin with, as long as their tokens, pins marked; and a simulated engine says so."""
+    """Bars are nested by prefix, as long as their tokens, with pins marked; a simulated engine is labelled."""
     begin(page, stage)
     assert bars(page, "r1") == [
         "clerk@1, 512 tokens",
@@ -42,8 +42,8 @@ def test_each_replica_has_its_prefixes_as_a_tree(page: Any, stage: Stage) -> Non
     assert page.locator("#legend").inner_text().split() == ["globex", "public", "acme"]
 
 
-def test_what_happens_appears(page: Any, stage: Stage) -> None:
-    """What was decided and done is in the log; what is new stands on the map, who is gone takes what it held along."""
+def test_events_appear(page: Any, stage: Stage) -> None:
+    """Decisions and actions are in the log; new prefixes appear on the map, and a leaving replica's disappear."""
     now_s = begin(page, stage)
     grown = node("c-new", "s-acme", 1152, 48, {"r1": 48})
     stage.send(
@@ -76,8 +76,8 @@ def test_what_happens_appears(page: Any, stage: Stage) -> None:
     assert "r1, r2" not in page.locator("#why").inner_text()
 
 
-def test_why_is_told_of_whatever_is_chosen(page: Any, stage: Stage) -> None:
-    """Of a bar, a replica and a decision, with figures that are estimates called so."""
+def test_reasons_are_shown_for_any_selection(page: Any, stage: Stage) -> None:
+    """It works for a bar, a replica and a decision; estimated figures are labelled so."""
     now_s = begin(page, stage)
     page.locator("[data-id=s-acme]").click()
     shown = page.locator("#why").inner_text()
@@ -118,8 +118,8 @@ def test_the_keyboard_reaches_everything(page: Any, stage: Stage) -> None:
     assert page.evaluate("document.activeElement.dataset.id") == "p-clerk"
 
 
-def test_a_tenant_sees_what_the_server_sends_it_and_no_more(page: Any, stage: Stage) -> None:
-    """Fields that a tenant does not get are not asked for, guessed or shown as undefined; two keys, two parts."""
+def test_a_tenant_sees_only_its_part_from_the_server(page: Any, stage: Stage) -> None:
+    """Fields that a tenant does not get are not requested, guessed or shown as undefined; two keys, two parts."""
     now_s = time.time()
     bare = [{"replica": name, "state": "serving", "engine": "torch", "simulated": False} for name in ("r1", "r2")]
     own = [node("s-own", None, 0, 256, {"r1": 256}, kind="system", tenant="acme")]
@@ -144,8 +144,8 @@ def test_a_tenant_sees_what_the_server_sends_it_and_no_more(page: Any, stage: St
     page.locator("[data-id=s-globex]").first.wait_for()
 
 
-def test_the_answer_names_its_replica_and_what_cold_would_have_cost(page: Any, stage: Stage) -> None:
-    """The decision is found by the answer's id, whichever comes first."""
+def test_the_answer_names_its_replica_and_the_cost_without_a_cache(page: Any, stage: Stage) -> None:
+    """The decision is found by the answer's id, in either order of arrival."""
     now_s = begin(page, stage)
     stage.held.clear()
     page.get_by_label("Your message").fill("Hello")
@@ -175,7 +175,7 @@ def test_names_are_never_markup(page: Any, stage: Stage) -> None:
 
 
 def test_another_key_is_shown_nothing_of_the_one_before(page: Any, stage: Stage) -> None:
-    """Neither on the map nor beside it, from when the key is another: the server may not answer it at once."""
+    """It disappears from the map and the page when the key changes, even if the server does not answer at once."""
     now_s = begin(page, stage)
     stage.send(decision("one.0", now_s, tenant="globex"))
     page.locator("#log button").first.click()
@@ -191,7 +191,7 @@ def test_another_key_is_shown_nothing_of_the_one_before(page: Any, stage: Stage)
 
 
 def test_text_can_be_dragged_into_a_field(page: Any, stage: Stage) -> None:
-    """Only what else is dropped is the page's: a file is opened, a link does not lead away from the chat."""
+    """The page handles only other drops: it opens a file, and a link does not lead away from the chat."""
     begin(page, stage)
     taken = page.evaluate(
         """() => ["dragover", "drop"].map((type) => ["#say", "#stage"].map((place) => {
@@ -205,7 +205,7 @@ def test_text_can_be_dragged_into_a_field(page: Any, stage: Stage) -> None:
 
 
 def test_a_page_waits_for_its_turn_and_takes_up_a_lost_connection(page: Any, stage: Stage) -> None:
-    """First it shows the server's sentence, later what was known last: a busy server is not said to be gone."""
+    """First it shows the server's sentence, later the last known state: a busy server is not called lost."""
     stage.busy = "There are 8 event streams already; close one first."
     page.goto("/")
     page.get_by_text("close one first. The page tries again by itself.").wait_for()
@@ -224,7 +224,7 @@ def test_a_page_waits_for_its_turn_and_takes_up_a_lost_connection(page: Any, sta
 
 
 def test_many_replicas_stay_readable(page: Any, stage: Stage) -> None:
-    """Nothing is wider than the window, at 40 replicas and at a telephone's width."""
+    """Nothing is wider than the window, with 40 replicas and at a telephone's width."""
     begin(page, stage, replicas=[replica(f"r{index}") for index in range(1, 41)])
     for width in (1440, 390):
         page.set_viewport_size({"width": width, "height": 800})
@@ -233,7 +233,7 @@ def test_many_replicas_stay_readable(page: Any, stage: Stage) -> None:
 
 
 def test_without_motion_nothing_moves(page: Any, stage: Stage) -> None:
-    """Who asks for less motion gets none; the log tells the same."""
+    """If the browser asks for less motion, there is none; the log shows the same."""
     page.emulate_media(reduced_motion="reduce")
     now_s = begin(page, stage)
     stage.send(decision("one.0", now_s, pull_from="r2", pull_tokens=512))
@@ -256,11 +256,11 @@ CONTRASTS = """() => {
     return Math.max(...both) / Math.min(...both);
   });
 }"""
-"""Of the labels on bars, by WCAG's formula."""
+"""Returns the contrasts of labels on bars, by WCAG's formula."""
 
 
 def test_labels_can_be_read_on_every_colour(page: Any, stage: Stage) -> None:
-    """4.5 to 1 (WCAG AA), in light and in dark, by tenant and by age."""
+    """4.5 to 1 (WCAG AA), in light and in dark mode, by tenant and by age."""
     now_s = time.time()
     prefixes = [
         node(f"s{n}", None, 0, 512, {"r1": 512}, kind="system", tenant=f"t{n}", last_used_at_s=now_s - 30 * n**2)

@@ -25,7 +25,7 @@ def wait_for_replicas(page: Any, names: list[str]) -> None:
 
 
 def test_any_moment_can_be_reached_forward_and_back(page: Any, stage: Stage, tmp_path: Path) -> None:
-    """What stands there is what the events up to it say, whichever way one came."""
+    """The page shows the state after the events up to that moment, regardless of direction."""
     open_file(page, write(tmp_path / "run.jsonl", recording()))
     scrub = page.get_by_label("Time in the recording")
     for at_s, names in ((0, ["r1", "r2"]), (30, ["r1", "r2", "r3"]), (55, ["r1", "r2"]), (30, ["r1", "r2", "r3"])):
@@ -39,7 +39,7 @@ def test_any_moment_can_be_reached_forward_and_back(page: Any, stage: Stage, tmp
 
 
 def test_it_plays_pauses_and_moves_by_keyboard(page: Any, stage: Stage, tmp_path: Path) -> None:
-    """Space plays and pauses, arrows and Home move, and a screen reader is told the time."""
+    """Space plays and pauses, arrows and Home move, and a screen reader announces the time."""
     open_file(page, write(tmp_path / "run.jsonl", recording()))
     scrub = page.get_by_label("Time in the recording")
     scrub.focus()
@@ -60,7 +60,7 @@ def test_it_plays_pauses_and_moves_by_keyboard(page: Any, stage: Stage, tmp_path
 
 
 def test_live_goes_on_behind_a_recording(page: Any, stage: Stage, tmp_path: Path) -> None:
-    """Its events are not shown meanwhile; back to live shows what is so by then."""
+    """Its events are not shown meanwhile; going back to live shows the current state."""
     stage.snapshots = {"": [snapshot(replicas=[], prefixes=[])]}
     open_file(page, write(tmp_path / "run.jsonl", recording()))
     wait_for_replicas(page, ["r1", "r2"])
@@ -81,7 +81,7 @@ def test_live_goes_on_behind_a_recording(page: Any, stage: Stage, tmp_path: Path
     ],
 )
 def test_a_broken_file_gets_a_sentence(page: Any, stage: Stage, tmp_path: Path, text: str, sentence: str) -> None:
-    """And what was shown before stays."""
+    """The earlier display stays."""
     path = tmp_path / "run.jsonl"
     path.write_text(text)
     open_file(page, path)
@@ -91,7 +91,7 @@ def test_a_broken_file_gets_a_sentence(page: Any, stage: Stage, tmp_path: Path, 
 
 
 def test_half_a_line_and_unknown_events_are_passed_over(page: Any, stage: Stage, tmp_path: Path) -> None:
-    """A recorder that was killed leaves half a line; a type may also be a word that every object has."""
+    """A killed recorder leaves half a line; a type may equal the name of a property that every object has."""
     strange = [{"type": word, "at_s": 5.0} for word in ("from_the_future", "constructor", "toString", "__proto__")]
     path = write(tmp_path / "run.jsonl", [*recording(), *strange])
     path.write_text(path.read_text() + '{"type": "deci')
@@ -101,7 +101,7 @@ def test_half_a_line_and_unknown_events_are_passed_over(page: Any, stage: Stage,
 
 
 def test_playing_equals_seeking(page: Any, stage: Stage, tmp_path: Path) -> None:
-    """A model that went step by step, there and back over checkpoints, is the one that went at once."""
+    """Stepping a model there and back over checkpoints gives the same state as going there at once."""
     events = [*recording(), *(decision(f"more{at}.0", 60 + at / 50) for at in range(2000))]
     open_file(page, write(tmp_path / "run.jsonl", events))
     equal = page.evaluate(

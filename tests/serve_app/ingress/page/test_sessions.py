@@ -1,4 +1,4 @@
-"""The table of sessions, in a browser: what is shown of each, to whom, and that nobody else asks for it."""
+"""The table of sessions, in a browser: each session's data, its viewers, and no requests by others."""
 
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,11 @@ from tests.serve_app.ingress.page.stage import Stage
 from tests.serve_app.ingress.page.test_map import begin
 
 ROWS = "#sessions-rows tr"
-WHY = "It waits for room: live sessions hold 900 of 1,024 tokens, and it needs 640."
+WHY = "It waits for space: live sessions hold 900 of 1,024 tokens, and it needs 640."
 
 
 def session(name: str, state: str, **more: Any) -> Event:
-    """A session as docs: api has it."""
+    """A session in the form of docs: api."""
     told = {"replica": "r1", "session": name, "tenant": "acme", "state": state, "turns": 3, "tokens": 1200}
     return {**told, "own_tokens": 1200, "age_s": 300.0, "idle_s": 0.0, **more}
 
@@ -32,8 +32,8 @@ def table(page: Any) -> list[list[str]]:
 
 
 def asked_in_a_minute(page: Any, stage: Stage) -> int:
-    """Let a minute pass for the page; return how often it asked for sessions."""
-    page.evaluate("() => fetch('v1/models')")  # whatever was asked before has come to the server
+    """Let a minute pass for the page; return the number of its requests for sessions."""
+    page.evaluate("() => fetch('v1/models')")  # earlier requests have reached the server
     before = len(stage.asked_sessions)
     page.clock.fast_forward(60_000)
     page.evaluate("() => fetch('v1/models')")
@@ -51,8 +51,8 @@ def opened(page: Any, stage: Stage) -> Any:
     return page
 
 
-def test_each_session_says_what_it_does_and_holds(opened: Any) -> None:
-    """And one that waits why."""
+def test_each_session_shows_its_state_and_blocks(opened: Any) -> None:
+    """A waiting session has its reason."""
     assert table(opened) == [
         ["00aa", "acme", "running", "1,200, 300 of them shared", "3", "r1"],
         ["not named", "acme", f"waiting for 12.0 s. {WHY}", "1,200", "3", "r1"],
@@ -79,7 +79,7 @@ def test_the_table_follows_and_is_asked_for_only_while_it_is_open(page: Any, sta
 
 
 def test_another_key_sees_its_own_at_once(opened: Any, stage: Stage) -> None:
-    """And one that is refused sees nothing of what was there, but the sentence."""
+    """A refused key sees nothing of the earlier data, only the sentence."""
     opened.get_by_text("Model and keys").click()
     stage.snapshots["wp-acme"] = stage.snapshots[""]
     stage.sessions["wp-acme"] = ALL[3:]
@@ -92,7 +92,7 @@ def test_another_key_sees_its_own_at_once(opened: Any, stage: Stage) -> None:
 
 
 def test_a_recording_has_no_sessions(opened: Any, stage: Stage, tmp_path: Path) -> None:
-    """Those of the server are not those of that time; they come back with it."""
+    """The server's sessions are not those of that time; they return with live mode."""
     opened.locator("#recording-file").set_input_files(write(tmp_path / "run.jsonl", recording()))
     opened.locator("#sessions").wait_for(state="hidden")
     assert asked_in_a_minute(opened, stage) == 0
@@ -103,7 +103,7 @@ def test_a_recording_has_no_sessions(opened: Any, stage: Stage, tmp_path: Path) 
 
 
 def test_a_server_without_sessions_says_so(page: Any, stage: Stage) -> None:
-    """As inside Ray Serve LLM. (docs: monitoring)"""
+    """This is the case inside Ray Serve LLM. (docs: monitoring)"""
     stage.no_sessions = True
     begin(page, stage)
     page.locator("#sessions summary").click()

@@ -1,4 +1,4 @@
-"""A version is computed where another one is, on one replica after another, in pieces, and only where it is not yet."""
+"""A version is computed on the replicas of another version, one by one, in pieces, and only if still missing."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -33,7 +33,7 @@ BLOCK = 16
 
 
 class Replicas:
-    """Stands in for replicas and the router's core: who computed what, and the longest chain each one holds."""
+    """Stands in for replicas and the router's core: (replica, tokens) computed, and each replica's blocks."""
 
     replica_ids = REPLICAS
     settings = SimpleNamespace(block_size=BLOCK)
@@ -64,7 +64,7 @@ class Replicas:
 
 
 class Desk:
-    """All that a warmer needs of an ingress, beside its replicas."""
+    """The parts of an ingress that a warmer needs, besides its replicas."""
 
     def __init__(self) -> None:
         model, secret = resolve_model("demo"), b"s" * 32
@@ -107,7 +107,7 @@ def desk() -> Desk:
 
 
 def test_it_is_computed_where_the_old_one_is_and_nowhere_else(desk: Desk) -> None:
-    """One replica after another, in growing pieces; a second time there is nothing to do."""
+    """It is computed on one replica after another, in growing pieces; a second call has nothing to do."""
     replicas = desk.replicas("a", "c")
     (found,) = desk.warm(replicas, USE)
     assert found.replica_ids == ("a", "c") and found.tokens > 1000
@@ -122,7 +122,7 @@ def test_it_is_computed_where_the_old_one_is_and_nowhere_else(desk: Desk) -> Non
 
 
 def test_where_nobody_has_the_old_one_the_router_places_it(desk: Desk) -> None:
-    """Once, also where nobody has asked yet; chats and bare text are two ways, whose KV differs."""
+    """It is computed once, even without earlier use; chats and bare text are two uses with different KV."""
     replicas = Replicas()
     (found,) = desk.warm(replicas)
     assert found.replica_ids == ("a",)
@@ -131,8 +131,8 @@ def test_where_nobody_has_the_old_one_the_router_places_it(desk: Desk) -> None:
     assert len(both) == 2 and both[0] == found and len(replicas.computed) > done
 
 
-def test_what_cannot_be_held_is_told(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replica without room makes it fail; a way whose tenant is gone is left out, unless it is the only one."""
+def test_a_version_that_cannot_be_held_is_reported(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica without space makes it fail; a use by a removed tenant is skipped, unless it is the only one."""
     monkeypatch.setattr(warming, "HEARD_TIMEOUT_S", 0.05)
     replicas = desk.replicas("a", "b")
     replicas.forgetful = {"b"}

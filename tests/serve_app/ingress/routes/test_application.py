@@ -1,4 +1,4 @@
-"""The application without Ray: what it publishes of itself and to whom, and errors in the API's shape."""
+"""The application without Ray: its public pages and their visibility, and errors in the API's format."""
 
 import asyncio
 import re
@@ -35,7 +35,7 @@ PAGE = {"origin": "http://evil.example", "host": "127.0.0.1:8000", "content-type
 
 
 def services_of(config: AppConfig, adapters: Sequence[AdapterEntry] = (), **parts: Any) -> Services:
-    """An ingress that has nothing but its settings, the guard and what is given."""
+    """Return an ingress with only its settings, the guard and the given parts."""
     tenants = Tenants(config.tenants, b"s" * 32, operator_key_sha256=config.operator_key_sha256)
     guard = RouteGuard(tenants, IngressMetrics(), Drain(), allowed_hosts=config.allowed_hosts)
     registry = AdapterRegistry("demo")
@@ -62,7 +62,7 @@ def get(
 
 
 def test_the_schema_names_the_real_bodies_and_no_error_of_fastapis() -> None:
-    """Each POST refers to its body, and each reference leads somewhere; a 422 would mean that FastAPI parses."""
+    """Each POST refers to its body, and each reference resolves; a 422 would mean that FastAPI parses."""
     schema = get("/openapi.json", AppConfig())
     schemas = schema.json()["components"]["schemas"]
     operations = [(path, each) for path, methods in schema.json()["paths"].items() for each in methods.values()]
@@ -78,11 +78,11 @@ def test_the_schema_names_the_real_bodies_and_no_error_of_fastapis() -> None:
         assert set(schemas[body.__name__]["properties"]) == set(body.model_fields)
     assert set(schemas["Message"]["required"]) == {"role"}
     assert schemas["ChatBody"]["properties"]["temperature"]["maximum"] == 2
-    # Any text is a model's name, or a response's id: there is nothing to refuse.
+    # Any text is a model's name, or a response's id, so there is nothing to refuse.
     assert {code for path, each in operations if "{" not in path for code in each["responses"]} == {"200"}
 
 
-def test_docs_are_there_where_the_settings_of_now_say_so() -> None:
+def test_docs_follow_the_current_settings() -> None:
     """The application is made once."""
     services = services_of(AppConfig())
     application = make_application(services)
@@ -120,7 +120,7 @@ TENANTS = [
     ],
 )
 def test_errors_have_openais_shape(method: str, path: str, status: int) -> None:
-    """Wrong paths and methods, everything that needs a key, and what is an operator's for a tenant (403)."""
+    """Wrong paths and methods, routes that need a key, and operators' routes for a tenant (403)."""
     response = get(path, CLOSED, method, {"host": "elsewhere.example"}, KEY if status == 403 else "")
     assert response.status_code == status
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}
@@ -129,7 +129,7 @@ def test_errors_have_openais_shape(method: str, path: str, status: int) -> None:
 
 @pytest.mark.parametrize("path", [path for method, path in (*OPERATORS, *TENANTS) if method == "POST"])
 def test_pages_of_other_sites_post_nowhere(path: str) -> None:
-    """Where nobody needs a key, a page in the operator's browser has none of the operator's rights. docs: isolation"""
+    """Without keys, a page in the operator's browser has none of the operator's rights. docs: isolation"""
     refused = get(path, AppConfig(), "POST", PAGE)
     assert (refused.status_code, refused.json()["error"]["code"]) == (415, "unsupported_media_type")
     rebound = PAGE | {"host": "evil.example", "content-type": "application/json"}
@@ -144,12 +144,12 @@ def test_pages_of_other_sites_post_nowhere(path: str) -> None:
         ("/chat/completions", "did you mean /v1/chat/completions?"),
         ("/v1/v1/models", "did you mean /v1/models?"),
         ("/v1/health", "did you mean /health?"),
-        ("/v1/docs", "GET /v1/models lists what is served."),
+        ("/v1/docs", "GET /v1/models lists the served models."),
         ("/v1/completions", "GET is not allowed on /v1/completions; use POST."),
     ],
 )
 def test_a_wrong_base_url_is_told_the_right_path(path: str, advice: str) -> None:
-    """What is not published by itself is not told either."""
+    """Unpublished paths are not revealed here either."""
     assert get(path, AppConfig()).json()["error"]["message"].endswith(advice)
 
 
@@ -174,7 +174,7 @@ def test_usage_is_a_tenants_own_and_the_operators_to_see_whole() -> None:
 
 
 def test_a_tenant_sees_the_models_that_it_may_use_and_an_operator_all() -> None:
-    """Any other is a 404 like one that nobody serves, and the base is not named as an adapter's parent either."""
+    """Another model is a 404 like an unknown one, and the base is not named as an adapter's parent either."""
     pirate = AdapterEntry("pirate", AdapterSpec("pirate", "0", "/lora/pirate"))
     for key, names, seen in (
         (OPERATOR, None, ["demo", "pirate"]),
@@ -198,7 +198,7 @@ def test_a_tenant_sees_the_models_that_it_may_use_and_an_operator_all() -> None:
 
 
 def test_public_metrics_name_tenants_to_operators_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who has no operator key, a tenant too, sees sums; without ``metrics_public`` nothing at all. (docs: tenants)"""
+    """Anyone else, tenants too, sees sums; without ``metrics_public`` nothing at all. (docs: tenants)"""
     public = CLOSED.model_copy(update={"metrics_public": True})
 
     async def all_samples(services: Services) -> list[Sample]:
@@ -221,12 +221,12 @@ def test_public_metrics_name_tenants_to_operators_alone(monkeypatch: pytest.Monk
 
 
 def test_health_is_for_good_and_tells_operators_of_a_refused_user_config() -> None:
-    """It stays green: the settings before are in force. Nobody else is told. (docs: cluster)"""
+    """It stays green, because the earlier settings apply. Only operators see the refusal. (docs: cluster)"""
     core = SimpleNamespace(knows_every_cache=True, replica_ids=["a", "b"])
     services = services_of(CLOSED, core=core, connecting=SimpleNamespace(done=bool))
     for done, knows, status in ((False, True, 503), (True, False, 503), (True, True, 200), (True, False, 200)):
         services.connecting, core.knows_every_cache = SimpleNamespace(done=lambda done=done: done), knows  # type: ignore[assignment]
-        assert get("/health", services).status_code == status, "who joins later takes nothing back"
+        assert get("/health", services).status_code == status, "later replicas do not change the health"
     well = {"status": "ok", "replicas": 2}
     for why in ("", "policy must be one of lmetric"):
         services.refused_settings = why

@@ -1,4 +1,4 @@
-"""GET /v1/cache/events over a real socket: who gets what, and how a stream ends."""
+"""GET /v1/cache/events over a real socket: each viewer's events, and the end of a stream."""
 
 import json
 import time
@@ -76,7 +76,7 @@ def following(lines: Iterator[str], kind: str) -> dict[str, Any]:
 
 
 def test_a_stream_has_retry_ids_heartbeats_and_each_viewers_part(stage: Stage) -> None:
-    """What a browser's EventSource reads; a decision of one tenant comes to it and to operators, not to the other."""
+    """A browser's EventSource reads it; one tenant's decision goes to it and to operators, not to another tenant."""
 
     def first_token(tenant: str) -> None:
         stage.live.delivered(generation(tenant, [1, 2]), decision(), FirstToken(0), 0.5)
@@ -97,7 +97,7 @@ def test_a_stream_has_retry_ids_heartbeats_and_each_viewers_part(stage: Stage) -
 
 
 def test_once_is_the_snapshot_alone(stage: Stage) -> None:
-    """For scripts. Without keys everybody sees everything: an open deployment is one tenant's."""
+    """This is for scripts. Without keys everybody sees everything: an open deployment has one tenant."""
     for name in ("a", "operator"):
         once = httpx.get(f"{stage.url}{PATH}?once=true", headers=auth(name)).json()
         assert (once["type"], once["viewer"]) == ("snapshot", "operator" if name == "operator" else "tenant")
@@ -108,7 +108,7 @@ def test_once_is_the_snapshot_alone(stage: Stage) -> None:
 
 
 def test_a_stream_ends_with_its_key(stage: Stage) -> None:
-    """It is told why; the other tenant's goes on."""
+    """The stream gives the reason; the other tenant's continues."""
     with stream(stage, "a") as mine, stream(stage, "b") as other:
         following(other, "snapshot")
         left = [TenantConfig(name="b", key_sha256=[KEYS["b"][1]])]
@@ -119,7 +119,7 @@ def test_a_stream_ends_with_its_key(stage: Stage) -> None:
 
 
 def test_a_stop_waits_for_no_stream(stage: Stage) -> None:
-    """Not even for one whose reader takes nothing: the answers under way are none soon after."""
+    """This includes one with a reader that takes nothing: soon after, no answers are in progress."""
     with stream(stage, "a") as mine, stream(stage, "b") as stuck:
         following(stuck, "snapshot")
         stage.call(stage.live.close)

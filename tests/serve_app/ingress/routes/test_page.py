@@ -1,4 +1,4 @@
-"""The page's files: which there are, and how they are sent."""
+"""The page's files: their list, and their responses."""
 
 import posixpath
 import re
@@ -15,7 +15,7 @@ _LINK = re.compile(r'(?:src|href)="page/([^"]+)"')
 
 
 def test_the_page_needs_no_key_and_allows_nothing_from_elsewhere() -> None:
-    """There is no data in it; what it shows it asks for with a key."""
+    """The page contains no data; it requests all data with a key."""
     response = get("/", AppConfig(tenants=[ACME]))
     assert response.status_code == 200
     assert response.headers["content-type"] == "text/html; charset=utf-8"
@@ -27,7 +27,7 @@ def test_the_page_needs_no_key_and_allows_nothing_from_elsewhere() -> None:
 
 
 def test_every_file_that_a_file_names_is_there() -> None:
-    """What the page loads and what its modules import; nothing is inline, and nothing is of another site."""
+    """This covers files that the page loads and modules import; nothing is inline, and nothing is of another site."""
     files = page_files()
     named = {"index.html", "sample.txt", *_LINK.findall(files["index.html"].decode())}
     for path, content in files.items():
@@ -51,7 +51,7 @@ def test_a_browser_that_has_a_file_is_told_so() -> None:
 
 @pytest.mark.parametrize("path", ["../routes/page.py", "nothing.js", "", "map", "/etc/passwd"])
 def test_no_other_file_is_served(path: str) -> None:
-    """Only what was found in the folder when it was first asked for."""
+    """Only files found in the folder at the first request are served."""
     with pytest.raises(HTTPException):
         page_response(path)
     assert get(f"/page/{path}", AppConfig()).status_code == 404
@@ -66,7 +66,7 @@ def luminance(colour: str) -> float:
 
 @pytest.mark.parametrize("theme", [":root {", ':root[data-theme="dark"] {'], ids=["light", "dark"])
 def test_text_can_be_read_on_every_ground(theme: str) -> None:
-    """Contrast of at least 4.5 (WCAG's AA), light and dark; 3 for lines that a control is known by."""
+    """Contrast is at least 4.5 (WCAG's AA), light and dark; 3 for lines that identify a control."""
     css = page_files()["css/base.css"].decode()
     block = css.partition(theme)[2].partition("}")[0]
     colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block))

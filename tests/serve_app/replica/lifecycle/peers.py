@@ -30,11 +30,11 @@ Prompts = st.lists(
     ),
     max_size=8,
 )
-"""Prompts of whole blocks, of which many begin alike."""
+"""Prompts of whole blocks, many with equal prefixes."""
 
 
 def make_engine(num_blocks: int = 64, *, model: str = "m", pins: int = 0, **settings: object) -> TorchEngine:
-    """An engine that is not started: what is asked of its loop runs at once."""
+    """Return an engine that is not started: work for its loop runs at once."""
     runner = SimulatedRunner(
         CostModel(block_bytes=BLOCK_BYTES), model_fingerprint=model, block_size=SIZE, sleep=lambda _: None
     )
@@ -43,7 +43,7 @@ def make_engine(num_blocks: int = 64, *, model: str = "m", pins: int = 0, **sett
 
 
 def fill(engine: TorchEngine, ids: Sequence[int], *, scope: PrefixScope = SCOPE, tenant: str = "default") -> list[int]:
-    """Have a prompt cached as a request that has ended would; returns its full blocks."""
+    """Cache a prompt as an ended request would; return its full blocks."""
     cache, array = engine._cache, np.array(ids, dtype=np.int32)
     root = scope.private.root(SECRET)
     if scope.public_blocks:
@@ -60,7 +60,7 @@ def fill(engine: TorchEngine, ids: Sequence[int], *, scope: PrefixScope = SCOPE,
 
 
 def hashes(engine: TorchEngine) -> frozenset[bytes]:
-    """All that an engine has cached."""
+    """Return the hashes of all blocks that an engine has cached."""
     return frozenset(engine._cache.index._by_hash)
 
 

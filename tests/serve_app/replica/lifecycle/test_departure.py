@@ -1,4 +1,4 @@
-"""When a replica takes its absence among those that run for its end."""
+"""The rule by which a replica takes its absence from the list of running ones for its end."""
 
 import asyncio
 from contextlib import ExitStack
@@ -26,11 +26,11 @@ WAIT_S = 4 * MISSING_S
     ],
     ids=[
         "one that starts", "missing for long, once", "returns soon", "returns late", "returns after a reconfigure",
-        "leaves after a reconfigure", "stopped while missing", "stopped while listed, whatever it hears then",
+        "leaves after a reconfigure", "stopped while missing", "stopped while listed, and listed again",
     ],
 )  # fmt: skip
 def test_an_absence_is_an_end_when_it_lasts(steps: list[str], told: list[str]) -> None:
-    """Steps are the replicas that run, or what happens else. Serve may stop one before its absence is long enough."""
+    """Steps are the running replicas, or other events. Serve may stop one before its absence is long enough."""
     calls: list[str] = []
 
     async def run() -> None:

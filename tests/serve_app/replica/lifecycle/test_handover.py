@@ -1,4 +1,4 @@
-"""A leaving replica's cache among its peers: everything that fits arrives, once, and nothing as hot is pushed out."""
+"""A leaving replica's cache goes to its peers: everything that fits arrives once, and evicts nothing as hot."""
 
 import asyncio
 import math
@@ -32,7 +32,7 @@ from tests.serve_app.replica.loops import run_at_once
 
 
 def run(local: Local, engine: TorchEngine, *more: list[list[int]]) -> Receipt:
-    """Hand over, and again after each of the prompts of ``more``."""
+    """Hand over, and again after caching each list of prompts in ``more``."""
     receipt = Receipt()
     handover = HandOver(engine, local, SIZE, lambda: False, receipt)
 
@@ -58,9 +58,9 @@ def filled(prompts: list[list[int]], num_blocks: int = 256, **settings: object) 
 def test_with_room_the_union_stays_whole_and_nothing_goes_twice(
     mine: list[list[int]], theirs: list[list[list[int]]], more: list[list[list[int]]]
 ) -> None:
-    """What a peer has stays where it is; the rest goes to one peer; each peer gets a block at most once.
+    """A peer's own blocks stay; the others go to one peer; no peer gets a block twice.
 
-    What the last streams cache after the first round follows in the second.
+    Blocks that the last streams cache after the first round follow in the second.
 
     docs: failures
     """
@@ -83,8 +83,8 @@ def test_with_room_the_union_stays_whole_and_nothing_goes_twice(
 
 
 @given(Prompts, st.lists(st.integers(1, 12), min_size=1, max_size=3))
-def test_small_peers_take_what_fits_and_the_rest_is_counted(mine: list[list[int]], sizes: list[int]) -> None:
-    """Every block is moved or skipped with a reason; peers' free room is filled and nothing of theirs evicted."""
+def test_small_peers_take_fitting_blocks_and_the_rest_is_counted(mine: list[list[int]], sizes: list[int]) -> None:
+    """Every block is moved or skipped with a reason; peers' free space is filled, and no block of theirs evicted."""
     leaving = filled(mine)
     local = Local({f"peer {number}": make_engine(size) for number, size in enumerate(sizes)})
     receipt = run(local, leaving)
@@ -96,8 +96,8 @@ def test_small_peers_take_what_fits_and_the_rest_is_counted(mine: list[list[int]
         assert len(union) == sizes[0]
 
 
-def test_the_hottest_goes_first_and_pushes_out_only_what_is_colder() -> None:
-    """A full peer gives up what nobody came back to for the longest, and keeps what is as hot as what comes.
+def test_the_hottest_goes_first_and_evicts_only_colder_blocks() -> None:
+    """A full peer evicts the blocks unused for longest, and keeps blocks as hot as the arriving ones.
 
     docs: failures
     """
@@ -114,13 +114,13 @@ def test_the_hottest_goes_first_and_pushes_out_only_what_is_colder() -> None:
     now_s[0] += 1.0
     warm = hashes(peer) - hashes(filled([[5] * 20]))
     receipt = run(Local({"peer": peer}), leaving)
-    assert hashes(peer) == warm | hashes(filled([[1] * 21])), "what is warm there had stayed"
+    assert hashes(peer) == warm | hashes(filled([[1] * 21])), "the peer's warm blocks stay"
     assert peer._cache.evicted_blocks == 5
     assert receipt.skipped == {"no_room": 5}
 
 
 def test_a_save_stays_a_save_with_its_owner_and_its_time() -> None:
-    """Also where a peer has its blocks already, and through two hand-overs in a row. (docs: failures)"""
+    """This holds if a peer has its blocks already, and through two hand-overs in a row. (docs: failures)"""
     leaving, first, second = (make_engine(pins=40) for _ in range(3))
     ids = [1] * 40
     blocks = fill(leaving, ids, tenant="a")
@@ -140,8 +140,8 @@ def test_a_save_stays_a_save_with_its_owner_and_its_time() -> None:
         assert pins[b"without"].expires_s == math.inf
 
 
-def test_a_save_goes_to_a_peer_whose_budget_has_room() -> None:
-    """One that cannot pin it is passed over; where none can, it is counted as lost and its blocks go all the same."""
+def test_a_save_goes_to_a_peer_with_space_in_its_budget() -> None:
+    """A peer that cannot pin it is skipped; if none can, it counts as lost, but its blocks are still sent."""
     leaving = make_engine(pins=40)
     leaving._cache.pin(b"key", fill(leaving, [1] * 40), None)
     local = Local({"a": make_engine(pins=5), "b": make_engine(pins=20)})
@@ -155,7 +155,7 @@ def test_a_save_goes_to_a_peer_whose_budget_has_room() -> None:
 
 @given(st.integers(0, 10))
 def test_a_target_that_dies_is_replaced_by_the_next(answers: int) -> None:
-    """Whatever it had taken: all of it is with the one that lives."""
+    """All blocks that it had taken are on the living peer."""
     leaving = filled([[0] * 40, [1] * 40])
     leaving._cache.pins.budget_blocks = 64
     leaving._cache.pin(b"key", fill(leaving, [2] * 12), None)
@@ -168,12 +168,12 @@ def test_a_target_that_dies_is_replaced_by_the_next(answers: int) -> None:
         assert receipt.saves == 1
         assert receipt.lost == {"dies"}
     receipt = run(alone, leaving)
-    assert 23 - receipt.blocks.total() <= receipt.skipped.total() <= 23  # what the dead one had taken counts too
+    assert 23 - receipt.blocks.total() <= receipt.skipped.total() <= 23  # blocks that the dead one had taken count too
     assert set(receipt.skipped) <= {"peer_lost", "no_peers"}
 
 
 def test_a_full_target_is_followed_by_the_next() -> None:
-    """One that has the beginning and room for one more block gets that; the whole prefix goes where it fits."""
+    """A peer with the prefix and space for one more block gets that; the whole prefix goes to one where it fits."""
     leaving = filled([[0] * 20 + [1] * 20])
     small, large = make_engine(6), make_engine()
     for _ in range(3):
@@ -183,8 +183,8 @@ def test_a_full_target_is_followed_by_the_next() -> None:
     assert receipt.skipped == {"held_by_peer": 5}
 
 
-def test_what_a_target_evicted_since_it_was_asked_is_sent_too() -> None:
-    """Or what it only computes yet: its answer is a hint."""
+def test_blocks_that_a_target_evicted_since_its_answer_are_sent_too() -> None:
+    """The same holds for blocks that it is still computing: its answer is a hint."""
     leaving, peer = filled([[0] * 20 + [1] * 20, [2] * 20]), make_engine()
     fill(peer, [0] * 20)
 
@@ -201,7 +201,7 @@ def test_what_a_target_evicted_since_it_was_asked_is_sent_too() -> None:
 
 @pytest.mark.anyio
 async def test_a_second_round_without_time_leaves_the_receipt_as_it_was() -> None:
-    """Whether it ends before this replica's list or before a peer's answer."""
+    """It may end before this replica's list or before a peer's answer."""
     leaving, receipt = filled([[0] * 40]), Receipt()
 
     class Hangs(Local):
@@ -226,7 +226,7 @@ async def test_a_second_round_without_time_leaves_the_receipt_as_it_was() -> Non
 
 @pytest.mark.anyio
 async def test_a_target_fetches_a_part_when_it_is_its_turn() -> None:
-    """Until then it is a reference, whose bytes are elsewhere."""
+    """Until then the part is a reference to bytes elsewhere."""
     leaving = filled([[0] * 40])
     prefix = leaving.transfer.hot_prefixes().prefix(0)
     part = leaving.transfer.export_prefix(prefix)
@@ -248,10 +248,10 @@ async def test_a_target_fetches_a_part_when_it_is_its_turn() -> None:
     assert await asyncio.gather(*takes) == [10] * 5
 
 
-def test_the_time_bounds_it_and_what_was_left_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside streams it is slower; with no time left nothing is moved and nothing raised."""
+def test_the_time_bounds_it_and_the_rest_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside streams it is slower; without time nothing is moved and nothing raised."""
     leaving = filled([[0] * 40])
-    slow_bytes_per_s = PIECE_BLOCKS * BLOCK_BYTES / 1000  # a piece takes far longer than what is not waiting
+    slow_bytes_per_s = PIECE_BLOCKS * BLOCK_BYTES / 1000  # a piece takes far longer than everything else
     monkeypatch.setattr(handover_module, "BUSY_BYTES_PER_S", slow_bytes_per_s)
 
     def moved(time_s: float, *, busy: bool) -> Receipt:
@@ -261,7 +261,7 @@ def test_the_time_bounds_it_and_what_was_left_is_counted(monkeypatch: pytest.Mon
         assert len(hashes(local.engines["peer"])) == receipt.blocks.total()
         return receipt
 
-    pace_s = 1000.0 * PIECES_IN_FLIGHT  # of each piece, as so many may go at once
+    pace_s = 1000.0 * PIECES_IN_FLIGHT  # of each piece, as this many may be in flight
     for pieces in (1, 2, 3):
         receipt = moved((pieces - 0.5) * pace_s, busy=True)
         assert receipt.blocks.total() == pieces * PIECE_BLOCKS
@@ -271,7 +271,7 @@ def test_the_time_bounds_it_and_what_was_left_is_counted(monkeypatch: pytest.Mon
 
 
 def test_tenants_shares_hold_at_the_receiver() -> None:
-    """A flood that leaves does not push out what another tenant has within its share; public blocks stay public."""
+    """A leaving replica's flood evicts no tenant's blocks within its share; public blocks stay public."""
     shares = {"a": 1.0, "b": 1.0}
     peer = make_engine(20, tenant_shares=shares)
     fill(peer, [7] * 32, tenant="b")

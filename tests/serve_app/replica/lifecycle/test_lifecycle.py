@@ -1,4 +1,4 @@
-"""What a replica does when it is stopped, or was only thought to be, and what the board says of it. No Ray runs."""
+"""A replica's reactions to a stop, real or only supposed, and its notices. No Ray runs."""
 
 import asyncio
 from types import SimpleNamespace
@@ -52,7 +52,7 @@ class Stage:
 async def test_one_that_returns_says_so_and_hands_its_saves_over_again_when_it_leaves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What a peer kept for it the first time may have ended there in the meantime."""
+    """The peer's pin from the first time may have expired in the meantime."""
     engine, peer = make_engine(pins=40), make_engine(pins=40)
     fill(peer, [1] * 40)
     engine._cache.pin(b"key", fill(engine, [1] * 40), None)

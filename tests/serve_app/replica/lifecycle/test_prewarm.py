@@ -1,4 +1,4 @@
-"""A new replica's copies: what is planned, in which order, and what becomes of it when peers fail."""
+"""A new replica's copies: the plan, its order, and the outcome if peers fail."""
 
 import asyncio
 import tracemalloc
@@ -49,7 +49,7 @@ def run(local: Local, engine: TorchEngine, blocks: int = 1000, time_s: float = 6
 
 @given(st.lists(Prompts, min_size=1, max_size=3), st.integers(0, 60))
 def test_a_plan_keeps_to_its_budget_and_order(held: list[list[list[int]]], most_blocks: int) -> None:
-    """Each block once and after its parent; as many as fit; kinds in their order; each from somebody who has it.
+    """Each block is planned once and after its parent, as many as fit, by kind, and from a peer that has it.
 
     docs: failures
     """
@@ -82,7 +82,7 @@ def test_a_plan_keeps_to_its_budget_and_order(held: list[list[list[int]]], most_
 
 
 def test_a_plan_does_not_copy_a_long_beginning_for_each_prefix_that_has_it() -> None:
-    """A thousand chats about one document of 32,000 tokens: 160 kB a copy."""
+    """A thousand chats about one document of 32,000 tokens would need 160 kB each."""
     document = PrefixRun(
         None, Random(0).randbytes(2000 * HASH_BYTES), bytes(2000 * 64), SCOPE, "default", "prefix", 9.0
     )
@@ -99,8 +99,8 @@ def test_a_plan_does_not_copy_a_long_beginning_for_each_prefix_that_has_it() -> 
 
 
 @given(st.lists(Prompts, min_size=1, max_size=3), st.integers(1, 60))
-def test_what_was_planned_arrives(held: list[list[list[int]]], most_blocks: int) -> None:
-    """And only that; in pieces; nothing of it is in use afterwards, and holders keep what they have."""
+def test_planned_blocks_arrive(held: list[list[list[int]]], most_blocks: int) -> None:
+    """Only these arrive, in pieces; none is in use afterwards, and holders keep their blocks."""
     local = Local({f"peer {number}": make_engine() for number in range(len(held))})
     for engine, prompts in zip(local.engines.values(), held, strict=True):
         for prompt in prompts:
@@ -121,7 +121,7 @@ def test_what_was_planned_arrives(held: list[list[list[int]]], most_blocks: int)
 
 @given(st.integers(0, 8))
 def test_a_peer_that_dies_is_replaced_by_the_next(answers: int) -> None:
-    """What both hold comes from the other one; what it alone holds is skipped, and the start goes on.
+    """Shared blocks come from the other peer; the dead peer's own blocks are skipped, and the start continues.
 
     docs: failures
     """
@@ -136,12 +136,12 @@ def test_a_peer_that_dies_is_replaced_by_the_next(answers: int) -> None:
     known = 20 if answers else 10
     assert len(hashes(new)) + receipt.skipped.total() == known
     assert set(receipt.skipped) <= {"peer_lost", "parent_missing"}
-    if answers <= 4:  # it is asked five times for what it alone holds
+    if answers <= 4:  # it is asked five times for the blocks that only it holds
         assert receipt.lost == {"dies"}
 
 
-def test_the_time_bounds_it_whatever_peers_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A peer that never answers costs the budget; what had arrived is there. (docs: failures)"""
+def test_the_time_bounds_it_for_any_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that never answers uses up the budget; blocks that arrived earlier stay. (docs: failures)"""
 
     class Stuck(Local):
         async def fetch(self, holder: str, wanted: WantedPart) -> PulledPart:
@@ -160,7 +160,7 @@ def test_the_time_bounds_it_whatever_peers_do(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("hangs_at", ["offer_hot", "export_kv"])
 def test_a_peer_that_hangs_leaves_time_for_the_others(hangs_at: str) -> None:
-    """All that another one holds too is there before the time is over."""
+    """All blocks that another peer holds too arrive in time."""
 
     class Hangs(Local):
         async def _ask(self, question: Question, peer: str, *args: Any) -> Any:
@@ -181,8 +181,8 @@ def test_without_peers_it_is_over_at_once() -> None:
     assert run(Local({}), make_engine()).to_json()["blocks"] == 0
 
 
-def test_another_model_gives_nothing_and_a_full_pool_takes_what_fits() -> None:
-    """An old version's replica may serve other weights; a small pool is filled and not turned over."""
+def test_another_model_gives_nothing_and_a_full_pool_takes_only_fitting_blocks() -> None:
+    """An old version's replica may serve other weights; a small pool is filled, but nothing of it evicted."""
     local = Local({"other": make_engine(model="another")})
     fill(local.engines["other"], [0] * 40)
     new = make_engine()
@@ -197,12 +197,12 @@ def test_another_model_gives_nothing_and_a_full_pool_takes_what_fits() -> None:
     half_full = make_engine(7)
     fill(half_full, [9] * 16)
     receipt = run(local, half_full)
-    assert (receipt.blocks.total(), half_full._cache.evicted_blocks) == (3, 0), "what it has stays"
-    assert receipt.skipped["no_room"] == 0, "what there is no room for was not asked for"
+    assert (receipt.blocks.total(), half_full._cache.evicted_blocks) == (3, 0), "its own blocks stay"
+    assert receipt.skipped["no_room"] == 0, "blocks without space are not requested"
 
 
-def test_what_arrives_is_on_its_tenants_accounts() -> None:
-    """Public blocks on the public one; a scope's blocks are no use to another scope. (docs: failures)"""
+def test_arriving_blocks_are_on_their_tenants_accounts() -> None:
+    """Public blocks are on the public account; a scope's blocks do not serve another scope. (docs: failures)"""
     local = Local({"peer": make_engine()})
     fill(local.engines["peer"], [0] * 40, scope=replace(SCOPE, public_blocks=3), tenant="a")
     fill(local.engines["peer"], [1] * 20, scope=replace(SCOPE, salt=b"other"), tenant="b")
@@ -220,7 +220,7 @@ def test_what_arrives_is_on_its_tenants_accounts() -> None:
 def test_hot_adapters_are_loaded_as_memory_allows(
     here: tuple[str, ...], most: int, loaded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those last used by any peer first; one that cannot be loaded is left out."""
+    """The last used by any peer are loaded first; one that cannot be loaded is left out."""
     seen: list[str] = []
     local = Local({"p": make_engine(), "q": make_engine()})
     for peer, names in (("p", ["x", "z"]), ("q", ["y", "x", "bad"])):

@@ -1,4 +1,4 @@
-"""KV that moved with a replica's joining or leaving gives the tokens of computed KV; engines run and compute."""
+"""KV moved when a replica joins or leaves gives the tokens of computed KV; real engines compute meanwhile."""
 
 import asyncio
 from dataclasses import replace
@@ -15,7 +15,7 @@ from tests.serve_app.replica.lifecycle.test_prewarm import no_adapter
 
 
 def test_moved_kv_is_computed_kv(make_engine: MakeEngine, reference: Reference) -> None:
-    """Handed over while a stream runs, then copied by one that joins; the save is one there too."""
+    """KV is handed over while a stream runs, then copied by a joining replica; the save survives both."""
     first, second, third = (make_engine(pin_budget_blocks=64) for _ in range(3))
     ids, saved = prompt(200), prompt(100, 3)
     run_all(first, [request("a", ids, 1), replace(request("b", saved, 1), saves=(Save(b"key", 96),))])

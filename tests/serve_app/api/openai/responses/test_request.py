@@ -17,7 +17,7 @@ def parse(**fields: Any) -> ChatRequest:
 
 
 def test_text_is_a_users_message() -> None:
-    """With instructions before it; whatever else is absent has a chat's defaults."""
+    """Instructions come before it; absent fields have a chat's defaults."""
     assert parse().messages == ({"role": "user", "content": "Hi"},)
     request = parse(instructions="Be brief.", max_output_tokens=7, temperature=0, top_p=0.5, prompt_cache_key="k")
     assert request.messages[0] == {"role": "system", "content": "Be brief."}
@@ -25,8 +25,8 @@ def test_text_is_a_users_message() -> None:
     assert parse().tool_use == ToolUse()
 
 
-def test_logprobs_are_told_where_they_are_included() -> None:
-    """With none of the likeliest by default, and beside tools where no call is read."""
+def test_logprobs_are_returned_if_included() -> None:
+    """By default they list no alternatives; tools are allowed if no call is parsed."""
     assert parse().logprobs is None
     assert parse(include=["reasoning.encrypted_content"]).logprobs is None
     assert parse(include=[LOGPROBS]).logprobs == 0
@@ -35,7 +35,7 @@ def test_logprobs_are_told_where_they_are_included() -> None:
 
 
 def test_items_are_a_conversation() -> None:
-    """As clients send it back: calls join the assistant's text, results are a tool's, a thought its answer's."""
+    """Clients send it back: calls join the assistant's text, results become a tool's, and reasoning its answer's."""
     items = [
         {"role": "developer", "content": "Be brief."},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Ra"},
@@ -69,15 +69,15 @@ def test_items_are_a_conversation() -> None:
 
 
 def test_tools_are_a_chats() -> None:
-    """The same prompt, so the same KV."""
+    """The prompt is the same, so the KV is the same."""
     function = {name: SEARCH[name] for name in ("name", "parameters")}
     assert parse(tools=[SEARCH]).tool_use == chat(tools=[{"type": "function", "function": function}]).tool_use
     named = parse(tools=[SEARCH], tool_choice={"type": "function", "name": "search"}).tool_use
     assert (named.must_call, named.only) == (True, "search")
 
 
-def test_what_clients_send_by_default_passes() -> None:
-    """Hints change nothing, and are no unknown fields, of chats as well; an answer says what is true of storing."""
+def test_clients_default_fields_pass() -> None:
+    """Hints change nothing and are no unknown fields, in chats as well; an answer reports the true value of store."""
     request = parse(
         store=True, metadata={"a": "b"}, include=["reasoning.encrypted_content"], truncation="disabled", user="u",
         service_tier="auto", background=False, reasoning=None, text={"format": {"type": "text"}, "verbosity": "low"},
@@ -128,5 +128,5 @@ def test_unknown_fields_are_named() -> None:
         ({"instructions": 3}, "instructions", "string"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_done_is_a_400(fields: dict[str, Any], param: str, words: str) -> None:
+def test_an_unsupported_request_is_a_400(fields: dict[str, Any], param: str, words: str) -> None:
     assert_refused(parse, fields, param, words)

@@ -1,4 +1,4 @@
-"""Plans of steps over requests as vLLM has them, without vLLM."""
+"""Plans of steps over requests in vLLM's form, without vLLM."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ REQUESTS = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 900)), max_
 
 
 def asked(name: str, tenant: str, tokens: int, priority: int = 0) -> Any:
-    """A request with so much of its prompt left; 0: it decodes."""
+    """Return a request with this many prompt tokens left; 0: it decodes."""
     params = SimpleNamespace(extra_args=tenant_args(tenant))
     return SimpleNamespace(
         request_id=name,
@@ -56,10 +56,10 @@ def names(plan: Plan) -> list[str]:
 
 
 @given(running=REQUESTS, waiting=REQUESTS)
-def test_a_step_is_not_exceeded_and_nobody_who_may_run_is_idle(
+def test_a_step_is_not_exceeded_and_no_eligible_request_is_idle(
     running: list[tuple[str, int]], waiting: list[tuple[str, int]]
 ) -> None:
-    """Limits are of what is left; who starts has one; tokens remain only where nobody can use them."""
+    """Limits never exceed the remaining tokens, each start has one, and tokens remain only without takers."""
     runs = [asked(f"r{i}", *item) for i, item in enumerate(running[:8])]
     waits = [asked(f"w{i}", tenant, tokens + 1) for i, (tenant, tokens) in enumerate(waiting)]
     plan = Turns().step(runs, waits)
@@ -75,11 +75,11 @@ def test_a_step_is_not_exceeded_and_nobody_who_may_run_is_idle(
     for tenant in "abc":
         line = [request.request_id for request in waits if tenant_of(request) == tenant]
         started = [name for name in names(plan) if name in line]
-        assert started == line[: len(started)], "first come first served"
+        assert started == line[: len(started)], "first come, first served"
 
 
 def test_tenants_with_work_get_the_same_tokens() -> None:
-    """However many prompts they have, running or waiting."""
+    """This holds for any number of prompts, running or waiting."""
     turns, got = Turns(), Counter[str]()
     runs = [asked(f"a{i}", "a", 9000) for i in range(4)]
     for number in range(20):
@@ -90,18 +90,18 @@ def test_tenants_with_work_get_the_same_tokens() -> None:
 
 
 def test_places_and_blocks_are_left_to_others() -> None:
-    """Over its share a tenant leaves an eighth; within it, it waits for room, and nobody overtakes it then."""
+    """A tenant over its share leaves an eighth; one within it waits for space, and then nobody overtakes it."""
     many = [asked(f"a{i}", "a", 10) for i in range(8)]
     assert names(Turns().step([], many)) == [f"a{i}" for i in range(7)]
     runs = [asked(f"r{i}", "a", 0) for i in range(7)]
     assert names(Turns().step(runs, [*many, asked("b", "b", 10)])) == ["b"]
     assert names(Turns().step(runs[:1], many, a=85)) == ["a0", "a1", "a2"]
     large = asked("b", "b", 200)
-    assert names(Turns().step(runs[:1], [large, asked("c", "c", 10)], a=85)) == [], "20 blocks are not there yet"
+    assert names(Turns().step(runs[:1], [large, asked("c", "c", 10)], a=85)) == [], "20 blocks are not free yet"
 
 
-def test_what_others_have_cached_is_left_to_them() -> None:
-    """By who is over its share; who has nothing running may start whatever fits, pins or not."""
+def test_others_cached_blocks_are_left_to_them() -> None:
+    """A tenant over its share leaves them; one with nothing running may start anything that fits, despite pins."""
     turns = Turns()
     turns.cached["b"] = 30
     large = [asked(f"a{i}", "a", 200) for i in range(4)]

@@ -1,4 +1,4 @@
-"""What vLLM's engine tells peers of its pool, hands out and takes in: over torch tensors for a pool, without vLLM."""
+"""vLLM's engine reports its pool to peers, exports and imports: over torch tensors for a pool, without vLLM."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,7 +49,7 @@ def prefix_of(scope: PrefixScope, ids: np.ndarray | list[int]) -> HashedTokens:
 
 
 class Pool:
-    """What vLLM, of two ranks, does with a job, and what is known of it; ``now_s``: 1 s more a prompt."""
+    """A vLLM of two ranks that runs jobs, and the known blocks; ``now_s`` advances 1 s per prompt."""
 
     def __init__(self, directory: Path | None = None) -> None:
         self.now_s = self.kv_usage = 0.0
@@ -99,10 +99,10 @@ class Pool:
 
 
 @given(Prompts)
-def test_what_is_offered_is_what_is_held_and_parents_come_first(
+def test_offered_blocks_are_the_held_ones_parents_first(
     prompts: list[tuple[PrefixScope, list[int], bool]],
 ) -> None:
-    """Each prefix with its own tokens under its own scope; nothing of an adapter, nor of a root that nobody knows."""
+    """Each prefix has its own tokens and scope; blocks of adapters, or of an unknown root, are not offered."""
     pool, wanted = Pool(), set()
     owned = {scope for scope, _, known in prompts if known and scope is not ADAPTER}
     for scope, tokens, known in prompts:
@@ -119,8 +119,8 @@ def test_what_is_offered_is_what_is_held_and_parents_come_first(
         assert run.parent is None or run.parent < number
 
 
-def test_saves_go_first_and_then_what_is_used() -> None:
-    """However little it is used; a save that is not all held is none. What requests come back to is hotter."""
+def test_saves_come_first_and_then_used_prefixes() -> None:
+    """This includes rarely used saves, but only whole ones. Repeated requests make a prefix hotter."""
     pool, saved = Pool(), prefix_of(SCOPE, [1, 1, 1, 1])
     for tokens in ([1, 1, 1, 1, 1], [0, 0, 0, 0, 1], [0, 0, 0, 0, 0], [1, 0, 1, 0, 1]):
         pool.compute(prefix_of(SCOPE, tokens))
@@ -135,8 +135,8 @@ def test_saves_go_first_and_then_what_is_used() -> None:
     assert all(other.heat < used.heat for other in others)
 
 
-def test_the_room_is_what_is_neither_used_nor_hotter() -> None:
-    """Blocks in use hold no room; those that hold a prefix give way to a hotter one."""
+def test_the_space_excludes_used_and_hotter_blocks() -> None:
+    """Blocks in use are no space; cached prefixes make way for a hotter one."""
     pool = Pool()
     assert pool.migration.cache_room().blocks_for(0.0) == BLOCKS
     for scope, tokens in ((SCOPE, [0] * 7), (SCOPE, [0] * 7), (ADAPTER, [1] * 5)):
@@ -152,7 +152,7 @@ def test_the_room_is_what_is_neither_used_nor_hotter() -> None:
 
 
 def test_owners_are_remembered_within_bounds() -> None:
-    """As many as the pool could hold beginnings of, the last to be asked for."""
+    """The most recent owners are remembered, as many as prefixes fit in the pool."""
     pool = Pool()
     for number in range(3 * BLOCKS):
         pool.migration.note_owner(bytes([number]), SCOPE, "t")
@@ -192,7 +192,7 @@ def test_a_job_crosses_to_the_core() -> None:
 
 
 @given(blocks=st.integers(1, 6), first=st.integers(0, 6), most=st.none() | st.integers(0, 6))
-def test_what_leaves_is_what_is_held_of_the_chain(
+def test_an_export_is_the_held_part_of_the_chain(
     tmp_path_factory: pytest.TempPathFactory, blocks: int, first: int, most: int | None
 ) -> None:
     pool, prefix = Pool(tmp_path_factory.mktemp("pool") / "p"), prefix_of(SCOPE, prompt(blocks * SIZE + 1))
@@ -209,7 +209,7 @@ def test_what_leaves_is_what_is_held_of_the_chain(
     assert pool.migration.export_prefix(prefix_of(OTHER, prefix.token_ids), first, most) is None
 
 
-def test_what_is_not_the_askers_own_never_reaches_vllm(tmp_path: Path) -> None:
+def test_foreign_blocks_never_reach_vllm(tmp_path: Path) -> None:
     holder, asker = Pool(tmp_path / "holder"), Pool(tmp_path / "asker")
     own, others = prefix_of(SCOPE, prompt(6 * SIZE)), prefix_of(SCOPE, prompt(6 * SIZE, seed=9))
     holder.compute(own)
