@@ -34,8 +34,7 @@ class _Waiting:
 class Admission:
     """One replica's, over a pool of so many tokens.
 
-    ``pinned_tokens``: returns those that saves keep; ``tokens_per_s``: the pace of prefills, 0.0 while unknown.
-    ``shares``: weights of tenants, 1.0 for all others.
+    ``pinned_tokens``: returns those that saves keep. ``shares``: weights of tenants, 1.0 for all others.
     """
 
     def __init__(
@@ -44,7 +43,6 @@ class Admission:
         pool_tokens: int,
         *,
         pinned_tokens: Callable[[], int],
-        tokens_per_s: Callable[[], float],
         clock: Callable[[], float],
         wait_s: float,
         shares: Mapping[str, float] | None = None,
@@ -54,7 +52,6 @@ class Admission:
         self._sessions = sessions
         self._pool_tokens = pool_tokens
         self._pinned_tokens = pinned_tokens
-        self._tokens_per_s = tokens_per_s
         self._clock = clock
         self._waiting: dict[str, _Waiting] = {}
         self._waits_s = Histogram(_BUCKETS_S)
@@ -94,7 +91,7 @@ class Admission:
         tenants = held.keys() | {waiting.session.tenant for waiting in self._waiting.values()}
         weights = {tenant: self.shares.get(tenant, 1.0) for tenant in tenants}
         total = sum(weights.values())
-        pace = AGING_SHARE * (self._tokens_per_s() or 20_000.0)
+        pace = AGING_SHARE * self._sessions.pace()
         line = sorted(self._waiting.items(), key=lambda item: item[1].arrival_s + item[1].needed_tokens / pace)
         started: list[str] = []
         for request_id, waiting in sorted(
@@ -122,7 +119,6 @@ class Admission:
         if not self._waiting:
             return math.inf
         soonest = min(waiting.arrival_s for waiting in self._waiting.values()) + self.wait_s
-        for session in self._sessions.live():
-            if not session.running:
-                soonest = min(soonest, session.used_s + self._sessions.hold_s(session.tenant))
-        return soonest
+        pace = self._sessions.pace()
+        ends_s = (self._sessions.live_until_s(session, pace) for session in self._sessions.live())
+        return min([soonest, *ends_s])

@@ -2,13 +2,14 @@
 
 A request that begins with nine tenths of an earlier prompt goes on with its session, unless the client says that it is
 another's: clients change the end of what they sent, as reminders that hold for one turn. A
-session is live while an answer of it runs and, after that, for as long as nine of ten of its tenant's returns took.
-Bounded by tenant. Not thread-safe.
+session is live while an answer of it runs and, after that, for as long as nine of ten of its tenant's returns took, if
+its context is worth that. Bounded by tenant. Not thread-safe.
 """
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal
 
 from router.protocol.block_hash import HASH_BYTES
@@ -20,8 +21,15 @@ MOST_SESSIONS = 256
 FIRST_HOLD_S, LEAST_HOLD_S, MOST_HOLD_S = 120.0, 10.0, 150.0
 """How long a session is live after its answer, while no returns are measured; and within which bounds if they are."""
 
+WORTH = 4.0
+"""A context is held for at most so many times its own computing time, of that the part of its tenant's that returns:
+more would cost those that wait for room more than it saves."""
+
+DEFAULT_PACE = 20_000.0
+"""Tokens a second of a replica that has not measured its own."""
+
 RETURNS = 256
-"""So many of a tenant's last returns are remembered."""
+"""So many of a tenant's last pauses are remembered."""
 
 State = Literal["running", "paused", "waiting", "left"]
 
@@ -33,7 +41,7 @@ class Session:
     """One chain of requests. ``tokens``: of its context; ``shared_tokens``: of those, cached before it began.
 
     ``marks``: of some blocks of its last prompt's last tenth, where their hashes begin in its chain, and these, the
-    longest prefix first; ``name``: the client's own word.
+    longest prefix first; ``name``: the client's own word. ``gone``: it has not returned in the longest time.
     """
 
     tenant: str
@@ -46,6 +54,7 @@ class Session:
     turns: int = 0
     running: str = ""
     waits: bool = False
+    gone: bool = False
 
     @property
     def own_tokens(self) -> int:
@@ -75,21 +84,32 @@ class _Tenant:
     sessions: list[Session] = field(default_factory=list)
     """The least recently used first."""
     pauses_s: deque[float] = field(default_factory=lambda: deque(maxlen=RETURNS))
+    """Infinite for those that did not return."""
     hold_s: float = FIRST_HOLD_S
+    worth: float = WORTH
 
-    def returned(self, pause_s: float) -> None:
+    def gone(self, session: Session) -> None:
+        if not session.gone:
+            session.gone = True
+            self.paused(inf)
+
+    def paused(self, pause_s: float) -> None:
         self.pauses_s.append(pause_s)
-        if len(self.pauses_s) % 8 == 0:
-            ninth = sorted(self.pauses_s)[len(self.pauses_s) * 9 // 10]
-            self.hold_s = min(max(ninth, LEAST_HOLD_S), MOST_HOLD_S)
+        returns = sorted(pause_s for pause_s in self.pauses_s if pause_s < inf)
+        self.worth = WORTH * (len(returns) + 1) / (len(self.pauses_s) + 1)
+        if len(returns) >= 8:
+            self.hold_s = min(max(returns[len(returns) * 9 // 10], LEAST_HOLD_S), MOST_HOLD_S)
 
 
 class Sessions:
-    """All of a replica's. ``clock``: seconds that never go back."""
+    """All of a replica's. ``clock``: seconds that never go back; ``tokens_per_s``: of prefills, 0.0 while unknown."""
 
-    def __init__(self, block_size: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, block_size: int, clock: Callable[[], float], tokens_per_s: Callable[[], float] = lambda: 0.0
+    ) -> None:
         self._size = block_size
         self._clock = clock
+        self._tokens_per_s = tokens_per_s
         self._tenants: dict[str, _Tenant] = {}
         self._by_request: dict[str, Session] = {}
         self._returns: Counter[str] = Counter()
@@ -102,13 +122,18 @@ class Sessions:
         """Note a request, and return its session. ``chain``: hashes of the prompt's full blocks, packed."""
         now_s = self._clock()
         own = self._tenants.setdefault(tenant, _Tenant())
+        for other in own.sessions:
+            if not other.running and other.used_s + MOST_HOLD_S < now_s:
+                own.gone(other)
         # Of many sessions nearly all are told apart by one look each.
         near = [other for other in own.sessions for mark in other.marks[-1:] if _has(chain, *mark)]
         found = [(other.common_blocks(chain, name), other) for other in near]
         common, session = max(found, key=lambda pair: pair[0], default=(0, None))
         if session is not None and common:
             own.sessions.remove(session)
-            own.returned(now_s - session.used_s)
+            if not session.gone:
+                own.paused(now_s - session.used_s)
+            session.gone = False
             kept = cached_tokens >= 0.9 * common * self._size
             self._returns["hit" if kept else "missed"] += 1
         else:
@@ -131,23 +156,26 @@ class Sessions:
             session.running, session.waits = "", False
             session.used_s = self._clock()
 
-    def hold_s(self, tenant: str) -> float:
-        """Return how long a session of that tenant is live after its answer."""
-        return self._tenants[tenant].hold_s
+    def pace(self) -> float:
+        """Return the replica's tokens a second of prefills."""
+        return self._tokens_per_s() or DEFAULT_PACE
 
-    def live(self) -> Iterator[Session]:
-        """Yield what runs, and what is about to return; not what waits for its start."""
-        now_s = self._clock()
-        for own in self._tenants.values():
-            for session in own.sessions:
-                if not session.waits and (session.running or session.used_s + own.hold_s > now_s):
-                    yield session
+    def live_until_s(self, session: Session, pace: float) -> float:
+        """Return the time of the clock until which a session is live; infinite while a request of it runs."""
+        own = self._tenants[session.tenant]
+        return inf if session.running else session.used_s + min(own.hold_s, own.worth * session.own_tokens / pace)
 
-    def state(self, session: Session) -> State:
+    def live(self) -> list[Session]:
+        """Return what runs, and what is about to return; not what waits for its start."""
+        now_s, pace = self._clock(), self.pace()
+        sessions = (session for session in self.all() if not session.waits)
+        return [session for session in sessions if self.live_until_s(session, pace) > now_s]
+
+    def state(self, session: Session, pace: float) -> State:
         """Return what a session does now."""
         if session.running:
             return "waiting" if session.waits else "running"
-        return "paused" if session.used_s + self.hold_s(session.tenant) > self._clock() else "left"
+        return "paused" if self.live_until_s(session, pace) > self._clock() else "left"
 
     def all(self, tenant: str | None = None) -> list[Session]:
         """Return the sessions of a tenant, or of all, the least recently used first."""
@@ -166,7 +194,8 @@ class Sessions:
 
     def samples(self) -> Iterator[Sample]:
         """Yield counters and gauges."""
-        states = Counter(self.state(session) for session in self.all())
+        pace = self.pace()
+        states = Counter(self.state(session, pace) for session in self.all())
         for state in ("running", "paused", "waiting", "left"):
             yield "warmpath_sessions", (("state", state),), float(states[state])
         for outcome in ("hit", "missed"):
@@ -176,6 +205,7 @@ class Sessions:
 
     def _forget(self, own: _Tenant, session: Session) -> None:
         own.sessions.remove(session)
+        own.gone(session)
         self._by_request.pop(session.running, None)
         self._unused_tokens += session.own_tokens
         self._job_s.observe(session.used_s - session.began_s)

@@ -12,16 +12,15 @@ WAIT_S = 100.0
 
 
 class Bench:
-    """Sessions of one turn each over a pool of ``POOL`` tokens."""
+    """Sessions of one turn each over a pool of ``POOL`` tokens. ``pace``: so slow that each context is worth 120 s."""
 
-    def __init__(self, wait_s: float = WAIT_S, pinned: int = 0) -> None:
+    def __init__(self, wait_s: float = WAIT_S, pinned: int = 0, pace: float = 1.0) -> None:
         self.clock = Clock()
-        self.sessions = Sessions(SIZE, self.clock)
+        self.sessions = Sessions(SIZE, self.clock, lambda: pace)
         self.admission = Admission(
             self.sessions,
             POOL,
             pinned_tokens=lambda: pinned,
-            tokens_per_s=lambda: 1000.0,
             clock=self.clock,
             wait_s=wait_s,
         )
