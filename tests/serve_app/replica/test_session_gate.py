@@ -127,6 +127,7 @@ async def test_what_waits_is_told_with_the_reason(bench: Bench) -> None:
     bench.submit("first", other(1))
     await bench.ended("first")
     assert bench.submit("second", other(2))
+    bench.clock.now_s += 1e-6
     told = bench.gate.report(None)
     assert [row["state"] for row in told["rows"]] == ["waiting", "paused"]
     assert told["rows"][0]["waited_s"] == 0.0
