@@ -84,15 +84,16 @@ class Admission:
         """Return the requests that may start by now; they wait no more."""
         if not self._waiting:
             return []
-        room, now_s = self.room_tokens, self._clock()
+        room, now_s, pace = self.room_tokens, self._clock(), self._sessions.pace()
+        idle_s = now_s - self._sessions.busy_until_s()
         held: Counter[str] = Counter()
         for session in self._sessions.live():
             held[session.tenant] += session.own_tokens
         tenants = held.keys() | {waiting.session.tenant for waiting in self._waiting.values()}
         weights = {tenant: self.shares.get(tenant, 1.0) for tenant in tenants}
         total = sum(weights.values())
-        pace = AGING_SHARE * self._sessions.pace()
-        line = sorted(self._waiting.items(), key=lambda item: item[1].arrival_s + item[1].needed_tokens / pace)
+        aging = AGING_SHARE * pace
+        line = sorted(self._waiting.items(), key=lambda item: item[1].arrival_s + item[1].needed_tokens / aging)
         started: list[str] = []
         for request_id, waiting in sorted(
             line, key=lambda item: held[item[1].session.tenant] / weights[item[1].session.tenant]
@@ -102,7 +103,8 @@ class Admission:
                 session.shared_tokens = max(session.shared_tokens, waiting.cached_tokens())
             tenant, tokens = session.tenant, session.own_tokens
             fits = held.total() + tokens <= room or held[tenant] + tokens <= room * weights[tenant] / total
-            if fits or not held or waiting.arrival_s + self.wait_s <= now_s:
+            if fits or not held or idle_s >= tokens / pace or waiting.arrival_s + self.wait_s <= now_s:
+                idle_s = 0.0
                 started.append(request_id)
                 self._waits_s.observe(now_s - waiting.arrival_s)
                 held[tenant] += tokens
@@ -118,7 +120,7 @@ class Admission:
         """Return the time of the clock at which more may start though nothing ends; infinite without any waiting."""
         if not self._waiting:
             return math.inf
-        soonest = min(waiting.arrival_s for waiting in self._waiting.values()) + self.wait_s
-        pace = self._sessions.pace()
+        pace, waiting = self._sessions.pace(), self._waiting.values()
         ends_s = (self._sessions.live_until_s(session, pace) for session in self._sessions.live())
-        return min([soonest, *ends_s])
+        idle_s = self._sessions.busy_until_s() + min(one.session.own_tokens for one in waiting) / pace
+        return min([min(one.arrival_s for one in waiting) + self.wait_s, idle_s, *ends_s])

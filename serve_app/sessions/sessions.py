@@ -93,6 +93,12 @@ class _Tenant:
             session.gone = True
             self.paused(inf)
 
+    def returned(self, session: Session, now_s: float) -> None:
+        if session.gone and inf in self.pauses_s:
+            self.pauses_s.remove(inf)
+        session.gone = False
+        self.paused(now_s - session.used_s)
+
     def paused(self, pause_s: float) -> None:
         self.pauses_s.append(pause_s)
         returns = sorted(pause_s for pause_s in self.pauses_s if pause_s < inf)
@@ -131,9 +137,7 @@ class Sessions:
         common, session = max(found, key=lambda pair: pair[0], default=(0, None))
         if session is not None and common:
             own.sessions.remove(session)
-            if not session.gone:
-                own.paused(now_s - session.used_s)
-            session.gone = False
+            own.returned(session, now_s)
             kept = cached_tokens >= 0.9 * common * self._size
             self._returns["hit" if kept else "missed"] += 1
         else:
@@ -170,6 +174,11 @@ class Sessions:
         now_s, pace = self._clock(), self.pace()
         sessions = (session for session in self.all() if not session.waits)
         return [session for session in sessions if self.live_until_s(session, pace) > now_s]
+
+    def busy_until_s(self) -> float:
+        """Return the time of the clock at which the last answer ended; infinite while a request runs."""
+        ends_s = (inf if session.running else session.used_s for session in self.all() if not session.waits)
+        return max(ends_s, default=-inf)
 
     def state(self, session: Session, pace: float) -> State:
         """Return what a session does now."""

@@ -52,6 +52,21 @@ def test_a_context_that_does_not_fit_beside_live_ones_waits_until_one_of_them_is
     assert bench.admission.admitted() == [second]
 
 
+def test_an_idle_replica_waits_for_no_return_longer_than_a_context_takes_to_compute() -> None:
+    bench = Bench(wait_s=1000.0, pace=1000.0)
+    first, second, third = (bench.arrive(40_000) for _ in range(3))
+    assert bench.admission.admitted() == [first]
+    bench.clock.now_s = 50.0
+    assert bench.admission.admitted() == [], "it is not idle while one runs"
+    bench.end(first)
+    assert bench.admission.look_again_s() == 90.0
+    bench.clock.now_s = 89.9
+    assert bench.admission.admitted() == []
+    bench.clock.now_s = 90.0
+    assert bench.admission.admitted() == [second]
+    assert bench.admission.admitted() == [] and third in bench.admission._waiting
+
+
 def test_nobody_waits_where_the_pool_is_free_nor_for_little_nor_without_a_wait() -> None:
     bench = Bench()
     first, second = bench.arrive(30_000), bench.arrive(34_000)

@@ -126,6 +126,16 @@ def test_contexts_of_a_tenant_that_never_returns_are_hardly_held(clock: Clock) -
     assert held_s(sessions, last) == 30.0
 
 
+def test_a_late_return_is_a_return(clock: Clock) -> None:
+    """After the longest hold it counts as gone, until it is back; then its pause counts with the others'."""
+    sessions = Sessions(SIZE, clock, lambda: SLOW)
+    for number in range(20):
+        clock.now_s += MOST_HOLD_S + 10.0
+        turn(sessions, f"other {number}", chain((f"x{number}-", 20)))
+        session = turn(sessions, str(number), chain(("x", 20 + number)))
+    assert held_s(sessions, session) == MOST_HOLD_S
+
+
 def test_sessions_that_are_forgotten_early_did_not_return(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenant may ask for more than are remembered before the longest pause is over."""
     monkeypatch.setattr(module, "MOST_SESSIONS", 4)
