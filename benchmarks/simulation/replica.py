@@ -81,12 +81,11 @@ class SimulatedReplica:
         self._report_due_s = inf
         self._last_reservation: dict[str, int] = {}
         self._look_s = inf
-        self.sessions = Sessions(settings.block_size, lambda: clock.now_s)
+        self.sessions = Sessions(settings.block_size, lambda: clock.now_s, lambda: settings.prefill_tokens_per_s)
         self._admission = Admission(
             self.sessions,
             settings.blocks * settings.block_size,
             pinned_tokens=lambda: 0,
-            tokens_per_s=lambda: settings.prefill_tokens_per_s,
             clock=lambda: clock.now_s,
             wait_s=settings.session_wait_s if admission else 0.0,
         )

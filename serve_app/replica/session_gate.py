@@ -25,7 +25,7 @@ class SessionGate:
     """The session gate of one replica; ``engine`` has started."""
 
     def __init__(self, engine: Engine, config: AppConfig, *, clock: Clock = time.monotonic) -> None:
-        self.sessions = Sessions(config.block_size, clock)
+        self.sessions = Sessions(config.block_size, clock, lambda: engine.load().prefill_tokens_per_s)
         self._engine = engine
         self._config = config
         self._clock = clock
@@ -35,7 +35,6 @@ class SessionGate:
             # A context in host memory loads in a moment, so both sizes count.
             int(replica_figures(engine, 0, config).pool_tokens) + host_blocks * config.block_size,
             pinned_tokens=lambda: int(replica_figures(engine, 0, config).pinned_tokens),
-            tokens_per_s=lambda: engine.load().prefill_tokens_per_s,
             clock=clock,
             wait_s=config.session_wait_s,
             shares=config.cache_shares,

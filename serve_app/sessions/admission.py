@@ -34,8 +34,7 @@ class _Waiting:
 class Admission:
     """One replica's admission, for a pool of ``pool_tokens``.
 
-    ``pinned_tokens``: returns the tokens kept by saves; ``tokens_per_s``: the prefill rate, 0.0 while unknown.
-    ``shares``: weights of tenants, 1.0 for all others.
+    ``pinned_tokens``: returns the tokens kept by saves. ``shares``: weights of tenants, 1.0 for all others.
     """
 
     def __init__(
@@ -44,7 +43,6 @@ class Admission:
         pool_tokens: int,
         *,
         pinned_tokens: Callable[[], int],
-        tokens_per_s: Callable[[], float],
         clock: Callable[[], float],
         wait_s: float,
         shares: Mapping[str, float] | None = None,
@@ -54,7 +52,6 @@ class Admission:
         self._sessions = sessions
         self._pool_tokens = pool_tokens
         self._pinned_tokens = pinned_tokens
-        self._tokens_per_s = tokens_per_s
         self._clock = clock
         self._waiting: dict[str, _Waiting] = {}
         self._waits_s = Histogram(_BUCKETS_S)
@@ -87,15 +84,16 @@ class Admission:
         """Return the requests that may start now, and stop waiting for them."""
         if not self._waiting:
             return []
-        room, now_s = self.room_tokens, self._clock()
+        room, now_s, pace = self.room_tokens, self._clock(), self._sessions.pace()
+        idle_s = now_s - self._sessions.busy_until_s()
         held: Counter[str] = Counter()
         for session in self._sessions.live():
             held[session.tenant] += session.own_tokens
         tenants = held.keys() | {waiting.session.tenant for waiting in self._waiting.values()}
         weights = {tenant: self.shares.get(tenant, 1.0) for tenant in tenants}
         total = sum(weights.values())
-        pace = AGING_SHARE * (self._tokens_per_s() or 20_000.0)
-        line = sorted(self._waiting.items(), key=lambda item: item[1].arrival_s + item[1].needed_tokens / pace)
+        aging = AGING_SHARE * pace
+        line = sorted(self._waiting.items(), key=lambda item: item[1].arrival_s + item[1].needed_tokens / aging)
         started: list[str] = []
         for request_id, waiting in sorted(
             line, key=lambda item: held[item[1].session.tenant] / weights[item[1].session.tenant]
@@ -105,7 +103,8 @@ class Admission:
                 session.shared_tokens = max(session.shared_tokens, waiting.cached_tokens())
             tenant, tokens = session.tenant, session.own_tokens
             fits = held.total() + tokens <= room or held[tenant] + tokens <= room * weights[tenant] / total
-            if fits or not held or waiting.arrival_s + self.wait_s <= now_s:
+            if fits or not held or idle_s >= tokens / pace or waiting.arrival_s + self.wait_s <= now_s:
+                idle_s = 0.0
                 started.append(request_id)
                 self._waits_s.observe(now_s - waiting.arrival_s)
                 held[tenant] += tokens
@@ -121,8 +120,7 @@ class Admission:
         """Return the time at which more requests may start even if none ends; infinite without waiting requests."""
         if not self._waiting:
             return math.inf
-        soonest = min(waiting.arrival_s for waiting in self._waiting.values()) + self.wait_s
-        for session in self._sessions.live():
-            if not session.running:
-                soonest = min(soonest, session.used_s + self._sessions.hold_s(session.tenant))
-        return soonest
+        pace, waiting = self._sessions.pace(), self._waiting.values()
+        ends_s = (self._sessions.live_until_s(session, pace) for session in self._sessions.live())
+        idle_s = self._sessions.busy_until_s() + min(one.session.own_tokens for one in waiting) / pace
+        return min([min(one.arrival_s for one in waiting) + self.wait_s, idle_s, *ends_s])

@@ -12,12 +12,12 @@ MOST_TOLD = 200
 
 def session_report(sessions: Sessions, admission: Admission, tenant: str | None, now_s: float) -> dict[str, Any]:
     """Return a replica's part of ``GET /v1/cache/sessions`` (docs: api). ``tenant`` None: for an operator."""
-    own = sessions.all(tenant)
+    own, pace = sessions.all(tenant), sessions.pace()
     live_tokens = sum(session.own_tokens for session in sessions.live() if tenant in (None, session.tenant))
     room = {"room_tokens": admission.room_tokens} if tenant is None else {}
 
     def row(session: Session) -> dict[str, Any]:
-        state = sessions.state(session)
+        state = sessions.state(session, pace)
         idle_s = 0.0 if session.running else now_s - session.used_s
         told: dict[str, Any] = {
             "session": session.name,
@@ -30,7 +30,7 @@ def session_report(sessions: Sessions, admission: Admission, tenant: str | None,
             "idle_s": round(idle_s, 1),
         }
         if state == "paused":
-            told["live_for_s"] = round(sessions.hold_s(session.tenant) - idle_s, 1)
+            told["live_for_s"] = round(sessions.live_until_s(session, pace) - now_s, 1)
         if state == "waiting":
             told["waited_s"] = round(admission.waited_s(session), 1)
             told["why"] = _why(session.own_tokens, live_tokens, **room)

@@ -2,13 +2,14 @@
 
 A request that begins with nine tenths of an earlier prompt continues its session, unless the client names another
 session. Clients change the end of earlier prompts, for example reminders for one turn. A session is live while its
-answer runs, and after that for the time in which nine of ten of its tenant's sessions returned. The memory is bounded
-by tenant. Not thread-safe.
+answer runs. After that it is live for the time in which nine of ten of its tenant's sessions returned, if its context
+is worth that. The memory is bounded by tenant. Not thread-safe.
 """
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal
 
 from router.protocol.block_hash import HASH_BYTES
@@ -20,8 +21,15 @@ MOST_SESSIONS = 256
 FIRST_HOLD_S, LEAST_HOLD_S, MOST_HOLD_S = 120.0, 10.0, 150.0
 """The time that a session is live after its answer, without measured returns, and the bounds with measured returns."""
 
+WORTH = 4.0
+"""The longest hold of a context, in multiples of its own computing time, times the share of its tenant's sessions that
+return. A longer hold would cost the waiting requests more than it saves."""
+
+DEFAULT_PACE = 20_000.0
+"""Tokens a second, before a replica has measured its own rate."""
+
 RETURNS = 256
-"""The number of a tenant's last returns that are remembered."""
+"""The number of a tenant's last pauses that are remembered."""
 
 State = Literal["running", "paused", "waiting", "left"]
 
@@ -33,7 +41,7 @@ class Session:
     """One chain of requests. ``tokens``: of its context; ``shared_tokens``: of those, cached before it began.
 
     ``marks``: (offset in the chain, hash) of some blocks in the last tenth of its last prompt, the longest prefix
-    first; ``name``: given by the client.
+    first; ``name``: given by the client; ``gone``: it has not returned within the longest hold.
     """
 
     tenant: str
@@ -46,6 +54,7 @@ class Session:
     turns: int = 0
     running: str = ""
     waits: bool = False
+    gone: bool = False
 
     @property
     def own_tokens(self) -> int:
@@ -75,21 +84,38 @@ class _Tenant:
     sessions: list[Session] = field(default_factory=list)
     """Least recently used first."""
     pauses_s: deque[float] = field(default_factory=lambda: deque(maxlen=RETURNS))
+    """Infinite for sessions that did not return."""
     hold_s: float = FIRST_HOLD_S
+    worth: float = WORTH
 
-    def returned(self, pause_s: float) -> None:
+    def gone(self, session: Session) -> None:
+        if not session.gone:
+            session.gone = True
+            self.paused(inf)
+
+    def returned(self, session: Session, now_s: float) -> None:
+        if session.gone and inf in self.pauses_s:
+            self.pauses_s.remove(inf)
+        session.gone = False
+        self.paused(now_s - session.used_s)
+
+    def paused(self, pause_s: float) -> None:
         self.pauses_s.append(pause_s)
-        if len(self.pauses_s) % 8 == 0:
-            ninth = sorted(self.pauses_s)[len(self.pauses_s) * 9 // 10]
-            self.hold_s = min(max(ninth, LEAST_HOLD_S), MOST_HOLD_S)
+        returns = sorted(pause_s for pause_s in self.pauses_s if pause_s < inf)
+        self.worth = WORTH * (len(returns) + 1) / (len(self.pauses_s) + 1)
+        if len(returns) >= 8:
+            self.hold_s = min(max(returns[len(returns) * 9 // 10], LEAST_HOLD_S), MOST_HOLD_S)
 
 
 class Sessions:
-    """All sessions of a replica. ``clock``: monotonic seconds."""
+    """All sessions of a replica. ``clock``: monotonic seconds; ``tokens_per_s``: the prefill rate, 0.0 while unknown."""
 
-    def __init__(self, block_size: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, block_size: int, clock: Callable[[], float], tokens_per_s: Callable[[], float] = lambda: 0.0
+    ) -> None:
         self._size = block_size
         self._clock = clock
+        self._tokens_per_s = tokens_per_s
         self._tenants: dict[str, _Tenant] = {}
         self._by_request: dict[str, Session] = {}
         self._returns: Counter[str] = Counter()
@@ -102,13 +128,16 @@ class Sessions:
         """Record a request, and return its session. ``chain``: the packed hashes of the prompt's full blocks."""
         now_s = self._clock()
         own = self._tenants.setdefault(tenant, _Tenant())
+        for other in own.sessions:
+            if not other.running and other.used_s + MOST_HOLD_S < now_s:
+                own.gone(other)
         # One comparison for each session excludes nearly all of them.
         near = [other for other in own.sessions for mark in other.marks[-1:] if _has(chain, *mark)]
         found = [(other.common_blocks(chain, name), other) for other in near]
         common, session = max(found, key=lambda pair: pair[0], default=(0, None))
         if session is not None and common:
             own.sessions.remove(session)
-            own.returned(now_s - session.used_s)
+            own.returned(session, now_s)
             kept = cached_tokens >= 0.9 * common * self._size
             self._returns["hit" if kept else "missed"] += 1
         else:
@@ -131,23 +160,31 @@ class Sessions:
             session.running, session.waits = "", False
             session.used_s = self._clock()
 
-    def hold_s(self, tenant: str) -> float:
-        """Return the time that a tenant's session is live after its answer."""
-        return self._tenants[tenant].hold_s
+    def pace(self) -> float:
+        """Return the replica's prefill rate in tokens a second."""
+        return self._tokens_per_s() or DEFAULT_PACE
 
-    def live(self) -> Iterator[Session]:
-        """Yield the sessions that run or will soon return, without those that wait for their start."""
-        now_s = self._clock()
-        for own in self._tenants.values():
-            for session in own.sessions:
-                if not session.waits and (session.running or session.used_s + own.hold_s > now_s):
-                    yield session
+    def live_until_s(self, session: Session, pace: float) -> float:
+        """Return the time until which a session is live; infinite while one of its requests runs."""
+        own = self._tenants[session.tenant]
+        return inf if session.running else session.used_s + min(own.hold_s, own.worth * session.own_tokens / pace)
 
-    def state(self, session: Session) -> State:
+    def live(self) -> list[Session]:
+        """Return the sessions that run or will soon return, without those that wait for their start."""
+        now_s, pace = self._clock(), self.pace()
+        sessions = (session for session in self.all() if not session.waits)
+        return [session for session in sessions if self.live_until_s(session, pace) > now_s]
+
+    def busy_until_s(self) -> float:
+        """Return the time at which the last answer ended; infinite while a request runs."""
+        ends_s = (inf if session.running else session.used_s for session in self.all() if not session.waits)
+        return max(ends_s, default=-inf)
+
+    def state(self, session: Session, pace: float) -> State:
         """Return a session's current state."""
         if session.running:
             return "waiting" if session.waits else "running"
-        return "paused" if session.used_s + self.hold_s(session.tenant) > self._clock() else "left"
+        return "paused" if self.live_until_s(session, pace) > self._clock() else "left"
 
     def all(self, tenant: str | None = None) -> list[Session]:
         """Return the sessions of one tenant or of all tenants, least recently used first."""
@@ -166,7 +203,8 @@ class Sessions:
 
     def samples(self) -> Iterator[Sample]:
         """Yield counters and gauges."""
-        states = Counter(self.state(session) for session in self.all())
+        pace = self.pace()
+        states = Counter(self.state(session, pace) for session in self.all())
         for state in ("running", "paused", "waiting", "left"):
             yield "warmpath_sessions", (("state", state),), float(states[state])
         for outcome in ("hit", "missed"):
@@ -176,6 +214,7 @@ class Sessions:
 
     def _forget(self, own: _Tenant, session: Session) -> None:
         own.sessions.remove(session)
+        own.gone(session)
         self._by_request.pop(session.running, None)
         self._unused_tokens += session.own_tokens
         self._job_s.observe(session.used_s - session.began_s)

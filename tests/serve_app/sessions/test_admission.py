@@ -12,16 +12,15 @@ WAIT_S = 100.0
 
 
 class Bench:
-    """Sessions of one turn each over a pool of ``POOL`` tokens."""
+    """Sessions of one turn each over a pool of ``POOL`` tokens. ``pace``: so slow that each context is worth 120 s."""
 
-    def __init__(self, wait_s: float = WAIT_S, pinned: int = 0) -> None:
+    def __init__(self, wait_s: float = WAIT_S, pinned: int = 0, pace: float = 1.0) -> None:
         self.clock = Clock()
-        self.sessions = Sessions(SIZE, self.clock)
+        self.sessions = Sessions(SIZE, self.clock, lambda: pace)
         self.admission = Admission(
             self.sessions,
             POOL,
             pinned_tokens=lambda: pinned,
-            tokens_per_s=lambda: 1000.0,
             clock=self.clock,
             wait_s=wait_s,
         )
@@ -51,6 +50,21 @@ def test_a_context_that_does_not_fit_beside_live_ones_waits_until_one_of_them_is
     assert bench.admission.look_again_s() == 120.0
     bench.clock.now_s = 120.0
     assert bench.admission.admitted() == [second]
+
+
+def test_an_idle_replica_waits_for_no_return_longer_than_a_context_takes_to_compute() -> None:
+    bench = Bench(wait_s=1000.0, pace=1000.0)
+    first, second, third = (bench.arrive(40_000) for _ in range(3))
+    assert bench.admission.admitted() == [first]
+    bench.clock.now_s = 50.0
+    assert bench.admission.admitted() == [], "it is not idle while one runs"
+    bench.end(first)
+    assert bench.admission.look_again_s() == 90.0
+    bench.clock.now_s = 89.9
+    assert bench.admission.admitted() == []
+    bench.clock.now_s = 90.0
+    assert bench.admission.admitted() == [second]
+    assert bench.admission.admitted() == [] and third in bench.admission._waiting
 
 
 def test_nobody_waits_where_the_pool_is_free_nor_for_little_nor_without_a_wait() -> None:

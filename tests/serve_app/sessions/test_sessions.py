@@ -4,9 +4,11 @@ import pytest
 
 from router.protocol.block_hash import HASH_BYTES
 from serve_app.sessions import sessions as module
-from serve_app.sessions.sessions import FIRST_HOLD_S, LEAST_HOLD_S, Session, Sessions
+from serve_app.sessions.sessions import FIRST_HOLD_S, LEAST_HOLD_S, MOST_HOLD_S, WORTH, Session, Sessions
 
 SIZE = 16
+SLOW = 1.0
+"""Tokens a second: every context is worth its room."""
 
 
 class Clock:
@@ -29,7 +31,12 @@ def clock() -> Clock:
 
 @pytest.fixture
 def sessions(clock: Clock) -> Sessions:
-    return Sessions(SIZE, clock)
+    return Sessions(SIZE, clock, lambda: SLOW)
+
+
+def held_s(sessions: Sessions, session: Session) -> float:
+    """How long a session is live after its answer."""
+    return sessions.live_until_s(session, sessions.pace()) - session.used_s
 
 
 def turn(
@@ -74,25 +81,68 @@ def test_a_second_request_beside_a_running_one_is_a_session_of_its_own(sessions:
     assert second is not first
     assert second.own_tokens == 16
     sessions.end("1")
-    assert sessions.state(first) == "paused" and sessions.state(second) == "running"
+    assert sessions.state(first, SLOW) == "paused" and sessions.state(second, SLOW) == "running"
 
 
 def test_a_session_is_live_as_long_as_nine_of_ten_returns_took(sessions: Sessions, clock: Clock) -> None:
     session = turn(sessions, "0", chain(("x", 20)))
-    assert sessions.hold_s("a") == FIRST_HOLD_S
+    assert held_s(sessions, session) == FIRST_HOLD_S
     for number in range(1, 41):
         clock.now_s += 40.0 if number % 20 == 0 else 20.0
         turn(sessions, str(number), chain(("x", 20 + number)))
-    assert sessions.hold_s("a") == 20.0
+    assert held_s(sessions, session) == 20.0
     assert list(sessions.live()) == [session]
     clock.now_s += 20.0
-    assert list(sessions.live()) == [] and sessions.state(session) == "left"
+    assert list(sessions.live()) == [] and sessions.state(session, SLOW) == "left"
 
 
 def test_quick_returns_leave_a_least_time(sessions: Sessions) -> None:
     for number in range(20):
-        turn(sessions, str(number), chain(("x", 20 + number)))
-    assert sessions.hold_s("a") == LEAST_HOLD_S
+        session = turn(sessions, str(number), chain(("x", 20 + number)))
+    assert held_s(sessions, session) == LEAST_HOLD_S
+
+
+def test_nobody_waits_longer_for_a_context_than_it_is_worth(clock: Clock) -> None:
+    """A small context, or one on a fast replica, is computed again in a moment."""
+    fast = Sessions(SIZE, clock, lambda: 1000.0)
+    session = turn(fast, "0", chain(("x", 124)))
+    assert held_s(fast, session) == WORTH * 125 * SIZE / 1000.0
+    shared = turn(fast, "1", chain(("y", 124)), cached=100 * SIZE)
+    assert held_s(fast, shared) == WORTH * 25 * SIZE / 1000.0
+
+
+def test_contexts_of_a_tenant_that_never_returns_are_hardly_held(clock: Clock) -> None:
+    """A tenant with questions about documents has no sessions; with few that return, few are worth their room."""
+    sessions = Sessions(SIZE, clock, lambda: 100.0)
+    first = turn(sessions, "first", chain(("first", 124)))
+    before_s = held_s(sessions, first)
+    for number in range(60):
+        clock.now_s += MOST_HOLD_S / 10
+        last = turn(sessions, str(number), chain((f"x{number}-", 124)))
+    assert held_s(sessions, last) < before_s / 40
+    for number in range(200):
+        clock.now_s += 30.0
+        turn(sessions, f"back {number}", chain(("x59-", 124), ("y", number)))
+    assert held_s(sessions, last) == 30.0
+
+
+def test_a_late_return_is_a_return(clock: Clock) -> None:
+    """After the longest hold it counts as gone, until it is back; then its pause counts with the others'."""
+    sessions = Sessions(SIZE, clock, lambda: SLOW)
+    for number in range(20):
+        clock.now_s += MOST_HOLD_S + 10.0
+        turn(sessions, f"other {number}", chain((f"x{number}-", 20)))
+        session = turn(sessions, str(number), chain(("x", 20 + number)))
+    assert held_s(sessions, session) == MOST_HOLD_S
+
+
+def test_sessions_that_are_forgotten_early_did_not_return(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant may ask for more than are remembered before the longest pause is over."""
+    monkeypatch.setattr(module, "MOST_SESSIONS", 4)
+    sessions = Sessions(SIZE, clock, lambda: 100.0)
+    for number in range(40):
+        last = turn(sessions, str(number), chain((f"x{number}-", 124)))
+    assert held_s(sessions, last) < WORTH * 125 * SIZE / 100.0 / 30
 
 
 def test_a_tenant_has_so_many_sessions_and_takes_nobody_elses(
