@@ -108,7 +108,7 @@ class _Tenant:
 
 
 class Sessions:
-    """All sessions of a replica. ``clock``: monotonic seconds; ``tokens_per_s``: the prefill rate, 0.0 while unknown."""
+    """All sessions of a replica. ``clock``: monotonic; ``tokens_per_s``: the prefill rate, 0.0 while unknown."""
 
     def __init__(
         self, block_size: int, clock: Callable[[], float], tokens_per_s: Callable[[], float] = lambda: 0.0
