@@ -1,4 +1,4 @@
-"""The eviction order of a tenant's blocks, in the pool and in the tiers below it. Only ``rank`` defines it.
+"""The eviction order of a tenant's blocks, in the pool and in the tiers below it: least recently used first.
 
 ``Accounts`` chooses the tenant. The caches keep blocks in use, and a parent as long as its child. Not thread-safe.
 """
@@ -20,33 +20,24 @@ class Standing(IntEnum):
     """A pinned block's copy on disk, which may be evicted."""
 
 
-def rank(used: int, size: int, hits: float) -> float:
-    """Return a block's rank within its standing. The lowest rank is evicted first: least recently used.
-
-    ``used``: the tick of its last use; ``size``: bytes, or 1 in the pool; ``hits``: requests that matched a prefix
-    ending with the block, 0.0 in a tier.
-    """
-    return used
-
-
 class EvictionQueue(Generic[K]):
     """One tenant's evictable blocks. Every call is O(log n) or better, amortized."""
 
     __slots__ = ("_entries", "_heap", "_numbers")
 
     def __init__(self) -> None:
-        self._heap: list[tuple[Standing, float, int, K]] = []
+        self._heap: list[tuple[Standing, int, int, K]] = []
         self._numbers: dict[K, int] = {}
         self._entries = 0
 
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def put(self, key: K, used: int, standing: Standing, *, size: int = 1, hits: float = 0.0) -> None:
-        """Add a block, or change its rank."""
+    def put(self, key: K, used: int, standing: Standing) -> None:
+        """Add a block, or change its place. ``used``: the tick of its last use."""
         self._entries += 1
         self._numbers[key] = self._entries
-        heapq.heappush(self._heap, (standing, rank(used, size, hits), self._entries, key))
+        heapq.heappush(self._heap, (standing, used, self._entries, key))
         if len(self._heap) > 2 * len(self._numbers) + 64:
             self._heap = [entry for entry in self._heap if self._numbers.get(entry[3]) == entry[2]]
             heapq.heapify(self._heap)

@@ -250,7 +250,7 @@ class PrefixCache:
             self.pool.free_idle(entry.block)
             self.quota.freed(entry.block, idle=True)
             if parent is not None and parent.children == 0 and self.pool.is_idle(parent.block):
-                self.quota.queue_leaf(parent.block, parent.released_at, parent.standing, parent.hits)
+                self.quota.queue_leaf(parent.block, parent.released_at, parent.standing)
             if entry.reused:
                 self.evicted_reused_blocks += counted
                 if parent is not None:
@@ -286,7 +286,7 @@ class PrefixCache:
         """Place an idle block in the eviction order, as of now."""
         entry.released_at, entry.standing = self._ticks, standing
         if entry.children == 0:
-            self.quota.queue_leaf(entry.block, entry.released_at, standing, entry.hits)
+            self.quota.queue_leaf(entry.block, entry.released_at, standing)
 
     def _retain(self, block: int) -> None:
         if self.pool.retain(block):

@@ -201,9 +201,9 @@ class Quota(PoolShares[EvictionQueue[int]]):
         account.idle -= idle
         account.queue.discard(block)
 
-    def queue_leaf(self, block: int, used: int, standing: Standing, hits: float) -> None:
+    def queue_leaf(self, block: int, used: int, standing: Standing) -> None:
         """Queue an idle leaf for eviction."""
-        self._owner(block).queue.put(block, used, standing, hits=hits)
+        self._owner(block).queue.put(block, used, standing)
 
     def next_leaf(self) -> int:
         """Remove and return the next block to evict, of the tenant most over its share. Raises IndexError if none."""

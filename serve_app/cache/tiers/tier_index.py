@@ -182,4 +182,4 @@ class TierIndex(Accounts[EvictionQueue[bytes]], Generic[E]):
         """Rank a block as used now."""
         self._uses += 1
         standing = Standing.ORDINARY if entry.saved_until_s is None else Standing.PINNED
-        self._accounts[entry.block.owner].queue.put(entry.block.block_hash, self._uses, standing, size=entry.size)
+        self._accounts[entry.block.owner].queue.put(entry.block.block_hash, self._uses, standing)
