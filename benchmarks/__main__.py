@@ -38,7 +38,7 @@ DURATIONS = {
     "crashes": "10 minutes",
     "pull": "6 minutes",
     "replay": "20 minutes: four for each policy",
-    "agents": "45 minutes: four for the reference, four for each of ten runs",
+    "agents": "35 minutes: three for the reference, three for each of ten runs",
     "engine": "15 minutes a system",
     "predictions": "4 minutes",
     "sampler": "3 minutes",
