@@ -30,7 +30,7 @@ DURATIONS = {
     "ray_llm": "20 minutes: five for the start, one for each router in each run",
     "front_door": "6 minutes a system",
     "replay": "20 minutes: four for each policy",
-    "agents": "45 minutes: four for the reference, four for each of ten runs",
+    "agents": "35 minutes: three for the reference, three for each of ten runs",
     "engine": "15 minutes a system",
     "predictions": "4 minutes",
     "routing": "6 minutes",
