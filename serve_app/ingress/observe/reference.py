@@ -37,6 +37,8 @@ LABELS = {
     "after_first_token": "`true` or `false`",
     "finished_reason": "`stop`, `length`, `cancelled`, `timeout`, `error`",
     "pid": "a process id",
+    "node": "a machine's name",
+    "gpu": "numbers of GPUs, as Ray gives them, or none",
     "state": "of blocks `used`, `cached`, `free`; of adapters `loaded`, `slots`, `running`; of sessions "
     "`running`, `paused`, `waiting`, `left`",
     "outcome": "one of a few words, named where they are not plain",
