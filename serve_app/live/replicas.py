@@ -89,7 +89,7 @@ class Roster:
                 continue
             if name in handed_over or (age_s is not None and age_s < now_s - since_s):
                 self._leaving[name] = None
-            elif now_s - since_s > QUIET_S:
+            elif (now_s - since_s if age_s is None else age_s) > QUIET_S:
                 row["state"] = "lost"
 
     def _next(self) -> int:
@@ -99,13 +99,9 @@ class Roster:
 
 def left(name: str, row: Row, at_s: float) -> Row:
     """Return the event of a replica that is gone, by its last row. ``lost``: it was not to leave, or died at it."""
-    return {
-        "type": "replica_left",
-        "at_s": at_s,
-        "replica": name,
-        "number": row["number"],
-        "lost": row["state"] != "leaving",
-    }
+    more = {key: row[key] for key in ("report_age_s",) if key in row}
+    lost = row["state"] != "leaving"
+    return {"type": "replica_left", "at_s": at_s, "replica": name, "number": row["number"], "lost": lost, **more}
 
 
 def came_and_went(before: Mapping[str, Row], after: Mapping[str, Row], at_s: float) -> list[Row]:

@@ -141,7 +141,11 @@ def picture_of(facts: Facts, viewer: str | None) -> Picture:
         }
         return Picture(facts.replicas, nodes, rows, figures, minute, facts.incidents, operators)
     replicas = {name: {key: row[key] for key in TENANTS_FIELDS} for name, row in facts.replicas.items()}
-    incidents = [row for row in facts.incidents if row["type"] in TENANTS_INCIDENTS]
+    incidents = [
+        {key: value for key, value in row.items() if key != "report_age_s"}
+        for row in facts.incidents
+        if row["type"] in TENANTS_INCIDENTS
+    ]
     return Picture(replicas, nodes, rows, figures, minute, incidents)
 
 

@@ -35,7 +35,7 @@ async def events(request: Request, services: Front) -> Response:
     |---|---|---|
     | `snapshot` | first | see below |
     | `replica` | it joined or changed | a REPLICA |
-    | `replica_left` | it is gone | `replica`, `number`, `lost` (it died, or its network did) |
+    | `replica_left` | it is gone | `replica`, `number`, `lost` (it died, or its network did); *op*: `report_age_s` |
     | `prefixes` | new, used, or held elsewhere | `nodes`: NODEs, each in the place of the one of its `id` |
     | `prefixes_gone` | not used for long | `ids` |
     | `decision` | a generation's first token came | a DECISION |

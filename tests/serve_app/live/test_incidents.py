@@ -65,16 +65,16 @@ async def test_a_refused_configuration_is_told_to_operators_until_it_is_mended()
 
 async def test_how_a_replica_went_is_known_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that goes on reporting while it leaves was stopped; one that is silent then died. Numbers are used once."""
-    monkeypatch.setattr(replicas_module, "QUIET_S", 0.05)
+    monkeypatch.setattr(replicas_module, "QUIET_S", 0.5)
     ingresses = Ingresses()
     live, core = ingresses.first, ingresses.core
 
     def report(name: str) -> None:
         core.apply(name, [LoadReport(0, 0, 0, 8, 8, 1000.0)])
 
+    watcher = await live.watch(None)
     for name in ("r1", "r2"):
         report(name)
-    watcher = await live.watch(None)
     core.update_replicas([], away=["r1", "r2"])
     await until(watcher, lambda event: event["type"] == "replica" and event["state"] == "leaving")
     report("r2")
