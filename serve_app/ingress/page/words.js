@@ -27,7 +27,8 @@ export const isMarked = (event) => MARKED.has(event.type) || (event.type === "sc
 export function keyOf(event) {
   if (event.type === "decision") return event.request;
   const about = event.type === "move" ? (event.kind === "handover" ? "handover" : "joined") : event.type;
-  return [about, event.replica ?? event.why ?? event.at_s, about === "joined" || about === "handover" ? "" : event.at_s].join(" ");
+  const once = ["joined", "handover", "replica_left"].includes(about);
+  return [about, event.replica ?? event.why ?? "", once ? "" : event.at_s].join(" ");
 }
 
 export class Words {
@@ -79,7 +80,7 @@ const SAYS = {
   configuration: (event) => (event.accepted ? "A user_config is in force that moves tenants" : "A user_config was refused"),
   ingresses_heard({ ingresses_heard: heard, ingresses }) {
     if (heard === null) return "The other ingresses do not answer";
-    return heard < ingresses ? `${heard} of ${ingresses} ingresses answer` : "All ingresses answer";
+    return heard < ingresses ? `${heard} of ${ingresses} ingresses ${heard === 1 ? "answers" : "answer"}` : "All ingresses answer";
   },
 };
 

@@ -164,7 +164,8 @@ export class Cache {
   keepReplica(told, atS) {
     if (!this.replicas.has(told.replica) && this.replicas.size >= MAX_REPLICAS) return;
     const age = told.report_age_s ?? null;
-    this.replicas.set(told.replica, { ...told, reported_at_s: age === null ? null : atS - age });
+    const heardS = age === null ? null : atS - age;
+    this.replicas.set(told.replica, { ...told, reported_at_s: heardS, lost_at_s: told.state === "lost" ? (heardS ?? atS) : null });
     this.lost.delete(told.replica);
     this.names.learnReplica(told.replica, told.number);
   }
@@ -173,11 +174,12 @@ export class Cache {
   dropReplica(told) {
     const before = this.replicas.get(told.replica);
     const lost = told.lost ?? (before !== undefined && before.state !== "leaving");
+    const sinceS = told.at_s - (lost ? (told.report_age_s ?? 0) : 0);
     this.names.learnReplica(told.replica, told.number);
-    if (lost) this.lost.set(told.replica, { ...before, ...told, state: "lost" });
+    if (lost) this.lost.set(told.replica, { ...before, ...told, state: "lost", lost_at_s: sinceS });
     if (this.lost.size > MAX_REPLICAS) this.lost.delete(this.lost.keys().next().value);
     this.replicas.delete(told.replica);
-    return { ...told, lost };
+    return { ...told, lost, at_s: sinceS };
   }
 
   keepFigures({ figures, minute }) {
@@ -243,7 +245,9 @@ const HANDLERS = {
   replica(cache, event) {
     const before = cache.replicas.get(event.replica)?.state ?? "joining";
     cache.keepReplica(event, event.at_s);
-    return event.state === "serving" && before === "joining" ? [{ type: "joined", at_s: event.at_s, replica: event.replica }] : [];
+    const { replica, state } = event;
+    if (state === "lost" && before !== "lost") return [{ type: "replica_left", replica, lost: true, at_s: cache.replicas.get(replica).lost_at_s }];
+    return state === "serving" && before === "joining" ? [{ type: "joined", at_s: event.at_s, replica }] : [];
   },
   replica_left(cache, event) {
     const told = cache.dropReplica(event);

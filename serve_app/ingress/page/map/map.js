@@ -177,8 +177,7 @@ class Card {
 }
 
 function stateOf(replica, { stale, timeOf }) {
-  const sinceS = replica.lost === undefined ? replica.reported_at_s : replica.at_s;
-  if (replica.state === "lost") return sinceS ? `lost ${timeOf(sinceS)}` : "lost";
+  if (replica.state === "lost") return `lost ${timeOf(replica.lost_at_s)}`;
   if (stale) return `was ${replica.state}`;
   if (isQuiet(replica)) return "no news";
   return replica.full ? "full" : replica.state;

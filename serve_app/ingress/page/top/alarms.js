@@ -40,15 +40,15 @@ export class Alarms {
     const dying = [...cache.replicas.values()].filter(({ state }) => state === "lost");
     const joining = [...cache.replicas.values()].filter(({ state }) => state === "joining");
     const more = joining.length ? ` ${this.named(joining)} ${joining.length > 1 ? "are" : "is"} joining.` : "";
-    const gone = [...cache.lately().map((one) => ({ ...one, sinceS: one.at_s })), ...dying.map((one) => ({ ...one, sinceS: one.reported_at_s }))];
-    const at = (sinceS) => (sinceS ? ` at ${timeOf(sinceS)}` : "");
-    const lines = gone.map(({ replica, sinceS }) => ({
+    const gone = [...cache.lately(), ...dying];
+    const lines = gone.map(({ replica, lost_at_s: atS }) => ({
       id: `lost ${replica}`,
       level: "bad",
-      text: `${capital(cache.names.replica(replica))} was lost${at(sinceS)}.${more}`,
+      text: `${capital(cache.names.replica(replica))} was lost at ${timeOf(atS)}.${more}`,
     }));
     if (lines.length > MAX_NAMED) {
-      const text = `${plural(lines.length, "replica")} were lost, the last${at(Math.max(...gone.map(({ sinceS }) => sinceS ?? 0)))}.${more}`;
+      const last = timeOf(Math.max(...gone.map(({ lost_at_s: atS }) => atS)));
+      const text = `${plural(lines.length, "replica")} were lost, the last at ${last}.${more}`;
       lines.splice(0, lines.length, { id: `lost ${lines.length}`, level: "bad", text });
     }
     if (cache.replicas.size || !cache.model) return lines;

@@ -24,6 +24,7 @@ export function drawVitals(cache) {
   curve("ttft", buckets, [(row) => row?.ttft_p50_s ?? null, (row) => row?.ttft_p95_s ?? null], (longest) => `p95 at most ${brief(longest)}`);
   set("errors", cache.figures.size ? count(refused + failed) : "–", "errors, last minute");
   byId("vital-errors").classList.toggle("wrong", refused + failed > 0);
+  byId("spark-errors").classList.toggle("wrong", [...cache.figures.values()].some((row) => row.refused + row.failed));
   curve("errors", buckets, [(row) => (row ? row.refused + row.failed : 0)], (worst) => `at most ${count(worst)} in ${BUCKET_S} s`);
 }
 

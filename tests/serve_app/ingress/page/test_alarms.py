@@ -24,15 +24,18 @@ def test_nothing_is_wrong_with_a_sound_instance(page: Any, stage: Stage) -> None
 def test_a_replica_that_died_stays_for_a_minute(page: Any, stage: Stage) -> None:
     """With the time, on its card and in the strip, also for who comes later; one that was stopped does not."""
     now_s = begin(page, stage)
-    stage.send(replica("r3", now_s, state="joining"), left("r2", now_s))
+    stage.send(replica("r3", now_s, state="joining"), replica("r2", now_s, state="lost", report_age_s=4.0))
     alarm(page, "Replica 2 was lost at").wait_for()
+    lost = page.locator("[data-id=r2] .replica-state").inner_text()
+    stage.send({**left("r2", now_s + 2), "report_age_s": 6.0})
+    page.locator("[data-id=r2] .tree:not(:has(.bar))").wait_for()
+    assert page.locator("[data-id=r2] .replica-state").inner_text() == lost, "when it was heard of last"
+    assert lines(page, "incidents") == ["Replica 2 was lost"]
     assert alarm(page, "Replica 3 is joining.").count() == 1
-    assert page.locator("[data-id=r2] .replica-state").inner_text().startswith("lost ")
-    assert lines(page, "incidents")[0] == "Replica 2 was lost"
     page.locator("#alarms-spoken", has_text="Replica 2 was lost").wait_for(state="attached")
     page.get_by_role("button", name="replica 2", exact=True).click()
     assert "It was lost" in page.locator("#why").inner_text()
-    stage.send(replica("r1", now_s + 61))
+    stage.send(replica("r1", now_s + 63))
     page.locator("[data-id=r2]").wait_for(state="detached")
     stage.send(left("r1", time.time(), lost=False))
     page.locator("[data-id=r1]").wait_for(state="detached")

@@ -10,10 +10,15 @@ def say(page: Any, text: str) -> None:
     page.get_by_label("Your message").press("Enter")
 
 
+def load_sample(page: Any) -> None:
+    page.get_by_role("button", name="Load a sample document").click()
+    page.wait_for_function("() => document.querySelector('#say').value")
+
+
 def test_an_answer_streams_and_the_second_says_what_was_reused(page: Any, stage: Stage) -> None:
     """The sample document makes the first question long; under the second answer stands what was not computed again."""
     page.goto("/")
-    page.get_by_role("button", name="Load a sample document").click()
+    load_sample(page)
     stage.held.clear()
     page.get_by_role("button", name="Send").click()
     page.get_by_text("Yes, you", exact=True).wait_for()
@@ -113,7 +118,7 @@ def test_an_answer_that_was_cut_says_so_and_goes_on(page: Any, stage: Stage) -> 
 def test_a_long_prompt_says_that_it_is_read(page: Any, stage: Stage) -> None:
     """With the number of its tokens; a short wait says nothing of it."""
     page.goto("/")
-    page.get_by_role("button", name="Load a sample document").click()
+    load_sample(page)
     stage.reading.set()
     page.get_by_role("button", name="Send").click()
     page.locator(".reading", has_text="reading 2,247 tokens").wait_for()
