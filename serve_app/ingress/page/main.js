@@ -17,7 +17,7 @@ import { Why } from "./why.js";
 import { isIncident, isMarked, Words } from "./words.js";
 
 const DRAW_EVERY_MS = 120;
-const LATEST_REQUESTS = 60;
+const MAX_TOLD = 3000; // of which the list of requests has a sample
 const MAX_KEPT = 500;
 
 const live = new Cache();
@@ -60,8 +60,9 @@ const player = new Player((atS, played) => {
     const told = [];
     player.recording.to(atS, (event) => told.push(event));
     lists.clear();
-    const requests = told.filter((event) => !isIncident(event)).slice(-LATEST_REQUESTS);
-    for (const event of told) if (isIncident(event) || requests.includes(event)) lists.add(event, { aloud: false });
+    told.forEach((event, at) => {
+      if (at >= told.length - MAX_TOLD || isIncident(event)) lists.add(event, { aloud: false });
+    });
   }
   changed = true;
 });
@@ -216,7 +217,7 @@ function wireRecording() {
     byId("sessions").hidden = false;
     sessions.look();
     lists.clear();
-    for (const event of [...kept, ...live.decisions.slice(-LATEST_REQUESTS)]) lists.add(event, { aloud: false });
+    for (const event of [...kept, ...live.decisions]) lists.add(event, { aloud: false });
     changed = true;
     byId("open-recording").focus();
   });

@@ -10,7 +10,10 @@ const ROW_PX = 30;
 const MIN_TREE_PX = 96;
 const MAX_TREE_PX = 230;
 const DENSE_FROM = 9;
+const DENSE_PX = 130;
 const MANY_FROM = 25;
+const MANY_PX = 66;
+const LABEL_PX = 14;
 const FADE_MS = 400;
 const MIN_TOKENS = 128;
 const LABEL_FROM = 0.2;
@@ -56,10 +59,11 @@ export class CacheMap {
       tokens: roundUp(Math.max(MIN_TOKENS, ...[...trees.values()].map((tree) => tree.tokens))),
       height: Math.min(MAX_TREE_PX, Math.max(MIN_TREE_PX, ROW_PX * Math.max(1, ...[...trees.values()].map((tree) => tree.leaves)))),
     };
+    scale.shown = dense ? Math.min(replicas.length < MANY_FROM ? DENSE_PX : MANY_PX, scale.height) : scale.height;
     const grid = byId("replicas");
     grid.classList.toggle("dense", dense);
     grid.style.setProperty("--card", dense ? "9.5rem" : "12.5rem");
-    grid.style.setProperty("--tree-height", `${dense ? Math.min(replicas.length < MANY_FROM ? 130 : 66, scale.height) : scale.height}px`);
+    grid.style.setProperty("--tree-height", `${scale.shown}px`);
     for (const replica of replicas) this.card(replica.replica).update(replica, trees.get(replica.replica), scale, this);
     for (const [id, card] of this.cards) {
       if (replicas.some(({ replica }) => replica === id)) continue;
@@ -157,7 +161,7 @@ class Card {
       element.classList.toggle("pinned", node.pinned);
       map.colours.paint(element, map.cache.groupOf(node), map.cache.nowS - node.last_used_at_s);
       const name = map.cache.nameOf(node);
-      const wide = node.tokens / scale.tokens > (scale.dense ? DENSE_LABEL_FROM : LABEL_FROM) && bar.leaves / rows > 1 / 14;
+      const wide = node.tokens / scale.tokens > (scale.dense ? DENSE_LABEL_FROM : LABEL_FROM) && (bar.leaves / rows) * scale.shown > LABEL_PX;
       element.firstChild.textContent = wide ? map.cache.labelOf(node) : "";
       const says = `${name}, ${plural(node.tokens, "token")}${node.pinned ? ", pinned" : ""}`;
       if (element.getAttribute("aria-label") !== says) element.setAttribute("aria-label", says);
