@@ -102,6 +102,7 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
         lambda: about(services.config),
         partial(read_kinds, app_name, LIVE_NOTICES),
         broadcast.ingresses,
+        figures=metrics.figures,
         count_dropped=metrics.dropped_events.inc,
     )
     dispatcher = Dispatcher(
@@ -162,7 +163,8 @@ async def stored_responses(config: AppConfig, secret: bytes, workers: FairWorker
 
 
 def about(config: AppConfig) -> dict[str, Any]:
-    """Return the description of the instance in snapshots of the event stream."""
+    """Return the description of the instance in snapshots of the event stream. ``links``: paths for a browser."""
+    keyless = config.metrics_public or not (config.tenants or config.operator_key_sha256)
     return {
         "model": config.model_name,
         "engine": config.engine,
@@ -170,6 +172,7 @@ def about(config: AppConfig) -> dict[str, Any]:
         "policy": config.policy,
         "block_size": config.block_size,
         "ingresses": config.ingress_replicas,
+        "links": ["docs"] * config.documented + ["metrics"] * keyless,
     }
 
 

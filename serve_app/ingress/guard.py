@@ -30,6 +30,10 @@ from serve_app.tenants.tenants import DEFAULT_TENANT, Tenant, Tenants
 logger = logging.getLogger(__name__)
 
 
+GENERATIONS = frozenset({"chat", "completions", "messages", "responses"})
+"""The endpoints that answer with text."""
+
+
 class UnsupportedMediaType(InvalidRequest):
     """The declared type of the body is not JSON."""
 
@@ -110,6 +114,8 @@ class RouteGuard:
         tenant = _found(request)
         name = tenant.name if tenant is not None else DEFAULT_TENANT if self.tenants.open else "none"
         self.metrics.requests.labels(endpoint, str(response.status_code), name).inc()
+        if endpoint in GENERATIONS:
+            self.metrics.figures.refused(name, response.status_code)
         left = self.limits.left(tenant.name) if tenant is not None else None
         if left is not None:
             response.headers.update(api.limits(left))

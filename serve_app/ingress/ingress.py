@@ -12,7 +12,7 @@ from ray.serve.handle import DeploymentHandle
 
 from router.protocol.samples import Sample
 from serve_app.checkpoints.adapter_registry import AdapterEntry
-from serve_app.live.live import Batch
+from serve_app.live.others import Batch
 from serve_app.prompts.cutover import Cutovers
 from serve_app.reconfigure import LiveSettings
 from serve_app.usage.report import Rows

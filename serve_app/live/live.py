@@ -8,8 +8,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from router.core import RoutingCore
@@ -18,10 +17,12 @@ from router.protocol.request import Decision, RoutedRequest
 from serve_app.engine.protocol import FirstToken
 from serve_app.errors import RateLimited
 from serve_app.generation.generation import Generation
+from serve_app.live.figures import BUCKETS, Figures, joined
 from serve_app.live.nodes import Rows, node_rows
+from serve_app.live.others import FRESH_BUCKETS, Batch, Others
 from serve_app.live.prefix_table import Answered, PrefixTable
-from serve_app.live.replicas import Activity, Row, replica_rows
-from serve_app.live.view import Board, Facts, Occurrence, Total, View, decision_row, encoded, moves_of
+from serve_app.live.replicas import Activity, Roster, Row, came_and_went, replica_rows
+from serve_app.live.view import Board, Facts, Occurrence, Total, View, decision_row, encoded, handed_over
 from serve_app.live.watcher import Event, Watcher
 
 logger = logging.getLogger(__name__)
@@ -30,45 +31,36 @@ LOOK_S = 1.0
 BOARD_S = 2.0
 """Between two looks at the notice board, and how long one may take: it is asked over the network."""
 LEASE_S = 5.0
-ASK_TIMEOUT_S = 2.0
 
 MAX_TENANT_WATCHERS = 4
 MAX_OPERATOR_WATCHERS = 16
 KEPT_EVENTS = 2048
 """For other ingresses, which ask once a second."""
 
-LIVE_NOTICES = ("autoscaling", "handover", "prewarm")
+KEPT_INCIDENTS = 32
+"""What happened to replicas and caches, for whoever watches later."""
+
+LIVE_NOTICES = ("autoscaling", "configuration", "handover", "prewarm")
 """The kinds of notices that are told."""
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """What one ingress tells another: all that it knows now, and ``news``, of which the last has this ``number``."""
-
-    ingress: str
-    number: int
-    news: Sequence[Occurrence]
-    rows: Rows
-    totals: Mapping[str, Total]
-
-
-@dataclass(slots=True)
 class _Seen:
-    """What was looked at since somebody watches. ``peers``: the other ingresses' latest batches."""
+    """What was looked at since somebody watches."""
 
-    facts: Facts = field(default_factory=Facts)
-    looked_s: float | None = None
-    board: Board = field(default_factory=dict)
-    board_s: float | None = None
-    peers: Sequence[Batch] = ()
-    activity: Activity = field(default_factory=Activity)
+    def __init__(self, others: Others) -> None:
+        self.facts = Facts()
+        self.looked_s: float | None = None
+        self.board: Board = {}
+        self.board_s: float | None = None
+        self.others = others
+        self.activity = Activity()
 
 
 class Live:
     """What one ingress' watchers see. ``viewer`` is a tenant's name, None an operator.
 
-    ``about``: of the instance, for snapshots; ``read_board``: returns notices by kind, and blocks; ``ingresses``: calls
-    a method of every ingress, returns [] where there is no other; ``count_dropped`` hears numbers of events.
+    ``about``: of the instance, for snapshots; ``read_board``: returns notices by kind, and blocks; ``ingresses``: see
+    ``Others``; ``figures``: which somebody else counts; ``count_dropped`` hears numbers of events.
     """
 
     def __init__(
@@ -80,8 +72,10 @@ class Live:
         read_board: Callable[[], Board],
         ingresses: Callable[..., Awaitable[list[Any]]],
         *,
+        figures: Figures | None = None,
         count_dropped: Callable[[int], None] = lambda _: None,
     ) -> None:
+        self.figures = figures or Figures()
         self._name = name
         self._core = core
         self._table = table
@@ -96,7 +90,9 @@ class Live:
         self._kept: deque[Occurrence] = deque(maxlen=KEPT_EVENTS)
         self._number = 0
         self._closed = False
-        self._seen = _Seen()
+        self._roster = Roster()
+        self._incidents: deque[Row] = deque(maxlen=KEPT_INCIDENTS)
+        self._seen = _Seen(Others(name, ingresses))
         self._rates: dict[str, float] = {}
 
     @property
@@ -142,8 +138,10 @@ class Live:
     def reset(self, *, complete: bool) -> None:
         """Hear that the caches were told to forget everything."""
         self._table.forget_pins()
+        at_s, body = _now_s(), {"complete": complete}
+        self._incidents.append({"type": "reset", "at_s": at_s, **body})
         if self._watched():
-            self._tell(Occurrence("reset", _now_s(), None, {"complete": complete}))
+            self._tell(Occurrence("reset", at_s, None, body))
 
     async def snapshot(self, viewer: str | None) -> Row:
         """Return what a viewer sees now."""
@@ -177,7 +175,7 @@ class Live:
         if not self._views and self._task is not None:
             self._task.cancel()
             self._task = None
-            self._seen = _Seen()
+            self._seen = _Seen(Others(self._name, self._ingresses))
             self._watched()
 
     def resync(self, viewer: str | None, watcher: Watcher) -> list[Event]:
@@ -200,7 +198,8 @@ class Live:
         self._learn_rates(self._core.state())
         new = min(self._number - numbers.get(self._name, self._number), len(self._kept))
         news = list(self._kept)[len(self._kept) - new :]
-        return Batch(self._name, self._number, news, self._rows(), self._totals())
+        figures = joined(self.figures.rings, {}, FRESH_BUCKETS if self._name in numbers else BUCKETS)
+        return Batch(self._name, self._number, news, self._rows(), self._totals(), figures)
 
     def _watched(self) -> bool:
         """Return whether anybody is to hear what happens; what was kept for other ingresses goes when none asks."""
@@ -239,37 +238,32 @@ class Live:
             now_s, looked_s = time.monotonic(), self._seen.looked_s
             if looked_s is not None and now_s - looked_s < fresh_s:
                 return
-            news, _ = await asyncio.gather(self._ask_peers(), self._look_at_board(now_s))
+            news, _ = await asyncio.gather(self._seen.others.ask(), self._look_at_board(now_s))
             seen = self._seen
-            seen.looked_s = time.monotonic()
+            watched, seen.looked_s = seen.looked_s is not None, time.monotonic()
             state, stats, about = self._core.state(), self._core.stats(), self._about()
             reports = {replica_id: report.samples for replica_id, report in stats.items()}
             self._learn_rates(state)
+            rows = replica_rows(state["replicas"], reports, about)
+            self._roster.note(rows, handed_over(seen.board), seen.looked_s)
+            at_s = _now_s()
+            if watched:  # who came and went before nobody saw
+                self._incidents.extend(came_and_went(seen.facts.replicas, rows, at_s))
             seen.facts = Facts(
                 about,
-                replica_rows(state["replicas"], reports, about),
-                [self._rows(), *(peer.rows for peer in seen.peers)],
-                [self._totals(), *(peer.totals for peer in seen.peers)],
-                moves_of(seen.board),
-                next(iter(seen.board.get("autoscaling", ())), None),
+                rows,
+                [self._rows(), *(batch.rows for batch in seen.others.batches)],
+                [self._totals(), *(batch.totals for batch in seen.others.batches)],
+                [self.figures.rings, *seen.others.figures.values()],
+                seen.board,
+                tuple(self._incidents),
+                seen.others.heard,
+                at_s,
             )
-            at_s = _now_s()
             done = [Occurrence(kind, at_s, None, body) for kind, body in seen.activity.look(reports, seen.looked_s)]
             for view in self._views.values():
                 view.update(seen.facts, at_s)
                 view.tell((*done, *news))
-
-    async def _ask_peers(self) -> list[Occurrence]:
-        """Learn what the other ingresses know, and return what happened there; nothing where they cannot be asked."""
-        numbers = {peer.ingress: peer.number for peer in self._seen.peers}
-        try:
-            async with asyncio.timeout(ASK_TIMEOUT_S):
-                batches: list[Batch] = await self._ingresses("recent_events", numbers, timeout_s=ASK_TIMEOUT_S)
-        except Exception:  # one of them may just be going
-            logger.debug("the other ingresses do not tell what they decide", exc_info=True)
-            return []
-        peers = self._seen.peers = [batch for batch in batches if batch.ingress != self._name]
-        return [occurrence for peer in peers for occurrence in peer.news]
 
     async def _look_at_board(self, now_s: float) -> None:
         if self._seen.board_s is None or now_s - self._seen.board_s >= BOARD_S:

@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 
+from serve_app.live.figures import Bucket, Rings, rows_of
 from serve_app.live.nodes import NodeRow, Rows, shown
 from serve_app.live.prefix_table import Answered, node_id
-from serve_app.live.replicas import TENANTS_FIELDS, Row, changed
+from serve_app.live.replicas import TENANTS_FIELDS, Row, changed, left
 from serve_app.live.watcher import Event, Watcher
 
 RECENT_DECISIONS = 50
@@ -17,6 +18,8 @@ DECISIONS_A_LOOK = 20
 """Sent to watchers between two looks at the facts, which are a second apart; those beyond are counted."""
 HIDDEN_FROM_TENANTS = frozenset({"estimated_ttft_s", "cold_ttft_s", "queued_tokens"})
 """Of a decision: they tell how busy others keep a replica."""
+
+TENANTS_INCIDENTS = ("joined", "replica_left")
 
 SHOWN_MOVES = 16
 
@@ -29,14 +32,20 @@ Total = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """All that is known at one moment. ``about``: of the instance; ``sources``, ``totals``: by ingress."""
+    """All that is known at one moment. ``about``: of the instance; ``sources``, ``totals``, ``figures``: by ingress.
+
+    ``heard``: how many ingresses are heard of, None where others do not answer.
+    """
 
     about: Row = field(default_factory=dict)
     replicas: Mapping[str, Row] = field(default_factory=dict)
     sources: Sequence[Rows] = ()
     totals: Sequence[Mapping[str, Total]] = ()
-    moves: Sequence[Row] = ()
-    scale: Row | None = None
+    figures: Sequence[Rings] = ()
+    board: Board = field(default_factory=dict)
+    incidents: Sequence[Row] = ()
+    heard: int | None = 1
+    at_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +60,15 @@ class Occurrence:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One viewer's part of the facts."""
+    """One viewer's part of the facts. ``operators``: what nobody else sees, by its field in the snapshot."""
 
     replicas: Mapping[str, Row]
     nodes: Mapping[str, NodeRow]
     totals: list[Row]
-    moves: Sequence[Row] = ()
-    scale: Row | None = None
+    figures: Mapping[int, Row]
+    minute: Bucket
+    incidents: Sequence[Row]
+    operators: Row = field(default_factory=dict)
 
 
 def decision_row(answered: Answered, key: bytes, rate: float | None) -> Row:
@@ -92,6 +103,21 @@ def moves_of(board: Board) -> list[Row]:
     return sorted(rows, key=lambda row: row["at_s"])[-SHOWN_MOVES:]
 
 
+def refusals_of(board: Board) -> list[Row]:
+    """Return what replicas and ingresses say of the newest ``user_config``, each sentence once."""
+    rows: dict[str, Row] = {}
+    for notice in board.get("configuration", ()):
+        row = rows.setdefault(notice["why"], {"accepted": notice["accepted"], "why": notice["why"], "processes": 0})
+        row["processes"] += 1
+        row["at_s"] = notice["at_s"]  # the oldest comes last
+    return list(rows.values())
+
+
+def handed_over(board: Board) -> list[str]:
+    """Return the replicas that said how they left."""
+    return [notice["replica_id"] for notice in board.get("handover", ()) if notice.get("state") != "returned"]
+
+
 def picture_of(facts: Facts, viewer: str | None) -> Picture:
     """Return what a viewer sees of the facts. ``viewer``: a tenant's name, None for an operator."""
     sums: dict[str, Total] = {}
@@ -105,10 +131,22 @@ def picture_of(facts: Facts, viewer: str | None) -> Picture:
         for tenant, (requests, prompt_tokens, cached_tokens) in sorted(sums.items())
     ]
     nodes = shown(facts.sources, viewer)
+    figures, minute = rows_of(facts.figures, viewer, facts.at_s)
     if viewer is None:
-        return Picture(facts.replicas, nodes, rows, facts.moves, facts.scale)
+        operators = {
+            "moves": moves_of(facts.board),
+            "scale": next(iter(facts.board.get("autoscaling", ())), None),
+            "configuration": refusals_of(facts.board),
+            "ingresses_heard": facts.heard,
+        }
+        return Picture(facts.replicas, nodes, rows, figures, minute, facts.incidents, operators)
     replicas = {name: {key: row[key] for key in TENANTS_FIELDS} for name, row in facts.replicas.items()}
-    return Picture(replicas, nodes, rows)
+    incidents = [
+        {key: value for key, value in row.items() if key != "report_age_s"}
+        for row in facts.incidents
+        if row["type"] in TENANTS_INCIDENTS
+    ]
+    return Picture(replicas, nodes, rows, figures, minute, incidents)
 
 
 def visible(occurrence: Occurrence, viewer: str | None) -> Row | None:
@@ -128,19 +166,26 @@ def difference(before: Picture, after: Picture, at_s: float) -> list[Row]:
         for name, row in after.replicas.items()
         if changed(before.replicas.get(name), row)
     ]
-    left = [name for name in before.replicas if name not in after.replicas]
-    events += [{"type": "replica_left", "at_s": at_s, "replica": name} for name in left]
+    events += [left(name, row, at_s) for name, row in before.replicas.items() if name not in after.replicas]
     ids = [name for name in before.nodes if name not in after.nodes]
     if ids:
         events.append({"type": "prefixes_gone", "at_s": at_s, "ids": ids})
     nodes = [row for name, row in after.nodes.items() if before.nodes.get(name) != row]
     if nodes:
         events.append({"type": "prefixes", "at_s": at_s, "nodes": nodes})
-    if after.totals != before.totals:
-        events.append({"type": "totals", "at_s": at_s, "totals": after.totals})
-    events += [{"type": "move", **row} for row in after.moves if row not in before.moves]
-    if after.scale is not None and after.scale != before.scale:
-        events.append({"type": "scale", **after.scale})
+    figures = [row for at, row in after.figures.items() if before.figures.get(at) != row]
+    if after.totals != before.totals or figures:
+        told = {"totals": after.totals, "figures": figures, "minute": after.minute.row(int(at_s))}
+        events.append({"type": "totals", "at_s": at_s, **told})
+    old, new = before.operators, after.operators
+    events += [{"type": "move", **row} for row in new.get("moves", ()) if row not in old.get("moves", ())]
+    if new.get("scale") is not None and new["scale"] != old.get("scale"):
+        events.append({"type": "scale", **new["scale"]})
+    events += [
+        {"type": field, "at_s": at_s, field: new[field]}
+        for field in ("configuration", "ingresses_heard")
+        if field in new and new[field] != old.get(field)
+    ]
     return events
 
 
@@ -158,7 +203,6 @@ class View:
     def snapshot(self, at_s: float) -> Row:
         """Return all of it."""
         operator, picture = self.viewer is None, self._picture
-        more = {"moves": picture.moves, "scale": picture.scale} if operator else {}
         return {
             "type": "snapshot",
             "at_s": at_s,
@@ -168,8 +212,11 @@ class View:
             "replicas": list(picture.replicas.values()),
             "prefixes": list(picture.nodes.values()),
             "totals": picture.totals,
+            "figures": list(picture.figures.values()),
+            "minute": picture.minute.row(int(at_s)),
+            "incidents": picture.incidents,
             "decisions": list(self._decisions),
-            **more,
+            **picture.operators,
         }
 
     def update(self, facts: Facts, at_s: float) -> None:

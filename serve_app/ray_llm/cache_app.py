@@ -114,7 +114,7 @@ class CacheApp:
 
     def _new_live(self, router: WarmRouter) -> Live:
         core = router.core
-        about = {"engine": "vllm", "simulated": False, "policy": core.settings.policy, "ingresses": 1}
+        about = {"engine": "vllm", "simulated": False, "policy": core.settings.policy, "ingresses": 1, "links": []}
         about |= {"model": router.model, "block_size": core.settings.block_size}
         table = PrefixTable(core.settings.block_size, lambda: SHOWN_TENANTS)
         return Live("ray", core, table, lambda: about, dict, self._look)
@@ -126,6 +126,7 @@ class CacheApp:
         for replica, number, answers in found:
             self._numbers[replica] = number
             for request_id, tenant, chain, prompt_tokens, cached, ttft_s in answers:
+                self._live.figures.answered(tenant, ttft_s)
                 reason: Reason = "cached" if cached else "cold"
                 decision = Decision(replica, "ray", 0, cached, cached, reason, 0.0, 0.0, "", 0, None, time.monotonic())
                 self._live.answered(Answered(request_id, tenant, chain, prompt_tokens, cached, ttft_s, decision))

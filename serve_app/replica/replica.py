@@ -6,6 +6,7 @@ The engine runs in its own thread; everything here runs in the replica's loop.
 import asyncio
 import logging
 import os
+import platform
 import zlib
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -89,6 +90,8 @@ class Replica:
         self._puller = Puller(self._engine, peers.fetch, self._config)
         self._ending.push_async_callback(self._puller.stop)
         self._moves = MoveMeters()
+        gpus = ",".join(map(str, ray.get_gpu_ids()))
+        self._place = (("pid", str(os.getpid())), ("node", platform.node()), ("gpu", gpus))
         self._lifecycle = Lifecycle(self._config, self._engine, self._adapters, peers, self._running, self._moves)
         self._answers = PeerAnswers(self._engine, self._adapters.loaded, self._moves, self._puller.meters)
         self._reporter = Reporter(self._load, self._stats, self._feed, self._config.load_report_interval_s)
@@ -246,7 +249,7 @@ class Replica:
     def _stats(self) -> StatsReport:
         pulls = self._puller.meters.samples((), self._puller.tokens_per_s)
         beside: tuple[Sample, ...] = (
-            ("warmpath_replica_info", (("pid", str(os.getpid())),), 1.0),
+            ("warmpath_replica_info", self._place, 1.0),
             ("warmpath_refused_configurations_total", (), float(self._live.refused)),
             ("warmpath_feed_mirror_drift_total", (), float(self._feed.mirror_drifts)),
         )

@@ -90,6 +90,8 @@ class AnswerMeter:
         counters, answered = self._counters, bool(self._last_s)
         counters.metrics.in_flight.dec()
         refusal = error if isinstance(error, WarmpathError) else None
+        if answered and self.wanted.stream and refusal is not None:  # its HTTP status was a good one
+            counters.metrics.figures.refused(self._tenant, refusal.status)
         used = self.usage.total()
         if self._trace is not None:
             if refusal is not None:
@@ -106,6 +108,8 @@ class AnswerMeter:
         metrics, prompt_tokens = counters.metrics, len(generation.token_ids)
         ttft_s, ref = now_s - self._arrived_s, generation.prompt_ref
         self._uncached_tokens += prompt_tokens - cached_tokens
+        if not self._last_s:
+            metrics.figures.answered(tenant, ttft_s)
         metrics.ttft_s.labels(tenant).observe(ttft_s)
         metrics.prompt_tokens.labels(tenant).inc(prompt_tokens)
         metrics.cached_tokens.labels(tenant).inc(cached_tokens)

@@ -86,8 +86,8 @@ warmpath_prefill_tokens_per_second: replica engine
     it.
 warmpath_decode_step_seconds: replica engine
     Mean time of about the last ten steps without prefill.
-warmpath_replica_info: replica pid
-    Always 1; the replica's process id is a label.
+warmpath_replica_info: replica pid node gpu
+    Always 1; the labels are the replica's process id, its machine's name and its GPUs' numbers ("" without).
 
 # Replicas: KV cache
 The pool of each replica.

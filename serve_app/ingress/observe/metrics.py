@@ -17,20 +17,25 @@ from router.observe.counters import PolicyCounters
 from router.protocol.samples import Histogram as PlainHistogram
 from router.protocol.samples import Labels, Sample
 from serve_app.ingress.observe.families import FAMILIES, Family
+from serve_app.live.figures import Figures
 
 TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
 ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5)
 
-_TELLING = ("tenant", "prompt")
-"""Labels that reveal tenants; a prompt may belong to one tenant."""
+_TELLING = ("tenant", "prompt", "node")
+"""Labels that reveal tenants or machines; a prompt may belong to one tenant."""
 
 _Kind = TypeVar("_Kind", Counter, Gauge, Histogram)
 
 
 class IngressMetrics:
-    """An ingress' own counters. The label ``tenant`` holds only configured names, so its values are bounded."""
+    """An ingress' own counters. The label ``tenant`` holds only configured names, so its values are bounded.
+
+    ``figures``: those of the last minutes, for the page.
+    """
 
     def __init__(self) -> None:
+        self.figures = Figures()
         self._registry = CollectorRegistry()
         self.requests = self._new(Counter, "warmpath_requests_total")
         self.in_flight = self._new(Gauge, "warmpath_requests_in_flight")

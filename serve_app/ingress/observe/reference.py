@@ -36,6 +36,8 @@ LABELS = {
     "after_first_token": "`true` or `false`",
     "finished_reason": "`stop`, `length`, `cancelled`, `timeout`, `error`",
     "pid": "a process id",
+    "node": "a machine's name",
+    "gpu": "numbers of GPUs, as Ray gives them, or none",
     "state": "for blocks `used`, `cached`, `free`; for adapters `loaded`, `slots`, `running`; for sessions "
     "`running`, `paused`, `waiting`, `left`",
     "outcome": "one of a few words; the family's text explains unclear ones",

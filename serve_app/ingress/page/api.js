@@ -41,8 +41,14 @@ export function ask(path, { which = "chat", body, signal } = {}) {
   });
 }
 
-/** What an answer that is no 200 says, as a sentence. */
-export async function problemOf(response) {
+const narrow = matchMedia("(max-width: 900px)");
+
+/** Where a key is to be given, for whoever has given none. */
+export const askForKey = () => `Paste your API key ${narrow.matches ? "above, under “Model and keys”" : "on the left"}.`;
+
+/** What an answer that is no 200 says, as a sentence. `which`: whose key went along. */
+export async function problemOf(response, which = "chat") {
+  if (response.status === 401 && !keyOf(which)) return askForKey(); // the server's words are for programs
   try {
     const said = (await response.json()).error?.message;
     if (said) return String(said).slice(0, 600);
@@ -54,8 +60,8 @@ export async function problemOf(response) {
 
 const MAX_EVENT_CHARACTERS = 32 << 20;
 
-/** Yield the data of each of a response's server-sent events. Throws on one that does not end. */
-export async function* eventsOf(response) {
+/** Yield the data of each of a response's server-sent events; `heard` is called for any bytes. Throws on one that does not end. */
+export async function* eventsOf(response, heard = () => undefined) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   let data = [];
@@ -64,6 +70,7 @@ export async function* eventsOf(response) {
     for (;;) {
       const { value, done } = await reader.read();
       if (done) return;
+      heard();
       const lines = (rest + value).split("\n");
       rest = lines.pop();
       if (size + rest.length > MAX_EVENT_CHARACTERS) throw new Error("The server sent an event without an end.");

@@ -15,12 +15,23 @@ export function make(tag, properties = {}, ...children) {
   return element;
 }
 
+const SVG = "http://www.w3.org/2000/svg";
+
+/** Make an element of a drawing. */
+export function drawn(tag, attributes = {}, ...children) {
+  const element = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children);
+  return element;
+}
+
 const counts = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const short = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
 
 export const count = (number) => counts.format(number);
 export const compact = (number) => short.format(number);
 export const plural = (number, word) => `${count(number)} ${word}${number === 1 ? "" : "s"}`;
+export const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
 export const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
 
 /** Seconds as a person reads them. */

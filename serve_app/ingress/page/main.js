@@ -1,38 +1,44 @@
-// Puts the page together: chat, live events or a recording, the map, the log, and why.
+// Puts the page together: chat, live events or a recording, the header, the map, the lists, and why.
 
-import { ask, ownKey, problemOf, setKey } from "./api.js";
+import { ask, keyOf, ownKey, problemOf, setKey } from "./api.js";
 import { Chat, describeSystem } from "./chat/chat.js";
-import { byId, clock, compact, count, make, percent } from "./dom.js";
+import { byId, clock, make } from "./dom.js";
 import { Cache } from "./live/cache.js";
 import { Connection } from "./live/connection.js";
 import { Player } from "./live/player.js";
 import { readRecording, Recording } from "./live/recording.js";
 import { Sessions } from "./live/sessions.js";
-import { Log } from "./log.js";
+import { Lists } from "./lists.js";
 import { arc } from "./map/arcs.js";
 import { CacheMap } from "./map/map.js";
+import { Alarms } from "./top/alarms.js";
+import { drawVitals } from "./top/vitals.js";
 import { Why } from "./why.js";
-import { isMarked, Words } from "./words.js";
+import { isIncident, isMarked, Words } from "./words.js";
 
 const DRAW_EVERY_MS = 120;
-const LATEST = 60;
+const MAX_TOLD = 3000; // of which the list of requests has a sample
+const MAX_KEPT = 500;
 
 const live = new Cache();
-let state = { name: "connecting", says: "connecting" };
+let state = { name: "connecting", says: "connecting", sinceS: 0 };
+let skewS = 0;
+let kept = [];
 let lastDrawnMs = 0;
 let changed = true;
 
 const shown = () => player.recording?.model ?? live;
 const view = new Proxy({}, { get: (_, name) => bound(shown(), name) });
-const words = new Words(view);
+const words = new Words(view, timeOf);
 const why = new Why(view, words);
-const map = new CacheMap(view, ({ replica, node }) => {
+const map = new CacheMap(view, timeOf, ({ replica, node }) => {
   const found = shown().tree(replica).find(({ id }) => id === node);
   if (found) why.prefix(replica, found);
-  else if (shown().replicas.has(replica)) why.replica(shown().replicas.get(replica));
+  else why.replica(shown().replicas.get(replica) ?? shown().lost.get(replica));
 });
-const log = new Log(words, timeOf, (event) => why.event(event));
-const sessions = new Sessions();
+const lists = new Lists(words, timeOf, (event) => why.event(event));
+const alarms = new Alarms(view, timeOf);
+const sessions = new Sessions(live);
 const chat = new Chat(live, (body, decision) => why.request(body, decision));
 
 /** The time of day, or in a recording the time since its start. */
@@ -53,16 +59,18 @@ const player = new Player((atS, played) => {
   } else {
     const told = [];
     player.recording.to(atS, (event) => told.push(event));
-    log.clear();
-    for (const event of told.slice(-LATEST)) log.add(event, false);
+    lists.clear();
+    told.forEach((event, at) => {
+      if (at >= told.length - MAX_TOLD || isIncident(event)) lists.add(event, { aloud: false });
+    });
   }
   changed = true;
 });
 
-/** Something worth telling happened in what is shown: a line in the log, and a movement on the map. */
+/** Something worth telling happened in what is shown: a line in a list, and a movement on the map. */
 function happened(event) {
   changed = true;
-  log.add(event);
+  lists.add(event, { own: chat.owns(event) });
   map.pulse(event.replica, event.node);
   if (event.pull_from && event.pull_tokens) arc(byId("arcs"), map.elementOf(event.pull_from), map.elementOf(event.replica));
 }
@@ -72,11 +80,15 @@ const connection = new Connection(
     const told = live.apply(event);
     chat.told(event);
     changed = true;
-    if (!player.recording) told.forEach(happened);
+    if (event.type === "snapshot") skewS = event.at_s - Date.now() / 1000;
+    kept = [...kept, ...told.filter(isIncident)].slice(-MAX_KEPT);
+    if (player.recording) return;
+    if (event.type === "snapshot") told.forEach((before) => lists.add(before, { aloud: false }));
+    else told.forEach(happened);
   },
-  (name, says) => {
-    state = { name, says };
-    if (name === "refused") live.clear();
+  (now) => {
+    state = now;
+    if (now.name === "refused") live.clear();
     changed = true;
   },
 );
@@ -86,18 +98,18 @@ function draw(nowMs) {
   if (nowMs - lastDrawnMs < (changed ? DRAW_EVERY_MS : 1000) || document.hidden) return;
   lastDrawnMs = nowMs;
   changed = false;
-  if (!player.recording) live.nowS = Math.max(live.nowS, Date.now() / 1000);
-  map.render();
-  log.render();
+  if (!player.recording) live.nowS = Math.max(live.nowS, Date.now() / 1000 + skewS);
   const model = shown();
+  const stale = !player.recording && ["lost", "busy"].includes(state.name);
+  document.body.classList.toggle("stale", stale);
+  map.render(stale);
+  lists.render();
+  alarms.render(player.recording ? null : state);
+  drawVitals(model);
   byId("engine").hidden = !model.simulated;
   byId("engine").textContent = model.simulated ? "simulated: no model runs, times are a cost model's" : "";
   if (model.model) byId("model-name").textContent = model.model;
-  const { cached, reused, perMinute } = model.vitals();
-  byId("vital-replicas").textContent = model.replicas.size ? count(model.replicas.size) : "–";
-  byId("vital-cached").textContent = model.replicas.size ? compact(cached) : "–";
-  byId("vital-rate").textContent = model.replicas.size ? count(perMinute) : "–";
-  byId("vital-reused").textContent = reused === null ? "–" : percent(reused);
+  for (const name of ["docs", "metrics"]) byId(`link-${name}`).hidden = !live.links.includes(name);
   drawState(model);
 }
 
@@ -107,10 +119,12 @@ function drawState(model) {
   const text = { refused: "not connected", busy: "not connected; trying again" }[name] ?? says;
   if (byId("connection-text").textContent !== text) byId("connection-text").textContent = text;
   byId("sessions").hidden = player.recording !== null;
-  byId("empty").hidden = model.replicas.size > 0;
+  byId("empty").hidden = model.replicas.size > 0 || model.lately().length > 0;
   const [lead, more] = EMPTY[name] ?? ["The map is not connected", name === "busy" ? `${says} The page tries again by itself.` : says];
   byId("empty-lead").textContent = lead;
   byId("empty-more").textContent = more;
+  byId("give-key").hidden = !(name === "refused" && state.needsKey);
+  byId("give-key").textContent = keyOf("map") ? "Give another key" : "Give a key";
 }
 
 const EMPTY = {
@@ -125,7 +139,7 @@ async function loadModels() {
   const note = byId("settings-note");
   try {
     const response = await ask("v1/models");
-    if (!response.ok) throw new Error(await problemOf(response));
+    if (!response.ok) throw new Error(response.status === 401 && !keyOf("chat") ? "an API key is needed" : await problemOf(response));
     const { data } = await response.json();
     byId("model").replaceChildren(...data.map(({ id }) => make("option", { value: id }, id)));
     byId("model-name").textContent = data[0]?.id ?? "";
@@ -162,7 +176,8 @@ function forget() {
   live.clear();
   why.clear();
   sessions.clear();
-  if (!player.recording) log.clear();
+  kept = [];
+  if (!player.recording) lists.clear();
   changed = true;
 }
 
@@ -177,6 +192,10 @@ function wireSettings() {
       connection.start();
     });
   }
+  byId("give-key").addEventListener("click", () => {
+    byId("settings").open = true;
+    byId(ownKey("map") ? "map-key" : "key").focus();
+  });
   byId("model").addEventListener("change", () => (byId("settings-note").textContent = byId("model").value));
   byId("system").addEventListener("input", () => describeSystem(byId("system").value));
   byId("sample").addEventListener("click", loadSample);
@@ -197,7 +216,8 @@ function wireRecording() {
     player.close();
     byId("sessions").hidden = false;
     sessions.look();
-    log.clear();
+    lists.clear();
+    for (const event of [...kept, ...live.decisions]) lists.add(event, { aloud: false });
     changed = true;
     byId("open-recording").focus();
   });
@@ -219,6 +239,7 @@ function wireRecording() {
 
 wireSettings();
 wireRecording();
+why.clear();
 loadModels();
 connection.start();
 requestAnimationFrame(draw);

@@ -1,12 +1,14 @@
 // The panel that says why: of a decision, a prefix, a replica or any other event. Text only.
 
 import { ask, problemOf } from "./api.js";
-import { byId, count, make, percent, plural, seconds } from "./dom.js";
+import { byId, capital, count, make, percent, plural, seconds } from "./dom.js";
 
 const STATES = {
   joining: "It is joining: nothing was heard of it yet.",
   leaving: "It is leaving: it gets no new request, and hands on what others lack.",
+  lost: "It was lost: it died, or the network to it did. What it held is gone with it.",
 };
+const HINT = "Choose a bar, a replica or a line of a list: what it is, and why it is so, stands here.";
 
 export class Why {
   constructor(cache, words) {
@@ -36,7 +38,7 @@ export class Why {
 
   clear() {
     this.asked += 1;
-    byId("why-body").replaceChildren();
+    byId("why-body").replaceChildren(make("p", { className: "note" }, HINT));
   }
 
   event(event) {
@@ -52,13 +54,13 @@ export class Why {
     this.show(
       cache.nameOf(node),
       [
-        `Replica ${replicaId} can reuse the first ${plural(reach, "token")} of every prompt that begins like this; ${count(node.tokens)}${part} are this part.`,
+        `${capital(cache.names.replica(replicaId))} can reuse the first ${plural(reach, "token")} of every prompt that begins like this; ${count(node.tokens)}${part} are this part.`,
         node.pinned ? "It is pinned: it was saved, and eviction passes it by." : null,
         node.kind === "public" ? "It is a registered public prompt, which all tenants share." : null,
       ],
       [
         ["tenant", node.kind === "public" ? "all (public)" : node.tenant],
-        ["held by", Object.keys(node.holders).join(", ")],
+        ["held by", Object.keys(node.holders).map((id) => cache.names.replica(id)).join(", ")],
         ["requests", count(node.requests)],
         ["found cached", node.requests ? `${count(node.hits)} (${percent(node.hits / node.requests)})` : null],
         ["last used", `${seconds(Math.max(0, cache.nowS - node.last_used_at_s))} ago`],
@@ -69,12 +71,15 @@ export class Why {
 
   replica(replica) {
     const { blocks_total: blocks } = replica;
-    const share = (part) => (blocks ? `${plural(part, "block")} (${percent(part / blocks)})` : null);
+    const { cache } = this;
+    const share = (part) => (blocks ? `${plural(part * cache.blockSize, "token")} (${percent(part / blocks)})` : null);
     const number = (value, word) => (value === undefined ? null : plural(value, word));
     this.show(
-      `Replica ${replica.replica}`,
+      capital(cache.names.replica(replica.replica)),
       [replica.full ? "It is full: it gets no request until one ends." : null, STATES[replica.state]],
       [
+        ["node", replica.node],
+        ["GPU", replica.gpu],
         ["engine", replica.simulated ? "simulated: no model runs, times are a cost model’s" : replica.engine],
         ["running", number(replica.running, "sequence")],
         ["waiting", number(replica.waiting, "sequence")],
@@ -83,8 +88,9 @@ export class Why {
         ["in use", share(replica.blocks_used)],
         ["cached", share(replica.blocks_reusable)],
         ["free", share(replica.blocks_free)],
-        ["pinned", replica.blocks_pinned ? plural(replica.blocks_pinned, "block") : null],
-        ...Object.entries(replica.tier_blocks ?? {}).map(([tier, held]) => [`in the ${tier} tier`, plural(held, "block")]),
+        ["pinned", replica.blocks_pinned ? plural(replica.blocks_pinned * cache.blockSize, "token") : null],
+        ...Object.entries(replica.tier_blocks ?? {}).map(([tier, held]) => [`in the ${tier} tier`, plural(held * cache.blockSize, "token")]),
+        ["id", replica.replica],
       ],
     );
   }
@@ -101,7 +107,7 @@ export class Why {
     let table;
     try {
       const response = await ask("v1/cache/explain", { which: "map", body: question });
-      table = response.ok ? explained(await response.json(), this.cache) : make("p", { className: "note" }, await problemOf(response));
+      table = response.ok ? explained(await response.json(), this.cache) : make("p", { className: "note" }, await problemOf(response, "map"));
     } catch {
       return; // what the decision said stands there already
     }
@@ -109,8 +115,8 @@ export class Why {
   }
 }
 
-/** The name that a replica has in events, which is a part of the router's id of it. */
-const nameIn = (cache, id) => [...cache.replicas.keys()].find((name) => id.endsWith(name)) ?? id;
+/** The name of a replica, whose id in events is a part of the router's id of it. */
+const nameIn = (cache, id) => cache.names.replica([...cache.replicas.keys()].find((name) => id.endsWith(name)) ?? id);
 
 function explained(document, cache) {
   const prompt = document.prompts[0];

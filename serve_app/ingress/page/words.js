@@ -1,6 +1,6 @@
-// Events in words: a line for the log, and heading, sentences and facts for whoever asks for more.
+// Events in words: a line for a list, and heading, sentences and facts for whoever asks for more.
 
-import { count, percent, plural, seconds } from "./dom.js";
+import { capital, count, percent, plural, seconds } from "./dom.js";
 
 const REASONS = {
   cached: "It held the longest part of the prompt, and the work queued there was worth the wait.",
@@ -14,64 +14,86 @@ const REASONS = {
   placement: "It comes first in the order of the prompt’s placement key, and was within its load bound.",
   fallback: "It had the least queued work.",
 };
-const STATES = { joining: "joins", serving: "serves", leaving: "is leaving: it gets no new request" };
-const WEIGHTY = new Set(["replica", "replica_left", "scale", "move", "reset"]);
-const MARKED = new Set(["replica_left", "move", "reset"]);
+const INCIDENTS = new Set(["joined", "replica_left", "move", "scale", "reset", "configuration", "ingresses_heard"]);
+const MARKED = new Set(["replica_left", "move", "reset", "configuration"]);
+
+/** Whether an event is kept in the list of incidents; the others are requests and what came of them. */
+export const isIncident = (event) => INCIDENTS.has(event.type);
 
 /** Whether an event belongs among the marks of a recording: replicas came or went, or everything was forgotten. */
 export const isMarked = (event) => MARKED.has(event.type) || (event.type === "scale" && event.from !== event.target);
 
+/** What an event is about: a later one with the same key says more of the same. */
+export function keyOf(event) {
+  if (event.type === "decision") return event.request;
+  const about = event.type === "move" ? (event.kind === "handover" ? "handover" : "joined") : event.type;
+  const once = ["joined", "handover", "replica_left"].includes(about);
+  return [about, event.replica ?? event.why ?? "", once ? "" : event.at_s].join(" ");
+}
+
 export class Words {
-  /** `cache`: the model whose replicas and prefixes are named. */
-  constructor(cache) {
+  /** `cache`: the model whose replicas and prefixes are named; `timeOf`: a moment as text. */
+  constructor(cache, timeOf) {
     this.cache = cache;
+    this.timeOf = timeOf;
   }
 
-  /** `{text, weighty}` for the log; null for an event that is none to read. */
+  /** A line for a list; null for an event that is none to read. */
   line(event) {
-    const text = SAYS[event.type]?.(event, this.cache);
-    return text ? { text, weighty: WEIGHTY.has(event.type) } : null;
+    return SAYS[event.type]?.(event, this.cache) ?? null;
   }
 
   heading(event) {
-    return event.type === "decision" ? `Why replica ${event.replica}` : (this.line(event)?.text ?? event.type);
+    return event.type === "decision" ? `Why ${this.cache.names.replica(event.replica)}` : (this.line(event) ?? event.type);
   }
 
   sentences(event) {
-    if (event.type === "decision") return [REASONS[event.reason], missed(event), pulled(event)];
-    return [event.why ?? EXPLAINS[event.type] ?? ""];
+    if (event.type === "decision") return [REASONS[event.reason], missed(event), pulled(event, this.cache)];
+    return [event.why ?? EXPLAINS[event.type]?.(event) ?? ""];
   }
 
   facts(event) {
-    return (FACTS[event.type] ?? (() => []))(event, this.cache);
+    const id = event.replica ? [["id of the replica", event.replica]] : [];
+    return [...(FACTS[event.type]?.(event, this.cache) ?? []), ["at", this.timeOf(event.at_s)], ...id];
   }
 }
 
+const Replica = (event, cache) => capital(cache.names.replica(event.replica));
+
 const SAYS = {
-  decision(event) {
+  decision(event, cache) {
     const share = event.prompt_tokens ? event.cached_tokens / event.prompt_tokens : 0;
     const whose = event.tenant && event.tenant !== "default" ? `${event.tenant}: ` : "";
-    return `${whose}${plural(event.prompt_tokens, "token")} to ${event.replica}, ${share ? `${percent(share)} reused` : "cold"}`;
+    return `${whose}${plural(event.prompt_tokens, "token")} to ${cache.names.replica(event.replica)}, ${share ? `${percent(share)} reused` : "cold"}`;
   },
-  replica: (event) => `Replica ${event.replica} ${STATES[event.state] ?? event.state}`,
-  replica_left: (event) => `Replica ${event.replica} is gone`,
-  evictions: (event, cache) => `${event.replica} evicted ${plural(event.blocks * cache.blockSize, "token")} for newer ones`,
-  pulls: (event) => `${event.replica} copied ${plural(event.tokens, "token")} from another replica in ${seconds(event.seconds)}`,
+  joined: (event, cache) => `${Replica(event, cache)} joined`,
+  replica_left: (event, cache) => `${Replica(event, cache)} ${event.lost ? "was lost" : "left"}`,
+  evictions: (event, cache) => `${Replica(event, cache)} evicted ${plural(event.blocks * cache.blockSize, "token")} for newer ones`,
+  pulls: (event, cache) => `${Replica(event, cache)} copied ${plural(event.tokens, "token")} from another replica in ${seconds(event.seconds)}`,
   move(event, cache) {
     const held = plural(event.blocks * cache.blockSize, "token");
-    if (event.kind === "handover") return `${event.replica} handed ${held} over before it left`;
-    return `${event.replica} joined warm, with ${held} of others`;
+    if (event.kind === "handover") return `${Replica(event, cache)} handed over ${event.blocks ? held : "nothing"} before it left`;
+    return `${Replica(event, cache)} joined ${event.blocks ? `warm: it copied ${held} of others` : "cold: it copied nothing"}`;
   },
   reset: (event) => `The caches were told to forget everything${event.complete ? "" : "; not all did"}`,
   scale: (event) => `The autoscaler goes from ${event.from} to ${plural(event.target, "replica")}`,
-  skipped: (event) => `${plural(event.decisions, "decision")} more than can be shown`,
+  configuration: (event) => (event.accepted ? "A user_config is in force that moves tenants" : "A user_config was refused"),
+  ingresses_heard({ ingresses_heard: heard, ingresses }) {
+    if (heard === null) return "The other ingresses do not answer";
+    return heard < ingresses ? `${heard} of ${ingresses} ingresses ${heard === 1 ? "answers" : "answer"}` : "All ingresses answer";
+  },
 };
 
 const EXPLAINS = {
-  evictions: "The pool was full: what was used least gave room. Pinned prefixes are passed by.",
-  pulls: "Copying the KV of a prefix costs less than computing it, where another replica holds it.",
-  move: "A replica that joins takes over what will be asked of it; one that leaves hands on what others lack.",
-  replica_left: "It ended, or it died; what it held is gone with it, unless it was handed over.",
+  evictions: () => "The pool was full: what was used least gave room. Pinned prefixes are passed by.",
+  pulls: () => "Copying the KV of a prefix costs less than computing it, where another replica holds it.",
+  move: () => "A replica that joins copies what will be asked of it; one that leaves hands on what others lack.",
+  joined: () => "It takes requests now.",
+  replica_left: (event) =>
+    event.lost
+      ? "It died, or the network to it did. What it held is gone with it; its requests went on at other replicas."
+      : "It was stopped, and ended its requests first. What it held is gone with it, unless it was handed over.",
+  ingresses_heard: () => "Requests of an ingress that does not answer are missing here.",
 };
 
 const tokens = (number) => (number === undefined || number === null ? null : plural(number, "token"));
@@ -89,9 +111,9 @@ const FACTS = {
     ["reason", event.reason],
     ["request", event.request],
   ],
-  replica: (event) => [["state", event.state]],
   pulls: (event) => [["outcomes", Object.entries(event.pulls ?? {}).map(([outcome, times]) => `${times} ${outcome}`).join(", ")], ["tokens", tokens(event.tokens)]],
   evictions: (event) => [["blocks", count(event.blocks)], ["over", time(event.seconds)]],
+  configuration: (event) => [["said by", event.processes ? `${event.processes} of the replicas and ingresses` : null]],
   move: (event) => [
     ["state", event.state],
     ["blocks", event.blocks],
@@ -110,6 +132,7 @@ function missed(event) {
   return more > 0 ? `Another replica held ${plural(more, "token")} more of it.` : "";
 }
 
-function pulled(event) {
-  return event.pull_from && event.pull_tokens ? `It was to copy the first ${plural(event.pull_tokens, "token")} from ${event.pull_from}.` : "";
+function pulled(event, cache) {
+  if (!event.pull_from || !event.pull_tokens) return "";
+  return `It was to copy the first ${plural(event.pull_tokens, "token")} from ${cache.names.replica(event.pull_from)}.`;
 }

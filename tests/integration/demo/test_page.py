@@ -10,8 +10,8 @@ from tests.integration.demo.conftest import KEYS, Served
 
 pytestmark = pytest.mark.integration
 
-SYSTEM_BARS = ".bar[aria-label^='acme’s system prompt'], .bar[aria-label^='system prompt']"
-"""Of acme, in a list of several tenants' and where there is none but acme."""
+SYSTEM_BARS = ".bar[aria-label^='“The harbour opens']"
+"""The prompt of the test, as the page that sent it calls it."""
 
 
 def test_the_page_shows_each_key_its_own_part(served: Served) -> None:
@@ -32,7 +32,7 @@ def test_the_page_shows_each_key_its_own_part(served: Served) -> None:
             return page
 
         page = opened(KEYS["acme"][0], KEYS["operator"][0])
-        page.get_by_text("System prompt").click()
+        page.locator("#system-fold summary").click()
         page.get_by_label("What comes before every question").fill("The harbour opens at dawn. " * 60)
         page.get_by_label("At most, tokens").fill("8")
         for number, question in enumerate(("When does it open?", "And when not?")):

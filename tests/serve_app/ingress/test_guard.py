@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve_app.config.tenants import TenantConfig
-from serve_app.errors import InvalidRequest, PermissionDenied, WarmpathError
+from serve_app.errors import InvalidRequest, Overloaded, PermissionDenied, RateLimited, WarmpathError
 from serve_app.fairness.rate_limits import TenantLimits
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.guard import RouteGuard, UnsupportedMediaType, refuse_foreign_page
@@ -29,17 +29,19 @@ def post(method: str = "POST", **headers: str | None) -> Request:
     return Request({"type": "http", "method": method, "path": "/", "headers": raw})
 
 
-def answered(guard: RouteGuard, request: Request, *, fails: bool = False) -> Response:
+def answered(
+    guard: RouteGuard, request: Request, *, fails: bool | WarmpathError = False, endpoint: str = "chat"
+) -> Response:
     """Return the answer of a route that looks up the tenant twice, and then fails or not."""
 
     async def work() -> Response:
         guard.tenant(request)
         guard.tenant(request)
         if fails:
-            raise InvalidRequest("no")
+            raise fails if isinstance(fails, WarmpathError) else InvalidRequest("no")
         return Response()
 
-    return asyncio.run(guard.answer(request, "chat", OPENAI, work))
+    return asyncio.run(guard.answer(request, endpoint, OPENAI, work))
 
 
 @pytest.mark.parametrize(
@@ -62,6 +64,22 @@ def test_a_request_is_authenticated_once(
     assert authenticate.call_count == 1
     found = {dict(labels)["tenant"]: value for name, labels, value in metrics.samples() if "requests_total" in name}
     assert found == {counted: 1.0}
+
+
+def test_errors_of_answers_are_in_the_figures_of_their_tenant() -> None:
+    """Only errors that are the server's own count; requests on other routes do not."""
+    metrics = IngressMetrics()
+    guard = RouteGuard(Tenants([ACME], b"s" * 32), metrics, Drain())
+    for error, endpoint in (
+        (RateLimited("later", retry_after_s=1.0), "chat"),
+        (Overloaded("later", retry_after_s=1.0), "messages"),
+        (InvalidRequest("no"), "chat"),
+        (RateLimited("later", retry_after_s=1.0), "cache_events"),
+    ):
+        answered(guard, post(authorization=f"Bearer {KEY}"), fails=error, endpoint=endpoint)
+    for name in (None, "acme"):
+        (bucket,) = metrics.figures.rings[name].values()
+        assert (bucket.refused, bucket.failed) == (1, 1)
 
 
 def test_answers_tell_a_tenant_its_own_remaining_limits() -> None:

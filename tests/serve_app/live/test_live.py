@@ -24,13 +24,14 @@ pytestmark = pytest.mark.anyio
 
 
 class Ingresses:
-    """Several ingresses in one process; ``calls``: how often their events were asked for."""
+    """Several ingresses in one process; ``calls``: how often their events were asked for; ``fails``: in vain."""
 
     def __init__(self, *names: str) -> None:
         self.core = RoutingCore("router", RouterSettings(block_size=BLOCK))
         self.core.update_replicas(["r1", "r2"])
         self.notices: dict[str, list[dict[str, Any]]] = {}
-        self.calls = 0
+        self.calls = self.failed = 0
+        self.fails = False
         self.dropped: list[int] = []
         self.by_name = {name: self._live(name) for name in names or ("i1",)}
         self.first = next(iter(self.by_name.values()))
@@ -39,6 +40,9 @@ class Ingresses:
         async def ingresses(method: str, *arguments: Any, timeout_s: float) -> list[Any]:
             assert method == "recent_events"
             self.calls += 1
+            if self.fails:
+                self.failed += 1
+                raise ConnectionError
             return [each.recent(*arguments) for each in self.by_name.values()] if len(self.by_name) > 1 else []
 
         table, count = PrefixTable(BLOCK, lambda: 2), self.dropped.append
@@ -88,7 +92,8 @@ async def test_an_operator_sees_replicas_prefixes_and_decisions() -> None:
         for state, blocks in (("used", 1.0), ("cached", 5.0), ("free", 2.0))
     )
     report = LoadReport(100, 3, 1, 8, 8, 1000.0)
-    core.apply("r1", [BlocksStored(chain_of("a", [1, 2, 3])), report, StatsReport(pool)])
+    place = ("warmpath_replica_info", (("pid", "7"), ("node", "berth-7"), ("gpu", "")), 1.0)
+    core.apply("r1", [BlocksStored(chain_of("a", [1, 2, 3])), report, StatsReport((*pool, place))])
     saved = SaveResult("saved")
     live.delivered(generation("a", [1, 2, 3, 4], 0, 2), decision(cached_tokens=12), FirstToken(12, save=saved), 0.5)
     watcher = await live.watch(None)
@@ -98,7 +103,8 @@ async def test_an_operator_sees_replicas_prefixes_and_decisions() -> None:
     assert first["replica"] == "r1"
     assert (first["blocks_total"], first["blocks_used"], first["blocks_reusable"]) == (8, 1, 5)
     assert (first["running"], first["queued_tokens"], first["state"]) == (3, 100, "serving")
-    assert second["state"] == "joining"
+    assert (second["state"], first["number"], second["number"]) == ("joining", 1, 2)
+    assert (first["node"], "gpu" in first) == ("berth-7", False)
     system, conversation = snapshot["prefixes"]
     assert (system["kind"], system["tokens"], system["pinned"], system["holders"]) == ("system", 8, True, {"r1": 8})
     assert conversation["parent"] == system["id"]
@@ -116,7 +122,8 @@ async def test_an_operator_sees_replicas_prefixes_and_decisions() -> None:
     more = await until(watcher, lambda event: event["type"] == "prefixes" and "r2" in str(event["nodes"]))
     assert more["nodes"][0]["holders"] == {"r1": 8, "r2": 8}
     core.update_replicas(["r2"])
-    assert (await until(watcher, "replica_left"))["replica"] == "r1"
+    left = await until(watcher, "replica_left")
+    assert (left["replica"], left["number"], left["lost"]) == ("r1", 1, True)
     live.reset(complete=True)
     assert (await until(watcher, "reset"))["complete"]
     await until(watcher, lambda event: event["type"] == "prefixes" and not event["nodes"][0]["pinned"])
@@ -168,8 +175,8 @@ async def test_a_tenant_sees_its_own_part() -> None:
     assert [row["tenant"] for row in snapshot["totals"]] == ["b"]
     assert {(row.tenant, row.requests) for row in snapshot["prefixes"]} == {(None, 1), ("b", 1)}
     assert [(row.label, row.requests) for row in everything["prefixes"] if row.kind == "public"] == [("p@1", 2)]
-    assert all(row.keys() == {"replica", "state", "engine", "simulated"} for row in snapshot["replicas"])
-    assert not {"moves", "scale"} & snapshot.keys()
+    assert all(row.keys() == {"replica", "number", "state", "engine", "simulated"} for row in snapshot["replicas"])
+    assert not {"moves", "scale", "configuration", "ingresses_heard"} & snapshot.keys()
 
 
 async def test_several_ingresses_are_seen_from_one() -> None:

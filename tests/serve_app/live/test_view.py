@@ -6,12 +6,14 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serve_app.live.figures import Figures
 from serve_app.live.nodes import node_rows
 from serve_app.live.view import Facts, Occurrence, View, difference, picture_of, visible
 from serve_app.live.watcher import Watcher
 from tests.serve_app.live.traffic import USES, Uses, filled
 
 TENANTS = ["a", "b"]
+AT_S = 1_790_000_000
 
 
 class Moment(NamedTuple):
@@ -30,16 +32,27 @@ MOMENTS = st.builds(Moment, USES, st.sets(st.sampled_from(["r1", "r2", "r3"])), 
 def facts_of(moment: Moment) -> Facts:
     tables = [filled([use for use in moment.uses if use.at_s % 2 == which]) for which in (0, 1)]
     about = {"engine": "simulated", "simulated": True, "state": "serving", "report_age_s": 0.1}
+    figures = [Figures(lambda: float(AT_S)), Figures(lambda: float(AT_S))]
+    for use in moment.uses:
+        figures[use.at_s % 2].answered(use.tenant, 0.1 * (1 + use.at_s % 3))
+    scale = [] if moment.target is None else [{"target": moment.target, "at_s": 1.0}]
+    refused = [{"name": f"Replica {at}", "accepted": False, "why": "rps", "at_s": 2.0} for at in range(moment.running)]
     return Facts(
         {"model": "m"},
-        {name: {"replica": name, "running": moment.running, **about} for name in moment.replicas},
+        {
+            name: {"replica": name, "number": int(name[1]), "running": moment.running, **about}
+            for name in moment.replicas
+        },
         [node_rows(table, lambda chain: {"r1": len(chain) // 2}) for table in tables],
         [
             {tenant: (room.requests, room.prompt_tokens, room.cached_tokens) for tenant, room in table.rooms.items()}
             for table in tables
         ],
-        (),
-        None if moment.target is None else {"target": moment.target, "at_s": 1.0},
+        [each.rings for each in figures],
+        {"autoscaling": scale, "configuration": refused},
+        [{"type": "reset"}, {"type": "replica_left", "replica": "r0"}],
+        moment.running,
+        AT_S,
     )
 
 
@@ -49,7 +62,8 @@ def applied(shown: dict[str, Any], events: list[dict[str, Any]]) -> dict[str, An
         "replica": {row["replica"]: row for row in shown["replicas"]},
         "prefixes": {row["id"]: row for row in shown["prefixes"]},
         "totals": shown["totals"],
-        "scale": shown.get("scale"),
+        "figures": {row["at_s"]: row for row in shown["figures"]},
+        **{field: shown.get(field) for field in ("scale", "configuration", "ingresses_heard")},
     }
     for event in events:
         kind, body = event["type"], {key: value for key, value in event.items() if key not in ("type", "at_s")}
@@ -66,8 +80,11 @@ def applied(shown: dict[str, Any], events: list[dict[str, Any]]) -> dict[str, An
                 }
             case "totals":
                 picture[kind] = event["totals"]
+                picture["figures"] |= {row["at_s"]: row for row in event["figures"]}
             case "scale":
                 picture[kind] = {**body, "at_s": event["at_s"]}
+            case "configuration" | "ingresses_heard":
+                picture[kind] = event[kind]
     return picture
 
 
@@ -82,8 +99,10 @@ def test_a_snapshot_and_what_follows_is_the_later_snapshot(course: list[Facts], 
     events = [msgspec.json.decode(event.payload) for event in watcher._queue]
     last = applied(msgspec.json.decode(msgspec.json.encode(View(viewer, course[-1]).snapshot(1.0))), [])
     seen = applied(first, events)
-    if viewer is None and course[-1].scale is None:  # a decision that has gone from the board was made all the same
-        seen["scale"] = last["scale"] = None
+    if last["scale"] is None:  # a decision that has gone from the board was made all the same
+        seen["scale"] = None
+    figures = seen.pop("figures")
+    assert figures == figures | last.pop("figures")  # those that are too old are told no more
     assert seen == last
 
 

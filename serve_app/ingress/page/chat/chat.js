@@ -1,10 +1,12 @@
 // The conversation: what is asked, what streams back, and under each answer what of its prompt was reused.
 
-import { ask, eventsOf, problemOf } from "../api.js";
-import { byId, count, make } from "../dom.js";
+import { byId, count } from "../dom.js";
+import { Reading } from "./reading.js";
 import { Reuse } from "./reuse.js";
+import { countTokens, streamed } from "./stream.js";
+import { Turn } from "./turn.js";
 
-const MAX_TURNS = 200;
+const MAX_REQUESTS = 200;
 const FOLLOWS_PX = 60;
 
 export class Chat {
@@ -13,9 +15,11 @@ export class Chat {
     this.cache = cache;
     this.explain = explain;
     this.messages = [];
-    this.answers = new Map();
+    this.requests = new Map();
     this.running = null;
+    this.last = null;
     this.measured = { tokensPerS: 0 };
+    this.read = { system: "", tokens: 0 };
     byId("composer").addEventListener("submit", (event) => {
       event.preventDefault();
       this.send();
@@ -33,15 +37,25 @@ export class Chat {
     byId("new-chat").addEventListener("click", () => this.clear());
   }
 
-  /** An event about a request of this page adds to what stands under its answer. */
+  /** Whether a decision is about a request of this page. */
+  owns(event) {
+    return event.type === "decision" && this.requests.has(answerOf(event));
+  }
+
+  /** The decision about a request of this page adds to what stands under its answer, and says where its prompt lies. */
   told(event) {
-    if (event.type === "decision") this.answers.get(event.request.split(".")[0])?.told(event);
+    if (!this.owns(event)) return;
+    const { reuse, system, question } = this.requests.get(answerOf(event));
+    this.cache.sent(event, system, question);
+    reuse.told(event);
   }
 
   clear() {
     this.stop();
     this.messages = [];
-    this.answers.clear();
+    this.requests.clear();
+    this.last = null;
+    this.read = { system: "", tokens: 0 };
     byId("turns").replaceChildren();
     byId("welcome").hidden = false;
     byId("say").focus();
@@ -51,15 +65,8 @@ export class Chat {
     this.running?.abort();
   }
 
-  async send() {
-    const text = byId("say").value.trim();
-    if (!text || this.running) return;
-    byId("welcome").hidden = true;
-    byId("say").value = "";
-    this.turn("user", text);
-    this.messages.push({ role: "user", content: text });
-    const system = byId("system").value.trim();
-    const body = {
+  body(system) {
+    return {
       model: byId("model").value,
       messages: [...(system ? [{ role: "system", content: system }] : []), ...this.messages],
       max_tokens: Math.max(1, Number(byId("max-tokens").value) || 1),
@@ -67,64 +74,95 @@ export class Chat {
       stream: true,
       stream_options: { include_usage: true },
     };
-    await this.answer(body);
   }
 
-  async answer(body) {
-    const { turn, said } = this.turn("assistant", "");
+  async send() {
+    const text = byId("say").value.trim();
+    if (!text || this.running) return;
+    byId("welcome").hidden = true;
+    byId("say").value = "";
+    this.last?.close();
+    new Turn("user", text);
+    this.messages.push({ role: "user", content: text });
+    const system = byId("system").value.trim();
+    const turn = (this.last = new Turn("assistant", ""));
+    this.toEnd();
+    await this.answer(turn, this.body(system), system);
+    if (turn !== this.last) return; // a new conversation
+    // What was shown is what the model is told it said; of nothing nothing remains.
+    if (turn.text) this.messages.push({ role: "assistant", content: turn.text });
+    else this.messages.pop();
+  }
+
+  /** Have an answer that was cut go on where it ended. */
+  async goOn(system) {
+    const turn = this.last;
+    if (this.running || this.messages.at(-1)?.role !== "assistant") return;
+    turn.uncut();
+    await this.answer(turn, { ...this.body(system), continue_final_message: true, add_generation_prompt: false }, system);
+    if (turn === this.last) this.messages.at(-1).content = turn.text;
+  }
+
+  async answer(turn, body, system) {
     const reuse = new Reuse(this.cache, this.measured, () => this.explain(body, reuse.decision));
-    turn.classList.add("running");
-    turn.setAttribute("aria-busy", "true");
-    this.running = new AbortController();
+    const reading = this.reading(body, system);
+    let cut = false;
+    const told = {
+      sent: () => reuse.sent(),
+      warning: (text) => reuse.warning(text),
+      began: (id) => reuse.began() && this.remember(id, reuse, system),
+      used: (usage) => {
+        reuse.used(usage);
+        turn.tokens += usage.completion_tokens ?? body.max_tokens;
+        this.read = { system, tokens: (usage.prompt_tokens ?? 0) + (usage.completion_tokens ?? 0) };
+      },
+      ended: (reason) => (cut = reason === "length"),
+    };
+    turn.running(true);
+    turn.element.append(reading.element);
+    const running = (this.running = new AbortController());
     this.buttons();
-    let text = "";
     try {
-      for await (const piece of streamed(body, this.running.signal, reuse, (id) => this.remember(id, reuse))) {
+      for await (const piece of streamed(body, running.signal, told)) {
+        reading.end();
         const follows = this.follows();
-        text += piece;
-        said.append(piece);
+        turn.add(piece);
         if (follows) this.toEnd();
       }
-      byId("spoken").textContent = `The answer: ${text.slice(0, 1000)}. ${reuse.sentence()}`;
+      byId("spoken").textContent = `The answer: ${turn.text.slice(0, 1000)}. ${reuse.sentence()}${cut ? " It was cut." : ""}`;
     } catch (error) {
-      if (this.running.signal.aborted) reuse.stopped();
-      else this.failed(turn, error);
+      if (running.signal.aborted) reuse.stopped();
+      else turn.failed(error instanceof TypeError ? "The server cannot be reached." : error.message);
     } finally {
+      reading.end();
+      turn.thought();
+      turn.running(false);
       this.running = null;
-      turn.classList.remove("running");
-      turn.removeAttribute("aria-busy");
       this.buttons();
     }
-    // What was shown is what the model is told it said; of nothing nothing remains.
-    if (text) this.messages.push({ role: "assistant", content: text });
-    else this.messages.pop();
     const follows = this.follows();
-    turn.append(reuse.element);
+    if (cut) turn.cut(turn.tokens || body.max_tokens, () => this.goOn(system));
+    turn.under(reuse.element);
     if (follows) this.toEnd();
   }
 
-  failed(turn, error) {
-    turn.classList.add("failed");
-    const message = error instanceof TypeError ? "The server cannot be reached." : error.message;
-    turn.append(make("p", { className: "trouble", role: "alert" }, message));
-  }
-
-  turn(role, text) {
-    const said = make("p", { className: "said" }, text);
-    const who = make("span", { className: "unseen" }, role === "user" ? "You said: " : "The model answered: ");
-    const turn = make("li", { className: `turn ${role}` }, who, said);
-    byId("turns").append(turn);
-    while (byId("turns").childElementCount > MAX_TURNS) byId("turns").firstElementChild.remove();
-    this.toEnd();
-    return { turn, said };
+  reading(body, system) {
+    const rates = [...this.cache.replicas.values()].map((replica) => replica.prefill_tokens_per_s ?? 0);
+    return new Reading({
+      characters: body.messages.reduce((sum, { content }) => sum + content.length, 0),
+      known: this.read.system === system ? this.read.tokens : 0,
+      rate: this.measured.tokensPerS || Math.max(0, ...rates),
+      ask: () => countTokens(body, this.running?.signal),
+      say: (text) => (byId("spoken").textContent = text),
+    });
   }
 
   /** Events name a request by its answer's id; the decision of a fast one may have come before the answer. */
-  remember(id, reuse) {
-    this.answers.set(id, reuse);
-    const seen = this.cache.decisions.find((decision) => decision.request.split(".")[0] === id);
-    if (seen) reuse.told(seen);
-    if (this.answers.size > MAX_TURNS) this.answers.delete(this.answers.keys().next().value);
+  remember(id, reuse, system) {
+    this.requests.set(id, { reuse, system, question: this.messages[0]?.content ?? "" });
+    const seen = this.cache.decisions.find((decision) => answerOf(decision) === id);
+    if (seen) this.told(seen);
+    if (this.requests.size > MAX_REQUESTS) this.requests.delete(this.requests.keys().next().value);
   }
 
   follows() {
@@ -144,30 +182,10 @@ export class Chat {
   }
 }
 
-/** Yield the text of a streamed answer; `reuse` learns its times and usage, `named` its id. Throws what went wrong, as a sentence. */
-async function* streamed(body, signal, reuse, named) {
-  reuse.sent();
-  const response = await ask("v1/chat/completions", { body, signal });
-  if (!response.ok) throw new Error(await problemOf(response));
-  reuse.warning(response.headers.get("x-warmpath-warning"));
-  let ended = false;
-  for await (const data of eventsOf(response)) {
-    if (data === "[DONE]") {
-      ended = true;
-      break;
-    }
-    const chunk = JSON.parse(data);
-    if (chunk.error) throw new Error(chunk.error.message);
-    if (reuse.began()) named(String(chunk.id).replace("chatcmpl-", ""));
-    if (chunk.usage) reuse.used(chunk.usage);
-    const text = chunk.choices?.[0]?.delta?.content;
-    if (text) yield text;
-  }
-  if (!ended) throw new Error("The answer broke off.");
-}
+/** The id of the answer that a decision is about: events name each of its choices. */
+const answerOf = (decision) => String(decision.request).split(".")[0];
 
 /** Say in the settings' headings what is chosen there. */
 export function describeSystem(text) {
   byId("system-note").textContent = text ? `${count(text.length)} characters` : "none";
 }
-

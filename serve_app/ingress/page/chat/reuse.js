@@ -97,8 +97,9 @@ export class Reuse {
       line.append(this.cache.simulated ? "; simulated" : "");
     }
     if (this.decision || this.usage) {
-      line.append(line.childNodes.length ? " · " : "", this.decision ? "replica " : "");
-      line.append(make("button", { type: "button", onclick: this.why, title: "Why this replica" }, this.decision?.replica ?? "why"));
+      const name = this.decision ? this.cache.names.replica(this.decision.replica) : "why";
+      line.append(line.childNodes.length ? " · " : "");
+      line.append(make("button", { type: "button", onclick: this.why, title: `Why this replica? ${this.decision?.replica ?? ""}` }, name));
     }
     if (this.wasStopped) line.append(line.childNodes.length ? " · " : "", "stopped");
     return line.childNodes.length ? line : null;

@@ -1,11 +1,20 @@
 // What the replicas hold and what was decided, as the events of /v1/cache/events tell it; docs/reference/api.md has their fields.
 // Knows no element of the page. `apply` is the only way in which it changes.
 
+import { Names } from "./names.js";
+
 const MAX_REPLICAS = 256;
 const MAX_NODES = 1024;
 const MAX_DECISIONS = 1500;
+const MAX_FIGURES = 90;
+const BUCKET_S = 10;
+const MINUTE_BUCKETS = 6;
 const WINDOW_S = 60;
-const KINDS = { public: "public prompt", system: "system prompt", conversation: "conversation" };
+const LOST_SHOWN_S = 60;
+const QUIET_S = 3;
+
+/** Whether a replica that should report once a second does not. */
+export const isQuiet = ({ state, report_age_s: age }) => state === "serving" && age > QUIET_S;
 
 export class Cache {
   constructor() {
@@ -14,21 +23,33 @@ export class Cache {
     this.clear();
   }
 
+  /** Forget all, names too. */
   clear() {
+    this.names = new Names();
+    this.begin();
+  }
+
+  begin() {
     this.model = "";
     this.simulated = false;
     this.seesAll = false;
     this.blockSize = 16;
+    this.links = [];
     this.replicas = new Map();
+    this.lost = new Map();
     this.nodes = new Map();
     this.totals = [];
+    this.figures = new Map();
+    this.minute = null;
     this.decisions = [];
+    this.configuration = [];
+    this.ingresses = { all: 1, heard: 1 };
     this.memo = null;
   }
 
   /** A copy that later events leave alone. */
   copy() {
-    return Object.assign(new Cache(), structuredClone({ ...this, memo: null }));
+    return Object.assign(new Cache(), structuredClone({ ...this, memo: null, names: null }), { names: this.names.copy() });
   }
 
   /** Take an event in. Returns what of it is worth telling: events, of a replica only what changed. */
@@ -74,7 +95,7 @@ export class Cache {
     if (this.memo?.changes === this.changes) return this.memo;
     const nodes = [...this.nodes.values()];
     const tenants = new Set(nodes.filter((node) => node.kind !== "public").map((node) => node.tenant));
-    this.memo = { changes: this.changes, tenants, groups: [] };
+    this.memo = { changes: this.changes, tenants, groups: [], words: this.names.words(this.nodes) };
     const tokens = new Map();
     for (const node of nodes) {
       const held = Object.values(node.holders).reduce((sum, part) => sum + part, 0);
@@ -86,16 +107,27 @@ export class Cache {
   }
 
   nameOf(node) {
-    if (node.label) return node.label;
-    const whose = node.tenant !== null && this.summary().tenants.size > 1 ? `${node.tenant}’s ` : "";
-    return `${whose}${KINDS[node.kind] ?? "prefix"} ${node.id.slice(0, 4)}`;
+    return node.label || this.summary().words.get(node.id) || this.names.node(node);
   }
 
   /** What fits into a bar. */
   labelOf(node) {
-    if (node.label) return node.label;
+    const { words, tenants } = this.summary();
+    if (node.label || words.has(node.id)) return node.label || words.get(node.id);
     if (node.kind === "conversation") return "";
-    return this.summary().tenants.size > 1 ? (node.tenant ?? "") : (KINDS[node.kind] ?? "");
+    return node.tenant && tenants.size > 1 ? node.tenant : this.nameOf(node);
+  }
+
+  /** What this page has sent, as the decision about it tells where that lies. */
+  sent(decision, system, question) {
+    if (!decision.node) return;
+    this.names.sent(decision.node, system, question);
+    this.changes += 1;
+  }
+
+  /** Replicas that died within the last minute. */
+  lately() {
+    return [...this.lost.values()].filter(({ at_s: atS }) => atS > this.nowS - LOST_SHOWN_S && atS <= this.nowS);
   }
 
   /** Tokens that a replica has cached: all where it tells its blocks, else those of the prefixes that are seen. */
@@ -104,19 +136,56 @@ export class Cache {
     return this.tree(replica.replica).reduce((sum, node) => sum + node.tokens, 0);
   }
 
-  /** Figures of now: tokens cached; of the last minute's prompts, or of all where none came, the share that was reused. */
+  /** Tokens that a replica's pool can hold, null where it does not tell. */
+  capacityOf(replica) {
+    return replica.blocks_total === undefined ? null : replica.blocks_total * this.blockSize;
+  }
+
+  /** Tokens cached; and the share of the last minute's prompts that was reused, or of all since the start where none came. */
   vitals() {
     let recent = this.decisions.filter((decision) => decision.at_s > this.nowS - WINDOW_S);
-    const perMinute = recent.length;
-    if (!perMinute) recent = this.totals;
+    const lately = recent.length > 0;
+    if (!lately) recent = this.totals;
     const sum = (field) => recent.reduce((total, one) => total + (one[field] ?? 0), 0);
     let cached = 0;
     for (const replica of this.replicas.values()) cached += this.tokensOf(replica);
-    return { cached, perMinute, reused: sum("prompt_tokens") ? sum("cached_tokens") / sum("prompt_tokens") : null };
+    return { cached, lately, reused: sum("prompt_tokens") ? sum("cached_tokens") / sum("prompt_tokens") : null };
   }
 
-  keepReplica(told) {
-    if (this.replicas.has(told.replica) || this.replicas.size < MAX_REPLICAS) this.replicas.set(told.replica, told);
+  /** What was answered, refused (429) and failed (5xx) in the last minute, and over how many seconds that is. */
+  lastMinute() {
+    const firstS = Math.floor(this.nowS / BUCKET_S) * BUCKET_S - (MINUTE_BUCKETS - 1) * BUCKET_S;
+    const recent = [...this.figures.values()].filter(({ at_s: atS }) => atS >= firstS && atS <= this.nowS);
+    const sum = (field) => recent.reduce((total, row) => total + row[field], 0);
+    return { requests: sum("requests"), refused: sum("refused"), failed: sum("failed"), overS: Math.max(1, this.nowS - firstS) };
+  }
+
+  /** `atS`: when it was told, so that a report's age is a moment. */
+  keepReplica(told, atS) {
+    if (!this.replicas.has(told.replica) && this.replicas.size >= MAX_REPLICAS) return;
+    const age = told.report_age_s ?? null;
+    const heardS = age === null ? null : atS - age;
+    this.replicas.set(told.replica, { ...told, reported_at_s: heardS, lost_at_s: told.state === "lost" ? (heardS ?? atS) : null });
+    this.lost.delete(told.replica);
+    this.names.learnReplica(told.replica, told.number);
+  }
+
+  /** A replica is gone; `told`: its event. */
+  dropReplica(told) {
+    const before = this.replicas.get(told.replica);
+    const lost = told.lost ?? (before !== undefined && before.state !== "leaving");
+    const sinceS = told.at_s - (lost ? (told.report_age_s ?? 0) : 0);
+    this.names.learnReplica(told.replica, told.number);
+    if (lost) this.lost.set(told.replica, { ...before, ...told, state: "lost", lost_at_s: sinceS });
+    if (this.lost.size > MAX_REPLICAS) this.lost.delete(this.lost.keys().next().value);
+    this.replicas.delete(told.replica);
+    return { ...told, lost, at_s: sinceS };
+  }
+
+  keepFigures({ figures, minute }) {
+    for (const row of rows(figures)) this.figures.set(row.at_s, row);
+    while (this.figures.size > MAX_FIGURES) this.figures.delete(this.figures.keys().next().value);
+    if (minute) this.minute = minute;
   }
 
   /** Throws TypeError for what is no node: a recording may hold anything. */
@@ -143,29 +212,47 @@ function rows(value) {
   return [...(value ?? [])];
 }
 
+const moved = (scale) => scale && scale.from !== scale.target;
+
+/** The sentences about a configuration as events, one each. */
+const refusals = (list, { at_s }) => list.map((row) => ({ at_s, ...row, type: "configuration" }));
+
 /** By an event's type, whatever words it is; what a later server says more is passed over. */
 const HANDLERS = {
   __proto__: null,
+  /** Tells again what happened before; who keeps a list of it knows what is in there. */
   snapshot(cache, event) {
-    cache.clear();
+    cache.begin();
     cache.model = event.model ?? "";
     cache.simulated = Boolean(event.simulated);
     cache.seesAll = event.viewer === "operator";
     cache.blockSize = event.block_size ?? cache.blockSize;
-    for (const replica of rows(event.replicas)) cache.keepReplica(replica);
+    cache.links = [...(event.links ?? [])];
+    cache.ingresses = { all: event.ingresses ?? 1, heard: event.ingresses_heard ?? (event.ingresses_heard === null ? null : (event.ingresses ?? 1)) };
+    const before = rows(event.incidents);
+    const gone = before.filter(({ type }) => type === "replica_left").map((left) => cache.dropReplica(left));
+    for (const replica of rows(event.replicas)) cache.keepReplica(replica, event.at_s);
     cache.keepNodes(rows(event.prefixes));
     cache.totals = rows(event.totals);
+    cache.keepFigures(event);
     for (const decision of rows(event.decisions)) cache.keepDecision(decision);
+    cache.configuration = refusals(rows(event.configuration), event);
+    const moves = rows(event.moves).map((move) => ({ type: "move", ...move }));
+    const scale = moved(event.scale) ? [{ type: "scale", ...event.scale }] : [];
+    const rest = before.filter(({ type }) => type !== "replica_left");
+    return [...gone, ...rest, ...moves, ...scale, ...cache.configuration, ...cache.decisions].sort((one, other) => one.at_s - other.at_s);
   },
   replica(cache, event) {
-    const before = cache.replicas.get(event.replica)?.state;
-    cache.keepReplica(event);
-    return event.state === before ? [] : [event];
+    const before = cache.replicas.get(event.replica)?.state ?? "joining";
+    cache.keepReplica(event, event.at_s);
+    const { replica, state } = event;
+    if (state === "lost" && before !== "lost") return [{ type: "replica_left", replica, lost: true, at_s: cache.replicas.get(replica).lost_at_s }];
+    return state === "serving" && before === "joining" ? [{ type: "joined", at_s: event.at_s, replica }] : [];
   },
   replica_left(cache, event) {
-    cache.replicas.delete(event.replica);
+    const told = cache.dropReplica(event);
     for (const node of cache.nodes.values()) delete node.holders[event.replica];
-    return [event];
+    return [told];
   },
   prefixes(cache, event) {
     cache.keepNodes(event.nodes);
@@ -175,6 +262,16 @@ const HANDLERS = {
   },
   totals(cache, event) {
     cache.totals = rows(event.totals);
+    cache.keepFigures(event);
+  },
+  configuration(cache, event) {
+    const known = new Set(cache.configuration.map(({ why }) => why));
+    cache.configuration = refusals(rows(event.configuration), event);
+    return cache.configuration.filter(({ why }) => !known.has(why));
+  },
+  ingresses_heard(cache, event) {
+    cache.ingresses.heard = event.ingresses_heard;
+    return [{ ...event, ingresses: cache.ingresses.all }];
   },
   decision(cache, event) {
     cache.keepDecision(event);
@@ -184,6 +281,5 @@ const HANDLERS = {
   pulls: (_, event) => [event],
   move: (_, event) => [event],
   reset: (_, event) => [event],
-  scale: (_, event) => (event.from === event.target ? [] : [event]),
-  skipped: (_, event) => [event],
+  scale: (_, event) => (moved(event) ? [event] : []),
 };

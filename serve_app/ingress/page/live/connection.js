@@ -3,49 +3,77 @@
 import { ask, eventsOf, problemOf } from "../api.js";
 
 const FIRST_WAIT_MS = 500;
-const LONGEST_WAIT_MS = 15_000;
+const LONGEST_WAIT_MS = 5000;
+const LOOK_EVERY_MS = 250;
+/** The server sends something at least once a second: after so long a silence it counts as lost, later it is asked anew. */
+const LOST_MS = 2600;
+const GIVEN_UP_MS = 10_000;
 
 export class Connection {
-  /** `received(event)`; `changed(state, sentence)`: state is connecting, live, lost, busy (a server that says why not now) or refused. */
+  /**
+   * `received(event)`; `changed({name, says, sinceS, needsKey})`: name is connecting, live, lost, busy (a server that says
+   * why not now) or refused, `sinceS` when the last byte came.
+   */
   constructor(received, changed) {
     this.received = received;
     this.changed = changed;
     this.stopping = null;
+    this.attempt = null;
+    this.heardS = 0;
+    this.name = "";
+    setInterval(() => this.look(), LOOK_EVERY_MS);
   }
 
   /** Begin, or begin anew with another key. */
   start() {
-    this.stop();
+    this.stopping?.abort();
     this.stopping = new AbortController();
     this.run(this.stopping.signal);
   }
 
-  stop() {
-    this.stopping?.abort();
+  tell(name, says, needsKey = false) {
+    this.name = name;
+    this.changed({ name, says, sinceS: this.heardS, needsKey });
+  }
+
+  /** Bytes came: a stream that was only slow goes on where it was. */
+  heard() {
+    this.heardS = Date.now() / 1000;
+    if (this.name === "lost" && this.attempt?.live) this.tell("live", "live");
+  }
+
+  look() {
+    const silentMs = Date.now() - 1000 * this.heardS;
+    if (!this.attempt?.live) return;
+    if (this.name === "live" && silentMs > LOST_MS) this.tell("lost", "no word from the server");
+    if (silentMs > GIVEN_UP_MS) this.attempt.abort.abort();
   }
 
   async run(signal) {
     let waitMs = FIRST_WAIT_MS;
-    this.changed("connecting", "connecting");
+    this.tell("connecting", "connecting");
     while (!signal.aborted) {
       let problem = ["lost", "connection lost; trying again"];
+      const attempt = (this.attempt = { live: false, abort: new AbortController() });
+      signal.addEventListener("abort", () => attempt.abort.abort(), { once: true });
       try {
-        const response = await ask("v1/cache/events", { which: "map", signal });
+        const response = await ask("v1/cache/events", { which: "map", signal: attempt.abort.signal });
         if ([401, 403, 404].includes(response.status)) {
-          this.changed("refused", await problemOf(response));
+          this.tell("refused", await problemOf(response, "map"), response.status === 401);
           return;
         }
         if (!response.ok) {
-          problem = ["busy", await problemOf(response)];
+          problem = ["busy", await problemOf(response, "map")];
           waitMs = Math.max(waitMs, 1000 * Math.min(Number(response.headers.get("retry-after")) || 0, 60));
           throw new Error(problem[1]);
         }
-        for await (const data of eventsOf(response)) {
+        for await (const data of eventsOf(response, () => this.heard())) {
           if (signal.aborted) return;
           const event = JSON.parse(data);
           if (event.type === "snapshot") {
             waitMs = FIRST_WAIT_MS;
-            this.changed("live", "live");
+            attempt.live = true;
+            this.tell("live", "live");
           }
           this.received(event);
         }
@@ -54,7 +82,8 @@ export class Connection {
         console.info("events:", error.message);
       }
       if (signal.aborted) return;
-      this.changed(...problem);
+      attempt.live = false;
+      this.tell(...problem);
       await new Promise((resolve) => setTimeout(resolve, waitMs * (0.75 + Math.random() / 2)));
       waitMs = Math.min(LONGEST_WAIT_MS, waitMs * 2);
     }

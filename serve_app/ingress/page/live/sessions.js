@@ -14,7 +14,9 @@ const STATES = {
 };
 
 export class Sessions {
-  constructor() {
+  /** `cache`: the live model, which names replicas. */
+  constructor(cache) {
+    this.cache = cache;
     this.asked = 0;
     this.timer = 0;
     byId("sessions").addEventListener("toggle", () => this.look());
@@ -37,7 +39,7 @@ export class Sessions {
     try {
       const response = await ask("v1/cache/sessions", { which: "map" });
       if (response.status === 404) throw new Error("This server knows of no sessions.");
-      if (!response.ok) throw new Error(await problemOf(response));
+      if (!response.ok) throw new Error(await problemOf(response, "map"));
       sessions = (await response.json()).sessions;
       note = summary(sessions);
     } catch (error) {
@@ -51,11 +53,11 @@ export class Sessions {
 
   show(sessions, note) {
     byId("sessions-note").textContent = note;
-    byId("sessions-rows").replaceChildren(...sessions.map(row));
+    byId("sessions-rows").replaceChildren(...sessions.map((session) => row(session, this.cache.names)));
   }
 }
 
-function row(session) {
+function row(session, names) {
   const shared = session.tokens - session.own_tokens;
   const cells = [
     session.session || "not named",
@@ -63,9 +65,9 @@ function row(session) {
     STATES[session.state]?.(session) ?? session.state,
     shared > 0 ? `${count(session.tokens)}, ${count(shared)} of them shared` : count(session.tokens),
     count(session.turns),
-    session.replica,
+    names.replica(session.replica),
   ];
-  return make("tr", { className: session.state }, ...cells.map((text) => make("td", {}, text)));
+  return make("tr", { className: session.state, title: session.replica }, ...cells.map((text) => make("td", {}, text)));
 }
 
 function summary(sessions) {

@@ -1,6 +1,7 @@
 // Curves from one replica to another: KV that is pulled. With reduced motion there are none.
 
-const SVG = "http://www.w3.org/2000/svg";
+import { drawn } from "../dom.js";
+
 const STAYS_MS = 1600;
 const MAX_ARCS = 24;
 const NAME_PX = 22;
@@ -15,10 +16,8 @@ export function arc(svg, from, to) {
     return { x: left - box.left + width / 2, y: top - box.top + NAME_PX };
   });
   const lift = one.y === other.y ? -Math.max(40, Math.abs(one.x - other.x) * 0.2) : 0;
-  const path = document.createElementNS(SVG, "path");
-  path.setAttribute("d", `M${one.x},${one.y} C${one.x},${one.y - lift} ${other.x},${other.y - lift} ${other.x},${other.y}`);
-  path.setAttribute("pathLength", "1");
-  path.setAttribute("class", "arc");
+  const d = `M${one.x},${one.y} C${one.x},${one.y - lift} ${other.x},${other.y - lift} ${other.x},${other.y}`;
+  const path = drawn("path", { d, pathLength: "1", class: "arc" });
   svg.append(path);
   setTimeout(() => path.remove(), STAYS_MS);
 }

@@ -1,6 +1,7 @@
 // The map: a card a replica, and in it the replica's prefixes as a tree of bars. Draws what the cache model says, no more.
 
-import { byId, compact, count, make, plural } from "../dom.js";
+import { byId, capital, compact, count, make, plural } from "../dom.js";
+import { isQuiet } from "../live/cache.js";
 import { Colours } from "./colours.js";
 import { layout, MAX_LEAVES, roundUp } from "./layout.js";
 import { walk } from "./keys.js";
@@ -9,16 +10,22 @@ const ROW_PX = 30;
 const MIN_TREE_PX = 96;
 const MAX_TREE_PX = 230;
 const DENSE_FROM = 9;
+const DENSE_PX = 130;
+const MANY_FROM = 25;
+const MANY_PX = 66;
+const LABEL_PX = 14;
 const FADE_MS = 400;
 const MIN_TOKENS = 128;
 const LABEL_FROM = 0.2;
 const DENSE_LABEL_FROM = 0.35;
 
 export class CacheMap {
-  /** `cache`: the model; `choose`: told `{replica, node}` when somebody asks what something is. */
-  constructor(cache, choose) {
+  /** `cache`: the model; `timeOf`: a moment as text; `choose`: told `{replica, node}` when somebody asks what something is. */
+  constructor(cache, timeOf, choose) {
     this.cache = cache;
+    this.timeOf = timeOf;
     this.choose = choose;
+    this.stale = false;
     this.colours = new Colours();
     this.cards = new Map();
     this.chosen = "";
@@ -41,8 +48,10 @@ export class CacheMap {
     this.choose({ replica: card.dataset.id, node: bar?.dataset.id ?? null });
   }
 
-  render() {
-    const replicas = [...this.cache.replicas.values()];
+  /** `stale`: whether what is known may be true no longer. */
+  render(stale = this.stale) {
+    this.stale = stale;
+    const replicas = [...this.cache.replicas.values(), ...this.cache.lately()];
     const trees = new Map(replicas.map(({ replica }) => [replica, layout(this.cache.tree(replica), MAX_LEAVES)]));
     const dense = replicas.length >= DENSE_FROM;
     const scale = {
@@ -50,23 +59,26 @@ export class CacheMap {
       tokens: roundUp(Math.max(MIN_TOKENS, ...[...trees.values()].map((tree) => tree.tokens))),
       height: Math.min(MAX_TREE_PX, Math.max(MIN_TREE_PX, ROW_PX * Math.max(1, ...[...trees.values()].map((tree) => tree.leaves)))),
     };
+    scale.shown = dense ? Math.min(replicas.length < MANY_FROM ? DENSE_PX : MANY_PX, scale.height) : scale.height;
     const grid = byId("replicas");
     grid.classList.toggle("dense", dense);
     grid.style.setProperty("--card", dense ? "9.5rem" : "12.5rem");
-    grid.style.setProperty("--tree-height", `${dense ? Math.min(130, scale.height) : scale.height}px`);
+    grid.style.setProperty("--tree-height", `${scale.shown}px`);
     for (const replica of replicas) this.card(replica.replica).update(replica, trees.get(replica.replica), scale, this);
     for (const [id, card] of this.cards) {
-      if (this.cache.replicas.has(id)) continue;
+      if (replicas.some(({ replica }) => replica === id)) continue;
       this.cards.delete(id);
       fadeOut(card.element, "gone");
     }
+    byId("colour-by").textContent = this.cache.summary().tenants.size > 1 ? "Tenant" : "Prompt";
     byId("legend").replaceChildren(...this.colours.legend(this.cache.groups()));
+    byId("pool-legend").hidden = replicas.every((replica) => replica.blocks_total === undefined);
   }
 
   card(id) {
     let card = this.cards.get(id);
     if (!card) {
-      card = new Card(id);
+      card = new Card(id, this.cache.names.replica(id));
       this.cards.set(id, card);
       byId("replicas").append(card.element);
     }
@@ -88,35 +100,48 @@ export class CacheMap {
 }
 
 class Card {
-  constructor(id) {
+  constructor(id, name) {
     this.bars = new Map();
-    this.name = make("button", { type: "button", className: "replica-name" }, id);
+    this.name = make("button", { type: "button", className: "replica-name", title: `${name}: ${id}` }, name);
     this.state = make("span", { className: "replica-state" });
+    this.place = make("p", { className: "replica-place" });
     this.pool = make("div", { className: "pool", role: "img" }, ...["used", "cached", "free"].map((part) => make("span", { className: `pool-${part}` })));
     this.load = make("p", { className: "replica-load" }, make("span"), make("span"));
-    this.tree = make("div", { className: "tree", role: "tree", "aria-label": `Prefixes of replica ${id}` });
+    this.tree = make("div", { className: "tree", role: "tree", "aria-label": `Prefixes of ${name}` });
     this.axis = make("p", { className: "axis", "aria-hidden": "true" }, make("span", {}, "0"), make("span"), make("span"));
     const head = make("div", { className: "replica-head" }, this.name, this.state);
-    this.element = make("section", { className: "replica entering", "data-id": id, "aria-label": `Replica ${id}` }, head, this.pool, this.load, this.tree, this.axis);
+    const parts = [head, this.place, this.pool, this.load, this.tree, this.axis];
+    this.element = make("section", { className: "replica entering", "data-id": id, "aria-label": capital(name) }, ...parts);
   }
 
   update(replica, tree, scale, map) {
-    this.element.classList.toggle("leaving", replica.state !== "serving");
-    this.state.textContent = replica.state;
-    const { blocks_used: used, blocks_reusable: cached, blocks_free: free } = replica;
-    this.pool.hidden = used === undefined;
-    if (used !== undefined) {
-      [used, cached, free].forEach((blocks, part) => (this.pool.children[part].style.flexGrow = String(blocks)));
-      this.pool.title = `KV pool: ${count(used)} blocks in use, ${count(cached)} cached, ${count(free)} free`;
-      this.pool.setAttribute("aria-label", this.pool.title);
-    }
+    this.element.classList.toggle("leaving", replica.state === "leaving" || replica.state === "joining");
+    this.element.classList.toggle("lost", replica.state === "lost");
+    this.state.textContent = stateOf(replica, map);
+    this.place.textContent = [replica.node, replica.gpu && `GPU ${replica.gpu}`].filter(Boolean).join(" · ");
+    this.place.hidden = !this.place.textContent;
+    this.place.title = this.place.textContent;
+    this.fill(replica, map.cache);
     const waiting = replica.waiting ? `, ${count(replica.waiting)} waiting` : "";
-    this.load.children[0].textContent = replica.running === undefined ? "" : `${count(replica.running)} running${waiting}`;
-    const left = tree.left ? `, ${plural(tree.left, "older path")} not shown` : "";
-    this.load.children[1].textContent = `${compact(map.cache.tokensOf(replica))} tokens cached${left}`;
+    const left = tree.left ? `${plural(tree.left, "older path")} not shown` : "";
+    this.load.children[1].textContent = replica.running === undefined ? left : `${count(replica.running)} running${waiting}${left && `; ${left}`}`;
     this.axis.children[1].textContent = compact(scale.tokens / 2);
     this.axis.children[2].textContent = `${compact(scale.tokens)} tokens`;
     this.draw(replica, tree, scale, map);
+  }
+
+  /** The pool, in tokens. */
+  fill(replica, cache) {
+    const { blocks_used: used, blocks_reusable: cached, blocks_free: free } = replica;
+    const capacity = cache.capacityOf(replica);
+    this.pool.hidden = capacity === null;
+    this.load.hidden = replica.state === "lost";
+    this.load.children[0].textContent = `${compact(cache.tokensOf(replica))}${capacity ? ` of ${compact(capacity)}` : ""} tokens cached`;
+    if (capacity === null) return;
+    [used, cached, free].forEach((blocks, part) => (this.pool.children[part].style.flexGrow = String(blocks)));
+    const [inUse, reusable, empty] = [used, cached, free].map((blocks) => count(blocks * cache.blockSize));
+    this.pool.title = `KV pool of ${count(capacity)} tokens: ${inUse} in use, ${reusable} cached, ${empty} free`;
+    this.pool.setAttribute("aria-label", this.pool.title);
   }
 
   draw(replica, tree, scale, map) {
@@ -136,11 +161,11 @@ class Card {
       element.classList.toggle("pinned", node.pinned);
       map.colours.paint(element, map.cache.groupOf(node), map.cache.nowS - node.last_used_at_s);
       const name = map.cache.nameOf(node);
-      const wide = node.tokens / scale.tokens > (scale.dense ? DENSE_LABEL_FROM : LABEL_FROM) && bar.leaves / rows > 1 / 14;
+      const wide = node.tokens / scale.tokens > (scale.dense ? DENSE_LABEL_FROM : LABEL_FROM) && (bar.leaves / rows) * scale.shown > LABEL_PX;
       element.firstChild.textContent = wide ? map.cache.labelOf(node) : "";
       const says = `${name}, ${plural(node.tokens, "token")}${node.pinned ? ", pinned" : ""}`;
       if (element.getAttribute("aria-label") !== says) element.setAttribute("aria-label", says);
-      element.title = says;
+      element.title = `${says}; ${node.id}`;
       element.setAttribute("aria-level", String(bar.level));
       element.setAttribute("aria-selected", String(map.chosen === `${replica.replica} ${node.id}`));
       if (element.tabIndex === 0) focusable = element;
@@ -155,10 +180,17 @@ class Card {
   }
 }
 
+function stateOf(replica, { stale, timeOf }) {
+  if (replica.state === "lost") return `lost ${timeOf(replica.lost_at_s)}`;
+  if (stale) return `was ${replica.state}`;
+  if (isQuiet(replica)) return "no news";
+  return replica.full ? "full" : replica.state;
+}
+
 function place(element, bar, rows, scale) {
   const { style } = element;
   style.left = `${(100 * bar.node.start) / scale.tokens}%`;
-  style.width = `max(3px, calc(${(100 * bar.node.tokens) / scale.tokens}% - 1px))`;
+  style.width = `max(6px, calc(${(100 * bar.node.tokens) / scale.tokens}% - 1px))`;
   style.top = `${(100 * bar.first) / rows}%`;
   style.height = `max(2px, calc(${(100 * bar.leaves) / rows}% - ${rows > 30 ? 0.5 : 2}px))`;
 }

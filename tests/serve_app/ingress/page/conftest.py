@@ -11,8 +11,9 @@ from tests.serve_app.ingress.page.stage import Stage, staged
 PATIENCE_MS = 60_000
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Any]:
+    """Not for longer: its driver's event loop runs in this thread, so no other test could run one."""
     with chromium() as one:
         yield one
 

@@ -11,8 +11,17 @@ def replica(name: str, at_s: float = 0.0, **more: Any) -> Event:
     """A replica as an operator sees it; also an event about it."""
     blocks = {"blocks_total": 512, "blocks_used": 40, "blocks_reusable": 300, "blocks_free": 172, "blocks_pinned": 8}
     load = {"running": 1, "waiting": 0, "queued_tokens": 0, "full": False, "prefill_tokens_per_s": 780.0}
-    told = {"type": "replica", "at_s": at_s, "replica": name, "state": "serving", "engine": "simulated"}
-    return {**told, "simulated": True, **blocks, **load, "tier_blocks": {}, "report_age_s": 0.2, **more}
+    told = {"type": "replica", "at_s": at_s, "replica": name, "number": int(name[1:]), "state": "serving"}
+    return {
+        **told,
+        "engine": "simulated",
+        "simulated": True,
+        **blocks,
+        **load,
+        "tier_blocks": {},
+        "report_age_s": 0.2,
+        **more,
+    }
 
 
 def node(name: str, parent: str | None, start: int, tokens: int, holders: dict[str, int], **more: Any) -> Event:
@@ -32,6 +41,12 @@ def decision(request: str, at_s: float = 0.0, **more: Any) -> Event:
     return {"type": "decision", "at_s": at_s, "request": request, **where, **tokens, **rest, **times, **more}
 
 
+def figure(at_s: float, **more: Any) -> Event:
+    """Ten seconds with 40 answers."""
+    counts = {"requests": 40, "refused": 0, "failed": 0}
+    return {"at_s": 10 * (at_s // 10), **counts, "ttft_p50_s": 0.021, "ttft_p95_s": 0.34, **more}
+
+
 def prefixes() -> list[Event]:
     """A public prompt, two tenants' system prompts, and conversations; ``r1`` holds all, ``r2`` some."""
     both = {"r1": 512, "r2": 512}
@@ -49,7 +64,9 @@ def snapshot(at_s: float = 0.0, viewer: str = "operator", tenant: str | None = N
     head = {"type": "snapshot", "at_s": at_s, "viewer": viewer, "tenant": tenant, "model": "demo"}
     engine = {"engine": "simulated", "simulated": True, "policy": "estimated_ttft", "block_size": 16, "ingresses": 1}
     held = {"replicas": [replica("r1"), replica("r2")], "prefixes": prefixes(), "totals": [], "decisions": []}
-    return {**head, **engine, **held, "moves": [], "scale": None, **more}
+    known = {"figures": [], "minute": figure(0, requests=0), "incidents": [], "links": []}
+    of_operators = {"moves": [], "scale": None, "configuration": [], "ingresses_heard": 1}
+    return {**head, **engine, **held, **known, **(of_operators if viewer == "operator" else {}), **more}
 
 
 def recording() -> list[Event]:
@@ -64,7 +81,7 @@ def recording() -> list[Event]:
             held = node("p-clerk", None, 0, 512, {"r1": 512, "r2": 512, "r3": 512}, label="clerk@1")
             events.append({"type": "prefixes", "at_s": 24.5, "nodes": [held]})
         if at == 50:
-            events.append({"type": "replica_left", "at_s": 50.0, "replica": "r3"})
+            events.append({"type": "replica_left", "at_s": 50.0, "replica": "r3", "number": 3, "lost": False})
         events.append(decision(f"request{at}.0", at + 0.9, replica=f"r{1 + at % 2}"))
     return events
 

@@ -22,9 +22,10 @@ REFUSED = JSONResponse({"error": {"message": "Incorrect API key provided."}}, 40
 class Stage:
     """The server's answers. ``snapshots``: the beginning of a stream of events, by key; no entry: 401.
 
-    ``words``: an answer; it waits before its last word while ``held``. ``bodies``: the chats received. ``busy``: the
-    reason to refuse listeners now, with 429. ``sessions``: by key; ``asked_sessions``: the keys of requests for them;
-    ``no_sessions``: 404.
+    ``words``: an answer; it waits before its last word while ``held``, and before its first while ``reading``.
+    ``thoughts``: before it; ``ends``: its finish reason. ``bodies``: the chats received. ``busy``: the reason to refuse
+    listeners now, with 429. ``mute``: streams send nothing, as if the network were gone. ``sessions``: by key;
+    ``asked_sessions``: the keys of requests for them; ``no_sessions``: 404.
     """
 
     def __init__(self) -> None:
@@ -33,6 +34,8 @@ class Stage:
     def reset(self) -> None:
         self.snapshots: dict[str, list[Event]] = {"": []}
         self.words = ["Yes", ", ", "you", " may."]
+        self.thoughts: list[str] = []
+        self.ends = "stop"
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str] = []
         self.sessions: dict[str, list[Event]] = {}
@@ -40,6 +43,8 @@ class Stage:
         self.no_sessions = False
         self.held = threading.Event()
         self.held.set()
+        self.reading = threading.Event()
+        self.mute = False
         self.fails = ""
         self.busy = ""
         self.left = threading.Event()
@@ -79,7 +84,8 @@ class Stage:
                 try:
                     event = await asyncio.wait_for(queue.get(), 1)
                 except TimeoutError:
-                    yield b": here\n\n"
+                    if not self.mute:
+                        yield b": here\n\n"
                     continue
                 if event is None:
                     return
@@ -114,15 +120,21 @@ class Stage:
         self.bodies.append(body)
         prompt = len(json.dumps(body["messages"])) // 4
         usage = {"prompt_tokens": prompt, "prompt_tokens_details": {"cached_tokens": min(prompt, warm)}}
+        usage["completion_tokens"] = len(self.words)
         head = {"id": f"chatcmpl-answer{len(self.bodies)}", "object": "chat.completion.chunk"}
 
         async def stream() -> AsyncGenerator[bytes, None]:
             try:
+                while self.reading.is_set():  # noqa: ASYNC110 - a test's thread clears it
+                    await asyncio.sleep(0.01)
+                for thought in self.thoughts:
+                    yield _chunk({**head, "choices": [{"index": 0, "delta": {"reasoning_content": thought}}]})
                 for at, word in enumerate(self.words):
                     if at == len(self.words) - 1:
                         while not self.held.is_set():  # noqa: ASYNC110 - a test's thread sets it
                             await asyncio.sleep(0.01)
                     yield _chunk({**head, "choices": [{"index": 0, "delta": {"content": word}}]})
+                yield _chunk({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": self.ends}]})
                 yield _chunk({**head, "choices": [], "usage": usage})
                 yield b"data: [DONE]\n\n"
             except asyncio.CancelledError:
@@ -130,6 +142,12 @@ class Stage:
                 raise
 
         return StreamingResponse(stream(), media_type="text/event-stream")
+
+
+async def _count(request: Request) -> Response:
+    body = await request.json()
+    assert all(message["role"] != "system" for message in body["messages"])
+    return JSONResponse({"input_tokens": 2247})
 
 
 def _key(request: Request) -> str:
@@ -153,6 +171,7 @@ def staged() -> Iterator[tuple[str, Stage]]:
         Route("/page/{path:path}", _page),
         Route("/v1/models", stage.models),
         Route("/v1/chat/completions", stage.chat, methods=["POST"]),
+        Route("/v1/messages/count_tokens", _count, methods=["POST"]),
         Route("/v1/cache/events", stage.events),
         Route("/v1/cache/sessions", stage.told_sessions),
     ]

@@ -10,10 +10,15 @@ def say(page: Any, text: str) -> None:
     page.get_by_label("Your message").press("Enter")
 
 
+def load_sample(page: Any) -> None:
+    page.get_by_role("button", name="Load a sample document").click()
+    page.wait_for_function("() => document.querySelector('#say').value")
+
+
 def test_an_answer_streams_and_the_second_shows_the_reused_tokens(page: Any, stage: Stage) -> None:
     """The sample document makes the first question long; the second answer shows the tokens not computed again."""
     page.goto("/")
-    page.get_by_role("button", name="Load a sample document").click()
+    load_sample(page)
     stage.held.clear()
     page.get_by_role("button", name="Send").click()
     page.get_by_text("Yes, you", exact=True).wait_for()
@@ -66,9 +71,15 @@ def test_text_is_never_markup(page: Any, stage: Stage) -> None:
 
 
 def test_keys_stay_in_the_tab(page: Any, stage: Stage) -> None:
-    """A wrong key is reported at once; the right one is sent, survives a reload, and is gone with the tab."""
+    """The page asks for a missing key, reports a wrong one at once, and keeps the right one over a reload."""
     stage.snapshots = {"wp-right": []}
     page.goto("/")
+    page.get_by_text("Paste your API key on the left.").wait_for()
+    page.locator("#settings-note", has_text="an API key is needed").wait_for()
+    page.get_by_role("button", name="Give a key").click()
+    assert page.evaluate("document.activeElement.id") == "key"
+    page.keyboard.type("wp-wrong")
+    page.keyboard.press("Tab")
     page.get_by_text("Incorrect API key provided.").first.wait_for()
     page.get_by_label("API key", exact=True).fill("wp-right")
     page.get_by_label("API key", exact=True).press("Tab")
@@ -80,3 +91,55 @@ def test_keys_stay_in_the_tab(page: Any, stage: Stage) -> None:
     assert stage.keys == ["wp-right"]
     assert page.evaluate("JSON.stringify({...localStorage}) + document.cookie") == "{}"
     assert page.evaluate("sessionStorage.getItem('warmpath.key')") == "wp-right"
+
+
+def test_an_answer_that_was_cut_says_so_and_goes_on(page: Any, stage: Stage) -> None:
+    """In the same turn, as the model's own last message; what follows has the whole of it."""
+    page.goto("/")
+    stage.ends = "length"
+    say(page, "May I?")
+    page.locator(".cut", has_text="cut at 4 tokens").wait_for()
+    stage.words, stage.ends = [" And", " more."], "stop"
+    page.get_by_role("button", name="Continue").click()
+    page.get_by_text("Yes, you may. And more.", exact=True).wait_for()
+    page.wait_for_function("() => !document.querySelector('.running')")
+    assert page.locator(".cut").count() == 0
+    assert stage.bodies[1]["messages"][-1] == {"role": "assistant", "content": "Yes, you may."}
+    assert (stage.bodies[1]["continue_final_message"], stage.bodies[1]["add_generation_prompt"]) == (True, False)
+    stage.ends = "length"
+    say(page, "And then?")
+    page.locator(".cut").wait_for()
+    assert stage.bodies[2]["messages"][1]["content"] == "Yes, you may. And more."
+    say(page, "Another")
+    page.locator(".cut").nth(1).wait_for()
+    assert page.get_by_role("button", name="Continue").count() == 1, "only the last answer can go on"
+
+
+def test_a_long_prompt_says_that_it_is_read(page: Any, stage: Stage) -> None:
+    """With the number of its tokens; a short wait says nothing of it."""
+    page.goto("/")
+    load_sample(page)
+    stage.reading.set()
+    page.get_by_role("button", name="Send").click()
+    page.locator(".reading", has_text="reading 2,247 tokens").wait_for()
+    page.locator("#spoken", has_text="reading 2,247 tokens").wait_for(state="attached")
+    stage.reading.clear()
+    page.get_by_text("Yes, you may.", exact=True).wait_for()
+    assert page.locator(".reading").count() == 0
+
+
+def test_reasoning_is_shown_while_it_lasts_and_folded_then(page: Any, stage: Stage) -> None:
+    """It is no part of the answer, nor of what is sent with the next question."""
+    page.goto("/")
+    stage.thoughts = ["Let me", " think."]
+    stage.held.clear()
+    stage.words = ["Yes."]
+    say(page, "May I?")
+    page.locator(".reasoning[open]", has_text="Let me think.").wait_for()
+    stage.held.set()
+    page.locator(".reasoning:not([open]) summary", has_text="reasoned for").wait_for()
+    page.get_by_text("Yes.", exact=True).wait_for()
+    page.locator(".reuse").wait_for()
+    say(page, "And then?")
+    page.locator(".reuse").nth(1).wait_for()
+    assert stage.bodies[1]["messages"][1] == {"role": "assistant", "content": "Yes."}

@@ -12,6 +12,11 @@ def bars(page: Any, name: str) -> list[str]:
     return [bar.get_attribute("aria-label") for bar in page.locator(f"[data-id={name}] .bar:not(.out)").all()]
 
 
+def lines(page: Any, which: str) -> list[str]:
+    """What a list says, the newest first."""
+    return [line.split("\n")[-1] for line in page.locator(f"#{which} button").all_inner_texts()]
+
+
 def begin(page: Any, stage: Stage, **more: Any) -> float:
     """Open the page on two replicas; return the time."""
     now_s = time.time()
@@ -26,9 +31,9 @@ def test_each_replica_has_its_prefixes_as_a_tree(page: Any, stage: Stage) -> Non
     begin(page, stage)
     assert bars(page, "r1") == [
         "clerk@1, 512 tokens",
-        "acme’s system prompt s-ac, 640 tokens, pinned",
-        "acme’s conversation c-ac, 320 tokens",
-        "globex’s system prompt s-gl, 896 tokens",
+        "system prompt of acme, 640 tokens, pinned",
+        "conversation of acme, 320 tokens",
+        "system prompt of globex, 896 tokens",
     ]
     assert bars(page, "r2")[0] == "clerk@1, 512 tokens"
     levels = [bar.get_attribute("aria-level") for bar in page.locator("[data-id=r1] .bar").all()]
@@ -43,7 +48,7 @@ def test_each_replica_has_its_prefixes_as_a_tree(page: Any, stage: Stage) -> Non
 
 
 def test_events_appear(page: Any, stage: Stage) -> None:
-    """Decisions and actions are in the log; new prefixes appear on the map, and a leaving replica's disappear."""
+    """Decisions and actions are in two lists; new prefixes appear on the map, and a leaving replica's disappear."""
     now_s = begin(page, stage)
     grown = node("c-new", "s-acme", 1152, 48, {"r1": 48})
     stage.send(
@@ -54,26 +59,25 @@ def test_events_appear(page: Any, stage: Stage) -> None:
         {"type": "pulls", "at_s": now_s, "replica": "r1", "pulls": {"done": 1}, "tokens": 512, "seconds": 0.1},
         {"type": "scale", "at_s": now_s, "from": 2, "target": 3, "reason": "ttft"},
         replica("r3", now_s, state="joining"),
+        replica("r3", now_s),
         {"type": "something_new", "at_s": now_s},
     )
-    page.locator("#log", has_text="Replica r3 joins").wait_for()
-    lines = [line.split("\n")[-1] for line in page.locator("#log button").all_inner_texts()]
-    assert lines == [
-        "Replica r3 joins",
-        "The autoscaler goes from 2 to 3 replicas",
-        "r1 copied 512 tokens from another replica in 100 ms",
-        "r2 evicted 64 tokens for newer ones",
-        "acme: 1,200 tokens to r1, 99 % reused",
+    page.locator("#incidents", has_text="Replica 3 joined").wait_for()
+    assert lines(page, "incidents") == ["Replica 3 joined", "The autoscaler goes from 2 to 3 replicas"]
+    assert lines(page, "requests") == [
+        "Replica 1 copied 512 tokens from another replica in 100 ms",
+        "Replica 2 evicted 64 tokens for newer ones",
+        "acme: 1,200 tokens to replica 1, 99 % reused",
     ]
     page.locator("[data-id=r3]").wait_for()
     page.locator("[data-id=c-acme]").wait_for(state="detached")
-    assert "acme’s conversation c-ne, 48 tokens" in bars(page, "r1")
-    page.locator("#log-spoken", has_text="The autoscaler goes from 2 to 3 replicas").wait_for(state="attached")
-    stage.send({"type": "replica_left", "at_s": now_s, "replica": "r2"})
+    assert "conversation 2 of acme, 48 tokens" in bars(page, "r1")
+    page.locator("#lists-spoken", has_text="The autoscaler goes from 2 to 3 replicas").wait_for(state="attached")
+    stage.send({"type": "replica_left", "at_s": now_s, "replica": "r2", "number": 2, "lost": False})
     page.locator("[data-id=r2]").wait_for(state="detached")
-    page.locator("#log", has_text="Replica r2 is gone").wait_for()
+    page.locator("#incidents", has_text="Replica 2 left").wait_for()
     page.locator("[data-id=r1] [data-id=p-clerk]").click()
-    assert "r1, r2" not in page.locator("#why").inner_text()
+    assert "replica 1 and" not in page.locator("#why").inner_text()
 
 
 def test_reasons_are_shown_for_any_selection(page: Any, stage: Stage) -> None:
@@ -83,10 +87,10 @@ def test_reasons_are_shown_for_any_selection(page: Any, stage: Stage) -> None:
     shown = page.locator("#why").inner_text()
     assert "can reuse the first 1,152 tokens" in shown
     assert "It is pinned" in shown
-    page.get_by_role("button", name="r2", exact=True).click()
+    page.get_by_role("button", name="replica 2", exact=True).click()
     assert "780 tokens/s, simulated" in page.locator("#why").inner_text()
     stage.send(decision("one.0", now_s, reason="load_spill", selected_cached_tokens=512, cached_tokens=512))
-    page.locator("#log button").first.click()
+    page.locator("#requests button").first.click()
     shown = page.locator("#why").inner_text()
     assert "busier than what they held was worth" in shown
     assert "Another replica held 672 tokens more of it." in shown
@@ -100,7 +104,7 @@ def test_the_keyboard_reaches_everything(page: Any, stage: Stage) -> None:
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.textContent") == "Skip to the cache map"
     page.keyboard.press("Enter")
-    for wanted in ("r1", "clerk@1, 512 tokens"):
+    for wanted in ("replica 1", "clerk@1, 512 tokens"):
         page.keyboard.press("Tab")
         told = page.evaluate("document.activeElement.getAttribute('aria-label') || document.activeElement.textContent")
         assert told == wanted
@@ -121,7 +125,10 @@ def test_the_keyboard_reaches_everything(page: Any, stage: Stage) -> None:
 def test_a_tenant_sees_only_its_part_from_the_server(page: Any, stage: Stage) -> None:
     """Fields that a tenant does not get are not requested, guessed or shown as undefined; two keys, two parts."""
     now_s = time.time()
-    bare = [{"replica": name, "state": "serving", "engine": "torch", "simulated": False} for name in ("r1", "r2")]
+    bare = [
+        {"replica": name, "number": int(name[1]), "state": "serving", "engine": "torch", "simulated": False}
+        for name in ("r1", "r2")
+    ]
     own = [node("s-own", None, 0, 256, {"r1": 256}, kind="system", tenant="acme")]
     told = decision("one.0", now_s)
     for hidden in ("estimated_ttft_s", "cold_ttft_s", "queued_tokens"):
@@ -133,9 +140,8 @@ def test_a_tenant_sees_only_its_part_from_the_server(page: Any, stage: Stage) ->
     page.get_by_label("API key", exact=True).press("Tab")
     page.locator("[data-id=s-own]").wait_for()
     assert "globex" not in page.content()
-    page.get_by_role("button", name="r1", exact=True).click()
-    stage.send(told, key="wp-acme")
-    page.locator("#log button").first.click()
+    page.get_by_role("button", name="replica 1", exact=True).click()
+    page.locator("#requests button").first.click()
     shown = page.locator("body").inner_text()
     assert "undefined" not in shown
     assert "NaN" not in shown
@@ -153,8 +159,8 @@ def test_the_answer_names_its_replica_and_the_cost_without_a_cache(page: Any, st
     page.get_by_text("Yes, you", exact=True).wait_for()
     stage.send(decision("answer1.0", now_s))
     stage.held.set()
-    page.locator(".reuse button", has_text="r1").click()
-    page.locator("#why h4", has_text="Why replica r1").wait_for()
+    page.locator(".reuse button", has_text="replica 1").click()
+    page.locator("#why h4", has_text="Why replica 1").wait_for()
     stage.bodies.append(stage.bodies[0])
     page.get_by_label("Your message").fill("And again")
     page.get_by_label("Your message").press("Enter")
@@ -168,7 +174,7 @@ def test_names_are_never_markup(page: Any, stage: Stage) -> None:
     wrong = "<img src=x onerror=document.title='broken'>"
     now_s = begin(page, stage, prefixes=[node("p", None, 0, 512, {"r1": 512}, label=wrong)])
     stage.send(decision("one.0", now_s, tenant=wrong, replica=wrong, reason=wrong))
-    page.locator("#log button", has_text="<img").first.click()
+    page.locator("#requests button", has_text="<img").first.click()
     page.locator("[data-id=p]").click()
     assert page.locator("img").count() == 0
     assert page.title() == "warmpath"
@@ -178,7 +184,7 @@ def test_another_key_is_shown_nothing_of_the_one_before(page: Any, stage: Stage)
     """It disappears from the map and the page when the key changes, even if the server does not answer at once."""
     now_s = begin(page, stage)
     stage.send(decision("one.0", now_s, tenant="globex"))
-    page.locator("#log button").first.click()
+    page.locator("#requests button").first.click()
     page.locator("#why", has_text="globex").wait_for()
     stage.snapshots["wp-acme"] = []
     stage.busy = "There are 4 event streams already; close one first."
@@ -224,20 +230,20 @@ def test_a_page_waits_for_its_turn_and_takes_up_a_lost_connection(page: Any, sta
 
 
 def test_many_replicas_stay_readable(page: Any, stage: Stage) -> None:
-    """Nothing is wider than the window, with 40 replicas and at a telephone's width."""
-    begin(page, stage, replicas=[replica(f"r{index}") for index in range(1, 41)])
+    """Nothing is wider than the window, with 64 replicas and at a telephone's width."""
+    begin(page, stage, replicas=[replica(f"r{index}") for index in range(1, 65)])
     for width in (1440, 390):
         page.set_viewport_size({"width": width, "height": 800})
-        assert page.locator(".replica").count() == 40
+        assert page.locator(".replica").count() == 64
         assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 def test_without_motion_nothing_moves(page: Any, stage: Stage) -> None:
-    """If the browser asks for less motion, there is none; the log shows the same."""
+    """If the browser asks for less motion, there is none; the list shows the same."""
     page.emulate_media(reduced_motion="reduce")
     now_s = begin(page, stage)
     stage.send(decision("one.0", now_s, pull_from="r2", pull_tokens=512))
-    page.locator("#log button").wait_for()
+    page.locator("#requests button").wait_for()
     assert page.locator("#arcs path").count() == 0
     assert page.evaluate("document.getAnimations().filter((one) => one.playState === 'running').length") == 0
 

@@ -7,6 +7,7 @@ import pytest
 
 from tests.serve_app.ingress.page.scene import decision, recording, replica, snapshot, write
 from tests.serve_app.ingress.page.stage import Stage
+from tests.serve_app.ingress.page.test_map import lines
 
 
 def open_file(page: Any, path: Path) -> None:
@@ -31,7 +32,7 @@ def test_any_moment_can_be_reached_forward_and_back(page: Any, stage: Stage, tmp
     for at_s, names in ((0, ["r1", "r2"]), (30, ["r1", "r2", "r3"]), (55, ["r1", "r2"]), (30, ["r1", "r2", "r3"])):
         scrub.fill(str(at_s))
         wait_for_replicas(page, names)
-    assert page.locator("#log button").first.inner_text().startswith("0:29")
+    assert page.locator("#requests button").first.inner_text().startswith("0:29")
     assert page.locator("#clock").inner_text() == "0:30 / 1:00"
     scrub.fill("10")
     wait_for_replicas(page, ["r1", "r2"])
@@ -46,7 +47,7 @@ def test_it_plays_pauses_and_moves_by_keyboard(page: Any, stage: Stage, tmp_path
     page.get_by_label("Speed").select_option("30")
     scrub.press(" ")
     page.get_by_role("button", name="Pause").wait_for()
-    page.locator("#log", has_text="Replica r3 is gone").wait_for()
+    page.locator("#incidents", has_text="Replica 3 left").wait_for()
     page.get_by_role("button", name="Play").wait_for()
     assert page.locator("#clock").inner_text() == "1:00 / 1:00"
     scrub.press("Home")
@@ -60,14 +61,15 @@ def test_it_plays_pauses_and_moves_by_keyboard(page: Any, stage: Stage, tmp_path
 
 
 def test_live_goes_on_behind_a_recording(page: Any, stage: Stage, tmp_path: Path) -> None:
-    """Its events are not shown meanwhile; going back to live shows the current state."""
-    stage.snapshots = {"": [snapshot(replicas=[], prefixes=[])]}
+    """Its events are not shown meanwhile; going back to live shows the current state and the events since."""
+    stage.snapshots = {"": [snapshot(replicas=[], prefixes=[], scale={"from": 1, "target": 2, "at_s": 0.0})]}
     open_file(page, write(tmp_path / "run.jsonl", recording()))
     wait_for_replicas(page, ["r1", "r2"])
     stage.send(replica("r7"))
     page.get_by_role("button", name="Back to live").click()
     wait_for_replicas(page, ["r7"])
     assert not page.locator("#player").is_visible()
+    assert lines(page, "incidents") == ["Replica 7 joined", "The autoscaler goes from 1 to 2 replicas"]
 
 
 @pytest.mark.parametrize(

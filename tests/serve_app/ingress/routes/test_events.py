@@ -48,7 +48,7 @@ class Stage(Loopback):
 
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
-    for name, seconds in (("CHECK_S", 0.1), ("WAIT_S", 0.05), ("HEARTBEAT_S", 0.1)):
+    for name, seconds in (("CHECK_S", 0.1), ("WAIT_S", 0.05)):
         monkeypatch.setattr(route, name, seconds)
     with Stage(("a", "b")) as made:
         yield made

@@ -1,0 +1,78 @@
+// What people call things: replicas by number; prompts by their first words where this page sent them, else by whose they are.
+
+const MAX_NAMES = 2048;
+const MAX_SAID = 256;
+const MAX_CHARACTERS = 44;
+const KINDS = { public: "public prompt", system: "system prompt", conversation: "conversation" };
+
+export class Names {
+  constructor() {
+    this.numbers = new Map();
+    this.numbered = new Map();
+    this.counts = new Map();
+    this.said = new Map();
+  }
+
+  /** A copy that later names leave alone. */
+  copy() {
+    return Object.assign(new Names(), structuredClone({ ...this }));
+  }
+
+  /** Learn a replica's number, or give it the next where its server tells none. */
+  learnReplica(id, told) {
+    if (this.numbers.has(id)) return;
+    keep(this.numbers, id, told ?? Math.max(0, ...this.numbers.values()) + 1, MAX_NAMES);
+  }
+
+  replica(id) {
+    return `replica ${this.numbers.get(id) ?? id}`;
+  }
+
+  /** Remember what this page itself has sent: the stream tells no text. `id`: of the deepest prefix that it begins with. */
+  sent(id, system, question) {
+    keep(this.said, id, { system: firstWords(system), question: firstWords(question) }, MAX_SAID);
+  }
+
+  /** The first words of prefixes, by id, as far as this page knows them. */
+  words(nodes) {
+    const words = new Map();
+    for (const [id, { system, question }] of this.said) {
+      const node = nodes.get(id);
+      const above = nodes.get(node?.parent);
+      if (node?.kind === "conversation") words.set(id, question);
+      const spoken = [node, above].find((one) => one?.kind === "system");
+      if (spoken && system) words.set(spoken.id, system);
+    }
+    return words;
+  }
+
+  /** A prefix of which nobody here knows the words: what it is, and whose; the second of its kind has a number. */
+  node(node) {
+    const whose = node.tenant && node.tenant !== "default" ? ` of ${node.tenant}` : "";
+    const number = this.numberOf(node);
+    return `${KINDS[node.kind] ?? "prefix"}${number > 1 ? ` ${number}` : ""}${whose}`;
+  }
+
+  numberOf({ id, kind, tenant }) {
+    if (!this.numbered.has(id)) {
+      const group = `${kind} ${tenant}`;
+      const number = (this.counts.get(group) ?? 0) + 1;
+      keep(this.counts, group, number, MAX_NAMES);
+      keep(this.numbered, id, number, MAX_NAMES);
+    }
+    return this.numbered.get(id);
+  }
+}
+
+/** Set an entry, and forget the oldest beyond `most`: a page may stay open for weeks. */
+function keep(map, key, value, most) {
+  map.set(key, value);
+  if (map.size > most) map.delete(map.keys().next().value);
+}
+
+function firstWords(text) {
+  const line = text.replace(/\s+/g, " ").trim();
+  if (line.length <= MAX_CHARACTERS) return line && `“${line}”`;
+  const cut = line.slice(0, MAX_CHARACTERS);
+  return `“${cut.slice(0, Math.max(cut.lastIndexOf(" "), MAX_CHARACTERS / 2))} …”`;
+}

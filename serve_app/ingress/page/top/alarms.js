@@ -1,0 +1,103 @@
+// The strip under the header: a line for each thing that is wrong now. What was wrong stands among the incidents.
+
+import { announcer, byId, capital, make, plural } from "../dom.js";
+import { isQuiet } from "../live/cache.js";
+
+const MAX_NAMED = 3;
+const SAY_EVERY_MS = 3000;
+
+export class Alarms {
+  /** `cache`: the model that is shown; `timeOf`: a moment as text. */
+  constructor(cache, timeOf) {
+    this.cache = cache;
+    this.timeOf = timeOf;
+    this.shown = "";
+    this.said = new Set();
+    this.say = announcer(byId("alarms-spoken"), SAY_EVERY_MS, (lines) => lines.join(" "));
+  }
+
+  /** `connection`: `{name, sinceS}` of the live stream, null in a recording. */
+  render(connection) {
+    const alarms = [...cutOff(connection, this.timeOf), ...this.ofModel(connection)];
+    const key = JSON.stringify(alarms);
+    if (key === this.shown) return;
+    this.shown = key;
+    byId("alarms").hidden = !alarms.length;
+    byId("alarms-list").replaceChildren(...alarms.map(({ level, text }) => make("li", { className: level }, mark(level), text)));
+    for (const { id, text } of alarms) if (!this.said.has(id)) this.say(text);
+    this.said = new Set(alarms.map(({ id }) => id));
+  }
+
+  /** What the events say; nothing once they come no more: it is as old as they are. */
+  ofModel(connection) {
+    if (connection && connection.name !== "live") return [];
+    const { cache } = this;
+    return [...this.dead(), ...refused(cache), ...this.quiet(), ...missing(cache), ...errors(cache)];
+  }
+
+  dead() {
+    const { cache, timeOf } = this;
+    const dying = [...cache.replicas.values()].filter(({ state }) => state === "lost");
+    const joining = [...cache.replicas.values()].filter(({ state }) => state === "joining");
+    const more = joining.length ? ` ${this.named(joining)} ${joining.length > 1 ? "are" : "is"} joining.` : "";
+    const gone = [...cache.lately(), ...dying];
+    const lines = gone.map(({ replica, lost_at_s: atS }) => ({
+      id: `lost ${replica}`,
+      level: "bad",
+      text: `${capital(cache.names.replica(replica))} was lost at ${timeOf(atS)}.${more}`,
+    }));
+    if (lines.length > MAX_NAMED) {
+      const last = timeOf(Math.max(...gone.map(({ lost_at_s: atS }) => atS)));
+      const text = `${plural(lines.length, "replica")} were lost, the last at ${last}.${more}`;
+      lines.splice(0, lines.length, { id: `lost ${lines.length}`, level: "bad", text });
+    }
+    if (cache.replicas.size || !cache.model) return lines;
+    return [...lines, { id: "none", level: "bad", text: "No replica runs: no request can be answered." }];
+  }
+
+  quiet() {
+    const { cache } = this;
+    const silent = [...cache.replicas.values()].filter(isQuiet);
+    if (!silent.length) return [];
+    const since = this.timeOf(Math.min(...silent.map((one) => one.reported_at_s)));
+    const text = `${this.named(silent)} ${silent.length > 1 ? "have" : "has"} sent no news since ${since}; it may be busy, or gone.`;
+    return [{ id: `quiet ${silent.map((one) => one.replica)}`, level: "warn", text }];
+  }
+
+  named(replicas) {
+    if (replicas.length > MAX_NAMED) return plural(replicas.length, "replica");
+    return capital(replicas.map(({ replica }) => this.cache.names.replica(replica)).join(" and "));
+  }
+}
+
+/** What is shown is old; where nothing is, the map says why. */
+function cutOff(connection, timeOf) {
+  if (!connection?.sinceS || !["lost", "busy"].includes(connection.name)) return [];
+  const lost = connection.name === "lost";
+  const why = lost ? "There is no connection to the server." : connection.says;
+  const text = `${why} What you see is as it was at ${timeOf(connection.sinceS)}; the page tries again by itself.`;
+  return [{ id: "server", level: lost ? "bad" : "warn", text }];
+}
+
+function refused({ configuration }) {
+  return configuration.filter(({ accepted }) => !accepted).map(({ why }) => {
+    const text = `A user_config was refused, so the settings before it stay in force: ${why}`;
+    return { id: `configuration ${why}`, level: "bad", text };
+  });
+}
+
+function missing({ ingresses: { all, heard } }) {
+  if (heard !== null && heard >= all) return [];
+  const text = heard === null ? "The other ingresses do not answer" : `${heard} of ${all} ingresses ${heard === 1 ? "answers" : "answer"}`;
+  return [{ id: "ingresses", level: "warn", text: `${text}; requests of the rest are not shown here.` }];
+}
+
+function errors(cache) {
+  const { refused: limited, failed } = cache.lastMinute();
+  const lines = [];
+  if (failed) lines.push({ id: "failed", level: "bad", text: `${plural(failed, "request")} failed (5xx) in the last minute.` });
+  if (limited) lines.push({ id: "refused", level: "warn", text: `${plural(limited, "request")} ${limited === 1 ? "was" : "were"} refused (429) in the last minute.` });
+  return lines;
+}
+
+const mark = (level) => make("span", { className: "alarm-mark", "aria-hidden": "true" }, level === "bad" ? "!" : "?");

@@ -1,0 +1,58 @@
+// The figures in the header: of now, and the last quarter of an hour as the server has kept it.
+
+import { byId, compact, count, percent, seconds } from "../dom.js";
+import { draw } from "./spark.js";
+
+const BUCKET_S = 10;
+const BUCKETS = 90;
+
+/** Show the figures of a model. */
+export function drawVitals(cache) {
+  const known = cache.replicas.size > 0 || cache.model !== "";
+  const { cached, lately, reused } = cache.vitals();
+  const capacity = [...cache.replicas.values()].reduce((sum, replica) => sum + (cache.capacityOf(replica) ?? 0), 0);
+  set("replicas", known ? count(cache.replicas.size) : "–", cache.replicas.size === 1 ? "replica" : "replicas");
+  set("cached", known ? `${compact(cached)}${capacity ? ` of ${compact(capacity)}` : ""}` : "–", "tokens cached");
+  set("reused", reused === null ? "–" : percent(reused), `prompts reused${reused === null ? "" : lately ? ", last minute" : ", since the start"}`);
+  const buckets = quarter(cache);
+  const { requests, refused, failed, overS } = cache.lastMinute();
+  const rate = requests / overS;
+  set("rate", cache.figures.size ? number(rate) : "–", "requests/s");
+  curve("rate", buckets, [(row, overBucketS) => (row ? row.requests : 0) / overBucketS], (most) => `at most ${number(most)} a second`);
+  const { ttft_p50_s: half, ttft_p95_s: most } = (requests && cache.minute) || {};
+  set("ttft", half ? `${brief(half)} · ${brief(most)}` : "–", `TTFT p50 · p95${cache.simulated ? ", simulated" : ""}`);
+  curve("ttft", buckets, [(row) => row?.ttft_p50_s ?? null, (row) => row?.ttft_p95_s ?? null], (longest) => `p95 at most ${brief(longest)}`);
+  set("errors", cache.figures.size ? count(refused + failed) : "–", "errors, last minute");
+  byId("vital-errors").classList.toggle("wrong", refused + failed > 0);
+  byId("spark-errors").classList.toggle("wrong", [...cache.figures.values()].some((row) => row.refused + row.failed));
+  curve("errors", buckets, [(row) => (row ? row.refused + row.failed : 0)], (worst) => `at most ${count(worst)} in ${BUCKET_S} s`);
+}
+
+/** The rows of the last quarter of an hour, undefined where nothing happened, and how many seconds each has lasted. */
+function quarter(cache) {
+  const last = Math.floor(cache.nowS / BUCKET_S) * BUCKET_S;
+  return Array.from({ length: BUCKETS }, (_, at) => {
+    const atS = last - (BUCKETS - 1 - at) * BUCKET_S;
+    return [cache.figures.get(atS), atS === last ? Math.max(1, cache.nowS - last) : BUCKET_S];
+  });
+}
+
+function curve(name, buckets, lines, says) {
+  const values = lines.map((value) => buckets.map((bucket) => value(...bucket)));
+  const key = JSON.stringify(values);
+  const svg = byId(`spark-${name}`);
+  if (drawnBefore.get(svg) === key) return;
+  drawnBefore.set(svg, key);
+  draw(svg, values, `The last 15 minutes: ${says(Math.max(0, ...values.at(-1).filter((value) => value !== null)))}`);
+}
+
+const drawnBefore = new WeakMap();
+
+function set(name, value, label) {
+  const [shown, told] = [byId(`vital-${name}`), byId(`vital-${name}-label`)];
+  if (shown.textContent !== value) shown.textContent = value;
+  if (told.textContent !== label) told.textContent = label;
+}
+
+const number = (value) => (value < 10 ? value.toFixed(value && value < 1 ? 2 : 1) : count(value));
+const brief = (value) => (value < 10 ? seconds(value) : `${count(value)} s`);

@@ -1,0 +1,100 @@
+"""The last quarter of an hour in buckets of ten seconds, by tenant: answers, refusals, times to first token.
+
+Always kept: a page that is opened later shows what was before. Not thread-safe: all calls are of one event loop.
+"""
+
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from math import floor, log
+from typing import Any
+
+BUCKET_S = 10
+BUCKETS = 90
+MINUTE = 6
+"""Buckets of the last minute, with the one that fills now."""
+STEP = 1.15
+"""Times are counted in cells, each of which ends at so many times the one before: at most 7 % off."""
+MAX_TENANTS = 1024
+"""Of which figures are kept, those that asked last."""
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Ten seconds. ``refused``: with 429; ``failed``: with 5xx; ``ttft``: the others, by the cell of their time."""
+
+    refused: int = 0
+    failed: int = 0
+    ttft: Counter[int] = field(default_factory=Counter)
+
+    def add(self, other: "Bucket") -> None:
+        """Count another's in."""
+        self.refused += other.refused
+        self.failed += other.failed
+        self.ttft.update(other.ttft)
+
+    def row(self, at_s: int) -> dict[str, Any]:
+        """Return it as it is told; ``at_s``: when it begins."""
+        counts = {"requests": self.ttft.total(), "refused": self.refused, "failed": self.failed}
+        return {"at_s": at_s, **counts, "ttft_p50_s": self._quantile_s(0.5), "ttft_p95_s": self._quantile_s(0.95)}
+
+    def _quantile_s(self, share: float) -> float | None:
+        left = share * self.ttft.total()
+        for cell, answers in sorted(self.ttft.items()):
+            left -= answers
+            if left <= 0:
+                return float(f"{STEP ** (cell + 0.5):.3g}")
+        return None
+
+
+Rings = Mapping[str | None, dict[int, Bucket]]
+"""By tenant (None: of all, also of who is no tenant) and number of the bucket: seconds since 1970 // BUCKET_S."""
+
+
+class Figures:
+    """One ingress' figures. ``clock``: the wall's, which other ingresses have too."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self.rings: OrderedDict[str | None, dict[int, Bucket]] = OrderedDict()
+
+    def answered(self, tenant: str, ttft_s: float) -> None:
+        """Count an answer whose first token came."""
+        for bucket in self._now(tenant):
+            bucket.ttft[floor(log(max(ttft_s, 1e-4), STEP))] += 1
+
+    def refused(self, tenant: str, status: int) -> None:
+        """Count an answer that is an error, unless that is the client's own mistake."""
+        for bucket in self._now(tenant) if status == 429 or status >= 500 else ():
+            bucket.refused += status == 429
+            bucket.failed += status >= 500
+
+    def _now(self, tenant: str) -> list[Bucket]:
+        number = int(self._clock()) // BUCKET_S
+        for name in (None, tenant):
+            ring = self.rings.setdefault(name, {})
+            self.rings.move_to_end(name)
+            ring.setdefault(number, Bucket())
+            while number - next(iter(ring)) >= BUCKETS:
+                del ring[next(iter(ring))]
+        if len(self.rings) > MAX_TENANTS:
+            self.rings.popitem(last=False)
+        return [self.rings[None][number], self.rings[tenant][number]]
+
+
+def joined(before: Rings, more: Rings, most: int = BUCKETS) -> Rings:
+    """Return the latest buckets of each ring, those of ``more`` in the place of earlier ones."""
+    both = {name: {**before.get(name, {}), **more.get(name, {})} for name in {**before, **more}}
+    return {name: dict(sorted(ring.items())[-most:]) for name, ring in both.items()}
+
+
+def rows_of(sources: Iterable[Rings], viewer: str | None, now_s: float) -> tuple[dict[int, dict[str, Any]], Bucket]:
+    """Return what a viewer (None: an operator) is told, by time, and the sum of the last minute."""
+    number, sums, minute = int(now_s) // BUCKET_S, dict[int, Bucket](), Bucket()
+    for at, bucket in (each for rings in sources for each in rings.get(viewer, {}).items()):
+        if at > number - BUCKETS:
+            sums.setdefault(at, Bucket()).add(bucket)
+        if at > number - MINUTE:
+            minute.add(bucket)
+    return {at * BUCKET_S: bucket.row(at * BUCKET_S) for at, bucket in sorted(sums.items())}, minute

@@ -1,0 +1,169 @@
+"""The head of the page, in a browser: what is wrong now, and the figures with a quarter of an hour behind them."""
+
+import time
+from typing import Any
+
+from tests.serve_app.ingress.page.scene import Event, decision, figure, node, replica, snapshot
+from tests.serve_app.ingress.page.stage import Stage
+from tests.serve_app.ingress.page.test_map import bars, begin, lines
+
+
+def alarm(page: Any, text: str) -> Any:
+    return page.locator("#alarms li", has_text=text)
+
+
+def left(name: str, at_s: float, *, lost: bool = True) -> Event:
+    return {"type": "replica_left", "at_s": at_s, "replica": name, "number": int(name[1:]), "lost": lost}
+
+
+def test_nothing_is_wrong_with_a_sound_instance(page: Any, stage: Stage) -> None:
+    begin(page, stage)
+    assert not page.locator("#alarms").is_visible()
+
+
+def test_a_replica_that_died_stays_for_a_minute(page: Any, stage: Stage) -> None:
+    """With the time, on its card and in the strip, also for who comes later; one that was stopped does not."""
+    now_s = begin(page, stage)
+    stage.send(replica("r3", now_s, state="joining"), replica("r2", now_s, state="lost", report_age_s=4.0))
+    alarm(page, "Replica 2 was lost at").wait_for()
+    lost = page.locator("[data-id=r2] .replica-state").inner_text()
+    stage.send({**left("r2", now_s + 2), "report_age_s": 6.0})
+    page.locator("[data-id=r2] .tree:not(:has(.bar))").wait_for()
+    assert page.locator("[data-id=r2] .replica-state").inner_text() == lost, "when it was heard of last"
+    assert lines(page, "incidents") == ["Replica 2 was lost"]
+    assert alarm(page, "Replica 3 is joining.").count() == 1
+    page.locator("#alarms-spoken", has_text="Replica 2 was lost").wait_for(state="attached")
+    page.get_by_role("button", name="replica 2", exact=True).click()
+    assert "It was lost" in page.locator("#why").inner_text()
+    stage.send(replica("r1", now_s + 63))
+    page.locator("[data-id=r2]").wait_for(state="detached")
+    stage.send(left("r1", time.time(), lost=False))
+    page.locator("[data-id=r1]").wait_for(state="detached")
+    assert lines(page, "incidents")[0] == "Replica 1 left"
+    now_s = time.time()
+    stage.snapshots = {"": [snapshot(now_s, replicas=[replica("r1")], incidents=[left("r2", now_s - 5)])]}
+    page.reload()
+    page.locator("[data-id=r2].lost").wait_for()
+
+
+def test_a_lost_server_is_seen_within_three_seconds(page: Any, stage: Stage) -> None:
+    """Though the connection stands: all is greyed, and comes back with the next byte."""
+    begin(page, stage)
+    stage.mute = True
+    began_s = time.monotonic()
+    alarm(page, "There is no connection to the server. What you see is as it was at").wait_for()
+    assert time.monotonic() - began_s < 4.5  # and the time since the last byte
+    page.locator("body.stale").wait_for()
+    assert page.locator("[data-id=r1] .replica-state").inner_text() == "was serving"
+    stage.mute = False
+    page.locator("body:not(.stale)").wait_for()
+    assert page.locator("[data-id=r1] .replica-state").inner_text() == "serving"
+    assert not page.locator("#alarms").is_visible()
+    stage.busy = "Too many streams; close one."
+    stage.hang_up()
+    alarm(page, "Too many streams; close one. What you see is as it was at").wait_for()
+    page.locator("body.stale").wait_for()
+
+
+def test_what_an_operator_is_told_is_wrong(page: Any, stage: Stage) -> None:
+    """Each in a line, gone when it is mended."""
+    refused = {"accepted": False, "why": "rps: there is no such setting", "processes": 3, "at_s": 5.0}
+    moved = {"accepted": True, "why": "in another trust group: acme", "processes": 1, "at_s": 6.0}
+    now_s = begin(page, stage, configuration=[refused, moved], ingresses=2, ingresses_heard=1)
+    alarm(page, "rps: there is no such setting").wait_for()
+    alarm(page, "1 of 2 ingresses answers").wait_for()
+    stage.send(replica("r2", now_s, report_age_s=3.4))
+    alarm(page, "Replica 2 has sent no news since").wait_for()
+    row = figure(now_s, refused=12, failed=1)
+    stage.send({"type": "totals", "at_s": now_s, "totals": [], "figures": [row], "minute": row})
+    alarm(page, "12 requests were refused (429) in the last minute").wait_for()
+    alarm(page, "1 request failed (5xx) in the last minute").wait_for()
+    assert page.locator("#alarms li").count() == 5
+    stage.send(
+        {"type": "configuration", "at_s": now_s, "configuration": []},
+        {"type": "ingresses_heard", "at_s": now_s, "ingresses_heard": 2},
+        replica("r2", now_s),
+        {"type": "totals", "at_s": now_s, "totals": [], "figures": [figure(now_s)], "minute": figure(now_s)},
+    )
+    page.locator("#alarms").wait_for(state="hidden")
+    assert lines(page, "incidents") == [
+        "All ingresses answer",
+        "A user_config is in force that moves tenants",
+        "A user_config was refused",
+    ]
+
+
+def test_the_header_has_a_quarter_of_an_hour(page: Any, stage: Stage) -> None:
+    """As the server kept it before this tab was there; a second tab shows the same."""
+    now_s = time.time()
+    rows = [figure(now_s - 10 * at) for at in range(90)]
+    begin(page, stage, figures=rows, minute=rows[0])
+    page.locator("#vital-rate", has_text="4.").wait_for()
+    assert page.locator("#vital-ttft").inner_text() == "21 ms · 340 ms"
+    assert page.locator("#vital-errors").inner_text() == "0"
+    assert "p95 at most 340 ms" in page.locator("#spark-ttft").get_attribute("aria-label")
+    drawn = page.locator("#spark-rate .spark-0").get_attribute("d")
+    assert drawn.count("L") > 85, "one line, without a gap"
+    stage.snapshots = {"": [snapshot(now_s, replicas=[replica("r1")])]}
+    page.reload()
+    page.locator("#vital-replicas", has_text="1").wait_for()
+    assert page.locator("#vital-replicas-label").inner_text() == "replica"
+    assert page.locator("#vital-ttft").inner_text() == "–"
+
+
+def test_lists_are_kept_apart_and_survive_a_reconnection(page: Any, stage: Stage) -> None:
+    """Hundreds of requests move no incident out of sight, and what a new snapshot repeats is not listed twice."""
+    now_s = time.time()
+    cold = {"kind": "prewarm", "replica": "r2", "state": "done", "blocks": 0, "at_s": now_s - 20}
+    warm = {"kind": "prewarm", "replica": "r1", "state": "done", "blocks": 12, "at_s": now_s - 30}
+    joined = {"type": "joined", "at_s": now_s - 29, "replica": "r1", "number": 1}
+    told = [decision("old.0", now_s - 50)]
+    begin(page, stage, moves=[warm, cold], incidents=[joined, left("r9", now_s - 10)], decisions=told)
+    wanted = [
+        "Replica 9 was lost",
+        "Replica 2 joined cold: it copied nothing",
+        "Replica 1 joined warm: it copied 192 tokens of others",
+    ]
+    assert lines(page, "incidents") == wanted
+    assert lines(page, "requests") == ["acme: 1,200 tokens to replica 1, 99 % reused"]
+    stage.send(*(decision(f"flood{at}.0", now_s + at / 100) for at in range(300)))
+    page.wait_for_function("() => document.querySelectorAll('#requests li').length > 3")
+    assert page.locator("#requests li").count() < 12, "a sample"
+    stage.hang_up()
+    page.wait_for_function("() => document.querySelectorAll('#requests li').length > 3")
+    page.locator("#connection[data-state=live]").wait_for()
+    assert lines(page, "incidents") == wanted
+
+
+def test_prompts_of_this_page_are_called_by_their_words(page: Any, stage: Stage) -> None:
+    """Only here: the stream has no text. Where there are no tenants the switch says what is coloured."""
+    held = {"r1": 512}
+    system = node("s-one", None, 0, 256, held, kind="system", tenant="default")
+    first = node("c-one", "s-one", 256, 256, held, tenant="default", kind="conversation")
+    other = node("c-two", "s-one", 256, 128, held, tenant="default", kind="conversation")
+    now_s = begin(page, stage, prefixes=[system, first, other])
+    assert bars(page, "r1") == ["system prompt, 512 tokens", "conversation, 512 tokens", "conversation 2, 512 tokens"]
+    assert page.locator("#colour-by").inner_text() == "Prompt"
+    page.locator("#system-fold summary").click()
+    page.get_by_label("What comes before every question").fill(
+        "You advise on berths and tides, and name the ship first."
+    )
+    page.get_by_label("Your message").fill("When does the harbour open?")
+    page.get_by_label("Your message").press("Enter")
+    page.locator(".reuse").wait_for()
+    stage.send(decision("answer1.0", now_s, node="c-one", tenant="default"))
+    page.locator(".bar[aria-label^='“You advise on berths']").wait_for()
+    assert bars(page, "r1")[1:] == ["“When does the harbour open?”, 512 tokens", "conversation 2, 512 tokens"]
+    assert "berths" not in str(stage.snapshots)
+
+
+def test_cards_say_where_a_replica_runs_and_how_much_it_holds(page: Any, stage: Stage) -> None:
+    """The capacity beside what is cached, a legend of the bar; an id where somebody points at the name."""
+    begin(page, stage, replicas=[replica("r1", node="berth-7", gpu="0"), replica("r2")], links=["docs"])
+    card = page.locator("[data-id=r1]")
+    assert card.locator(".replica-place").inner_text() == "berth-7 · GPU 0"
+    assert "4.8K of 8.2K tokens cached" in card.locator(".replica-load").inner_text()
+    assert card.locator(".replica-name").get_attribute("title") == "replica 1: r1"
+    assert page.locator("#pool-legend").inner_text().split() == ["Pool:", "in", "use", "cached", "free"]
+    assert page.get_by_role("link", name="API").get_attribute("href") == "docs"
+    assert not page.locator("#link-metrics").is_visible()

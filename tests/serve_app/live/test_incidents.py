@@ -1,0 +1,100 @@
+"""What went wrong, as those hear of it who watch, and those who come later; and figures of the time before them."""
+
+import asyncio
+
+import pytest
+
+from router.protocol.events import LoadReport
+from serve_app.live import replicas as replicas_module
+from tests.serve_app.live.test_live import Ingresses, decoded, quick, until  # noqa: F401 (quick is used by all)
+from tests.serve_app.live.traffic import is_idle
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_an_ingress_that_is_gone_is_missed_by_operators() -> None:
+    """They are told how many are heard of; that the others cannot be asked is not said after a single failure."""
+    ingresses = Ingresses("i1", "i2")
+    live = ingresses.first
+    watcher = await live.watch(None)
+    assert decoded(await watcher.take(1.0))[0]["ingresses_heard"] == 2
+    ingresses.fails = True
+    assert (await until(watcher, "ingresses_heard"))["ingresses_heard"] is None
+    assert ingresses.failed >= 2
+    ingresses.fails = False
+    del ingresses.by_name["i2"]
+    assert (await until(watcher, "ingresses_heard"))["ingresses_heard"] == 1
+    live.leave(None, watcher)
+
+
+async def test_figures_were_kept_before_anybody_watched_and_come_with_totals() -> None:
+    """Of both ingresses; a tenant's are its own."""
+    ingresses = Ingresses("i1", "i2")
+    one, two = ingresses.by_name.values()
+    for live, tenant in ((one, "a"), (two, "a"), (two, "b")):
+        live.figures.answered(tenant, 0.25)
+    assert is_idle(one)
+    operator, tenant = await one.watch(None), await one.watch("b")
+    (of_all,), (own,) = decoded(await operator.take(1.0)), decoded(await tenant.take(1.0))
+    assert [sum(row["requests"] for row in seen["figures"]) for seen in (of_all, own)] == [3, 1]
+    assert [seen["minute"]["requests"] for seen in (of_all, own)] == [3, 1]
+    assert of_all["minute"]["ttft_p95_s"] == pytest.approx(0.25, rel=0.08)
+    two.figures.refused("a", 429)
+    told = await until(operator, "totals")
+    assert (told["totals"], told["figures"][-1]["refused"], told["minute"]["refused"]) == ([], 1, 1)
+    one.leave(None, operator)
+    one.leave("b", tenant)
+
+
+async def test_a_refused_configuration_is_told_to_operators_until_it_is_mended() -> None:
+    """Once, whoever says so."""
+    ingresses = Ingresses()
+    operator, tenant = await ingresses.first.watch(None), await ingresses.first.watch("a")
+    refused = [
+        {"name": f"Replica {at}", "accepted": False, "why": "no such setting", "at_s": 9.0 - at} for at in (1, 2)
+    ]
+    ingresses.notices["configuration"] = refused
+    told = await until(operator, "configuration")
+    rows = [{"accepted": False, "why": "no such setting", "processes": 2, "at_s": 7.0}]
+    assert told["configuration"] == rows
+    assert (await ingresses.first.snapshot(None))["configuration"] == rows
+    ingresses.notices["configuration"] = []
+    assert (await until(operator, "configuration"))["configuration"] == []
+    assert {event["type"] for event in decoded(await tenant.take(1.0))} == {"snapshot"}
+
+
+async def test_how_a_replica_went_is_known_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that goes on reporting while it leaves was stopped; one that is silent then died. Numbers are used once."""
+    monkeypatch.setattr(replicas_module, "QUIET_S", 0.5)
+    ingresses = Ingresses()
+    live, core = ingresses.first, ingresses.core
+
+    def report(name: str) -> None:
+        core.apply(name, [LoadReport(0, 0, 0, 8, 8, 1000.0)])
+
+    watcher = await live.watch(None)
+    for name in ("r1", "r2"):
+        report(name)
+    core.update_replicas([], away=["r1", "r2"])
+    await until(watcher, lambda event: event["type"] == "replica" and event["state"] == "leaving")
+    report("r2")
+    await until(watcher, lambda event: event.get("replica") == "r1" and event.get("state") == "lost")
+    core.update_replicas(["r3"])
+    report("r3")
+    await until(watcher, lambda event: event.get("replica") == "r3" and event.get("state") == "serving")
+    live.reset(complete=True)
+    async with asyncio.timeout(30):
+        while len(incidents := (await live.snapshot(None))["incidents"]) < 4:  # noqa: ASYNC110 (nothing tells it)
+            await asyncio.sleep(0.01)
+    assert [(row["type"], row.get("number"), row.get("lost")) for row in incidents] == [
+        ("replica_left", 1, True),
+        ("replica_left", 2, False),
+        ("joined", 3, None),
+        ("reset", None, None),
+    ]
+    assert [row["type"] for row in (await live.snapshot("a"))["incidents"]] == [
+        "replica_left",
+        "replica_left",
+        "joined",
+    ]
+    live.leave(None, watcher)
