@@ -82,7 +82,7 @@ def test_a_replica_starts_with_the_user_config_or_not_at_all(start: Any) -> None
     [
         ("vllm", [{**ACME, "cache_share": 2}], True, ""),
         ("torch", [{**ACME, "cache_share": 2}], True, ""),
-        ("torch", [], False, "everybody"),
+        ("torch", [], False, "every client has access"),
         ("torch", [{**ACME, "trust_group": "g"}], True, "acme"),
     ],
     ids=["share", "share of the other engine", "none", "salt"],

@@ -144,9 +144,9 @@ warmpath_session_unused_tokens_total: replica
 # Replicas: tiers below the pool
 Only with a configured tier; `tier` is `host` or `disk`.
 warmpath_kv_tier_blocks: replica engine tier
-    Blocks in the tier.
+    Blocks of KV that the tier holds.
 warmpath_kv_tier_bytes: replica engine tier
-    Bytes in the tier.
+    Bytes of KV that the tier holds.
 warmpath_kv_tier_hits_total: replica engine tier
     Blocks loaded from the tier into the pool.
 warmpath_kv_tier_stores_total: replica engine tier
@@ -214,7 +214,7 @@ warmpath_lora_evictions_total: replica engine
 warmpath_spec_decode_num_drafts_total: replica engine
     Verified drafts. All spec_decode families exist only if vLLM drafts.
 warmpath_spec_decode_num_draft_tokens_total: replica engine
-    Drafted tokens.
+    Tokens that speculative decoding drafted.
 warmpath_spec_decode_num_accepted_tokens_total: replica engine
     Drafted tokens that the model accepted.
 

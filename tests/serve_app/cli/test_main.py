@@ -68,7 +68,7 @@ def test_pages_of_any_name_may_post_only_where_that_may_be_meant(
         (["--data-parallel-size", "2"], "use --replicas"),
         (["--api-key", "k"], "warmpath keys new NAME"),
         (["--enable-lora"], "use --lora-adapters '{NAME: PATH}'"),
-        (["--max-model-len"], "--max-model-len takes a value"),
+        (["--max-model-len"], "--max-model-len needs a value"),
         (["demo", "--dtype", "float8"], "dtype"),
         (["demo", "--model", "small"], "two models are named"),
         (["--host", "::1"], "add --no-haproxy"),

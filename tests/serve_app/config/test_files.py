@@ -49,7 +49,7 @@ secret_file: secret
         ("kv-pull=false", "kv-pull: there is no such setting; did you mean kv_pull?"),
         ("policy=lmetrik", "least_loaded; did you mean lmetric?"),
         ("kv_pull=treu", "; did you mean true?"),
-        ("pin_budget=64MiB", "pin_budget: must be a number (KV that explicit saves may keep: a part of the pool below"),
+        ("pin_budget=64MiB", "pin_budget: must be a number (KV that explicit saves may keep: below 1 a fraction"),
         ("kv_cache_bytes=1KiB", "kv_cache_bytes: must be at least 1MiB"),
         ("otlp_endpoint=collector:4318", "otlp_endpoint: must be the URL of an OpenTelemetry collector, such as http:"),
         ("autoscaling={max_replicas: 2, downscale_delay_s: 1}", "autoscaling.downscale_delay_s: must be at least 10s"),
@@ -58,7 +58,7 @@ secret_file: secret
         ("tenants=3", "tenants: must be a list"),
         ("lora_adapters=[a]", "lora_adapters: must be pairs of NAME: VALUE"),
         ("replicas=two", "replicas: must be a whole number"),
-        ("speculative_model=small", "speculative_model='small' with engine=torch: only 'ngram' is there"),
+        ("speculative_model=small", "speculative_model='small' with engine=torch: only 'ngram' is supported"),
         ("replicas={", "--set replicas: the value is not YAML"),
     ],
 )

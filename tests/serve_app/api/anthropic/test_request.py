@@ -116,7 +116,10 @@ def test_many_blocks_are_not_copied_for_each_that_follows() -> None:
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "other tools are not supported"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice has a name"),
         ({"system": [text("a", cache_control=MARK)] * 5}, "system[4].cache_control is over the limit of 4"),
-        ({"system": [text("a", cache_control=MARK)] * 4, "cache_control": MARK}, "cache_control is one more"),
+        (
+            {"system": [text("a", cache_control=MARK)] * 4, "cache_control": MARK},
+            "cache_control is over the limit of 4",
+        ),
         ({"system": [text("a", cache_control=MARK)], "cache_control": HOUR}, "must come before all that have 5m"),
         ({"system": [text("", cache_control=MARK)]}, "empty text blocks"),
         ({"cache_control": {"type": "ephemeral", "ttl": ["5m"]}}, 'a ttl of "5m" or "1h"'),

@@ -10,12 +10,11 @@ from serve_app.checkpoints.limits import max_model_len
 from serve_app.config.app import AppConfig
 from serve_app.config.files import load_settings
 from serve_app.config.live import BadSettings, app_config
-from serve_app.engine.vllm.engine_args import PROMISES, fingerprint_with, refused_engine_args
+from serve_app.engine.vllm.engine_args import fingerprint_with, refused_engine_args
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
 from serve_app.engine.vllm.refusals import refused_ranks, refused_settings
 from serve_app.engine.vllm.settings import VllmSettings, engine_arguments
 from serve_app.replica.engine_factory import MAKERS, served_fields
-from tests.test_docs import names_of
 
 
 @pytest.mark.parametrize(
@@ -37,10 +36,6 @@ def test_arguments_that_would_break_a_promise_are_refused_by_name(name: str, tol
     config = AppConfig.model_validate({"engine": "vllm", "engine_args": {name: 1, "seed": 2}})
     (sentence,) = refused_settings(config, on_cpu=True)
     assert sentence.startswith(f"engine_args.{name}: ") and told in sentence
-
-
-def test_promises_are_those_of_the_page() -> None:
-    assert PROMISES.keys() <= names_of("What is promised")
 
 
 def test_everything_that_warmpath_gives_vllm_is_refused() -> None:
