@@ -55,9 +55,11 @@ def server_process(command: Sequence[str], ready_url: str, env: dict[str, str] |
             env={**os.environ, **(env or {})},
         )  # fmt: skip
         try:
-            _wait(ready_url, command, process, Path(log.name))
+            _wait(ready_url, command, process, log.name)
             yield
         finally:
+            if process.poll() is not None:
+                print(f"the server had ended with status {process.returncode}:", _end_of(log.name), file=sys.stderr)
             _stop(process)
 
 
@@ -88,10 +90,14 @@ def answers_in_time(url: str, process: subprocess.Popen[Any], timeout_s: float =
     return True
 
 
-def _wait(url: str, command: Sequence[str], process: subprocess.Popen[bytes], log: Path) -> None:
+def _wait(url: str, command: Sequence[str], process: subprocess.Popen[bytes], log: str) -> None:
     if not answers_in_time(url, process):
         said = f"it ended with status {process.returncode}" if process.poll() is not None else "not in time"
-        raise BenchmarkError(f"{shlex.join(command)} did not come up ({said}):\n{log.read_text()[-3000:]}")
+        raise BenchmarkError(f"{shlex.join(command)} did not come up ({said}):\n{_end_of(log)}")
+
+
+def _end_of(log: str) -> str:
+    return Path(log).read_text()[-3000:]
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

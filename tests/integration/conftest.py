@@ -8,6 +8,7 @@ import os
 import ssl
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -62,14 +63,15 @@ def alone(start: AbstractContextManager[Started]) -> Iterator[Started]:
 def eventually(holds: Callable[[], bool], within_s: float = PATIENCE_S) -> None:
     """Wait until a condition holds. A condition that cannot be evaluated yet does not hold."""
     deadline_s = time.monotonic() + within_s
+    seen: Counter[str] = Counter()
     while True:
-        refused: Exception | None = None
         try:
             if holds():
                 return
-        except (httpx.HTTPError, openai.APIError, KeyError) as error:  # an error's body lacks these keys
-            refused = error
-        assert time.monotonic() < deadline_s, f"it did not happen in time: {refused!r}"
+            seen["it does not hold"] += 1
+        except (httpx.HTTPError, openai.APIError, KeyError) as error:  # an error's body has no such keys
+            seen[repr(error)] += 1
+        assert time.monotonic() < deadline_s, f"it did not happen in {within_s:g} s: {seen.most_common()}"
         time.sleep(0.1)
 
 
