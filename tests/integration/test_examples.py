@@ -61,7 +61,7 @@ def test_documents_come_after_a_public_prompt(url: str) -> None:
 def test_an_agents_turns_are_cached(url: str) -> None:
     """It calls a tool of its own and continues with the result."""
     printed = run(url, "agent.py", "What is 17 times 23?")
-    assert re.search(r"(multiply|today)\(.*\) = ", printed), printed
+    assert re.search(r"(multiply|today)\(.*\) = ", printed, re.DOTALL), printed
     assert cached(printed)[1] > 100
 
 

@@ -15,7 +15,7 @@ from serve_app.cli.console import console, fail
 
 app = typer.Typer(no_args_is_help=True, help="Measure a running server: speed, cache, neighbour.")
 
-Url = Annotated[str, typer.Option(help="the server's URL, without /v1")]
+Url = Annotated[str, typer.Option(envvar="WARMPATH_URL", help="the server's URL, without /v1")]
 Key = Annotated[str, typer.Option(envvar="WARMPATH_API_KEY", help="a tenant's key, if the server needs one")]
 ModelName = Annotated[str | None, typer.Option(help="default: the first one that the server lists")]
 Requests = Annotated[int, typer.Option(min=1, help="requests in each row")]

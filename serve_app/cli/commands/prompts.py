@@ -22,7 +22,11 @@ Ref = Annotated[str, typer.Argument(help="NAME@VERSION")]
 Directory = Annotated[Path, typer.Option("--dir", help=f"the directory of the prompts and {LOCK}")]
 Cold = Annotated[bool, typer.Option(help="switch at once, without computing the version first")]
 Url = Annotated[
-    str, typer.Option(help=f"the instance's URL; the operator's key is read from ${OPERATOR_KEY} or ${TENANT_KEY}")
+    str,
+    typer.Option(
+        envvar="WARMPATH_URL",
+        help=f"the instance's URL; the operator's key is read from ${OPERATOR_KEY} or ${TENANT_KEY}",
+    ),
 ]
 
 
