@@ -26,10 +26,10 @@ async def events(request: Request, services: Front) -> Response:
     decisions, totals and figures; the public prompts that it used, with its own counts; and each replica's `replica`,
     `number`, `state`, `engine` and `simulated`. Entries marked *op* are for operators only, and absent for tenants.
 
-    **Limits.** One ingress serves 4 streams per tenant and 16 for operators; another one gets a 429. A stream carries
-    20 decisions per second, and the 256 most recently used prefixes. Of each tenant, an ingress sends 256 prefixes
-    divided by the number of tenants, but at least 16. A slow reader loses the oldest events, and gets `dropped` and a
-    snapshot. The key is checked every 2 s. A stream comes from one ingress; events of others arrive about 1 s later.
+    **Limits.** One ingress serves 4 streams per tenant and 16 for operators; another one gets a 429. A stream has at
+    most 20 decisions per second, and the 256 most recently used prefixes. The limit of prefixes per tenant and ingress
+    is 256 divided by the number of tenants, but at least 16. A slow reader loses the oldest events; `dropped`
+    and a snapshot follow. The key is checked every 2 s. With several ingresses, events of others come about 1 s later.
 
     | type | when | fields |
     |---|---|---|
@@ -53,9 +53,9 @@ async def events(request: Request, services: Front) -> Response:
 
     - **Snapshot**: `viewer` (operator, tenant), `tenant`, `model`, `engine`, `simulated` (times come from a cost
       model), `policy`, `block_size`, `ingresses`, `links` (paths that need no key: docs, metrics), `replicas`,
-      `prefixes`, `totals`, `figures`, `minute` (a FIGURE of the last minute), `decisions` (the last 50 that had a
-      watcher), `incidents` (the last 32 `joined`, `replica_left` and, *op*, `reset`); *op*: `moves` (the last
-      16), `scale` (or null), `configuration`, `ingresses_heard` (the number that answers; null: the others do not).
+      `prefixes`, `totals`, `figures`, `minute` (a FIGURE of the last minute), `decisions` (the last 50 with a
+      watcher present), `incidents` (the last 32 `joined`, `replica_left` and, *op*, `reset`); *op*: `moves` (the
+      last 16), `scale` (or null), `configuration`, `ingresses_heard` (how many answer; null: the others do not).
     - **REPLICA**: `replica` (its id), `number` (in order of joining), `state`, `engine`, `simulated`; *op*: `node`,
       `gpu`, `blocks_total` = `blocks_used` (by running sequences) + `blocks_reusable` (cached) + `blocks_free`;
       `blocks_pinned`, `running`, `waiting`, `queued_tokens`, `full`, `prefill_tokens_per_s`, `tier_blocks`,
