@@ -1,1 +1,1 @@
-"""What happens now, for whoever watches: a table of prefixes, events, and who may see which. No HTTP, no Ray."""
+"""Live events: the table of prefixes, the figures, and the part of them that each viewer sees. No HTTP, no Ray."""

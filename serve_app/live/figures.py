@@ -1,6 +1,6 @@
-"""The last quarter of an hour in buckets of ten seconds, by tenant: answers, refusals, times to first token.
+"""Answers, refusals and times to first token of the last 15 minutes, by tenant, in buckets of ten seconds.
 
-Always kept: a page that is opened later shows what was before. Not thread-safe: all calls are of one event loop.
+They are always kept, so a page that opens later shows them too. Not thread-safe: one event loop makes all calls.
 """
 
 import time
@@ -13,29 +13,29 @@ from typing import Any
 BUCKET_S = 10
 BUCKETS = 90
 MINUTE = 6
-"""Buckets of the last minute, with the one that fills now."""
+"""Buckets of the last minute, including the one that is filling now."""
 STEP = 1.15
-"""Times are counted in cells, each of which ends at so many times the one before: at most 7 % off."""
+"""The ratio of the ends of two adjacent cells. Times are counted by cell, with an error of at most 7 %."""
 MAX_TENANTS = 1024
-"""Of which figures are kept, those that asked last."""
+"""The limit of tenants with figures. The most recently active ones stay."""
 
 
 @dataclass(slots=True)
 class Bucket:
-    """Ten seconds. ``refused``: with 429; ``failed``: with 5xx; ``ttft``: the others, by the cell of their time."""
+    """Ten seconds. ``refused``: answers with 429; ``failed``: with 5xx; ``ttft``: the others, by cell of time."""
 
     refused: int = 0
     failed: int = 0
     ttft: Counter[int] = field(default_factory=Counter)
 
     def add(self, other: "Bucket") -> None:
-        """Count another's in."""
+        """Add the counts of another bucket."""
         self.refused += other.refused
         self.failed += other.failed
         self.ttft.update(other.ttft)
 
     def row(self, at_s: int) -> dict[str, Any]:
-        """Return it as it is told; ``at_s``: when it begins."""
+        """Return the bucket as a FIGURE (docs: api). ``at_s``: its start."""
         counts = {"requests": self.ttft.total(), "refused": self.refused, "failed": self.failed}
         return {"at_s": at_s, **counts, "ttft_p50_s": self._quantile_s(0.5), "ttft_p95_s": self._quantile_s(0.95)}
 
@@ -49,23 +49,23 @@ class Bucket:
 
 
 Rings = Mapping[str | None, dict[int, Bucket]]
-"""By tenant (None: of all, also of who is no tenant) and number of the bucket: seconds since 1970 // BUCKET_S."""
+"""By tenant (None: all requests, also without a known tenant) and bucket number: seconds since 1970 // BUCKET_S."""
 
 
 class Figures:
-    """One ingress' figures. ``clock``: the wall's, which other ingresses have too."""
+    """One ingress' figures. ``clock``: wall-clock time, which all ingresses share."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self.rings: OrderedDict[str | None, dict[int, Bucket]] = OrderedDict()
 
     def answered(self, tenant: str, ttft_s: float) -> None:
-        """Count an answer whose first token came."""
+        """Count an answer at its first token."""
         for bucket in self._now(tenant):
             bucket.ttft[floor(log(max(ttft_s, 1e-4), STEP))] += 1
 
     def refused(self, tenant: str, status: int) -> None:
-        """Count an answer that is an error, unless that is the client's own mistake."""
+        """Count an error response, unless the client caused the error."""
         for bucket in self._now(tenant) if status == 429 or status >= 500 else ():
             bucket.refused += status == 429
             bucket.failed += status >= 500
@@ -84,13 +84,13 @@ class Figures:
 
 
 def joined(before: Rings, more: Rings, most: int = BUCKETS) -> Rings:
-    """Return the latest buckets of each ring, those of ``more`` in the place of earlier ones."""
+    """Return the latest buckets of each ring. Buckets of ``more`` replace earlier ones."""
     both = {name: {**before.get(name, {}), **more.get(name, {})} for name in {**before, **more}}
     return {name: dict(sorted(ring.items())[-most:]) for name, ring in both.items()}
 
 
 def rows_of(sources: Iterable[Rings], viewer: str | None, now_s: float) -> tuple[dict[int, dict[str, Any]], Bucket]:
-    """Return what a viewer (None: an operator) is told, by time, and the sum of the last minute."""
+    """Return a viewer's (None: an operator's) rows by time, and the sum of the last minute."""
     number, sums, minute = int(now_s) // BUCKET_S, dict[int, Bucket](), Bucket()
     for at, bucket in (each for rings in sources for each in rings.get(viewer, {}).items()):
         if at > number - BUCKETS:

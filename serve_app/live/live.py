@@ -1,6 +1,6 @@
 """An ingress' event stream: each first token; replicas, prefixes and other ingresses' decisions once a second.
 
-With nobody watching nothing runs but the table of prefixes. All calls are of one event loop.
+Without watchers, only the table of prefixes and the figures are updated. One event loop makes all calls.
 """
 
 import asyncio
@@ -29,23 +29,23 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 BOARD_S = 2.0
-"""Between two looks at the notice board, and how long one may take: it is asked over the network."""
+"""The interval between two reads of the notice board, and the timeout of one: it is read over the network."""
 LEASE_S = 5.0
 
 MAX_TENANT_WATCHERS = 4
 MAX_OPERATOR_WATCHERS = 16
 KEPT_EVENTS = 2048
-"""For other ingresses, which ask once a second."""
+"""The limit of events kept for other ingresses, which ask once a second."""
 
 KEPT_INCIDENTS = 32
-"""What happened to replicas and caches, for whoever watches later."""
+"""The limit of events about replicas and caches that are kept for later watchers."""
 
 LIVE_NOTICES = ("autoscaling", "configuration", "handover", "prewarm")
-"""The kinds of notices that are told."""
+"""The kinds of notices that the stream uses."""
 
 
 class _Seen:
-    """What was looked at since somebody watches."""
+    """The data read since the first watcher came."""
 
     def __init__(self, others: Others) -> None:
         self.facts = Facts()
@@ -57,10 +57,10 @@ class _Seen:
 
 
 class Live:
-    """What one ingress' watchers see. ``viewer`` is a tenant's name, None an operator.
+    """One ingress' events for all of its watchers. ``viewer`` is a tenant's name, or None for an operator.
 
-    ``about``: of the instance, for snapshots; ``read_board``: returns notices by kind, and blocks; ``ingresses``: see
-    ``Others``; ``figures``: which somebody else counts; ``count_dropped`` hears numbers of events.
+    ``about``: returns a snapshot's facts about the instance; ``read_board``: returns notices by kind, and blocks;
+    ``ingresses``: see ``Others``; ``figures``: the caller counts them; ``count_dropped``: takes a number of events.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Live:
 
     @property
     def watchers(self) -> int:
-        """How many streams there are."""
+        """The number of open streams."""
         return sum(len(view.watchers) for view in self._views.values())
 
     def delivered(
@@ -107,7 +107,7 @@ class Live:
         first: FirstToken,
         ttft_s: float,
     ) -> None:
-        """Hear of a generation's first token. Never raises."""
+        """Record a generation's first token. Never raises."""
         self.answered(
             Answered(
                 generation.request_id,
@@ -125,7 +125,7 @@ class Live:
         )
 
     def answered(self, told: Answered) -> None:
-        """Hear of a request's first token. Never raises."""
+        """Record a request's first token. Never raises."""
         try:
             at_s = time.time()
             key = self._table.add(told, at_s)
@@ -133,10 +133,10 @@ class Live:
                 body = decision_row(told, key, self._rates.get(told.decision.replica_id))
                 self._tell(Occurrence("decision", round(at_s, 3), told.tenant, {"ingress": self._name, **body}))
         except Exception:
-            logger.exception("a first token is not in the event stream")
+            logger.exception("a first token is missing from the event stream")
 
     def reset(self, *, complete: bool) -> None:
-        """Hear that the caches were told to forget everything."""
+        """Record a reset of all caches."""
         self._table.forget_pins()
         at_s, body = _now_s(), {"complete": complete}
         self._incidents.append({"type": "reset", "at_s": at_s, **body})
@@ -144,13 +144,13 @@ class Live:
             self._tell(Occurrence("reset", at_s, None, body))
 
     async def snapshot(self, viewer: str | None) -> Row:
-        """Return what a viewer sees now."""
+        """Return a viewer's snapshot."""
         await self._look(LOOK_S)
         view = self._views.get(viewer) or View(viewer, self._seen.facts)
         return view.snapshot(_now_s())
 
     async def watch(self, viewer: str | None) -> Watcher:
-        """Return a new watcher, for which a snapshot waits; ``leave`` ends it. Raises RateLimited."""
+        """Return a new watcher, with a snapshot in its queue. ``leave`` removes it. Raises RateLimited."""
         self._refuse_many(viewer)
         await self._look(LOOK_S)
         self._refuse_many(viewer)
@@ -165,7 +165,7 @@ class Live:
         return watcher
 
     def leave(self, viewer: str | None, watcher: Watcher) -> None:
-        """End a watcher; with the last one all else ends."""
+        """Remove a watcher. After the last one, the work for watchers stops."""
         view = self._views.get(viewer)
         if view is None or watcher not in view.watchers:
             return
@@ -179,21 +179,21 @@ class Live:
             self._watched()
 
     def resync(self, viewer: str | None, watcher: Watcher) -> list[Event]:
-        """Return what a watcher that has lost events is told, and what it goes on from."""
+        """Return the events for a watcher that lost some: their number, and a new snapshot."""
         dropped, watcher.dropped = watcher.dropped, 0
         self._count_dropped(dropped)
         snapshot = self._views[viewer].snapshot(_now_s())
         return [encoded({"type": "dropped", "at_s": snapshot["at_s"], "events": dropped}), encoded(snapshot)]
 
     def close(self) -> None:
-        """End all streams: the server stops."""
+        """End all streams, because the server stops."""
         self._closed = True
         for view in self._views.values():
             for watcher in view.watchers:
                 watcher.end("stopping")
 
     def recent(self, numbers: Mapping[str, int]) -> Batch:
-        """Return the news since ``numbers`` (by ingress), and keep what comes next for the ingress that asks."""
+        """Return the events after ``numbers`` (by ingress), and keep later ones for the ingress that asks."""
         self._leased_until_s = time.monotonic() + LEASE_S
         self._learn_rates(self._core.state())
         new = min(self._number - numbers.get(self._name, self._number), len(self._kept))
@@ -202,7 +202,7 @@ class Live:
         return Batch(self._name, self._number, news, self._rows(), self._totals(), figures)
 
     def _watched(self) -> bool:
-        """Return whether anybody is to hear what happens; what was kept for other ingresses goes when none asks."""
+        """Return whether events have a receiver. Drop the events kept for other ingresses if none asks any more."""
         leased = time.monotonic() < self._leased_until_s
         if not leased:
             self._kept.clear()
@@ -213,7 +213,7 @@ class Live:
         view = self._views.get(viewer)
         if view is not None and len(view.watchers) >= most:
             raise RateLimited(
-                f"There are {most} event streams with this key's view already; close one first.",
+                f"There are already {most} event streams of this viewer; close one first.",
                 code="too_many_streams",
                 retry_after_s=5.0,
             )
@@ -230,10 +230,10 @@ class Live:
             try:
                 await self._look(0.0)
             except Exception:
-                logger.exception("watchers do not see what has changed")
+                logger.exception("watchers do not see the latest changes")
 
     async def _look(self, fresh_s: float) -> None:
-        """Bring the facts up to date, unless they are younger than ``fresh_s``, and tell all watchers."""
+        """Update the facts unless they are younger than ``fresh_s``, and send the changes to all watchers."""
         async with self._looking:
             now_s, looked_s = time.monotonic(), self._seen.looked_s
             if looked_s is not None and now_s - looked_s < fresh_s:
@@ -247,7 +247,7 @@ class Live:
             rows = replica_rows(state["replicas"], reports, about)
             self._roster.note(rows, handed_over(seen.board), seen.looked_s)
             at_s = _now_s()
-            if watched:  # who came and went before nobody saw
+            if watched:  # earlier joins and leaves were not observed
                 self._incidents.extend(came_and_went(seen.facts.replicas, rows, at_s))
             seen.facts = Facts(
                 about,

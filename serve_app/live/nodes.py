@@ -1,4 +1,4 @@
-"""Rows of the trie as they are shown: the table's nodes with their holders, merged over ingresses, cut for a viewer."""
+"""Rows of the prefix tree: the tables' nodes with their holders, merged over ingresses, and filtered for a viewer."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -8,15 +8,15 @@ from router.protocol.block_hash import HASH_BYTES
 from serve_app.live.prefix_table import Kind, Node, PrefixTable, node_id
 
 SHOWN_NODES = 256
-"""To one watcher."""
+"""The limit of nodes for one watcher."""
 
 LEAST_NODES = 16
-"""Of each tenant, however many are configured; how many ask something is no tenant's to see."""
+"""The minimum for each configured tenant. A tenant's rows do not show the number of other active tenants."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeRow:
-    """NODE in docs/reference/api.md, but that a public one has the tenant that used it."""
+    """A NODE of docs/reference/api.md, except that a public one has the tenant that used it."""
 
     id: str
     parent: str | None
@@ -37,7 +37,7 @@ Rows = Mapping[tuple[str, str], NodeRow]
 
 
 def node_rows(table: PrefixTable, match: Callable[[bytes], Mapping[str, int]]) -> Rows:
-    """Return one ingress' rows. ``match``: from a chain to the leading tokens that each replica can reuse."""
+    """Return one ingress' rows. ``match``: maps a chain to the leading tokens that each replica can reuse."""
     most = max(LEAST_NODES, SHOWN_NODES // max(1, table.tenants()))
     return {
         (tenant, node_id(tenant, key)): _row(tenant, key, node, table.block_size, match(node.chain))
@@ -65,7 +65,7 @@ def _row(tenant: str, key: bytes, node: Node, size: int, held_tokens: Mapping[st
 
 
 def shown(sources: Iterable[Rows], viewer: str | None) -> dict[str, NodeRow]:
-    """Return the rows that a viewer (None: an operator) sees, merged, by id: the latest, no node without its parent."""
+    """Return a viewer's (None: an operator's) rows by id, merged and limited to the most recently used ones."""
     merged: dict[str, NodeRow] = {}
     for rows in sources:
         for (tenant, name), row in rows.items():
@@ -74,7 +74,7 @@ def shown(sources: Iterable[Rows], viewer: str | None) -> dict[str, NodeRow]:
                 merged[name] = _merged(merged[name], own) if name in merged else own
     latest = sorted(merged.values(), key=lambda row: (-row.last_used_at_s, row.prefix_tokens))[:SHOWN_NODES]
     ids = {row.id for row in latest}
-    # A parent may have gone where an ingress forgot it sooner: its children stand at the root then.
+    # If an ingress dropped a parent before its children, the children move to the root.
     return {row.id: row if row.parent is None or row.parent in ids else replace(row, parent=None) for row in latest}
 
 

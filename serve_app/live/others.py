@@ -1,4 +1,4 @@
-"""What one ingress tells another once a second while somebody watches, and what it has heard of all of them."""
+"""Data that ingresses exchange once a second while there are watchers, and the data received so far."""
 
 import asyncio
 import logging
@@ -14,14 +14,14 @@ logger = logging.getLogger(__name__)
 
 ASK_TIMEOUT_S = 2.0
 FRESH_BUCKETS = 3
-"""Of figures, for an ingress that has heard the earlier ones."""
+"""The buckets of figures for an ingress that already has the earlier ones."""
 FAILURES = 2
-"""As many in a row, and the others do not answer; one may be that of an ingress that is just going."""
+"""The failures in a row after which the others count as silent. A single one may come from a stopping ingress."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one ingress tells another: all that it knows now, and ``news``, of which the last has this ``number``."""
+    """One ingress' answer to another: its current state, and ``news``, the last of which has this ``number``."""
 
     ingress: str
     number: int
@@ -32,10 +32,10 @@ class Batch:
 
 
 class Others:
-    """The other ingresses. ``batches``: what each told last; ``figures``: of each, as far back as they go."""
+    """The other ingresses. ``batches``: the latest of each; ``figures``: all known ones of each."""
 
     def __init__(self, name: str, ingresses: Callable[..., Awaitable[list[Any]]]) -> None:
-        """``name``: of this one; ``ingresses``: calls a method of every ingress, returns [] where there is no other."""
+        """``name``: this ingress; ``ingresses``: calls a method of every ingress, and returns [] if there is one."""
         self.batches: Sequence[Batch] = ()
         self.figures: dict[str, Rings] = {}
         self._name = name
@@ -44,17 +44,17 @@ class Others:
 
     @property
     def heard(self) -> int | None:
-        """How many ingresses tell what they do, this one too; None where the others cannot be asked."""
+        """The number of ingresses that answer, including this one, or None if the others cannot be asked."""
         return None if self._failures >= FAILURES else 1 + len(self.batches)
 
     async def ask(self) -> list[Occurrence]:
-        """Learn what the others know, and return what happened there; nothing where they cannot be asked."""
+        """Ask the other ingresses, and return their new events, or none if they cannot be asked."""
         numbers = {batch.ingress: batch.number for batch in self.batches}
         try:
             async with asyncio.timeout(ASK_TIMEOUT_S):
                 told: list[Batch] = await self._ingresses("recent_events", numbers, timeout_s=ASK_TIMEOUT_S)
         except Exception:
-            logger.debug("the other ingresses do not tell what they decide", exc_info=True)
+            logger.debug("the other ingresses did not send their events", exc_info=True)
             self._failures += 1
             return []
         self._failures = 0

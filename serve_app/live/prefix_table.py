@@ -1,6 +1,6 @@
-"""Which prefixes tenants' prompts began with: public prompt, system prompt, conversation; counts, never text.
+"""The prefixes of each tenant's prompts: public prompt, system prompt, conversation. Counts only, never text.
 
-Each tenant has its own room: what it is shown does not depend on others. Always kept. Not thread-safe.
+Each tenant has its own room, so its view does not depend on other tenants. Always kept. Not thread-safe.
 """
 
 from collections import OrderedDict
@@ -18,17 +18,17 @@ Kind = Literal["public", "system", "conversation"]
 MAX_TENANT_NODES = 1024
 MAX_TENANT_BYTES = 8 << 20
 MAX_BYTES = 32 << 20
-"""Of the hashes of all tenants' nodes; each has an equal part."""
+"""The limit of all tenants' nodes. Each tenant has an equal share."""
 
 FIRST_BLOCKS = 4
-"""A conversation is known again by its first blocks: its later prompts begin as the earlier ones did."""
+"""A conversation is recognized by its first blocks, because its later prompts start like the earlier ones."""
 
 
 @dataclass(slots=True)
 class Node:
-    """One prefix. ``chain``: its block hashes from the prompt's beginning; ``parent_blocks``: those of its parent.
+    """One prefix. ``chain``: its block hashes from the start of the prompt; ``parent_blocks``: those of its parent.
 
-    ``requests``: generations that began with it; ``hits``: those of them that reused all of it.
+    ``requests``: generations that started with it; ``hits``: those that reused all of it.
     """
 
     kind: Kind
@@ -43,15 +43,15 @@ class Node:
 
     @property
     def bytes(self) -> int:
-        """What it takes, about: its hashes, and 512 bytes beside them."""
+        """The approximate memory: the hashes, and 512 bytes for the rest."""
         return len(self.chain) + 512
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A request that had its first token. ``chain``: the hashes of its prompt's whole blocks.
+    """A request after its first token. ``chain``: the hashes of its prompt's full blocks.
 
-    ``label``: the registered prompt that it begins with; ``pinned``: whether a save of its system prompt is kept.
+    ``label``: the registered prompt at its start; ``pinned``: whether a save of its system prompt is kept.
     """
 
     request_id: str
@@ -68,7 +68,7 @@ class Answered:
 
 
 class TenantPrefixes:
-    """One tenant's nodes by key, and what all of its generations were. A parent is never older than its children."""
+    """One tenant's nodes by key, and totals of its generations. A parent is never older than its children."""
 
     def __init__(self) -> None:
         self.nodes: OrderedDict[bytes, Node] = OrderedDict()
@@ -80,14 +80,14 @@ class TenantPrefixes:
     def touch(
         self, key: bytes, kind: Kind, parent: bytes, parent_blocks: int, chain: bytes, cached_blocks: int
     ) -> Node:
-        """Note a use of a node, which may be new, or longer than before. ``chain``: its block hashes as of now."""
+        """Record a use of a node, which may be new, or longer than before. ``chain``: its current block hashes."""
         node = self.nodes.get(key)
         blocks = len(chain) // HASH_BYTES
         if node is None:
             node = self.nodes[key] = Node(kind)
             self.bytes += node.bytes
         elif kind == "conversation":
-            # A new turn was never there: all that can be had is all of the earlier ones.
+            # A new turn cannot be cached yet, so a hit only needs the earlier turns.
             blocks = min(len(node.chain) // HASH_BYTES, blocks)
         self.nodes.move_to_end(key)
         self.bytes += len(chain) - len(node.chain)
@@ -98,7 +98,7 @@ class TenantPrefixes:
 
 
 class PrefixTable:
-    """The rooms of all tenants. ``tenants``: how many there are."""
+    """The rooms of all tenants. ``tenants``: returns the number of configured tenants."""
 
     def __init__(self, block_size: int, tenants: Callable[[], int]) -> None:
         self.block_size = block_size
@@ -106,11 +106,11 @@ class PrefixTable:
         self.rooms: OrderedDict[str, TenantPrefixes] = OrderedDict()
 
     def add(self, told: Answered, at_s: float) -> bytes:
-        """Note a generation whose first token came, and return the key of its deepest node, b"" for none."""
+        """Record a generation at its first token, and return the key of its deepest node, or b"" without any."""
         tenants = max(1, self.tenants())
         room = self.rooms.setdefault(told.tenant, TenantPrefixes())
         self.rooms.move_to_end(told.tenant)
-        while len(self.rooms) > tenants:  # tenants that are configured no more
+        while len(self.rooms) > tenants:  # tenants that are no longer configured
             self.rooms.popitem(last=False)
         room.requests += 1
         room.prompt_tokens += told.prompt_tokens
@@ -118,14 +118,14 @@ class PrefixTable:
         chain, size = told.chain, self.block_size
         blocks, cached_blocks = len(chain) // HASH_BYTES, told.cached_tokens // size
         if cached_blocks >= (told.prompt_tokens - 1) // size:
-            cached_blocks = blocks  # the last prompt token is computed whatever is cached, and its block with it
+            cached_blocks = blocks  # the last prompt token is always computed, and its block with it
         public_blocks, system_blocks = min(told.public_blocks, blocks), min(told.system_tokens // size, blocks)
         public = b"p" + hash_at(chain, public_blocks - 1) if public_blocks else b""
         parent, start = public, public_blocks
         if system_blocks > public_blocks:
             parent, start = b"s" + hash_at(chain, system_blocks - 1), system_blocks
         deepest, touched = parent, []
-        # Children first: of two a parent is to be the one used later.
+        # Children first, so that a parent is more recently used than its children.
         if blocks > start:
             deepest = _conversation_key(room.nodes, chain, start, blocks)
             touched.append(room.touch(deepest, "conversation", parent, start, chain, cached_blocks))
@@ -145,20 +145,20 @@ class PrefixTable:
         return deepest
 
     def forget_pins(self) -> None:
-        """Note that no save is kept any more."""
+        """Mark all nodes as not pinned."""
         for room in self.rooms.values():
             for node in room.nodes.values():
                 node.pinned = False
 
 
 def _conversation_key(nodes: OrderedDict[bytes, Node], chain: bytes, start: int, blocks: int) -> bytes:
-    """Return the key of a prompt's conversation: that of the earlier prompt with the most first blocks in common."""
+    """Return the key of a prompt's conversation: that of the earlier prompt that shares the most first blocks."""
     last = min(start + FIRST_BLOCKS, blocks) - 1
     keys = [b"c" + hash_at(chain, index) for index in range(last, start - 1, -1)]
     return next((key for key in keys if key in nodes), keys[0])
 
 
 def node_id(tenant: str, key: bytes) -> str:
-    """Return what a node is called outside: 16 hex digits; public ones are the same for every tenant."""
+    """Return a node's id in events: 16 hex digits. A public node has the same id for every tenant."""
     owner = "" if key[:1] == b"p" else tenant
     return f"{xxhash.xxh3_64_intdigest(owner.encode() + b'/' + key):016x}"

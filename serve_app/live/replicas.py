@@ -1,4 +1,4 @@
-"""Rows of replicas, and what they did since the last look, from what a router knows and its replicas report."""
+"""Rows of replicas, and their activity since the last look, from the router's state and the replicas' reports."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -12,10 +12,10 @@ Reports = Mapping[str, Sequence[Sample]]
 """Samples by replica."""
 
 TENANTS_FIELDS = ("replica", "number", "state", "engine", "simulated")
-"""What a tenant sees of a replica: no count is its own there."""
+"""The fields of a replica that a tenant sees. The counts would include other tenants' work."""
 
 QUIET_S = 3.0
-"""A replica reports at least once a second; after this whoever watches is told that it does not."""
+"""A replica reports at least once a second. After this time without a report, it is shown as silent."""
 
 _BLOCKS = {"used": "blocks_used", "cached": "blocks_reusable", "free": "blocks_free"}
 _EVICTED = "warmpath_prefix_cache_evicted_blocks_total"
@@ -24,7 +24,7 @@ _PULLED = "warmpath_kv_pulled_tokens_total"
 
 
 def replica_rows(states: Iterable[Mapping[str, Any]], reports: Reports, about: Mapping[str, Any]) -> dict[str, Row]:
-    """Return the rows by replica. ``states``: as ``RoutingCore.state`` has them; ``about``: the instance."""
+    """Return the rows by replica. ``states``: from ``RoutingCore.state``; ``about``: the instance."""
     return {state["replica_id"]: _row(state, reports.get(state["replica_id"], ()), about) for state in states}
 
 
@@ -60,7 +60,7 @@ def _row(state: Mapping[str, Any], samples: Sequence[Sample], about: Mapping[str
 
 
 def changed(before: Row | None, after: Row) -> bool:
-    """Whether a row says anything new: a report's age always moves, and matters once it is old."""
+    """Return whether a row has news. A report's age always changes, and matters only once it is old."""
     if before is None or before.keys() != after.keys():
         return True
     quiet = [(row.get("report_age_s") or 0.0) > QUIET_S for row in (before, after)]
@@ -68,7 +68,7 @@ def changed(before: Row | None, after: Row) -> bool:
 
 
 class Roster:
-    """The replicas that there are: their numbers, in the order in which they joined, and who of those leaving died."""
+    """The current replicas: their numbers, in the order of joining, and those that died while leaving."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -76,9 +76,9 @@ class Roster:
         self._leaving: dict[str, float | None] = {}
 
     def note(self, rows: Mapping[str, Row], handed_over: Collection[str], now_s: float) -> None:
-        """Add numbers, and the state "lost" of those that leave and say nothing: who is stopped goes on for a while.
+        """Add the numbers, and set the state "lost" for silent leaving replicas: a stopped one reports until its end.
 
-        ``handed_over``: replicas that said how they left.
+        ``handed_over``: replicas that reported their handover.
         """
         numbers, leaving = self._numbers, self._leaving
         self._numbers = {name: numbers.get(name) or self._next() for name in rows}
@@ -98,14 +98,14 @@ class Roster:
 
 
 def left(name: str, row: Row, at_s: float) -> Row:
-    """Return the event of a replica that is gone, by its last row. ``lost``: it was not to leave, or died at it."""
+    """Return the event for a replica that is gone. ``row``: its last one. ``lost``: it died, perhaps while leaving."""
     more = {key: row[key] for key in ("report_age_s",) if key in row}
     lost = row["state"] != "leaving"
     return {"type": "replica_left", "at_s": at_s, "replica": name, "number": row["number"], "lost": lost, **more}
 
 
 def came_and_went(before: Mapping[str, Row], after: Mapping[str, Row], at_s: float) -> list[Row]:
-    """Return events of replicas that are gone, and of those that serve for the first time."""
+    """Return events for replicas that are gone, and for those that serve for the first time."""
     gone = [left(name, row, at_s) for name, row in before.items() if name not in after]
     new = [
         {"type": "joined", "at_s": at_s, "replica": name, "number": row["number"]}
@@ -116,14 +116,14 @@ def came_and_went(before: Mapping[str, Row], after: Mapping[str, Row], at_s: flo
 
 
 class Activity:
-    """What replicas' counters say has happened between two looks, summed: no event a block, no event a pull."""
+    """The replicas' work between two looks, summed from their counters: no event per block or per pull."""
 
     def __init__(self) -> None:
         self._before: dict[str, Counter[str]] = {}
         self._looked_s = 0.0
 
     def look(self, reports: Reports, now_s: float) -> list[tuple[str, Row]]:
-        """Return evictions and pulls since the last look, by event type; none of a replica that was not there then."""
+        """Return evictions and pulls since the last look, by event type, without replicas that are new since then."""
         counts = {replica: _counts(samples) for replica, samples in reports.items()}
         seconds = round(now_s - self._looked_s, 3)
         events: list[tuple[str, Row]] = []
@@ -140,7 +140,7 @@ class Activity:
 
 
 def _counts(samples: Sequence[Sample]) -> Counter[str]:
-    """Return evicted blocks and pulled tokens by their names, and pulls by outcome."""
+    """Return evicted blocks and pulled tokens by metric name, and pulls by outcome."""
     counts: Counter[str] = Counter()
     for name, labels, value in samples:
         if name in (_EVICTED, _PULLED):

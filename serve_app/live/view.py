@@ -1,4 +1,4 @@
-"""One viewer's picture, told as a snapshot, then as differences (docs: api). All rights to see are decided here."""
+"""One viewer's picture, sent as a snapshot and then as differences (docs: api). All access rights apply here."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,9 +15,9 @@ from serve_app.live.watcher import Event, Watcher
 
 RECENT_DECISIONS = 50
 DECISIONS_A_LOOK = 20
-"""Sent to watchers between two looks at the facts, which are a second apart; those beyond are counted."""
+"""The limit of decisions sent between two looks, which are a second apart. Further ones are only counted."""
 HIDDEN_FROM_TENANTS = frozenset({"estimated_ttft_s", "cold_ttft_s", "queued_tokens"})
-"""Of a decision: they tell how busy others keep a replica."""
+"""Fields of a decision that reveal the load from other tenants."""
 
 TENANTS_INCIDENTS = ("joined", "replica_left")
 
@@ -32,9 +32,9 @@ Total = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """All that is known at one moment. ``about``: of the instance; ``sources``, ``totals``, ``figures``: by ingress.
+    """All data of one moment. ``about``: the instance; ``sources``, ``totals``, ``figures``: one item per ingress.
 
-    ``heard``: how many ingresses are heard of, None where others do not answer.
+    ``heard``: the number of ingresses that answer, or None if the others cannot be asked.
     """
 
     about: Row = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Occurrence:
-    """Something that happened. ``tenant``: whose it is, None: for operators alone."""
+    """An event that is not yet filtered for a viewer. ``tenant``: its owner, or None if only operators see it."""
 
     type: str
     at_s: float
@@ -60,7 +60,7 @@ class Occurrence:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One viewer's part of the facts. ``operators``: what nobody else sees, by its field in the snapshot."""
+    """One viewer's part of the facts. ``operators``: the fields of the snapshot that only operators see."""
 
     replicas: Mapping[str, Row]
     nodes: Mapping[str, NodeRow]
@@ -72,7 +72,7 @@ class Picture:
 
 
 def decision_row(answered: Answered, key: bytes, rate: float | None) -> Row:
-    """Return what is told of a decision. ``key``: of its node, b"" for none. ``rate``: the replica's prefill rate."""
+    """Return the fields of a decision. ``key``: of its node, or b"" for none. ``rate``: the replica's prefill rate."""
     decision, cached_tokens, ttft_s = answered.decision, answered.cached_tokens, answered.ttft_s
     return {
         "request": answered.request_id,
@@ -94,7 +94,7 @@ def decision_row(answered: Answered, key: bytes, rate: float | None) -> Row:
 
 
 def moves_of(board: Board) -> list[Row]:
-    """Return the latest joins and leaves, the oldest first."""
+    """Return the latest joins and leaves, oldest first."""
     rows = [
         {"kind": kind, "replica": notice["replica_id"], **{k: v for k, v in notice.items() if k != "replica_id"}}
         for kind in ("prewarm", "handover")
@@ -104,7 +104,7 @@ def moves_of(board: Board) -> list[Row]:
 
 
 def refusals_of(board: Board) -> list[Row]:
-    """Return what replicas and ingresses say of the newest ``user_config``, each sentence once."""
+    """Return the messages of replicas and ingresses about the newest ``user_config``, each message once."""
     rows: dict[str, Row] = {}
     for notice in board.get("configuration", ()):
         row = rows.setdefault(notice["why"], {"accepted": notice["accepted"], "why": notice["why"], "processes": 0})
@@ -114,12 +114,12 @@ def refusals_of(board: Board) -> list[Row]:
 
 
 def handed_over(board: Board) -> list[str]:
-    """Return the replicas that said how they left."""
+    """Return the replicas that reported their handover."""
     return [notice["replica_id"] for notice in board.get("handover", ()) if notice.get("state") != "returned"]
 
 
 def picture_of(facts: Facts, viewer: str | None) -> Picture:
-    """Return what a viewer sees of the facts. ``viewer``: a tenant's name, None for an operator."""
+    """Return a viewer's part of the facts. ``viewer``: a tenant's name, or None for an operator."""
     sums: dict[str, Total] = {}
     for totals in facts.totals:
         for tenant, total in totals.items():
@@ -150,7 +150,7 @@ def picture_of(facts: Facts, viewer: str | None) -> Picture:
 
 
 def visible(occurrence: Occurrence, viewer: str | None) -> Row | None:
-    """Return what a viewer sees of something that happened, None for nothing."""
+    """Return the event as a viewer sees it, or None if it must not see it."""
     body = occurrence.body
     if viewer is not None:
         if occurrence.tenant != viewer:
@@ -160,7 +160,7 @@ def visible(occurrence: Occurrence, viewer: str | None) -> Row | None:
 
 
 def difference(before: Picture, after: Picture, at_s: float) -> list[Row]:
-    """Return the events that make one picture the other."""
+    """Return the events that turn one picture into the other."""
     events: list[Row] = [
         {"type": "replica", "at_s": at_s, **row}
         for name, row in after.replicas.items()
@@ -201,7 +201,7 @@ class View:
         self._new_decisions = 0
 
     def snapshot(self, at_s: float) -> Row:
-        """Return all of it."""
+        """Return the snapshot event."""
         operator, picture = self.viewer is None, self._picture
         return {
             "type": "snapshot",
@@ -220,7 +220,7 @@ class View:
         }
 
     def update(self, facts: Facts, at_s: float) -> None:
-        """Take new facts, and tell the watchers what has changed."""
+        """Replace the facts, and send the changes to the watchers."""
         before, self._picture, self._about = self._picture, picture_of(facts, self.viewer), facts.about
         events = difference(before, self._picture, at_s)
         if self._new_decisions > DECISIONS_A_LOOK:
@@ -230,7 +230,7 @@ class View:
         self._send(events)
 
     def tell(self, occurrences: Iterable[Occurrence]) -> None:
-        """Tell the watchers what happened, as far as they may know."""
+        """Send the events that the viewer may see to the watchers."""
         for occurrence in occurrences:
             body = visible(occurrence, self.viewer)
             if body is None:
@@ -249,5 +249,5 @@ class View:
 
 
 def encoded(body: Mapping[str, Any]) -> Event:
-    """Return an event as it is sent."""
+    """Return an event in its wire form."""
     return Event(body["type"], msgspec.json.encode(body))

@@ -1,4 +1,4 @@
-"""One watcher's queue: bounded, and never a reason for anybody to wait."""
+"""One watcher's queue. It is bounded, and never makes a sender wait."""
 
 import asyncio
 from collections import deque
@@ -9,10 +9,10 @@ End = Literal["key", "stopping", "gone"]
 QUEUE_EVENTS = 512
 QUEUE_BYTES = 1 << 20
 GATHER_S = 0.1
-"""Events are sent together where they come this closely: a write for each would cost more than all else."""
+"""Events within this time are sent together: one write per event would cost more than everything else."""
 
 LAST_EVENT_S = 1.0
-"""How long a watcher has to take the end of its stream."""
+"""The time that a watcher has to read the end of its stream."""
 
 
 class Event(NamedTuple):
@@ -23,7 +23,7 @@ class Event(NamedTuple):
 
 
 class Watcher:
-    """The queue of one stream. ``dropped``: lost events. ``ended``: why no more come. ``limit``: its timeout."""
+    """The queue of one stream. ``dropped``: lost events. ``ended``: the reason for its end. ``limit``: its timeout."""
 
     def __init__(self) -> None:
         self.dropped = 0
@@ -34,7 +34,7 @@ class Watcher:
         self._ready = asyncio.Event()
 
     def offer(self, event: Event) -> None:
-        """Add an event; the oldest go where there is no room."""
+        """Add an event. If the queue is full, drop the oldest ones."""
         self._queue.append(event)
         self._bytes += len(event.payload)
         while self._queue and (len(self._queue) > QUEUE_EVENTS or self._bytes > QUEUE_BYTES):
@@ -43,7 +43,7 @@ class Watcher:
         self._ready.set()
 
     def end(self, reason: End) -> None:
-        """End the stream, at once where its reader takes nothing."""
+        """End the stream, within ``LAST_EVENT_S`` if its reader takes nothing."""
         if self.ended is None:
             self.ended = reason
             self._ready.set()
@@ -51,7 +51,7 @@ class Watcher:
                 self.limit.reschedule(asyncio.get_running_loop().time() + LAST_EVENT_S)
 
     async def take(self, timeout_s: float) -> list[Event]:
-        """Return what there is, after at most ``timeout_s``; after a loss nothing: all that was queued is old."""
+        """Return the queued events, after at most ``timeout_s``, or none after a loss: they are outdated then."""
         if not self._queue and self.ended is None:
             try:
                 async with asyncio.timeout(timeout_s):

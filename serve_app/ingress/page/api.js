@@ -1,4 +1,4 @@
-// Requests to the server that this page came from, with the keys of this tab. Addresses are relative, for proxies.
+// Requests to this page's server, with the keys of this tab. Paths are relative, so that proxies work.
 
 const NAMES = { chat: "warmpath.key", map: "warmpath.map-key" };
 const held = { chat: "", map: "" };
@@ -7,11 +7,11 @@ for (const which of Object.keys(NAMES)) {
   try {
     held[which] = sessionStorage.getItem(NAMES[which]) ?? "";
   } catch {
-    // Without storage a key lives as long as the page.
+    // Without storage, a key lives as long as the page.
   }
 }
 
-/** The key for `chat` or for the `map`; the map's is the chat's where it has none of its own. */
+/** The key for `chat` or for the `map`. Without its own key, the map uses the chat's. */
 export const keyOf = (which) => held[which] || (which === "map" ? held.chat : "");
 export const ownKey = (which) => held[which];
 
@@ -25,7 +25,7 @@ export function setKey(which, key) {
   }
 }
 
-/** Ask the server. `which`: whose key goes along; `body`: sent as JSON. */
+/** Send a request. `which`: selects the key; `body`: sent as JSON. */
 export function ask(path, { which = "chat", body, signal } = {}) {
   const headers = { accept: "application/json, text/event-stream" };
   if (keyOf(which)) headers.authorization = `Bearer ${keyOf(which)}`;
@@ -43,24 +43,24 @@ export function ask(path, { which = "chat", body, signal } = {}) {
 
 const narrow = matchMedia("(max-width: 900px)");
 
-/** Where a key is to be given, for whoever has given none. */
+/** The place to enter a missing key. */
 export const askForKey = () => `Paste your API key ${narrow.matches ? "above, under “Model and keys”" : "on the left"}.`;
 
-/** What an answer that is no 200 says, as a sentence. `which`: whose key went along. */
+/** The message of an error response, as a sentence. `which`: selects the key of the request. */
 export async function problemOf(response, which = "chat") {
-  if (response.status === 401 && !keyOf(which)) return askForKey(); // the server's words are for programs
+  if (response.status === 401 && !keyOf(which)) return askForKey(); // the server's message is for programs
   try {
     const said = (await response.json()).error?.message;
     if (said) return String(said).slice(0, 600);
   } catch {
-    // No JSON: a proxy answered.
+    // Not JSON: a proxy answered.
   }
   return `The server answered ${response.status} ${response.statusText}`.trim() + ".";
 }
 
 const MAX_EVENT_CHARACTERS = 32 << 20;
 
-/** Yield the data of each of a response's server-sent events; `heard` is called for any bytes. Throws on one that does not end. */
+/** Yield the data of each server-sent event of a response. Calls `heard` for any bytes. Throws on an event without an end. */
 export async function* eventsOf(response, heard = () => undefined) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

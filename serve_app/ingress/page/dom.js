@@ -1,4 +1,4 @@
-// Elements are made here, and what they say is always text: nothing that a server sends is read as HTML.
+// Makes elements. Their content is always text: nothing from the server is parsed as HTML.
 
 const byId = (id) => document.getElementById(id);
 export { byId };
@@ -34,7 +34,7 @@ export const plural = (number, word) => `${count(number)} ${word}${number === 1 
 export const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
 export const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
 
-/** Seconds as a person reads them. */
+/** A readable duration. */
 export function seconds(value) {
   if (value < 0.9995) return `${Math.round(1000 * value)} ms`;
   return value < 60 ? `${value.toFixed(value < 10 ? 2 : 1)} s` : `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
@@ -46,7 +46,7 @@ export function clock(value) {
   return `${Math.floor(whole / 60)}:${String(whole % 60).padStart(2, "0")}`;
 }
 
-/** Say something to screen readers, at most every `everyMs`; what comes in between is joined by `summary`. */
+/** Announce items to screen readers, at most once per `everyMs`. `summary` joins the items since the last announcement. */
 export function announcer(element, everyMs, summary) {
   let waiting = [];
   let timer = 0;

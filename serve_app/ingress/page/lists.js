@@ -1,4 +1,4 @@
-// The lists under the map: incidents, all of which are kept, and requests, of which there are too many to read.
+// The lists under the map: all incidents, and a readable sample of the requests.
 
 import { announcer, byId, make } from "./dom.js";
 import { isIncident, keyOf } from "./words.js";
@@ -10,7 +10,7 @@ const SAY_EVERY_MS = 6000;
 const MAX_SAID = 3;
 
 export class Lists {
-  /** `words`: what events are in words; `timeOf`: a moment as text; `choose`: told the event that somebody asks about. */
+  /** `words`: describes events; `timeOf`: formats a time; `choose`: called with the selected event. */
   constructor(words, timeOf, choose) {
     this.words = words;
     const item = (event, line) =>
@@ -28,7 +28,7 @@ export class Lists {
     byId("lists-spoken").replaceChildren();
   }
 
-  /** Add events in their order. `aloud`: also for screen readers; `own`: a request that this page has sent. Lines appear with `render`. */
+  /** Add an event, in order of time. `aloud`: also for screen readers; `own`: a request of this page. Lines appear with `render`. */
   add(event, { aloud = true, own = false } = {}) {
     const line = this.words.line(event);
     if (!line) return;
@@ -73,7 +73,7 @@ class List {
     this.element.replaceChildren();
   }
 
-  /** Add an event; of one that is there already a `move` says more, and takes its place. */
+  /** Add an event. If its key is already listed, only a `move` replaces the entry, because it has more details. */
   add(event, line) {
     const key = keyOf(event);
     const before = this.known.get(key);
@@ -99,12 +99,12 @@ class List {
       else this.element.prepend(entry.element);
     }
     this.waiting = [];
-    // Whoever reads older lines goes on reading them.
+    // Older lines stay in view while they are read.
     if (kept > 4) this.element.scrollTop = kept + this.element.scrollHeight - before;
   }
 }
 
-/** One text for what happened since the last: incidents in full, the rest counted. */
+/** One text for all lines since the last announcement: incidents in full, a count of the rest. */
 function summary(lines) {
   const incidents = lines.filter(({ incident }) => incident);
   const rest = lines.length - Math.min(incidents.length, MAX_SAID);

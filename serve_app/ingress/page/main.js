@@ -1,4 +1,4 @@
-// Puts the page together: chat, live events or a recording, the header, the map, the lists, and why.
+// Connects the parts of the page: chat, live events or a recording, header, map, lists, and details.
 
 import { ask, keyOf, ownKey, problemOf, setKey } from "./api.js";
 import { Chat, describeSystem } from "./chat/chat.js";
@@ -17,7 +17,7 @@ import { Why } from "./why.js";
 import { isIncident, isMarked, Words } from "./words.js";
 
 const DRAW_EVERY_MS = 120;
-const MAX_TOLD = 3000; // of which the list of requests has a sample
+const MAX_TOLD = 3000; // the list of requests shows a sample of them
 const MAX_KEPT = 500;
 
 const live = new Cache();
@@ -41,13 +41,13 @@ const alarms = new Alarms(view, timeOf);
 const sessions = new Sessions(live);
 const chat = new Chat(live, (body, decision) => why.request(body, decision));
 
-/** The time of day, or in a recording the time since its start. */
+/** The time of day or, in a recording, the time since its start. */
 function timeOf(atS) {
   if (player.recording) return clock(atS - player.recording.startS);
   return new Date(atS * 1000).toLocaleTimeString("en-GB");
 }
 
-/** What is shown is the live model or a recording's, whichever is open now. */
+/** A property of the model that is shown now: the live one, or the open recording's. */
 function bound(model, name) {
   const value = model[name];
   return typeof value === "function" ? value.bind(model) : value;
@@ -67,7 +67,7 @@ const player = new Player((atS, played) => {
   changed = true;
 });
 
-/** Something worth telling happened in what is shown: a line in a list, and a movement on the map. */
+/** Show an event of the current model as a line in a list and a movement on the map. */
 function happened(event) {
   changed = true;
   lists.add(event, { own: chat.owns(event) });
@@ -107,7 +107,7 @@ function draw(nowMs) {
   alarms.render(player.recording ? null : state);
   drawVitals(model);
   byId("engine").hidden = !model.simulated;
-  byId("engine").textContent = model.simulated ? "simulated: no model runs, times are a cost model's" : "";
+  byId("engine").textContent = model.simulated ? "simulated: no model runs; times come from a cost model" : "";
   if (model.model) byId("model-name").textContent = model.model;
   for (const name of ["docs", "metrics"]) byId(`link-${name}`).hidden = !live.links.includes(name);
   drawState(model);
@@ -120,21 +120,21 @@ function drawState(model) {
   if (byId("connection-text").textContent !== text) byId("connection-text").textContent = text;
   byId("sessions").hidden = player.recording !== null;
   byId("empty").hidden = model.replicas.size > 0 || model.lately().length > 0;
-  const [lead, more] = EMPTY[name] ?? ["The map is not connected", name === "busy" ? `${says} The page tries again by itself.` : says];
+  const [lead, more] = EMPTY[name] ?? ["The map is not connected", name === "busy" ? `${says} The page keeps trying.` : says];
   byId("empty-lead").textContent = lead;
   byId("empty-more").textContent = more;
   byId("give-key").hidden = !(name === "refused" && state.needsKey);
-  byId("give-key").textContent = keyOf("map") ? "Give another key" : "Give a key";
+  byId("give-key").textContent = keyOf("map") ? "Enter another key" : "Enter a key";
 }
 
 const EMPTY = {
-  connecting: ["Connecting", "The replicas and what they hold appear here."],
-  live: ["No replica yet", "They appear here as they join."],
-  lost: ["The server does not answer", "The page tries again by itself. A recording can be opened meanwhile."],
-  playback: ["No replica at this moment", "Move on in the recording."],
+  connecting: ["Connecting", "The replicas and their prefixes will appear here."],
+  live: ["No replicas yet", "They will appear here when they join."],
+  lost: ["The server does not answer", "The page keeps trying. Meanwhile, you can open a recording."],
+  playback: ["No replicas at this time", "Move to another time in the recording."],
 };
 
-/** Fill the list of models, which is also the first that a wrong key is told at. */
+/** Fill the list of models. This is also the first request that reports a wrong key. */
 async function loadModels() {
   const note = byId("settings-note");
   try {
@@ -157,7 +157,7 @@ async function loadSample() {
   const text = response.ok ? await response.text() : "";
   byId("system").value = `Answer questions about this license in one or two sentences.\n${text}`;
   describeSystem(byId("system").value);
-  byId("say").value = "May I sell what I build with it?";
+  byId("say").value = "May I sell a product that uses it?";
   byId("say").focus();
 }
 
@@ -171,7 +171,7 @@ async function openRecording(file) {
   }
 }
 
-/** What one key was shown is not for the next one's holder to read. */
+/** Clear the page: the next key's owner must not see data of the previous key. */
 function forget() {
   live.clear();
   why.clear();
@@ -224,7 +224,7 @@ function wireRecording() {
   const dropping = (on) => document.body.classList.toggle("dropping", on);
   const ours = (event) => event.dataTransfer.types.includes("Files") || !event.target.closest?.("input, textarea");
   addEventListener("dragover", (event) => {
-    if (!ours(event)) return; // text that is dragged into a field
+    if (!ours(event)) return; // text dragged into a field
     event.preventDefault();
     dropping(event.dataTransfer.types.includes("Files"));
   });

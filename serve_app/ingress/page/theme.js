@@ -1,14 +1,14 @@
-// Light, dark, or as the system has it. No module: it runs before anything is painted.
+// Light, dark, or the system's setting. Not a module, so that it runs before the first paint.
 (() => {
   const ORDER = ["system", "light", "dark"];
   const SYMBOL = { system: "◐", light: "○", dark: "●" };
-  const SAYS = { system: "as the system has them", light: "light", dark: "dark" };
+  const SAYS = { system: "follow the system", light: "light", dark: "dark" };
   const system = matchMedia("(prefers-color-scheme: dark)");
   let chosen = "system";
   try {
     chosen = localStorage.getItem("warmpath.theme") ?? "system";
   } catch {
-    // Storage may be shut off; the system's colours do.
+    // Without storage, the page follows the system.
   }
   if (!ORDER.includes(chosen)) chosen = "system";
 
@@ -31,7 +31,7 @@
       try {
         localStorage.setItem("warmpath.theme", chosen);
       } catch {
-        // It holds until the page is left.
+        // Without storage, the choice lasts until the page is closed.
       }
       show();
     });

@@ -1,14 +1,14 @@
-// The panel that says why: of a decision, a prefix, a replica or any other event. Text only.
+// The panel with details and reasons: of a decision, a prefix, a replica or any other event. Text only.
 
 import { ask, problemOf } from "./api.js";
 import { byId, capital, count, make, percent, plural, seconds } from "./dom.js";
 
 const STATES = {
-  joining: "It is joining: nothing was heard of it yet.",
-  leaving: "It is leaving: it gets no new request, and hands on what others lack.",
-  lost: "It was lost: it died, or the network to it did. What it held is gone with it.",
+  joining: "It is joining, and has not reported yet.",
+  leaving: "It is leaving: it gets no new requests, and hands over prefixes that no other replica holds.",
+  lost: "It was lost: it died, or its network failed. Its cache is gone.",
 };
-const HINT = "Choose a bar, a replica or a line of a list: what it is, and why it is so, stands here.";
+const HINT = "Select a bar, a replica or a line of a list to see its details.";
 
 export class Why {
   constructor(cache, words) {
@@ -23,7 +23,7 @@ export class Why {
     });
   }
 
-  /** Show a heading, sentences and facts, and bring the keyboard there. `rest`: nodes that follow. */
+  /** Show a heading, sentences and facts, and move the focus there. `rest`: nodes that follow. */
   show(heading, sentences, facts, ...rest) {
     this.asked += 1;
     if (!byId("why").contains(document.activeElement)) this.cameFrom = document.activeElement;
@@ -45,24 +45,24 @@ export class Why {
     this.show(this.words.heading(event), this.words.sentences(event), this.words.facts(event));
   }
 
-  /** `node`: as the replica holds it. */
+  /** `node`: the part of it that the replica holds. */
   prefix(replicaId, node) {
     const { cache } = this;
     const reach = node.start + node.tokens;
     const whole = cache.nodes.get(node.id);
-    const part = node.tokens < whole.tokens ? ` of the ${count(whole.tokens)} that it has` : "";
+    const part = node.tokens < whole.tokens ? `${count(node.tokens)} of the ${count(whole.tokens)}` : count(node.tokens);
     this.show(
       cache.nameOf(node),
       [
-        `${capital(cache.names.replica(replicaId))} can reuse the first ${plural(reach, "token")} of every prompt that begins like this; ${count(node.tokens)}${part} are this part.`,
-        node.pinned ? "It is pinned: it was saved, and eviction passes it by." : null,
+        `${capital(cache.names.replica(replicaId))} can reuse the first ${plural(reach, "token")} of every prompt that starts like this. It holds ${part} tokens of this part.`,
+        node.pinned ? "It is pinned: it was saved, and will not be evicted." : null,
         node.kind === "public" ? "It is a registered public prompt, which all tenants share." : null,
       ],
       [
         ["tenant", node.kind === "public" ? "all (public)" : node.tenant],
         ["held by", Object.keys(node.holders).map((id) => cache.names.replica(id)).join(", ")],
         ["requests", count(node.requests)],
-        ["found cached", node.requests ? `${count(node.hits)} (${percent(node.hits / node.requests)})` : null],
+        ["cache hits", node.requests ? `${count(node.hits)} (${percent(node.hits / node.requests)})` : null],
         ["last used", `${seconds(Math.max(0, cache.nowS - node.last_used_at_s))} ago`],
         ["id", node.id],
       ],
@@ -76,11 +76,11 @@ export class Why {
     const number = (value, word) => (value === undefined ? null : plural(value, word));
     this.show(
       capital(cache.names.replica(replica.replica)),
-      [replica.full ? "It is full: it gets no request until one ends." : null, STATES[replica.state]],
+      [replica.full ? "It is full: it gets no new request until one ends." : null, STATES[replica.state]],
       [
         ["node", replica.node],
         ["GPU", replica.gpu],
-        ["engine", replica.simulated ? "simulated: no model runs, times are a cost model’s" : replica.engine],
+        ["engine", replica.simulated ? "simulated: no model runs; times come from a cost model" : replica.engine],
         ["running", number(replica.running, "sequence")],
         ["waiting", number(replica.waiting, "sequence")],
         ["prefill queued", number(replica.queued_tokens, "token")],
@@ -95,10 +95,10 @@ export class Why {
     );
   }
 
-  /** Why a request of this page went where it went; `body` is asked about anew, where this key may ask. */
+  /** The reason for the replica of a request of this page. Keys with access also get an explanation of `body` as of now. */
   async request(body, decision) {
     if (decision) this.event(decision);
-    else this.show("Why this replica", ["The decision was not seen: the map is not connected, or its key is another tenant’s."], []);
+    else this.show("Why this replica", ["The page did not receive the decision: the map is not connected, or its key belongs to another tenant."], []);
     if (!this.cache.seesAll) return;
     const asked = this.asked;
     const question = { ...body };
@@ -109,13 +109,13 @@ export class Why {
       const response = await ask("v1/cache/explain", { which: "map", body: question });
       table = response.ok ? explained(await response.json(), this.cache) : make("p", { className: "note" }, await problemOf(response, "map"));
     } catch {
-      return; // what the decision said stands there already
+      return; // the panel already shows the decision
     }
     if (asked === this.asked) byId("why-body").append(table);
   }
 }
 
-/** The name of a replica, whose id in events is a part of the router's id of it. */
+/** The name of a replica by the router's id, which ends with the id in events. */
 const nameIn = (cache, id) => cache.names.replica([...cache.replicas.keys()].find((name) => id.endsWith(name)) ?? id);
 
 function explained(document, cache) {
@@ -129,6 +129,6 @@ function explained(document, cache) {
       seconds(replica.estimated_ttft_s),
     ].map((text) => make("td", {}, text))),
   );
-  const head = make("tr", {}, ...["replica", "holds", "queued", "estimated TTFT"].map((text) => make("th", { scope: "col" }, text)));
-  return make("div", {}, make("p", {}, `Were it sent again now: ${because ?? ""}`), make("table", {}, make("thead", {}, head), make("tbody", {}, ...rows)));
+  const head = make("tr", {}, ...["replica", "cached", "queued", "estimated TTFT"].map((text) => make("th", { scope: "col" }, text)));
+  return make("div", {}, make("p", {}, `If it were sent again now: ${because ?? ""}`), make("table", {}, make("thead", {}, head), make("tbody", {}, ...rows)));
 }

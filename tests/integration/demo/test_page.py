@@ -1,4 +1,4 @@
-"""The page in a browser, with tenants: each key is shown its own part."""
+"""The page in a browser, with tenants: each key sees its own part."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ from tests.integration.demo.conftest import KEYS, Served
 pytestmark = pytest.mark.integration
 
 SYSTEM_BARS = ".bar[aria-label^='“The harbour opens']"
-"""The prompt of the test, as the page that sent it calls it."""
+"""The test's system prompt, by the name that the sending page gives it."""
 
 
 def test_the_page_shows_each_key_its_own_part(served: Served) -> None:
-    """A chat's second answer says what was reused, and of whom only its tenant and operators see.
+    """The second answer of a chat shows the reused tokens. Only its tenant and operators see the prefix on the map.
 
     docs: monitoring
     """
@@ -33,8 +33,8 @@ def test_the_page_shows_each_key_its_own_part(served: Served) -> None:
 
         page = opened(KEYS["acme"][0], KEYS["operator"][0])
         page.locator("#system-fold summary").click()
-        page.get_by_label("What comes before every question").fill("The harbour opens at dawn. " * 60)
-        page.get_by_label("At most, tokens").fill("8")
+        page.get_by_label("Text before every question").fill("The harbour opens at dawn. " * 60)
+        page.get_by_label("Max. tokens").fill("8")
         for number, question in enumerate(("When does it open?", "And when not?")):
             page.get_by_label("Your message").fill(question)
             page.get_by_label("Your message").press("Enter")

@@ -1,4 +1,4 @@
-"""The last quarter of an hour: what is counted, for whom, and for how long."""
+"""Figures of the last 15 minutes: counts, viewers, and retention."""
 
 from math import ceil, isfinite
 
@@ -26,8 +26,8 @@ def clock() -> Clock:
 
 
 @given(st.lists(st.floats(0.001, 100.0), min_size=1, max_size=200))
-def test_quantiles_are_nearly_those_of_the_times(times_s: list[float]) -> None:
-    """Half of the answers came before p50, 95 % before p95, within a cell of each."""
+def test_quantiles_are_close_to_the_exact_ones(times_s: list[float]) -> None:
+    """The p50 and the p95 have an error of at most one cell."""
     figures = Figures()
     for ttft_s in times_s:
         figures.answered("a", ttft_s)
@@ -39,15 +39,15 @@ def test_quantiles_are_nearly_those_of_the_times(times_s: list[float]) -> None:
 
 
 def merged(ring: dict[int, Bucket]) -> Bucket:
-    """The time may have gone on to the next bucket."""
+    """Return the sum of the buckets, because the time may have reached the next one."""
     total = Bucket()
     for bucket in ring.values():
         total.add(bucket)
     return total
 
 
-def test_errors_are_those_that_the_server_answers_for(clock: Clock) -> None:
-    """A limit and a fault are told apart; what the client did wrong, and where it left, is none of them."""
+def test_only_errors_of_the_server_are_counted(clock: Clock) -> None:
+    """Limits and faults have separate counts. Errors of the client and disconnections are not counted."""
     figures = Figures(clock)
     for status in (200, 400, 401, 404, 413, 429, 429, 499, 500, 503):
         figures.refused("a", status)
@@ -58,8 +58,8 @@ def test_errors_are_those_that_the_server_answers_for(clock: Clock) -> None:
     }  # fmt: skip
 
 
-def test_a_tenant_has_its_own_and_an_operator_all(clock: Clock) -> None:
-    """Also those of requests whose tenant is not known."""
+def test_a_tenant_sees_its_own_figures_and_an_operator_all(clock: Clock) -> None:
+    """An operator also sees requests without a known tenant."""
     figures = Figures(clock)
     figures.answered("a", 0.1)
     figures.answered("b", 0.1)
@@ -71,8 +71,8 @@ def test_a_tenant_has_its_own_and_an_operator_all(clock: Clock) -> None:
     assert rows_of([figures.rings], "c", clock()) == ({}, Bucket())
 
 
-def test_what_is_older_than_a_quarter_of_an_hour_is_forgotten(clock: Clock) -> None:
-    """A bucket for each ten seconds in which something happened; the last minute has six of them."""
+def test_figures_older_than_15_minutes_are_dropped(clock: Clock) -> None:
+    """Each ten seconds with a request have a bucket. The last minute has six of them."""
     figures = Figures(clock)
     for _ in range(2 * BUCKETS):
         figures.answered("a", 0.1)
@@ -86,8 +86,8 @@ def test_what_is_older_than_a_quarter_of_an_hour_is_forgotten(clock: Clock) -> N
     assert rows_of([figures.rings], None, clock()) == ({}, Bucket())
 
 
-def test_tenants_are_bounded(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that asked last are kept, and the sum of all."""
+def test_the_number_of_tenants_is_limited(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The most recently active ones are kept, and the sum of all."""
     monkeypatch.setattr(module, "MAX_TENANTS", 3)
     figures = Figures(clock)
     for tenant in "abcab":
@@ -95,8 +95,8 @@ def test_tenants_are_bounded(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> N
     assert set(figures.rings) == {None, "a", "b"}
 
 
-def test_another_ingress_tells_its_latest_buckets_again(clock: Clock) -> None:
-    """What fills is replaced, what was told stays, and both ingresses are summed."""
+def test_another_ingress_sends_its_latest_buckets_again(clock: Clock) -> None:
+    """Incomplete buckets are replaced, complete ones stay, and both ingresses are summed."""
     here, there = Figures(clock), Figures(clock)
     here.answered("a", 0.1)
     there.answered("a", 0.1)
@@ -111,7 +111,7 @@ def test_another_ingress_tells_its_latest_buckets_again(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("ttft_s", [0.0, -1.0, 1e9])
-def test_odd_times_are_counted_all_the_same(ttft_s: float) -> None:
+def test_extreme_times_are_counted_too(ttft_s: float) -> None:
     figures = Figures()
     figures.answered("a", ttft_s)
     p50_s = merged(figures.rings[None]).row(0)["ttft_p50_s"]

@@ -1,4 +1,4 @@
-"""What went wrong, as those hear of it who watch, and those who come later; and figures of the time before them."""
+"""Incidents, for current and for later watchers, and figures from before the first watcher."""
 
 import asyncio
 
@@ -12,8 +12,8 @@ from tests.serve_app.live.traffic import is_idle
 pytestmark = pytest.mark.anyio
 
 
-async def test_an_ingress_that_is_gone_is_missed_by_operators() -> None:
-    """They are told how many are heard of; that the others cannot be asked is not said after a single failure."""
+async def test_operators_see_that_an_ingress_is_gone() -> None:
+    """They see the number of ingresses that answer. A single failure does not count as silence of the others."""
     ingresses = Ingresses("i1", "i2")
     live = ingresses.first
     watcher = await live.watch(None)
@@ -27,8 +27,8 @@ async def test_an_ingress_that_is_gone_is_missed_by_operators() -> None:
     live.leave(None, watcher)
 
 
-async def test_figures_were_kept_before_anybody_watched_and_come_with_totals() -> None:
-    """Of both ingresses; a tenant's are its own."""
+async def test_figures_are_kept_without_watchers_and_sent_with_totals() -> None:
+    """They cover both ingresses. A tenant sees only its own."""
     ingresses = Ingresses("i1", "i2")
     one, two = ingresses.by_name.values()
     for live, tenant in ((one, "a"), (two, "a"), (two, "b")):
@@ -46,8 +46,8 @@ async def test_figures_were_kept_before_anybody_watched_and_come_with_totals() -
     one.leave("b", tenant)
 
 
-async def test_a_refused_configuration_is_told_to_operators_until_it_is_mended() -> None:
-    """Once, whoever says so."""
+async def test_operators_see_a_refused_configuration_until_it_is_fixed() -> None:
+    """It has one row, also if several processes report it."""
     ingresses = Ingresses()
     operator, tenant = await ingresses.first.watch(None), await ingresses.first.watch("a")
     refused = [
@@ -63,8 +63,8 @@ async def test_a_refused_configuration_is_told_to_operators_until_it_is_mended()
     assert {event["type"] for event in decoded(await tenant.take(1.0))} == {"snapshot"}
 
 
-async def test_how_a_replica_went_is_known_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that goes on reporting while it leaves was stopped; one that is silent then died. Numbers are used once."""
+async def test_later_watchers_see_how_a_replica_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A leaving replica that still reports was stopped, and a silent one died. Numbers are never reused."""
     monkeypatch.setattr(replicas_module, "QUIET_S", 0.5)
     ingresses = Ingresses()
     live, core = ingresses.first, ingresses.core
@@ -84,7 +84,7 @@ async def test_how_a_replica_went_is_known_later(monkeypatch: pytest.MonkeyPatch
     await until(watcher, lambda event: event.get("replica") == "r3" and event.get("state") == "serving")
     live.reset(complete=True)
     async with asyncio.timeout(30):
-        while len(incidents := (await live.snapshot(None))["incidents"]) < 4:  # noqa: ASYNC110 (nothing tells it)
+        while len(incidents := (await live.snapshot(None))["incidents"]) < 4:  # noqa: ASYNC110 (there is no event)
             await asyncio.sleep(0.01)
     assert [(row["type"], row.get("number"), row.get("lost")) for row in incidents] == [
         ("replica_left", 1, True),

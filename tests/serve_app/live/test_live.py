@@ -1,4 +1,4 @@
-"""An ingress' event stream without HTTP: from the first token to the watcher, over ingresses, and to its end."""
+"""An ingress' event stream without HTTP: from the first token to watchers, across ingresses, and its end."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Ingresses:
-    """Several ingresses in one process; ``calls``: how often their events were asked for; ``fails``: in vain."""
+    """Several ingresses in one process. ``calls``: the requests for their events; ``fails``: whether these fail."""
 
     def __init__(self, *names: str) -> None:
         self.core = RoutingCore("router", RouterSettings(block_size=BLOCK))
@@ -78,13 +78,13 @@ async def shown_requests(live: Live, viewer: str | None, requests: int) -> dict[
 
 
 def send(live: Live, tenant: str, *blocks: int, number: int = 0, cached: int = 0, **more: Any) -> None:
-    """A generation's first token."""
+    """Deliver a generation's first token."""
     asked = generation(tenant, blocks or (1, 2, 3), number=number, **more)
     live.delivered(asked, decision(cached_tokens=cached), FirstToken(cached), 0.5)
 
 
 async def test_an_operator_sees_replicas_prefixes_and_decisions() -> None:
-    """The snapshot has what was asked before anybody watched; then come decisions, and holders as they change."""
+    """The snapshot has the requests before the first watcher. Decisions and changes of holders follow."""
     ingresses = Ingresses()
     live, core = ingresses.first, ingresses.core
     pool = tuple(
@@ -131,14 +131,14 @@ async def test_an_operator_sees_replicas_prefixes_and_decisions() -> None:
 
 
 @pytest.mark.parametrize("pool", [POOL_TIER, ENDS_TIER])
-async def test_a_pool_is_no_tier_below_it(pool: str) -> None:
+async def test_the_pool_is_not_listed_as_a_tier(pool: str) -> None:
     live, core = (ingresses := Ingresses()).first, ingresses.core
     core.apply("r1", [BlocksStored(chain_of("a", [1, 2]), pool), BlocksStored(chain_of("a", [1]), "host")])
     assert (await live.snapshot(None))["replicas"][0]["tier_blocks"] == {"host": 1}
 
 
-async def test_replicas_work_is_summed_and_notices_are_told_to_operators_alone() -> None:
-    """Evictions and pulls come by replica and second; joins, leaves and scaling as they are put up."""
+async def test_replicas_work_is_summed_and_only_operators_see_notices() -> None:
+    """Evictions and pulls are summed by replica and second. Joins, leaves and scaling come from notices."""
 
     def stats(evicted: float, pulled: float) -> StatsReport:
         pull = ("warmpath_kv_pulls_total", (("outcome", "whole"),), pulled)
@@ -149,7 +149,7 @@ async def test_replicas_work_is_summed_and_notices_are_told_to_operators_alone()
     ingresses.core.apply("r1", [stats(5.0, 1.0)])
     operator, tenant = await ingresses.first.watch(None), await ingresses.first.watch("a")
     ingresses.core.apply("r2", [LoadReport(0, 0, 0, 8, 8, 1000.0), stats(50.0, 5.0)])
-    assert (await until(operator, "replica"))["replica"] == "r2", "nothing of what it did before it was there"
+    assert (await until(operator, "replica"))["replica"] == "r2", "its earlier work is not counted"
     ingresses.core.apply("r1", [stats(12.0, 1.0)])
     evictions = await until(operator, "evictions")
     assert (evictions["replica"], evictions["blocks"]) == ("r1", 7)
@@ -165,7 +165,7 @@ async def test_replicas_work_is_summed_and_notices_are_told_to_operators_alone()
 
 
 async def test_a_tenant_sees_its_own_part() -> None:
-    """Its own counts of a public prompt too, and replicas by name alone."""
+    """It also sees its own counts of a public prompt, and replicas without their load."""
     live = Ingresses().first
     watcher = await live.watch("b")
     for tenant in "ab":
@@ -179,8 +179,8 @@ async def test_a_tenant_sees_its_own_part() -> None:
     assert not {"moves", "scale", "configuration", "ingresses_heard"} & snapshot.keys()
 
 
-async def test_several_ingresses_are_seen_from_one() -> None:
-    """Decisions, prefixes and totals of the others come too; when the watcher goes nobody is asked any more."""
+async def test_one_ingress_shows_the_events_of_all() -> None:
+    """It includes the others' decisions, prefixes and totals. Without a watcher it stops asking."""
     ingresses = Ingresses("i1", "i2", "i3")
     one, two, _ = ingresses.by_name.values()
     send(two, "a")
@@ -206,7 +206,7 @@ async def test_several_ingresses_are_seen_from_one() -> None:
 
 
 async def test_after_the_last_watcher_nothing_runs() -> None:
-    """Streams that end in any order leave no task, no view and no event behind."""
+    """Streams may end in any order, and leave no task, view or event behind."""
     live = Ingresses().first
     tasks = len(asyncio.all_tasks())
     watchers = [(viewer, await live.watch(viewer)) for viewer in ("a", None, "a")]
@@ -214,17 +214,17 @@ async def test_after_the_last_watcher_nothing_runs() -> None:
     send(live, "a")
     for viewer, watcher in watchers:
         live.leave(viewer, watcher)
-        live.leave(viewer, watcher)  # again is harmless
+        live.leave(viewer, watcher)  # a repeated call is harmless
     assert (live.watchers, is_idle(live)) == (0, True)
     async with asyncio.timeout(30):
-        while len(asyncio.all_tasks()) != tasks:  # noqa: ASYNC110 (what is waited for tells nobody)
+        while len(asyncio.all_tasks()) != tasks:  # noqa: ASYNC110 (there is no event)
             await asyncio.sleep(0.01)
     send(live, "a")
     assert is_idle(live)
 
 
-async def test_a_slow_watcher_loses_the_oldest_and_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its queue is bounded; it is told how many it lost, and gets a snapshot that has them."""
+async def test_a_slow_watcher_loses_the_oldest_events_and_gets_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its queue is bounded. It gets the number of lost events, and a snapshot that includes them."""
     monkeypatch.setattr(watcher_module, "QUEUE_EVENTS", 4)
     ingresses = Ingresses()
     live = ingresses.first
@@ -241,8 +241,8 @@ async def test_a_slow_watcher_loses_the_oldest_and_starts_anew(monkeypatch: pyte
     live.leave("a", watcher)
 
 
-async def test_streams_of_one_viewer_are_bounded_and_a_fault_costs_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fifth of a tenant is refused, whatever others have; one that ends makes room. Faults are logged."""
+async def test_streams_per_viewer_are_limited_and_faults_cost_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant's fifth stream is refused, independently of others, until one ends. Faults are only logged."""
     live = Ingresses().first
     mine = [await live.watch("a") for _ in range(4)]
     with pytest.raises(RateLimited):

@@ -1,4 +1,4 @@
-"""Laws of the table of prefixes, and of the rows that are shown of it."""
+"""Properties of the table of prefixes, and of its visible rows."""
 
 import pytest
 from hypothesis import given
@@ -14,8 +14,8 @@ def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(prefix_table, *request.param)
 
 
-def test_a_prompt_is_three_nodes() -> None:
-    """Public prompt, system prompt, conversation; later turns are the same conversation, another one is not."""
+def test_a_prompt_has_three_nodes() -> None:
+    """They are public prompt, system prompt and conversation. Later turns belong to the same conversation."""
     table = PrefixTable(BLOCK, lambda: 1)
 
     def ask(blocks: list[int], cached: int) -> bytes:
@@ -49,7 +49,7 @@ def test_a_prompt_is_three_nodes() -> None:
 @pytest.mark.usefixtures("small")
 @given(USES)
 def test_rooms_are_bounded_and_do_not_depend_on_other_tenants(uses: Uses) -> None:
-    """However many come: bytes are counted right, and who shows a node can show what it hangs under."""
+    """For any number of requests, bytes are counted correctly, and a node's parent is present."""
     rooms, alone = filled(uses).rooms, filled([use for use in uses if use.tenant == "a"]).rooms
     for room in rooms.values():
         assert len(room.nodes) <= prefix_table.MAX_TENANT_NODES
@@ -63,24 +63,24 @@ def test_rooms_are_bounded_and_do_not_depend_on_other_tenants(uses: Uses) -> Non
 
 
 @pytest.mark.parametrize(("tenants", "most"), [(1, SHOWN_NODES), (4, SHOWN_NODES // 4), (100, LEAST_NODES)])
-def test_a_tenant_has_as_many_rows_whether_others_ask_or_not(tenants: int, most: int) -> None:
-    """By its number a tenant could count those who are awake."""
+def test_a_tenants_number_of_rows_is_independent_of_other_tenants_activity(tenants: int, most: int) -> None:
+    """Otherwise a tenant could count the active ones."""
     table = PrefixTable(BLOCK, lambda: tenants)
 
     def ask(tenant: str, number: int) -> int:
         table.add(answered(tenant, chain_of(tenant, [number]), BLOCK + 1, 0), float(number))
-        return sum(whose == "a" for whose, _ in node_rows(table, lambda _: {}))
+        return sum(owner == "a" for owner, _ in node_rows(table, lambda _: {}))
 
     assert [ask("a", number) for number in range(SHOWN_NODES)][-1] == most
     assert {ask(f"other{number}", number) for number in range(tenants - 1)} <= {most}
 
 
-def test_tenants_that_share_kv_share_no_name_but_that_of_a_public_prompt() -> None:
-    """In a trust group prompts have the same hashes; what one of its tenants is shown does not name another's."""
+def test_tenants_that_share_kv_share_only_ids_of_public_prompts() -> None:
+    """In a trust group, equal prompts have the same hashes. A tenant's ids do not reveal another tenant's prompts."""
     table = PrefixTable(BLOCK, lambda: 2)
     for tenant in "ab":
         table.add(answered(tenant, chain_of("group", [1, 2], 1), 2 * BLOCK + 1, 0, public_blocks=1), 0.0)
     rows = node_rows(table, lambda _: {})
-    ids = {tenant: {name for whose, name in rows if whose == tenant} for tenant in "ab"}
+    ids = {tenant: {name for owner, name in rows if owner == tenant} for tenant in "ab"}
     assert [row.kind for (_, name), row in rows.items() if name in ids["a"] & ids["b"]] == ["public", "public"]
     assert len(ids["a"]) == len(ids["b"]) == 2

@@ -1,4 +1,4 @@
-"""What a viewer is told: differences make the snapshot, and nothing of another tenant is in it."""
+"""A viewer's events: differences add up to the snapshot, and contain nothing of another tenant."""
 
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ AT_S = 1_790_000_000
 
 
 class Moment(NamedTuple):
-    """What two ingresses have seen, and what there is beside it."""
+    """The uses that two ingresses have seen, and the other facts."""
 
     uses: Uses
     replicas: set[str]
@@ -57,7 +57,7 @@ def facts_of(moment: Moment) -> Facts:
 
 
 def applied(shown: dict[str, Any], events: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a page makes of a snapshot and events, by docs: api."""
+    """Return the state of a page after a snapshot and events (docs: api)."""
     picture = {
         "replica": {row["replica"]: row for row in shown["replicas"]},
         "prefixes": {row["id"]: row for row in shown["prefixes"]},
@@ -89,8 +89,8 @@ def applied(shown: dict[str, Any], events: list[dict[str, Any]]) -> dict[str, An
 
 
 @given(st.lists(MOMENTS.map(facts_of), min_size=2, max_size=5), st.sampled_from([None, "a"]))
-def test_a_snapshot_and_what_follows_is_the_later_snapshot(course: list[Facts], viewer: str | None) -> None:
-    """Whoever keeps up with the events sees what one sees who comes later."""
+def test_a_snapshot_and_its_changes_give_the_later_snapshot(course: list[Facts], viewer: str | None) -> None:
+    """A viewer that follows the events sees the same as a later viewer."""
     view, watcher = View(viewer, course[0]), Watcher()
     first = msgspec.json.decode(msgspec.json.encode(view.snapshot(0.0)))
     view.watchers.add(watcher)
@@ -99,16 +99,16 @@ def test_a_snapshot_and_what_follows_is_the_later_snapshot(course: list[Facts], 
     events = [msgspec.json.decode(event.payload) for event in watcher._queue]
     last = applied(msgspec.json.decode(msgspec.json.encode(View(viewer, course[-1]).snapshot(1.0))), [])
     seen = applied(first, events)
-    if last["scale"] is None:  # a decision that has gone from the board was made all the same
+    if last["scale"] is None:  # a decision that left the board stays valid
         seen["scale"] = None
     figures = seen.pop("figures")
-    assert figures == figures | last.pop("figures")  # those that are too old are told no more
+    assert figures == figures | last.pop("figures")  # outdated ones are not sent any more
     assert seen == last
 
 
 @given(MOMENTS, MOMENTS)
-def test_a_tenant_sees_what_it_would_see_alone(before: Moment, after: Moment) -> None:
-    """No row, count or event is another with another tenant there than without; replicas do as much for somebody."""
+def test_a_tenants_view_is_independent_of_other_tenants(before: Moment, after: Moment) -> None:
+    """No row, count or event depends on another tenant's presence. The work of replicas is equal in both cases."""
     beside = [picture_of(facts_of(moment), "b") for moment in (before, after)]
     alone = [
         picture_of(facts_of(Moment([use for use in uses if use.tenant == "b"], replicas, 0, None)), "b")
@@ -119,19 +119,19 @@ def test_a_tenant_sees_what_it_would_see_alone(before: Moment, after: Moment) ->
 
 
 @given(st.sampled_from([*TENANTS, None]), st.sampled_from(["decision", "reset", "pulls", "evictions"]))
-def test_what_happens_reaches_its_tenant_and_operators(whose: str | None, kind: str) -> None:
-    """A tenant's decision comes without what tells of others' work; what is nobody's comes to operators alone."""
+def test_an_event_reaches_its_tenant_and_operators(owner: str | None, kind: str) -> None:
+    """A tenant's decision comes without fields about others' work. Events without a tenant go to operators only."""
     told = Occurrence(
-        kind, 1.0, whose, {"ttft_s": 1.0, "estimated_ttft_s": 1.0, "cold_ttft_s": 2.0, "queued_tokens": 9}
+        kind, 1.0, owner, {"ttft_s": 1.0, "estimated_ttft_s": 1.0, "cold_ttft_s": 2.0, "queued_tokens": 9}
     )
     assert visible(told, None) == {"type": kind, "at_s": 1.0, **told.body}
     for tenant in TENANTS:
-        expected = {"type": kind, "at_s": 1.0, "ttft_s": 1.0} if tenant == whose else None
+        expected = {"type": kind, "at_s": 1.0, "ttft_s": 1.0} if tenant == owner else None
         assert visible(told, tenant) == expected
 
 
 def test_a_flood_of_one_tenant_costs_another_no_decision() -> None:
-    """The bound is each view's own, over what it may see."""
+    """Each view has its own limit, and counts only visible decisions."""
     view, watcher = View("b", Facts()), Watcher()
     view.watchers.add(watcher)
     view.tell([Occurrence("decision", 1.0, "a", {"request": str(number)}) for number in range(1000)])
@@ -144,4 +144,4 @@ def test_a_flood_of_one_tenant_costs_another_no_decision() -> None:
     assert len(view.snapshot(2.0)["decisions"]) == 50
     view.tell([Occurrence("decision", 2.5, "b", {"request": "next"})])
     view.update(Facts(), 3.0)
-    assert msgspec.json.decode(watcher._queue[-1].payload)["request"] == "next", "each look begins to count anew"
+    assert msgspec.json.decode(watcher._queue[-1].payload)["request"] == "next", "each look starts a new count"

@@ -1,4 +1,4 @@
-"""Generations as the dispatcher hears of them, with prompts made of numbered blocks; and tables filled by many."""
+"""Generations with prompts of numbered blocks, as the dispatcher records them, and tables filled with many."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ BLOCK = 4
 
 
 def chain_of(tenant: str, blocks: Sequence[int], public_blocks: int = 0) -> bytes:
-    """Return the hashes of a tenant's prompt, whose blocks are numbers."""
+    """Return the hashes of a tenant's prompt of numbered blocks."""
     own = PrefixScope("m", "", tenant.encode()).root(b"secret")
     root = PrefixScope("m").root(b"secret") + own if public_blocks else own
     ids = np.repeat(np.asarray(blocks, dtype=np.int32), BLOCK)
@@ -27,7 +27,7 @@ def chain_of(tenant: str, blocks: Sequence[int], public_blocks: int = 0) -> byte
 def generation(
     tenant: str, blocks: Sequence[int], public_blocks: int = 0, system_blocks: int = 0, ref: str = "", number: int = 0
 ) -> Generation:
-    """Return a generation whose prompt has these blocks and one more token."""
+    """Return a generation with a prompt of these blocks and one more token."""
     ids = np.append(np.repeat(np.asarray(blocks, dtype=np.int32), BLOCK), 1).astype(np.int32)
     return Generation(
         request_id=f"{tenant}-{number}.0",
@@ -48,17 +48,17 @@ def decision(replica: str = "r1", cached_tokens: int = 0) -> Decision:
 
 
 def answered(tenant: str, chain: bytes, prompt_tokens: int, cached_tokens: int, **more: Any) -> Answered:
-    """Return a request as a table of prefixes hears of it, whoever answered it."""
+    """Return a request in the form for the table of prefixes. Its decision does not matter."""
     return Answered("r", tenant, chain, prompt_tokens, cached_tokens, 0.1, decision(), **more)
 
 
 def is_idle(live: Live) -> bool:
-    """Return whether nothing runs and nothing is kept for anybody, but the table."""
+    """Return whether nothing runs, and nothing but the table is kept."""
     return live._task is None and not live._views and not live._kept
 
 
 class Use(NamedTuple):
-    """One generation of many. ``blocks``: of its prompt; the first ones are public, or the system prompt's."""
+    """One of many generations. ``blocks``: of its prompt. The first ones are public, or belong to the system prompt."""
 
     at_s: int
     tenant: str

@@ -1,4 +1,4 @@
-// The conversation: what is asked, what streams back, and under each answer what of its prompt was reused.
+// The conversation: questions, streamed answers, and the reused part of the prompt under each answer.
 
 import { byId, count } from "../dom.js";
 import { Reading } from "./reading.js";
@@ -10,7 +10,7 @@ const MAX_REQUESTS = 200;
 const FOLLOWS_PX = 60;
 
 export class Chat {
-  /** `cache`: what is known of the replicas; `explain`: shows why a request went where it went. */
+  /** `cache`: the model of the replicas; `explain`: shows the reason for a request's replica. */
   constructor(cache, explain) {
     this.cache = cache;
     this.explain = explain;
@@ -42,7 +42,7 @@ export class Chat {
     return event.type === "decision" && this.requests.has(answerOf(event));
   }
 
-  /** The decision about a request of this page adds to what stands under its answer, and says where its prompt lies. */
+  /** Take a decision about a request of this page: it completes the line under the answer, and identifies the prompt's prefix. */
   told(event) {
     if (!this.owns(event)) return;
     const { reuse, system, question } = this.requests.get(answerOf(event));
@@ -70,7 +70,7 @@ export class Chat {
       model: byId("model").value,
       messages: [...(system ? [{ role: "system", content: system }] : []), ...this.messages],
       max_tokens: Math.max(1, Number(byId("max-tokens").value) || 1),
-      temperature: 0, // the same question has the same answer, from the cache or not
+      temperature: 0, // the same question gets the same answer, with or without the cache
       stream: true,
       stream_options: { include_usage: true },
     };
@@ -89,12 +89,12 @@ export class Chat {
     this.toEnd();
     await this.answer(turn, this.body(system), system);
     if (turn !== this.last) return; // a new conversation
-    // What was shown is what the model is told it said; of nothing nothing remains.
+    // The model gets the text that was shown as its own answer. An empty answer removes the question.
     if (turn.text) this.messages.push({ role: "assistant", content: turn.text });
     else this.messages.pop();
   }
 
-  /** Have an answer that was cut go on where it ended. */
+  /** Continue the last answer, which was cut off. */
   async goOn(system) {
     const turn = this.last;
     if (this.running || this.messages.at(-1)?.role !== "assistant") return;
@@ -129,7 +129,7 @@ export class Chat {
         turn.add(piece);
         if (follows) this.toEnd();
       }
-      byId("spoken").textContent = `The answer: ${turn.text.slice(0, 1000)}. ${reuse.sentence()}${cut ? " It was cut." : ""}`;
+      byId("spoken").textContent = `The answer: ${turn.text.slice(0, 1000)}. ${reuse.sentence()}${cut ? " It was cut off." : ""}`;
     } catch (error) {
       if (running.signal.aborted) reuse.stopped();
       else turn.failed(error instanceof TypeError ? "The server cannot be reached." : error.message);
@@ -157,7 +157,7 @@ export class Chat {
     });
   }
 
-  /** Events name a request by its answer's id; the decision of a fast one may have come before the answer. */
+  /** Remember a request by its answer's id, which events contain. A fast request's decision may arrive before its answer. */
   remember(id, reuse, system) {
     this.requests.set(id, { reuse, system, question: this.messages[0]?.content ?? "" });
     const seen = this.cache.decisions.find((decision) => answerOf(decision) === id);
@@ -182,10 +182,10 @@ export class Chat {
   }
 }
 
-/** The id of the answer that a decision is about: events name each of its choices. */
+/** The id of a decision's answer. Events have one id per choice. */
 const answerOf = (decision) => String(decision.request).split(".")[0];
 
-/** Say in the settings' headings what is chosen there. */
+/** Show the length of the system prompt in its heading. */
 export function describeSystem(text) {
   byId("system-note").textContent = text ? `${count(text.length)} characters` : "none";
 }

@@ -1,4 +1,4 @@
-// What stands in the place of an answer while its prompt is read: how many tokens that are, and how far it may be.
+// The placeholder of an answer while its prompt is read: the number of tokens, and the estimated progress.
 
 import { count, make } from "../dom.js";
 
@@ -6,13 +6,13 @@ const SHOWN_AFTER_MS = 400;
 const LOOK_EVERY_MS = 200;
 const FEW_TOKENS = 64;
 const CHARACTERS_A_TOKEN = 4;
-/** A rate is of another prompt: what has not come yet is never called read. */
+/** The limit of the estimated progress. The rate comes from another prompt, so the bar is never full. */
 const MOST = 0.95;
 
 export class Reading {
   /**
-   * `known`: tokens of the prompt that were read before; `rate`: tokens a second, 0 where nobody knows; `ask`: for the
-   * number of its tokens; `say`: told the sentence once.
+   * `known`: tokens of the prompt that were read before; `rate`: tokens per second, or 0 if unknown; `ask`: returns the
+   * number of tokens; `say`: called once with the sentence.
    */
   constructor({ characters, known, rate, ask, say }) {
     this.known = known;
@@ -21,7 +21,7 @@ export class Reading {
     this.tokens = Math.round(characters / CHARACTERS_A_TOKEN);
     this.guessed = true;
     this.words = make("span");
-    this.bar = make("progress", { max: 1, value: 0, "aria-label": "The prompt, as far as it may be read" });
+    this.bar = make("progress", { max: 1, value: 0, "aria-label": "Estimated progress of reading the prompt" });
     this.element = make("p", { className: "reading", hidden: true }, this.words, this.bar);
     this.startMs = performance.now();
     this.begin = setTimeout(() => this.show(ask), SHOWN_AFTER_MS);

@@ -1,11 +1,11 @@
-// What stands under an answer: how much of its prompt was reused, by whom, and what that was worth.
+// The lines under an answer: the reused part of its prompt, its replica, and the time saved.
 
 import { count, make, percent, seconds } from "../dom.js";
 
 const ENOUGH_TOKENS = 256;
 
 export class Reuse {
-  /** `measured`: how fast cold prompts were here, shared by all answers; `why`: called when somebody asks why this replica. */
+  /** `measured`: the speed of cold prompts, shared by all answers; `why`: called to show the reason for the replica. */
   constructor(cache, measured, why) {
     this.cache = cache;
     this.measured = measured;
@@ -22,7 +22,7 @@ export class Reuse {
     this.sentMs = performance.now();
   }
 
-  /** The first of the answer came; true the first time. */
+  /** Record the first part of the answer. Returns whether this was the first call. */
   began() {
     if (this.ttftS !== null) return false;
     this.ttftS = (performance.now() - this.sentMs) / 1000;
@@ -45,7 +45,7 @@ export class Reuse {
     this.show();
   }
 
-  /** The decision about this request, from the stream of events. */
+  /** Take the decision about this request from the event stream. */
   told(decision) {
     this.decision = decision;
     this.show();
@@ -64,7 +64,7 @@ export class Reuse {
     return `${count(this.cached)} of ${count(this.prompt)} prompt tokens were reused.`;
   }
 
-  /** Seconds until the first token had nothing been cached: as the server reckons, or by this page's own cold answers. */
+  /** Estimated seconds to the first token without a cache: by the server, or from this page's cold answers. */
   cold() {
     const { decision, ttftS, cached } = this;
     if (ttftS === null || !cached) return null;
@@ -92,7 +92,7 @@ export class Reuse {
     if (this.ttftS !== null) {
       line.append("First token after ", make("b", {}, seconds(this.ttftS)));
       const cold = this.cold();
-      if (cold !== null) line.append(`, cold about ${seconds(cold)} (estimated)`);
+      if (cold !== null) line.append(`, without a cache about ${seconds(cold)} (estimated)`);
       else if (this.cached === 0) line.append(", cold");
       line.append(this.cache.simulated ? "; simulated" : "");
     }

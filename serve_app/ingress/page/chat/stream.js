@@ -1,10 +1,10 @@
-// One streamed answer of the API, as it comes.
+// One streamed answer of the API.
 
 import { ask, eventsOf, problemOf } from "../api.js";
 
 /**
- * Yield `{text, reasoning}` of a streamed chat. `told` hears of it: `sent()`, `began(id)` at the first of it, `warning(text)`,
- * `used(usage)`, `ended(reason)`. Throws what went wrong, as a sentence.
+ * Yield `{text, reasoning}` of a streamed chat. `told` has callbacks: `sent()`, `began(id)` for each chunk, `warning(text)`,
+ * `used(usage)`, `ended(reason)`. Throws an Error with a sentence.
  */
 export async function* streamed(body, signal, told) {
   told.sent();
@@ -23,10 +23,10 @@ export async function* streamed(body, signal, told) {
     const reasoning = choice?.delta?.reasoning_content ?? choice?.delta?.reasoning ?? "";
     if (text || reasoning) yield { text, reasoning };
   }
-  throw new Error("The answer broke off.");
+  throw new Error("The answer ended too early.");
 }
 
-/** How many tokens a chat's prompt has, null where the server does not say. */
+/** The number of tokens of a chat's prompt, or null if the server does not tell. */
 export async function countTokens({ model, messages }, signal) {
   const system = messages.filter(({ role }) => role === "system").map(({ content }) => content).join("\n");
   const rest = messages.filter(({ role }) => role !== "system");
@@ -34,6 +34,6 @@ export async function countTokens({ model, messages }, signal) {
     const response = await ask("v1/messages/count_tokens", { body: { model, messages: rest, ...(system ? { system } : {}) }, signal });
     return response.ok ? ((await response.json()).input_tokens ?? null) : null;
   } catch {
-    return null; // a guess does
+    return null; // the caller has a guess
   }
 }

@@ -1,4 +1,4 @@
-// What one side said, on the page: text, what the model thought before it, and where it was cut.
+// One turn of the conversation: its text, the model's reasoning before it, and a mark if it was cut off.
 
 import { byId, make, plural, seconds } from "../dom.js";
 
@@ -9,8 +9,8 @@ export class Turn {
     this.text = text;
     this.tokens = 0;
     this.said = make("p", { className: "said" }, text);
-    const who = make("span", { className: "unseen" }, role === "user" ? "You said: " : "The model answered: ");
-    this.element = make("li", { className: `turn ${role}` }, who, this.said);
+    const speaker = make("span", { className: "unseen" }, role === "user" ? "You said: " : "The model answered: ");
+    this.element = make("li", { className: `turn ${role}` }, speaker, this.said);
     byId("turns").append(this.element);
     while (byId("turns").childElementCount > MAX_TURNS) byId("turns").firstElementChild.remove();
   }
@@ -40,7 +40,7 @@ export class Turn {
     this.thoughts.append(text);
   }
 
-  /** The answer itself begins, or nothing more comes: what led to it is folded, for whoever wants to read it. */
+  /** End the reasoning, because the answer starts or the stream ended. Fold it if there is an answer. */
   thought() {
     if (!this.thoughts || this.thinkingMs === null) return;
     this.summary.textContent = `reasoned for ${seconds((performance.now() - this.thinkingMs) / 1000)}`;
@@ -48,19 +48,19 @@ export class Turn {
     this.thinkingMs = null;
   }
 
-  /** It ended at its limit of tokens; `go`: to have it continued. */
+  /** Mark the turn as cut off at its token limit. `go`: continues it. */
   cut(tokens, go) {
     const button = this.text ? make("button", { type: "button", onclick: go }, "Continue") : null;
-    this.mark = make("p", { className: "cut" }, `cut at ${plural(tokens, "token")}${this.text ? "" : ", while it reasoned"}`, button);
+    this.mark = make("p", { className: "cut" }, `cut off at ${plural(tokens, "token")}${this.text ? "" : ", during the reasoning"}`, button);
     this.element.append(this.mark);
   }
 
-  /** It goes on: the mark is no longer true. */
+  /** Remove the mark, because the answer continues. */
   uncut() {
     this.mark?.remove();
   }
 
-  /** Another turn followed: it can be continued no more. */
+  /** Remove the button, because another turn follows. */
   close() {
     this.mark?.querySelector("button")?.remove();
   }
@@ -70,7 +70,7 @@ export class Turn {
     this.element.append(make("p", { className: "trouble", role: "alert" }, message));
   }
 
-  /** What stands under it, in the place of what stood there. */
+  /** Replace the element under the turn. */
   under(element) {
     this.below?.remove();
     this.below = element;

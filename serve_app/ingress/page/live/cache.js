@@ -1,5 +1,5 @@
-// What the replicas hold and what was decided, as the events of /v1/cache/events tell it; docs/reference/api.md has their fields.
-// Knows no element of the page. `apply` is the only way in which it changes.
+// The model of the replicas' prefixes and the decisions, built from /v1/cache/events; docs/reference/api.md lists the fields.
+// It has no access to the page. Events enter only through `apply`.
 
 import { Names } from "./names.js";
 
@@ -13,7 +13,7 @@ const WINDOW_S = 60;
 const LOST_SHOWN_S = 60;
 const QUIET_S = 3;
 
-/** Whether a replica that should report once a second does not. */
+/** Whether a replica is silent. It should report once a second. */
 export const isQuiet = ({ state, report_age_s: age }) => state === "serving" && age > QUIET_S;
 
 export class Cache {
@@ -23,7 +23,7 @@ export class Cache {
     this.clear();
   }
 
-  /** Forget all, names too. */
+  /** Forget everything, including names. */
   clear() {
     this.names = new Names();
     this.begin();
@@ -47,12 +47,12 @@ export class Cache {
     this.memo = null;
   }
 
-  /** A copy that later events leave alone. */
+  /** A copy that later events do not change. */
   copy() {
     return Object.assign(new Cache(), structuredClone({ ...this, memo: null, names: null }), { names: this.names.copy() });
   }
 
-  /** Take an event in. Returns what of it is worth telling: events, of a replica only what changed. */
+  /** Apply an event. Returns the events to list; for a replica, only changes of its state. */
   apply(event) {
     this.nowS = event.type === "snapshot" ? event.at_s : Math.max(this.nowS, event.at_s);
     this.changes += 1;
@@ -69,7 +69,7 @@ export class Cache {
     return held;
   }
 
-  /** As whose a prefix is coloured: null for public ones, its tenant, or its first part where there is one tenant only. */
+  /** The colour group of a prefix: null for a public one, else its tenant, or its root if there is only one tenant. */
   groupOf(node) {
     if (node.kind === "public") return null;
     return this.summary().tenants.size > 1 ? node.tenant : this.rootOf(node);
@@ -77,7 +77,7 @@ export class Cache {
 
   rootOf(node) {
     let root = node;
-    // Bounded, whatever a file says of parents.
+    // Bounded, because a file may have cycles of parents.
     for (let steps = 0; steps < MAX_NODES; steps += 1) {
       const above = this.nodes.get(root.parent);
       if (!above || above.kind === "public") break;
@@ -86,7 +86,7 @@ export class Cache {
     return root.id;
   }
 
-  /** The groups that are on the map, the largest first: `[group, name]`. */
+  /** The groups on the map, largest first: `[group, name]`. */
   groups() {
     return this.summary().groups;
   }
@@ -110,7 +110,7 @@ export class Cache {
     return node.label || this.summary().words.get(node.id) || this.names.node(node);
   }
 
-  /** What fits into a bar. */
+  /** A short label that fits into a bar. */
   labelOf(node) {
     const { words, tenants } = this.summary();
     if (node.label || words.has(node.id)) return node.label || words.get(node.id);
@@ -118,7 +118,7 @@ export class Cache {
     return node.tenant && tenants.size > 1 ? node.tenant : this.nameOf(node);
   }
 
-  /** What this page has sent, as the decision about it tells where that lies. */
+  /** Name the prefix of a request of this page. The decision identifies it. */
   sent(decision, system, question) {
     if (!decision.node) return;
     this.names.sent(decision.node, system, question);
@@ -130,18 +130,18 @@ export class Cache {
     return [...this.lost.values()].filter(({ at_s: atS }) => atS > this.nowS - LOST_SHOWN_S && atS <= this.nowS);
   }
 
-  /** Tokens that a replica has cached: all where it tells its blocks, else those of the prefixes that are seen. */
+  /** A replica's cached tokens: from its blocks if it reports them, else from the visible prefixes. */
   tokensOf(replica) {
     if (replica.blocks_reusable !== undefined) return replica.blocks_reusable * this.blockSize;
     return this.tree(replica.replica).reduce((sum, node) => sum + node.tokens, 0);
   }
 
-  /** Tokens that a replica's pool can hold, null where it does not tell. */
+  /** The capacity of a replica's pool in tokens, or null if it is not reported. */
   capacityOf(replica) {
     return replica.blocks_total === undefined ? null : replica.blocks_total * this.blockSize;
   }
 
-  /** Tokens cached; and the share of the last minute's prompts that was reused, or of all since the start where none came. */
+  /** The cached tokens, and the reused share of the prompts of the last minute, or since the start if there were none. */
   vitals() {
     let recent = this.decisions.filter((decision) => decision.at_s > this.nowS - WINDOW_S);
     const lately = recent.length > 0;
@@ -152,7 +152,7 @@ export class Cache {
     return { cached, lately, reused: sum("prompt_tokens") ? sum("cached_tokens") / sum("prompt_tokens") : null };
   }
 
-  /** What was answered, refused (429) and failed (5xx) in the last minute, and over how many seconds that is. */
+  /** The numbers of answered, refused (429) and failed (5xx) requests of the last minute, and its length in seconds. */
   lastMinute() {
     const firstS = Math.floor(this.nowS / BUCKET_S) * BUCKET_S - (MINUTE_BUCKETS - 1) * BUCKET_S;
     const recent = [...this.figures.values()].filter(({ at_s: atS }) => atS >= firstS && atS <= this.nowS);
@@ -160,7 +160,7 @@ export class Cache {
     return { requests: sum("requests"), refused: sum("refused"), failed: sum("failed"), overS: Math.max(1, this.nowS - firstS) };
   }
 
-  /** `atS`: when it was told, so that a report's age is a moment. */
+  /** `atS`: the time of the event. With the report's age it gives the time of the report. */
   keepReplica(told, atS) {
     if (!this.replicas.has(told.replica) && this.replicas.size >= MAX_REPLICAS) return;
     const age = told.report_age_s ?? null;
@@ -170,7 +170,7 @@ export class Cache {
     this.names.learnReplica(told.replica, told.number);
   }
 
-  /** A replica is gone; `told`: its event. */
+  /** Remove a replica that is gone. `told`: its event. */
   dropReplica(told) {
     const before = this.replicas.get(told.replica);
     const lost = told.lost ?? (before !== undefined && before.state !== "leaving");
@@ -188,7 +188,7 @@ export class Cache {
     if (minute) this.minute = minute;
   }
 
-  /** Throws TypeError for what is no node: a recording may hold anything. */
+  /** Throws TypeError for anything but nodes: a recording may contain anything. */
   keepNodes(nodes) {
     for (const node of nodes) {
       if (typeof node.id !== "string" || typeof node.holders !== "object" || !Number.isFinite(node.prefix_tokens - node.tokens)) {
@@ -204,23 +204,23 @@ export class Cache {
   }
 }
 
-/** A list of objects, none for nothing. Throws TypeError for anything else: a recording may hold anything. */
+/** A list of objects, empty for a missing value. Throws TypeError for anything else: a recording may contain anything. */
 function rows(value) {
   for (const row of value ?? []) {
-    if (typeof row !== "object" || row === null) throw new TypeError("a list with something else than objects");
+    if (typeof row !== "object" || row === null) throw new TypeError("a list with an item that is not an object");
   }
   return [...(value ?? [])];
 }
 
 const moved = (scale) => scale && scale.from !== scale.target;
 
-/** The sentences about a configuration as events, one each. */
+/** The messages about a configuration, each as an event. */
 const refusals = (list, { at_s }) => list.map((row) => ({ at_s, ...row, type: "configuration" }));
 
-/** By an event's type, whatever words it is; what a later server says more is passed over. */
+/** Handlers by event type. Unknown types of a later server are ignored. Any word may be a type, so there is no prototype. */
 const HANDLERS = {
   __proto__: null,
-  /** Tells again what happened before; who keeps a list of it knows what is in there. */
+  /** A snapshot repeats earlier events. The lists ignore those that they already have. */
   snapshot(cache, event) {
     cache.begin();
     cache.model = event.model ?? "";

@@ -1,18 +1,18 @@
-// The stream of events, kept open: after a break it is asked for anew, a little later each time, and begins with a snapshot.
+// The event stream, kept open: after a break it is requested again, with growing pauses, and starts with a snapshot.
 
 import { ask, eventsOf, problemOf } from "../api.js";
 
 const FIRST_WAIT_MS = 500;
 const LONGEST_WAIT_MS = 5000;
 const LOOK_EVERY_MS = 250;
-/** The server sends something at least once a second: after so long a silence it counts as lost, later it is asked anew. */
+/** The server sends data at least once a second. After this silence it counts as lost; after a longer one, reconnect. */
 const LOST_MS = 2600;
 const GIVEN_UP_MS = 10_000;
 
 export class Connection {
   /**
-   * `received(event)`; `changed({name, says, sinceS, needsKey})`: name is connecting, live, lost, busy (a server that says
-   * why not now) or refused, `sinceS` when the last byte came.
+   * `received(event)`; `changed({name, says, sinceS, needsKey})`: name is connecting, live, lost, busy (the server gives
+   * a reason) or refused; `sinceS` is the time of the last byte.
    */
   constructor(received, changed) {
     this.received = received;
@@ -24,7 +24,7 @@ export class Connection {
     setInterval(() => this.look(), LOOK_EVERY_MS);
   }
 
-  /** Begin, or begin anew with another key. */
+  /** Connect, or connect again with another key. */
   start() {
     this.stopping?.abort();
     this.stopping = new AbortController();
@@ -36,7 +36,7 @@ export class Connection {
     this.changed({ name, says, sinceS: this.heardS, needsKey });
   }
 
-  /** Bytes came: a stream that was only slow goes on where it was. */
+  /** Record received bytes. A stream that was only slow is live again. */
   heard() {
     this.heardS = Date.now() / 1000;
     if (this.name === "lost" && this.attempt?.live) this.tell("live", "live");
@@ -45,7 +45,7 @@ export class Connection {
   look() {
     const silentMs = Date.now() - 1000 * this.heardS;
     if (!this.attempt?.live) return;
-    if (this.name === "live" && silentMs > LOST_MS) this.tell("lost", "no word from the server");
+    if (this.name === "live" && silentMs > LOST_MS) this.tell("lost", "no data from the server");
     if (silentMs > GIVEN_UP_MS) this.attempt.abort.abort();
   }
 

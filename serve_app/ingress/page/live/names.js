@@ -1,4 +1,4 @@
-// What people call things: replicas by number; prompts by their first words where this page sent them, else by whose they are.
+// Readable names: replicas by number; prompts of this page by their first words, and others by kind and tenant.
 
 const MAX_NAMES = 2048;
 const MAX_SAID = 256;
@@ -13,12 +13,12 @@ export class Names {
     this.said = new Map();
   }
 
-  /** A copy that later names leave alone. */
+  /** A copy that later names do not change. */
   copy() {
     return Object.assign(new Names(), structuredClone({ ...this }));
   }
 
-  /** Learn a replica's number, or give it the next where its server tells none. */
+  /** Store a replica's number, or the next free one if the server sends none. */
   learnReplica(id, told) {
     if (this.numbers.has(id)) return;
     keep(this.numbers, id, told ?? Math.max(0, ...this.numbers.values()) + 1, MAX_NAMES);
@@ -28,12 +28,12 @@ export class Names {
     return `replica ${this.numbers.get(id) ?? id}`;
   }
 
-  /** Remember what this page itself has sent: the stream tells no text. `id`: of the deepest prefix that it begins with. */
+  /** Remember the text of a request of this page, because events have none. `id`: the deepest prefix of its prompt. */
   sent(id, system, question) {
     keep(this.said, id, { system: firstWords(system), question: firstWords(question) }, MAX_SAID);
   }
 
-  /** The first words of prefixes, by id, as far as this page knows them. */
+  /** The first words of prefixes by id, if this page sent them. */
   words(nodes) {
     const words = new Map();
     for (const [id, { system, question }] of this.said) {
@@ -46,11 +46,11 @@ export class Names {
     return words;
   }
 
-  /** A prefix of which nobody here knows the words: what it is, and whose; the second of its kind has a number. */
+  /** The name of a prefix with unknown text: its kind and tenant, with a number from the second one on. */
   node(node) {
-    const whose = node.tenant && node.tenant !== "default" ? ` of ${node.tenant}` : "";
+    const tenant = node.tenant && node.tenant !== "default" ? ` of ${node.tenant}` : "";
     const number = this.numberOf(node);
-    return `${KINDS[node.kind] ?? "prefix"}${number > 1 ? ` ${number}` : ""}${whose}`;
+    return `${KINDS[node.kind] ?? "prefix"}${number > 1 ? ` ${number}` : ""}${tenant}`;
   }
 
   numberOf({ id, kind, tenant }) {

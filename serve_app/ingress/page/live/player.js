@@ -1,11 +1,11 @@
-// Playback of a recording: play, pause, speed, and a scrub bar that a keyboard moves too.
+// Playback of a recording: play, pause, speed, and a scrub bar that also works by keyboard.
 
 import { byId, clock } from "../dom.js";
 
 const BAR_PX = 3;
 
 export class Player {
-  /** `moved(atS, forward)`: the moment that is shown has changed. */
+  /** `moved(atS, played)`: called when the time shown changes. `played`: by playback, not by a jump. */
   constructor(moved) {
     this.moved = moved;
     this.recording = null;

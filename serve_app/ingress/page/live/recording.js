@@ -1,25 +1,25 @@
-// A recorded file: one event a line, as the stream sends them. Read with bounds, and played to any moment.
+// A recorded file: one event of the stream per line. It is read with limits, and can be played from any time.
 
 const MAX_BYTES = 64 << 20;
 const MAX_EVENTS = 400_000;
 const CHECKPOINTS = 60;
 
-/** Read a recording, trying it on `model`. Throws an Error whose message is a sentence for whoever chose the file. */
+/** Read a recording, and check it by applying it to `model`. Throws an Error with a sentence for the user. */
 export async function readRecording(file, model) {
-  if (file.size > MAX_BYTES) throw new Error(`${file.name} is ${Math.round(file.size / 2 ** 20)} MiB; a recording may have ${MAX_BYTES >> 20}.`);
+  if (file.size > MAX_BYTES) throw new Error(`${file.name} is ${Math.round(file.size / 2 ** 20)} MiB; the limit is ${MAX_BYTES >> 20} MiB.`);
   const lines = (await file.text()).split("\n");
   const events = [];
   for (let at = 0; at < lines.length; at += 1) {
     const line = lines[at].trim();
     if (!line) continue;
     const event = parsed(line, model);
-    // A recorder that was killed leaves half a line, and it is the last.
+    // A killed recorder may leave an incomplete last line.
     if (event === null && at >= lines.length - 1 && events.length) break;
-    if (event === null) throw new Error(`Line ${at + 1} of ${file.name} is no event: a recording has one JSON object with "type" and "at_s" a line.`);
+    if (event === null) throw new Error(`Line ${at + 1} of ${file.name} is not an event: each line must be a JSON object with "type" and "at_s".`);
     events.push(event);
-    if (events.length > MAX_EVENTS) throw new Error(`${file.name} has over ${MAX_EVENTS} events; record a shorter run.`);
+    if (events.length > MAX_EVENTS) throw new Error(`${file.name} has more than ${MAX_EVENTS} events; record a shorter run.`);
   }
-  if (!events.some((event) => event.type === "snapshot")) throw new Error(`${file.name} has no snapshot, so nothing says what the caches held at its start.`);
+  if (!events.some((event) => event.type === "snapshot")) throw new Error(`${file.name} has no snapshot, so the contents of the caches are unknown.`);
   events.sort((one, other) => one.at_s - other.at_s);
   return events;
 }
@@ -36,7 +36,7 @@ function parsed(line, model) {
 }
 
 export class Recording {
-  /** `events`: in their order; `begin`: makes an empty cache model with `apply` and `copy`. */
+  /** `events`: in order of time; `begin`: makes an empty cache model with `apply` and `copy`. */
   constructor(events, begin) {
     this.events = events;
     this.startS = events[0].at_s;
@@ -48,7 +48,7 @@ export class Recording {
     this.next = 0;
   }
 
-  /** Go to a moment, in seconds from the start; `happened` is told what is worth telling on the way there. */
+  /** Go to a time, in seconds from the start. Calls `happened` for each event to list on the way. */
   to(atS, happened = () => undefined) {
     if (this.next > 0 && this.events[this.next - 1].at_s - this.startS > atS) this.back(atS);
     while (this.next < this.events.length && this.events[this.next].at_s - this.startS <= atS) {
@@ -70,7 +70,7 @@ export class Recording {
     this.next = checkpoint * this.every;
   }
 
-  /** How much happens when: events by slice of time, and where replicas came or went. */
+  /** The number of events by slice of time, and the slices with marked events. */
   density(slices, isMarked) {
     const counted = new Array(slices).fill(0);
     const marked = new Set();

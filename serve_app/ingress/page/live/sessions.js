@@ -1,4 +1,4 @@
-// The table of sessions. The server is asked for it only while it is open and the page is seen.
+// The table of sessions. The page requests it only while it is open and visible.
 
 import { ask, problemOf } from "../api.js";
 import { byId, count, make, seconds } from "../dom.js";
@@ -8,13 +8,13 @@ const AFTER_TROUBLE_MS = 10_000;
 
 const STATES = {
   running: () => "running",
-  paused: (session) => `paused; room is kept for ${seconds(Math.max(0, session.live_for_s))}`,
+  paused: (session) => `paused; its space is kept for ${seconds(Math.max(0, session.live_for_s))}`,
   waiting: (session) => `waiting for ${seconds(session.waited_s)}. ${session.why}`,
   left: (session) => `left ${seconds(session.idle_s)} ago`,
 };
 
 export class Sessions {
-  /** `cache`: the live model, which names replicas. */
+  /** `cache`: the live model, which has the names of replicas. */
   constructor(cache) {
     this.cache = cache;
     this.asked = 0;
@@ -23,13 +23,13 @@ export class Sessions {
     document.addEventListener("visibilitychange", () => this.look());
   }
 
-  /** Forget what one key was shown, and ask anew. */
+  /** Clear the data of the previous key, and ask again. */
   clear() {
     this.show([], "");
     this.look();
   }
 
-  /** Ask now, and again and again while somebody looks. */
+  /** Ask now, and repeatedly while the table is visible. */
   async look() {
     clearTimeout(this.timer);
     const asked = (this.asked += 1);
@@ -38,7 +38,7 @@ export class Sessions {
     let [sessions, note, waitMs] = [[], "", EVERY_MS];
     try {
       const response = await ask("v1/cache/sessions", { which: "map" });
-      if (response.status === 404) throw new Error("This server knows of no sessions.");
+      if (response.status === 404) throw new Error("This server does not report sessions.");
       if (!response.ok) throw new Error(await problemOf(response, "map"));
       sessions = (await response.json()).sessions;
       note = summary(sessions);
@@ -46,7 +46,7 @@ export class Sessions {
       note = error instanceof TypeError ? "The server cannot be reached." : error.message;
       waitMs = AFTER_TROUBLE_MS;
     }
-    if (asked !== this.asked) return; // another key, or nobody looks any more
+    if (asked !== this.asked) return; // another key, or no longer visible
     this.show(sessions, note);
     this.timer = setTimeout(() => this.look(), waitMs);
   }
@@ -60,10 +60,10 @@ export class Sessions {
 function row(session, names) {
   const shared = session.tokens - session.own_tokens;
   const cells = [
-    session.session || "not named",
+    session.session || "unnamed",
     session.tenant,
     STATES[session.state]?.(session) ?? session.state,
-    shared > 0 ? `${count(session.tokens)}, ${count(shared)} of them shared` : count(session.tokens),
+    shared > 0 ? `${count(session.tokens)} (${count(shared)} shared)` : count(session.tokens),
     count(session.turns),
     names.replica(session.replica),
   ];

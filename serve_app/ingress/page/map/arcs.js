@@ -1,4 +1,4 @@
-// Curves from one replica to another: KV that is pulled. With reduced motion there are none.
+// Curves between replicas show pulled KV. With reduced motion there are none.
 
 import { drawn } from "../dom.js";
 
@@ -6,7 +6,7 @@ const STAYS_MS = 1600;
 const MAX_ARCS = 24;
 const NAME_PX = 22;
 
-/** Draw a curve between two cards; nothing where one of them is not there. */
+/** Draw a curve between two cards. Draws nothing if one is missing. */
 export function arc(svg, from, to) {
   if (!from || !to || from === to || svg.childElementCount >= MAX_ARCS) return;
   if (matchMedia("(prefers-reduced-motion: reduce)").matches) return;

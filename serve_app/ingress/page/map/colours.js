@@ -1,4 +1,4 @@
-// Which colour a prefix has: its tenant's (its prompt's where there is one tenant only), or that of its last use.
+// The colour of a prefix: by tenant (by prompt if there is only one tenant), or by last use.
 
 import { make } from "../dom.js";
 
@@ -11,7 +11,7 @@ const AGES = [
   [Infinity, "longer ago"],
 ];
 const MAX_KEYS = 10;
-const MAX_GROUPS = 2048; // more than are ever on the map: a page may stay open for weeks
+const MAX_GROUPS = 2048; // more than the map ever shows: a page may stay open for weeks
 
 export class Colours {
   constructor() {
@@ -20,7 +20,7 @@ export class Colours {
     this.next = 0;
   }
 
-  /** Colour an element for a prefix. `group`: who it is coloured as, null for public. */
+  /** Colour an element for a prefix. `group`: selects the colour; null for public. */
   paint(element, group, ageS) {
     const age = this.by === "age";
     element.classList.toggle("hue", !age);
@@ -37,7 +37,7 @@ export class Colours {
     return HUES[this.order.get(group) % HUES.length];
   }
 
-  /** The entries of the legend. `groups`: `[group, name]` of what is shown. */
+  /** The entries of the legend. `groups`: `[group, name]` of the prefixes shown. */
   legend(groups) {
     if (this.by === "age") {
       return [make("li", {}, "Last used:"), ...AGES.map(([, says], step) => entry(says, (swatch) => swatch.classList.add(`age-${step}`)))];

@@ -1,4 +1,4 @@
-// The keyboard in the trees: up and down walk the bars, right goes on along a path, left back; Enter asks why.
+// Keys in the trees: up and down go through the bars, right and left follow a path, Enter shows details.
 
 export function walk(event) {
   const bar = event.target.closest(".bar");
@@ -18,7 +18,7 @@ export function walk(event) {
   }
 }
 
-/** The bar that a key leads to; null where it ends, undefined for a key that means nothing here. */
+/** The bar that a key leads to; null at the end, undefined for a key without meaning here. */
 function neighbour(bar, key) {
   const bars = inOrder(bar.parentElement);
   const at = bars.indexOf(bar);
@@ -43,7 +43,7 @@ function neighbour(bar, key) {
 
 const levelOf = (bar) => Number(bar.getAttribute("aria-level"));
 
-/** The bars of a tree as they stand: from the top, and from left to right. */
+/** The bars of a tree in reading order: from top to bottom, then from left to right. */
 function inOrder(tree) {
   const bars = [...tree.querySelectorAll(".bar:not(.out)")];
   const top = new Map(bars.map((bar) => [bar, parseFloat(bar.style.top)]));

@@ -1,4 +1,4 @@
-// Where the bars of one replica's tree stand. Pure: numbers in, fractions out.
+// Positions of the bars in one replica's tree. Pure functions.
 
 export const MAX_LEAVES = 64;
 
@@ -6,7 +6,7 @@ export const MAX_LEAVES = 64;
  * Lay out a tree of prefixes: x and width are tokens, y and height are leaves.
  *
  * `nodes`: `{id, parent, start, tokens, last_used_at_s}`, in any order. Returns `{bars, leaves, tokens, left}`; `left`
- * counts the leaves that were left out, the longest unused first, so that a tree has at most `maxLeaves`.
+ * counts the omitted leaves. The least recently used ones are omitted, so that a tree has at most `maxLeaves`.
  */
 export function layout(nodes, maxLeaves = MAX_LEAVES) {
   const known = new Map(nodes.map((node) => [node.id, node]));
@@ -36,7 +36,7 @@ export function layout(nodes, maxLeaves = MAX_LEAVES) {
     for (const child of below.reverse()) open.push({ node: child, level: level + 1 });
   }
   for (let at = bars.length - 1, end = leaves; at >= 0; at -= 1) {
-    // In depth-first order what follows a bar at a deeper level is below it.
+    // In depth-first order, the deeper bars that follow a bar are its descendants.
     bars[at].leaves = Math.max(1, lastLeaf(bars, at, end) - bars[at].first);
   }
   return { bars, leaves, tokens, left: ends.length - ends.filter((end) => shown.has(end.id)).length };
@@ -49,7 +49,7 @@ function lastLeaf(bars, at, end) {
   return end;
 }
 
-/** Round up to 1, 2 or 5 times a power of ten: the end of an axis. */
+/** Round up to a short number, such as 1.5 or 2 times a power of ten: the end of an axis. */
 export function roundUp(tokens) {
   const power = 10 ** Math.floor(Math.log10(Math.max(1, tokens)));
   return [1, 1.5, 2, 3, 4, 5, 6, 8, 10].map((factor) => factor * power).find((end) => end >= tokens) ?? tokens;

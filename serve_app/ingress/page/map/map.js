@@ -1,4 +1,4 @@
-// The map: a card a replica, and in it the replica's prefixes as a tree of bars. Draws what the cache model says, no more.
+// The map: one card per replica, with the replica's prefixes as a tree of bars. It draws only the cache model's data.
 
 import { byId, capital, compact, count, make, plural } from "../dom.js";
 import { isQuiet } from "../live/cache.js";
@@ -20,7 +20,7 @@ const LABEL_FROM = 0.2;
 const DENSE_LABEL_FROM = 0.35;
 
 export class CacheMap {
-  /** `cache`: the model; `timeOf`: a moment as text; `choose`: told `{replica, node}` when somebody asks what something is. */
+  /** `cache`: the model; `timeOf`: formats a time; `choose`: called with the selected `{replica, node}`. */
   constructor(cache, timeOf, choose) {
     this.cache = cache;
     this.timeOf = timeOf;
@@ -48,7 +48,7 @@ export class CacheMap {
     this.choose({ replica: card.dataset.id, node: bar?.dataset.id ?? null });
   }
 
-  /** `stale`: whether what is known may be true no longer. */
+  /** `stale`: whether the data may be outdated. */
   render(stale = this.stale) {
     this.stale = stale;
     const replicas = [...this.cache.replicas.values(), ...this.cache.lately()];
@@ -85,7 +85,7 @@ export class CacheMap {
     return card;
   }
 
-  /** Show that something happened to a replica, and to one of its prefixes. */
+  /** Highlight a replica and one of its prefixes. */
   pulse(replicaId, nodeId) {
     const card = this.cards.get(replicaId);
     if (!card) return;
@@ -183,7 +183,7 @@ class Card {
 function stateOf(replica, { stale, timeOf }) {
   if (replica.state === "lost") return `lost ${timeOf(replica.lost_at_s)}`;
   if (stale) return `was ${replica.state}`;
-  if (isQuiet(replica)) return "no news";
+  if (isQuiet(replica)) return "no reports";
   return replica.full ? "full" : replica.state;
 }
 
@@ -207,7 +207,7 @@ const timers = new WeakMap();
 function restart(element, className, forMs) {
   clearTimeout(timers.get(element));
   element.classList.remove("entering", "fresh", className);
-  void element.offsetWidth; // the animation begins anew
+  void element.offsetWidth; // restarts the animation
   element.classList.add(className);
   timers.set(element, setTimeout(() => element.classList.remove(className), forMs));
 }

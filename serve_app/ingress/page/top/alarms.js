@@ -1,4 +1,4 @@
-// The strip under the header: a line for each thing that is wrong now. What was wrong stands among the incidents.
+// The alarms under the header: one line for each current problem. Past problems are in the list of incidents.
 
 import { announcer, byId, capital, make, plural } from "../dom.js";
 import { isQuiet } from "../live/cache.js";
@@ -7,7 +7,7 @@ const MAX_NAMED = 3;
 const SAY_EVERY_MS = 3000;
 
 export class Alarms {
-  /** `cache`: the model that is shown; `timeOf`: a moment as text. */
+  /** `cache`: the model that is shown; `timeOf`: formats a time. */
   constructor(cache, timeOf) {
     this.cache = cache;
     this.timeOf = timeOf;
@@ -16,7 +16,7 @@ export class Alarms {
     this.say = announcer(byId("alarms-spoken"), SAY_EVERY_MS, (lines) => lines.join(" "));
   }
 
-  /** `connection`: `{name, sinceS}` of the live stream, null in a recording. */
+  /** `connection`: `{name, says, sinceS}` of the live stream, or null in a recording. */
   render(connection) {
     const alarms = [...cutOff(connection, this.timeOf), ...this.ofModel(connection)];
     const key = JSON.stringify(alarms);
@@ -28,7 +28,7 @@ export class Alarms {
     this.said = new Set(alarms.map(({ id }) => id));
   }
 
-  /** What the events say; nothing once they come no more: it is as old as they are. */
+  /** The alarms from events. Without a live stream there are none, because the data is outdated. */
   ofModel(connection) {
     if (connection && connection.name !== "live") return [];
     const { cache } = this;
@@ -52,7 +52,7 @@ export class Alarms {
       lines.splice(0, lines.length, { id: `lost ${lines.length}`, level: "bad", text });
     }
     if (cache.replicas.size || !cache.model) return lines;
-    return [...lines, { id: "none", level: "bad", text: "No replica runs: no request can be answered." }];
+    return [...lines, { id: "none", level: "bad", text: "No replica is running, so no request can be answered." }];
   }
 
   quiet() {
@@ -60,7 +60,7 @@ export class Alarms {
     const silent = [...cache.replicas.values()].filter(isQuiet);
     if (!silent.length) return [];
     const since = this.timeOf(Math.min(...silent.map((one) => one.reported_at_s)));
-    const text = `${this.named(silent)} ${silent.length > 1 ? "have" : "has"} sent no news since ${since}; it may be busy, or gone.`;
+    const text = `${this.named(silent)} ${silent.length > 1 ? "have" : "has"} not reported since ${since}, and may be busy or gone.`;
     return [{ id: `quiet ${silent.map((one) => one.replica)}`, level: "warn", text }];
   }
 
@@ -70,18 +70,18 @@ export class Alarms {
   }
 }
 
-/** What is shown is old; where nothing is, the map says why. */
+/** The page shows outdated data. If it shows none, the map gives the reason. */
 function cutOff(connection, timeOf) {
   if (!connection?.sinceS || !["lost", "busy"].includes(connection.name)) return [];
   const lost = connection.name === "lost";
   const why = lost ? "There is no connection to the server." : connection.says;
-  const text = `${why} What you see is as it was at ${timeOf(connection.sinceS)}; the page tries again by itself.`;
+  const text = `${why} The page shows the state at ${timeOf(connection.sinceS)} and keeps trying.`;
   return [{ id: "server", level: lost ? "bad" : "warn", text }];
 }
 
 function refused({ configuration }) {
   return configuration.filter(({ accepted }) => !accepted).map(({ why }) => {
-    const text = `A user_config was refused, so the settings before it stay in force: ${why}`;
+    const text = `A user_config was refused, so the previous settings stay in force: ${why}`;
     return { id: `configuration ${why}`, level: "bad", text };
   });
 }
@@ -89,7 +89,7 @@ function refused({ configuration }) {
 function missing({ ingresses: { all, heard } }) {
   if (heard !== null && heard >= all) return [];
   const text = heard === null ? "The other ingresses do not answer" : `${heard} of ${all} ingresses ${heard === 1 ? "answers" : "answer"}`;
-  return [{ id: "ingresses", level: "warn", text: `${text}; requests of the rest are not shown here.` }];
+  return [{ id: "ingresses", level: "warn", text: `${text}; the page does not show the requests of the others.` }];
 }
 
 function errors(cache) {

@@ -1,11 +1,11 @@
-// A small curve of the last quarter of an hour.
+// A small curve of the last 15 minutes.
 
 import { drawn } from "../dom.js";
 
 const WIDTH = 90;
 const HEIGHT = 20;
 
-/** Draw lines of values, null where there is none, on one scale into an `svg`; `says`: what it shows, in words. */
+/** Draw lines of values (null: a gap) on one scale into an `svg`. `says`: its description in words. */
 export function draw(svg, lines, says) {
   const most = Math.max(...lines.flat().filter((value) => value !== null), 0) || 1;
   svg.setAttribute("viewBox", `0 0 ${WIDTH} ${HEIGHT}`);
@@ -27,7 +27,7 @@ function path(values, most) {
     }
     const y = (HEIGHT - 1.5 - (HEIGHT - 3) * (value / most)).toFixed(1);
     const from = (at * step).toFixed(1);
-    const piece = `${open ? "L" : "M"}${from},${y}H${((at + 1) * step).toFixed(1)}`; // a bucket alone is seen too
+    const piece = `${open ? "L" : "M"}${from},${y}H${((at + 1) * step).toFixed(1)}`; // a single bucket is visible too
     open = true;
     return piece;
   }).join("");

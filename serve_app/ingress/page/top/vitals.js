@@ -1,4 +1,4 @@
-// The figures in the header: of now, and the last quarter of an hour as the server has kept it.
+// The figures in the header: current ones, and the last 15 minutes from the server.
 
 import { byId, compact, count, percent, seconds } from "../dom.js";
 import { draw } from "./spark.js";
@@ -18,7 +18,7 @@ export function drawVitals(cache) {
   const { requests, refused, failed, overS } = cache.lastMinute();
   const rate = requests / overS;
   set("rate", cache.figures.size ? number(rate) : "–", "requests/s");
-  curve("rate", buckets, [(row, overBucketS) => (row ? row.requests : 0) / overBucketS], (most) => `at most ${number(most)} a second`);
+  curve("rate", buckets, [(row, overBucketS) => (row ? row.requests : 0) / overBucketS], (most) => `at most ${number(most)} per second`);
   const { ttft_p50_s: half, ttft_p95_s: most } = (requests && cache.minute) || {};
   set("ttft", half ? `${brief(half)} · ${brief(most)}` : "–", `TTFT p50 · p95${cache.simulated ? ", simulated" : ""}`);
   curve("ttft", buckets, [(row) => row?.ttft_p50_s ?? null, (row) => row?.ttft_p95_s ?? null], (longest) => `p95 at most ${brief(longest)}`);
@@ -28,7 +28,7 @@ export function drawVitals(cache) {
   curve("errors", buckets, [(row) => (row ? row.refused + row.failed : 0)], (worst) => `at most ${count(worst)} in ${BUCKET_S} s`);
 }
 
-/** The rows of the last quarter of an hour, undefined where nothing happened, and how many seconds each has lasted. */
+/** The rows of the last 15 minutes (undefined: no requests), each with its duration in seconds. */
 function quarter(cache) {
   const last = Math.floor(cache.nowS / BUCKET_S) * BUCKET_S;
   return Array.from({ length: BUCKETS }, (_, at) => {

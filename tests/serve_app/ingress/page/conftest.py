@@ -13,7 +13,7 @@ PATIENCE_MS = 60_000
 
 @pytest.fixture(scope="package")
 def browser() -> Iterator[Any]:
-    """Not for longer: its driver's event loop runs in this thread, so no other test could run one."""
+    """The scope is small, because the driver's event loop runs in this thread and blocks other tests' loops."""
     with chromium() as one:
         yield one
 
@@ -38,7 +38,7 @@ def page(browser: Any, served: tuple[str, Stage], stage: Stage) -> Iterator[Any]
     tab.set_default_timeout(PATIENCE_MS)
     wrong: list[str] = []
     tab.on("pageerror", lambda error: wrong.append(str(error)))
-    # A refused request is logged there too, which some tests cause on purpose.
+    # Refused requests are logged there too. Some tests cause them on purpose.
     tab.on(
         "console",
         lambda said: wrong.append(said.text) if said.type == "error" and "Failed to load" not in said.text else None,

@@ -1,4 +1,4 @@
-"""Events in the form of docs: api: a small instance, and a recording in which it grows, is used, and shrinks."""
+"""Events in the form of docs: api: a small instance, and a recording in which it grows, serves, and shrinks."""
 
 import json
 from pathlib import Path
@@ -70,7 +70,7 @@ def snapshot(at_s: float = 0.0, viewer: str = "operator", tenant: str | None = N
 
 
 def recording() -> list[Event]:
-    """A minute: a third replica joins at 20 s, is used, and leaves at 50 s; decisions all along."""
+    """One minute of decisions, in which a third replica joins at 20 s, serves requests, and leaves at 50 s."""
     events = [snapshot()]
     for at in range(1, 61):
         if at == 20:

@@ -1,4 +1,4 @@
-"""The head of the page, in a browser: what is wrong now, and the figures with a quarter of an hour behind them."""
+"""The top of the page, in a browser: the alarms, and the figures of the last 15 minutes."""
 
 import time
 from typing import Any
@@ -16,20 +16,20 @@ def left(name: str, at_s: float, *, lost: bool = True) -> Event:
     return {"type": "replica_left", "at_s": at_s, "replica": name, "number": int(name[1:]), "lost": lost}
 
 
-def test_nothing_is_wrong_with_a_sound_instance(page: Any, stage: Stage) -> None:
+def test_a_healthy_instance_has_no_alarm(page: Any, stage: Stage) -> None:
     begin(page, stage)
     assert not page.locator("#alarms").is_visible()
 
 
-def test_a_replica_that_died_stays_for_a_minute(page: Any, stage: Stage) -> None:
-    """With the time, on its card and in the strip, also for who comes later; one that was stopped does not."""
+def test_a_lost_replica_is_shown_for_a_minute(page: Any, stage: Stage) -> None:
+    """Its card and an alarm show the time, also in a page that opens later. A stopped replica disappears at once."""
     now_s = begin(page, stage)
     stage.send(replica("r3", now_s, state="joining"), replica("r2", now_s, state="lost", report_age_s=4.0))
     alarm(page, "Replica 2 was lost at").wait_for()
     lost = page.locator("[data-id=r2] .replica-state").inner_text()
     stage.send({**left("r2", now_s + 2), "report_age_s": 6.0})
     page.locator("[data-id=r2] .tree:not(:has(.bar))").wait_for()
-    assert page.locator("[data-id=r2] .replica-state").inner_text() == lost, "when it was heard of last"
+    assert page.locator("[data-id=r2] .replica-state").inner_text() == lost, "the time of the last report"
     assert lines(page, "incidents") == ["Replica 2 was lost"]
     assert alarm(page, "Replica 3 is joining.").count() == 1
     page.locator("#alarms-spoken", has_text="Replica 2 was lost").wait_for(state="attached")
@@ -46,13 +46,13 @@ def test_a_replica_that_died_stays_for_a_minute(page: Any, stage: Stage) -> None
     page.locator("[data-id=r2].lost").wait_for()
 
 
-def test_a_lost_server_is_seen_within_three_seconds(page: Any, stage: Stage) -> None:
-    """Though the connection stands: all is greyed, and comes back with the next byte."""
+def test_a_lost_server_is_shown_within_three_seconds(page: Any, stage: Stage) -> None:
+    """Even with an open connection, the page turns grey. It recovers with the next byte."""
     begin(page, stage)
     stage.mute = True
     began_s = time.monotonic()
-    alarm(page, "There is no connection to the server. What you see is as it was at").wait_for()
-    assert time.monotonic() - began_s < 4.5  # and the time since the last byte
+    alarm(page, "There is no connection to the server. The page shows the state at").wait_for()
+    assert time.monotonic() - began_s < 4.5  # includes the time since the last byte
     page.locator("body.stale").wait_for()
     assert page.locator("[data-id=r1] .replica-state").inner_text() == "was serving"
     stage.mute = False
@@ -61,19 +61,19 @@ def test_a_lost_server_is_seen_within_three_seconds(page: Any, stage: Stage) -> 
     assert not page.locator("#alarms").is_visible()
     stage.busy = "Too many streams; close one."
     stage.hang_up()
-    alarm(page, "Too many streams; close one. What you see is as it was at").wait_for()
+    alarm(page, "Too many streams; close one. The page shows the state at").wait_for()
     page.locator("body.stale").wait_for()
 
 
-def test_what_an_operator_is_told_is_wrong(page: Any, stage: Stage) -> None:
-    """Each in a line, gone when it is mended."""
+def test_an_operator_sees_each_problem(page: Any, stage: Stage) -> None:
+    """Each problem has one line, which disappears when the problem is fixed."""
     refused = {"accepted": False, "why": "rps: there is no such setting", "processes": 3, "at_s": 5.0}
     moved = {"accepted": True, "why": "in another trust group: acme", "processes": 1, "at_s": 6.0}
     now_s = begin(page, stage, configuration=[refused, moved], ingresses=2, ingresses_heard=1)
     alarm(page, "rps: there is no such setting").wait_for()
     alarm(page, "1 of 2 ingresses answers").wait_for()
     stage.send(replica("r2", now_s, report_age_s=3.4))
-    alarm(page, "Replica 2 has sent no news since").wait_for()
+    alarm(page, "Replica 2 has not reported since").wait_for()
     row = figure(now_s, refused=12, failed=1)
     stage.send({"type": "totals", "at_s": now_s, "totals": [], "figures": [row], "minute": row})
     alarm(page, "12 requests were refused (429) in the last minute").wait_for()
@@ -88,13 +88,13 @@ def test_what_an_operator_is_told_is_wrong(page: Any, stage: Stage) -> None:
     page.locator("#alarms").wait_for(state="hidden")
     assert lines(page, "incidents") == [
         "All ingresses answer",
-        "A user_config is in force that moves tenants",
+        "A user_config moved tenants to other trust groups",
         "A user_config was refused",
     ]
 
 
-def test_the_header_has_a_quarter_of_an_hour(page: Any, stage: Stage) -> None:
-    """As the server kept it before this tab was there; a second tab shows the same."""
+def test_the_header_shows_the_last_15_minutes(page: Any, stage: Stage) -> None:
+    """The server has kept them since before this tab, so a second tab shows the same."""
     now_s = time.time()
     rows = [figure(now_s - 10 * at) for at in range(90)]
     begin(page, stage, figures=rows, minute=rows[0])
@@ -103,7 +103,7 @@ def test_the_header_has_a_quarter_of_an_hour(page: Any, stage: Stage) -> None:
     assert page.locator("#vital-errors").inner_text() == "0"
     assert "p95 at most 340 ms" in page.locator("#spark-ttft").get_attribute("aria-label")
     drawn = page.locator("#spark-rate .spark-0").get_attribute("d")
-    assert drawn.count("L") > 85, "one line, without a gap"
+    assert drawn.count("L") > 85, "one line without a gap"
     stage.snapshots = {"": [snapshot(now_s, replicas=[replica("r1")])]}
     page.reload()
     page.locator("#vital-replicas", has_text="1").wait_for()
@@ -111,8 +111,8 @@ def test_the_header_has_a_quarter_of_an_hour(page: Any, stage: Stage) -> None:
     assert page.locator("#vital-ttft").inner_text() == "–"
 
 
-def test_lists_are_kept_apart_and_survive_a_reconnection(page: Any, stage: Stage) -> None:
-    """Hundreds of requests move no incident out of sight, and what a new snapshot repeats is not listed twice."""
+def test_lists_are_separate_and_survive_a_reconnection(page: Any, stage: Stage) -> None:
+    """Hundreds of requests do not hide an incident, and a new snapshot does not list events twice."""
     now_s = time.time()
     cold = {"kind": "prewarm", "replica": "r2", "state": "done", "blocks": 0, "at_s": now_s - 20}
     warm = {"kind": "prewarm", "replica": "r1", "state": "done", "blocks": 12, "at_s": now_s - 30}
@@ -122,7 +122,7 @@ def test_lists_are_kept_apart_and_survive_a_reconnection(page: Any, stage: Stage
     wanted = [
         "Replica 9 was lost",
         "Replica 2 joined cold: it copied nothing",
-        "Replica 1 joined warm: it copied 192 tokens of others",
+        "Replica 1 joined warm: it copied 192 tokens from other replicas",
     ]
     assert lines(page, "incidents") == wanted
     assert lines(page, "requests") == ["acme: 1,200 tokens to replica 1, 99 % reused"]
@@ -135,8 +135,8 @@ def test_lists_are_kept_apart_and_survive_a_reconnection(page: Any, stage: Stage
     assert lines(page, "incidents") == wanted
 
 
-def test_prompts_of_this_page_are_called_by_their_words(page: Any, stage: Stage) -> None:
-    """Only here: the stream has no text. Where there are no tenants the switch says what is coloured."""
+def test_prompts_of_this_page_are_named_by_their_first_words(page: Any, stage: Stage) -> None:
+    """The events have no text, so only this page knows it. With one tenant, colours are by prompt."""
     held = {"r1": 512}
     system = node("s-one", None, 0, 256, held, kind="system", tenant="default")
     first = node("c-one", "s-one", 256, 256, held, tenant="default", kind="conversation")
@@ -145,9 +145,7 @@ def test_prompts_of_this_page_are_called_by_their_words(page: Any, stage: Stage)
     assert bars(page, "r1") == ["system prompt, 512 tokens", "conversation, 512 tokens", "conversation 2, 512 tokens"]
     assert page.locator("#colour-by").inner_text() == "Prompt"
     page.locator("#system-fold summary").click()
-    page.get_by_label("What comes before every question").fill(
-        "You advise on berths and tides, and name the ship first."
-    )
+    page.get_by_label("Text before every question").fill("You advise on berths and tides, and name the ship first.")
     page.get_by_label("Your message").fill("When does the harbour open?")
     page.get_by_label("Your message").press("Enter")
     page.locator(".reuse").wait_for()
@@ -157,8 +155,8 @@ def test_prompts_of_this_page_are_called_by_their_words(page: Any, stage: Stage)
     assert "berths" not in str(stage.snapshots)
 
 
-def test_cards_say_where_a_replica_runs_and_how_much_it_holds(page: Any, stage: Stage) -> None:
-    """The capacity beside what is cached, a legend of the bar; an id where somebody points at the name."""
+def test_cards_show_a_replicas_node_and_its_cached_tokens(page: Any, stage: Stage) -> None:
+    """The card also shows the capacity. The bar has a legend, and the name has the id as its tooltip."""
     begin(page, stage, replicas=[replica("r1", node="berth-7", gpu="0"), replica("r2")], links=["docs"])
     card = page.locator("[data-id=r1]")
     assert card.locator(".replica-place").inner_text() == "berth-7 · GPU 0"

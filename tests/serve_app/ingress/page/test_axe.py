@@ -1,4 +1,4 @@
-"""What axe-core finds: labels, roles, contrast. `npm pack axe-core` has the file, $WARMPATH_AXE says where it lies."""
+"""Checks by axe-core: labels, roles, contrast. $WARMPATH_AXE is the path of its file, from `npm pack axe-core`."""
 
 import os
 import time
@@ -22,8 +22,8 @@ def axe() -> str:
 
 
 def found(page: Any, axe: str) -> list[str]:
-    page.wait_for_timeout(700)  # colours that fade have faded
-    page.evaluate(axe)  # not by a script element: the page allows none
+    page.wait_for_timeout(700)  # until colours have faded
+    page.evaluate(axe)  # without a script element, because the page forbids them
     wrong = page.evaluate("async () => (await axe.run(document, { resultTypes: ['violations'] })).violations")
     return [f"{each['id']}: {node['target']} {node['failureSummary']}" for each in wrong for node in each["nodes"]]
 
@@ -31,8 +31,8 @@ def found(page: Any, axe: str) -> list[str]:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1440])
 @pytest.mark.parametrize("replicas", [0, 2, 64])
-def test_nothing_is_found(page: Any, stage: Stage, axe: str, scheme: str, width: int, replicas: int) -> None:
-    """With all that can stand on the page: alarms, lists, an answer that was cut, why; and without a server."""
+def test_there_are_no_violations(page: Any, stage: Stage, axe: str, scheme: str, width: int, replicas: int) -> None:
+    """The page shows alarms, lists, an answer that was cut off, and details; later, it has lost the server."""
     page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
     page.set_viewport_size({"width": width, "height": 900})
     now_s = time.time()
@@ -56,8 +56,8 @@ def test_nothing_is_found(page: Any, stage: Stage, axe: str, scheme: str, width:
     assert found(page, axe) == []
 
 
-def test_nothing_is_found_without_a_key(page: Any, stage: Stage, axe: str) -> None:
+def test_there_are_no_violations_without_a_key(page: Any, stage: Stage, axe: str) -> None:
     stage.snapshots = {"wp-right": []}
     page.goto("/")
-    page.get_by_role("button", name="Give a key").wait_for()
+    page.get_by_role("button", name="Enter a key").wait_for()
     assert found(page, axe) == []

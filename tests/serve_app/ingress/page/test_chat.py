@@ -41,7 +41,7 @@ def test_stop_ends_the_answer_at_the_server_too(page: Any, stage: Stage) -> None
     """The text so far stays, and the next question can be asked."""
     page.goto("/")
     stage.held.clear()
-    say(page, "Go on for ever")
+    say(page, "Go on forever")
     page.get_by_text("Yes, you", exact=True).wait_for()
     page.get_by_role("button", name="Stop").click()
     page.get_by_text("stopped").wait_for()
@@ -76,7 +76,7 @@ def test_keys_stay_in_the_tab(page: Any, stage: Stage) -> None:
     page.goto("/")
     page.get_by_text("Paste your API key on the left.").wait_for()
     page.locator("#settings-note", has_text="an API key is needed").wait_for()
-    page.get_by_role("button", name="Give a key").click()
+    page.get_by_role("button", name="Enter a key").click()
     assert page.evaluate("document.activeElement.id") == "key"
     page.keyboard.type("wp-wrong")
     page.keyboard.press("Tab")
@@ -93,12 +93,12 @@ def test_keys_stay_in_the_tab(page: Any, stage: Stage) -> None:
     assert page.evaluate("sessionStorage.getItem('warmpath.key')") == "wp-right"
 
 
-def test_an_answer_that_was_cut_says_so_and_goes_on(page: Any, stage: Stage) -> None:
-    """In the same turn, as the model's own last message; what follows has the whole of it."""
+def test_an_answer_that_was_cut_off_can_be_continued(page: Any, stage: Stage) -> None:
+    """It continues in the same turn, as the model's last message. The next request has the complete text."""
     page.goto("/")
     stage.ends = "length"
     say(page, "May I?")
-    page.locator(".cut", has_text="cut at 4 tokens").wait_for()
+    page.locator(".cut", has_text="cut off at 4 tokens").wait_for()
     stage.words, stage.ends = [" And", " more."], "stop"
     page.get_by_role("button", name="Continue").click()
     page.get_by_text("Yes, you may. And more.", exact=True).wait_for()
@@ -112,11 +112,11 @@ def test_an_answer_that_was_cut_says_so_and_goes_on(page: Any, stage: Stage) -> 
     assert stage.bodies[2]["messages"][1]["content"] == "Yes, you may. And more."
     say(page, "Another")
     page.locator(".cut").nth(1).wait_for()
-    assert page.get_by_role("button", name="Continue").count() == 1, "only the last answer can go on"
+    assert page.get_by_role("button", name="Continue").count() == 1, "only the last answer can be continued"
 
 
-def test_a_long_prompt_says_that_it_is_read(page: Any, stage: Stage) -> None:
-    """With the number of its tokens; a short wait says nothing of it."""
+def test_the_page_shows_that_a_long_prompt_is_being_read(page: Any, stage: Stage) -> None:
+    """It shows the number of tokens. After a short wait it shows nothing."""
     page.goto("/")
     load_sample(page)
     stage.reading.set()
@@ -128,8 +128,8 @@ def test_a_long_prompt_says_that_it_is_read(page: Any, stage: Stage) -> None:
     assert page.locator(".reading").count() == 0
 
 
-def test_reasoning_is_shown_while_it_lasts_and_folded_then(page: Any, stage: Stage) -> None:
-    """It is no part of the answer, nor of what is sent with the next question."""
+def test_reasoning_is_shown_during_streaming_and_folded_afterwards(page: Any, stage: Stage) -> None:
+    """It is neither part of the answer nor sent with the next question."""
     page.goto("/")
     stage.thoughts = ["Let me", " think."]
     stage.held.clear()

@@ -13,7 +13,7 @@ def bars(page: Any, name: str) -> list[str]:
 
 
 def lines(page: Any, which: str) -> list[str]:
-    """What a list says, the newest first."""
+    """Return the lines of a list, newest first."""
     return [line.split("\n")[-1] for line in page.locator(f"#{which} button").all_inner_texts()]
 
 
@@ -38,7 +38,7 @@ def test_each_replica_has_its_prefixes_as_a_tree(page: Any, stage: Stage) -> Non
     assert bars(page, "r2")[0] == "clerk@1, 512 tokens"
     levels = [bar.get_attribute("aria-level") for bar in page.locator("[data-id=r1] .bar").all()]
     assert levels == ["1", "2", "3", "2"]
-    page.wait_for_timeout(600)  # bars have grown
+    page.wait_for_timeout(600)  # until bars have grown
     public, acme = (page.locator(f"[data-id=r1] [data-id={id}]").bounding_box() for id in ("p-clerk", "s-acme"))
     assert acme["x"] >= public["x"] + public["width"]
     assert public["height"] > acme["height"] * 1.5
@@ -63,16 +63,16 @@ def test_events_appear(page: Any, stage: Stage) -> None:
         {"type": "something_new", "at_s": now_s},
     )
     page.locator("#incidents", has_text="Replica 3 joined").wait_for()
-    assert lines(page, "incidents") == ["Replica 3 joined", "The autoscaler goes from 2 to 3 replicas"]
+    assert lines(page, "incidents") == ["Replica 3 joined", "The autoscaler scales from 2 to 3 replicas"]
     assert lines(page, "requests") == [
-        "Replica 1 copied 512 tokens from another replica in 100 ms",
-        "Replica 2 evicted 64 tokens for newer ones",
+        "Replica 1 pulled 512 tokens from another replica in 100 ms",
+        "Replica 2 evicted 64 tokens to make room",
         "acme: 1,200 tokens to replica 1, 99 % reused",
     ]
     page.locator("[data-id=r3]").wait_for()
     page.locator("[data-id=c-acme]").wait_for(state="detached")
     assert "conversation 2 of acme, 48 tokens" in bars(page, "r1")
-    page.locator("#lists-spoken", has_text="The autoscaler goes from 2 to 3 replicas").wait_for(state="attached")
+    page.locator("#lists-spoken", has_text="The autoscaler scales from 2 to 3 replicas").wait_for(state="attached")
     stage.send({"type": "replica_left", "at_s": now_s, "replica": "r2", "number": 2, "lost": False})
     page.locator("[data-id=r2]").wait_for(state="detached")
     page.locator("#incidents", has_text="Replica 2 left").wait_for()
@@ -92,8 +92,8 @@ def test_reasons_are_shown_for_any_selection(page: Any, stage: Stage) -> None:
     stage.send(decision("one.0", now_s, reason="load_spill", selected_cached_tokens=512, cached_tokens=512))
     page.locator("#requests button").first.click()
     shown = page.locator("#why").inner_text()
-    assert "busier than what they held was worth" in shown
-    assert "Another replica held 672 tokens more of it." in shown
+    assert "The replicas that held more of the prompt were too busy." in shown
+    assert "Another replica held 672 more tokens of the prompt." in shown
     assert "1.54 s (estimated)" in shown
     assert "24 ms (simulated)" in shown
 
@@ -180,14 +180,14 @@ def test_names_are_never_markup(page: Any, stage: Stage) -> None:
     assert page.title() == "warmpath"
 
 
-def test_another_key_is_shown_nothing_of_the_one_before(page: Any, stage: Stage) -> None:
-    """It disappears from the map and the page when the key changes, even if the server does not answer at once."""
+def test_another_key_shows_nothing_of_the_previous_one(page: Any, stage: Stage) -> None:
+    """The old data disappears when the key changes, even if the server does not answer at once."""
     now_s = begin(page, stage)
     stage.send(decision("one.0", now_s, tenant="globex"))
     page.locator("#requests button").first.click()
     page.locator("#why", has_text="globex").wait_for()
     stage.snapshots["wp-acme"] = []
-    stage.busy = "There are 4 event streams already; close one first."
+    stage.busy = "There are already 4 event streams; close one first."
     page.get_by_text("Model and keys").click()
     page.get_by_label("API key", exact=True).fill("wp-acme")
     page.get_by_label("API key", exact=True).press("Tab")
@@ -210,15 +210,15 @@ def test_text_can_be_dragged_into_a_field(page: Any, stage: Stage) -> None:
     assert taken == [[False, True], [False, True]]
 
 
-def test_a_page_waits_for_its_turn_and_takes_up_a_lost_connection(page: Any, stage: Stage) -> None:
-    """First it shows the server's sentence, later the last known state: a busy server is not called lost."""
-    stage.busy = "There are 8 event streams already; close one first."
+def test_a_page_waits_for_a_busy_server_and_restores_a_lost_connection(page: Any, stage: Stage) -> None:
+    """At first it shows the server's message, later the last known state. A busy server is not called lost."""
+    stage.busy = "There are already 8 event streams; close one first."
     page.goto("/")
-    page.get_by_text("close one first. The page tries again by itself.").wait_for()
+    page.get_by_text("close one first. The page keeps trying.").wait_for()
     stage.snapshots = {"": [snapshot(time.time())]}
     stage.busy = ""
     page.locator("[data-id=r2]").wait_for()
-    stage.busy = "There are 8 event streams already; close one first."
+    stage.busy = "There are already 8 event streams; close one first."
     stage.snapshots = {"": [snapshot(time.time(), replicas=[replica("r9")])]}
     stage.hang_up()
     page.get_by_text("not connected; trying again").wait_for()
@@ -283,7 +283,7 @@ def test_labels_can_be_read_on_every_colour(page: Any, stage: Stage) -> None:
             assert min(found) >= 4.5, (scheme, by, found)
 
 
-def test_colours_of_prefixes_long_gone_are_forgotten(page: Any, stage: Stage) -> None:
+def test_colours_of_old_prefixes_are_forgotten(page: Any, stage: Stage) -> None:
     """A page may stay open for weeks, and every conversation can have a colour."""
     begin(page, stage)
     known = page.evaluate(

@@ -60,8 +60,8 @@ def test_it_plays_pauses_and_moves_by_keyboard(page: Any, stage: Stage, tmp_path
     assert float(scrub.input_value()) < later
 
 
-def test_live_goes_on_behind_a_recording(page: Any, stage: Stage, tmp_path: Path) -> None:
-    """Its events are not shown meanwhile; going back to live shows the current state and the events since."""
+def test_live_events_continue_behind_a_recording(page: Any, stage: Stage, tmp_path: Path) -> None:
+    """They are hidden meanwhile. Back in live mode, the page shows the current state and the events since then."""
     stage.snapshots = {"": [snapshot(replicas=[], prefixes=[], scale={"from": 1, "target": 2, "at_s": 0.0})]}
     open_file(page, write(tmp_path / "run.jsonl", recording()))
     wait_for_replicas(page, ["r1", "r2"])
@@ -69,17 +69,17 @@ def test_live_goes_on_behind_a_recording(page: Any, stage: Stage, tmp_path: Path
     page.get_by_role("button", name="Back to live").click()
     wait_for_replicas(page, ["r7"])
     assert not page.locator("#player").is_visible()
-    assert lines(page, "incidents") == ["Replica 7 joined", "The autoscaler goes from 1 to 2 replicas"]
+    assert lines(page, "incidents") == ["Replica 7 joined", "The autoscaler scales from 1 to 2 replicas"]
 
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("no json\n", "Line 1 of run.jsonl is no event"),
+        ("no json\n", "Line 1 of run.jsonl is not an event"),
         ('{"type": "decision", "at_s": 1}\n', "has no snapshot"),
         ('{"type": "snapshot", "at_s": 1}\n{"type": "prefixes", "at_s": 2}\n', "Line 2 of run.jsonl"),
         ('{"type": "snapshot", "at_s": 1, "decisions": [null]}\n{}\n', "Line 1 of run.jsonl"),
-        pytest.param(" " * (64 << 20) + "\n", "a recording may have 64", id="too large"),
+        pytest.param(" " * (64 << 20) + "\n", "the limit is 64 MiB", id="too large"),
     ],
 )
 def test_a_broken_file_gets_a_sentence(page: Any, stage: Stage, tmp_path: Path, text: str, sentence: str) -> None:
@@ -92,7 +92,7 @@ def test_a_broken_file_gets_a_sentence(page: Any, stage: Stage, tmp_path: Path, 
     assert not page.locator("#player").is_visible()
 
 
-def test_half_a_line_and_unknown_events_are_passed_over(page: Any, stage: Stage, tmp_path: Path) -> None:
+def test_half_a_line_and_unknown_events_are_ignored(page: Any, stage: Stage, tmp_path: Path) -> None:
     """A killed recorder leaves half a line; a type may equal the name of a property that every object has."""
     strange = [{"type": word, "at_s": 5.0} for word in ("from_the_future", "constructor", "toString", "__proto__")]
     path = write(tmp_path / "run.jsonl", [*recording(), *strange])

@@ -1,4 +1,4 @@
-"""The table of sessions, in a browser: each session's data, its viewers, and no requests by others."""
+"""The table of sessions, in a browser: its data, its viewers, and no requests while it is hidden."""
 
 from pathlib import Path
 from typing import Any
@@ -51,18 +51,18 @@ def opened(page: Any, stage: Stage) -> Any:
     return page
 
 
-def test_each_session_shows_its_state_and_blocks(opened: Any) -> None:
+def test_each_session_shows_its_state_and_tokens(opened: Any) -> None:
     """A waiting session has its reason."""
     assert table(opened) == [
-        ["00aa", "acme", "running", "1,200, 300 of them shared", "3", "replica 1"],
-        ["not named", "acme", f"waiting for 12.0 s. {WHY}", "1,200", "3", "replica 1"],
-        ["00bb", "globex", "paused; room is kept for 1 min 40 s", "1,200", "3", "replica 1"],
+        ["00aa", "acme", "running", "1,200 (300 shared)", "3", "replica 1"],
+        ["unnamed", "acme", f"waiting for 12.0 s. {WHY}", "1,200", "3", "replica 1"],
+        ["00bb", "globex", "paused; its space is kept for 1 min 40 s", "1,200", "3", "replica 1"],
         ["00cc", "acme", "left 2 min 10 s ago", "1,200", "1", "replica 1"],
     ]
     assert opened.locator("#sessions-note").inner_text() == "1 running, 1 paused, 1 waiting, 1 left"
 
 
-def test_the_table_follows_and_is_asked_for_only_while_it_is_open(page: Any, stage: Stage) -> None:
+def test_the_table_is_updated_and_requested_only_while_it_is_open(page: Any, stage: Stage) -> None:
     stage.sessions[""] = ALL[:1]
     page.clock.install()
     begin(page, stage)
@@ -78,8 +78,8 @@ def test_the_table_follows_and_is_asked_for_only_while_it_is_open(page: Any, sta
     assert asked_in_a_minute(page, stage) == 0
 
 
-def test_another_key_sees_its_own_at_once(opened: Any, stage: Stage) -> None:
-    """A refused key sees nothing of the earlier data, only the sentence."""
+def test_another_key_sees_its_own_sessions_at_once(opened: Any, stage: Stage) -> None:
+    """A refused key sees only the server's message, and none of the earlier data."""
     opened.get_by_text("Model and keys").click()
     stage.snapshots["wp-acme"] = stage.snapshots[""]
     stage.sessions["wp-acme"] = ALL[3:]
@@ -107,7 +107,7 @@ def test_a_server_without_sessions_says_so(page: Any, stage: Stage) -> None:
     stage.no_sessions = True
     begin(page, stage)
     page.locator("#sessions summary").click()
-    page.locator("#sessions-note", has_text="This server knows of no sessions.").wait_for()
+    page.locator("#sessions-note", has_text="This server does not report sessions.").wait_for()
 
 
 def test_names_of_sessions_are_never_markup(page: Any, stage: Stage) -> None:

@@ -97,7 +97,7 @@ def test_a_stream_has_retry_ids_heartbeats_and_each_viewers_part(stage: Stage) -
 
 
 def test_once_is_the_snapshot_alone(stage: Stage) -> None:
-    """This is for scripts. Without keys everybody sees everything: an open deployment has one tenant."""
+    """It is for scripts. Without keys everybody sees everything, because an open deployment has one tenant."""
     for name in ("a", "operator"):
         once = httpx.get(f"{stage.url}{PATH}?once=true", headers=auth(name)).json()
         assert (once["type"], once["viewer"]) == ("snapshot", "operator" if name == "operator" else "tenant")
@@ -119,7 +119,7 @@ def test_a_stream_ends_with_its_key(stage: Stage) -> None:
 
 
 def test_a_stop_waits_for_no_stream(stage: Stage) -> None:
-    """This includes one with a reader that takes nothing: soon after, no answers are in progress."""
+    """This includes a stream with a reader that takes nothing: soon after, no answers are in progress."""
     with stream(stage, "a") as mine, stream(stage, "b") as stuck:
         following(stuck, "snapshot")
         stage.call(stage.live.close)
