@@ -23,6 +23,7 @@ from serve_app.cli.supervisor import Launch, Supervisor
 from serve_app.config.app import AppConfig
 from serve_app.config.files import load_settings
 from serve_app.config.reference import settings_text, settings_yaml
+from serve_app.config.sentences import unknown_setting
 
 _INSTEAD = {
     "--data-parallel-size": "use --replicas: each one is a separate engine, and requests follow their cached prefix",
@@ -47,9 +48,12 @@ class _ServeCommand(TyperCommand):
             if (instead := _INSTEAD.get(flag)) is not None:
                 raise typer.BadParameter(f"there is no {flag}: {instead}")
             field = AppConfig.model_fields.get(name := flag.removeprefix("--").replace("-", "_"))
-            if field is None or flag in own or not flag.startswith("--"):
+            if flag in own or not flag.startswith("--") or flag == "--help":
                 told.append(argument)
                 continue
+            if field is None:
+                wrong = unknown_setting(name, {*AppConfig.model_fields, *(one.lstrip("-") for one in own)})
+                raise typer.BadParameter(f"{flag}: {wrong}. For arguments of vLLM: --engine-arg NAME=VALUE")
             if not equals and field.annotation is bool and (not left or left[0] not in ("true", "false")):
                 value = "true"
             elif not equals:

@@ -113,7 +113,7 @@ class PromptDirectory:
         if before is not None and before != lock:
             where = self._difference(before, raw)
             raise PromptError(
-                f"{ref} is locked as {before.digest}, and this is {lock.digest}; {where}. Take a new version"
+                f"{ref} is locked as {before.digest}, and this is {lock.digest}; {where}. Lock it as a new version"
             )
         if before is None and len(locks) == MAX_PROMPTS:
             raise PromptError(f"there are {MAX_PROMPTS} prompts already; remove unused versions from {LOCK}")

@@ -29,8 +29,8 @@ def resolve_model(name_or_path: str, revision: str | None = None) -> Path:
     if path.suffix == ".gguf" and path.is_file():
         return ensure_converted(path.resolve())
     raise CheckpointError(
-        f"{name_or_path!r} is neither a built-in model ({', '.join(BUILT_IN)}) nor a local directory, nor a GGUF file "
-        "that exists, nor a hub id (NAMESPACE/NAME)"
+        f"there is no model {name_or_path!r}; give a built-in one ({', '.join(BUILT_IN)}), a directory, a GGUF file or "
+        "a hub id (NAMESPACE/NAME)"
     )
 
 

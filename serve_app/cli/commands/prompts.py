@@ -100,7 +100,7 @@ def _ask(url: str, method: str, path: str, body: dict[str, Any] | None = None) -
     try:
         answer = httpx.request(method, whole, json=body, headers=headers, timeout=TIMEOUT_S)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        fail(f"no server answers at {url}: {error}")
+        fail(f"no server answers at {url}: {error}; name another by --url or $WARMPATH_URL")
     try:
         document: dict[str, Any] = harmless(answer.json())
         refusal = document["error"]["message"] if answer.is_error else ""
@@ -115,7 +115,7 @@ def _ask(url: str, method: str, path: str, body: dict[str, Any] | None = None) -
 
 
 def _show(prompt: dict[str, Any]) -> None:
-    before = f", before it {prompt['previous']}" if prompt["previous"] else ""
+    before = f"; the one before was {prompt['previous']}" if prompt["previous"] else ""
     owner = f" (private to {prompt['tenant']})" if prompt["tenant"] else ""
     print(f"{prompt['name']}{owner}: {prompt['promoted'] or 'no version'} is promoted{before}")
     for version in prompt["versions"]:

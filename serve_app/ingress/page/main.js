@@ -155,9 +155,9 @@ async function loadModels() {
 async function loadSample() {
   const response = await fetch("page/sample.txt");
   const text = response.ok ? await response.text() : "";
-  byId("system").value = `Answer questions about this license in one or two sentences.\n${text}`;
+  byId("system").value = text;
   describeSystem(byId("system").value);
-  byId("say").value = "May I sell a product that uses it?";
+  byId("say").value = "Is it free?";
   byId("say").focus();
 }
 

@@ -111,4 +111,4 @@ def _advice(path: str) -> str:
     for other in (f"/v1{path}", path.removeprefix("/v1")):
         if other != path and other in PATHS:
             return f"did you mean {other}?"
-    return "GET /v1/models lists the served models."
+    return "GET /docs lists the routes."

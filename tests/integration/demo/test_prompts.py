@@ -42,7 +42,7 @@ def test_a_promoted_version_is_warm_for_everybody(served: Served) -> None:
     for path in APIS * 2:
         assert answered(served, "acme", "clerk", path) == ("clerk@1", True)
     eventually(lambda: answered(served, "acme", "clerk", model="pirate") == ("clerk@1", True))
-    assert "2 is promoted, before it 1" in cut_over(served, "promote", "clerk@2")
+    assert "2 is promoted; the one before was 1" in cut_over(served, "promote", "clerk@2")
     for name in ("acme", "globex"):
         for path in APIS * 2:
             assert answered(served, name, "clerk", path) == ("clerk@2", True)

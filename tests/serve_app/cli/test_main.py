@@ -72,7 +72,8 @@ def test_pages_of_any_name_may_post_only_where_that_may_be_meant(
         (["demo", "--dtype", "float8"], "dtype"),
         (["demo", "--model", "small"], "two models are named"),
         (["--host", "::1"], "add --no-haproxy"),
-        (["--prot", "1"], "No such option"),
+        (["--prot", "1"], "did you mean port?"),
+        (["--kv-cache-dtype", "fp8"], "--engine-arg NAME=VALUE"),
     ],
 )
 def test_flags_of_other_servers_are_answered_with_our_way(arguments: list[str], words: str) -> None:

@@ -78,7 +78,7 @@ def source(tmp_path: Path) -> Path:
 def test_a_version_never_changes(shelf: PromptDirectory, tmp_path: Path, source: Path) -> None:
     """Other bytes need another version; adding the same bytes again changes nothing, and repairs a changed file."""
     before = (tmp_path / LOCK).read_bytes()
-    with pytest.raises(PromptError, match=r"first differing byte is 8.*Take a new version"):
+    with pytest.raises(PromptError, match=r"first differing byte is 8.*Lock it as a new version"):
         shelf.add("clerk@1", source, None)
     (tmp_path / "clerk/1.txt").write_bytes(b"spoilt")
     source.write_bytes(b"You are the clerk.\r\n")

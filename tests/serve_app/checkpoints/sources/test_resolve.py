@@ -32,8 +32,8 @@ def test_a_built_in_name_is_built_and_a_directory_is_taken_as_it_is(
 @pytest.mark.parametrize(
     ("name", "revision", "sentence"),
     [
-        ("nothing", None, "'nothing' is neither a built-in model .smollm2, demo, small. nor a local directory"),
-        ("models/none.gguf", None, "nor a GGUF file that exists"),
+        ("nothing", None, "there is no model 'nothing'; give a built-in one .smollm2, demo, small., a directory"),
+        ("models/none.gguf", None, "there is no model"),
         ("demo", "main", "revision=main is for models of a hub"),
     ],
 )

@@ -138,7 +138,7 @@ def test_paths_of_a_settings_file_start_where_it_lies(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        ("model: /no/such/model", "1: model: '/no/such/model' is neither a built-in model"),
+        ("model: /no/such/model", "1: model: there is no model '/no/such/model'"),
         ("lora_adapters: {style: /no/adapter}", "1: lora_adapters: the adapter 'style' of the settings: "),
         ("secret_file: /no/secret", "1: secret_file: there is no secret file /no/secret"),
         ("secret_file: short", "1: secret_file: the secret in"),

@@ -144,7 +144,7 @@ def test_pages_of_other_sites_post_nowhere(path: str) -> None:
         ("/chat/completions", "did you mean /v1/chat/completions?"),
         ("/v1/v1/models", "did you mean /v1/models?"),
         ("/v1/health", "did you mean /health?"),
-        ("/v1/docs", "GET /v1/models lists the served models."),
+        ("/v1/docs", "GET /docs lists the routes."),
         ("/v1/completions", "GET is not allowed on /v1/completions; use POST."),
     ],
 )
