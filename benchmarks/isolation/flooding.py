@@ -6,7 +6,7 @@ under one tenant's name: plain LRU, first come, first served.
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -67,21 +67,19 @@ class FloodWorkload:
         for number in range(self.quiet_tenants):
             rng = Random(f"{self.seed} {number}")
             systems = [self._tokens(f"{number} {i}", self.system_tokens) for i in range(self.system_prompts)]
-            now_s = rng.expovariate(self.quiet_requests_per_s)
-            while now_s < self.duration_s:
+            for now_s in self._times(rng, self.quiet_requests_per_s):
                 question = self._tokens(f"{number} {now_s}", self.question_tokens)
-                rows.append(
-                    (now_s, f"tenant-{number}", np.concatenate([rng.choice(systems), question]), self.answer_tokens)
-                )
-                now_s += rng.expovariate(self.quiet_requests_per_s)
-        if flood:
-            rng = Random(f"{self.seed} flood")
-            now_s = rng.expovariate(self.flood_requests_per_s)
-            while now_s < self.duration_s:
-                prompt = self._tokens(f"flood {now_s}", self.flood_tokens)
-                rows.append((now_s, FLOODER, prompt, self.flood_answer_tokens))
-                now_s += rng.expovariate(self.flood_requests_per_s)
+                prompt = np.concatenate([rng.choice(systems), question])
+                rows.append((now_s, f"tenant-{number}", prompt, self.answer_tokens))
+        for now_s in self._times(Random(f"{self.seed} flood"), self.flood_requests_per_s if flood else 0.0):
+            prompt = self._tokens(f"flood {now_s}", self.flood_tokens)
+            rows.append((now_s, FLOODER, prompt, self.flood_answer_tokens))
         return sorted(rows, key=lambda row: row[0])
+
+    def _times(self, rng: Random, requests_per_s: float) -> Iterator[float]:
+        now_s = 0.0
+        while requests_per_s and (now_s := now_s + rng.expovariate(requests_per_s)) < self.duration_s:
+            yield now_s
 
     def _tokens(self, name: str, count: int) -> TokenArray:
         rng = np.random.default_rng(list(f"{self.seed} {name}".encode()))
