@@ -7,6 +7,7 @@ from pathlib import Path
 
 from benchmarks.common.report import BenchmarkError
 from serve_app.checkpoints.checkpoint import CheckpointError
+from serve_app.checkpoints.reuse import TraceError
 
 BENCHMARKS = {
     "ttft": ("end_to_end.ttft", "5 minutes"),
@@ -40,7 +41,7 @@ def main() -> None:
         print(f"{name}: with its defaults about {duration} on two CPU cores", file=sys.stderr, flush=True)
     try:
         runpy.run_module(f"benchmarks.{module}", run_name="__main__", alter_sys=False)
-    except (BenchmarkError, CheckpointError) as error:
+    except (BenchmarkError, CheckpointError, TraceError) as error:
         sys.exit(f"error: {error}")
     except FileNotFoundError as error:
         sys.exit(f"error: {error.filename}: no such file" if error.filename else f"error: {error}")

@@ -11,7 +11,7 @@ from random import Random
 from statistics import fmean
 from typing import Any
 
-from benchmarks.common.trace import TRACE_BLOCK_TOKENS, TraceRequest
+from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, TraceRequest
 
 AGENT_TRACE = Path(__file__).parents[1] / "traces" / "agent_sessions.jsonl.gz"
 """200 sessions (``benchmarks/traces/README.md``)."""

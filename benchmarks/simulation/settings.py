@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from benchmarks.common.trace import TRACE_BLOCK_TOKENS, TraceRequest, token_ids_of
+from benchmarks.common.trace import token_ids_of
 from router.protocol.block_hash import PrefixScope, hash_blocks, split_chain
+from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, TraceRequest
 from serve_app.config.app import RoutingSection
 from serve_app.config.cache import CacheSection
 

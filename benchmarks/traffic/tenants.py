@@ -12,9 +12,10 @@ from operator import attrgetter
 from pathlib import Path
 from random import Random
 
-from benchmarks.common.trace import DEFAULT_TRACE, TRACE_BLOCK_TOKENS, TraceRequest, read_trace
+from benchmarks.common.trace import DEFAULT_TRACE
 from benchmarks.traffic.arrivals import Client, read_clients, scale_for
 from benchmarks.traffic.conversations import Turn, conversations_of
+from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, TraceRequest, read_trace
 
 
 @dataclass(frozen=True, slots=True)

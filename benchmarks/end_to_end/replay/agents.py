@@ -32,10 +32,10 @@ from benchmarks.common.agent_sessions import (
 from benchmarks.common.open_loop import Shot, fire, hit_rate
 from benchmarks.common.report import BenchmarkError, add_engine_flag, parser_of, percentile, spread, write
 from benchmarks.common.server import instance
-from benchmarks.common.trace import TRACE_BLOCK_TOKENS, TraceRequest
 from benchmarks.end_to_end.replay.run import KV_BLOCK_TOKENS, with_tenants
 from benchmarks.end_to_end.replay.shots import trace_shots
 from benchmarks.end_to_end.replay.text import TraceText
+from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, TraceRequest
 from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.cli.bench.client import Answer, RequestFailed, stream_answer
 from serve_app.config.engine import VLLM_CPU_BLOCK_SIZE

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from serve_app.checkpoints.checkpoint import CheckpointError
 from serve_app.checkpoints.kv_planner import KvPlan, KvRoom, kv_room, plan_kv
-from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, ReuseCurve, read_prompts, reuse_curve
+from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, ReuseCurve, read_trace, reuse_curve
 from serve_app.checkpoints.sources.model_config import model_config
 from serve_app.cli.console import fail
 from serve_app.config.quantities import Bytes
@@ -41,7 +41,7 @@ def plan(
         fields, ranks = model_config(model), (tensor_parallel_size, pipeline_parallel_size)
         if trace is not None:
             figures, text = _by_trace(
-                partial(kv_room, fields, dtype, ranks=ranks), memory_bytes, replicas, reuse_curve(read_prompts(trace))
+                partial(kv_room, fields, dtype, ranks=ranks), memory_bytes, replicas, reuse_curve(read_trace(trace))
             )
         else:
             sizes = {"prefixes": prefixes or 1, "prefix_tokens": prefix_tokens or 1, "replicas": replicas}

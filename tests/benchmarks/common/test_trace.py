@@ -9,15 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.common.trace import (
-    DEFAULT_TRACE,
-    TRACE_BLOCK_TOKENS,
-    TraceRequest,
-    add_trace_flags,
-    chosen_trace,
-    read_trace,
-    token_ids_of,
-)
+from benchmarks.common.trace import DEFAULT_TRACE, add_trace_flags, chosen_trace, token_ids_of
+from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, TraceRequest, read_trace
 
 ROW = {"timestamp": 1500, "input_length": 600, "output_length": 7, "hash_ids": [3, 9]}
 

@@ -7,12 +7,13 @@ from random import Random
 
 import pytest
 
-from benchmarks.common.trace import DEFAULT_TRACE, TRACE_BLOCK_TOKENS, TraceRequest, read_trace
+from benchmarks.common.trace import DEFAULT_TRACE
 from benchmarks.simulation import run as simulate
 from benchmarks.simulation.cluster import Cluster, Outcome, unlimited
 from benchmarks.simulation.front_door import RayPrefixTree
 from benchmarks.simulation.replica import SimulatedReplica
 from benchmarks.simulation.settings import ClusterSettings, Contender, prepare
+from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, TraceRequest, read_trace
 
 KINDS = [Contender(policy, *kind) for policy in simulate.CONTENDING for kind in ((False, False), (True, True))]
 SMALL = ClusterSettings(replicas=4, blocks=250)

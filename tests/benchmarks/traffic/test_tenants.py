@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.common.trace import DEFAULT_TRACE, TRACE_BLOCK_TOKENS, TraceRequest, read_trace
+from benchmarks.common.trace import DEFAULT_TRACE
 from benchmarks.traffic.conversations import conversations_of
 from benchmarks.traffic.tenants import TrafficSettings, tenant_traffic
+from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, TraceRequest, read_trace
 
 HOUR = TrafficSettings(0.5, seconds=3600.0, start_s=36_000.0, seed=4)
 
