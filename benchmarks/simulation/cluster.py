@@ -56,7 +56,7 @@ class Cluster:
                 self.replicas,
                 shortest_first=contender.shortest_first,
                 pulls=contender.pull,
-                admission=contender.admission,
+                admits=contender.admission,
                 on_first_token=self._first_token,
                 on_end=lambda job: self.on_end(job),
                 publish=self._publish,
