@@ -11,7 +11,7 @@ from ray import serve
 from ray.serve.llm import LLMServer
 
 from router.feed import FeedPublisher
-from router.serve.request_router import FEED_METADATA, LABELS_METADATA
+from router.serve.request_router import FEED_METADATA
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
 from serve_app.ray_llm.recent_answers import Answer
 from serve_app.ray_llm.scopes import DEFAULT_TENANT_HEADER, METADATA, TENANT_HEADER, EngineFacts, Scopes
@@ -57,12 +57,7 @@ class WarmLLMServer(LLMServer):  # type: ignore[misc]
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Advertise the feed, and the facts that a router needs to predict."""
-        labels = ray.get_runtime_context().get_node_labels()
-        return {
-            FEED_METADATA: self._feed.endpoint.to_dict(),
-            LABELS_METADATA: labels,
-            METADATA: asdict(self._facts),
-        }
+        return {FEED_METADATA: self._feed.endpoint.to_dict(), METADATA: asdict(self._facts)}
 
     async def recent_answers(self, numbers: dict[str, int]) -> tuple[str, int, list[Answer]]:
         """Return this replica's name, its last answer's number, and the answers after its own of ``numbers``."""
