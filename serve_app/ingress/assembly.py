@@ -43,9 +43,9 @@ from serve_app.ingress.observe.sessions import SessionList
 from serve_app.ingress.prompts.admin import PromptAdmin
 from serve_app.ingress.prompts.warming import Warmer
 from serve_app.ingress.services import BODIES, Services, limits_of
-from serve_app.live.live import LIVE_NOTICES, Live
+from serve_app.live.live import Live
 from serve_app.live.prefix_table import PrefixTable
-from serve_app.notices import read_kinds
+from serve_app.notices import read_shown
 from serve_app.prompts.registry import Prompts
 from serve_app.prompts.traffic import PromptTraffic
 from serve_app.ray_compat import on_head_node
@@ -100,7 +100,7 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
         core,
         prefixes,
         lambda: about(services.config),
-        partial(read_kinds, app_name, LIVE_NOTICES),
+        partial(read_shown, app_name),
         broadcast.ingresses,
         figures=metrics.figures,
         count_dropped=metrics.dropped_events.inc,
