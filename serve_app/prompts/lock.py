@@ -1,4 +1,4 @@
-"""A directory of registered prompts: `NAME/VERSION.txt`, `prompts.lock` with each SHA-256, `.locked/` with copies."""
+"""A directory of registered prompts: `NAME/VERSION.txt`, and `prompts.lock` with each SHA-256."""
 
 import re
 import secrets
@@ -6,14 +6,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, AnyStr
+from typing import Any
 
 import yaml
 
 from serve_app.config.prompts import MAX_PROMPT_BYTES, MAX_PROMPTS, MAX_TOTAL_BYTES, PROMPT_WORD
 
 LOCK = "prompts.lock"
-COPIES = ".locked"
 
 _WORD = re.compile(PROMPT_WORD)
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
@@ -111,15 +110,11 @@ class PromptDirectory:
         lock = replace(lock, digest=_digest(raw))
         before = next((other for other in locks if other.ref == ref), None)
         if before is not None and before != lock:
-            where = self._difference(before, raw)
-            raise PromptError(
-                f"{ref} is locked as {before.digest}, and this is {lock.digest}; {where}. Take a new version"
-            )
+            raise PromptError(f"{ref} is locked as {before.digest}, and this is {lock.digest}; take a new version")
         if before is None and len(locks) == MAX_PROMPTS:
             raise PromptError(f"there are {MAX_PROMPTS} prompts already; remove unused versions from {LOCK}")
-        for file in (self._file(lock), self._copy(lock)):
-            file.parent.mkdir(exist_ok=True)
-            write_atomically(file, raw)
+        self._file(lock).parent.mkdir(exist_ok=True)
+        write_atomically(self._file(lock), raw)
         if before is None:
             write_atomically(self._path / LOCK, (_HEADER + _dumped([*locks, lock])).encode())
         return lock
@@ -127,34 +122,15 @@ class PromptDirectory:
     def _file(self, lock: Prompt) -> Path:
         return self._path / lock.name / f"{lock.version}.txt"
 
-    def _copy(self, lock: Prompt) -> Path:
-        return self._path / COPIES / lock.digest.removeprefix("sha256:")
-
     def _bytes(self, lock: Prompt) -> bytes:
         file = self._file(lock)
         raw = _prompt_bytes(lock.ref, file)
         if _digest(raw) != lock.digest:
-            where = self._difference(lock, raw)
-            raise PromptError(f"prompt {lock.ref}: {file} has {_digest(raw)}, and {LOCK} has {lock.digest}; {where}")
+            raise PromptError(
+                f"prompt {lock.ref}: {file} has {_digest(raw)}, and {LOCK} has {lock.digest}; restore it from version "
+                "control, or add it as a new version"
+            )
         return raw
-
-    def _difference(self, lock: Prompt, raw: bytes) -> str:
-        """Describe the first difference from the locked bytes, if an intact copy of them exists."""
-        copy = self._copy(lock)
-        try:
-            locked = read_bounded(copy, MAX_PROMPT_BYTES)
-        except OSError:
-            return f"which byte differs cannot be told: there is no copy of the locked bytes, {copy}"
-        if _digest(locked) != lock.digest:
-            return f"which byte differs cannot be told: {copy} was changed, too"
-        at = first_difference(locked, raw)
-        return f"the first differing byte is {at}: {_shown(locked, at)} was locked, {_shown(raw, at)} is there"
-
-
-def first_difference(one: AnyStr, other: AnyStr) -> int:
-    """Return the offset of the first differing character or byte, or the shorter length if one is a prefix."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))
 
 
 def read_bounded(file: Path, most: int) -> bytes:
@@ -193,10 +169,6 @@ def _prompt_bytes(ref: str, file: Path) -> bytes:
 
 def _digest(raw: bytes) -> str:
     return f"sha256:{sha256(raw).hexdigest()}"
-
-
-def _shown(raw: bytes, at: int) -> str:
-    return repr(raw[at : at + 16])[1:] if at < len(raw) else "the end"
 
 
 def _locks_of(entries: Mapping[str, Any]) -> Iterable[Prompt]:

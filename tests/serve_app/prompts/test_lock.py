@@ -1,4 +1,4 @@
-"""A directory of prompts: locked texts are read to the byte, and a difference is named."""
+"""A directory of prompts: locked texts are read to the byte, and a changed one is refused."""
 
 from hashlib import sha256
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.prompts.lock import COPIES, LOCK, PromptDirectory, PromptError
+from serve_app.prompts.lock import LOCK, PromptDirectory, PromptError
 
 WORDS = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,9}", fullmatch=True)
 TEXTS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=60)
@@ -44,29 +44,12 @@ def shelf(tmp_path: Path) -> PromptDirectory:
     return shelf
 
 
-@pytest.mark.parametrize(
-    ("now", "said"),
-    [
-        (b"You are the clerk.\n", r"first differing byte is 18: '\\r\\n' was locked, '\\n' is there"),
-        (b"You are the clerk.\r\n ", "first differing byte is 20: the end was locked, ' ' is there"),
-        (b"You", r"first differing byte is 3: ' are the clerk.*' was locked, the end is there"),
-    ],
-)
-def test_a_changed_file_is_refused_with_both_digests(
-    shelf: PromptDirectory, tmp_path: Path, now: bytes, said: str
-) -> None:
-    locked = digest(b"You are the clerk.\r\n")
-    (tmp_path / "clerk/1.txt").write_bytes(now)
-    with pytest.raises(PromptError, match=said) as caught:
+def test_a_changed_file_is_refused_with_both_digests(shelf: PromptDirectory, tmp_path: Path) -> None:
+    (tmp_path / "clerk/1.txt").write_bytes(now := b"You are the clerk.\n")
+    with pytest.raises(PromptError, match="restore it from version control") as caught:
         shelf.read()
-    assert digest(now) in str(caught.value) and locked in str(caught.value)
+    assert digest(now) in str(caught.value) and digest(b"You are the clerk.\r\n") in str(caught.value)
     assert shelf.problems() == [str(caught.value)]
-    (tmp_path / COPIES / locked.removeprefix("sha256:")).write_bytes(b"also changed")
-    with pytest.raises(PromptError, match=r"cannot be told: .* was changed, too"):
-        shelf.read()
-    (tmp_path / COPIES / locked.removeprefix("sha256:")).unlink()
-    with pytest.raises(PromptError, match="cannot be told: there is no copy"):
-        shelf.read()
 
 
 @pytest.fixture
@@ -78,7 +61,7 @@ def source(tmp_path: Path) -> Path:
 def test_a_version_never_changes(shelf: PromptDirectory, tmp_path: Path, source: Path) -> None:
     """Other bytes need another version; adding the same bytes again changes nothing, and repairs a changed file."""
     before = (tmp_path / LOCK).read_bytes()
-    with pytest.raises(PromptError, match=r"first differing byte is 8.*Take a new version"):
+    with pytest.raises(PromptError, match="take a new version"):
         shelf.add("clerk@1", source, None)
     (tmp_path / "clerk/1.txt").write_bytes(b"spoilt")
     source.write_bytes(b"You are the clerk.\r\n")
