@@ -121,7 +121,7 @@ class Sides:
 
     def arrives(self, request: EngineRequest) -> bool:
         """Return whether a request is accepted."""
-        if self._of(request) is self.flooder:
+        if self.of(request) is self.flooder:
             if self._waiting >= self._flood_waiting:
                 self.flooder.rejected += 1
                 return False
@@ -130,22 +130,15 @@ class Sides:
 
     def starts(self, request: EngineRequest, cached_tokens: int, queue_s: float) -> None:
         """Count a started request, its time in the queue and its cached tokens."""
-        counts = self._of(request)
+        counts = self.of(request)
         self._waiting -= counts is self.flooder
         counts.requests += 1
         counts.prompt_tokens += len(request.token_ids)
         counts.cached_tokens += cached_tokens
         counts.queue_s.append(queue_s)
 
-    def first_token(self, request: EngineRequest, ttft_s: float) -> None:
-        """Record its time to the first token."""
-        self._of(request).ttft_s.append(ttft_s)
-
-    def answered(self, request: EngineRequest, answer_s: float) -> None:
-        """Record the time of its whole answer."""
-        self._of(request).answer_s.append(answer_s)
-
-    def _of(self, request: EngineRequest) -> Counts:
+    def of(self, request: EngineRequest) -> Counts:
+        """Return the figures of a request's side."""
         return self.flooder if request.scope.salt == FLOODER.encode() else self.quiet
 
 
@@ -184,9 +177,9 @@ def drive(workload: FloodWorkload, *, flood: bool, protected: bool = True) -> Si
             scheduler.computed(item)
             if result.token is not None:
                 if item.sequence.generated_tokens == 0:
-                    sides.first_token(item.sequence.request, clock() - item.sequence.arrival_s)
+                    sides.of(item.sequence.request).ttft_s.append(clock() - item.sequence.arrival_s)
                 if item.sequence.append_token(result.token):
-                    sides.answered(item.sequence.request, clock() - item.sequence.arrival_s)
+                    sides.of(item.sequence.request).answer_s.append(clock() - item.sequence.arrival_s)
                     scheduler.remove(item.sequence)
         cache.take_events()
     return sides
@@ -201,9 +194,9 @@ def drive_live(engine: Engine, workload: FloodWorkload, *, flood: bool, protecte
             for output in outputs:
                 if output.first is not None:
                     sides.starts(request, output.first.cached_tokens, output.first.queue_s)
-                    sides.first_token(request, time.monotonic() - arrival_s)
+                    sides.of(request).ttft_s.append(time.monotonic() - arrival_s)
                 if output.finish_reason is not None:
-                    sides.answered(request, time.monotonic() - arrival_s)
+                    sides.of(request).answer_s.append(time.monotonic() - arrival_s)
             collector(outputs)
 
         if sides.arrives(request):

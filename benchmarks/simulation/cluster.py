@@ -104,7 +104,7 @@ class Cluster:
 
     def _deliver(self, replica_id: str, events: tuple[Event, ...]) -> None:
         for door in self.doors.values():
-            door.take(replica_id, events)
+            door.core.apply(replica_id, events)
 
 
 def unlimited(requests: Sequence[SimulatedRequest], settings: ClusterSettings) -> Outcome:

@@ -39,14 +39,6 @@ class ClusterSettings:
     speed: float = 1.0
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        if min(self.replicas, self.blocks, self.block_size, self.routers) < 1:
-            raise ValueError("replicas, blocks, block size and routers must be at least 1")
-        if min(self.prefill_tokens_per_s, self.pull_tokens_per_s, self.speed, self.report_interval_s) <= 0.0:
-            raise ValueError("rates, speed and the report interval must be above 0")
-        if min(self.feed_delay_s, self.resend_s, self.decode_weight, self.decode_token_s) < 0.0:
-            raise ValueError("delays and costs must not be negative")
-
 
 @dataclass(frozen=True, slots=True)
 class Contender:
