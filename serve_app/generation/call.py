@@ -67,7 +67,7 @@ class Reservation:
             self._core.rerouted(self.decision, load)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Call:
     """One call's chunks as they arrive. ``answered``: its last chunk or an error was read.
 

@@ -41,7 +41,7 @@ Left = Callable[[str, str], None]
 """Called with the id of a replica and that of an abandoned call there."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Dispatcher:
     """Streams generations from the replicas behind one Serve ``handle``.
 

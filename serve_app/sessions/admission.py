@@ -31,7 +31,7 @@ class _Waiting:
     cached_tokens: Callable[[], int]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Admission:
     """One replica's admission, for a pool of ``pool_tokens``.
 

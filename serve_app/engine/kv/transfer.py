@@ -35,7 +35,7 @@ class OnLoop(Protocol):
         """Run ``work`` between two steps."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class PrefixTransfer:
     """Export and import of one engine's KV."""
 

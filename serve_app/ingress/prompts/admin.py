@@ -32,7 +32,7 @@ class PromptBody(JsonBody):
     cold: bool = Field(False, description="switch at once, without computing the version first")
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class PromptAdmin:
     """One ingress' part in changes of prompts. ``directory`` None: all prompts are from the settings.
 

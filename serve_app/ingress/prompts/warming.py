@@ -48,7 +48,7 @@ class Warm(NamedTuple):
     replica_ids: tuple[str, ...]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Warmer:
     """Warms versions through one ingress' router. ``generate``: the dispatcher's function, with replicas to avoid."""
 
