@@ -18,7 +18,7 @@ from router.serve.request_router import deployment_key
 from router.settings import RouterSettings
 from serve_app.api.anthropic.history import MessageHistory
 from serve_app.api.openai.response import model_body
-from serve_app.cache_diagnostics.detector import MissDetector
+from serve_app.cache_diagnostics.detector import MissDetector, PromptMemory
 from serve_app.checkpoints.adapter_registry import AdapterRegistry, configured_adapters
 from serve_app.checkpoints.limits import max_model_len
 from serve_app.checkpoints.sources.resolve import load_served_model
@@ -118,7 +118,7 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
     )
     misses = None
     if config.explain_misses and config.enable_prefix_caching:
-        misses = MissDetector(tokenizer.text_of, workers, lambda: len(tenants.by_name), metrics.missed)
+        misses = MissDetector(tokenizer.text_of, workers, PromptMemory(lambda: len(tenants.by_name)), metrics.missed)
     front_door = FrontDoor(
         shares,
         places=lambda: places(services.config, len(core.replica_ids)),
