@@ -151,7 +151,7 @@ def drive(workload: FloodWorkload, *, flood: bool, protected: bool = True) -> Si
     cache = PrefixCache(settings.num_blocks, settings.block_size, shares=shares, clock=clock)
     scheduler = Scheduler(settings, cache)
     cost = CostModel(prefill_tokens_per_s=workload.prefill_tokens_per_s, vocab_size=workload.vocab_size)
-    runner = SimulatedRunner(cost, sleep=clock.sleep)
+    runner = SimulatedRunner(cost, settings, sleep=clock.sleep)
     sides, coming = Sides(workload.flood_waiting), deque(enumerate(arrivals))
     decode_step_s = cost.step_s(0, 1)  # a real engine measures it in its warm-up
     while coming or scheduler.waiting or scheduler.running:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 from ray.serve import get_replica_context
 from ray.serve.exceptions import RayServeException
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -26,7 +27,7 @@ from router.settings import RouterSettings
 logger = logging.getLogger("ray.serve")
 
 FEED_METADATA = "feed"
-"""The key of ``record_replica_metadata()`` under which a replica advertises ``FeedEndpoint.to_dict()``."""
+"""The key of ``record_replica_metadata()`` under which a replica advertises ``FeedEndpoint`` as a dict."""
 
 
 AWAY_S = 10.0
@@ -195,7 +196,7 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
                 logger.info("replica %s advertises no feed; it is routed to by load alone", name)
             return
         try:
-            self._subscriber.connect(name, FeedEndpoint.from_dict(advertised))
+            self._subscriber.connect(name, msgspec.convert(advertised, FeedEndpoint))
         except Exception:
             self._fault(f"following the feed of {name}")
 

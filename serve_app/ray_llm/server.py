@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
 import ray
 from ray import serve
 from ray.serve.llm import LLMServer
@@ -57,7 +58,7 @@ class WarmLLMServer(LLMServer):  # type: ignore[misc]
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Advertise the feed, and the facts that a router needs to predict."""
-        return {FEED_METADATA: self._feed.endpoint.to_dict(), METADATA: asdict(self._facts)}
+        return {FEED_METADATA: msgspec.structs.asdict(self._feed.endpoint), METADATA: asdict(self._facts)}
 
     async def recent_answers(self, numbers: dict[str, int]) -> tuple[str, int, list[Answer]]:
         """Return this replica's name, its last answer's number, and the answers after its own of ``numbers``."""

@@ -120,7 +120,7 @@ class Replica:
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Advertise the feed to every router (read by ``CacheAwareRouter``)."""
-        return {"feed": self._feed.endpoint.to_dict(), "pid": os.getpid()}
+        return {"feed": msgspec.structs.asdict(self._feed.endpoint), "pid": os.getpid()}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return this replica's figures for the autoscaling policy; Serve asks every second if autoscaling is on."""
