@@ -7,55 +7,41 @@ from pathlib import Path
 
 from benchmarks.common.report import BenchmarkError
 from serve_app.checkpoints.checkpoint import CheckpointError
+from serve_app.checkpoints.reuse import TraceError
 
-MODULES = {
-    "ttft": "end_to_end.ttft",
-    "affinity": "end_to_end.affinity",
-    "ray_llm": "end_to_end.ray_llm",
-    "front_door": "end_to_end.front_door",
-    "replay": "end_to_end.replay.run",
-    "agents": "end_to_end.replay.agents",
-    "engine": "engine.compare",
-    "predictions": "engine.predictions",
-    "routing": "routing.decision_latency",
-    "simulate": "simulation.run",
-    "flooding": "isolation.flooding",
-    "figures": "figures",
+BENCHMARKS = {
+    "ttft": ("end_to_end.ttft", "5 minutes"),
+    "affinity": ("end_to_end.affinity", "15 minutes: two to three for each policy, with pulls and without"),
+    "ray_llm": ("end_to_end.ray_llm", "20 minutes: five for the start, one for each router in each run"),
+    "front_door": ("end_to_end.front_door", "6 minutes a system"),
+    "replay": ("end_to_end.replay.run", "20 minutes: four for each policy"),
+    "agents": ("end_to_end.replay.agents", "35 minutes: three for the reference, three for each of ten runs"),
+    "engine": ("engine.compare", "15 minutes a system"),
+    "predictions": ("engine.predictions", "4 minutes"),
+    "routing": ("routing.decision_latency", "6 minutes"),
+    "simulate": ("simulation.run", "5 minutes"),
+    "flooding": ("isolation.flooding", "20 seconds"),
+    "figures": ("figures", "80 minutes; each row prints its own time"),
 }
-"""A benchmark's name and its module below ``benchmarks``."""
-
-DURATIONS = {
-    "ttft": "5 minutes",
-    "affinity": "15 minutes: two to three for each policy, with pulls and without",
-    "ray_llm": "20 minutes: five for the start, one for each router in each run",
-    "front_door": "6 minutes a system",
-    "replay": "20 minutes: four for each policy",
-    "agents": "35 minutes: three for the reference, three for each of ten runs",
-    "engine": "15 minutes a system",
-    "predictions": "4 minutes",
-    "routing": "6 minutes",
-    "simulate": "5 minutes",
-    "flooding": "20 seconds",
-    "figures": "80 minutes; each row prints its own time",
-}
-"""Approximate duration of each benchmark with its defaults on two CPU cores, printed at its start."""
+"""By name, a module below ``benchmarks``, and its approximate duration with its defaults on two CPU cores."""
 
 
 def main() -> None:
     """Run the benchmark that the first argument names, with the rest as its flags."""
     name = sys.argv[1] if len(sys.argv) > 1 else ""
-    if name not in MODULES:
+    if name not in BENCHMARKS:
         wrong = name and name not in ("-h", "--help")
         print(f"there is no benchmark {name!r}; there are:" if wrong else __doc__, file=sys.stderr)
-        for known, module in MODULES.items():
+        for known, (module, _) in BENCHMARKS.items():
             print(f"  {known:16} {_purpose(module)}", file=sys.stderr)
         sys.exit(2 if wrong else 0)
     sys.argv[:2] = [f"benchmarks {name}"]
+    module, duration = BENCHMARKS[name]
     if not {"-h", "--help"} & set(sys.argv):
-        print(f"{name}: with its defaults about {DURATIONS[name]} on two CPU cores", file=sys.stderr, flush=True)
+        print(f"{name}: with its defaults about {duration} on two CPU cores", file=sys.stderr, flush=True)
     try:
-        runpy.run_module(f"benchmarks.{MODULES[name]}", run_name="__main__", alter_sys=False)
-    except (BenchmarkError, CheckpointError) as error:
+        runpy.run_module(f"benchmarks.{module}", run_name="__main__", alter_sys=False)
+    except (BenchmarkError, CheckpointError, TraceError) as error:
         sys.exit(f"error: {error}")
     except FileNotFoundError as error:
         sys.exit(f"error: {error.filename}: no such file" if error.filename else f"error: {error}")

@@ -4,7 +4,7 @@ The step "match, rank, reserve" is synchronous, so that no two decisions see the
 """
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from copy import copy
 from random import Random
 from threading import Lock
@@ -91,15 +91,11 @@ class RoutingCore:
                 self._known.forget_blocks(settings.block_size, settings.max_blocks)
 
     def update_replicas(
-        self,
-        replica_ids: Iterable[str],
-        away: Collection[str] = (),
-        labels: Mapping[str, Mapping[str, str]] | None = None,
+        self, replica_ids: Iterable[str], away: Collection[str] = ()
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Set the replicas, keep the state of those ``away``, and return the added and the removed replicas."""
         with self._lock:
             added, removed = self._known.update(replica_ids, away)
-            self._known.labels = labels or {}
             for replica_id in removed:
                 self.counters.decisions_by_replica.pop(replica_id, None)
         return added, removed
@@ -259,7 +255,7 @@ class RoutingCore:
         scoring, closed, overhead_s = self.settings.scoring, self._closed(blocked), self._overhead.seconds
         return RoutingView(
             request, match, self.loads, self._turn, self._rng, scoring, closed, pending, None, adapter_s, overhead_s,
-            now_s, known.labels, not request.rerouted,
+            now_s, not request.rerouted,
         )  # fmt: skip
 
     def _closed(self, blocked: Collection[str]) -> Collection[str]:

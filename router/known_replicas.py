@@ -1,6 +1,6 @@
 """One router's knowledge of its replicas. It makes no decisions and is not thread-safe. Callers pass in the time."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 
 from router.directory.directory import Directory
 from router.directory.drift import DriftChecks
@@ -17,9 +17,8 @@ are outdated, and the cache is known only from the replica's answers."""
 class KnownReplicas:
     """The replicas' loads, caches and reports. Only this class may change the set of replicas or end a reservation.
 
-    ``away``: replicas that may return soon and get no requests; ``labels``: node labels by replica, for policies;
-    ``stats``: the latest StatsReport by replica; ``is_live``: returns whether a feed is complete; ``resync``: asks for
-    a snapshot.
+    ``away``: replicas that may return soon and get no requests; ``stats``: the latest StatsReport by replica;
+    ``is_live``: returns whether a feed is complete; ``resync``: asks for a snapshot.
     """
 
     def __init__(self, router_id: str, block_size: int, max_blocks: int) -> None:
@@ -27,7 +26,6 @@ class KnownReplicas:
         self.adapters = LoraResidency()
         self.stats: dict[str, StatsReport] = {}
         self.away: frozenset[str] = frozenset()
-        self.labels: Mapping[str, Mapping[str, str]] = {}
         self.is_live: Callable[[str], bool] | None = None
         self.resync: Callable[[str], None] | None = None
         self.drift = DriftChecks()

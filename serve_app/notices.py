@@ -4,7 +4,6 @@ Notices are few and small, hold no prompt and no key, and outlive their writer. 
 """
 
 import time
-from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -13,6 +12,9 @@ from serve_app.ray_compat import kv_delete, kv_items, kv_put
 
 KEPT = 32
 """The number of notices that an application keeps of each kind."""
+
+SHOWN_KINDS = ("autoscaling", "configuration", "handover", "prewarm")
+"""The kinds that operators see. The controller and replicas that may be gone left them."""
 
 
 def post(app_name: str, kind: str, name: str, notice: dict[str, Any]) -> None:
@@ -38,9 +40,9 @@ def read(app_name: str, kind: str) -> list[dict[str, Any]]:
     return [notice for _, notice in _notices(app_name, kind)]
 
 
-def read_kinds(app_name: str, kinds: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
-    """Return an application's notices by kind, newest first."""
-    return {kind: read(app_name, kind) for kind in kinds}
+def read_shown(app_name: str) -> dict[str, list[dict[str, Any]]]:
+    """Return an application's notices of ``SHOWN_KINDS``, newest first."""
+    return {kind: read(app_name, kind) for kind in SHOWN_KINDS}
 
 
 def _key(app_name: str, kind: str, name: str = "") -> bytes:

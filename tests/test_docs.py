@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.__main__ import MODULES
+from benchmarks.__main__ import BENCHMARKS
 from benchmarks.figures import FIGURES, ROWS, in_readme
 from serve_app.ingress.routes.reference import api_page
 from tests.pages import DOCS, README, ROOT, WRITTEN, blocks_of
@@ -68,7 +68,7 @@ def test_names_on_a_page_exist(page: Path) -> None:
     assert [link for link in links if not (page.parent / link).exists()] == []
     if LOG not in page.parents and page.name != "CHANGELOG.md":
         assert [problem for code in _CODE.findall(text) if (problem := _missing(code))] == []
-        assert set(_BENCHMARK.findall(text)) - {"NAME"} <= set(MODULES)
+        assert set(_BENCHMARK.findall(text)) - {"NAME"} <= set(BENCHMARKS)
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)

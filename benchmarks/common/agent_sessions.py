@@ -11,7 +11,8 @@ from random import Random
 from statistics import fmean
 from typing import Any
 
-from benchmarks.common.trace import TRACE_BLOCK_TOKENS, TraceRequest
+from benchmarks.common.report import percentile
+from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, TraceRequest
 
 AGENT_TRACE = Path(__file__).parents[1] / "traces" / "agent_sessions.jsonl.gz"
 """200 sessions (``benchmarks/traces/README.md``)."""
@@ -86,6 +87,15 @@ def job_s(session: Session, answer_s: Callable[[int, int], float], longest_pause
                 ends.append(now_s)
         last_s = max(last_s, now_s)
     return last_s
+
+
+def job_figures(slowdowns: Sequence[float]) -> dict[str, float]:
+    """Return the figures of job times, each divided by the session's ideal one."""
+    return {
+        "job_time_mean": fmean(slowdowns),
+        "job_time_p50": percentile(slowdowns, 50),
+        "job_time_p90": percentile(slowdowns, 90),
+    }
 
 
 def random_arrivals(ideal_s: Sequence[float], running: float, rng: Random) -> list[float]:

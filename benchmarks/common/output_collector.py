@@ -1,8 +1,7 @@
 """Collects an engine's outputs by request, for a waiting thread."""
 
 import threading
-import time
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 
 from serve_app.engine.protocol import Engine, EngineOutput, EngineRequest
@@ -32,14 +31,11 @@ class OutputCollector:
                     self._ended.add(name)
             self._changed.notify_all()
 
-    def answer_all(self, engine: Engine, requests: Iterable[EngineRequest]) -> float:
-        """Submit requests together and return the seconds until all end. Raises RuntimeError if one failed."""
-        requests = list(requests)
-        started_s = time.perf_counter()
+    def answer_all(self, engine: Engine, requests: Sequence[EngineRequest]) -> None:
+        """Submit requests together and wait until all end. Raises RuntimeError if one failed."""
         for request in requests:
             engine.submit(request, self)
         self.wait({request.request_id for request in requests})
-        return time.perf_counter() - started_s
 
     def wait(self, wanted: Set[str]) -> None:
         """Wait until these requests have ended. Raises RuntimeError if one failed."""

@@ -26,9 +26,7 @@ class BenchmarkError(ValueError):
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the ``percent``-th percentile (0 to 100), linearly interpolated. Raises ValueError for no values."""
-    if not values:
-        raise ValueError("no values")
+    """Return the ``percent``-th percentile (0 to 100), linearly interpolated."""
     return float(np.percentile(values, percent))
 
 
@@ -61,9 +59,9 @@ def write(path: Path | None, settings: Mapping[str, Any], results: Any, summary:
     print(f"\n{summary}", file=sys.stderr)
 
 
-def progress(items: Iterable[T], description: str, total: float | None = None) -> Iterable[T]:
+def progress(items: Iterable[T], description: str) -> Iterable[T]:
     """Yield ``items`` with a progress bar on standard error."""
-    return track(items, description, total, console=Console(stderr=True))
+    return track(items, description, console=Console(stderr=True))
 
 
 def parser_of(description: str | None, model: str = "") -> argparse.ArgumentParser:

@@ -1,18 +1,18 @@
 """Do requests find the replica that holds their prefix? Many system prompts, several replicas, concurrent clients.
 
 The prompts fill `--working-set` of all pools together, and each is sent `--rounds` times in random order. Every policy
-runs with and without pulls of KV; `--engine vllm --peers sglang_router` adds SGLang's router before `vllm serve`.
+runs with and without pulls of KV.
 """
 
 import argparse
 import asyncio
 import json
 import math
-import os
 import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import httpx
@@ -20,14 +20,12 @@ import httpx
 from benchmarks.common.prompts import text_of
 from benchmarks.common.report import add_engine_flag, metric_sum, names_of, parser_of, progress, spread, write
 from benchmarks.common.server import instance
-from benchmarks.peers.vllm_serve import sglang_router, vllm_servers
 from router.settings import POLICY_NAMES
 from serve_app.checkpoints.kv_planner import kv_room
 from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.cli.bench.client import Answer, chat_body, stream_chat
 from serve_app.config.engine import VLLM_CPU_BLOCK_SIZE
 
-PEERS = ("sglang_router",)
 MODES = ("off", "on")
 DTYPE = "float32"
 
@@ -44,17 +42,11 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--policies", type=names_of(POLICY_NAMES), default="estimated_ttft,power_of_two,round_robin")
     parser.add_argument("--pulls", type=names_of(MODES), default=",".join(MODES), help="kv_pull: off, on, or both")
-    parser.add_argument("--peers", type=names_of(PEERS), default=[], help=f"{PEERS[0]}; with --engine vllm")
-    parser.add_argument("--sglang-python", default=os.environ.get("SGLANG_PYTHON", ""))
     arguments = parser.parse_args()
-    if arguments.peers and arguments.engine != "vllm":
-        parser.error("--peers stand in front of `vllm serve`: they need --engine vllm")
-    if "sglang_router" in arguments.peers and not arguments.sglang_python:
-        parser.error("--sglang-python is missing: see benchmarks/peers/vllm_serve.py")
     results = {}
-    runs = [(f"{policy}, pulls {pulls}", policy, pulls) for policy in arguments.policies for pulls in arguments.pulls]
-    for name, router, pulls in [*runs, *((peer, peer, "off") for peer in arguments.peers)]:
-        with server(router, pulls, arguments) as url:
+    for policy, pulls in product(arguments.policies, arguments.pulls):
+        name = f"{policy}, pulls {pulls}"
+        with server(policy, pulls, arguments) as url:
             results[name] = asyncio.run(measure(url, name, arguments))
         print(f"{name}: {json.dumps(results[name])}", file=sys.stderr)  # in case a later one fails
     write(arguments.json, vars(arguments), results, summary(results))
@@ -76,8 +68,8 @@ def block_size(engine: str) -> int:
 
 
 @contextmanager
-def server(router: str, pulls: str, arguments: argparse.Namespace) -> Iterator[str]:
-    """Run replicas behind a policy or peer and yield its URL."""
+def server(policy: str, pulls: str, arguments: argparse.Namespace) -> Iterator[str]:
+    """Run replicas behind a policy and yield the instance's URL."""
     size = block_size(arguments.engine)
     blocks = arguments.prompts * math.ceil(arguments.prompt_tokens / size)
     config: dict[str, Any] = {
@@ -85,15 +77,11 @@ def server(router: str, pulls: str, arguments: argparse.Namespace) -> Iterator[s
         "dtype": DTYPE,
         "block_size": size,
         "num_blocks": math.ceil(blocks / (arguments.working_set * arguments.replicas)),
+        "kv_pull": pulls == "on",
+        "policy": policy,
     }
-    if arguments.engine == "vllm":  # the same as in plain servers
+    if arguments.engine == "vllm":
         config |= {"num_threads": 1, "enforce_eager": True}
-    if router in PEERS:
-        servers = vllm_servers(arguments.replicas, {"model": arguments.model, **config})
-        with servers as urls, sglang_router(arguments.sglang_python, urls) as url:
-            yield url
-        return
-    config |= {"kv_pull": pulls == "on", "policy": router}
     flags = [f"--set={key}={json.dumps(value) if isinstance(value, bool) else value}" for key, value in config.items()]
     with instance("--model", arguments.model, "--replicas", str(arguments.replicas), *flags) as url:
         yield url

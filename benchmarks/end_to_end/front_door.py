@@ -19,7 +19,7 @@ import psutil
 from benchmarks.common.prompts import text_of
 from benchmarks.common.report import parser_of, percentile, progress, spread, write
 from benchmarks.common.server import MARK, instance, marked_processes
-from benchmarks.peers.vllm_serve import vllm_servers
+from benchmarks.peers.vllm_serve import vllm_server
 from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.cli.bench.client import Answer, chat_body, stream_chat
 
@@ -57,7 +57,7 @@ def measured(system: str, arguments: argparse.Namespace) -> Iterator[tuple[str, 
             yield url, mark
         return
     config = {"model": arguments.model, "dtype": "float32", "block_size": 32, "num_blocks": 4096, "num_threads": 1}
-    with vllm_servers(1, config, str(arguments.vllm_python), {MARK: mark}) as (url,):
+    with vllm_server(config, str(arguments.vllm_python), {MARK: mark}) as url:
         yield url, mark
 
 

@@ -6,7 +6,7 @@ under one tenant's name: plain LRU, first come, first served.
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -67,21 +67,19 @@ class FloodWorkload:
         for number in range(self.quiet_tenants):
             rng = Random(f"{self.seed} {number}")
             systems = [self._tokens(f"{number} {i}", self.system_tokens) for i in range(self.system_prompts)]
-            now_s = rng.expovariate(self.quiet_requests_per_s)
-            while now_s < self.duration_s:
+            for now_s in self._times(rng, self.quiet_requests_per_s):
                 question = self._tokens(f"{number} {now_s}", self.question_tokens)
-                rows.append(
-                    (now_s, f"tenant-{number}", np.concatenate([rng.choice(systems), question]), self.answer_tokens)
-                )
-                now_s += rng.expovariate(self.quiet_requests_per_s)
-        if flood:
-            rng = Random(f"{self.seed} flood")
-            now_s = rng.expovariate(self.flood_requests_per_s)
-            while now_s < self.duration_s:
-                prompt = self._tokens(f"flood {now_s}", self.flood_tokens)
-                rows.append((now_s, FLOODER, prompt, self.flood_answer_tokens))
-                now_s += rng.expovariate(self.flood_requests_per_s)
+                prompt = np.concatenate([rng.choice(systems), question])
+                rows.append((now_s, f"tenant-{number}", prompt, self.answer_tokens))
+        for now_s in self._times(Random(f"{self.seed} flood"), self.flood_requests_per_s if flood else 0.0):
+            prompt = self._tokens(f"flood {now_s}", self.flood_tokens)
+            rows.append((now_s, FLOODER, prompt, self.flood_answer_tokens))
         return sorted(rows, key=lambda row: row[0])
+
+    def _times(self, rng: Random, requests_per_s: float) -> Iterator[float]:
+        now_s = 0.0
+        while requests_per_s and (now_s := now_s + rng.expovariate(requests_per_s)) < self.duration_s:
+            yield now_s
 
     def _tokens(self, name: str, count: int) -> TokenArray:
         rng = np.random.default_rng(list(f"{self.seed} {name}".encode()))
@@ -123,7 +121,7 @@ class Sides:
 
     def arrives(self, request: EngineRequest) -> bool:
         """Return whether a request is accepted."""
-        if self._of(request) is self.flooder:
+        if self.of(request) is self.flooder:
             if self._waiting >= self._flood_waiting:
                 self.flooder.rejected += 1
                 return False
@@ -132,22 +130,15 @@ class Sides:
 
     def starts(self, request: EngineRequest, cached_tokens: int, queue_s: float) -> None:
         """Count a started request, its time in the queue and its cached tokens."""
-        counts = self._of(request)
+        counts = self.of(request)
         self._waiting -= counts is self.flooder
         counts.requests += 1
         counts.prompt_tokens += len(request.token_ids)
         counts.cached_tokens += cached_tokens
         counts.queue_s.append(queue_s)
 
-    def first_token(self, request: EngineRequest, ttft_s: float) -> None:
-        """Record its time to the first token."""
-        self._of(request).ttft_s.append(ttft_s)
-
-    def answered(self, request: EngineRequest, answer_s: float) -> None:
-        """Record the time of its whole answer."""
-        self._of(request).answer_s.append(answer_s)
-
-    def _of(self, request: EngineRequest) -> Counts:
+    def of(self, request: EngineRequest) -> Counts:
+        """Return the figures of a request's side."""
         return self.flooder if request.scope.salt == FLOODER.encode() else self.quiet
 
 
@@ -160,7 +151,7 @@ def drive(workload: FloodWorkload, *, flood: bool, protected: bool = True) -> Si
     cache = PrefixCache(settings.num_blocks, settings.block_size, shares=shares, clock=clock)
     scheduler = Scheduler(settings, cache)
     cost = CostModel(prefill_tokens_per_s=workload.prefill_tokens_per_s, vocab_size=workload.vocab_size)
-    runner = SimulatedRunner(cost, sleep=clock.sleep)
+    runner = SimulatedRunner(cost, settings, sleep=clock.sleep)
     sides, coming = Sides(workload.flood_waiting), deque(enumerate(arrivals))
     decode_step_s = cost.step_s(0, 1)  # a real engine measures it in its warm-up
     while coming or scheduler.waiting or scheduler.running:
@@ -186,9 +177,9 @@ def drive(workload: FloodWorkload, *, flood: bool, protected: bool = True) -> Si
             scheduler.computed(item)
             if result.token is not None:
                 if item.sequence.generated_tokens == 0:
-                    sides.first_token(item.sequence.request, clock() - item.sequence.arrival_s)
+                    sides.of(item.sequence.request).ttft_s.append(clock() - item.sequence.arrival_s)
                 if item.sequence.append_token(result.token):
-                    sides.answered(item.sequence.request, clock() - item.sequence.arrival_s)
+                    sides.of(item.sequence.request).answer_s.append(clock() - item.sequence.arrival_s)
                     scheduler.remove(item.sequence)
         cache.take_events()
     return sides
@@ -203,9 +194,9 @@ def drive_live(engine: Engine, workload: FloodWorkload, *, flood: bool, protecte
             for output in outputs:
                 if output.first is not None:
                     sides.starts(request, output.first.cached_tokens, output.first.queue_s)
-                    sides.first_token(request, time.monotonic() - arrival_s)
+                    sides.of(request).ttft_s.append(time.monotonic() - arrival_s)
                 if output.finish_reason is not None:
-                    sides.answered(request, time.monotonic() - arrival_s)
+                    sides.of(request).answer_s.append(time.monotonic() - arrival_s)
             collector(outputs)
 
         if sides.arrives(request):

@@ -1,22 +1,19 @@
 """Ray Serve LLM with vLLM replicas on CPUs, behind our router and Ray's own; each router has its own application.
 
-`python -m benchmarks.peers.ray_llm FILE PORT` starts Ray and deploys a file's applications, and again at each line
-of standard input, until its end.
+`python -m benchmarks.peers.ray_llm FILE PORT` starts Ray and deploys a file's applications, until the end of standard
+input.
 """
 
-import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import psutil
@@ -58,7 +55,7 @@ SECRET = {"WARMPATH_SECRET": "a secret of benchmarks and tests"}
 START_S = 600
 
 
-def application(router: str, model: Path, engine: Mapping[str, Any], replicas: int = 2) -> dict[str, Any]:
+def application(router: str, model: Path, engine: Mapping[str, Any], replicas: int) -> dict[str, Any]:
     """Return a router's application, with its name as its path. ``engine``: additional arguments of vLLM."""
     about = ROUTERS[router]
     config: dict[str, Any] = {
@@ -89,16 +86,7 @@ class RayLlm:
     """Ray with the applications of a file. ``url``: the URL of its proxy."""
 
     url: str
-    file: Path
     process: subprocess.Popen[str]
-    log: Path
-
-    def deploy(self, document: dict[str, Any]) -> None:
-        """Deploy other or changed applications; return before it is done."""
-        self.file.write_text(yaml.safe_dump(document))
-        assert self.process.stdin is not None
-        self.process.stdin.write("again\n")
-        self.process.stdin.flush()
 
     def replicas(self, application: str) -> list[psutil.Process]:
         """Return the processes of an application's vLLM replicas."""
@@ -108,10 +96,6 @@ class RayLlm:
             with suppress(psutil.NoSuchProcess):  # it has just died
                 found += [process] if name.search(" ".join(process.cmdline())) else []
         return found
-
-    def running(self, application: str) -> int:
-        """Return the number of serving vLLM replicas of an application, at most a second old."""
-        return int(json.loads(_status_of(self.file).read_text()).get(application, 0))
 
 
 @contextmanager
@@ -139,15 +123,11 @@ def ray_llm(document: dict[str, Any], ready: str, *, direct: bool = False, **env
             url = f"http://127.0.0.1:{port}"
             if not answers_in_time(url + ready, process, START_S):
                 raise BenchmarkError(f"Ray Serve LLM did not come up:\n{log.read_text()[-3000:]}")
-            yield RayLlm(url, file, process, log)
+            yield RayLlm(url, process)
         finally:
             with suppress(BrokenPipeError, subprocess.TimeoutExpired):
                 process.communicate(timeout=120)
             process.kill()
-
-
-def _status_of(file: Path) -> Path:
-    return file.with_suffix(".status")
 
 
 def direct_streaming(folder: Path) -> dict[str, str]:
@@ -167,40 +147,19 @@ def direct_streaming(folder: Path) -> dict[str, str]:
     }
 
 
-def _tell(file: Path) -> None:
-    """Write the number of serving LLM replicas of each application to a file, twice a second."""
-    from ray import serve
-
-    while True:
-        told = {
-            name: deployment.replica_states.get("RUNNING", 0)
-            for name, app in serve.status().applications.items()
-            for deployment_name, deployment in app.deployments.items()
-            if "LLMServer" in deployment_name
-        }
-        new = file.with_suffix(".new")
-        new.write_text(json.dumps(told))
-        new.replace(_status_of(file))
-        time.sleep(0.5)
-
-
 def main() -> None:
-    """Deploy on loopback, and again at each line of standard input."""
+    """Deploy on loopback, until standard input ends."""
     import ray
     from ray._common.utils import import_attr
 
     ray.init(address="local", _node_ip_address="127.0.0.1", num_cpus=64, include_dashboard=False)
     from ray import serve
 
-    file = Path(sys.argv[1])
     serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[2])})
-    Thread(target=_tell, args=(file,), daemon=True).start()
-    while True:
-        for app in yaml.safe_load(file.read_text())["applications"]:
-            build = import_attr(app["import_path"])
-            serve.run(build(app["args"]), name=app["name"], route_prefix=app["route_prefix"])
-        if not sys.stdin.readline():
-            break
+    for app in yaml.safe_load(Path(sys.argv[1]).read_text())["applications"]:
+        build = import_attr(app["import_path"])
+        serve.run(build(app["args"]), name=app["name"], route_prefix=app["route_prefix"])
+    sys.stdin.read()
     serve.shutdown()
     ray.shutdown()
 

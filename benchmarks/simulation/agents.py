@@ -7,18 +7,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from random import Random
-from statistics import fmean, median
 
 from benchmarks.common.agent_sessions import (
     AWAKE_S,
     Session,
+    job_figures,
     job_s,
     random_arrivals,
     read_sessions,
     requests_of,
     working_set_tokens,
 )
-from benchmarks.common.report import percentile
 from benchmarks.simulation.cluster import Cluster
 from benchmarks.simulation.replica import Job
 from benchmarks.simulation.settings import ClusterSettings, Contender, SimulatedRequest, prepare
@@ -84,12 +83,7 @@ class Agents:
             (self._ended_s[number] - self._began_s[number]) / ideal_s
             for number, ideal_s in enumerate(self._load.ideal_s)
         ]
-        return {
-            **self._cluster.outcome.summary(),
-            "job_time_mean": fmean(slowdowns),
-            "job_time_p50": median(slowdowns),
-            "job_time_p90": percentile(slowdowns, 90),
-        }
+        return {**self._cluster.outcome.summary(), **job_figures(slowdowns)}
 
     def _send(self, session: int, stream: int, turn: int) -> None:
         now_s = self._cluster.clock.now_s

@@ -56,7 +56,7 @@ class Cluster:
                 self.replicas,
                 shortest_first=contender.shortest_first,
                 pulls=contender.pull,
-                admission=contender.admission,
+                admits=contender.admission,
                 on_first_token=self._first_token,
                 on_end=lambda job: self.on_end(job),
                 publish=self._publish,
@@ -104,7 +104,7 @@ class Cluster:
 
     def _deliver(self, replica_id: str, events: tuple[Event, ...]) -> None:
         for door in self.doors.values():
-            door.take(replica_id, events)
+            door.core.apply(replica_id, events)
 
 
 def unlimited(requests: Sequence[SimulatedRequest], settings: ClusterSettings) -> Outcome:

@@ -7,7 +7,7 @@ from random import Random
 from benchmarks.common.virtual_clock import VirtualClock
 from benchmarks.simulation.settings import ClusterSettings, Contender, SimulatedRequest
 from router.core import RoutingCore
-from router.protocol.events import Event, LoadReport
+from router.protocol.events import LoadReport
 from router.protocol.request import Decision, RoutedRequest
 from router.settings import PolicySettings, RouterSettings
 
@@ -77,10 +77,6 @@ class FrontDoor:
         self._clock = clock
         self._tree = tree
         self._rng = Random(f"{settings.seed} {name} ties")
-
-    def take(self, replica_id: str, events: tuple[Event, ...]) -> None:
-        """Apply one feed message."""
-        self.core.apply(replica_id, events)
 
     def send(self, request: SimulatedRequest, submit: Submit, rerouted: int = 0) -> None:
         """Send a request to a replica. ``rerouted``: how often a replica has sent it back."""

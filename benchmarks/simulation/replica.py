@@ -46,64 +46,55 @@ class Job:
     finish_s: float = 0.0
 
 
+@dataclass(eq=False)
 class SimulatedReplica:
-    """A replica in a cluster of ``peers``."""
+    """A replica in a cluster of ``peers``. ``admits``: sessions wait for capacity."""
 
-    def __init__(
-        self,
-        replica_id: str,
-        settings: ClusterSettings,
-        clock: VirtualClock,
-        peers: dict[str, SimulatedReplica],
-        *,
-        shortest_first: bool,
-        pulls: bool,
-        admission: bool,
-        on_first_token: Callable[[Job], None],
-        on_end: Callable[[Job], None],
-        publish: Callable[[str, tuple[Event, ...]], None],
-    ) -> None:
-        self.replica_id = replica_id
+    replica_id: str
+    settings: ClusterSettings
+    clock: VirtualClock
+    peers: dict[str, SimulatedReplica]
+    shortest_first: bool
+    pulls: bool
+    admits: bool
+    on_first_token: Callable[[Job], None]
+    on_end: Callable[[Job], None]
+    publish: Callable[[str, tuple[Event, ...]], None]
+    decoding: int = 0
+    waiting: list[Job] = field(default_factory=list)
+    current: Job | None = None
+    _overtaken: list[Job] = field(default_factory=list)
+    _link_free_s: float = 0.0
+    _report_due_s: float = inf
+    _last_reservation: dict[str, int] = field(default_factory=dict)
+    _look_s: float = inf
+
+    def __post_init__(self) -> None:
+        settings = self.settings
         self.cache = PrefixCache(settings.blocks, settings.block_size)
-        self.decoding = 0
-        self.waiting: list[Job] = []
-        self.current: Job | None = None
-        self._overtaken: list[Job] = []
-        self._settings = settings
-        self._clock = clock
-        self._peers = peers
-        self._shortest_first = shortest_first
-        self._pulls = pulls
-        self._on_first_token = on_first_token
-        self._on_end = on_end
-        self._publish = publish
-        self._link_free_s = 0.0
-        self._report_due_s = inf
-        self._last_reservation: dict[str, int] = {}
-        self._look_s = inf
-        self.sessions = Sessions(settings.block_size, lambda: clock.now_s, lambda: settings.prefill_tokens_per_s)
+        self.sessions = Sessions(settings.block_size, self.clock, lambda: settings.prefill_tokens_per_s)
         self._admission = Admission(
             self.sessions,
             settings.blocks * settings.block_size,
             pinned_tokens=lambda: 0,
-            clock=lambda: clock.now_s,
-            wait_s=settings.session_wait_s if admission else 0.0,
+            clock=self.clock,
+            wait_s=settings.session_wait_s if self.admits else 0.0,
         )
 
     def submit(self, request: SimulatedRequest, decision: Decision) -> LoadReport | None:
         """Accept a request, or return a load for another decision. Raises ValueError for an overlong request."""
-        if self._blocks_of(request) > self._settings.blocks:
+        if self._blocks_of(request) > self.settings.blocks:
             raise ValueError(f"request {request.number} needs more blocks than a replica has")
         if decision.queued_tokens is not None:
             load = self.report()
             if is_outdated(decision, load):
                 return load
-        tokens = token_ids_of(request.trace.hash_ids, request.trace.prompt_tokens, self._settings.block_size)
-        job = Job(request, decision, request.trace.arrival_s / self._settings.speed, tokens)
+        tokens = token_ids_of(request.trace.hash_ids, request.trace.prompt_tokens, self.settings.block_size)
+        job = Job(request, decision, request.trace.arrival_s / self.settings.speed, tokens)
         self._last_reservation[decision.router_id] = decision.reservation
         self._hint(job)
         self.waiting.append(job)
-        size = self._settings.block_size
+        size = self.settings.block_size
         session = self.sessions.begin(
             str(request.number), request.trace.tenant, request.block_hashes, len(tokens), job.held_blocks * size
         )
@@ -122,13 +113,13 @@ class SimulatedReplica:
             self._account(self.current)
         started = [*self._overtaken, *([self.current] if self.current is not None else [])]
         unfinished = [*started, *self.waiting]
-        if self._shortest_first:  # like our engines: the rest of a step, and jobs that are too old to be overtaken
-            step_tokens = round(PREFILL_S * self._settings.prefill_tokens_per_s)
+        if self.shortest_first:  # like our engines: the rest of a step, and jobs that are too old to be overtaken
+            step_tokens = round(PREFILL_S * self.settings.prefill_tokens_per_s)
             committed = min(self.current.uncached_tokens, step_tokens) if self.current is not None else 0
             committed += sum(
                 job.uncached_tokens
                 for job in unfinished
-                if job is not self.current and self._rank(job) <= self._clock.now_s
+                if job is not self.current and self._rank(job) <= self.clock.now_s
             )
         else:
             committed = sum(job.uncached_tokens for job in started)
@@ -138,36 +129,36 @@ class SimulatedReplica:
             waiting_sequences=len(unfinished),
             max_running_sequences=0,
             max_waiting_sequences=0,
-            prefill_tokens_per_s=self._settings.prefill_tokens_per_s,
+            prefill_tokens_per_s=self.settings.prefill_tokens_per_s,
             admitted=dict(self._last_reservation),
             committed_prefill_tokens=committed,
-            pull_tokens_per_s=self._settings.pull_tokens_per_s if self._pulls else 0.0,
-            taken_at_s=self._clock.now_s,
+            pull_tokens_per_s=self.settings.pull_tokens_per_s if self.pulls else 0.0,
+            taken_at_s=self.clock.now_s,
         )
 
     def _report(self) -> None:
         """Publish cache events at once, and the load together with other changes of the next moment."""
         events = self.cache.take_events()
         if events:
-            self._publish(self.replica_id, tuple(events))
+            self.publish(self.replica_id, tuple(events))
         self._report_load_after(NEWS_PAUSE_S)
 
     def _report_load_after(self, pause_s: float) -> None:
-        due_s = self._clock.now_s + pause_s
+        due_s = self.clock.now_s + pause_s
         if due_s < self._report_due_s:
             self._report_due_s = due_s
-            self._clock.at(due_s, lambda: self._report_load(due_s))
+            self.clock.at(due_s, lambda: self._report_load(due_s))
 
     def _report_load(self, due_s: float) -> None:
         if due_s != self._report_due_s:  # an earlier report replaced this one
             return
         self._report_due_s = inf
-        self._publish(self.replica_id, (self.report(),))
+        self.publish(self.replica_id, (self.report(),))
         if self.current is not None:
-            self._report_load_after(self._settings.report_interval_s)
+            self._report_load_after(self.settings.report_interval_s)
 
     def _blocks_of(self, request: SimulatedRequest) -> int:
-        return -(-(request.trace.prompt_tokens + request.trace.output_tokens) // self._settings.block_size)
+        return -(-(request.trace.prompt_tokens + request.trace.output_tokens) // self.settings.block_size)
 
     def _hint(self, job: Job) -> None:
         """Estimate the cached tokens of a job's prompt, with two look-ups if nothing changed."""
@@ -180,15 +171,15 @@ class SimulatedReplica:
             held = cache.index.count_held(chain, limit)
         job.held_blocks = held
         if not job.pulling:
-            job.uncached_tokens = job.request.trace.prompt_tokens - held * self._settings.block_size
+            job.uncached_tokens = job.request.trace.prompt_tokens - held * self.settings.block_size
 
     def _cached_tokens(self, job: Job) -> int:
         self._hint(job)
-        return job.held_blocks * self._settings.block_size
+        return job.held_blocks * self.settings.block_size
 
     def _start_next(self) -> None:
         """Compute the first job. Our scheduler lets a shorter prompt overtake a running prefill."""
-        if self.current is not None and not self._shortest_first:
+        if self.current is not None and not self.shortest_first:
             return
         self._admit_sessions()
         ready = [job for job in self.waiting if not job.pulling and not job.held]
@@ -199,7 +190,7 @@ class SimulatedReplica:
         started = [*self._overtaken, *([self.current] if self.current is not None else [])]
         if not ready and not self._overtaken:
             return
-        job = min([*started, *ready], key=self._rank) if self._shortest_first else ready[0]
+        job = min([*started, *ready], key=self._rank) if self.shortest_first else ready[0]
         if job is self.current:
             return
         if job in ready and not self._admit(job):
@@ -211,10 +202,10 @@ class SimulatedReplica:
         if job in self._overtaken:
             self._overtaken.remove(job)
         self.current = job
-        slowed = 1.0 + self._settings.decode_weight * self.decoding
-        job.start_s = self._clock.now_s
-        job.finish_s = due_s = job.start_s + slowed * job.uncached_tokens / self._settings.prefill_tokens_per_s
-        self._clock.at(due_s, lambda: self._finish(job, due_s))
+        slowed = 1.0 + self.settings.decode_weight * self.decoding
+        job.start_s = self.clock.now_s
+        job.finish_s = due_s = job.start_s + slowed * job.uncached_tokens / self.settings.prefill_tokens_per_s
+        self.clock.at(due_s, lambda: self._finish(job, due_s))
 
     def _admit_sessions(self) -> None:
         """Start the sessions that fit now, and check again when there may be more capacity."""
@@ -224,17 +215,17 @@ class SimulatedReplica:
         look_s = self._admission.look_again_s()
         if look_s < inf and look_s != self._look_s:
             self._look_s = look_s
-            self._clock.at(max(look_s, self._clock.now_s) + 0.001, self._start_next)
+            self.clock.at(max(look_s, self.clock.now_s) + 0.001, self._start_next)
 
     def _admit(self, job: Job) -> bool:
         """Remove a job from the queue and allocate its blocks, if there are enough."""
-        cache, size = self.cache, self._settings.block_size
+        cache, size = self.cache, self.settings.block_size
         matched = cache.match(SCOPE, job.token_ids, job.request.block_hashes)
         needed = self._blocks_of(job.request) - len(matched)
         if needed > cache.available_blocks - sum(1 for block in matched if cache.pool.is_idle(block)):
             return False
         cache.acquire(matched)
-        if self._shortest_first and needed > cache.pool.free_blocks:  # like our scheduler
+        if self.shortest_first and needed > cache.pool.free_blocks:  # like our scheduler
             for other in sorted(self.waiting, key=self._rank, reverse=True):
                 cache.touch(other.request.block_hashes, other.held_blocks)
         job.blocks = [*matched, *cache.allocate(needed)]
@@ -246,25 +237,25 @@ class SimulatedReplica:
 
     def _account(self, job: Job) -> None:
         """Update the remaining tokens of the running job."""
-        now_s = self._clock.now_s
+        now_s = self.clock.now_s
         if job.finish_s > job.start_s:
             left = (job.finish_s - now_s) / (job.finish_s - job.start_s)
             job.uncached_tokens = max(1, round(left * job.uncached_tokens)) if left > 0 else 0
         job.start_s = now_s
 
     def _rank(self, job: Job) -> float:
-        return job.arrival_s + job.uncached_tokens / (AGING_SHARE * self._settings.prefill_tokens_per_s)
+        return job.arrival_s + job.uncached_tokens / (AGING_SHARE * self.settings.prefill_tokens_per_s)
 
     def _finish(self, job: Job, due_s: float) -> None:
         if job is not self.current or job.finish_s != due_s:
             return  # another job has overtaken it
-        full = job.request.trace.prompt_tokens // self._settings.block_size
+        full = job.request.trace.prompt_tokens // self.settings.block_size
         self.cache.publish(SCOPE, job.token_ids, job.request.block_hashes, job.blocks, job.held_blocks, full)
         self.current = None
         self.decoding += 1
-        self._on_first_token(job)
-        output_s = job.request.trace.output_tokens * self._settings.decode_token_s
-        self._clock.after(output_s, lambda: self._end(job, job.blocks))
+        self.on_first_token(job)
+        output_s = job.request.trace.output_tokens * self.settings.decode_token_s
+        self.clock.after(output_s, lambda: self._end(job, job.blocks))
         self._start_next()
         self._report()
 
@@ -274,11 +265,11 @@ class SimulatedReplica:
         self.sessions.end(str(job.request.number), job.request.trace.output_tokens)
         self._start_next()
         self._report()
-        self._on_end(job)
+        self.on_end(job)
 
     def _join_pull(self, job: Job) -> bool:
         """Let a job wait for another job's pull if that copies enough of its prompt."""
-        size = self._settings.block_size
+        size = self.settings.block_size
         for other in self.waiting:
             if other.pulling and other is not job and other.decision.pull_from:
                 common = min(
@@ -296,11 +287,11 @@ class SimulatedReplica:
         """Copy the decision's prefix; pulls share this replica's link one after another."""
         job.pulling = True
         job.uncached_tokens = job.request.trace.prompt_tokens - max(
-            job.decision.pull_tokens, job.held_blocks * self._settings.block_size
+            job.decision.pull_tokens, job.held_blocks * self.settings.block_size
         )
-        self._clock.at(max(self._clock.now_s, self._link_free_s), lambda: self._copy(job))
-        missing = max(job.decision.pull_tokens - job.held_blocks * self._settings.block_size, 0)
-        self._link_free_s = max(self._clock.now_s, self._link_free_s) + missing / self._settings.pull_tokens_per_s
+        self.clock.at(max(self.clock.now_s, self._link_free_s), lambda: self._copy(job))
+        missing = max(job.decision.pull_tokens - job.held_blocks * self.settings.block_size, 0)
+        self._link_free_s = max(self.clock.now_s, self._link_free_s) + missing / self.settings.pull_tokens_per_s
 
     def export(self, token_ids: TokenArray, chain: bytes, first: int, last: int) -> int:
         """Export blocks ``first`` to ``last`` - 1 to a pull, like ``PrefixTransfer``; return their end.
@@ -316,9 +307,9 @@ class SimulatedReplica:
 
     def _copy(self, job: Job) -> None:
         """Copy as many blocks as the holder still has and this pool can hold, and reserve their space meanwhile."""
-        cache, size, chain = self.cache, self._settings.block_size, job.request.block_hashes
+        cache, size, chain = self.cache, self.settings.block_size, job.request.block_hashes
         matched = cache.match(SCOPE, job.token_ids, chain)
-        holder = self._peers.get(job.decision.pull_from)
+        holder = self.peers.get(job.decision.pull_from)
         wanted = job.decision.pull_tokens // size
         end = 0 if holder is None else holder.export(job.token_ids, chain, len(matched), wanted)
         idle_hits = sum(1 for block in matched if cache.pool.is_idle(block))
@@ -335,7 +326,7 @@ class SimulatedReplica:
             job.pulled_tokens = missing * size
             self._ready(job)
 
-        self._clock.after(missing * size / self._settings.pull_tokens_per_s, arrived)
+        self.clock.after(missing * size / self.settings.pull_tokens_per_s, arrived)
 
     def _ready(self, job: Job) -> None:
         for waiting in (job, *job.joined):

@@ -12,12 +12,13 @@ from dataclasses import asdict
 from itertools import product
 
 from benchmarks.common.report import parser_of, write
-from benchmarks.common.trace import TraceRequest, add_trace_flags, chosen_trace
+from benchmarks.common.trace import add_trace_flags, chosen_trace
 from benchmarks.simulation.agents import agents_summary, simulate_agents
 from benchmarks.simulation.cluster import Cluster, unlimited
 from benchmarks.simulation.front_door import RAY_PREFIX
 from benchmarks.simulation.settings import ClusterSettings, Contender, prepare
 from router.settings import DEFAULT_POLICY, POLICY_NAMES
+from serve_app.checkpoints.reuse import TraceRequest
 
 CONTENDING = (*POLICY_NAMES, RAY_PREFIX)
 UNLIMITED = "unlimited_cache"

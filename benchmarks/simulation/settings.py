@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from benchmarks.common.trace import TRACE_BLOCK_TOKENS, TraceRequest, token_ids_of
+from benchmarks.common.trace import token_ids_of
 from router.protocol.block_hash import PrefixScope, hash_blocks, split_chain
+from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, TraceRequest
 from serve_app.config.app import RoutingSection
 from serve_app.config.cache import CacheSection
 
@@ -37,14 +38,6 @@ class ClusterSettings:
     session_wait_s: float = CacheSection().session_wait_s
     speed: float = 1.0
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if min(self.replicas, self.blocks, self.block_size, self.routers) < 1:
-            raise ValueError("replicas, blocks, block size and routers must be at least 1")
-        if min(self.prefill_tokens_per_s, self.pull_tokens_per_s, self.speed, self.report_interval_s) <= 0.0:
-            raise ValueError("rates, speed and the report interval must be above 0")
-        if min(self.feed_delay_s, self.resend_s, self.decode_weight, self.decode_token_s) < 0.0:
-            raise ValueError("delays and costs must not be negative")
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.common.trace import TRACE_BLOCK_TOKENS, TraceRequest
+from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, TraceRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,10 @@ from operator import attrgetter
 from pathlib import Path
 from random import Random
 
-from benchmarks.common.trace import DEFAULT_TRACE, TRACE_BLOCK_TOKENS, TraceRequest, read_trace
+from benchmarks.common.trace import DEFAULT_TRACE
 from benchmarks.traffic.arrivals import Client, read_clients, scale_for
 from benchmarks.traffic.conversations import Turn, conversations_of
+from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, TraceRequest, read_trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +35,6 @@ class TrafficSettings:
     skew: float = 1.1
     max_blocks: int = 200
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if min(self.tenants, self.system_prompts, self.system_blocks, self.max_blocks) < 1:
-            raise ValueError("tenants, prompts and blocks must be at least 1")
-        if min(self.requests_per_s, self.seconds) <= 0.0 or min(self.start_s, self.skew) < 0.0:
-            raise ValueError("rate and seconds must be above 0, the start and the skew at least 0")
 
 
 def tenant_traffic(settings: TrafficSettings, trace: Path = DEFAULT_TRACE) -> Iterator[TraceRequest]:

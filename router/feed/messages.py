@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -20,15 +19,6 @@ class FeedEndpoint(msgspec.Struct, frozen=True):
     pub_address: str
     snapshot_address: str
     public_key: str
-
-    def to_dict(self) -> dict[str, str]:
-        """Return the JSON-able form."""
-        return msgspec.structs.asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Any) -> FeedEndpoint:
-        """Parse the JSON-able form. Raises ``msgspec.ValidationError``."""
-        return msgspec.convert(values, cls)
 
 
 class FeedMessage(msgspec.Struct, frozen=True, array_like=True):

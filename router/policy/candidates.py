@@ -39,8 +39,8 @@ class RoutingView(NamedTuple):
     to the caller. ``pending``: tokens by replica that an unfinished prefill of the same prefix will cache. ``closed``:
     further rows that cannot accept it. ``adapter_s``: by row, the request's wait in seconds for its LoRA adapter; None:
     no wait, or the same wait everywhere. ``overhead_s``: the part of a TTFT beside the work, equal for all replicas;
-    estimates include it, scores do not. ``now_s``: the router's clock. ``labels``: Ray's labels of each replica's node.
-    ``counted``: False if the same request was counted before.
+    estimates include it, scores do not. ``now_s``: the router's clock. ``counted``: False if the same request was
+    counted before.
     """
 
     request: RoutedRequest
@@ -55,7 +55,6 @@ class RoutingView(NamedTuple):
     adapter_s: Floats | None = None
     overhead_s: float = 0.0
     now_s: float = 0.0
-    labels: Mapping[str, Mapping[str, str]] = MappingProxyType({})
     counted: bool = True
 
     @property

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 from ray.serve import get_replica_context
 from ray.serve.exceptions import RayServeException
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -26,10 +27,8 @@ from router.settings import RouterSettings
 logger = logging.getLogger("ray.serve")
 
 FEED_METADATA = "feed"
-"""The key of ``record_replica_metadata()`` under which a replica advertises ``FeedEndpoint.to_dict()``."""
+"""The key of ``record_replica_metadata()`` under which a replica advertises ``FeedEndpoint`` as a dict."""
 
-LABELS_METADATA = "labels"
-"""The key under which a replica advertises its Ray node's labels."""
 
 AWAY_S = 10.0
 """The time for which a replica that left the set is remembered. A replica that applies new settings leaves the set
@@ -68,8 +67,7 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
             self._event_loop.call_later(AWAY_S, self._forget, name, replica)
         if self._among_peers:
             return
-        labels = {name: replica.replica_metadata.get(LABELS_METADATA, {}) for name, replica in self._by_name.items()}
-        added, _ = self._core.update_replicas(self._by_name, self._away, labels)
+        added, _ = self._core.update_replicas(self._by_name, self._away)
         if self._subscriber is None:  # only here does the router surely run in its own loop
             self._subscriber = FeedSubscriber(self._heard, self._core.counters.feed)
             self._core.follow(self._subscriber.is_live, self._full, self._subscriber.resync)
@@ -198,7 +196,7 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
                 logger.info("replica %s advertises no feed; it is routed to by load alone", name)
             return
         try:
-            self._subscriber.connect(name, FeedEndpoint.from_dict(advertised))
+            self._subscriber.connect(name, msgspec.convert(advertised, FeedEndpoint))
         except Exception:
             self._fault(f"following the feed of {name}")
 

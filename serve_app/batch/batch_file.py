@@ -13,13 +13,13 @@ from pydantic import Field
 from serve_app.api.format import AnswerFormat, ErrorAnswer
 from serve_app.api.json_body import JsonBody, Must
 from serve_app.api.openai.request import parse_chat, parse_completion
-from serve_app.api.openai.response import ChatFormat, CompletionFormat
+from serve_app.api.openai.response import CHAT, COMPLETION
 from serve_app.api.request import GenerateRequest
 from serve_app.errors import InvalidRequest
 
 APIS: dict[str, tuple[Callable[[bytes], GenerateRequest], AnswerFormat]] = {
-    "/v1/chat/completions": (parse_chat, ChatFormat()),
-    "/v1/completions": (parse_completion, CompletionFormat()),
+    "/v1/chat/completions": (parse_chat, CHAT),
+    "/v1/completions": (parse_completion, COMPLETION),
 }
 
 

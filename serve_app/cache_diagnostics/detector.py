@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from serve_app.cache_diagnostics.explain import Decode, Miss, SeenPrompt, explain, is_miss
 from serve_app.fairness.workers import FairWorkers
@@ -55,22 +56,16 @@ class PromptMemory:
             room.popitem(last=False)
 
 
+@dataclass(eq=False)
 class MissDetector:
     """Explains the misses of one ingress. ``count`` receives the tenant, reason and lost tokens of each."""
 
-    def __init__(
-        self,
-        decode: Decode,
-        workers: FairWorkers,
-        tenants: Callable[[], int],
-        count: Callable[[str, str, int], None],
-    ) -> None:
-        self._decode = decode
-        self._workers = workers
-        self._memory = PromptMemory(tenants)
-        self._count = count
-        self._under_way: Counter[str] = Counter()
-        self._tasks: set[asyncio.Task[Miss]] = set()
+    decode: Decode
+    workers: FairWorkers
+    memory: PromptMemory
+    count: Callable[[str, str, int], None]
+    _under_way: Counter[str] = field(default_factory=Counter)
+    _tasks: set[asyncio.Task[Miss]] = field(default_factory=set)
 
     def observe(
         self,
@@ -92,26 +87,26 @@ class MissDetector:
         if is_miss(len(generation.token_ids), cached_tokens):
             if self._under_way[tenant] < MAX_AT_ONCE:
                 self._under_way[tenant] += 1
-                earlier = [seen for seen in self._memory.prompts(tenant) if seen.seen_s < arrived_s]
+                earlier = [seen for seen in self.memory.prompts(tenant) if seen.seen_s < arrived_s]
                 task = asyncio.create_task(self._explain(tenant, prompt, cached_tokens, earlier))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             else:
-                self._count(tenant, "not_compared", 0)
-        self._memory.add(tenant, generation.placement_key, prompt)
+                self.count(tenant, "not_compared", 0)
+        self.memory.add(tenant, generation.placement_key, prompt)
         return task
 
     async def _explain(
         self, tenant: str, prompt: SeenPrompt, cached_tokens: int, earlier: Sequence[SeenPrompt]
     ) -> Miss:
         try:
-            miss = await self._workers.run(
-                tenant, prompt.ids.nbytes, explain, prompt, cached_tokens, earlier, self._decode
+            miss = await self.workers.run(
+                tenant, prompt.ids.nbytes, explain, prompt, cached_tokens, earlier, self.decode
             )
         except Exception:  # an answer must not fail with its explanation
             logger.exception("a miss could not be explained")
             miss = Miss("not_compared", 0)
         finally:
             self._under_way[tenant] -= 1
-        self._count(tenant, miss.reason, miss.lost_tokens)
+        self.count(tenant, miss.reason, miss.lost_tokens)
         return miss

@@ -10,6 +10,9 @@ from typing import Any
 
 from serve_app.engine.runner.kv_size import dtype_bytes, kv_bytes_per_block, kv_shape
 
+BLOCK_TOKENS = 16
+"""The default of `block_size`."""
+
 
 @dataclass(frozen=True, slots=True)
 class KvRoom:
@@ -51,34 +54,21 @@ def weights_bytes(fields: Mapping[str, Any], dtype: str) -> int:
     return (embeddings + layers * (attention + feed_forward + 2 * hidden) + hidden) * dtype_bytes(dtype)
 
 
-def kv_room(
-    fields: Mapping[str, Any], dtype: str, memory_bytes: int, block_size: int = 16, ranks: tuple[int, int] = (1, 1)
-) -> KvRoom:
-    """Return the KV capacity of a replica with ``memory_bytes`` in all ranks. Arguments and errors: see ``plan_kv``."""
-    weights = weights_bytes(fields, dtype)
-    block_bytes = kv_bytes_per_block(SimpleNamespace(**fields), dtype, block_size, *ranks)
-    kv_bytes = max(0, memory_bytes - weights)
-    return KvRoom(block_bytes // block_size, weights, kv_bytes, kv_bytes // block_bytes * block_size)
-
-
-def plan_kv(
-    fields: Mapping[str, Any],
-    dtype: str,
-    *,
-    memory_bytes: int,
-    prefixes: int,
-    prefix_tokens: int,
-    replicas: int = 1,
-    block_size: int = 16,
-    ranks: tuple[int, int] = (1, 1),
-) -> KvPlan:
-    """Plan ``prefixes`` of ``prefix_tokens`` over replicas with ``memory_bytes`` each. ``fields``: of config.json.
+def kv_room(fields: Mapping[str, Any], dtype: str, memory_bytes: int, ranks: tuple[int, int] = (1, 1)) -> KvRoom:
+    """Return the KV capacity of a replica with ``memory_bytes`` in all ranks. ``fields``: of config.json.
 
     ``ranks``: a replica's tensor-parallel ranks and pipeline stages.
     Raises KeyError for a config without a needed size, and ValueError for an unknown ``dtype``.
     """
-    room = kv_room(fields, dtype, memory_bytes, block_size, ranks)
-    held = room.tokens // (-(-prefix_tokens // block_size) * block_size)
+    weights = weights_bytes(fields, dtype)
+    block_bytes = kv_bytes_per_block(SimpleNamespace(**fields), dtype, BLOCK_TOKENS, *ranks)
+    kv_bytes = max(0, memory_bytes - weights)
+    return KvRoom(block_bytes // BLOCK_TOKENS, weights, kv_bytes, kv_bytes // block_bytes * BLOCK_TOKENS)
+
+
+def plan_kv(room: KvRoom, prefixes: int, prefix_tokens: int, replicas: int = 1) -> KvPlan:
+    """Plan ``prefixes`` of ``prefix_tokens`` over equal replicas."""
+    held = room.tokens // (-(-prefix_tokens // BLOCK_TOKENS) * BLOCK_TOKENS)
     return KvPlan(
         bytes_per_token=room.bytes_per_token,
         prefix_bytes=room.bytes_per_token * prefix_tokens,

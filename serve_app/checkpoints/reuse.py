@@ -1,4 +1,4 @@
-"""Hit rates of a recorded trace by cache size, from the LRU stack distances of its blocks.
+"""Recorded traces, and their hit rates by cache size, from the LRU stack distances of their blocks.
 
 Exact for a single LRU cache of whole blocks that evicts the ends of prompts first.
 """
@@ -8,6 +8,7 @@ import json
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,19 @@ TRACE_BLOCK_TOKENS = 512
 """The tokens of one id in a Mooncake trace."""
 
 
+class TraceError(ValueError):
+    """A trace cannot be used; the message names its file."""
+
+
 @dataclass(frozen=True, slots=True)
-class TracePrompt:
+class TraceRequest:
     """``hash_ids``: an id for each block; the last block may be partial. Equal ids mean equal prefixes."""
 
-    tokens: int
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
     hash_ids: tuple[int, ...]
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,26 +68,25 @@ class ReuseCurve:
         return int(np.searchsorted(self.distances, blocks, side="right"))
 
 
-def read_prompts(path: Path) -> list[TracePrompt]:
-    """Read a trace, gzipped or plain, by arrival. Raises OSError, and ValueError with a malformed line's number."""
-    arrivals: list[tuple[float, TracePrompt]] = []
+def read_trace(path: Path, requests: int | None = None) -> list[TraceRequest]:
+    """Read the first ``requests`` of a trace, gzipped or plain, by arrival. Raises TraceError and OSError."""
+    found: list[TraceRequest] = []
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(islice(lines, requests), 1):
             try:
                 row = json.loads(line)
-                prompt = TracePrompt(int(row["input_length"]), tuple(int(value) for value in row["hash_ids"]))
-                arrival_ms = float(row["timestamp"])
+                tokens, ids = int(row["input_length"]), tuple(int(value) for value in row["hash_ids"])
+                found.append(TraceRequest(row["timestamp"] / 1000.0, tokens, int(row.get("output_length", 1)), ids))
             except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}, line {number}: {error!r}") from error
-            if prompt.tokens < 1 or len(prompt.hash_ids) != -(-prompt.tokens // TRACE_BLOCK_TOKENS):
-                raise ValueError(f"{path}, line {number}: {len(prompt.hash_ids)} ids for {prompt.tokens} tokens")
-            arrivals.append((arrival_ms, prompt))
-    if not arrivals:
-        raise ValueError(f"{path} holds no requests")
-    return [prompt for _, prompt in sorted(arrivals, key=lambda pair: pair[0])]
+                raise TraceError(f"{path}, line {number}: {error!r}") from error
+            if tokens < 1 or len(ids) != -(-tokens // TRACE_BLOCK_TOKENS):
+                raise TraceError(f"{path}, line {number}: {len(ids)} ids for {tokens} tokens")
+    if not found:
+        raise TraceError(f"{path} holds no requests")
+    return sorted(found, key=lambda request: request.arrival_s)
 
 
-def reuse_curve(prompts: Iterable[TracePrompt]) -> ReuseCurve:
+def reuse_curve(prompts: Iterable[TraceRequest]) -> ReuseCurve:
     """Return the reuse curve of prompts in order of arrival.
 
     A block's distance is its position from the top of the LRU stack when its prompt arrives. A prompt's first block is
@@ -92,7 +99,7 @@ def reuse_curve(prompts: Iterable[TracePrompt]) -> ReuseCurve:
     reused: list[tuple[int, int]] = []
     moment = 0
     for prompt in served:
-        for block, tokens in zip(prompt.hash_ids, _block_tokens(prompt.tokens), strict=True):
+        for block, tokens in zip(prompt.hash_ids, _block_tokens(prompt.prompt_tokens), strict=True):
             if block in used:
                 reused.append((len(uses) - bisect_left(uses, used[block]), tokens))
         for block in reversed(prompt.hash_ids):
@@ -105,7 +112,7 @@ def reuse_curve(prompts: Iterable[TracePrompt]) -> ReuseCurve:
     distances, tokens_of = np.array(reused, dtype=np.int64).reshape(-1, 2).T
     return ReuseCurve(
         requests=len(served),
-        prompt_tokens=sum(prompt.tokens for prompt in served),
+        prompt_tokens=sum(prompt.prompt_tokens for prompt in served),
         blocks=moment,
         distinct_blocks=len(used),
         distances=distances,

@@ -34,6 +34,5 @@ class EngineSettings:
     max_loras: int = 4
     max_cpu_loras: int = 32
     max_lora_rank: int = 64
-    labels: tuple[tuple[str, str], ...] = field(default=())
     model_fingerprint: str = ""
     tiers: TierSettings = field(default_factory=TierSettings)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
@@ -66,61 +67,54 @@ class Reservation:
             self._core.rerouted(self.decision, load)
 
 
+@dataclass(eq=False)
 class Call:
     """One call's chunks as they arrive. ``answered``: its last chunk or an error was read.
 
     ``end``: the bytes of ``response``. ``first_token`` is called with the first token's facts.
     """
 
-    def __init__(
-        self,
-        arrivals: Arrivals,
-        response: DeploymentResponse[bytes],
-        end: asyncio.Future[bytes],
-        first_token: Callable[[FirstToken], None],
-        trace: CallTrace | None,
-    ) -> None:
-        self.answered = False
-        self._arrivals = arrivals
-        self._response = response
-        self._end = end
-        self._first_token = first_token
-        self._trace = trace
+    arrivals: Arrivals
+    response: DeploymentResponse[bytes]
+    end: asyncio.Future[bytes]
+    first_token: Callable[[FirstToken], None]
+    trace: CallTrace | None
+    answered: bool = False
 
     def cancel(self) -> None:
         """Tell the replica to end the call."""
-        self._end.cancel()
-        cancel_call(self._response)
+        self.end.cancel()
+        cancel_call(self.response)
 
     async def chunk(self) -> wire.GenerateChunk:
         """Wait for the next chunk. Raises ReplicaLost if tokens were lost in transit, and the call's own errors."""
-        chunk = self._arrivals.take()
+        chunk = self.arrivals.take()
         while chunk is None:
-            if self._end.done():
+            if self.end.done():
                 chunk = await self._last()
             else:
-                await self._arrivals.news()
-                chunk = self._arrivals.take()
+                await self.arrivals.news()
+                chunk = self.arrivals.take()
         if chunk.first is not None:
-            self._first_token(chunk.first)
-        if self._trace is not None:
-            self._trace.saw(chunk.first, chunk.error or chunk.finish_reason)
+            self.first_token(chunk.first)
+        if self.trace is not None:
+            self.trace.saw(chunk.first, chunk.error or chunk.finish_reason)
         self.answered = bool(chunk.error or chunk.finish_reason)
         return chunk
 
     async def _last(self) -> wire.GenerateChunk | None:
         """Return the call's result after all chunks sent before it; None if more chunks arrived first."""
-        last = wire.decode_chunk(self._end.result())
-        if last.seq == self._arrivals.received:
+        last = wire.decode_chunk(self.end.result())
+        if last.seq == self.arrivals.received:
             if not last.error and last.finish_reason is None:
                 raise ReplicaLost("the stream ended without a finish reason")
             return last
         try:
             async with asyncio.timeout(LATE_S):
-                await self._arrivals.news()
+                await self.arrivals.news()
         except TimeoutError:
             raise ReplicaLost("tokens were lost on the way") from None
-        return self._arrivals.take()
+        return self.arrivals.take()
 
 
 class ReplicaLost(Exception):

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import grpc
 import numpy as np
@@ -41,37 +41,28 @@ Left = Callable[[str, str], None]
 """Called with the id of a replica and that of an abandoned call there."""
 
 
+@dataclass(eq=False)
 class Dispatcher:
-    """Streams generations from the replicas behind one Serve handle.
+    """Streams generations from the replicas behind one Serve ``handle``.
 
     ``count_retry(after_first_token)`` is called for each retry, ``delivered``, which must be cheap, for each first
     token, ``left`` for each call abandoned before its answer. ``caller``: the name of this Serve actor.
     """
 
-    def __init__(
-        self,
-        handle: DeploymentHandle,
-        core: RoutingCore,
-        decisions: RecentDecisions,
-        block_size: int,
-        count_retry: Callable[[bool], None],
-        caller: str,
-        inbox: TokenInbox,
-        tracer: Tracer | None = None,
-        delivered: Delivered | None = None,
-        left: Left | None = None,
-    ) -> None:
-        self._generate = handle.options(method_name="generate")
-        self._inbox = inbox
-        self._ends: set[asyncio.Future[bytes]] = set()
-        self._core = core
-        self._decisions = decisions
-        self._block_size = block_size
-        self._count_retry = count_retry
-        self._caller = caller
-        self._tracer = tracer
-        self._delivered = delivered
-        self._left = left
+    handle: DeploymentHandle
+    core: RoutingCore
+    decisions: RecentDecisions
+    block_size: int
+    count_retry: Callable[[bool], None]
+    caller: str
+    inbox: TokenInbox
+    tracer: Tracer | None = None
+    delivered: Delivered | None = None
+    left: Left | None = None
+    _ends: set[asyncio.Future[bytes]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.handle = self.handle.options(method_name="generate")
 
     async def generate(
         self, generation: Generation, avoid: tuple[str, ...] = (), *, take: TakeTokens | None = None
@@ -100,9 +91,9 @@ class Dispatcher:
             return taken
 
         while losses < MAX_ATTEMPTS:
-            current = _resumed(generation, received, self._block_size) if received else generation
+            current = _resumed(generation, received, self.block_size) if received else generation
             route = route_of(current, losses + refusals + moves + rerouted, avoid, dead, rerouted)
-            reservation = Reservation(self._core, self._decisions, route)
+            reservation = Reservation(self.core, self.decisions, route)
             had = len(received)
             try:
                 async with self._call(current, route, reservation, at_once) as call:
@@ -150,7 +141,7 @@ class Dispatcher:
                 else:
                     losses += 1
                 if losses < MAX_ATTEMPTS:
-                    self._count_retry(bool(received))
+                    self.count_retry(bool(received))
         raise Overloaded(
             "Every replica that was given this request went away; send it again.",
             code="replicas_lost",
@@ -167,11 +158,11 @@ class Dispatcher:
     ) -> AsyncIterator[Call]:
         """One call to one replica; ends its reservation at the first token, or when the call ends."""
         started_s = time.perf_counter()
-        trace = call_trace(self._tracer, generation.traceparent, route.request_id)
+        trace = call_trace(self.tracer, generation.traceparent, route.request_id)
         message = wire.GenerateCall(
             request=generation.engine_request(route.request_id, started_s),
-            caller=self._caller,
-            reply_to=self._inbox.reply_to,
+            caller=self.caller,
+            reply_to=self.inbox.reply_to,
             lora_path=generation.lora_path,
             interval_s=generation.interval_s,
             grammar=generation.grammar,
@@ -182,14 +173,14 @@ class Dispatcher:
         def first_token(first: FirstToken) -> None:
             ttft_s = time.perf_counter() - started_s
             reservation.delivered(first.cached_tokens, ttft_s)
-            if self._delivered is not None and reservation.decision is not None:
-                self._delivered(generation, reservation.decision, first, ttft_s)
+            if self.delivered is not None and reservation.decision is not None:
+                self.delivered(generation, reservation.decision, first, ttft_s)
 
         call: Call | None = None
-        with self._inbox.arrivals(route.request_id) as arrivals:
+        with self.inbox.arrivals(route.request_id) as arrivals:
             arrivals.at_once = at_once
             try:
-                response = self._generate.remote(wire.encode(message), route=route, decision=None)
+                response = self.handle.remote(wire.encode(message), route=route, decision=None)
                 end = asyncio.ensure_future(response)
                 self._ends.add(end)
                 end.add_done_callback(self._heard)
@@ -217,8 +208,8 @@ class Dispatcher:
                     if call is not None:
                         call.cancel()
                     reservation.end(leaves=True)
-                    if self._left is not None and reservation.replica_id:
-                        self._left(reservation.replica_id, route.request_id)
+                    if self.left is not None and reservation.replica_id:
+                        self.left(reservation.replica_id, route.request_id)
                 if trace is not None:
                     trace.end(reservation.decision)
 

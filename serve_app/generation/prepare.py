@@ -4,7 +4,7 @@ import asyncio
 import math
 import secrets
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, field, replace
 from itertools import takewhile
 from typing import Any, TypeVar
 
@@ -42,35 +42,28 @@ class Limits:
     save_ttl_s: float | None = None
 
 
+@dataclass(eq=False)
 class Preparer:
     """Turns requests into generations for one model. ``simulated``: there are no logits that rules could change."""
 
-    def __init__(
-        self,
-        info: CheckpointInfo,
-        tokenizer: PromptTokenizer,
-        tenants: Tenants,
-        secret: bytes,
-        adapters: AdapterRegistry,
-        limits: Limits,
-        prompts: Prompts | None = None,
-        *,
-        workers: FairWorkers | None = None,
-        simulated: bool = False,
-    ) -> None:
-        self._info = info
-        self._tokenizer = tokenizer
-        self._adapters = adapters
-        self._limits = limits
-        self._prompts = Prompts() if prompts is None else prompts
-        self._keys = ScopeKeys(info.fingerprint, tenants, secret, self._prompts)
-        self._grammars = CheckedGrammars(info, workers or FairWorkers(Shares({})))
-        self._simulated = simulated
-        self._system_tokens: dict[tuple[bytes, bool], int] = {}
+    info: CheckpointInfo
+    tokenizer: PromptTokenizer
+    tenants: InitVar[Tenants]
+    secret: InitVar[bytes]
+    adapters: AdapterRegistry
+    limits: Limits
+    prompts: Prompts = field(default_factory=Prompts)
+    workers: FairWorkers = field(default_factory=lambda: FairWorkers(Shares({})))
+    simulated: bool = False
+    _system_tokens: dict[tuple[bytes, bool], int] = field(default_factory=dict)
+
+    def __post_init__(self, tenants: Tenants, secret: bytes) -> None:
+        self._keys = ScopeKeys(self.info.fingerprint, tenants, secret, self.prompts)
+        self._grammars = CheckedGrammars(self.info, self.workers)
 
     def configure(self, limits: Limits) -> None:
         """Use these limits, and the current tenants and prompts, from the next request on."""
-        self._limits = limits
+        self.limits = limits
         self.prompts_changed()
 
     def prompts_changed(self) -> None:
@@ -81,16 +74,16 @@ class Preparer:
         self, request: GenerateRequest, tenant: Tenant, request_id: str, deadline_s: float = math.inf
     ) -> list[Generation]:
         """Return prompts x n generations, a prompt's choices in a row. Raises NotFound, or InvalidRequest."""
-        if self._simulated:
+        if self.simulated:
             refuse_without_logits(request)
         store_kv = stores_kv(request, tenant)
         request, adapter, keys = await self._scope(request, tenant)
         seed = secrets.randbits(62) if request.seed is None else request.seed
         grammar = await self._grammars.form(request.grammar, tenant.name)
-        bad_words = await self._tokenizer.word_ids(request.bad_words, tenant.name) if request.bad_words else ()
+        bad_words = await self.tokenizer.word_ids(request.bad_words, tenant.name) if request.bad_words else ()
         session = session_key(tenant.name, request.session)
-        rules = rules_of(request, bad_words, self._info.vocab_size)
-        limits, end_token_ids = self._limits, self._info.eos_token_ids
+        rules = rules_of(request, bad_words, self.info.vocab_size)
+        limits, end_token_ids = self.limits, self.info.eos_token_ids
         generations: list[Generation] = []
         async for encoded, system_text in self._encode(request, keys, tenant.name):
             sampling = sampling_of(
@@ -133,22 +126,22 @@ class Preparer:
 
     async def _scope(self, request: R, tenant: Tenant) -> tuple[R, AdapterSpec | None, Keys]:
         """Return a request, its prompt reference resolved to NAME@VERSION, its adapter, and its keys."""
-        await self._prompts.keep_current(self._tokenizer)
+        await self.prompts.keep_current(self.tokenizer)
         if request.prompt_ref is not None:
-            request = replace(request, prompt_ref=self._prompts.find(request.prompt_ref, tenant.name).ref)
-        adapter = self._adapters.choose(request.model, request.lora_name, tenant.name, tenant.models)
+            request = replace(request, prompt_ref=self.prompts.find(request.prompt_ref, tenant.name).ref)
+        adapter = self.adapters.choose(request.model, request.lora_name, tenant.name, tenant.models)
         return request, adapter, self._keys.of(tenant, request.cache_salt, adapter)
 
     def _before(self, request: GenerateRequest, tenant: str) -> str:
         """Return the text of a request's referenced prompt, "" for none."""
-        return "" if request.prompt_ref is None else self._prompts.find(request.prompt_ref, tenant).text
+        return "" if request.prompt_ref is None else self.prompts.find(request.prompt_ref, tenant).text
 
     def _echo(self, request: GenerateRequest, index: int) -> str:
         """Return the text to put before the answers to a prompt, "" for none."""
         if not isinstance(request, CompletionRequest) or not request.echo:
             return ""
         prompt = request.prompts[index]
-        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+        return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
 
     async def _encode(
         self, request: GenerateRequest, keys: Keys, tenant: str
@@ -164,18 +157,18 @@ class Preparer:
         for prompt in request.prompts:
             if isinstance(prompt, str):
                 self._check_size(request, len(before) + len(prompt))
-                encoded = await self._tokenizer.encode_async(
+                encoded = await self.tokenizer.encode_async(
                     before + prompt, root, tenant, public_root=public_root, add_special_tokens=True
                 )
             else:
                 self._check_size(request, 0, at_least_tokens=len(prompt))
-                encoded = self._tokenizer.encode_ids(prompt, root, public_root)
+                encoded = self.tokenizer.encode_ids(prompt, root, public_root)
             yield encoded, ""
             await asyncio.sleep(0)  # many long prompts, even all cached, must not block the loop
 
     async def _encode_chat(self, request: ChatRequest, keys: Keys, tenant: str) -> tuple[EncodedPrompt, str]:
         rendered = await self.formatted(request, tenant)
-        encoded = await self._tokenizer.encode_async(
+        encoded = await self.tokenizer.encode_async(
             rendered.text,
             keys.root,
             tenant,
@@ -194,12 +187,12 @@ class Preparer:
         if not request.apply_chat_template:
             leading = sum(1 for _ in takewhile(lambda message: message["role"] == "system", messages))
             return RenderedPrompt("".join(contents), "".join(contents[:leading]))
-        tools = request.tool_use.tools if self._tokenizer.template.reads_tools else ()
+        tools = request.tool_use.tools if self.tokenizer.template.reads_tools else ()
         chars += len(str(tools)) if tools else 0
         chars += sum(len(str(message.get(name, ""))) for message in messages for name in ("tool_calls", "reasoning"))
-        unread = {*self._tokenizer.template.unread(request.thinking)}
+        unread = {*self.tokenizer.template.unread(request.thinking)}
         thinking = {name: value for name, value in request.thinking.items() if name not in unread}
-        rendered = await self._tokenizer.render_async(
+        rendered = await self.tokenizer.render_async(
             messages,
             tenant,
             chars,
@@ -213,7 +206,7 @@ class Preparer:
 
     def _check_size(self, request: GenerateRequest, chars: int, at_least_tokens: int = 0) -> None:
         """Raise ContextLengthExceeded for a prompt that cannot fit, before it is rendered, tokenized or hashed."""
-        longest, max_model_len = self._tokenizer.longest_token_chars, self._limits.max_model_len
+        longest, max_model_len = self.tokenizer.longest_token_chars, self.limits.max_model_len
         if longest is not None:
             at_least_tokens = max(at_least_tokens, -(-chars // longest))
         if at_least_tokens >= max_model_len:
@@ -236,11 +229,11 @@ class Preparer:
         key = system_prompt_key(root, system_text)
         tokens = self._system_tokens.get((key, special))
         if tokens is None or saves:
-            alone = await self._tokenizer.encode_async(system_text, root, tenant, add_special_tokens=special)
+            alone = await self.tokenizer.encode_async(system_text, root, tenant, add_special_tokens=special)
             tokens = self._system_tokens[key, special] = common_tokens(alone.token_ids, encoded.token_ids)
             if len(self._system_tokens) > SYSTEM_PROMPTS:
                 del self._system_tokens[next(iter(self._system_tokens))]
-        return (Save(key, tokens, self._limits.save_ttl_s),) if saves else (), tokens
+        return (Save(key, tokens, self.limits.save_ttl_s),) if saves else (), tokens
 
     async def _keep(
         self, request: GenerateRequest, keys: Keys, tenant: str, encoded: EncodedPrompt
@@ -251,7 +244,7 @@ class Preparer:
         """
         if not isinstance(request, ChatRequest) or not request.breakpoints:
             return ()
-        size = self._tokenizer.block_size
+        size = self.tokenizer.block_size
         found: dict[int, float] = {}
         for mark in request.breakpoints:
             messages = _as_far_as(mark, request)

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from serve_app.api.format import ToldToken
 from serve_app.generation.answer import Piece, SplitPiece
-from serve_app.generation.tool_calls.source import held_back
+from serve_app.tokenization.detokenizer import held_back
 
 
 class Tags(NamedTuple):

@@ -18,7 +18,7 @@ from router.serve.request_router import deployment_key
 from router.settings import RouterSettings
 from serve_app.api.anthropic.history import MessageHistory
 from serve_app.api.openai.response import model_body
-from serve_app.cache_diagnostics.detector import MissDetector
+from serve_app.cache_diagnostics.detector import MissDetector, PromptMemory
 from serve_app.checkpoints.adapter_registry import AdapterRegistry, configured_adapters
 from serve_app.checkpoints.limits import max_model_len
 from serve_app.checkpoints.sources.resolve import load_served_model
@@ -43,9 +43,9 @@ from serve_app.ingress.observe.sessions import SessionList
 from serve_app.ingress.prompts.admin import PromptAdmin
 from serve_app.ingress.prompts.warming import Warmer
 from serve_app.ingress.services import BODIES, Services, limits_of
-from serve_app.live.live import LIVE_NOTICES, Live
+from serve_app.live.live import Live
 from serve_app.live.prefix_table import PrefixTable
-from serve_app.notices import read_kinds
+from serve_app.notices import read_shown
 from serve_app.prompts.registry import Prompts
 from serve_app.prompts.traffic import PromptTraffic
 from serve_app.ray_compat import on_head_node
@@ -100,7 +100,7 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
         core,
         prefixes,
         lambda: about(services.config),
-        partial(read_kinds, app_name, LIVE_NOTICES),
+        partial(read_shown, app_name),
         broadcast.ingresses,
         figures=metrics.figures,
         count_dropped=metrics.dropped_events.inc,
@@ -118,7 +118,7 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
     )
     misses = None
     if config.explain_misses and config.enable_prefix_caching:
-        misses = MissDetector(tokenizer.text_of, workers, lambda: len(tenants.by_name), metrics.missed)
+        misses = MissDetector(tokenizer.text_of, workers, PromptMemory(lambda: len(tenants.by_name)), metrics.missed)
     front_door = FrontDoor(
         shares,
         places=lambda: places(services.config, len(core.replica_ids)),

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from ray import serve
@@ -18,23 +19,23 @@ logger = logging.getLogger(__name__)
 INGRESS_NAME = "Ingress"
 
 
+@dataclass(eq=False)
 class Broadcast:
     """Calls a method of every replica or ingress. ``ingress_replicas``: their number, including this one."""
 
-    def __init__(self, replica: DeploymentHandle, app_name: str, ingress_replicas: int) -> None:
-        self._replica = replica
-        self._app_name = app_name
-        self._ingress_replicas = ingress_replicas
+    replica: DeploymentHandle
+    app_name: str
+    ingress_replicas: int
 
     async def replicas(self, method: str, *arguments: Any, timeout_s: float = 120) -> list[Any]:
         """Call a method of every replica and return the answers."""
-        return list(await self._replica.broadcast(method, *arguments).results_async(timeout_s=timeout_s))
+        return list(await self.replica.broadcast(method, *arguments).results_async(timeout_s=timeout_s))
 
     async def ingresses(self, method: str, *arguments: Any, timeout_s: float = 30) -> list[Any]:
         """Call a method of every ingress, including this one, and return the answers; none if there is no other."""
-        if self._ingress_replicas == 1:
+        if self.ingress_replicas == 1:
             return []
-        handle = serve.get_deployment_handle(INGRESS_NAME, self._app_name)
+        handle = serve.get_deployment_handle(INGRESS_NAME, self.app_name)
         return list(await handle.broadcast(method, *arguments).results_async(timeout_s=timeout_s))
 
     async def connect(self, adapters: AdapterRegistry, learn: Callable[[], Awaitable[None]]) -> None:
@@ -44,7 +45,7 @@ class Broadcast:
         """
         while True:
             try:
-                await self._replica.describe.remote()
+                await self.replica.describe.remote()
                 # All replicas may be younger than an adapter that an operator loaded; other ingresses know it, too.
                 for known in [*await self.replicas("known_adapters"), *await self.ingresses("known_adapters")]:
                     adapters.merge(known)

@@ -28,12 +28,12 @@ from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.http import credentials, read_body
 from serve_app.ingress.ledgers import Ledgers
 from serve_app.ingress.observe import metrics as figures
-from serve_app.ingress.observe.cache_state import NOTICES, cache_state
+from serve_app.ingress.observe.cache_state import cache_state
 from serve_app.ingress.observe.sessions import SessionList
 from serve_app.ingress.prompts.admin import PromptAdmin
 from serve_app.live.live import Live
 from serve_app.live.prefix_table import PrefixTable
-from serve_app.notices import read, read_kinds
+from serve_app.notices import read, read_shown
 from serve_app.prompts.registry import Prompts
 from serve_app.prompts.traffic import version_samples
 from serve_app.replica.token_channel import TokenReceiver
@@ -165,7 +165,7 @@ class Services:
     async def cache_state(self) -> dict[str, Any]:
         """Return the content of the caches, as this ingress' router sees it."""
         model, engine = self.config.model_name, self.config.engine
-        notices = await asyncio.to_thread(read_kinds, self.app_name, NOTICES)
+        notices = await asyncio.to_thread(read_shown, self.app_name)
         return cache_state(self.core, self.prefixes, self.tokenizer.stats(), notices, model=model, engine=engine)
 
 

@@ -9,6 +9,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from router.core import RoutingCore
@@ -40,9 +41,6 @@ KEPT_EVENTS = 2048
 KEPT_INCIDENTS = 32
 """The limit of events about replicas and caches that are kept for later watchers."""
 
-LIVE_NOTICES = ("autoscaling", "configuration", "handover", "prewarm")
-"""The kinds of notices that the stream uses."""
-
 
 class _Seen:
     """The data read since the first watcher came."""
@@ -56,6 +54,7 @@ class _Seen:
         self.activity = Activity()
 
 
+@dataclass(eq=False)
 class Live:
     """One ingress' events for all of its watchers. ``viewer`` is a tenant's name, or None for an operator.
 
@@ -63,37 +62,27 @@ class Live:
     ``ingresses``: see ``Others``; ``figures``: the caller counts them; ``count_dropped``: takes a number of events.
     """
 
-    def __init__(
-        self,
-        name: str,
-        core: RoutingCore,
-        table: PrefixTable,
-        about: Callable[[], Row],
-        read_board: Callable[[], Board],
-        ingresses: Callable[..., Awaitable[list[Any]]],
-        *,
-        figures: Figures | None = None,
-        count_dropped: Callable[[int], None] = lambda _: None,
-    ) -> None:
-        self.figures = figures or Figures()
-        self._name = name
-        self._core = core
-        self._table = table
-        self._about = about
-        self._read_board = read_board
-        self._ingresses = ingresses
-        self._count_dropped = count_dropped
-        self._views: dict[str | None, View] = {}
-        self._looking = asyncio.Lock()
-        self._task: asyncio.Task[None] | None = None
-        self._leased_until_s = 0.0
-        self._kept: deque[Occurrence] = deque(maxlen=KEPT_EVENTS)
-        self._number = 0
-        self._closed = False
-        self._roster = Roster()
-        self._incidents: deque[Row] = deque(maxlen=KEPT_INCIDENTS)
-        self._seen = _Seen(Others(name, ingresses))
-        self._rates: dict[str, float] = {}
+    name: str
+    core: RoutingCore
+    table: PrefixTable
+    about: Callable[[], Row]
+    read_board: Callable[[], Board]
+    ingresses: Callable[..., Awaitable[list[Any]]]
+    figures: Figures = field(default_factory=Figures)
+    count_dropped: Callable[[int], None] = lambda _: None
+    _views: dict[str | None, View] = field(default_factory=dict)
+    _looking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _task: asyncio.Task[None] | None = None
+    _leased_until_s: float = 0.0
+    _kept: deque[Occurrence] = field(default_factory=lambda: deque(maxlen=KEPT_EVENTS))
+    _number: int = 0
+    _closed: bool = False
+    _roster: Roster = field(default_factory=Roster)
+    _incidents: deque[Row] = field(default_factory=lambda: deque(maxlen=KEPT_INCIDENTS))
+    _rates: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._seen = _Seen(Others(self.name, self.ingresses))
 
     @property
     def watchers(self) -> int:
@@ -128,16 +117,16 @@ class Live:
         """Record a request's first token. Never raises."""
         try:
             at_s = time.time()
-            key = self._table.add(told, at_s)
+            key = self.table.add(told, at_s)
             if self._watched():
                 body = decision_row(told, key, self._rates.get(told.decision.replica_id))
-                self._tell(Occurrence("decision", round(at_s, 3), told.tenant, {"ingress": self._name, **body}))
+                self._tell(Occurrence("decision", round(at_s, 3), told.tenant, {"ingress": self.name, **body}))
         except Exception:
             logger.exception("a first token is missing from the event stream")
 
     def reset(self, *, complete: bool) -> None:
-        """Record a reset of all caches."""
-        self._table.forget_pins()
+        """Hear that the caches were told to forget everything."""
+        self.table.forget_pins()
         at_s, body = _now_s(), {"complete": complete}
         self._incidents.append({"type": "reset", "at_s": at_s, **body})
         if self._watched():
@@ -175,13 +164,13 @@ class Live:
         if not self._views and self._task is not None:
             self._task.cancel()
             self._task = None
-            self._seen = _Seen(Others(self._name, self._ingresses))
+            self._seen = _Seen(Others(self.name, self.ingresses))
             self._watched()
 
     def resync(self, viewer: str | None, watcher: Watcher) -> list[Event]:
         """Return the events for a watcher that lost some: their number, and a new snapshot."""
         dropped, watcher.dropped = watcher.dropped, 0
-        self._count_dropped(dropped)
+        self.count_dropped(dropped)
         snapshot = self._views[viewer].snapshot(_now_s())
         return [encoded({"type": "dropped", "at_s": snapshot["at_s"], "events": dropped}), encoded(snapshot)]
 
@@ -195,11 +184,11 @@ class Live:
     def recent(self, numbers: Mapping[str, int]) -> Batch:
         """Return the events after ``numbers`` (by ingress), and keep later ones for the ingress that asks."""
         self._leased_until_s = time.monotonic() + LEASE_S
-        self._learn_rates(self._core.state())
-        new = min(self._number - numbers.get(self._name, self._number), len(self._kept))
+        self._learn_rates(self.core.state())
+        new = min(self._number - numbers.get(self.name, self._number), len(self._kept))
         news = list(self._kept)[len(self._kept) - new :]
-        figures = joined(self.figures.rings, {}, FRESH_BUCKETS if self._name in numbers else BUCKETS)
-        return Batch(self._name, self._number, news, self._rows(), self._totals(), figures)
+        figures = joined(self.figures.rings, {}, FRESH_BUCKETS if self.name in numbers else BUCKETS)
+        return Batch(self.name, self._number, news, self._rows(), self._totals(), figures)
 
     def _watched(self) -> bool:
         """Return whether events have a receiver. Drop the events kept for other ingresses if none asks any more."""
@@ -241,7 +230,7 @@ class Live:
             news, _ = await asyncio.gather(self._seen.others.ask(), self._look_at_board(now_s))
             seen = self._seen
             watched, seen.looked_s = seen.looked_s is not None, time.monotonic()
-            state, stats, about = self._core.state(), self._core.stats(), self._about()
+            state, stats, about = self.core.state(), self.core.stats(), self.about()
             reports = {replica_id: report.samples for replica_id, report in stats.items()}
             self._learn_rates(state)
             rows = replica_rows(state["replicas"], reports, about)
@@ -270,21 +259,21 @@ class Live:
             self._seen.board_s = now_s
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(BOARD_S):
-                    self._seen.board = await asyncio.to_thread(self._read_board)
+                    self._seen.board = await asyncio.to_thread(self.read_board)
 
     def _learn_rates(self, state: Mapping[str, Any]) -> None:
         self._rates = {row["replica_id"]: row["prefill_tokens_per_s"] for row in state["replicas"]}
 
     def _totals(self) -> dict[str, Total]:
-        rooms = self._table.rooms.items()
+        rooms = self.table.rooms.items()
         return {tenant: (room.requests, room.prompt_tokens, room.cached_tokens) for tenant, room in rooms}
 
     def _rows(self) -> Rows:
-        return node_rows(self._table, self._holders)
+        return node_rows(self.table, self._holders)
 
     def _holders(self, chain: bytes) -> Mapping[str, int]:
-        tokens = len(chain) // HASH_BYTES * self._table.block_size
-        return self._core.holders(RoutedRequest("", chain, tokens + 1, b""))
+        tokens = len(chain) // HASH_BYTES * self.table.block_size
+        return self.core.holders(RoutedRequest("", chain, tokens + 1, b""))
 
 
 def _now_s() -> float:

@@ -6,12 +6,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
 import ray
 from ray import serve
 from ray.serve.llm import LLMServer
 
 from router.feed import FeedPublisher
-from router.serve.request_router import FEED_METADATA, LABELS_METADATA
+from router.serve.request_router import FEED_METADATA
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
 from serve_app.ray_llm.recent_answers import Answer
 from serve_app.ray_llm.scopes import DEFAULT_TENANT_HEADER, METADATA, TENANT_HEADER, EngineFacts, Scopes
@@ -57,12 +58,7 @@ class WarmLLMServer(LLMServer):  # type: ignore[misc]
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Advertise the feed, and the facts that a router needs to predict."""
-        labels = ray.get_runtime_context().get_node_labels()
-        return {
-            FEED_METADATA: self._feed.endpoint.to_dict(),
-            LABELS_METADATA: labels,
-            METADATA: asdict(self._facts),
-        }
+        return {FEED_METADATA: msgspec.structs.asdict(self._feed.endpoint), METADATA: asdict(self._facts)}
 
     async def recent_answers(self, numbers: dict[str, int]) -> tuple[str, int, list[Answer]]:
         """Return this replica's name, its last answer's number, and the answers after its own of ``numbers``."""

@@ -105,14 +105,7 @@ def _simulated_engine(config: AppConfig, info: CheckpointInfo, event_sink: Event
         max_positions=settings.max_model_len,
         block_bytes=block_bytes,
     )
-    runner = SimulatedRunner(
-        cost,
-        model_fingerprint=info.fingerprint,
-        block_size=config.block_size,
-        max_loras=config.max_loras,
-        max_cpu_loras=config.max_cpu_loras,
-    )
-    return TorchEngine(runner, settings, event_sink)
+    return TorchEngine(SimulatedRunner(cost, settings), settings, event_sink)
 
 
 def _model_config(path: Path, overrides: Mapping[str, Any] = MappingProxyType({})) -> Any:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+from opentelemetry.trace import Span
 
 from router.protocol.block_hash import HASH_BYTES, common_blocks
 from router.protocol.samples import Histogram, Labels, Sample
@@ -21,7 +22,7 @@ from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import Clock, Engine, EngineError, EngineRequest, RemoteKv
 from serve_app.replica.peers import HolderLost, NoPart, PulledPart, WantedPart
-from serve_app.tracing.replica import PullTrace, ReplicaTrace
+from serve_app.tracing.replica import ReplicaTrace, end_pull
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ Fetch = Callable[[str, WantedPart], Awaitable[PulledPart]]
 
 @dataclass(slots=True)
 class _Pull:
-    """One pull of blocks ``first`` to ``last`` - 1 of a request's chain. ``traces``: of the requests waiting for it."""
+    """One pull of blocks ``first`` to ``last`` - 1 of a request's chain. ``spans``: of the requests waiting for it."""
 
     request: EngineRequest
     holder: str
@@ -60,7 +61,7 @@ class _Pull:
     deadline_s: float
     remote_kv: RemoteKv
     held: int = 0
-    traces: list[PullTrace] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
 
 
 class PullRate:
@@ -157,7 +158,7 @@ class Puller:
             if (common - max(held, pull.first)) * size >= self._config.min_pull_tokens and pull.first <= held:
                 self.meters.joined += 1
                 if trace is not None:
-                    pull.traces.append(trace.pull(pull.holder, common * size, joined=True))
+                    pull.spans.append(trace.pull(pull.holder, common * size, joined=True))
                 return RemoteKv(common * size, of=pull.remote_kv)
         if not holder:
             return None
@@ -172,7 +173,7 @@ class Puller:
         pull = _Pull(request, holder, held, last, max(compute_s, LEAST_DEADLINE_S), RemoteKv(last * size), held=held)
         self.meters.begun += 1
         if trace is not None:
-            pull.traces.append(trace.pull(holder, (last - held) * size, joined=False))
+            pull.spans.append(trace.pull(holder, (last - held) * size, joined=False))
         task = asyncio.get_running_loop().create_task(self._run(pull))
         self._under_way[task] = pull
         task.add_done_callback(self._under_way.pop)
@@ -221,8 +222,8 @@ class Puller:
             self.meters.ended[outcome] += 1
             self.meters.tokens += tokens
             self.meters.seconds.observe(duration_s)
-            for trace in pull.traces:
-                trace.end(outcome, tokens)
+            for span in pull.spans:
+                end_pull(span, outcome, tokens)
             pull.remote_kv.end()
             self._engine.wake()
 

@@ -119,9 +119,8 @@ class Replica:
             await self._live.reconfigure(user_config, self._configure)
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Advertise the feed and the node's labels to every router (read by ``CacheAwareRouter``)."""
-        labels = ray.get_runtime_context().get_node_labels()
-        return {"feed": self._feed.endpoint.to_dict(), "pid": os.getpid(), "labels": labels}
+        """Advertise the feed to every router (read by ``CacheAwareRouter``)."""
+        return {"feed": msgspec.structs.asdict(self._feed.endpoint), "pid": os.getpid()}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return this replica's figures for the autoscaling policy; Serve asks every second if autoscaling is on."""

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 from msgspec import structs
 
@@ -25,17 +26,15 @@ DIGEST_INTERVAL_S = 5.0
 _LAST_PAUSE_S = 600.0
 
 
+@dataclass(eq=False)
 class Reporter:
     """Sends ``load`` and ``stats`` to ``feed`` while ``run`` runs."""
 
-    def __init__(
-        self, load: Callable[[], LoadReport], stats: Callable[[], StatsReport], feed: FeedPublisher, interval_s: float
-    ) -> None:
-        self._load = load
-        self._stats = stats
-        self._feed = feed
-        self._interval_s = interval_s
-        self._prefills_changed = asyncio.Event()
+    load: Callable[[], LoadReport]
+    stats: Callable[[], StatsReport]
+    feed: FeedPublisher
+    interval_s: float
+    _prefills_changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def prefills_changed(self) -> None:
         """Tell routers at once that a prefill has arrived or ended; call it in the loop that runs ``run``."""
@@ -52,18 +51,18 @@ class Reporter:
         while True:
             now_s = time.monotonic()
             events: list[Event] = []
-            load = self._load()
+            load = self.load()
             same = last_load is not None and structs.replace(load, taken_at_s=last_load.taken_at_s) == last_load
             if not same or load.arrived or load.begun or now_s - last_load_s >= HEARTBEAT_S:
                 events.append(load)
                 last_load, last_load_s = load, now_s
             if now_s - last_stats_s >= STATS_INTERVAL_S:
-                events.append(self._stats())
+                events.append(self.stats())
                 last_stats_s = now_s
             if events:
-                self._feed.put(events)
+                self.feed.put(events)
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._interval_s):
+                async with asyncio.timeout(self.interval_s):
                     await self._prefills_changed.wait()
                 await asyncio.sleep(NEWS_PAUSE_S)
                 self._prefills_changed.clear()

@@ -9,7 +9,7 @@ recomputes the blocks that the previous one evicted. Not thread-safe.
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from router.protocol.samples import Histogram, Sample
 from serve_app.sessions.sessions import Session, Sessions
@@ -31,50 +31,41 @@ class _Waiting:
     cached_tokens: Callable[[], int]
 
 
+@dataclass(eq=False)
 class Admission:
     """One replica's admission, for a pool of ``pool_tokens``.
 
     ``pinned_tokens``: returns the tokens kept by saves. ``shares``: weights of tenants, 1.0 for all others.
     """
 
-    def __init__(
-        self,
-        sessions: Sessions,
-        pool_tokens: int,
-        *,
-        pinned_tokens: Callable[[], int],
-        clock: Callable[[], float],
-        wait_s: float,
-        shares: Mapping[str, float] | None = None,
-    ) -> None:
-        self.shares: Mapping[str, float] = shares or {}
-        self.wait_s = wait_s
-        self._sessions = sessions
-        self._pool_tokens = pool_tokens
-        self._pinned_tokens = pinned_tokens
-        self._clock = clock
-        self._waiting: dict[str, _Waiting] = {}
-        self._waits_s = Histogram(_BUCKETS_S)
+    sessions: Sessions
+    pool_tokens: int
+    pinned_tokens: Callable[[], int]
+    clock: Callable[[], float]
+    wait_s: float
+    shares: Mapping[str, float] = field(default_factory=dict)
+    _waiting: dict[str, _Waiting] = field(default_factory=dict)
+    _waits_s: Histogram = field(default_factory=lambda: Histogram(_BUCKETS_S))
 
     def waits(self, session: Session, needed_tokens: int, cached_tokens: Callable[[], int]) -> bool:
         """Return whether a session's request waits until ``admitted`` returns it. ``needed_tokens``: to compute.
 
         Call ``admitted`` at once, because there may be space. ``cached_tokens``: returns its prompt's cached tokens.
         """
-        if not self.wait_s or needed_tokens * SMALL_PART <= self._pool_tokens or 2 * needed_tokens <= session.tokens:
+        if not self.wait_s or needed_tokens * SMALL_PART <= self.pool_tokens or 2 * needed_tokens <= session.tokens:
             return False
         session.waits = True
-        self._waiting[session.running] = _Waiting(session, self._clock(), needed_tokens, cached_tokens)
+        self._waiting[session.running] = _Waiting(session, self.clock(), needed_tokens, cached_tokens)
         return True
 
     @property
     def room_tokens(self) -> int:
         """The tokens that saves leave for sessions."""
-        return self._pool_tokens - self._pinned_tokens()
+        return self.pool_tokens - self.pinned_tokens()
 
     def waited_s(self, session: Session) -> float:
         """Return the time that a waiting session has waited."""
-        return self._clock() - self._waiting[session.running].arrival_s
+        return self.clock() - self._waiting[session.running].arrival_s
 
     def forget(self, request_id: str) -> None:
         """Remove a request that has ended."""
@@ -84,10 +75,10 @@ class Admission:
         """Return the requests that may start now, and stop waiting for them."""
         if not self._waiting:
             return []
-        room, now_s, pace = self.room_tokens, self._clock(), self._sessions.pace()
-        idle_s = now_s - self._sessions.busy_until_s()
+        room, now_s, pace = self.room_tokens, self.clock(), self.sessions.pace()
+        idle_s = now_s - self.sessions.busy_until_s()
         held: Counter[str] = Counter()
-        for session in self._sessions.live():
+        for session in self.sessions.live():
             held[session.tenant] += session.own_tokens
         tenants = held.keys() | {waiting.session.tenant for waiting in self._waiting.values()}
         weights = {tenant: self.shares.get(tenant, 1.0) for tenant in tenants}
@@ -120,7 +111,7 @@ class Admission:
         """Return the time at which more requests may start even if none ends; infinite without waiting requests."""
         if not self._waiting:
             return math.inf
-        pace, waiting = self._sessions.pace(), self._waiting.values()
-        ends_s = (self._sessions.live_until_s(session, pace) for session in self._sessions.live())
-        idle_s = self._sessions.busy_until_s() + min(one.session.own_tokens for one in waiting) / pace
+        pace, waiting = self.sessions.pace(), self._waiting.values()
+        ends_s = (self.sessions.live_until_s(session, pace) for session in self.sessions.live())
+        idle_s = self.sessions.busy_until_s() + min(one.session.own_tokens for one in waiting) / pace
         return min([min(one.arrival_s for one in waiting) + self.wait_s, idle_s, *ends_s])

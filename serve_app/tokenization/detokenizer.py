@@ -143,7 +143,6 @@ class StopChecker:
         if "" in stop:
             raise ValueError("a stop string must not be empty")
         self._stop = stop
-        self._longest = max(map(len, stop), default=0)
         self._include = include
         self._held = ""
         self._early = 0
@@ -168,7 +167,7 @@ class StopChecker:
             self._held, self._stopped = "", True
             self.found = seen[start:end]
             return seen[: end if self._include else start], True
-        held = self._held_chars(seen)
+        held = max(held_back(seen, stop) for stop in self._stop)
         self._early = max(0, self._early - len(seen) + held)
         self._held = seen[len(seen) - held :]
         return seen[: len(seen) - held], False
@@ -178,10 +177,8 @@ class StopChecker:
         held, self._held = self._held, ""
         return held
 
-    def _held_chars(self, text: str) -> int:
-        """Return the length of the longest end of ``text`` that begins a stop string."""
-        for length in range(min(len(text), self._longest - 1), 0, -1):
-            tail = text[-length:]
-            if any(stop.startswith(tail) for stop in self._stop):
-                return length
-        return 0
+
+def held_back(text: str, word: str) -> int:
+    """Return how many last characters of a text may be the beginning of an incomplete word."""
+    lengths = range(min(len(text), len(word) - 1), 0, -1)
+    return next((length for length in lengths if text.endswith(word[:length])), 0)

@@ -8,18 +8,6 @@ from serve_app.engine.protocol import EngineOutput, FirstToken
 from serve_app.tracing.tracer import Attributes, Tracer
 
 
-class PullTrace:
-    """One pull that a call waits for."""
-
-    def __init__(self, span: Span) -> None:
-        self._span = span
-
-    def end(self, outcome: str, tokens: int) -> None:
-        """End the pull after ``tokens`` tokens."""
-        self._span.set_attributes({"warmpath.outcome": outcome, "warmpath.pulled_tokens": tokens})
-        self._span.end()
-
-
 class ReplicaTrace:
     """One call in a replica, from its arrival to its last output, in the replica's loop."""
 
@@ -34,12 +22,12 @@ class ReplicaTrace:
         self._first: tuple[int, FirstToken] | None = None
         self._finish_reason = ""
 
-    def pull(self, holder: str, tokens: int, *, joined: bool) -> PullTrace:
+    def pull(self, holder: str, tokens: int, *, joined: bool) -> Span:
         """Begin a pull that this call waits for. ``joined``: another call started it."""
         attributes: Attributes = {
             "warmpath.holder": holder, "warmpath.wanted_tokens": tokens, "warmpath.joined": joined,
         }  # fmt: skip
-        return PullTrace(self._tracer.begin("pull", self._span, attributes=attributes))
+        return self._tracer.begin("pull", self._span, attributes=attributes)
 
     def submitted(self) -> None:
         """Note that the engine has the call."""
@@ -70,6 +58,12 @@ class ReplicaTrace:
             decode = {"gen_ai.usage.output_tokens": self._output_tokens}
             self._tracer.record("decode", self._span, first_ns, self._last_ns, decode)
         self._span.end(ended_ns)
+
+
+def end_pull(span: Span, outcome: str, tokens: int) -> None:
+    """End the span of a pull of ``tokens`` tokens."""
+    span.set_attributes({"warmpath.outcome": outcome, "warmpath.pulled_tokens": tokens})
+    span.end()
 
 
 def replica_trace(tracer: Tracer | None, traceparent: str, replica_id: str, prompt_tokens: int) -> ReplicaTrace | None:

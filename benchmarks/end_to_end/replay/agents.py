@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import httpx
@@ -23,6 +23,7 @@ from rich.progress import Progress
 from benchmarks.common.agent_sessions import (
     Session,
     Stream,
+    job_figures,
     job_s,
     random_arrivals,
     read_sessions,
@@ -30,12 +31,12 @@ from benchmarks.common.agent_sessions import (
     working_set_tokens,
 )
 from benchmarks.common.open_loop import Shot, fire, hit_rate
-from benchmarks.common.report import BenchmarkError, add_engine_flag, parser_of, percentile, spread, write
+from benchmarks.common.report import BenchmarkError, add_engine_flag, parser_of, spread, write
 from benchmarks.common.server import instance
-from benchmarks.common.trace import TRACE_BLOCK_TOKENS, TraceRequest
 from benchmarks.end_to_end.replay.run import KV_BLOCK_TOKENS, with_tenants
 from benchmarks.end_to_end.replay.shots import trace_shots
 from benchmarks.end_to_end.replay.text import TraceText
+from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, TraceRequest
 from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.cli.bench.client import Answer, RequestFailed, stream_answer
 from serve_app.config.engine import VLLM_CPU_BLOCK_SIZE
@@ -175,9 +176,7 @@ async def replay(
             shots = [replace(shot, at_s=number * apart_s) for number, shot in enumerate(load.flood)]
             flooded, slowdowns = await asyncio.gather(fire(url, shots if flood else [], TIMEOUT_S, lambda: None), jobs)
     return {
-        "job_time_mean": fmean(slowdowns),
-        "job_time_p50": median(slowdowns),
-        "job_time_p90": percentile(slowdowns, 90),
+        **job_figures(slowdowns),
         "hit_rate": _hit_rate(answers),
         "flood_answered": sum(result.answer is not None for result in flooded),
         "run_s": time.perf_counter() - began_s,

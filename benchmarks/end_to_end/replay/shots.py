@@ -8,10 +8,11 @@ from itertools import islice
 from pathlib import Path
 
 from benchmarks.common.open_loop import Shot
-from benchmarks.common.trace import SYNTHETIC, TRACE_BLOCK_TOKENS, TraceRequest, add_trace_flags, chosen_trace
+from benchmarks.common.trace import add_trace_flags, chosen_trace
 from benchmarks.end_to_end.replay.request_log import COMPLETIONS, is_log, read_log
 from benchmarks.end_to_end.replay.text import TraceText
 from benchmarks.traffic.tenants import TrafficSettings, tenant_traffic
+from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, TraceRequest
 from serve_app.checkpoints.sources.resolve import resolve_model
 
 TENANTS = "tenants"
@@ -27,7 +28,7 @@ def add_source_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tokenizer", help="checkpoint with the prompts' tokenizer (default: the model's)")
     add_trace_flags(parser, requests=_TRACE_REQUESTS)
-    sources = f'a trace of block ids or a log of requests (JSON lines, gzipped or plain), "{SYNTHETIC}", or "{TENANTS}"'
+    sources = f'a trace of block ids or a log of requests (JSON lines, gzipped or plain), or "{TENANTS}"'
     for action in parser._actions:
         if action.dest == "trace":
             action.help = f"{sources} (default: the published trace)"
@@ -65,7 +66,7 @@ def shots_of(options: argparse.Namespace, keys: dict[str, str]) -> list[Shot]:
 
     Requests without a tenant are distributed over tenants with keys, a whole conversation to the same one.
     """
-    if options.trace not in (SYNTHETIC, TENANTS) and is_log(Path(options.trace)):
+    if options.trace != TENANTS and is_log(Path(options.trace)):
         return _log_shots(options, keys)
     if options.trace == TENANTS:
         settings = TrafficSettings(

@@ -6,7 +6,7 @@ from random import Random
 
 from transformers import AutoTokenizer
 
-from benchmarks.common.trace import TRACE_BLOCK_TOKENS, TraceRequest
+from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, TraceRequest
 
 _WORDS_NEEDED = 200
 

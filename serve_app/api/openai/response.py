@@ -5,6 +5,7 @@ A stream encodes the common part of its chunks only once, because nearly every t
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -93,52 +94,6 @@ def _name(raw: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-class ChatFormat:
-    """Chat completions; an ``AnswerFormat``."""
-
-    def whole(self, head: AnswerHead, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
-        """Return the body of a chat completion that is not streamed."""
-        shown = [
-            {
-                "index": index,
-                "message": _message(choice),
-                "logprobs": None if choice.logprobs is None else chat_logprobs(choice.logprobs),
-                "finish_reason": choice.finish_reason,
-            }
-            for index, choice in enumerate(choices)
-        ]
-        return {**_head("chatcmpl", "chat.completion", head), "choices": shown, "usage": _usage(usage)}
-
-    def stream(self, head: AnswerHead) -> AnswerStream:
-        """Begin a chat completion in chunks; the first chunk of each choice has its role."""
-        return _Stream(head, _head("chatcmpl", "chat.completion.chunk", head), _CHAT_CHUNKS)
-
-    error = staticmethod(openai_error)
-
-
-class CompletionFormat:
-    """(Legacy) completions; an ``AnswerFormat``."""
-
-    def whole(self, head: AnswerHead, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
-        """Return the body of a completion that is not streamed."""
-        shown = [
-            {
-                "index": index,
-                "text": choice.text,
-                "logprobs": None if choice.logprobs is None else completion_logprobs(choice.logprobs),
-                "finish_reason": choice.finish_reason,
-            }
-            for index, choice in enumerate(choices)
-        ]
-        return {**_head("cmpl", "text_completion", head), "choices": shown, "usage": _usage(usage)}
-
-    def stream(self, head: AnswerHead) -> AnswerStream:
-        """Begin a completion in chunks; a choice begins with its text."""
-        return _Stream(head, _head("cmpl", "text_completion", head), _TEXT_CHUNKS)
-
-    error = staticmethod(openai_error)
-
-
 def _message(choice: Choice) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
     if choice.reasoning:
@@ -161,10 +116,50 @@ class _Chunks(NamedTuple):
     logprobs: Callable[[Sequence[ToldToken]], dict[str, Any]]
 
 
-_CHAT_CHUNKS = _Chunks(
-    b'"delta":{"role":"assistant","content":""}', b'"delta":{"content":%b}', b'"delta":{}', chat_logprobs
+@dataclass(frozen=True, slots=True)
+class OpenAiFormat:
+    """Chat completions or (legacy) completions; an ``AnswerFormat``. ``content``: a whole choice's own field."""
+
+    prefix: str
+    kind: str
+    streamed_kind: str
+    content: Callable[[Choice], dict[str, Any]]
+    chunks: _Chunks
+
+    def whole(self, head: AnswerHead, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+        """Return the body of an answer that is not streamed."""
+        shown = [
+            {
+                "index": index,
+                **self.content(choice),
+                "logprobs": None if choice.logprobs is None else self.chunks.logprobs(choice.logprobs),
+                "finish_reason": choice.finish_reason,
+            }
+            for index, choice in enumerate(choices)
+        ]
+        return {**_head(self.prefix, self.kind, head), "choices": shown, "usage": _usage(usage)}
+
+    def stream(self, head: AnswerHead) -> AnswerStream:
+        """Begin an answer in chunks; the first chunk of each choice of a chat has its role."""
+        return _Stream(head, _head(self.prefix, self.streamed_kind, head), self.chunks)
+
+    error = staticmethod(openai_error)
+
+
+CHAT = OpenAiFormat(
+    "chatcmpl",
+    "chat.completion",
+    "chat.completion.chunk",
+    lambda choice: {"message": _message(choice)},
+    _Chunks(b'"delta":{"role":"assistant","content":""}', b'"delta":{"content":%b}', b'"delta":{}', chat_logprobs),
 )
-_TEXT_CHUNKS = _Chunks(b"", b'"text":%b', b'"text":""', completion_logprobs)
+COMPLETION = OpenAiFormat(
+    "cmpl",
+    "text_completion",
+    "text_completion",
+    lambda choice: {"text": choice.text},
+    _Chunks(b"", b'"text":%b', b'"text":""', completion_logprobs),
+)
 
 
 class _Stream:

@@ -11,8 +11,8 @@ import typer
 from pydantic import TypeAdapter, ValidationError
 
 from serve_app.checkpoints.checkpoint import CheckpointError
-from serve_app.checkpoints.kv_planner import KvPlan, KvRoom, kv_room, plan_kv
-from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, ReuseCurve, read_prompts, reuse_curve
+from serve_app.checkpoints.kv_planner import KvRoom, kv_room, plan_kv
+from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, ReuseCurve, read_trace, reuse_curve
 from serve_app.checkpoints.sources.model_config import model_config
 from serve_app.cli.console import fail
 from serve_app.config.quantities import Bytes
@@ -39,13 +39,11 @@ def plan(
     try:
         memory_bytes = TypeAdapter(Bytes).validate_python(memory if not memory.isdecimal() else int(memory))
         fields, ranks = model_config(model), (tensor_parallel_size, pipeline_parallel_size)
+        room_of = partial(kv_room, fields, dtype, ranks=ranks)
         if trace is not None:
-            figures, text = _by_trace(
-                partial(kv_room, fields, dtype, ranks=ranks), memory_bytes, replicas, reuse_curve(read_prompts(trace))
-            )
+            figures, text = _by_trace(room_of, memory_bytes, replicas, reuse_curve(read_trace(trace)))
         else:
-            sizes = {"prefixes": prefixes or 1, "prefix_tokens": prefix_tokens or 1, "replicas": replicas}
-            figures, text = _by_prefixes(partial(plan_kv, fields, dtype, ranks=ranks, **sizes), memory_bytes, **sizes)
+            figures, text = _by_prefixes(room_of, memory_bytes, prefixes or 1, prefix_tokens or 1, replicas)
     except ValidationError as error:
         fail(f"--memory {error.errors()[0]['msg']}")
     except (KeyError, AttributeError) as error:
@@ -58,9 +56,9 @@ def plan(
 
 
 def _by_prefixes(
-    planned: Callable[..., KvPlan], memory_bytes: int, prefixes: int, prefix_tokens: int, replicas: int
+    room_of: Callable[[int], KvRoom], memory_bytes: int, prefixes: int, prefix_tokens: int, replicas: int
 ) -> tuple[dict[str, Any], str]:
-    plans = {size: planned(memory_bytes=size) for size in _sizes(memory_bytes)}
+    plans = {size: plan_kv(room_of(size), prefixes, prefix_tokens, replicas) for size in _sizes(memory_bytes)}
     rows = [
         {"memory_bytes": size, "prefixes": plan.prefixes_per_replica * replicas, "hit_rate": plan.hit_rate}
         for size, plan in plans.items()

@@ -73,7 +73,7 @@ class TorchEngine:
         )
         self._events = CacheEvents(self._cache, self._tier_loader.tiers, event_sink)
         self._load_reporter = LoadReporter(self.settings, self._meters, self._scheduler)
-        self._labels = (*settings.labels, ("engine", runner.kind))
+        self._labels = (("engine", runner.kind),)
 
     def start(self) -> None:
         """Start the thread."""

@@ -6,6 +6,7 @@ Called by the loop alone. From creation to ``close`` it is notified of every evi
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from serve_app.cache.prefix.block_index import CachedBlock
 from serve_app.cache.prefix.prefix_cache import PrefixCache
@@ -20,49 +21,49 @@ CLOSE_S = 5.0
 CLOSE_BLOCKS = 64
 
 
+@dataclass(eq=False)
 class TierSpiller:
     """Spills and saves of one engine. ``clock``: the cache's; ``enabled``: whether there are tiers."""
 
-    def __init__(
-        self, cache: PrefixCache, runner: Runner, tiers: Tiers, clock: Callable[[], float], *, enabled: bool
-    ) -> None:
-        self._cache = cache
-        self._runner = runner
-        self._tiers = tiers
-        self._clock = clock
-        self._enabled = enabled
-        self._noted_s = -math.inf
-        if enabled:
-            cache.on_evict = self.spill
-            cache.pins.on_end = self.end_save
+    cache: PrefixCache
+    runner: Runner
+    tiers: Tiers
+    clock: Callable[[], float]
+    enabled: bool
+    _noted_s: float = -math.inf
+
+    def __post_init__(self) -> None:
+        if self.enabled:
+            self.cache.on_evict = self.spill
+            self.cache.pins.on_end = self.end_save
 
     def note_activity(self) -> None:
         """Give the tenants that the pool has seen since the last call their shares of the tiers."""
-        if not self._enabled:
+        if not self.enabled:
             return
-        now_s = self._clock()
-        self._tiers.seen(self._cache.quota.seen_since(self._noted_s))
+        now_s = self.clock()
+        self.tiers.seen(self.cache.quota.seen_since(self._noted_s))
         self._noted_s = now_s
 
     def spill(self, evicted: Sequence[CachedBlock]) -> None:
         """Spill blocks evicted from the pool, children first."""
         self.note_activity()
-        self._tiers.spill(describe(self._cache, evicted), self._reader(evicted))
+        self.tiers.spill(describe(self.cache, evicted), self._reader(evicted))
 
     def save(self, entries: Sequence[CachedBlock], ttl_s: float | None) -> bool:
         """Save pool blocks, children first, to disk for ``ttl_s`` (None: forever); False if some were not written."""
         until_s = math.inf if ttl_s is None else float(math.floor(time.time() + ttl_s))
-        return self._tiers.save(describe(self._cache, entries), self._reader(entries), until_s)
+        return self.tiers.save(describe(self.cache, entries), self._reader(entries), until_s)
 
     def end_save(self, blocks: Sequence[int]) -> None:
         """End a save: its blocks on disk can be evicted like others."""
-        entries = map(self._cache.index.of_block, blocks)
-        self._tiers.end_save([entry.block_hash for entry in entries if entry is not None])
+        entries = map(self.cache.index.of_block, blocks)
+        self.tiers.end_save([entry.block_hash for entry in entries if entry is not None])
 
     def close(self) -> None:
         """Write pool and host memory to the disk tier, if there is one; saves keep their remaining time."""
-        cache, tiers = self._cache, self._tiers
-        if not self._enabled:
+        cache, tiers = self.cache, self.tiers
+        if not self.enabled:
             return
         cache.expire_pins()
         cache.pins.on_end = None
@@ -70,7 +71,7 @@ class TierSpiller:
         for pin in cache.pins.soonest_first():  # a block under several pins gets the last one's end
             tiers.wait_for_room(len(pin.blocks), deadline_s)
             entries = map(cache.index.of_block, reversed(pin.blocks))
-            left_s = None if pin.expires_s == math.inf else pin.expires_s - self._clock()
+            left_s = None if pin.expires_s == math.inf else pin.expires_s - self.clock()
             self.save([entry for entry in entries if entry is not None], left_s)
             cache.unpin(pin.key)
         while tiers.disk is not None and cache.pool.idle_blocks:
@@ -80,7 +81,7 @@ class TierSpiller:
         tiers.close(deadline_s)
 
     def _reader(self, entries: Sequence[CachedBlock]) -> ReadRows:
-        return lambda wanted, rows: self._runner.read_blocks([entries[i].block for i in wanted], rows)
+        return lambda wanted, rows: self.runner.read_blocks([entries[i].block for i in wanted], rows)
 
 
 def describe(cache: PrefixCache, entries: Sequence[CachedBlock]) -> list[TierBlock]:

@@ -5,7 +5,7 @@ Called from any thread but the loop's. Cache and pool are touched on the loop, a
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -35,27 +35,21 @@ class OnLoop(Protocol):
         """Run ``work`` between two steps."""
 
 
+@dataclass(eq=False)
 class PrefixTransfer:
     """Export and import of one engine's KV."""
 
-    def __init__(
-        self,
-        cache: PrefixCache,
-        runner: Runner,
-        scheduler: Scheduler,
-        tiers: TierLoader,
-        pins: PromptPins,
-        on_loop: OnLoop,
-        clock: Clock,
-    ) -> None:
-        self._cache = cache
-        self._runner = runner
-        self._scheduler = scheduler
-        self._tiers = tiers
-        self._pins = pins
-        self._on_loop = on_loop
-        self._clock = clock
-        self._step_blocks = max(1, STEP_BYTES // runner.block_bytes)
+    cache: PrefixCache
+    runner: Runner
+    scheduler: Scheduler
+    tiers: TierLoader
+    pins: PromptPins
+    on_loop: OnLoop
+    clock: Clock
+
+    @property
+    def _step_blocks(self) -> int:
+        return max(1, STEP_BYTES // self.runner.block_bytes)
 
     def export_prefix(
         self, prefix: HashedTokens, first: int = 0, most_blocks: int | None = None, *, demote: bool = False
@@ -65,13 +59,13 @@ class PrefixTransfer:
         Returns at most ``most_blocks`` blocks, or None if there are none. Pool blocks cannot be evicted meanwhile. With
         ``demote`` they are the first to be evicted afterwards, unless another prefix or sequence uses them.
         """
-        size = self._cache.block_size
+        size = self.cache.block_size
         scope, ids = prefix.scope, np.ascontiguousarray(prefix.token_ids, dtype=np.int32)
         if most_blocks is not None:
             ids = ids[: (first + most_blocks) * size]
         chain = prefix.chain[: len(ids) // size * HASH_BYTES]
         tokens = HashedTokens(scope, ids, chain)
-        payload = np.empty((max(len(chain) // HASH_BYTES - first, 0), self._runner.kv_format.block_bytes), np.uint8)
+        payload = np.empty((max(len(chain) // HASH_BYTES - first, 0), self.runner.kv_format.block_bytes), np.uint8)
         blocks: list[int] | None = None
         copied = 0
 
@@ -80,37 +74,37 @@ class PrefixTransfer:
             nonlocal blocks, copied
             if blocks is None:
                 blocks = self._match(tokens)
-                self._cache.acquire(blocks, read=demote)  # a pull for a request counts as a read
+                self.cache.acquire(blocks, read=demote)  # a pull for a request counts as a read
             rows = list(payload[copied : copied + self._step_blocks])
             at, end = first + copied, first + copied + len(rows)
             held = blocks[at:end]
             if held:
-                self._runner.read_blocks(held, rows[: len(held)])
+                self.runner.read_blocks(held, rows[: len(held)])
             below: Sequence[Row] = ()
             if len(held) < len(rows):
-                below = self._tiers.host_rows(tokens, blocks, at + len(held), end)
+                below = self.tiers.host_rows(tokens, blocks, at + len(held), end)
                 for row, source in zip(rows[len(held) :], below, strict=False):
                     row[...] = source
             copied += len(held) + len(below)
             if len(held) + len(below) == len(rows) and copied < len(payload):
                 return True
-            self._cache.release(blocks)
+            self.cache.release(blocks)
             if demote and copied:
-                self._cache.demote(blocks)
+                self.cache.demote(blocks)
             blocks = []
             return False
 
         try:
-            while self._on_loop(copy):
+            while self.on_loop(copy):
                 pass
         except BaseException:
-            self._on_loop(lambda: self._cache.release(blocks or []))
+            self.on_loop(lambda: self.cache.release(blocks or []))
             raise
         if not copied:
             return None
         end, payload = first + copied, payload[:copied]
         held_ids, hashes = ids[: end * size], chain[: end * HASH_BYTES]
-        return KvChain(make_header(self._runner.kv_format, scope, held_ids, hashes, payload, first), payload)
+        return KvChain(make_header(self.runner.kv_format, scope, held_ids, hashes, payload, first), payload)
 
     def import_part(self, part: KvChain, prefix: HashedTokens, first: int) -> int:
         """Publish the blocks of ``part``, which continue ``prefix`` from ``first`` on (``verify_part``), as they fit.
@@ -118,63 +112,63 @@ class PrefixTransfer:
         Returns how many leading blocks are held then. New ones are charged to the prefix's tenant. Imports nothing if
         blocks before ``first`` are missing by now. Raises a TransferError, importing nothing.
         """
-        if not self._cache.enabled:
+        if not self.cache.enabled:
             return 0
-        verify_part(part, self._runner.kv_format, prefix.scope, prefix.token_ids, prefix.chain, first)
+        verify_part(part, self.runner.kv_format, prefix.scope, prefix.token_ids, prefix.chain, first)
         end = first + part.header.blocks
-        ids = prefix.token_ids[: end * self._cache.block_size]
+        ids = prefix.token_ids[: end * self.cache.block_size]
         wanted = replace(prefix, token_ids=ids, chain=prefix.chain[: end * HASH_BYTES])
         while True:
-            held, new = self._on_loop(lambda: self._take(part, wanted, first))
+            held, new = self.on_loop(lambda: self._take(part, wanted, first))
             if not new or held >= end:
                 return held
 
     def hot_prefixes(self) -> HotPrefixes:
         """Return all prefixes in the pool, saves and the hottest first."""
-        entries, pins = self._on_loop(lambda: (list(self._cache.index), self._cache.pins.soonest_first()))
-        return list_hot(entries, pins, self._clock())
+        entries, pins = self.on_loop(lambda: (list(self.cache.index), self.cache.pins.soonest_first()))
+        return list_hot(entries, pins, self.clock())
 
     def cache_room(self) -> CacheRoom:
         """Return the free part of the pool, and the heats of the blocks that could be evicted."""
 
         def look() -> tuple[int, list[CachedBlock], list[int]]:
-            pool, entries = self._cache.pool, list(self._cache.index)
-            free = pool.free_blocks - self._scheduler.reserved_blocks
+            pool, entries = self.cache.pool, list(self.cache.index)
+            free = pool.free_blocks - self.scheduler.reserved_blocks
             return free, entries, [entry.block for entry in entries if pool.is_idle(entry.block)]
 
-        if not self._cache.enabled:
+        if not self.cache.enabled:
             return CacheRoom(0, b"")
-        free, entries, idle = self._on_loop(look)
+        free, entries, idle = self.on_loop(look)
         # Blocks reserved for running sequences come out of the coldest idle ones once nothing is free.
-        return CacheRoom(max(0, free), idle_heats(entries, idle, self._clock())[4 * max(0, -free) :])
+        return CacheRoom(max(0, free), idle_heats(entries, idle, self.clock())[4 * max(0, -free) :])
 
     def take_over_pin(self, saved: SavedPrefix, prefix: HashedTokens) -> PinOutcome | None:
         """Pin a prefix that another replica kept, for its remaining time; None if part of it is missing here."""
 
         def take_over() -> PinOutcome | None:
             blocks = self._match(prefix)
-            if len(blocks) * self._cache.block_size < len(prefix.token_ids):
+            if len(blocks) * self.cache.block_size < len(prefix.token_ids):
                 return None
-            return self._pins.take_over(saved, blocks)
+            return self.pins.take_over(saved, blocks)
 
-        if not self._cache.enabled or (saved.ttl_s or math.inf) <= saved.unread_s:
+        if not self.cache.enabled or (saved.ttl_s or math.inf) <= saved.unread_s:
             return None
-        return self._on_loop(take_over)
+        return self.on_loop(take_over)
 
     def _match(self, tokens: HashedTokens) -> list[int]:
         """Match whole blocks, the last one too: no last token has to be computed here, unlike for a prompt."""
-        return self._cache.match(tokens.scope, np.append(tokens.token_ids, np.int32(0)), tokens.chain)
+        return self.cache.match(tokens.scope, np.append(tokens.token_ids, np.int32(0)), tokens.chain)
 
     def _take(self, part: KvChain, wanted: HashedTokens, first: int) -> tuple[int, int]:
         """Load one step's worth of blocks; return (blocks held from the chain's start, new ones)."""
-        cache = self._cache
+        cache = self.cache
         matched = self._match(wanted)
         held = len(matched)
         idle_hits = sum(1 for block in matched if cache.pool.is_idle(block))
-        room = cache.available_blocks - idle_hits - self._scheduler.reserved_blocks
+        room = cache.available_blocks - idle_hits - self.scheduler.reserved_blocks
         count = min(first + part.header.blocks - held, self._step_blocks, room)
         if count <= 0 or held < first:
             return held, 0
         rows = list(part.payload[held - first : held - first + count])
-        new = install_blocks(cache, self._runner, wanted, matched, count, lambda: rows)
+        new = install_blocks(cache, self.runner, wanted, matched, count, lambda: rows)
         return held + new, new

@@ -11,6 +11,7 @@ from serve_app.cache.kv_chain import KvFormat, KvPart, Row
 from serve_app.engine.adapter_slots import LoadedAdapters
 from serve_app.engine.lora.peft_files import read_described
 from serve_app.engine.runner.position_random import position_uniform
+from serve_app.engine.settings import EngineSettings
 from serve_app.engine.step import Segment, SegmentResult
 
 
@@ -40,20 +41,13 @@ class SimulatedRunner:
     kind = "simulated"
 
     def __init__(
-        self,
-        cost: CostModel,
-        *,
-        sleep: Callable[[float], None] = time.sleep,
-        model_fingerprint: str = "",
-        block_size: int = 16,
-        max_loras: int = 4,
-        max_cpu_loras: int = 32,
+        self, cost: CostModel, settings: EngineSettings, *, sleep: Callable[[float], None] = time.sleep
     ) -> None:
         self.cost = cost
-        self.kv_format = KvFormat(model_fingerprint, block_size, (KvPart("simulated", ()),))
+        self.kv_format = KvFormat(settings.model_fingerprint, settings.block_size, (KvPart("simulated", ()),))
         # Adapters are read and distinguished, but change no token: only their scope and their slots are real.
         self.adapters = LoadedAdapters(
-            lambda spec: read_described(spec).config, max_loras=max_loras, max_cpu_loras=max_cpu_loras
+            lambda spec: read_described(spec).config, max_loras=settings.max_loras, max_cpu_loras=settings.max_cpu_loras
         )
         self.vocab_size = cost.vocab_size
         self.max_positions = cost.max_positions

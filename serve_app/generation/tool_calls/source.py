@@ -11,6 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from serve_app.api.tool_calls import CallArguments, CallBegun, CallEvent
+from serve_app.tokenization.detokenizer import held_back
 
 _OUTSIDE = re.compile(r'["{}\[\]]')
 _INSIDE = re.compile(r'["\\]')
@@ -92,12 +93,6 @@ class Source:
             if self.ended:
                 return False
             yield None
-
-
-def held_back(text: str, word: str) -> int:
-    """Return how many last characters of a text may be the beginning of an incomplete word."""
-    lengths = range(min(len(text), len(word) - 1), 0, -1)
-    return next((length for length in lengths if text.endswith(word[:length])), 0)
 
 
 def json_call(source: Source, make_id: MakeId, names: frozenset[str] | None = None) -> Steps[bool]:

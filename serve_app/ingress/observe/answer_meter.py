@@ -1,7 +1,7 @@
 """Measures one answer's cost and speed, and reports them to all counters, during the answer and at its end."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from serve_app.api.request import ChatRequest, GenerateRequest
 from serve_app.cache_diagnostics.detector import MissDetector
@@ -28,33 +28,25 @@ class Counters:
     misses: MissDetector | None = None
 
 
+@dataclass(eq=False)
 class AnswerMeter:
     """Counts one answer. ``body_bytes``: its request's size; ``allowance``: its part of its tenant's limits."""
 
-    def __init__(
-        self,
-        counters: Counters,
-        wanted: GenerateRequest,
-        generations: list[Generation],
-        arrived_s: float,
-        body_bytes: int,
-        allowance: Allowance,
-        trace: RequestTrace | None,
-    ) -> None:
-        self.usage = RequestUsage(wanted.n, generations)
-        self._counters = counters
-        self.wanted = wanted
-        self.generations = generations
-        self._arrived_s = arrived_s
-        self._body_bytes = body_bytes
-        self._allowance = allowance
-        self._trace = trace
-        self._tenant = generations[0].tenant
-        self._uncached_tokens = 0
-        self._last_s: dict[int, float] = {}
-        metrics = counters.metrics
-        self._inter_token_s = metrics.inter_token_s[self._tenant]
-        metrics.in_flight.inc()
+    counters: Counters
+    wanted: GenerateRequest
+    generations: list[Generation]
+    arrived_s: float
+    body_bytes: int
+    allowance: Allowance
+    trace: RequestTrace | None
+    _uncached_tokens: int = 0
+    _last_s: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.usage = RequestUsage(self.wanted.n, self.generations)
+        self._tenant = self.generations[0].tenant
+        self._inter_token_s = self.counters.metrics.inter_token_s[self._tenant]
+        self.counters.metrics.in_flight.inc()
 
     def add(self, piece: Piece) -> None:
         """Count a piece that is about to be sent."""
@@ -62,8 +54,8 @@ class AnswerMeter:
         new_tokens, index = piece.new_tokens, piece.index
         self.usage.add(piece)
         if new_tokens:
-            self._allowance.generated(new_tokens)
-            self._counters.metrics.completion_tokens[self._tenant] += new_tokens
+            self.allowance.generated(new_tokens)
+            self.counters.metrics.completion_tokens[self._tenant] += new_tokens
         if piece.first is not None:
             self._first_token(self.generations[index], index, piece.first.cached_tokens, now_s)
         elif new_tokens and index in self._last_s:
@@ -72,41 +64,41 @@ class AnswerMeter:
 
     def sent(self, piece: Piece) -> None:
         """Explain a cache miss after the first piece was sent, so that no first token waits for the explanation."""
-        misses, wanted = self._counters.misses, self.wanted
+        misses, wanted = self.counters.misses, self.wanted
         if misses is None or piece.first is None or piece.index % wanted.n:
             return
         generation = self.generations[piece.index]
         cached_tokens, now_s = piece.first.cached_tokens, self._last_s[piece.index]
-        miss = misses.observe(generation, cached_tokens, self._arrived_s, now_s, self.usage)
+        miss = misses.observe(generation, cached_tokens, self.arrived_s, now_s, self.usage)
         if miss is not None and wanted.cache_diagnostics and piece.index == 0:
             self.usage.miss = miss
 
     def client_left(self) -> None:
         """Count a client that disconnected before the end."""
-        self._counters.metrics.disconnects.inc()
+        self.counters.metrics.disconnects.inc()
 
     def end(self, error: BaseException | None) -> None:
         """Finish the answer; a tenant pays nothing for one that was refused before its first piece."""
-        counters, answered = self._counters, bool(self._last_s)
+        counters, answered = self.counters, bool(self._last_s)
         counters.metrics.in_flight.dec()
         refusal = error if isinstance(error, WarmpathError) else None
         if answered and self.wanted.stream and refusal is not None:  # its HTTP status was a good one
             counters.metrics.figures.refused(self._tenant, refusal.status)
         used = self.usage.total()
-        if self._trace is not None:
+        if self.trace is not None:
             if refusal is not None:
-                self._trace.failed(refusal.code or type(refusal).__name__)
-            self._trace.used(self.wanted.answering_model, used)
-        self._allowance.end(refused=refusal is not None and not answered)
+                self.trace.failed(refusal.code or type(refusal).__name__)
+            self.trace.used(self.wanted.answering_model, used)
+        self.allowance.end(refused=refusal is not None and not answered)
         if answered:  # without an answer, the cost is unknown, though not zero
             model, ref = self.wanted.answering_model, self.generations[0].prompt_ref
             counters.ledger.answer(self._tenant, model, ref, used.completion_tokens)
-            counters.front_door.learn(self._tenant, self._body_bytes, self._uncached_tokens)
+            counters.front_door.learn(self._tenant, self.body_bytes, self._uncached_tokens)
 
     def _first_token(self, generation: Generation, index: int, cached_tokens: int, now_s: float) -> None:
-        counters, wanted, tenant = self._counters, self.wanted, self._tenant
+        counters, wanted, tenant = self.counters, self.wanted, self._tenant
         metrics, prompt_tokens = counters.metrics, len(generation.token_ids)
-        ttft_s, ref = now_s - self._arrived_s, generation.prompt_ref
+        ttft_s, ref = now_s - self.arrived_s, generation.prompt_ref
         self._uncached_tokens += prompt_tokens - cached_tokens
         if not self._last_s:
             metrics.figures.answered(tenant, ttft_s)

@@ -11,9 +11,6 @@ from serve_app.tokenization.segment_cache import SegmentCacheStats
 
 _STATES = {"used": "in_use", "cached": "cached", "free": "free"}
 
-NOTICES = ("autoscaling", "configuration", "handover", "prewarm")
-"""The kinds of notices in the document, left by the controller and by replicas that may be gone."""
-
 
 def cache_state(
     core: RoutingCore,

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,36 +32,27 @@ class PromptBody(JsonBody):
     cold: bool = Field(False, description="switch at once, without computing the version first")
 
 
+@dataclass(eq=False)
 class PromptAdmin:
     """One ingress' part in changes of prompts. ``directory`` None: all prompts are from the settings.
 
     ``ingresses``: calls a method of every ingress, including this one; returns nothing if there is no other.
     """
 
-    def __init__(
-        self,
-        prompts: Prompts,
-        traffic: PromptTraffic,
-        warmer: Warmer,
-        preparer: Preparer,
-        tokenizer: PromptTokenizer,
-        directory: Path | None,
-        ingresses: Callable[..., Awaitable[list[Any]]],
-    ) -> None:
-        self._prompts = prompts
-        self.traffic = traffic
-        self.warmer = warmer
-        self._preparer = preparer
-        self._tokenizer = tokenizer
-        self._directory = directory
-        self._ingresses = ingresses
-        self._one_at_a_time = asyncio.Lock()
+    prompts: Prompts
+    traffic: PromptTraffic
+    warmer: Warmer
+    preparer: Preparer
+    tokenizer: PromptTokenizer
+    directory: Path | None
+    ingresses: Callable[..., Awaitable[list[Any]]]
+    _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def status(self, name: str | None = None) -> dict[str, Any]:
         """Return every name's versions, its current version, and the usage of each version."""
         figures = merged(report for report, _ in await self._reports())
         by_name: dict[str, list[Prompt]] = {}
-        for prompt in self._prompts.all().values():
+        for prompt in self.prompts.all().values():
             if name in (None, prompt.name):
                 by_name.setdefault(prompt.name, []).append(prompt)
         if name is not None and not by_name:
@@ -84,7 +76,7 @@ class PromptAdmin:
             prompt = await self._prompt(ref)
             warm = [] if cold else await self._warmed(prompt)
             await self.learn()
-            await self._switch(self._prompts.cutovers.promoted(prompt.name, prompt.version))
+            await self._switch(self.prompts.cutovers.promoted(prompt.name, prompt.version))
             return await self._done(prompt.name, warm)
 
     async def roll_back(self, body: bytes) -> dict[str, Any]:
@@ -93,11 +85,11 @@ class PromptAdmin:
         async with self._one_at_a_time:
             name = ref.partition("@")[0]
             await self.learn()
-            cutovers = self._prompts.cutovers.rolled_back(name)
+            cutovers = self.prompts.cutovers.rolled_back(name)
             warm: list[Warm] = []
             if not cold:
                 try:
-                    warm = await self._warmed(self._prompts.all()[cutovers.refs(name)[0]])
+                    warm = await self._warmed(self.prompts.all()[cutovers.refs(name)[0]])
                 except WarmpathError as error:
                     logger.warning("rolling back to a version that is not warm: %s", error.message)
             await self._switch(cutovers)
@@ -105,38 +97,38 @@ class PromptAdmin:
 
     async def learn(self) -> None:
         """Exchange the cut-overs with other ingresses: the newer state wins on both sides."""
-        for known in await self._ingresses("exchange_cutovers", self._prompts.cutovers):
+        for known in await self.ingresses("exchange_cutovers", self.prompts.cutovers):
             await self.exchange(known)
 
     # Calls between ingresses.
 
     async def reload(self) -> str:
         """Reload the directory; return its problem, "" for none. With a problem, nothing changes."""
-        if self._directory is None:
+        if self.directory is None:
             return "prompts_dir is not set: prompts of the settings have no cut-over"
         try:
-            locked = await asyncio.to_thread(PromptDirectory(self._directory).read)
-            await self._prompts.replace(self._tokenizer, locked=locked)
+            locked = await asyncio.to_thread(PromptDirectory(self.directory).read)
+            await self.prompts.replace(self.tokenizer, locked=locked)
         except PromptError as error:
             return str(error)
-        self._preparer.prompts_changed()
+        self.preparer.prompts_changed()
         return ""
 
     async def exchange(self, cutovers: Cutovers) -> Cutovers:
         """Apply and store a state if it is newer; return this ingress' resulting state."""
         try:
-            if self._prompts.switch(cutovers) and self._directory is not None:
-                await asyncio.to_thread(write_cutovers, self._directory, cutovers)
+            if self.prompts.switch(cutovers) and self.directory is not None:
+                await asyncio.to_thread(write_cutovers, self.directory, cutovers)
         except (PromptError, OSError) as error:
             logger.warning("a change of prompts was not stored: %s", error)
-        return self._prompts.cutovers
+        return self.prompts.cutovers
 
     async def _prompt(self, ref: str) -> Prompt:
         """Return the referenced version, once every ingress has reloaded it from disk."""
-        problems = [problem for problem in await self._ingresses("reload_prompts") or [await self.reload()] if problem]
+        problems = [problem for problem in await self.ingresses("reload_prompts") or [await self.reload()] if problem]
         if problems:
             raise InvalidRequest(f"The prompts cannot be used: {problems[0]}.", param="prompt_ref")
-        prompt = self._prompts.all().get(ref)
+        prompt = self.prompts.all().get(ref)
         if prompt is None or not prompt.digest:
             raise NotFound(
                 f"There is no {ref[:160]!r} in prompts_dir; see GET /v1/prompts.",
@@ -150,31 +142,31 @@ class PromptAdmin:
         uses = list(dict.fromkeys(use for _, by_name in reports for use in by_name.get(prompt.name, ())))
         figures = merged(report for report, _ in reports)
         used = sorted(figures, key=lambda ref: -figures[ref].requests)
-        versions = self._prompts.all()
+        versions = self.prompts.all()
         others = [
             ref
-            for ref in dict.fromkeys((*self._prompts.cutovers.refs(prompt.name), *used))
+            for ref in dict.fromkeys((*self.prompts.cutovers.refs(prompt.name), *used))
             if ref in versions and versions[ref].name == prompt.name and ref != prompt.ref
         ]
         warm = await self.warmer.warm(prompt, uses, others)
-        if not all(await self._ingresses("prompts_heard", warm) or [await self.warmer.heard(warm)]):
+        if not all(await self.ingresses("prompts_heard", warm) or [await self.warmer.heard(warm)]):
             raise Overloaded(f"Not every router knows the holders of {prompt.ref} yet; try again.", retry_after_s=2.0)
         return warm
 
     async def _switch(self, cutovers: Cutovers) -> None:
         """Store a state, then apply it at every ingress. Raises InvalidRequest if it cannot be stored here."""
-        assert self._directory is not None
+        assert self.directory is not None
         try:
-            await asyncio.to_thread(write_cutovers, self._directory, cutovers)
+            await asyncio.to_thread(write_cutovers, self.directory, cutovers)
         except OSError as error:
             raise InvalidRequest(
                 f"prompts_dir cannot be written to ({error.strerror}); nothing has changed."
             ) from error
         await self.exchange(cutovers)
-        await self._ingresses("exchange_cutovers", cutovers)
+        await self.ingresses("exchange_cutovers", cutovers)
 
     async def _reports(self) -> list[Report]:
-        return await self._ingresses("prompt_report") or [self.traffic.report()]
+        return await self.ingresses("prompt_report") or [self.traffic.report()]
 
     async def _done(self, name: str, warm: Sequence[Warm]) -> dict[str, Any]:
         (shown,) = (await self.status(name))["data"]
@@ -182,7 +174,7 @@ class PromptAdmin:
 
     def _shown(self, versions: Sequence[Prompt], figures: Mapping[str, Figures]) -> dict[str, Any]:
         name = versions[0].name
-        cutover = self._prompts.cutovers.names.get(name, Cutover(""))
+        cutover = self.prompts.cutovers.names.get(name, Cutover(""))
         return {
             "name": name,
             "tenant": versions[0].tenant,
@@ -192,7 +184,7 @@ class PromptAdmin:
                 {
                     "version": prompt.version,
                     "digest": prompt.digest or None,
-                    "tokens": self._prompts.tokens(prompt.ref),
+                    "tokens": self.prompts.tokens(prompt.ref),
                     **figures.get(prompt.ref, Figures()).to_json(),
                 }
                 for prompt in versions

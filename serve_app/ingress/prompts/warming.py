@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from router.core import RoutingCore
@@ -48,18 +48,16 @@ class Warm(NamedTuple):
     replica_ids: tuple[str, ...]
 
 
+@dataclass(eq=False)
 class Warmer:
     """Warms versions through one ingress' router. ``generate``: the dispatcher's function, with replicas to avoid."""
 
-    def __init__(
-        self, prompts: Prompts, preparer: Preparer, tenants: Tenants, core: RoutingCore, generate: Generate, model: str
-    ) -> None:
-        self._prompts = prompts
-        self._preparer = preparer
-        self._tenants = tenants
-        self._core = core
-        self._generate = generate
-        self._model = model
+    prompts: Prompts
+    preparer: Preparer
+    tenants: Tenants
+    core: RoutingCore
+    generate: Generate
+    model: str
 
     async def warm(self, prompt: Prompt, uses: Sequence[Use], others: Sequence[str]) -> list[Warm]:
         """Compute a prompt's KV, replica by replica, for each form of use; return its places.
@@ -97,11 +95,11 @@ class Warmer:
             tokens = self._least_tokens(other)
             if tokens:
                 wanted |= self._holders(route_of(await self._prepared(other, use)), tokens)
-        wanted &= set(self._core.replica_ids)
+        wanted &= set(self.core.replica_ids)
         for replica_id in sorted(wanted) or (None,):
             await self._place(generation, route, least, replica_id)
         held = self._holders(route, least)
-        missing = wanted & set(self._core.replica_ids) - held
+        missing = wanted & set(self.core.replica_ids) - held
         if missing or not held:
             count = f"{len(missing)} of {len(wanted)} replicas" if missing else "any replica"
             raise Overloaded(
@@ -118,7 +116,7 @@ class Warmer:
             return replica_id in holders or (replica_id is None and bool(holders))
 
         for _ in range(_TRIES):
-            replica_ids = set(self._core.replica_ids)
+            replica_ids = set(self.core.replica_ids)
             if held() or (replica_id is not None and replica_id not in replica_ids):
                 return
             await self._prefill(generation, () if replica_id is None else tuple(replica_ids - {replica_id}))
@@ -126,7 +124,7 @@ class Warmer:
 
     async def _prefill(self, generation: Generation, avoid: tuple[str, ...]) -> None:
         """Compute a prompt in pieces, so that other requests at the replica wait for a piece, not for a whole step."""
-        size = self._core.settings.block_size
+        size = self.core.settings.block_size
         piece_tokens = max(1, PIECE_TOKENS // size) * size
         for end in (*range(piece_tokens, len(generation.token_ids), piece_tokens), None):
             piece = replace(
@@ -139,18 +137,18 @@ class Warmer:
                 scope = replace(generation.scope, public_blocks=min(generation.scope.public_blocks, blocks))
                 hashes = generation.block_hashes[: blocks * HASH_BYTES]
                 piece = replace(piece, token_ids=piece.token_ids[:end], block_hashes=hashes, scope=scope)
-            async with aclosing(self._generate(piece, avoid)) as tokens:
+            async with aclosing(self.generate(piece, avoid)) as tokens:
                 async for _ in tokens:
                     pass
 
     def _least_tokens(self, ref: str) -> int:
-        return self._prompts.least_tokens(ref, self._core.settings.block_size)
+        return self.prompts.least_tokens(ref, self.core.settings.block_size)
 
     def _holders(self, route: RoutedRequest, tokens: int) -> set[str]:
-        return {replica_id for replica_id, held in self._core.holders(route).items() if held >= tokens}
+        return {replica_id for replica_id, held in self.core.holders(route).items() if held >= tokens}
 
     async def _prepared(self, ref: str, use: Use) -> Generation:
-        tenant = self._tenants.by_name.get(use.tenant)
+        tenant = self.tenants.by_name.get(use.tenant)
         if tenant is None:
             raise InvalidRequest(f"There is no tenant {use.tenant[:64]!r} to compute {ref} for.", param="prompt_ref")
         fields: dict[str, Any] = {
@@ -162,17 +160,17 @@ class Warmer:
             request = ChatRequest(messages=({"role": "user", "content": _WORDS},), **fields)
         else:
             request = CompletionRequest(prompts=(_WORDS,), **fields)
-        (generation,) = await self._preparer.prepare(request, tenant, "warm")
+        (generation,) = await self.preparer.prepare(request, tenant, "warm")
         return generation
 
     def _default_uses(self, prompt: Prompt) -> Iterable[Use]:
-        tenants = [tenant for tenant in self._tenants.by_name.values() if tenant.store_kv]
+        tenants = [tenant for tenant in self.tenants.by_name.values() if tenant.store_kv]
         if prompt.tenant is not None:
             tenants = [tenant for tenant in tenants if tenant.name == prompt.tenant]
         if not tenants:
             raise InvalidRequest(f"No tenant that may use {prompt.ref} leaves KV in the cache.", param="prompt_ref")
-        models = [tenant for tenant in tenants if tenant.models is None or self._model in tenant.models]
-        return [Use((models or tenants)[0].name, self._model, None, None, chat=True)]
+        models = [tenant for tenant in tenants if tenant.models is None or self.model in tenant.models]
+        return [Use((models or tenants)[0].name, self.model, None, None, chat=True)]
 
 
 async def _becomes(holds: Callable[[], bool], timeout_s: float) -> bool:

@@ -9,14 +9,13 @@ from starlette.responses import Response
 from serve_app.api.anthropic.request import CountTokensBody, MessagesBody, parse_count, parse_messages
 from serve_app.api.anthropic.response import MessagesFormat, anthropic_model, anthropic_models
 from serve_app.api.openai.request import ChatBody, CompletionBody, parse_chat, parse_completion
-from serve_app.api.openai.response import ChatFormat, CompletionFormat, models_body
+from serve_app.api.openai.response import CHAT, COMPLETION, models_body
 from serve_app.errors import ModelNotFound
 from serve_app.ingress.http import json_response
 from serve_app.ingress.routes.handler import ANTHROPIC, Front, guarded, speaks_anthropic, takes
 
 router = APIRouter()
 
-CHAT, COMPLETION = ChatFormat(), CompletionFormat()
 MESSAGES_PATH = "/v1/messages"
 
 

@@ -7,6 +7,7 @@ so tenants' shares hold. A few parts are exported and imported at once; the othe
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -25,25 +26,23 @@ EXPORTS_AT_ONCE = 2
 EXPORTS_WAITING = 32
 
 
+@dataclass(eq=False)
 class PeerAnswers:
     """The answers of one replica. ``adapters``: those in memory, the last used first."""
 
-    def __init__(
-        self, engine: Engine, adapters: Callable[[], Sequence[AdapterSpec]], moves: MoveMeters, pulls: PullMeters
-    ) -> None:
-        self._engine = engine
-        self._adapters = adapters
-        self._moves = moves
-        self._pulls = pulls
-        self._takes = asyncio.Semaphore(TAKES_AT_ONCE)
-        # Their threads wait for the engine's loop, and must not delay other work of the replica.
-        self._exports = asyncio.Semaphore(EXPORTS_AT_ONCE)
-        self._exporting = 0
+    engine: Engine
+    adapters: Callable[[], Sequence[AdapterSpec]]
+    moves: MoveMeters
+    pulls: PullMeters
+    _takes: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(TAKES_AT_ONCE))
+    # Their threads wait for the engine's loop, and must not delay other work of the replica.
+    _exports: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(EXPORTS_AT_ONCE))
+    _exporting: int = 0
 
     async def export_kv(self, wanted: WantedPart) -> PulledPart:
         """Return the part of the prefix that is in the pool."""
         if self._exporting >= EXPORTS_AT_ONCE + EXPORTS_WAITING:
-            self._pulls.exports["busy"] += 1
+            self.pulls.exports["busy"] += 1
             return "busy"
         self._exporting += 1
         try:
@@ -51,28 +50,26 @@ class PeerAnswers:
                 token_ids = np.frombuffer(wanted.token_ids, dtype="<i4")
                 prefix = HashedTokens(wanted.scope, token_ids, wanted.block_hashes)
                 part = wanted.first, wanted.most_blocks
-                chain = await asyncio.to_thread(
-                    self._engine.transfer.export_prefix, prefix, *part, demote=wanted.demote
-                )
+                chain = await asyncio.to_thread(self.engine.transfer.export_prefix, prefix, *part, demote=wanted.demote)
         finally:
             self._exporting -= 1
-        self._pulls.exports["gone" if chain is None else "sent"] += 1
+        self.pulls.exports["gone" if chain is None else "sent"] += 1
         if chain is None:
             return "gone"
-        self._pulls.exported_tokens += chain.header.blocks * chain.header.format.block_size
+        self.pulls.exported_tokens += chain.header.blocks * chain.header.format.block_size
         return chain
 
     async def offer_hot(self, most_blocks: int) -> HotOffer:
         """Return the hottest prefixes here, for a joining replica."""
-        hot = await asyncio.to_thread(self._engine.transfer.hot_prefixes)
-        return HotOffer(within(hot, most_blocks), tuple(self._adapters()))
+        hot = await asyncio.to_thread(self.engine.transfer.hot_prefixes)
+        return HotOffer(within(hot, most_blocks), tuple(self.adapters()))
 
     async def survey_cache(self, runs: Sequence[bytes]) -> Survey:
         """Return how much of these runs (packed hashes) is held here, and the free space, for a leaving replica."""
 
         def look() -> Survey:
-            known = tuple(self._engine.known_blocks(hashes, len(hashes) // HASH_BYTES) for hashes in runs)
-            return Survey(known, self._engine.transfer.cache_room())
+            known = tuple(self.engine.known_blocks(hashes, len(hashes) // HASH_BYTES) for hashes in runs)
+            return Survey(known, self.engine.transfer.cache_room())
 
         return await asyncio.to_thread(look)
 
@@ -84,20 +81,20 @@ class PeerAnswers:
         async with self._takes:
             chain = await part[0]
             try:
-                held = await asyncio.to_thread(self._engine.transfer.import_part, chain, prefix, first)
+                held = await asyncio.to_thread(self.engine.transfer.import_part, chain, prefix, first)
             except TransferError as error:
                 logger.warning("KV that a leaving replica handed over was refused: %s", error)
-                self._moves.refused_blocks += chain.header.blocks
+                self.moves.refused_blocks += chain.header.blocks
                 return -1
         taken = min(max(0, held - first), chain.header.blocks)
         if taken:
-            self._moves.taken_blocks[kind] += taken
-            self._moves.taken_bytes += taken * self._engine.kv_block_bytes
-        self._moves.refused_blocks += chain.header.blocks - taken
+            self.moves.taken_blocks[kind] += taken
+            self.moves.taken_bytes += taken * self.engine.kv_block_bytes
+        self.moves.refused_blocks += chain.header.blocks - taken
         return held
 
     async def keep_save(self, saved: SavedPrefix, prefix: HashedTokens) -> bool:
         """Keep an explicit save of a leaving replica; return whether it is kept here now."""
-        outcome = await asyncio.to_thread(self._engine.transfer.take_over_pin, saved, prefix) or "gone"
-        self._moves.taken_saves[outcome] += 1
+        outcome = await asyncio.to_thread(self.engine.transfer.take_over_pin, saved, prefix) or "gone"
+        self.moves.taken_saves[outcome] += 1
         return outcome in ("pinned", "present")

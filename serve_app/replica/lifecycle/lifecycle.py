@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ray import serve
 
@@ -30,42 +31,36 @@ STREAMS_END_S = 5.0
 """Streams still running this long before the kill continue elsewhere. Serve may notice the last end after 2 s."""
 
 
+@dataclass(eq=False)
 class Lifecycle:
     """The lifecycle of one replica. ``running``: its streams, which continue elsewhere at the end of its time."""
 
-    def __init__(
-        self,
-        config: AppConfig,
-        engine: Engine,
-        adapters: ReplicaAdapters,
-        peers: Peers,
-        running: RunningCalls,
-        meters: MoveMeters,
-    ) -> None:
+    config: AppConfig
+    engine: Engine
+    adapters: ReplicaAdapters
+    peers: Peers
+    running: RunningCalls
+    meters: MoveMeters
+    _deadline_s: float = float("inf")
+    _task: asyncio.Task[bool | None] | None = None
+    _alarm: asyncio.TimerHandle | None = None
+
+    def __post_init__(self) -> None:
         context = serve.get_replica_context()
-        self._config = config
-        self._engine = engine
-        self._adapters = adapters
-        self._peers = peers
-        self._running = running
-        self._meters = meters
         self._app_name = context.app_name
         self._replica_id: str = context.replica_id.unique_id
         self._loop = asyncio.get_running_loop()
-        self._deadline_s = float("inf")
-        self._task: asyncio.Task[bool | None] | None = None
-        self._alarm: asyncio.TimerHandle | None = None
         self.departure = Departure(self._replica_id, self._leave, self._stay, self._loop)
-        peers.running.listen(self.departure.heard)
+        self.peers.running.listen(self.departure.heard)
 
     async def join(self) -> None:
         """Copy the hottest prefixes of peers; returns within the budget, and at once if there are no peers."""
-        config = self._config
+        config = self.config
         names = self._names()
         if not (config.prewarm and config.enable_prefix_caching and names):
             return
-        prewarm = Prewarm(self._engine, self._peers, self._adapters.load, config)
-        self._meters.joined = receipt = await prewarm.run(names)
+        prewarm = Prewarm(self.engine, self.peers, self.adapters.load, config)
+        self.meters.joined = receipt = await prewarm.run(names)
         logger.info("pre-warm: %s", receipt.to_json())
         await self._post("prewarm", receipt)
 
@@ -88,16 +83,16 @@ class Lifecycle:
         timeout_s = own_deployment().graceful_shutdown_timeout_s
         self._deadline_s = decided_s + timeout_s
         self._alarm = self._loop.call_at(
-            max(self._loop.time(), self._deadline_s - STREAMS_END_S), self._running.break_off
+            max(self._loop.time(), self._deadline_s - STREAMS_END_S), self.running.break_off
         )
         self._receipt = Receipt()
-        size = self._config.block_size
-        self._handover = HandOver(self._engine, self._peers, size, lambda: bool(self._running), self._receipt)
+        size = self.config.block_size
+        self._handover = HandOver(self.engine, self.peers, size, lambda: bool(self.running), self._receipt)
         self._task = self._loop.create_task(self._hand_over())
 
     def _stay(self) -> None:
         """Continue running after an absence that looked like a stop."""
-        self._running.closed = False
+        self.running.closed = False
         assert self._alarm is not None and self._task is not None
         self._alarm.cancel()
         self._task.cancel()
@@ -107,7 +102,7 @@ class Lifecycle:
     async def _hand_over(self) -> bool:
         """Return whether there is anything to hand over, and a peer to take it."""
         names = self._names()
-        if not (self._config.handover and self._config.enable_prefix_caching and names):
+        if not (self.config.handover and self.config.enable_prefix_caching and names):
             return False
         logger.info("this replica is being stopped; it hands over to %d peers", len(names))
         await self._handover.run(names, self._left_s())
@@ -115,7 +110,7 @@ class Lifecycle:
         return True
 
     def _names(self) -> Sequence[str]:
-        return sorted(self._peers.running.names - {self._replica_id})
+        return sorted(self.peers.running.names - {self._replica_id})
 
     def _left_s(self) -> float:
         return self._deadline_s - KEPT_S - self._loop.time()

@@ -1,4 +1,4 @@
-"""Traces: tokens made from ids share prefixes exactly as the ids do, and both sources obey the format's rules."""
+"""Traces: tokens made from ids share prefixes exactly as the ids do, and a trace obeys the format's rules."""
 
 import argparse
 import gzip
@@ -9,16 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.common.trace import (
-    DEFAULT_TRACE,
-    TRACE_BLOCK_TOKENS,
-    TraceRequest,
-    add_trace_flags,
-    chosen_trace,
-    read_trace,
-    synthetic_trace,
-    token_ids_of,
-)
+from benchmarks.common.trace import DEFAULT_TRACE, add_trace_flags, chosen_trace, token_ids_of
+from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, TraceRequest, read_trace
 
 ROW = {"timestamp": 1500, "input_length": 600, "output_length": 7, "hash_ids": [3, 9]}
 
@@ -55,11 +47,10 @@ def test_the_default_trace_comes_with_the_project() -> None:
 
 
 def test_flags_choose_the_requests() -> None:
-    """Flags select the default trace, a slice of it, or a synthetic one; too few requests are an error."""
+    """Flags select the default trace or a slice of it; too few requests are an error."""
     trace = read_trace(DEFAULT_TRACE)
     assert chosen() == trace[:50]
     assert chosen("--skip", "5990", "--requests", "10") == trace[5990:]
-    assert chosen("--trace", "synthetic", "--seed", "3", "--skip", "10") == synthetic_trace(60, 3)[10:]
     with pytest.raises(ValueError, match="holds 6000 requests, but 6001 are needed"):
         chosen("--requests", "6001")
 
@@ -71,13 +62,3 @@ def test_a_malformed_line_is_named(tmp_path: Path, change: dict[str, object]) ->
     path.write_text(json.dumps(ROW) + "\n" + json.dumps({**ROW, **change}) + "\n")
     with pytest.raises(ValueError, match="line 2"):
         read_trace(path)
-
-
-def test_the_synthetic_trace_is_reproducible_and_reuses_prefixes() -> None:
-    """The seed determines everything. Ids fit the lengths, and many prompts begin like an earlier one."""
-    trace = synthetic_trace(500, seed=3)
-    assert trace == synthetic_trace(500, seed=3) != synthetic_trace(500, seed=4)
-    assert all(len(r.hash_ids) == -(-r.prompt_tokens // TRACE_BLOCK_TOKENS) for r in trace)
-    assert [r.arrival_s for r in trace] == sorted(r.arrival_s for r in trace)
-    firsts = [r.hash_ids[0] for r in trace]
-    assert len(set(firsts)) < len(firsts) / 4

@@ -3,10 +3,10 @@
 import pytest
 
 from benchmarks.common.agent_sessions import Session, read_sessions
-from benchmarks.common.trace import TRACE_BLOCK_TOKENS
 from benchmarks.simulation.agents import CONTENDERS, Agents, make_load
 from benchmarks.simulation.cluster import Cluster
 from benchmarks.simulation.settings import ClusterSettings
+from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS
 
 
 @pytest.fixture(scope="module")

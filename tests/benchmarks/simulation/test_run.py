@@ -7,12 +7,13 @@ from random import Random
 
 import pytest
 
-from benchmarks.common.trace import TRACE_BLOCK_TOKENS, TraceRequest, synthetic_trace
+from benchmarks.common.trace import DEFAULT_TRACE
 from benchmarks.simulation import run as simulate
 from benchmarks.simulation.cluster import Cluster, Outcome, unlimited
 from benchmarks.simulation.front_door import RayPrefixTree
 from benchmarks.simulation.replica import SimulatedReplica
 from benchmarks.simulation.settings import ClusterSettings, Contender, prepare
+from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, TraceRequest, read_trace
 
 KINDS = [Contender(policy, *kind) for policy in simulate.CONTENDING for kind in ((False, False), (True, True))]
 SMALL = ClusterSettings(replicas=4, blocks=250)
@@ -88,7 +89,7 @@ def test_a_very_hot_prefix_is_spread_by_copying(routers: int) -> None:
 @pytest.mark.parametrize("contender", KINDS, ids=str)
 def test_nothing_is_lost_and_no_cache_overflows(contender: Contender, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every request has one first token and pays for it; pools keep their bound and end idle."""
-    trace = synthetic_trace(150, seed=1)
+    trace = [request for request in read_trace(DEFAULT_TRACE, 160) if len(request.hash_ids) < 200][:150]
     settings = ClusterSettings(replicas=4, blocks=250, routers=3, feed_delay_s=0.1, speed=2.0)
     report = SimulatedReplica._report
 
@@ -143,7 +144,7 @@ def test_our_model_of_rays_tree_agrees_with_rays() -> None:
 def test_the_command_writes_the_contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every policy has its row of figures; rows for parts of the trace follow."""
     path = tmp_path / "simulate.json"
-    arguments = ["simulate", "--trace", "synthetic", "--requests", "60", "--replicas", "2", "--json", str(path)]
+    arguments = ["simulate", "--requests", "60", "--replicas", "2", "--json", str(path)]
     monkeypatch.setattr("sys.argv", arguments)
     simulate.main()
     document = json.loads(path.read_text())

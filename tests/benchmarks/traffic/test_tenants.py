@@ -1,15 +1,15 @@
 """Tenants' traffic: the trace's conversations under each tenant's own prompts."""
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.common.trace import DEFAULT_TRACE, TRACE_BLOCK_TOKENS, TraceRequest, read_trace
+from benchmarks.common.trace import DEFAULT_TRACE
 from benchmarks.traffic.conversations import conversations_of
 from benchmarks.traffic.tenants import TrafficSettings, tenant_traffic
+from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, TraceRequest, read_trace
 
 HOUR = TrafficSettings(0.5, seconds=3600.0, start_s=36_000.0, seed=4)
 
@@ -52,9 +52,3 @@ def test_nothing_is_shared_between_tenants(seed: int, tenants: int) -> None:
         assert len(request.hash_ids) == -(-request.prompt_tokens // TRACE_BLOCK_TOKENS) <= 68
         for block in request.hash_ids:
             assert owners.setdefault(block, request.tenant) == request.tenant
-
-
-@pytest.mark.parametrize("wrong", [{"tenants": 0}, {"seconds": 0.0}, {"skew": -1.0}])
-def test_settings_are_checked(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="must be"):
-        replace(HOUR, **wrong)

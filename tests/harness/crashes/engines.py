@@ -55,7 +55,7 @@ def call_crashes(kind: str, model: Path, directory: Path, rng: random.Random) ->
         if kind == "torch":
             return load_runner(model, settings)
         cost = CostModel(vocab_size=info.vocab_size, max_positions=_MAX_MODEL_LEN)
-        return SimulatedRunner(cost, sleep=lambda _: None, model_fingerprint=info.fingerprint)
+        return SimulatedRunner(cost, settings, sleep=lambda _: None)
 
     adapters = AdapterRegistry("demo")
     adapters.merge(AdapterEntry(spec.name, spec) for spec in specs)

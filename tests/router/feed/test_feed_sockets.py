@@ -21,7 +21,7 @@ async def test_snapshot_then_deltas_then_a_new_feed() -> None:
     async with following("a") as (core, subscriber, feeds):
         feed = feeds["a"]
         feed.put([BlocksStored(CHAIN), BEAT])
-        subscriber.connect("a", FeedEndpoint.from_dict(feed.endpoint.to_dict()))
+        subscriber.connect("a", feed.endpoint)
         await until(lambda: blocks(core, "a") == 50)
         assert core.loads.queue_ahead("a") == 3
         feed.put([BlocksRemoved(CHAIN[16 * 20 :])])

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from router.load.load_table import LoadTable
 from router.policy.candidates import Candidate, RoutingView
 from router.policy.costs import SHARED_PREFILL, estimate
-from router.policy.policies import POLICIES, Policy
+from router.policy.policies import POLICIES
 from router.protocol.events import LoadReport
 from router.protocol.request import Reason, RoutedRequest
 from router.settings import DEFAULT_POLICY, POLICY_NAMES, PolicySettings
-from tests.router.cores import core_of, decided
 
 NAMES = [f"replica-{number}" for number in range(6)]
 
@@ -189,17 +188,3 @@ def test_bounded_hash_spills_only_over_the_bound() -> None:
     spilled = rank("bounded_hash", loads_of(*rows))[0]
     assert spilled.replica_id != home.replica_id
     assert spilled.reason == "load_spill"
-
-
-def test_a_policy_knows_the_labels_of_replicas_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rule can use a node's property through a label set in Ray. (docs: routing)"""
-
-    def prefers_nvme(view: RoutingView, limit: int | None = None) -> list[Candidate]:
-        ranked = POLICIES["estimated_ttft"](16).rank(view)
-        return sorted(ranked, key=lambda one: view.labels.get(one.replica_id, {}).get("disk") != "nvme")[:limit]
-
-    monkeypatch.setitem(POLICIES, "lmetric", lambda _: Policy(prefers_nvme))
-    core = core_of("abc", policy="lmetric")
-    for name in "bc":
-        core.update_replicas("abc", labels={name: {"disk": "nvme"}})
-        assert {decided(core, request()).replica_id for _ in range(6)} == {name}

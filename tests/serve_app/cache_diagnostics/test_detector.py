@@ -54,7 +54,7 @@ class Bench:
         self.counted: list[tuple[str, str, int]] = []
         self.now_s = 0.0
         workers = FairWorkers(Shares({}), threads=2)
-        self.detector = MissDetector(decode, workers, lambda: 3, lambda *miss: self.counted.append(miss))
+        self.detector = MissDetector(decode, workers, PromptMemory(lambda: 3), lambda *miss: self.counted.append(miss))
 
     async def ask(self, wanted: Generation, cached_tokens: int = 0) -> Miss | None:
         self.now_s += 1

@@ -135,7 +135,7 @@ def test_a_new_ingress_serves_no_adapter_before_it_has_the_others_entries() -> N
         """The first call finds no replica that answers, the second one an ingress that does not."""
 
         def __init__(self) -> None:
-            self._replica = SimpleNamespace(describe=SimpleNamespace(remote=AsyncMock()))
+            self.replica = SimpleNamespace(describe=SimpleNamespace(remote=AsyncMock()))
             self.replicas = AsyncMock(side_effect=[ActorUnavailableError("not yet", None), [()], [()]])
             self.ingresses = AsyncMock(side_effect=[TimeoutError, [new.entries(), old.entries()]])
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from serve_app.checkpoints.kv_planner import plan_kv
+from serve_app.checkpoints.kv_planner import kv_room, plan_kv
 from serve_app.checkpoints.sources.model_config import model_config
 from serve_app.cli.main import app
 from tests.serve_app.checkpoints.sources.tiny_gguf import HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, write_tiny_gguf
@@ -25,7 +25,7 @@ LLAMA = {
 
 def test_the_worked_example() -> None:
     """10,000 tokens of Llama-3.1-8B in bf16, and the model's 8,030,261,248 parameters. (docs: sizing)"""
-    found = plan_kv(LLAMA, "bfloat16", memory_bytes=80 * 10**9, prefixes=100, prefix_tokens=10_000)
+    found = plan_kv(kv_room(LLAMA, "bfloat16", 80 * 10**9), prefixes=100, prefix_tokens=10_000)
     assert found.prefix_bytes == 1_310_720_000 and found.weights_bytes == 2 * 8_030_261_248
     assert found.prefixes_per_replica == 48 and found.replicas_needed == 3 and found.hit_rate == 0.48
 
@@ -33,7 +33,7 @@ def test_the_worked_example() -> None:
 @given(st.integers(0, 10**12), st.integers(1, 5000), st.integers(1, 50_000), st.integers(1, 16))
 def test_planned_prefixes_fit_and_one_more_would_not(memory: int, prefixes: int, tokens: int, replicas: int) -> None:
     """Prefixes of whole blocks fit into the memory that the weights leave."""
-    found = plan_kv(LLAMA, "bfloat16", memory_bytes=memory, prefixes=prefixes, prefix_tokens=tokens, replicas=replicas)
+    found = plan_kv(kv_room(LLAMA, "bfloat16", memory), prefixes, tokens, replicas)
     whole = -(-tokens // 16) * 16 * found.bytes_per_token
     assert found.prefixes_per_replica * whole <= found.kv_bytes < (found.prefixes_per_replica + 1) * whole
     assert (found.hit_rate == 1.0) == (0 < found.replicas_needed <= replicas)
@@ -55,12 +55,9 @@ def test_the_command_needs_a_config_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("ranks", "part"), [((8, 1), 1.0), ((16, 1), 2.0), ((1, 4), 1.0), ((2, 3), 33 / 32)])
 def test_ranks_hold_a_head_and_as_many_layers_as_the_fullest(ranks: tuple[int, int], part: float) -> None:
     """Eight KV heads on sixteen ranks are held twice; of 32 layers one of three stages has eleven."""
-    one, several = (
-        plan_kv(LLAMA, "bfloat16", memory_bytes=80 * 10**9, prefixes=1, prefix_tokens=1, ranks=each)
-        for each in ((1, 1), ranks)
-    )
+    one, several = (kv_room(LLAMA, "bfloat16", 80 * 10**9, each) for each in ((1, 1), ranks))
     assert several.bytes_per_token == one.bytes_per_token * part
-    assert several.tokens_per_replica == pytest.approx(one.tokens_per_replica / part, abs=16)
+    assert several.tokens == pytest.approx(one.tokens / part, abs=16)
 
 
 def test_a_trace_is_planned_by_memory(tmp_path: Path) -> None:
@@ -88,5 +85,5 @@ def test_a_gguf_file_is_planned_without_a_conversion(tmp_path: Path, demo_model_
     assert (found["num_attention_heads"], found["num_key_value_heads"]) == (HEADS, KV_HEADS)
     vocabulary = json.loads((demo_model_path / "config.json").read_text())["vocab_size"]
     assert abs(found["vocab_size"] - vocabulary) < 8
-    plan_kv(found, "bfloat16", memory_bytes=10**9, prefixes=1, prefix_tokens=16)
+    plan_kv(kv_room(found, "bfloat16", 10**9), prefixes=1, prefix_tokens=16)
     assert model_config("demo")["num_hidden_layers"] > 0

@@ -62,6 +62,6 @@ def described(path: Path, name: str = "a") -> tuple[AdapterSpec, PrefixScope]:
 
 
 def simulated_engine(**settings: Any) -> TorchEngine:
-    """Return an engine that computes nothing, not started; ``settings`` are its runner's."""
-    cost = CostModel(prefill_tokens_per_s=1e9, decode_base_s=0.0)
-    return TorchEngine(SimulatedRunner(cost, **settings), EngineSettings(num_blocks=64), lambda _: None)
+    """Return an engine that computes nothing, not started."""
+    cost, given = CostModel(prefill_tokens_per_s=1e9, decode_base_s=0.0), EngineSettings(num_blocks=64, **settings)
+    return TorchEngine(SimulatedRunner(cost, given), given, lambda _: None)

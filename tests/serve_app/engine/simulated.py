@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
+from serve_app.engine.settings import EngineSettings
 from serve_app.engine.step import Segment, SegmentResult
 
 MakeSimulated = Callable[..., TorchEngine]
@@ -15,7 +16,8 @@ class GatedRunner(SimulatedRunner):
     """A simulated runner with steps that wait for a gate, and fail on a poisonous token."""
 
     def __init__(self, poison: int | None = None, gated: bool = False) -> None:
-        super().__init__(CostModel(prefill_tokens_per_s=1e9, decode_base_s=0.0, decode_per_sequence_s=0.0))
+        cost = CostModel(prefill_tokens_per_s=1e9, decode_base_s=0.0, decode_per_sequence_s=0.0)
+        super().__init__(cost, EngineSettings())
         self.poison = poison
         self.gate = threading.Event()
         self.entered = threading.Event()

@@ -95,7 +95,7 @@ async def cabled(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[FakeHan
     cable = Cable(port)
     handle = FakeHandle(answer)
     receiver.inbox.reply_to = structs.replace(receiver.inbox.reply_to, address=f"tcp://127.0.0.1:{await cable.open()}")
-    handle.inbox = handle.dispatcher._inbox = receiver.inbox
+    handle.inbox = handle.dispatcher.inbox = receiver.inbox
     monkeypatch.setattr("tests.serve_app.generation.fake_replicas.FakeResult", ByCable)
     monkeypatch.setattr(ByCable, "senders", senders, raising=False)
     # A call given up too early costs an attempt, but no answer, so the speed of this machine changes nothing.

@@ -233,7 +233,7 @@ def test_each_replica_is_told_of_its_own_once_and_a_dead_one_harms_nobody(replic
 def test_only_a_departure_before_the_end_is_reported(replicas: Any) -> None:
     """The ingress reports it, independent of Ray's cancel: these replicas ignore that."""
     handle = FakeHandle(answer, ["a"])
-    handle.dispatcher._left = Aborts(replicas).note
+    handle.dispatcher.left = Aborts(replicas).note
 
     async def run() -> None:
         async for _ in handle.dispatcher.generate(generation()):

@@ -29,7 +29,8 @@ RULES = "You are a careful clerk. Name the clause, the date and the amount befor
 
 def preparer_of(tokenizer: PromptTokenizer, prompts: Prompts | None = None, **more: Any) -> Preparer:
     info, limits = load_checkpoint_info(Path(tokenizer._tokenizer.name_or_path)), Limits(4096, 8, 300.0)
-    return Preparer(info, tokenizer, Tenants([], SECRET), SECRET, AdapterRegistry("demo"), limits, prompts, **more)
+    used = Prompts() if prompts is None else prompts
+    return Preparer(info, tokenizer, Tenants([], SECRET), SECRET, AdapterRegistry("demo"), limits, used, **more)
 
 
 @pytest.fixture(scope="module")

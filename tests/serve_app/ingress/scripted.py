@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from router.protocol.block_hash import PrefixScope
 from serve_app.api.anthropic.history import MessageHistory
-from serve_app.cache_diagnostics.detector import MissDetector
+from serve_app.cache_diagnostics.detector import MissDetector, PromptMemory
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.config.app import AppConfig
@@ -186,7 +186,7 @@ def scripted(
     workers, readers = FairWorkers(shares), AnswerReaders(tokenizer, "auto")
     counted = counters(
         FrontDoor(shares, places=lambda: 8, max_waiting=64, max_bytes=1 << 26),
-        MissDetector(tokenizer.text_of, workers, lambda: 1, metrics.missed),
+        MissDetector(tokenizer.text_of, workers, PromptMemory(lambda: 1), metrics.missed),
     )
     script.door = counted.front_door
     services = partial_services(

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from serve_app.api.format import AnswerHead
 from serve_app.api.openai.request import parse_chat, parse_completion
-from serve_app.api.openai.response import ChatFormat, CompletionFormat
+from serve_app.api.openai.response import CHAT, COMPLETION
 from serve_app.config.app import AppConfig
 from serve_app.config.tenants import TenantConfig
 from serve_app.engine.protocol import FirstToken, SamplingParams
@@ -68,7 +68,7 @@ class Streamed:
         deadline = Deadline(Drain(), time.perf_counter() + self.timeout_s, self.timeout_s)
         self.place = await WaitingLine(Budget(Shares({}), lambda: 1)).enter("acme", 1, 1)
         head = AnswerHead("a", 0, "m")
-        shown, pieces = CompletionFormat(), pieces or self.pieces()
+        shown, pieces = COMPLETION, pieces or self.pieces()
         return await streamed(Answer(shown, head, pieces, PieceSink(), self.place, meter, deadline))
 
     def counted(self, name: str = "requests_in_flight") -> float:
@@ -200,7 +200,7 @@ class Bench:
             messages = asyncio.Queue[dict[str, Any]]()  # the client stays
             messages.put_nowait({"type": "http.request", "body": self.body})
             request = Request({**SCOPE, "method": "POST"}, messages.get)
-            await self.completions.generate(request, Tenant("acme"), parse_chat, ChatFormat())
+            await self.completions.generate(request, Tenant("acme"), parse_chat, CHAT)
 
         asyncio.run(answer())
 

@@ -16,7 +16,7 @@ from serve_app.errors import GenerationFailed
 from serve_app.generation.generation import Tokens
 from serve_app.replica import messages as wire
 from serve_app.replica.token_channel import TokenStream
-from serve_app.tracing.replica import replica_trace
+from serve_app.tracing.replica import end_pull, replica_trace
 from serve_app.tracing.request import RequestTrace
 from tests.serve_app.generation.fake_replicas import FakeHandle, answer, generation, ids, lost_once, whole
 from tests.serve_app.ingress.scripted import scripted
@@ -48,7 +48,7 @@ def traced_replica(recorded: Recorded) -> Any:
         stream = TokenStream(trace=trace)
         pull = trace.pull("b", 8, joined=False)
         trace.submitted()
-        pull.end("whole", 8)
+        end_pull(pull, "whole", 8)
         stream.push(EngineOutput("r", (1,), first=FirstToken(8)))
         stream.push(EngineOutput("r", (2, 3), finish_reason="length"))
         trace.end()

@@ -7,8 +7,8 @@ import itertools
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -31,42 +31,33 @@ RunJob = Callable[[Job, Sequence[int], bytes, str], int]
 """``JobRunner.wait``."""
 
 
+@dataclass(eq=False)
 class VllmMigration:
     """One engine's ``protocol.KvTransfer``. ``directory``: for KV files; ``kv_usage``: part of the pool in use."""
 
-    def __init__(
-        self,
-        settings: VllmSettings,
-        facts: ModelFacts,
-        pool: VllmPool,
-        pins: Pins,
-        directory: Path,
-        run_job: RunJob,
-        kv_usage: Callable[[], float],
-        take_over: Callable[[SavedPrefix, HashedTokens], PinOutcome | None],
-        clock: Clock = time.monotonic,
-    ) -> None:
+    settings: VllmSettings
+    facts: ModelFacts
+    pool: VllmPool
+    pins: Pins
+    directory: Path
+    run_job: RunJob
+    kv_usage: Callable[[], float]
+    take_over_pin: Callable[[SavedPrefix, HashedTokens], PinOutcome | None]
+    clock: Clock = time.monotonic
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _owners: OrderedDict[bytes, tuple[PrefixScope, str]] = field(default_factory=OrderedDict)
+    _file_numbers: Iterator[int] = field(default_factory=itertools.count)
+    _format: KvFormat | None = None
+    """None: KV can neither leave nor enter. It has a part for each rank."""
+
+    def __post_init__(self) -> None:
         """Read the format of loadable KV from the workers' descriptions of their blocks in ``directory``."""
-        self._num_blocks = facts.num_blocks
-        self._ranks = settings.ranks
-        self._pool = pool
-        self._pins = pins
-        self._directory = directory
-        self._run_job = run_job
-        self._kv_usage = kv_usage
-        self._take_over = take_over
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._owners: OrderedDict[bytes, tuple[PrefixScope, str]] = OrderedDict()
-        self._file_numbers = itertools.count()
-        self._format: KvFormat | None = None
-        """None: KV can neither leave nor enter. It has a part for each rank."""
         # A job has one token more than its blocks, and generates one.
-        self._most_blocks = (facts.max_model_len - 2) // settings.block_size
-        if settings.transfer:
-            files = self._parts(str(directory / LAYOUT_FILE))
+        self._most_blocks = (self.facts.max_model_len - 2) // self.settings.block_size
+        if self.settings.transfer:
+            files = self._parts(str(self.directory / LAYOUT_FILE))
             parts = tuple(msgspec.json.decode(file.read_bytes(), type=KvPart) for file in files)
-            self._format = KvFormat(f"{settings.model_fingerprint}/vllm", settings.block_size, parts)
+            self._format = KvFormat(f"{self.settings.model_fingerprint}/vllm", self.settings.block_size, parts)
 
     def note_owner(self, root: bytes, scope: PrefixScope, tenant: str) -> None:
         """Remember the scope and tenant of a root (both roots of a public chain), as many as the pool has blocks."""
@@ -77,7 +68,7 @@ class VllmMigration:
             for own, owner in owners.items():
                 self._owners[own] = owner
                 self._owners.move_to_end(own)
-                if len(self._owners) > self._num_blocks:
+                if len(self._owners) > self.facts.num_blocks:
                     self._owners.popitem(last=False)
 
     def export_prefix(
@@ -89,15 +80,15 @@ class VllmMigration:
             return None
         size, ids = kv_format.block_size, np.ascontiguousarray(prefix.token_ids, dtype=np.int32)
         most = self._most_blocks if most_blocks is None else min(first + most_blocks, self._most_blocks)
-        end = self._pool.known(prefix.chain, min(most, len(ids) // size))
+        end = self.pool.known(prefix.chain, min(most, len(ids) // size))
         public, held_chain = min(scope.public_blocks, end), prefix.chain[: end * HASH_BYTES]
-        root = self._pool.roots_of(held_chain, public) if end > first else b""
+        root = self.pool.roots_of(held_chain, public) if end > first else b""
         if not root or extend_chain(root, public, ids[: end * size], size) != held_chain:
             return None
-        file = str(self._directory / f"kv-{next(self._file_numbers)}")
+        file = str(self.directory / f"kv-{next(self._file_numbers)}")
         job = Job("export", file, first, end, prefix.tenant, public * size)
         try:
-            self._run_job(job, [*ids[: end * size].tolist(), 0], root, scope.lora)
+            self.run_job(job, [*ids[: end * size].tolist(), 0], root, scope.lora)
             rows = [
                 np.fromfile(part, np.uint8).reshape(-1, width)
                 for part, width in zip(self._parts(file), kv_format.part_bytes, strict=True)
@@ -127,13 +118,13 @@ class VllmMigration:
         public = min(scope.public_blocks, end)
         if not root or extend_chain(root, public, token_ids[: end * size], size) != prefix.chain[: end * HASH_BYTES]:
             raise WrongChain("its root is not that of the requested tokens")
-        file = str(self._directory / f"kv-{next(self._file_numbers)}")
+        file = str(self.directory / f"kv-{next(self._file_numbers)}")
         job = Job("import", file, first, end, prefix.tenant, public * size)
         try:
             rows = np.split(part.payload, list(itertools.accumulate(self._format.part_bytes))[:-1], axis=1)
             for path, own in zip(self._parts(file), rows, strict=True):
                 np.ascontiguousarray(own).tofile(path)
-            cached = self._run_job(job, [*token_ids[: end * size].tolist(), 0], root, scope.lora)
+            cached = self.run_job(job, [*token_ids[: end * size].tolist(), 0], root, scope.lora)
         except LookupError as error:
             raise TransferError(f"adapter {scope.lora} is not loaded") from error
         finally:
@@ -148,22 +139,18 @@ class VllmMigration:
         blocks = {block_number(entry.block_hash): entry.block for entry in base}
         pins = [
             replace(pin, blocks=tuple(blocks[number] for number in pin.blocks))
-            for pin in self._pins.soonest_first()
+            for pin in self.pins.soonest_first()
             if blocks.keys() >= set(pin.blocks)
         ]
-        return list_hot(base, pins, self._clock())
+        return list_hot(base, pins, self.clock())
 
     def cache_room(self) -> CacheRoom:
         """Return the free part of the pool without prefixes, and the heats of the coldest prefixes."""
         entries = self._entries()
-        room = max(0, self._num_blocks - round(self._num_blocks * self._kv_usage()))
+        room = max(0, self.facts.num_blocks - round(self.facts.num_blocks * self.kv_usage()))
         idle = min(len(entries), room)
-        heats = idle_heats(entries, range(len(entries)), self._clock())
+        heats = idle_heats(entries, range(len(entries)), self.clock())
         return CacheRoom(room - idle, heats[: 4 * idle])
-
-    def take_over_pin(self, saved: SavedPrefix, prefix: HashedTokens) -> PinOutcome | None:
-        """Pin a prefix that another replica pinned; None if part of it is missing here or its time is over."""
-        return self._take_over(saved, prefix)
 
     def _entries(self) -> list[CachedBlock]:
         """Return all blocks under a root with a known owner, parents first, numbered from 0."""
@@ -171,7 +158,7 @@ class VllmMigration:
             owners = dict(self._owners)
         numbers: dict[bytes, int] = {}
         entries: list[CachedBlock] = []
-        for block_hash, held in self._pool.held():
+        for block_hash, held in self.pool.held():
             parent = numbers.get(held.under)
             above = None if parent is None else (entries[parent].scope, entries[parent].tenant)
             owner = owners.get(held.root) if held.root else above
@@ -183,7 +170,7 @@ class VllmMigration:
         return entries
 
     def _parts(self, file: str) -> list[Path]:
-        return [Path(rank_file(file, rank)) for rank in range(self._ranks)]
+        return [Path(rank_file(file, rank)) for rank in range(self.settings.ranks)]
 
     def _remove(self, file: str) -> None:
         for part in self._parts(file):

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from benchmarks.common.open_loop import Result, Shot, fire, summary
 from benchmarks.common.prompts import tokenizer_of
-from benchmarks.common.trace import TraceRequest
 from benchmarks.end_to_end.replay.run import parse, with_tenants
 from benchmarks.end_to_end.replay.shots import read_keys, shots_of
 from benchmarks.end_to_end.replay.text import TraceText
+from serve_app.checkpoints.reuse import TraceRequest
 from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.cli.bench.client import Answer
 

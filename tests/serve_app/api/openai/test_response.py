@@ -16,7 +16,7 @@ from openai.types.responses import Response
 from serve_app import errors
 from serve_app.api import sse
 from serve_app.api.format import AnswerFormat, AnswerHead, Choice, ShownToken, ToldToken, Usage
-from serve_app.api.openai.response import DONE, ChatFormat, CompletionFormat, model_body, models_body, openai_error
+from serve_app.api.openai.response import CHAT, COMPLETION, DONE, OpenAiFormat, model_body, models_body, openai_error
 from serve_app.api.openai.responses.request import parse_response_request
 from serve_app.api.openai.responses.response import ResponsesFormat
 
@@ -24,7 +24,7 @@ USAGE = Usage(prompt_tokens=30, completion_tokens=5, cached_tokens=16)
 HEAD = AnswerHead("1", 1700000000, "demo")
 RESPONSE_HEAD = replace(HEAD, repeated=parse_response_request(b'{"model": "demo", "input": "x"}').repeated)
 CHOICES = [Choice("Hello", "stop"), Choice("World", "length")]
-FORMATS: list[AnswerFormat] = [ChatFormat(), CompletionFormat(), ResponsesFormat()]
+FORMATS: list[AnswerFormat] = [CHAT, COMPLETION, ResponsesFormat()]
 every_format = pytest.mark.parametrize("answers", FORMATS, ids=lambda answers: type(answers).__name__)
 
 
@@ -43,8 +43,8 @@ def _client(status: int, content: bytes, content_type: str = "application/json")
 
 def test_whole_answers_are_the_sdks() -> None:
     """They pass strict validation by the SDK's types, without extra fields, and always report cached tokens."""
-    chat = ChatCompletion.model_validate(json.loads(json.dumps(ChatFormat().whole(HEAD, CHOICES, USAGE))), strict=True)
-    completion = Completion.model_validate(CompletionFormat().whole(HEAD, CHOICES, USAGE), strict=True)
+    chat = ChatCompletion.model_validate(json.loads(json.dumps(CHAT.whole(HEAD, CHOICES, USAGE))), strict=True)
+    completion = Completion.model_validate(COMPLETION.whole(HEAD, CHOICES, USAGE), strict=True)
     told = [(one.message.content, one.finish_reason) for one in chat.choices]
     assert told == [("Hello", "stop"), ("World", "length")]
     assert [(one.index, one.text) for one in completion.choices] == [(0, "Hello"), (1, "World")]
@@ -59,8 +59,8 @@ def test_whole_answers_are_the_sdks() -> None:
 
 
 @pytest.mark.parametrize("include_usage", [True, False])
-@pytest.mark.parametrize("answers", [ChatFormat(), CompletionFormat()], ids=["chat", "completion"])
-def test_the_sdk_reads_streamed_answers(answers: ChatFormat | CompletionFormat, include_usage: bool) -> None:
+@pytest.mark.parametrize("answers", [CHAT, COMPLETION], ids=["chat", "completion"])
+def test_the_sdk_reads_streamed_answers(answers: OpenAiFormat, include_usage: bool) -> None:
     """A chat's role comes first, then text, reason, and usage alone; usage is null elsewhere only if requested."""
     stream = answers.stream(AnswerHead('"1"', 1700000000, "de\\mo", include_usage))
     content = stream.opening(0, Usage(30, 0, 16)) + stream.text(0, "Hel") + stream.text(0, 'lo\n\n\u2028"é')
@@ -70,7 +70,7 @@ def test_the_sdk_reads_streamed_answers(answers: ChatFormat | CompletionFormat, 
     bodies = [json.loads(event.removeprefix(b"data: ")) for event in events]
     client = _client(200, content, sse.CONTENT_TYPE)
     chunks: list[Any]
-    if isinstance(answers, ChatFormat):
+    if answers is CHAT:
         chunks = list(client.chat.completions.create(model="demo", messages=[], stream=True))
         for body in bodies:
             ChatCompletionChunk.model_validate(body, strict=True)
@@ -113,7 +113,7 @@ def _told(answers: AnswerFormat, kind: Any) -> list[Any]:
 
 def test_logprobs_of_a_chat_are_the_sdks() -> None:
     """Whole and streamed: half a character has bytes, and an impossible token a number."""
-    whole, empty, opening, streamed, end = _told(ChatFormat(), ChatCompletion)
+    whole, empty, opening, streamed, end = _told(CHAT, ChatCompletion)
     for told in (whole, streamed):
         first, second = told.content
         assert (first.token, first.bytes, first.logprob) == ("Hi", [72, 105], -0.5)
@@ -124,7 +124,7 @@ def test_logprobs_of_a_chat_are_the_sdks() -> None:
 
 def test_logprobs_of_a_completion_are_the_sdks() -> None:
     """The older format has parallel lists, and a token is among its own likeliest."""
-    whole, _, streamed, _ = _told(CompletionFormat(), Completion)
+    whole, _, streamed, _ = _told(COMPLETION, Completion)
     for told in (whole, streamed):
         assert told.tokens == ["Hi", "bytes:\\xe6\\x9c"]
         assert told.token_logprobs == [-0.5, -9999.0]
@@ -155,7 +155,7 @@ def test_logprobs_of_a_response_are_the_sdks() -> None:
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=20), index=st.integers(0, 15))
 def test_any_text_survives_a_chunk(text: str, index: int) -> None:
     """Quotes, line breaks and control characters stay inside one data line."""
-    for stream in (ChatFormat().stream(HEAD), CompletionFormat().stream(AnswerHead("i", 1, "m", True))):
+    for stream in (CHAT.stream(HEAD), COMPLETION.stream(AnswerHead("i", 1, "m", True))):
         event = stream.text(index, text)
         assert event.startswith(b"data: {")
         assert event.count(b"\n") == 2
@@ -184,7 +184,7 @@ def test_errors_are_the_sdks(error: errors.WarmpathError, raised: type[openai.AP
 
 
 def test_an_error_in_mid_stream_is_raised_by_the_sdk() -> None:
-    stream = ChatFormat().stream(HEAD)
+    stream = CHAT.stream(HEAD)
     content = stream.text(0, "Hel") + stream.error(errors.GenerationFailed("The replica died."))
     client = _client(200, content, sse.CONTENT_TYPE)
     chunks = iter(client.chat.completions.create(model="demo", messages=[], stream=True))

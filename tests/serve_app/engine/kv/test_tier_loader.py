@@ -14,6 +14,7 @@ from serve_app.cache.tiers import disk as disk_tier
 from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
+from serve_app.engine.settings import EngineSettings
 from tests.serve_app.conftest import MakeEngine, Reference
 from tests.serve_app.engine.simulated import MakeSimulated
 from tests.serve_app.engine.tiny import SCOPE, SECRET, Collector, prompt, request, run_all, sample
@@ -95,7 +96,7 @@ def colliding(parent: bytes, token_ids: TokenArray, block_size: int) -> bytes:
 @pytest.mark.parametrize("kind", ["host", "disk"])
 def test_a_collision_never_brings_up_a_foreign_block(kind: str, tmp_path: Path, make_simulated: MakeSimulated) -> None:
     """Every prompt's blocks have the same hashes: in the tiers, too, only the prefix digest counts."""
-    runner = SimulatedRunner(CostModel(1e9, 0.0, 0.0, block_bytes=1024))
+    runner = SimulatedRunner(CostModel(1e9, 0.0, 0.0, block_bytes=1024), EngineSettings())
     engine = make_simulated(runner, tiers=tiers(kind, tmp_path), hash_chain=colliding, **SMALL)
     run_all(engine, [request("a", prompt(300, 1), 1)])
     run_all(engine, [request("b", prompt(380, 2), 1)])

@@ -14,6 +14,7 @@ from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import EngineRequest
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
+from serve_app.engine.settings import EngineSettings
 from tests.serve_app.engine.kv.test_prompt_pins import asking, run, saving
 from tests.serve_app.engine.kv.test_tier_loader import settle
 from tests.serve_app.engine.simulated import MakeSimulated
@@ -30,7 +31,7 @@ def engine_over(tmp_path: Path, make_simulated: MakeSimulated) -> Callable[..., 
 
     def make(host_blocks: int, disk_blocks: int, clock: Callable[[], float] = lambda: 0.0) -> TorchEngine:
         return make_simulated(
-            SimulatedRunner(CostModel(1e9, 0.0, 0.0, block_bytes=BLOCK)),
+            SimulatedRunner(CostModel(1e9, 0.0, 0.0, block_bytes=BLOCK), EngineSettings()),
             num_blocks=40,
             max_num_seqs=4,
             pin_budget_blocks=12,

@@ -17,6 +17,7 @@ from serve_app.engine.lora.layers import LoraLayers
 from serve_app.engine.lora.weights import AdapterWeights, LoraPair
 from serve_app.engine.protocol import AdapterSpec
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
+from serve_app.engine.settings import EngineSettings
 from serve_app.engine.step import Segment, SegmentResult
 from tests.serve_app.conftest import MakeEngine, Reference
 from tests.serve_app.engine.adapters import described, peft_greedy, save_adapter
@@ -101,7 +102,7 @@ def test_a_request_waiting_for_a_slot_is_not_overtaken_by_adapters_but_by_the_ba
     adapters: dict[str, Path], make_simulated: MakeSimulated
 ) -> None:
     """One slot: a steady queue of its current adapter cannot starve another one; base requests go past."""
-    runner = _Recording(CostModel(prefill_tokens_per_s=1e9, decode_base_s=0), max_loras=1)
+    runner = _Recording(CostModel(prefill_tokens_per_s=1e9, decode_base_s=0), EngineSettings(max_loras=1))
     runner.steps = []
     engine = make_simulated(runner, num_blocks=256, max_num_seqs=4, start=False)
     first, second = load(engine, adapters["all"], "first"), load(engine, adapters["rslora"], "second")

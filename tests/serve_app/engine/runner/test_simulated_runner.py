@@ -16,9 +16,9 @@ def test_a_request_takes_the_modelled_time() -> None:
     """On a virtual clock: 1,000 tokens at 5,000 a second, then three decode steps of 10 ms + 1 ms."""
     clock = VirtualClock()
     cost = CostModel(prefill_tokens_per_s=5000.0, decode_base_s=0.010, decode_per_sequence_s=0.001)
-    engine = TorchEngine(
-        SimulatedRunner(cost, sleep=clock.sleep), EngineSettings(num_blocks=128), lambda _: None, clock=clock
-    )
+    settings = EngineSettings(num_blocks=128)
+    runner = SimulatedRunner(cost, settings, sleep=clock.sleep)
+    engine = TorchEngine(runner, settings, lambda _: None, clock=clock)
     collector = Collector()
     engine.submit(request("r", prompt(1000), 4), collector)
     engine.start()
@@ -33,7 +33,7 @@ def test_a_request_takes_the_modelled_time() -> None:
 
 def test_tokens_are_deterministic_and_avoid_stop_tokens() -> None:
     cost = CostModel(vocab_size=4)
-    runner = SimulatedRunner(cost, sleep=lambda _: None)
+    runner = SimulatedRunner(cost, EngineSettings(), sleep=lambda _: None)
 
     def tokens(stop: tuple[int, ...]) -> list[int | None]:
         params = SamplingParams(9, seed=3, stop_token_ids=stop)

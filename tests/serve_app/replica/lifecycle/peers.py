@@ -35,10 +35,14 @@ Prompts = st.lists(
 
 def make_engine(num_blocks: int = 64, *, model: str = "m", pins: int = 0, **settings: object) -> TorchEngine:
     """Return an engine that is not started: work for its loop runs at once."""
-    runner = SimulatedRunner(
-        CostModel(block_bytes=BLOCK_BYTES), model_fingerprint=model, block_size=SIZE, sleep=lambda _: None
+    values = EngineSettings(
+        block_size=SIZE,
+        num_blocks=num_blocks,
+        pin_budget_blocks=pins,
+        model_fingerprint=model,
+        **settings,  # type: ignore[arg-type]
     )
-    values = EngineSettings(block_size=SIZE, num_blocks=num_blocks, pin_budget_blocks=pins, **settings)  # type: ignore[arg-type]
+    runner = SimulatedRunner(CostModel(block_bytes=BLOCK_BYTES), values, sleep=lambda _: None)
     return TorchEngine(runner, values, lambda _: None)
 
 

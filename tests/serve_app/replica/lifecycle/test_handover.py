@@ -104,7 +104,7 @@ def test_the_hottest_goes_first_and_evicts_only_colder_blocks() -> None:
     now_s = [0.0]
     peer, leaving = make_engine(10), make_engine()
     for made in (peer, leaving):
-        made._cache._clock = made._cache.quota._clock = made.transfer._clock = lambda: now_s[0]
+        made._cache._clock = made._cache.quota._clock = made.transfer.clock = lambda: now_s[0]
     fill(peer, [5] * 20)
     now_s[0] += 5 * HEAT_MEMORY_S
     fill(peer, [6] * 20)

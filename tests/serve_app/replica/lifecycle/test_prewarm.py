@@ -225,7 +225,7 @@ def test_hot_adapters_are_loaded_as_memory_allows(
     local = Local({"p": make_engine(), "q": make_engine()})
     for peer, names in (("p", ["x", "z"]), ("q", ["y", "x", "bad"])):
         specs = tuple(AdapterSpec(name, "1", "/path") for name in names)
-        local.answers[peer]._adapters = lambda specs=specs: specs
+        local.answers[peer].adapters = lambda specs=specs: specs
 
     async def load(spec: AdapterSpec) -> str:
         if spec.name == "bad":
