@@ -50,12 +50,6 @@ def _values_at(text: str, place: int) -> Iterator[tuple[Kind, int, str]]:
                 yield kind, match.start(), match.group()
 
 
-def first_difference(one: str, other: str) -> int:
-    """Return the place of the first differing character, or the shorter length if one text begins the other."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))
-
-
 def classify(new: str, old: str, place: int) -> Difference:
     """Return the class of the difference at ``place`` between two texts that are equal before it."""
     if _differs_in_space(new, old, place):

@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from router.protocol.block_hash import PrefixScope, TokenArray, common_tokens
-from serve_app.cache_diagnostics.difference import Difference, classify, first_difference, value_there
+from serve_app.cache_diagnostics.difference import Difference, classify, value_there
 from serve_app.generation.request_usage import RequestUsage
+from serve_app.prompts.lock import first_difference
 
 Reason = Difference | Literal["adapter", "salt", "evicted", "reasoning", "never_seen", "not_compared"]
 

@@ -5,12 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.cache_diagnostics.difference import classify, first_difference, value_there
+from serve_app.cache_diagnostics.difference import classify, value_there
 from serve_app.cache_diagnostics.explain import GRAM, equal_behind
+from serve_app.prompts.lock import first_difference
 
 
-@given(st.text(max_size=40), st.text(max_size=40))
-def test_the_first_difference(one: str, other: str) -> None:
+@given(st.binary(max_size=40), st.binary(max_size=40))
+def test_the_first_difference(one: bytes, other: bytes) -> None:
     """Everything before it is equal, and at it something differs or ends, unless both texts are the same."""
     at = first_difference(one, other)
     assert one[:at] == other[:at]

@@ -179,5 +179,5 @@ def test_a_directory_that_was_changed_does_not_start(tmp_path: Path) -> None:
     assert Prompts.of([], tmp_path).find("clerk").text == "Be brief."
     assert Prompts.of([], None).all() == {}
     (tmp_path / "clerk/1.txt").write_text("Be Brief.")
-    with pytest.raises(PromptError, match="restore it from version control"):
+    with pytest.raises(PromptError, match="first differing byte is 3"):
         Prompts.of([], tmp_path)
