@@ -1,4 +1,4 @@
-"""The target number of replicas: one pure function, used by Serve's controller and by the simulator.
+"""The target number of replicas: one pure function, used by Serve's controller.
 
 It uses neither Ray nor a clock. Formula and failures: docs/how-to/autoscaling.md.
 """

@@ -1,6 +1,5 @@
 """A request's rules for tokens, checked for this model: sampling rules for the engine, and grammars."""
 
-import json
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -149,8 +148,5 @@ class CheckedGrammars:
             form = llguidance_form(grammar)
             self._compiler.compile(form)
         except GrammarError as error:
-            schema = json.loads(grammar.text) if grammar.kind == "json" else {}
-            place = self._compiler.place_of_error(schema, str(error))
-            where = f"{grammar.field} cannot be followed" + (f", at {place[:200]}" if place else "")
-            raise InvalidRequest(f"{where}: {error}.", param=grammar.field) from error
+            raise InvalidRequest(f"{grammar.field} cannot be followed: {error}.", param=grammar.field) from error
         return form

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -16,11 +15,6 @@ if TYPE_CHECKING:
 
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 """The whitespace between two parts of JSON. It is bounded because some models would write nothing else."""
-
-_SEARCHED = 200
-"""The maximum number of schema parts that are tried to find the invalid one."""
-_SEARCH_S = 0.2
-"""The time limit of that search. A part can be as expensive as the whole, and other requests wait for the thread."""
 
 
 class GrammarError(ValueError):
@@ -51,21 +45,6 @@ class GrammarCompiler:
         if error or (matcher.is_stopped() and not matcher.is_accepting()):
             raise GrammarError(_said(error))
         return matcher
-
-    def place_of_error(self, schema: Mapping[str, Any], error: str) -> str:
-        """Return the path of the innermost part found in time with the same error by itself, "" for the whole."""
-        end_s = time.perf_counter() + _SEARCH_S
-        definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-        tried = 0
-        path, parts = "", list(_parts(schema))
-        while parts and tried < _SEARCHED and time.perf_counter() < end_s:
-            (name, part), tried = parts.pop(0), tried + 1
-            try:
-                self.compile(json.dumps({"grammars": [{"json_schema": {**definitions, **part}}]}))
-            except GrammarError as part_error:
-                if str(part_error) == error:
-                    path, parts = f"{path}.{name}" if path else name, list(_parts(part))
-        return path
 
     def _loaded(self) -> LLTokenizer:
         from llguidance import LLTokenizer
@@ -116,18 +95,6 @@ def llguidance_form(grammar: Grammar) -> str:
                 return grammar_from("grammar", grammar.text)
     except ValueError as error:
         raise GrammarError(_said(str(error))) from error
-
-
-def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the direct subschemas of a schema, with their paths."""
-    named: list[tuple[str, Any]] = [(name, schema.get(name)) for name in ("items", "additionalProperties")]
-    for keyword in ("properties", "patternProperties", "$defs", "definitions"):
-        inner = schema.get(keyword)
-        named += [(f"{keyword}.{name}", part) for name, part in inner.items()] if isinstance(inner, dict) else []
-    for keyword in ("anyOf", "allOf", "oneOf", "prefixItems"):
-        inner = schema.get(keyword)
-        named += [(f"{keyword}[{i}]", part) for i, part in enumerate(inner)] if isinstance(inner, list) else []
-    return ((path, part) for path, part in named if isinstance(part, dict))
 
 
 def _said(error: str) -> str:

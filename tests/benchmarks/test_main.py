@@ -59,7 +59,7 @@ def test_a_benchmark_ends_with_its_findings_in_plain_english(
     ("arguments", "why"),
     [
         (["simulate", "--trace", "nonesuch.jsonl"], "nonesuch.jsonl: no such file"),
-        (["ttft", "--model", "no/such/model.gguf"], "'no/such/model.gguf' is neither a built-in model"),
+        (["ttft", "--model", "no/such/model.gguf"], "there is no model 'no/such/model.gguf'"),
     ],
 )
 def test_a_missing_file_or_model_is_reported_in_a_sentence(

@@ -1,19 +1,19 @@
 """Logs of requests to OpenAI's API: JSON lines of bodies with their times.
 
 A line is a batch line, `{"custom_id", "method", "url", "body"}`, or a bare body. In addition it has `timestamp`
-(seconds from any start, milliseconds since 1970 from 1e11 on, or ISO 8601) and optionally `tenant`.
+(seconds from any start, milliseconds since 1970, or ISO 8601) and optionally `tenant`.
 """
 
 import gzip
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-_MILLISECONDS_FROM = 1e11
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,55 +26,43 @@ class LoggedRequest:
     tenant: str = ""
 
 
+class _Line(BaseModel, extra="allow"):
+    timestamp: datetime
+    tenant: str = ""
+    method: Literal["POST"] = "POST"
+    url: str = ""
+    body: dict[str, Any] | None = None
+
+
 def is_log(path: Path) -> bool:
     """Return whether a file is a log rather than a trace. Raises ValueError for an empty file."""
-    for _, row in _rows(path):
-        return "hash_ids" not in row
+    for _, line in _lines(path):
+        return '"hash_ids"' not in line
     raise ValueError(f"{path} holds no requests")
 
 
 def read_log(path: Path) -> list[LoggedRequest]:
     """Read a log, gzipped or plain, and sort it by time. Raises ValueError at a malformed line."""
     found = []
-    for number, row in _rows(path):
+    for number, line in _lines(path):
         try:
-            found.append(_request(row))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}, line {number}: {error!r}") from error
+            found.append(_request(_Line.model_validate_json(line)))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
     return sorted(found, key=lambda request: request.at_s)
 
 
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number}: {error}") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{path}, line {number}: not an object")
-            yield number, row
+        yield from ((number, line) for number, line in enumerate(lines, 1) if line.strip())
 
 
-def _request(row: dict[str, Any]) -> LoggedRequest:
-    rest = dict(row)
-    at_s = _seconds(rest.pop("timestamp"))
-    tenant = str(rest.pop("tenant", ""))
-    body = rest.get("body", rest)
-    if not isinstance(body, dict):
-        raise ValueError("the body is not an object")
+def _request(line: _Line) -> LoggedRequest:
+    moment = line.timestamp if line.timestamp.tzinfo is not None else line.timestamp.replace(tzinfo=UTC)
+    body = line.body or line.model_extra or {}
     path = CHAT if "messages" in body else COMPLETIONS
     if "prompt" not in body and path == COMPLETIONS:
         raise ValueError("a body needs messages or a prompt")
-    if body is not rest and (rest.get("method", "POST") != "POST" or rest.get("url", path) != path):
-        raise ValueError(f"only POST {CHAT} and {COMPLETIONS} can be replayed, each with its own body")
-    return LoggedRequest(at_s, path, body, tenant)
-
-
-def _seconds(timestamp: float | str) -> float:
-    if isinstance(timestamp, str):
-        moment = datetime.fromisoformat(timestamp)
-        return (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).timestamp()
-    return timestamp / 1000.0 if timestamp >= _MILLISECONDS_FROM else float(timestamp)
+    if line.url not in ("", path):
+        raise ValueError(f"only {CHAT} and {COMPLETIONS} can be replayed, each with its own body")
+    return LoggedRequest(moment.timestamp(), path, body, line.tenant)

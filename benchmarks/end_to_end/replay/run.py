@@ -113,7 +113,7 @@ def main() -> None:
         outcomes = run_here(shots, options)
     rows = {name: row_of(results, options.ttft_slo_s) for name, results in outcomes.items()}
     kind = "unknown" if options.url else options.engine
-    write(options.json, {**vars(options), "api_key": sorted(keys), "engine": kind}, rows, sentence(rows, kind))
+    write(options.json, {**vars(options), "api_keys": sorted(keys), "engine": kind}, rows, sentence(rows, kind))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,6 @@ def add_source_flags(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(requests=None)
     parser.add_argument("--speed", type=float, default=0.25, help="divides the timestamps, before shrinking")
     parser.add_argument("--tokens-per-id", type=int, default=64, help="replaces a trace's 512: the shrinking factor")
-    parser.add_argument("--api-key", action="append", default=[], metavar="TENANT=KEY", help="with --url; repeatable")
     parser.add_argument(
         "--api-keys", type=Path, metavar="FILE", help='JSON, {"tenant": "key"}; "$NAME" is read from the environment'
     )
@@ -50,7 +49,6 @@ def add_source_flags(parser: argparse.ArgumentParser) -> None:
 def read_keys(options: argparse.Namespace) -> dict[str, str]:
     """Return keys by tenant; the key of "" is for all others. Raises ValueError for an unset variable."""
     keys = {"": os.environ[KEY_VARIABLE]} if KEY_VARIABLE in os.environ else {}
-    keys |= dict(pair.split("=", 1) for pair in options.api_key)
     if options.api_keys is not None:
         keys |= json.loads(options.api_keys.read_text())
     for tenant, key in keys.items():

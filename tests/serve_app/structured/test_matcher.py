@@ -3,14 +3,12 @@
 import contextlib
 import itertools
 import json
-import time
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llguidance import LLMatcher
 
 from serve_app.errors import InvalidRequest
 from serve_app.structured.compiler import GrammarCompiler, GrammarError, llguidance_form
@@ -109,34 +107,6 @@ def test_the_mask_depends_on_the_answer_alone(compiler: GrammarCompiler, cuts: l
 def test_a_grammar_that_cannot_be_followed_says_why(grammar: Grammar, said: str, compiler: GrammarCompiler) -> None:
     with pytest.raises(GrammarError, match=said):
         compiler.compile(llguidance_form(grammar))
-
-
-def test_the_wrong_part_of_a_schema_is_found(compiler: GrammarCompiler) -> None:
-    """It is found through properties, items, alternatives and definitions."""
-    wrong = {"type": "object", "properties": {"ok": {"type": "string"}, "bad": {"type": "arr"}}}
-    for schema, place in (
-        (wrong, "properties.bad"),
-        ({"type": "array", "items": {"anyOf": [{"type": "null"}, wrong]}}, "items.anyOf[1].properties.bad"),
-        ({"$ref": "#/$defs/it", "$defs": {"it": wrong}}, "$defs.it.properties.bad"),
-        ({"type": "objekt"}, ""),
-    ):
-        assert compiler.place_of_error(schema, "Invalid type: arr" if place else "Invalid type: objekt") == place
-
-
-def test_the_search_for_the_wrong_part_ends(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If each part compiles slowly, only a few are tried, and the best place so far is returned."""
-    now_s, compiled = 0.0, 0
-
-    def compile_slowly(text: str) -> LLMatcher:
-        nonlocal now_s, compiled
-        now_s, compiled = now_s + 0.05, compiled + 1
-        raise GrammarError("wrong") if compiled == 1 else GrammarError("another")
-
-    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
-    monkeypatch.setattr(compiler, "compile", compile_slowly)
-    parts = {f"p{i}": {"properties": {"q": {"type": "arr"}}} for i in range(150)}
-    assert compiler.place_of_error({"properties": {"all": {"properties": parts}}}, "wrong") == "properties.all"
-    assert compiled < 10
 
 
 BOMBS = [
