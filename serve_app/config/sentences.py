@@ -37,7 +37,7 @@ _KEYS = frozenset({"key", "keys", "api_key", "api_keys", "operator_key", "operat
 def unknown_setting(name: str, known: Collection[str]) -> str:
     """Return a sentence on a name that is not in ``known``."""
     if name in _KEYS:
-        return "keys are not written here, only their SHA-256, as `key_sha256`; make both with `warmpath keys`"
+        return "only SHA-256 sums of keys are written here, as `key_sha256`; `warmpath keys new NAME` makes both"
     if name.startswith("data_parallel"):
         return "each data parallel rank has its own cache, which routers would not know; use replicas"
     wanted = name.replace("-", "_").lower()

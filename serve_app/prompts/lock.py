@@ -53,7 +53,7 @@ class PromptDirectory:
         """Return the entries of ``prompts.lock``, or none without a lock. Raises PromptError."""
         file = self._path / LOCK
         if not self._path.is_dir():
-            raise PromptError(f"there is no directory {self._path}")
+            raise PromptError(f"there is no directory {self._path}; `warmpath prompts add` makes one")
         try:
             entries = yaml.safe_load(read_bounded(file, 1 << 20).decode())
             locks = list(_locks_of({} if entries is None else entries))

@@ -54,7 +54,7 @@ secret_file: secret
         ("otlp_endpoint=collector:4318", "otlp_endpoint: must be the URL of an OpenTelemetry collector, such as http:"),
         ("autoscaling={max_replicas: 2, downscale_delay_s: 1}", "autoscaling.downscale_delay_s: must be at least 10s"),
         ("autoscaling={max_replica: 2}", "autoscaling.max_replica: there is no such setting; did you mean max_"),
-        ("tenants=[{name: a, key: wp-1}]", "tenants.0.key: keys are not written here, only their SHA-256"),
+        ("tenants=[{name: a, key: wp-1}]", "tenants.0.key: only SHA-256 sums of keys are written here"),
         ("tenants=3", "tenants: must be a list"),
         ("lora_adapters=[a]", "lora_adapters: must be pairs of NAME: VALUE"),
         ("replicas=two", "replicas: must be a whole number"),
