@@ -53,7 +53,7 @@ class _ServeCommand(TyperCommand):
                 continue
             if field is None:
                 wrong = unknown_setting(name, {*AppConfig.model_fields, *(one.lstrip("-") for one in own)})
-                raise typer.BadParameter(f"{flag}: {wrong}. For arguments of vLLM: --engine-arg NAME=VALUE")
+                raise typer.BadParameter(f"{flag}: {wrong} (arguments of vLLM: --engine-arg NAME=VALUE)")
             if not equals and field.annotation is bool and (not left or left[0] not in ("true", "false")):
                 value = "true"
             elif not equals:

@@ -125,7 +125,7 @@ class Live:
             logger.exception("a first token is missing from the event stream")
 
     def reset(self, *, complete: bool) -> None:
-        """Hear that the caches were told to forget everything."""
+        """Record a reset of all caches. ``complete``: whether every replica confirmed it."""
         self.table.forget_pins()
         at_s, body = _now_s(), {"complete": complete}
         self._incidents.append({"type": "reset", "at_s": at_s, **body})

@@ -2,14 +2,17 @@
 
 import asyncio
 import json
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 from uuid import uuid4
 
+import httpx
 import typer
 from rich.table import Table
 
-from serve_app.cli.bench.client import Answer, chat_body
+from serve_app.cli.bench.client import Answer, RequestFailed, chat_body, stream_chat
 from serve_app.cli.bench.load import Body, Server, answers, row, texts
 from serve_app.cli.console import console, fail
 
@@ -39,11 +42,7 @@ def speed(
     server = Server(url.rstrip("/"), api_key)
     name = model or server.model()
     bodies = [chat_body(name, max_tokens, "Sum this up.", text) for text in texts(requests, words, 0)]
-
-    async def both() -> list[tuple[str, list[Answer]]]:
-        return [(told, await answers(server, bodies, at_once, told)) for told in ("new prompts", "the same again")]
-
-    _show(asyncio.run(both()))
+    _show(asyncio.run(_in_turn(server, at_once, {"new prompts": bodies, "the same again": bodies})))
 
 
 @app.command()
@@ -66,19 +65,14 @@ def cache(
     apart = [body | {"cache_salt": uuid4().hex} for body in bodies]
     shared = uuid4().hex
     together = [body | {"cache_salt": shared} for body in bodies]
-
-    async def both() -> list[tuple[str, list[Answer]]]:
-        return [
-            ("without the cache", await answers(server, apart, at_once, "without the cache")),
-            ("with the cache", await answers(server, together, at_once, "with the cache")),
-        ]
-
-    _show(asyncio.run(both()))
+    _show(asyncio.run(_in_turn(server, at_once, {"without the cache": apart, "with the cache": together})))
 
 
 @app.command()
 def neighbour(
-    flood_api_key: Annotated[str, typer.Option(help="the key of a second tenant, which floods")],
+    flood_api_key: Annotated[
+        str, typer.Option(envvar="WARMPATH_FLOOD_API_KEY", help="the key of a second tenant, which floods")
+    ],
     url: Url = HERE,
     api_key: Key = "",
     model: ModelName = None,
@@ -95,23 +89,33 @@ def neighbour(
     [system] = texts(1, words, 0)
     bodies = [chat_body(name, max_tokens, f"Question {number}.", system) for number in range(requests)]
 
-    async def flood() -> None:
+    def new() -> Body:
+        return chat_body(name, 1, "Sum this up.", *texts(1, words, 1))
+
+    async def flood(client: httpx.AsyncClient, begun: asyncio.Event) -> None:
         while True:
-            drawn = [chat_body(name, 1, "Sum this up.", text) for text in texts(flood_at_once, words, 1)]
-            await answers(flooded, drawn, flood_at_once, "flood")
+            with suppress(RequestFailed, httpx.HTTPError):  # the server may refuse a flood
+                await stream_chat(client, flooded.url, new())
+            begun.set()
 
     async def both() -> list[tuple[str, list[Answer]]]:
-        await answers(server, bodies[:1], 1, "warm-up")
-        alone = await answers(server, bodies, 1, "alone")
-        flooding = asyncio.create_task(flood())
-        await asyncio.sleep(2.0)
-        try:
-            beside = await answers(server, bodies, 1, "beside a flood")
-        finally:
-            flooding.cancel()
-        return [("alone", alone), ("beside a flood", beside)]
+        for each, body in ((server, bodies[0]), (flooded, new())):
+            await answers(each, [body], 1, "warm-up")
+        rows, begun = await _in_turn(server, 1, {"alone": bodies}), asyncio.Event()
+        async with flooded.client() as client:
+            flooding = [asyncio.create_task(flood(client, begun)) for _ in range(flood_at_once)]
+            try:
+                await begun.wait()
+                return rows + await _in_turn(server, 1, {"beside a flood": bodies})
+            finally:
+                for task in flooding:
+                    task.cancel()
 
     _show(asyncio.run(both()))
+
+
+async def _in_turn(server: Server, at_once: int, sets: Mapping[str, list[Body]]) -> list[tuple[str, list[Answer]]]:
+    return [(told, await answers(server, bodies, at_once, told)) for told, bodies in sets.items()]
 
 
 def _chat(line: str, model: str) -> Body:
