@@ -53,8 +53,10 @@ def test_the_cache_is_measured_with_ones_own_prompts(served: Served, tmp_path: P
         assert int(found["with the cache"].rstrip("%")) > 50
 
 
-def test_a_neighbours_flood_leaves_the_cache(served: Served) -> None:
-    flags = [*FEW, "--flood-api-key", KEYS["globex"][0], "--flood-at-once", "4"]
+@pytest.mark.parametrize("neighbour", ["globex", "limited"])
+def test_a_neighbours_flood_leaves_the_cache(served: Served, neighbour: str) -> None:
+    """The flood also goes on where a limit refuses most of it."""
+    flags = [*FEW, "--flood-api-key", KEYS[neighbour][0], "--flood-at-once", "4"]
     found = rows(bench(served, "neighbour", *flags))
     assert int(found["beside a flood"].rstrip("%")) > 60
 
