@@ -16,8 +16,8 @@ MINUTE = 6
 """Buckets of the last minute, including the one that is filling now."""
 STEP = 1.15
 """The ratio of the ends of two adjacent cells. Times are counted by cell, with an error of at most 7 %."""
-MAX_TENANTS = 1024
-"""The limit of tenants with figures. The most recently active ones stay."""
+MAX_TENANTS = 256
+"""The limit of tenants with figures, about 90 KB for each busy one. The most recently active ones stay."""
 
 
 @dataclass(slots=True)
