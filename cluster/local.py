@@ -37,10 +37,10 @@ class ClusterError(RuntimeError):
 class LocalCluster:
     """Nodes with Serve until ``__exit__``; node 0 is the head, with HAProxy. ``url``: HTTP's, ``address``: Ray's.
 
-    Raises ClusterError if it does not start.
+    ``gpus``: GPUs of each node. Raises ClusterError if it does not start.
     """
 
-    def __init__(self, nodes: int = 3, *, env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, nodes: int = 3, *, env: Mapping[str, str] | None = None, gpus: int = 0) -> None:
         self._ending = ExitStack()
         log = tempfile.NamedTemporaryFile("w+", prefix="warmpath-", suffix=".log")  # noqa: SIM115  # stop() closes it
         self._log = self._ending.enter_context(log)
@@ -49,7 +49,7 @@ class LocalCluster:
             self.url = f"http://127.0.0.1:{port}"
             started = get_context("spawn")
             self._pipe, theirs = started.Pipe()
-            self._process = started.Process(target=_run, args=(theirs, log.name, dict(env or {}), nodes, port))
+            self._process = started.Process(target=_run, args=(theirs, log.name, dict(env or {}), nodes, gpus, port))
             self._process.start()
             theirs.close()
             self._ending.callback(self._end)
@@ -149,7 +149,7 @@ def application(
 class _Raylets:
     """The commands of ``LocalCluster``, in Ray's process."""
 
-    def __init__(self, nodes: int, port: int, run_dir: str) -> None:
+    def __init__(self, nodes: int, gpus: int, port: int, run_dir: str) -> None:
         import ray
         from ray import serve
         from ray.cluster_utils import Cluster
@@ -162,6 +162,7 @@ class _Raylets:
         self._nodes = {
             number: self._cluster.add_node(
                 num_cpus=16,  # logical CPUs: only the machine limits a node here
+                num_gpus=gpus,
                 object_store_memory=128 << 20,  # more than the KV in transit between two replicas
                 resources={f"node{number}": 1000},
                 dashboard_agent_listen_port=None,
@@ -222,7 +223,7 @@ class _Raylets:
         self._cluster.shutdown()
 
 
-def _run(pipe: Connection, log: str, env: dict[str, str], nodes: int, port: int) -> None:
+def _run(pipe: Connection, log: str, env: dict[str, str], nodes: int, gpus: int, port: int) -> None:
     """Run a cluster until the pipe ends, with all output in ``log``.
 
     Sends the address of Ray's head, then each command's result, each with an error message or "".
@@ -240,7 +241,7 @@ def _run(pipe: Connection, log: str, env: dict[str, str], nodes: int, port: int)
         local_environment(Path(run_dir)),
     ):
         try:
-            raylets = _Raylets(nodes, port, run_dir)
+            raylets = _Raylets(nodes, gpus, port, run_dir)
         except Exception as error:
             pipe.send((None, f"{type(error).__name__}: {error}"))
             raise

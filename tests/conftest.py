@@ -9,7 +9,6 @@ from typing import Any
 
 import hypothesis
 import pytest
-from xdist.scheduler import LoadFileScheduling
 
 from serve_app.checkpoints.demo_model import ensure_demo_model
 
@@ -28,17 +27,19 @@ for chatty in ("httpx", "httpcore", "openai", "asyncio", "ray", "urllib3"):
     logging.getLogger(chatty).setLevel(logging.WARNING)
 
 
-class _Workers(LoadFileScheduling):
-    """Gives each file to one worker, for its fixtures, and a folder that shares instances to one worker as well."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        shared = next((folder for folder in SHARED if nodeid.startswith(folder)), None)
-        return shared or super()._split_scope(nodeid)
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Workers:
+@pytest.hookimpl(optionalhook=True)  # `make test-gpu` needs no xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Distribute the suite over workers (`make test` has three)."""
-    return _Workers(config, log)
+    from xdist.scheduler import LoadFileScheduling
+
+    class Workers(LoadFileScheduling):
+        """Gives each file to one worker, for its fixtures, and a folder that shares instances to one worker as well."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            shared = next((folder for folder in SHARED if nodeid.startswith(folder)), None)
+            return shared or super()._split_scope(nodeid)
+
+    return Workers(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -33,6 +33,19 @@ print(core.decide(RoutedRequest("1", chain, 20, root)).replica_id)
 assert not {"ray", "torch", "vllm"} & set(sys.modules)
 """
 """A small example of the purpose of the router's own distribution."""
+UNINSTALLED = """
+from importlib import metadata
+found = metadata.Distribution.from_name
+def missing(name):
+    if name == "warmpath-serve":
+        raise metadata.PackageNotFoundError(name)
+    return found(name)
+metadata.Distribution.from_name = missing
+import serve_app.app, serve_app.ingress.routes.application, serve_app.replica.replica
+from serve_app.cli.main import app
+app(["--version"])
+"""
+"""Starts of the processes of an instance, where only the clone is there."""
 
 CHECK = runpy.run_path(str(ROOT / ".ci/check_tree.py"))
 
@@ -93,10 +106,16 @@ def test_the_wheel_holds_exactly_the_trees_files(wheel: Path) -> None:
 def test_it_has_pyprojects_version_and_a_command(installed: Path) -> None:
     version = router.__version__
     assert run(installed, "-m", "serve_app.cli.entry", "--version").stdout == f"warmpath {version}\n"
-    entry_points = next(installed.glob("warmpath_serve-*.dist-info/entry_points.txt")).read_text()
+    entry_points = next(installed.glob(f"warmpath_serve-{version}.dist-info/entry_points.txt")).read_text()
     assert "warmpath = serve_app.cli.entry:main" in entry_points
     where = run(installed, "-c", "import serve_app, router; print(serve_app.__file__)").stdout
     assert where.strip() == str(installed / "serve_app" / "__init__.py")
+
+
+def test_a_clone_runs_without_an_installation() -> None:
+    """Nothing asks for the distribution's metadata: on a machine without a network, the clone is only on PYTHONPATH."""
+    done = subprocess.run([sys.executable, "-c", UNINSTALLED], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout == f"warmpath {router.__version__}\n", done.stderr
 
 
 def test_serve_deploy_accepts_the_commands_output(installed: Path) -> None:

@@ -28,17 +28,24 @@ MARK = "WARMPATH_BENCHMARK"
 
 
 def marked_processes(mark: str) -> Iterator[tuple[psutil.Process, str]]:
-    """Yield the processes with this ``MARK``, and their command lines."""
+    """Yield the processes with this ``MARK``, their descendants, and the command lines of both.
+
+    A process that renames itself, as vLLM's do, may have overwritten its environment.
+    """
+    found: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             if process.environ().get(MARK) == mark:
-                yield process, " ".join(process.cmdline())
+                found |= {one.pid: one for one in (process, *process.children(recursive=True))}
+    for process in found.values():
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            yield process, " ".join(process.cmdline())
 
 
 @contextmanager
 def instance(*arguments: str, env: dict[str, str] | None = None) -> Iterator[str]:
     """Run ``warmpath serve`` on a free loopback port and yield its base URL. Raises like ``server_process``."""
-    with held_port() as port, _leaving_on_sigterm():
+    with held_port() as port:
         command = [sys.executable, "-m", "serve_app.cli.entry"]
         print("starting warmpath serve", file=sys.stderr, flush=True)
         url = f"http://127.0.0.1:{port}"
@@ -47,15 +54,20 @@ def instance(*arguments: str, env: dict[str, str] | None = None) -> Iterator[str
 
 
 @contextmanager
-def server_process(command: Sequence[str], ready_url: str, env: dict[str, str] | None = None) -> Iterator[None]:
-    """Run a server for the block. Raises BenchmarkError with the end of its output if it does not start."""
-    with tempfile.NamedTemporaryFile("w+", prefix="warmpath-benchmark-", suffix=".log") as log:
+def server_process(
+    command: Sequence[str], ready_url: str, env: dict[str, str] | None = None, ready_within_s: float = START_TIMEOUT_S
+) -> Iterator[None]:
+    """Run a server for the block. Raises BenchmarkError with the end of its output if it does not start.
+
+    At SIGTERM the block ends, with SystemExit, and so does the server.
+    """
+    with leaving_on_sigterm(), tempfile.NamedTemporaryFile("w+", prefix="warmpath-benchmark-", suffix=".log") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True,
             env={**os.environ, **(env or {})},
         )  # fmt: skip
         try:
-            _wait(ready_url, command, process, log.name)
+            _wait(ready_url, command, process, log.name, ready_within_s)
             yield
         finally:
             if process.poll() is not None:
@@ -64,8 +76,8 @@ def server_process(command: Sequence[str], ready_url: str, env: dict[str, str] |
 
 
 @contextmanager
-def _leaving_on_sigterm() -> Iterator[None]:
-    # By default SIGTERM would end the benchmark at once and leave its instance running.
+def leaving_on_sigterm() -> Iterator[None]:
+    """Raise SystemExit at SIGTERM, which would end the benchmark at once and leave its servers running."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -90,8 +102,8 @@ def answers_in_time(url: str, process: subprocess.Popen[Any], timeout_s: float =
     return True
 
 
-def _wait(url: str, command: Sequence[str], process: subprocess.Popen[bytes], log: str) -> None:
-    if not answers_in_time(url, process):
+def _wait(url: str, command: Sequence[str], process: subprocess.Popen[bytes], log: str, within_s: float) -> None:
+    if not answers_in_time(url, process, within_s):
         said = f"it ended with status {process.returncode}" if process.poll() is not None else "not in time"
         raise BenchmarkError(f"{shlex.join(command)} did not come up ({said}):\n{_end_of(log)}")
 
@@ -101,11 +113,14 @@ def _end_of(log: str) -> str:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        # Not SIGINT: background jobs of a shell ignore it.
-        process.send_signal(signal.SIGTERM)
-        try:
+    try:
+        if process.poll() is None:
+            # Not SIGINT: background jobs of a shell ignore it.
+            process.send_signal(signal.SIGTERM)
             process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired:
+        pass
+    finally:  # a server that died, or that is waited for no longer, may have left others of its session
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        process.wait()

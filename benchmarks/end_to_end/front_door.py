@@ -17,11 +17,11 @@ import httpx
 import psutil
 
 from benchmarks.common.prompts import text_of
-from benchmarks.common.report import parser_of, percentile, progress, spread, write
+from benchmarks.common.report import BenchmarkError, parser_of, percentile, progress, spread, write
 from benchmarks.common.server import MARK, instance, marked_processes
-from benchmarks.peers.vllm_serve import vllm_server
+from benchmarks.peers.vllm_serve import CPU_ENVIRONMENT, vllm_server
 from serve_app.checkpoints.sources.resolve import resolve_model
-from serve_app.cli.bench.client import Answer, chat_body, stream_chat
+from serve_app.cli.bench.client import Answer, RequestFailed, chat_body, stream_chat
 
 KINDS = (
     ("ingress", r"ServeReplica:.*:Ingress"),
@@ -56,8 +56,9 @@ def measured(system: str, arguments: argparse.Namespace) -> Iterator[tuple[str, 
         with instance(*flags, *speed, env={MARK: mark}) as url:
             yield url, mark
         return
-    config = {"model": arguments.model, "dtype": "float32", "block_size": 32, "num_blocks": 4096, "num_threads": 1}
-    with vllm_server(config, str(arguments.vllm_python), {MARK: mark}) as url:
+    flags = ["--dtype", "float32", "--block-size", "32", "--kv-cache-memory-bytes", str(1 << 30), "--enforce-eager"]
+    python, env = str(arguments.vllm_python), {MARK: mark, **CPU_ENVIRONMENT}
+    with vllm_server(resolve_model(arguments.model), arguments.model, flags, env, python) as url:
         yield url, mark
 
 
@@ -113,9 +114,15 @@ def main() -> None:
     arguments = parser.parse_args()
     results: dict[str, Any] = {}
     for system in ["warmpath", *(["vllm serve"] if arguments.vllm_python else [])]:
-        with measured(system, arguments) as (url, mark):
-            numbers = progress(range(arguments.runs), system)
-            runs = [asyncio.run(measure(url, mark, arguments, number)) for number in numbers]
+        try:
+            with measured(system, arguments) as (url, mark):
+                numbers = progress(range(arguments.runs), system)
+                runs = [asyncio.run(measure(url, mark, arguments, number)) for number in numbers]
+        except (BenchmarkError, RequestFailed, httpx.HTTPError) as error:
+            if system == "warmpath":
+                raise
+            results[system] = {"not_measured": str(error)}  # ours is measured already, and stays
+            continue
         results[system] = {"spread": _spread(runs), "runs": runs}
     ours = results["warmpath"]["spread"]
     token, short = ours["streamed"]["us_a_token"], ours["short_warm"]["ms_a_request"]

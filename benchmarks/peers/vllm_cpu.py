@@ -28,6 +28,7 @@ class VllmCpu:
             max_model_len=workload["max_model_len"],
             enable_prefix_caching=True,
             block_size=workload["block_size"],
+            load_format=workload.get("load_format", "auto"),
         )
 
     def generate(self, prompts: list[Prompt], max_tokens: int) -> None:

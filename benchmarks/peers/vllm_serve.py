@@ -1,30 +1,28 @@
 """Plain `vllm serve` in vLLM's environment."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
 
 from benchmarks.common.server import server_process
-from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.cli.local_ray import held_port
+
+CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 
 
 @contextmanager
-def vllm_server(config: dict[str, Any], python: str, env: dict[str, str]) -> Iterator[str]:
-    """Run a server with a deployment's settings in the environment of ``python``; yield its URL.
+def vllm_server(
+    model: Path, name: str, flags: Sequence[str], env: Mapping[str, str], python: str, ready_within_s: float = 300.0
+) -> Iterator[str]:
+    """Run a server of the checkpoint ``model`` in the environment of ``python``; yield its URL.
 
-    Raises BenchmarkError if it does not start.
+    Raises BenchmarkError if it does not start. Its KV has the size that ``--kv-cache-memory-bytes`` in ``flags`` says:
+    without that flag vLLM wants a part of the machine's memory to be free.
     """
-    threads = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
     with held_port() as port:
-        command = [python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
-        command += ["--port", str(port), "--model", str(resolve_model(config["model"]))]
-        command += ["--served-model-name", config["model"], "--dtype", config["dtype"]]
-        command += ["--block-size", str(config["block_size"]), "--num-gpu-blocks-override", str(config["num_blocks"])]
-        # Plain vLLM does not start unless this fraction of the memory is free.
-        command += ["--gpu-memory-utilization", "0.05", "--enforce-eager"]
-        command += ["--enable-prompt-tokens-details", "--generation-config", "vllm"]
-        environment = {**env, **threads, "OMP_NUM_THREADS": str(config["num_threads"])}
+        command = [python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--model", str(model), "--served-model-name", name, "--enable-prompt-tokens-details"]
+        command += ["--generation-config", "vllm", "--disable-uvicorn-access-log", *flags]
         url = f"http://127.0.0.1:{port}"
-        with server_process(command, f"{url}/health", environment):
+        with server_process(command, f"{url}/health", {**env, "HF_HUB_OFFLINE": "1"}, ready_within_s):
             yield url

@@ -1,6 +1,5 @@
 """warmpath's engines, the built-in one or vLLM's, measured like a peer: in a separate process, through `submit`."""
 
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import numpy as np
 
 from benchmarks.common.output_collector import OutputCollector
 from benchmarks.peers.workload import Prompt, serve
+from router import __version__
 from router.protocol.block_hash import PrefixScope
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.config.app import AppConfig
@@ -47,8 +47,9 @@ def config_of(workload: dict[str, Any]) -> AppConfig:
         device=workload["device"],
         replica_num_gpus=1 if workload["device"] == "cuda" else 0,
         num_threads=workload["threads"],
+        engine_args={"load_format": workload["load_format"]} if "load_format" in workload else {},
     )
 
 
 if __name__ == "__main__":
-    serve(WarmpathEngine, lambda: version("warmpath-serve"))
+    serve(WarmpathEngine, lambda: __version__)

@@ -1,13 +1,13 @@
 """The command `warmpath`: its subcommands and flags, and replacements for other servers' flags."""
 
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from typer.core import TyperCommand
 
+from router import __version__
 from serve_app.cli.bench import questions
 from serve_app.cli.checks.file import mistakes_in
 from serve_app.cli.checks.gpus import gpu_count, replica_gpus
@@ -76,7 +76,7 @@ app.command(rich_help_panel=TROUBLE)(doctor)
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"warmpath {version('warmpath-serve')}")
+        print(f"warmpath {__version__}")
         raise typer.Exit
 
 

@@ -16,6 +16,7 @@ from serve_app.engine.runner.model_runner import load_runner
 from serve_app.engine.settings import EngineSettings
 from serve_app.structured.compiler import GrammarCompiler
 from serve_app.tokenization.tokenizer import PromptTokenizer
+from tests.gpu.device import gpu
 from tests.serve_app.engine.tiny import save_tiny
 
 MakeEngine = Callable[..., TorchEngine]
@@ -40,12 +41,10 @@ def compiler(demo_model_path: Path) -> GrammarCompiler:
     return GrammarCompiler(info.path, info.vocab_size, info.eos_token_ids)
 
 
-@pytest.fixture(params=["cpu", "cuda"])
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Each kind of device that a test covers; skipped if the machine has none."""
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    return torch.device(request.param)
+    return gpu() if request.param == "cuda" else torch.device(request.param)
 
 
 @pytest.fixture(scope="session")

@@ -33,15 +33,23 @@ class Both:
     heard: Routers
     info: CheckpointInfo
 
+    @property
+    def block_size(self) -> int:
+        return self.vllm.settings.block_size
+
     def prompt(self, length: int, seed: int = 0) -> Any:
         return np.random.default_rng(seed).integers(0, self.info.vocab_size, length, dtype=np.int32)
 
 
 @contextmanager
-def both_engines(demo_model_path: Path, **changed: Any) -> Iterator[Both]:
-    """The demo model in float32 on either engine; vLLM's pool holds three thousand tokens. ``changed``: of vLLM's."""
+def both_engines(
+    demo_model_path: Path, *, device: str = "cpu", dtype: str = "float32", block_size: int = BLOCK, **changed: Any
+) -> Iterator[Both]:
+    """The demo model on either engine; vLLM's pool holds three thousand tokens. ``changed``: of vLLM's."""
     info, heard = load_checkpoint_info(demo_model_path), Routers()
-    sizes = {"block_size": BLOCK, "num_blocks": BLOCKS, "max_model_len": 2048, "dtype": "float32", "device": "cpu"}
+    num_blocks, gpus = BLOCKS * BLOCK // block_size, int(device != "cpu")
+    sizes = {"block_size": block_size, "num_blocks": num_blocks, "max_model_len": 2048}
+    sizes |= {"dtype": dtype, "device": device, "replica_num_gpus": gpus}
     limits = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "max_waiting_requests": 32, "enforce_eager": True}
     loras = {"allow_runtime_lora": True, "max_cpu_loras": 4, "max_lora_rank": 8}
     moves = {"kv_pull": True, "pin_budget": 24, "num_threads": os.cpu_count()}
@@ -82,30 +90,30 @@ def outputs_of(engine: Any, asked: EngineRequest) -> list[EngineOutput]:
     return outputs
 
 
-def prefix_of(ids: Any, scope: PrefixScope = SCOPE) -> HashedTokens:
-    return HashedTokens(scope, ids, extend_chain(root_of(scope), 0, ids, BLOCK), "t")
+def prefix_of(ids: Any, scope: PrefixScope = SCOPE, block_size: int = BLOCK) -> HashedTokens:
+    return HashedTokens(scope, ids, extend_chain(root_of(scope), 0, ids, block_size), "t")
 
 
 def compute(both: Both, ids: Any, scope: PrefixScope = SCOPE, max_tokens: int = 8) -> tuple[HashedTokens, list[int]]:
     """Compute a prompt, wait until its blocks are known, and return it with the answer."""
-    prefix = prefix_of(ids, scope)
+    prefix = prefix_of(ids, scope, both.block_size)
     tokens = tokens_of(both.vllm, "r", ids, max_tokens=max_tokens, scope=scope)
-    blocks = (len(ids) - 1) // BLOCK
+    blocks = (len(ids) - 1) // both.block_size
     eventually(lambda: both.vllm.known_blocks(prefix.chain, blocks) == blocks)
     return prefix, tokens
 
 
 def mispredicted(both: Both, requests: int) -> tuple[list[tuple[str, int, int]], int]:
     """Grow conversations of two tenants in a pool that evicts; return wrong predictions, and the number of hits."""
-    random = np.random.default_rng(1)
+    random, size = np.random.default_rng(1), both.block_size
     scopes = [PrefixScope("tiny", salt=name) for name in (b"a", b"b")]
     talks = [[scope, both.prompt(40 + 60 * i, seed=i // 2)] for i, scope in enumerate(scopes * 3)]
     wrong, hits = [], 0
     for number in range(requests):
         talk = talks[random.integers(len(talks))]
         scope, ids = talk
-        compute(both, both.prompt(BLOCK + 1, seed=5000 + number), max_tokens=1)  # its events come last
-        predicted = BLOCK * both.vllm.known_blocks(prefix_of(ids, scope).chain, (len(ids) - 1) // BLOCK)
+        compute(both, both.prompt(size + 1, seed=5000 + number), max_tokens=1)  # its events come last
+        predicted = size * both.vllm.known_blocks(prefix_of(ids, scope, size).chain, (len(ids) - 1) // size)
         name = f"talk {number}"
         found = run_all(both.vllm, [request(name, ids, 6, scope=scope)])
         hits += found.cached[name] > 0

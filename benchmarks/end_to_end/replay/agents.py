@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import httpx
@@ -31,7 +31,7 @@ from benchmarks.common.agent_sessions import (
     working_set_tokens,
 )
 from benchmarks.common.open_loop import Shot, fire, hit_rate
-from benchmarks.common.report import BenchmarkError, add_engine_flag, parser_of, spread, write
+from benchmarks.common.report import BenchmarkError, add_engine_flag, parser_of, percentile, spread, write
 from benchmarks.common.server import instance
 from benchmarks.end_to_end.replay.run import KV_BLOCK_TOKENS, with_tenants
 from benchmarks.end_to_end.replay.shots import trace_shots
@@ -175,9 +175,12 @@ async def replay(
             apart_s = arrivals_s[-1] / max(1, len(load.flood))
             shots = [replace(shot, at_s=number * apart_s) for number, shot in enumerate(load.flood)]
             flooded, slowdowns = await asyncio.gather(fire(url, shots if flood else [], TIMEOUT_S, lambda: None), jobs)
+    ttft_s = [answer.ttft_s for answer in answers]
     return {
         **job_figures(slowdowns),
         "hit_rate": _hit_rate(answers),
+        "ttft_mean_s": fmean(ttft_s),
+        "ttft_p90_s": percentile(ttft_s, 90),
         "flood_answered": sum(result.answer is not None for result in flooded),
         "run_s": time.perf_counter() - began_s,
     }

@@ -28,7 +28,7 @@ def gumbel_noise(
     Row i is a part of the splitmix64 stream of the i-th (seed, position); the stream begins with token 0.
     """
     keys = [_signed(position_key(seed, position)) for seed, position in zip(seeds, positions, strict=True)]
-    state = torch.tensor(keys, device=device)[:, None] + _steps(first + 1, first + count + 1, device)
+    state = to_device(keys, torch.int64, device)[:, None] + _steps(first + 1, first + count + 1, device)
     spare = torch.empty_like(state)
     for shift, factor in zip((30, 27), FACTORS, strict=True):
         state ^= _shifted(state, shift, spare)
@@ -54,23 +54,36 @@ def _signed(value: int) -> int:
 
 
 def choose_tokens(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int | None]:
-    """Return one token per row of ``logits`` [n, vocab], None where they are not numbers.
+    """Return one token per row of ``logits`` [n, vocab], None where they are not numbers. See ``choose_on_device``."""
+    chosen, numbers = choose_on_device(logits, params, positions)
+    return [token if fine else None for token, fine in zip(chosen.tolist(), numbers.tolist(), strict=True)]
+
+
+def choose_on_device(
+    logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return one token per row of ``logits`` [n, vocab], and whether the row's logits are numbers; both on its device.
 
     ``positions[i]``: the position of row i's token. Filters apply in the order temperature, min-p, top-k, top-p.
     Tokens tied with the last one kept are kept too, so that the result does not depend on the sort's order of ties.
+    A GPU is not waited for, except for top-k and top-p.
     """
     # One pass over the logits: a row's largest is not finite if any is NaN or inf, or if all are -inf.
-    largest, best = _first_largest(logits)
-    finite = torch.isfinite(largest).tolist()
-    tokens: list[int | None] = [token if fine else None for token, fine in zip(best.tolist(), finite, strict=True)]
-    drawn = [i for i, p in enumerate(params) if finite[i] and not p.greedy]
+    largest, tokens = _first_largest(logits)
+    drawn = [i for i, p in enumerate(params) if not p.greedy]
     size = max(1, _CACHED_NUMBERS // logits.shape[-1]) if logits.device.type == "cpu" else len(params)
     for part in (drawn[start : start + size] for start in range(0, len(drawn), size)):
-        own = logits[part] if len(part) > 1 else logits[part[0] : part[0] + 1]  # the slice copies nothing
-        draws = _draw(own, [params[i] for i in part], [positions[i] for i in part])
-        for i, token in zip(part, draws.tolist(), strict=True):
-            tokens[i] = token
-    return tokens
+        # A slice copies nothing.
+        where = slice(part[0], part[0] + 1) if len(part) == 1 else to_device(part, torch.int64, logits.device)
+        tokens[where] = _draw(logits[where], [params[i] for i in part], [positions[i] for i in part])
+    return tokens, torch.isfinite(largest)
+
+
+def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return numbers [n] on a device; a GPU reads pinned memory when it gets there, and nobody waits for it."""
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
 def _first_largest(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,13 +119,13 @@ def _draw(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Seq
 
 
 def _column(values: Sequence[float], device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64, device=device)[:, None]
+    return to_device(values, torch.float64, device)[:, None]
 
 
 def _floors(scaled: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """Return each row's smallest logit to keep [n, 1], by top-k and top-p; sorting whole rows costs far more."""
     vocab = scaled.shape[-1]
-    top_k = torch.tensor([[p.top_k if 0 < p.top_k < vocab else vocab] for p in params], device=scaled.device)
+    top_k = to_device([p.top_k if 0 < p.top_k < vocab else vocab for p in params], torch.int64, scaled.device)[:, None]
     top_p = _column([p.top_p for p in params], scaled.device)
     width = min(vocab, max(_FIRST_CANDIDATES, *(p.top_k for p in params)))
     while True:

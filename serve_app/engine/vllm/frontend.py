@@ -6,6 +6,7 @@ Owns all objects of vLLM. Returns plain ``Generated`` parts and figures of each 
 import asyncio
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from concurrent.futures import Future
@@ -47,6 +48,26 @@ class Generated:
     preemptions: int
 
 
+class StepClock:
+    """The duration of a step that vLLM began before the previous one's end: from that end, or the request's arrival.
+
+    vLLM's own figure is then the time that it still waited for the step.
+    """
+
+    def __init__(self) -> None:
+        self._idle, self._from_s = True, 0.0
+
+    def asked(self, now_s: float) -> None:
+        """Note a request."""
+        if self._idle:
+            self._idle, self._from_s = False, now_s
+
+    def step_s(self, now_s: float, requests: int) -> float:
+        """Return the seconds of the step that ends now; ``requests``: those that run or wait after it."""
+        duration_s, self._from_s, self._idle = now_s - self._from_s, now_s, not requests
+        return duration_s
+
+
 class VllmFrontend:
     """One ``AsyncLLM``, ``llm``. Its coroutines, and those here, belong to its loop: pass them to ``call``."""
 
@@ -55,7 +76,8 @@ class VllmFrontend:
     ) -> None:
         """Start vLLM, in half a minute or more. Raises RuntimeError if it is missing, and vLLM's own errors."""
         self.loop = asyncio.new_event_loop()
-        self._logger = _logger_of(on_step, drafts)
+        self._clock = StepClock()
+        self._logger = _logger_of(on_step, drafts, self._clock)
         self._thread = threading.Thread(target=self.loop.run_forever, name="vllm-frontend", daemon=True)
         self._thread.start()
         self.llm: Any = None
@@ -102,6 +124,7 @@ class VllmFrontend:
 
         params = SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA)
         prompt = tokens_input(token_ids, cache_salt=salt)
+        self._clock.asked(time.monotonic())
         async for output in self.llm.generate(prompt, params, request_id, lora_request=lora, priority=priority):
             yield _generated(output, params.logprobs)
 
@@ -166,23 +189,25 @@ def _logprob(most: int, token: int, by_id: Mapping[int, Any]) -> TokenLogprob:
     return TokenLogprob(by_id[token].logprob, tuple((other, value) for _, other, value in best[:most]))
 
 
-def _logger_of(on_step: OnStep, drafts: Counter[str]) -> Callable[[Any, int], Any]:
+def _logger_of(on_step: OnStep, drafts: Counter[str], clock: StepClock) -> Callable[[Any, int], Any]:
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     class StepLogger(StatLoggerBase):  # type: ignore[misc]
         """Passes on the figures of a step."""
 
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-            pass
+            self._ahead = bool(vllm_config.scheduler_config.async_scheduling)
 
         def record(self, scheduler_stats: Any, *others: Any, **more: Any) -> None:
             """Called by vLLM once per step, in the loop."""
             if scheduler_stats is None:
                 return
             step = scheduler_stats.iteration_details
+            running = scheduler_stats.num_running_reqs
+            took_s = clock.step_s(time.monotonic(), running + scheduler_stats.num_waiting_reqs)
             nothing = step is None or step.is_dummy
-            computed = (0, 0.0) if nothing else (step.num_ctx_tokens, step.elapsed_ms / 1000)
-            on_step(scheduler_stats.num_running_reqs, scheduler_stats.kv_cache_usage, *computed)
+            computed = (0, 0.0) if nothing else (step.num_ctx_tokens, took_s if self._ahead else step.elapsed_ms / 1000)
+            on_step(running, scheduler_stats.kv_cache_usage, *computed)
             if (verified := scheduler_stats.spec_decoding_stats) is not None:
                 drafts["warmpath_spec_decode_num_drafts_total"] += verified.num_drafts
                 drafts["warmpath_spec_decode_num_draft_tokens_total"] += verified.num_draft_tokens

@@ -1,12 +1,12 @@
 """The routes for operators: health, metrics, caches, usage, adapters and registered prompts."""
 
 from datetime import UTC, datetime
-from importlib import metadata
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from router import __version__
 from serve_app.errors import InvalidRequest
 from serve_app.ingress.adapter_admin import LoadAdapterBody, UnloadAdapterBody
 from serve_app.ingress.http import json_response
@@ -16,7 +16,6 @@ from serve_app.ingress.prompts.admin import PromptBody
 from serve_app.ingress.routes.handler import Front, guarded, takes
 from serve_app.usage.report import days, usage_csv, usage_document
 
-VERSION = metadata.version("warmpath-serve")
 USAGE_FORMATS = ("json", "csv")
 
 router = APIRouter()
@@ -100,7 +99,7 @@ async def health(request: Request, services: Front) -> Response:
 @router.get("/version", tags=["operations"])
 async def version() -> Response:
     """The version of warmpath (vLLM's path)."""
-    return json_response({"version": VERSION})
+    return json_response({"version": __version__})
 
 
 @router.get("/metrics", tags=["operations"])

@@ -2,12 +2,12 @@
 
 import json
 import re
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from router import __version__
 from serve_app.cli import main
 from serve_app.cli.checks.machine import Finding
 from serve_app.cli.instance import greeting
@@ -35,7 +35,7 @@ def test_serve_refuses_settings_it_cannot_use(flag: str) -> None:
 
 def test_the_version_and_the_settings_are_told() -> None:
     runner = CliRunner()
-    assert runner.invoke(app, ["--version"]).output == f"warmpath {version('warmpath-serve')}\n"
+    assert runner.invoke(app, ["--version"]).output == f"warmpath {__version__}\n"
     assert "max_pulls: integer, 1 to 64; default 4" in runner.invoke(app, ["settings", "pull"]).output
     assert "replicas: 2" in runner.invoke(app, ["settings", "--yaml"]).output
     listed = runner.invoke(app, ["settings", "autoscaling"]).output

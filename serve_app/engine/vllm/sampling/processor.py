@@ -14,7 +14,7 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 
-from serve_app.engine.vllm.sampling.rows import Row, TokenChoice, choose_rows
+from serve_app.engine.vllm.sampling.rows import Row, TokenChoice, choose_rows, late_checks
 from serve_app.engine.vllm.settings import CONFIG_ENDS
 from serve_app.structured.compiler import GrammarCompiler
 from serve_app.structured.matcher import Matchers
@@ -35,7 +35,9 @@ class ChoosesByPosition:
         followed = BatchRows(self.vllm_config)
         batch.logitsprocs = LogitsProcessors([*batch.logitsprocs.all, followed])
         batch.logitsprocs_need_output_token_ids = True
-        runner.sampler = PositionSampler(runner.sampler, followed.rows)
+        # Several ranks are processes apart from the scheduler, which could not settle what is checked late.
+        late = runner.device.type == "cuda" and self.vllm_config.parallel_config.world_size == 1
+        runner.sampler = PositionSampler(runner.sampler, followed.rows, late=late)
         if self.vllm_config.speculative_config is not None:
             runner.rejection_sampler = DraftVerifier(runner.sampler)
         if runner.device.type == "cpu":
@@ -68,16 +70,22 @@ class BatchRows(LogitsProcessor):  # type: ignore[misc]
 
 
 class PositionSampler(Sampler):  # type: ignore[misc]
-    """vLLM's sampler with another choice of tokens; the logprobs are vLLM's."""
+    """vLLM's sampler with another choice of tokens; the logprobs are vLLM's.
 
-    def __init__(self, replaced: Any, rows: dict[int, Row]) -> None:
+    ``late``: a GPU is not waited for unless a row has rules, so that vLLM plans the next step meanwhile.
+    """
+
+    def __init__(self, replaced: Any, rows: dict[int, Row], *, late: bool = False) -> None:
         super().__init__(replaced.logprobs_mode, replaced.use_fp64_gumbel)
         self.rows = rows
+        self._late = late
 
     def sample(
         self, logits: torch.Tensor, sampling_metadata: Any, logprobs_mode_override: Any = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return each row's token, [n]."""
+        if self._late and not any(row.ruled for row in self.rows.values()):
+            return late_checks.choose(self.rows, logits), None
         chosen = choose_rows(self.rows, logits, [()] * len(logits))
         return torch.tensor([token for (token,) in chosen], device=logits.device), None
 

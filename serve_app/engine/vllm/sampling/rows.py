@@ -9,6 +9,7 @@ vLLM's own would start anew for an answer that another replica began. Imports no
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch
 
 from router.protocol.block_hash import TokenArray
 from serve_app.engine.protocol import EngineRequest, SamplingParams
-from serve_app.engine.runner.sampling import choose_tokens
+from serve_app.engine.runner.sampling import choose_on_device, choose_tokens
 from serve_app.engine.runner.token_rules import apply_rules
 from serve_app.engine.step import History
 from serve_app.structured.matcher import AnswerMatcher, Matchers
@@ -111,6 +112,11 @@ class Row:
         """Position of the next token."""
         return len(self._prompt) + self.choice.resumed_tokens + len(self._output)
 
+    @property
+    def ended(self) -> bool:
+        """Whether the last token ended the answer. vLLM may plan one step more before it knows that."""
+        return bool(self._output) and self._output[-1] in self.choice.sampling.stop_token_ids
+
     def history(self) -> History:
         """Return prompt and answer for rules and grammar."""
         resumed = self.choice.resumed_tokens
@@ -134,9 +140,10 @@ def choose_rows(rows: Mapping[int, Row], logits: torch.Tensor, drafts: Sequence[
     """Return each request's next tokens: its drafts as long as they equal the chosen tokens, and one token more.
 
     ``logits`` [requests + drafts, vocab], float32, changed by rules: a request's row and one after each of its drafts,
-    then the next request's. A draft below 0 is padding, which no chosen token equals. A request without a ``Row`` gets
-    the likeliest token; the reason of a failure is in the request's file.
+    then the next request's. A draft below 0 is padding, which no chosen token equals. A request without a ``Row``, or
+    with an ended one, gets the likeliest token; the reason of a failure is in the request's file.
     """
+    rows = {at: row for at, row in rows.items() if not row.ended}  # a grammar would fail the token after its end
     asked = [(rows.get(i), guess[:end]) for i, guess in enumerate(drafts) for end in range(len(guess) + 1)]
     ruled = [
         (at, row.choice.sampling, row.history().guess(guess) if guess else row.history())
@@ -160,3 +167,38 @@ def choose_rows(rows: Mapping[int, Row], logits: torch.Tensor, drafts: Sequence[
                 break
         at += len(guess) + 1
     return answers
+
+
+class LateChecks:
+    """Rows that a GPU is still choosing tokens for. They fail once it is known that their logits are no numbers.
+
+    The scheduler settles them before it sends a step's tokens: it has these only when the GPU is past the step.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[Any, list[Row | None], torch.Tensor]] = deque()
+
+    def choose(self, rows: Mapping[int, Row], logits: torch.Tensor) -> torch.Tensor:
+        """Return the tokens [n] of rows without rules, on the GPU and without waiting for it."""
+        chosen_for = [rows.get(i) for i in range(len(logits))]
+        params = [_LIKELIEST if row is None else row.choice.sampling for row in chosen_for]
+        tokens, numbers = choose_on_device(logits, params, [row.position if row else 0 for row in chosen_for])
+        told = torch.empty(len(numbers), dtype=torch.bool, pin_memory=True)
+        told.copy_(numbers, non_blocking=True)
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self._steps.append((event, chosen_for, told))
+        return tokens
+
+    def settle(self) -> None:
+        """Report the failed rows of all steps that the GPU is past."""
+        while self._steps and self._steps[0][0].query():
+            _, chosen_for, told = self._steps.popleft()
+            if not bool(told.all()):
+                for row, fine in zip(chosen_for, told.tolist(), strict=True):
+                    if row is not None and not fine:
+                        row.fail(NOT_NUMBERS)
+
+
+late_checks = LateChecks()
+"""Of this process, where both the scheduler and the only rank are."""

@@ -10,7 +10,7 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from serve_app.engine.step import ceil_div
-from serve_app.engine.vllm.sampling.rows import drafts_wanted
+from serve_app.engine.vllm.sampling.rows import drafts_wanted, late_checks
 from serve_app.engine.vllm.scheduling.free_queue import TenantFreeQueue
 from serve_app.engine.vllm.scheduling.hooks import check_hooks
 from serve_app.engine.vllm.scheduling.scoped_blocks import ScopedBlocks
@@ -74,6 +74,11 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
         finally:
             self._plan = Plan()
             self.waiting.chosen = None
+
+    def update_from_output(self, *arguments: Any, **named: Any) -> Any:
+        """Return a step's tokens for its requests, after the report of those that failed."""
+        late_checks.settle()
+        return super().update_from_output(*arguments, **named)
 
     def reset_prefix_cache(self, *arguments: Any, **named: Any) -> bool:
         """Drop all blocks, or none while one is in use."""

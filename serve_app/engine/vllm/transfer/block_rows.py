@@ -11,8 +11,14 @@ from serve_app.cache.kv_chain import Row
 class BlockRows:
     """The layers' tensors; their first dimension is the pool's blocks. ``block_bytes``: bytes of a row."""
 
-    def __init__(self, layers: Mapping[str, torch.Tensor]) -> None:
-        """Raise ValueError if the layers' KV differs in shape or dtype: one format cannot describe a block then."""
+    def __init__(self, layers: Mapping[str, torch.Tensor], num_blocks: int | None = None) -> None:
+        """Raise ValueError if the layers' KV differs in shape or dtype: one format cannot describe a block then.
+
+        ``num_blocks``: the pool's; kernels of a GPU may divide each into equal parts, which follow each other.
+        """
+        if num_blocks is not None:
+            whole = {name: _divided(layer, num_blocks) for name, layer in layers.items()}
+            layers = {name: layer[:, 0] if layer.shape[1] == 1 else layer for name, layer in whole.items()}
         kinds = {(layer.dtype, layer.shape) for layer in layers.values()}
         if len(kinds) != 1:
             raise ValueError(f"the layers' KV is of {len(kinds)} kinds")
@@ -41,3 +47,10 @@ class BlockRows:
             layer[list(block_ids)] = (
                 torch.from_numpy(own).view(self.dtype).reshape(len(block_ids), *self.shape).to(layer.device)
             )
+
+
+def _divided(layer: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """Return a view [num_blocks, parts, ...] of a layer [num_blocks * parts, ...] of any strides."""
+    parts = len(layer) // num_blocks
+    first, *rest = layer.stride()
+    return layer.as_strided((num_blocks, parts, *layer.shape[1:]), (parts * first, first, *rest))

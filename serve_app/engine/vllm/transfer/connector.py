@@ -41,6 +41,7 @@ class WarmpathConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 f"KV of {kinds} is neither copied nor kept: set kv_pull, prewarm, handover, pin_budget off"
             )
         self._size = vllm_config.cache_config.block_size
+        self._num_blocks = kv_cache_config.num_blocks
         self._parallel = vllm_config.parallel_config
         self._directory = Path(vllm_config.kv_transfer_config.kv_connector_extra_config["directory"])
         self._loading: dict[str, int] = {}
@@ -103,9 +104,9 @@ class WarmpathConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Store the worker's layers, and write a description of them."""
-        self._rows = rows = BlockRows(kv_caches)
-        dtype, cpu = str(rows.dtype).removeprefix("torch."), torch.backends.cpu.get_cpu_capability()
-        axes = f"vllm {vllm.__version__} on {cpu}: layers {', '.join(rows.names)}; block"
+        self._rows = rows = BlockRows(kv_caches, self._num_blocks)
+        dtype, chip = str(rows.dtype).removeprefix("torch."), _chip(next(iter(kv_caches.values())).device)
+        axes = f"vllm {vllm.__version__} on {chip}: layers {', '.join(rows.names)}; block"
         part = KvPart(dtype, (len(rows.names), *rows.shape), axes=axes)
         (self._directory / rank_file(LAYOUT_FILE, self._parallel.rank)).write_bytes(msgspec.json.encode(part))
 
@@ -142,3 +143,10 @@ class WarmpathConnector(KVConnectorBase_V1):  # type: ignore[misc]
             except OSError:
                 _log.exception("%d blocks could not be exported", len(block_ids))
                 Path(own).unlink(missing_ok=True)
+
+
+def _chip(device: torch.device) -> str:
+    """Return the kind of processor, on which vLLM's choice of kernels, and so the order inside a block, depends."""
+    if device.type == "cpu":
+        return str(torch.backends.cpu.get_cpu_capability())
+    return "sm{}{}".format(*torch.cuda.get_device_capability(device))

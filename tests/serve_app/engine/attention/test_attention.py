@@ -118,9 +118,10 @@ def test_a_step_attends_by_the_formula(
         check(cases, group, dtype, in_place=in_place)
 
 
-def test_a_gpu_attends_by_the_formula(device: torch.device) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gpu_attends_by_the_formula(dtype: torch.dtype, device: torch.device) -> None:
     cases = [(1, 40, [*range(11)]), (1, 9, [20, 18, 19]), (70, 0, [*range(30, 48)]), (9, 40, [*range(10), 60, 50, 58])]
-    check(cases, 3, torch.float32, in_place=device.type == "cpu", device=device)
+    check(cases, 3, dtype, in_place=device.type == "cpu", device=device)
 
 
 def test_a_common_prefix_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,3 +156,12 @@ def test_rows_that_are_no_numbers_get_no_token(device: torch.device) -> None:
     logits[1, 5], logits[2, 7], logits[3] = float("nan"), float("inf"), float("-inf")
     params = [SamplingParams(1, temperature=t) for t in (0.0, 1.0, 0.0, 1.0, 1.0)]
     assert choose_tokens(logits.to(device), params, [0] * 5) == [3, None, None, None, 39]
+
+
+def test_a_gpu_chooses_the_same_tokens(device: torch.device) -> None:
+    """Every filter, alone and together, in one batch."""
+    filters: list[dict[str, Any]] = [{}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.02}, {"top_k": 300, "top_p": 0.99}]
+    params = [SamplingParams(1, t, seed=s, **f) for f in filters for t in (0.0, 0.7, 1.0) for s in (0, 2**63 + 1)]
+    logits = 3 * torch.randn(len(params), 4096, generator=torch.Generator().manual_seed(0))
+    positions = list(range(100, 100 + len(params)))
+    assert choose_tokens(logits.to(device), params, positions) == choose_tokens(logits, params, positions)

@@ -106,6 +106,18 @@ def test_rows_are_the_oracles_and_no_row_depends_on_another(wanted: list[Any], s
         assert torch.equal(logits[row], one)
 
 
+def test_a_gpu_applies_the_same_rules(device: torch.device) -> None:
+    """Every rule, with and without a grammar."""
+    rules = TokenRules(0.5, 0.25, 1.3, logit_bias=((5, 2.0), (6, -3.0)), min_tokens=9, bad_words=((7,), (3, 8)))
+    params = SamplingParams(9, stop_token_ids=(1, 2), rules=rules)
+    ids = [np.array(part, dtype=np.int32) for part in ([4, 9, 9], [5, 5, 30, 3])]
+    ruled = [(0, params, History(*ids)), (2, params, History(*ids, Bits({3, 8, 20})))]
+    here = torch.randn(3, SMALL, generator=torch.Generator().manual_seed(0)) * 3
+    there = here.clone().to(device)
+    assert apply_rules(here, ruled) == apply_rules(there, ruled) == {}
+    torch.testing.assert_close(there.cpu(), here, rtol=1e-6, atol=0.0)
+
+
 def test_a_matcher_that_fails_fails_its_row_alone() -> None:
     """A history outside the grammar fails too; a wrong guess gets no mask, because its tokens are discarded."""
 

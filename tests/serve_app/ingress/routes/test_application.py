@@ -3,7 +3,6 @@
 import asyncio
 import re
 from collections.abc import Sequence
-from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -11,6 +10,7 @@ from unittest.mock import MagicMock
 import httpx
 import pytest
 
+from router import __version__
 from router.protocol.samples import Sample
 from serve_app.api.openai.response import model_body
 from serve_app.checkpoints.adapter_registry import AdapterEntry, AdapterRegistry
@@ -154,7 +154,7 @@ def test_a_wrong_base_url_is_told_the_right_path(path: str, advice: str) -> None
 
 
 def test_the_version_is_told_to_everybody() -> None:
-    assert get("/version", CLOSED).json() == {"version": version("warmpath-serve")}
+    assert get("/version", CLOSED).json() == {"version": __version__}
 
 
 def test_usage_is_a_tenants_own_and_the_operators_to_see_whole() -> None:

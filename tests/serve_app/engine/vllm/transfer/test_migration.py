@@ -172,6 +172,17 @@ def test_rows_put_elsewhere_are_the_same_blocks_and_touch_no_other(dtype: torch.
         assert torch.equal(layer, wanted)
 
 
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_blocks_that_kernels_divide_are_whole_rows(parts: int) -> None:
+    """A GPU's kernels may have smaller blocks, and heads outside of tokens: rows are whole blocks, heads first."""
+    whole = torch.arange(BLOCKS * parts * 4).view(BLOCKS, -1)
+    divided = whole.reshape(BLOCKS * parts, 2, 2).transpose(1, 2).contiguous().transpose(1, 2)
+    rows = BlockRows({"a": divided}, BLOCKS)
+    assert np.array_equal(rows.read([3, 1]), BlockRows({"a": whole}).read([3, 1]))
+    rows.write([0], rows.read([3]))
+    assert torch.equal(divided.reshape(BLOCKS, -1)[[0, 3]], whole[[3, 3]])
+
+
 def test_rows_that_do_not_fit_change_nothing() -> None:
     target = layers(torch.float32)
     rows = BlockRows(target)

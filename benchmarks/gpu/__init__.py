@@ -1,0 +1,1 @@
+"""What warmpath brings on one GPU, beside plain vLLM on the same card."""
