@@ -1,51 +1,25 @@
-"""Clients in processes of their own, so that reading hundreds of streams is not what is measured."""
+"""Clients of the measured systems; many streams are read in processes of their own, so that this is not measured."""
 
 import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing import get_context
 from time import perf_counter
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import httpx
 
+from benchmarks.gpu.systems import Target
 from serve_app.cli.bench.client import Answer, stream_answer, stream_events
 
 CHAT = "/v1/chat/completions"
 TIMEOUT_S = 300.0
-Body = dict[str, Any]
+Body = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A system that is asked. ``mark``: of its processes."""
-
-    url: str
-    headers: Mapping[str, str]
-    mark: str
-
-
-def new_client() -> httpx.AsyncClient:
-    """Return a client for any number of connections. Without TLS it needs no certificates, which take time to load."""
-    return httpx.AsyncClient(timeout=TIMEOUT_S, limits=httpx.Limits(max_connections=None), verify=False)  # noqa: S501
-
-
-def answers(target: Target, bodies: Sequence[Body]) -> list[Answer]:
-    """Send chats together from this process. Raises RequestFailed or httpx.HTTPError if one fails."""
-
-    async def ask() -> list[Answer]:
-        async with new_client() as client:
-            url, headers = target.url + CHAT, dict(target.headers)
-            return await asyncio.gather(*(stream_answer(client, url, body, headers) for body in bodies))
-
-    return asyncio.run(ask())
-
-
-@dataclass(frozen=True, slots=True)
-class Stream:
+class Stream(NamedTuple):
     """A streamed answer; ``pause_s``: the longest time between two of its pieces."""
 
     text: str
@@ -53,8 +27,28 @@ class Stream:
     pause_s: float
 
 
+def new_client() -> httpx.AsyncClient:
+    """Return a client for any number of connections. Without TLS it needs no certificates, which take time to load."""
+    return httpx.AsyncClient(timeout=TIMEOUT_S, limits=httpx.Limits(max_connections=None), verify=False)  # noqa: S501
+
+
+async def ask(client: httpx.AsyncClient, target: Target, body: Body) -> Answer:
+    """Send a chat. Raises RequestFailed or httpx.HTTPError."""
+    return await stream_answer(client, target.url + CHAT, dict(body), dict(target.headers))
+
+
+def answers(target: Target, bodies: Sequence[Body]) -> list[Answer]:
+    """Send chats together from this process. Raises like ``ask``."""
+
+    async def together() -> list[Answer]:
+        async with new_client() as client:
+            return await asyncio.gather(*(ask(client, target, body) for body in bodies))
+
+    return asyncio.run(together())
+
+
 async def timed_stream(client: httpx.AsyncClient, target: Target, body: Body) -> Stream:
-    """Stream a chat. Raises like ``answers``."""
+    """Send a chat, and time its pieces. Raises like ``ask``."""
     times, parts, tokens = [], [], 0
     asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
     async for event in stream_events(client, target.url + CHAT, asked, dict(target.headers)):
@@ -67,22 +61,20 @@ async def timed_stream(client: httpx.AsyncClient, target: Target, body: Body) ->
 
 
 class Clients:
-    """Processes that send requests; half of the machine's cores, at most eight."""
-
-    def __init__(self) -> None:
-        self._count = max(1, min(8, (os.cpu_count() or 1) // 2))
+    """Half as many processes as the machine has cores, at most eight."""
 
     def __enter__(self) -> Self:
+        self._count = max(1, min(8, (os.cpu_count() or 1) // 2))
         self._pool = ProcessPoolExecutor(self._count, get_context("spawn"))
         list(self._pool.map(abs, range(self._count)))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._pool._processes.values():  # a running request would be waited for
+        for process in list(self._pool._processes.values()):  # a running request would be waited for
             process.kill()
         self._pool.shutdown(cancel_futures=True)
 
     def answers(self, target: Target, bodies: Sequence[Body]) -> list[Answer]:
-        """Send chats together, from all processes. Raises like the function of this name."""
+        """Send chats together, from all processes. Raises like ``ask``."""
         parts = [list(bodies[number :: self._count]) for number in range(min(self._count, len(bodies)))]
         return [answer for found in self._pool.map(answers, [target] * len(parts), parts) for answer in found]

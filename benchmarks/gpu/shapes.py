@@ -1,10 +1,10 @@
 """Models by their shape: a config, a tokenizer made here, and random weights, so that nothing is fetched."""
 
 import json
-from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -12,28 +12,20 @@ from safetensors.numpy import save_file
 from benchmarks.end_to_end.replay.text import whole_words
 from serve_app.checkpoints.demo_model import ensure_demo_model
 
-_FILES = ("tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 _REPEAT = 1 << 24
 """Random values of the written weights; they repeat after these."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A Llama's sizes, and those of the measurements.
+class Shape(NamedTuple):
+    """A Llama's config, and the sizes of the measurements.
 
-    ``prompts``: tokens of the prompts of a time to first token; ``streams``: concurrent answers of ``answer_tokens``;
+    ``batched_tokens``: of a step. ``prompts``: tokens of the prompts of a time to first token. ``streams``: concurrent
+    answers of ``answer_tokens``.
     ``agents_per_id``, ``chats_per_id``: tokens that replace the two traces' 512; ``chats``: requests of the second one;
-    ``seconds``: of the flood's two parts; ``predictions``: requests.
+    ``polite``: requests beside a flood; ``predictions``: requests; ``runs``: of each measurement of one replica.
     """
 
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    dtype: str
+    config: dict[str, Any]
     max_model_len: int
     batched_tokens: int
     prompts: tuple[int, ...]
@@ -42,49 +34,42 @@ class Shape:
     agents_per_id: int
     chats_per_id: int
     chats: int
-    seconds: float
+    polite: int
     predictions: int
     runs: int
 
     @property
-    def value_bytes(self) -> int:
-        """The bytes of one weight."""
-        return 4 if self.dtype == "float32" else 2
-
-    @property
-    def weights_bytes(self) -> int:
-        """The bytes of all weights."""
-        heads = 2 * self.num_attention_heads + 2 * self.num_key_value_heads
-        layer = self.hidden_size * (self.head_dim * heads + 3 * self.intermediate_size)
-        return self.value_bytes * (self.num_hidden_layers * layer + 2 * self.vocab_size * self.hidden_size)
+    def dtype(self) -> str:
+        """The format of weights and KV."""
+        return str(self.config["dtype"])
 
     @property
     def kv_token_bytes(self) -> int:
         """The bytes of one token's KV."""
-        return 2 * self.value_bytes * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
+        sizes = [int(self.config[name]) for name in ("num_hidden_layers", "num_key_value_heads", "head_dim")]
+        return prod(sizes) * 2 * (4 if self.dtype == "float32" else 2)
 
-    def config(self) -> dict[str, Any]:
-        """Return the model's config.json."""
-        names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
-        sizes = {name: getattr(self, name) for name in (*names, "num_key_value_heads", "vocab_size", "dtype")}
-        rope = {"rope_type": "default", "rope_theta": 500000.0}
-        return sizes | {
-            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 131072, "rope_parameters": rope, "rope_theta": 500000.0, "bos_token_id": None,
-            "eos_token_id": 2, "tie_word_embeddings": False,
-        }  # fmt: skip
+
+def _llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, head: int, **more: Any) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5,
+        "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "head_dim": head, "max_position_embeddings": 131072, "rope_theta": 500000.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}, "bos_token_id": None, "eos_token_id": 2,
+        "tie_word_embeddings": False, **more,
+    }  # fmt: skip
 
 
 SHAPES = {
     "llama-8b": Shape(
-        4096, 14336, 32, 32, 8, 128, 128256, "bfloat16", max_model_len=40960, batched_tokens=8192,
-        prompts=(8192, 32768), streams=(1, 16, 64, 256), answer_tokens=128,
-        agents_per_id=64, chats_per_id=16, chats=1000, seconds=8.0, predictions=500, runs=5,
+        _llama(4096, 14336, 32, 32, 8, 128, vocab_size=128256, dtype="bfloat16"), max_model_len=40960,
+        batched_tokens=8192, prompts=(8192, 32768), streams=(1, 16, 64, 256), answer_tokens=128,
+        agents_per_id=64, chats_per_id=16, chats=1000, polite=40, predictions=500, runs=5,
     ),
     "tiny": Shape(
-        256, 768, 4, 4, 2, 64, 4096, "float32", max_model_len=4096, batched_tokens=1024,
-        prompts=(512, 2048), streams=(1, 4, 16), answer_tokens=16,
-        agents_per_id=8, chats_per_id=8, chats=100, seconds=5.0, predictions=60, runs=2,
+        _llama(256, 768, 4, 4, 2, 64, vocab_size=4096, dtype="float32"), max_model_len=4096,
+        batched_tokens=512, prompts=(512, 2048), streams=(1, 4, 16), answer_tokens=16,
+        agents_per_id=8, chats_per_id=8, chats=100, polite=20, predictions=60, runs=2,
     ),
 }  # fmt: skip
 """``llama-8b`` has the sizes of Llama-3.1-8B. ``tiny`` rehearses all rows on a CPU; its figures say nothing."""
@@ -98,13 +83,13 @@ def make_checkpoint(shape: Shape, directory: Path) -> Path:
     """
     demo = ensure_demo_model("demo")
     directory.mkdir(parents=True)
-    for name in _FILES:
+    for name in ("tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
         (directory / name).write_bytes((demo / name).read_bytes())
     tokenizer = json.loads((demo / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
-    vocabulary |= {f"Ġw{number}": number for number in range(len(vocabulary), shape.vocab_size)}
+    vocabulary |= {f"Ġw{number}": number for number in range(len(vocabulary), shape.config["vocab_size"])}
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (directory / "config.json").write_text(json.dumps(shape.config()))
+    (directory / "config.json").write_text(json.dumps(shape.config))
     # A checkpoint has weights. Nobody reads these.
     save_file({"unused": np.zeros(1, np.float32)}, directory / "model.safetensors")
     return directory
@@ -124,19 +109,16 @@ def write_weights(checkpoint: Path, directory: Path) -> Path:
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in AutoModelForCausalLM.from_config(config).state_dict().items()}
     values = (0.02 * torch.randn(_REPEAT, generator=torch.Generator().manual_seed(1))).to(config.dtype)
-    files: dict[str, list[str]] = {}
-    for name in shapes:
-        layer = name.split(".")[2] if ".layers." in name else "rest"
-        files.setdefault(f"model-{layer}.safetensors", []).append(name)
-    for file_name, names in files.items():
+    places = {name: f"model-{name.split('.')[2] if '.layers.' in name else 'rest'}.safetensors" for name in shapes}
+    for place in set(places.values()):
         tensors = {
-            name: torch.ones(shapes[name], dtype=config.dtype)
-            if len(shapes[name]) == 1
-            else values.repeat(-(-shapes[name].numel() // _REPEAT))[: shapes[name].numel()].reshape(shapes[name])
-            for name in names
+            name: torch.ones(size, dtype=config.dtype)
+            if len(size) == 1
+            else values.repeat(-(-size.numel() // _REPEAT))[: size.numel()].reshape(size)
+            for name, size in shapes.items()
+            if places[name] == place
         }
-        save_torch(tensors, directory / file_name, metadata={"format": "pt"})
-    places = {name: file_name for file_name, names in files.items() for name in names}
+        save_torch(tensors, directory / place, metadata={"format": "pt"})
     (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
     return directory
 
