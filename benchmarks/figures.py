@@ -1,7 +1,7 @@
 """Run the benchmarks of README's table, and write figures.json and the table.
 
-`--only NAME,NAME` measures some rows again. Rows that need vLLM are skipped without `.venv-vllm`, and keep their old
-figures.
+`--only NAME,NAME` measures some rows again. Rows that need vLLM are skipped without `.venv-vllm`, those that need a GPU
+without one, and keep their old figures.
 """
 
 import json
@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from benchmarks.common.report import BenchmarkError, names_of, parser_of
+from benchmarks.gpu.systems import find_card
 from benchmarks.simulation.front_door import RAY_PREFIX
 
 ROOT = Path(__file__).parents[1]
@@ -65,6 +66,19 @@ def _predictions(found: Results) -> str:
 def _vllm(found: Results) -> str:
     ratios = found["ratios"]["vllm_cpu"]
     return f"decode **{ratios['decode_tok_s']:.2f}**, cached TTFT **{ratios['warm_ttft_ms']:.2f}**"
+
+
+def _gpu(found: Results) -> str:
+    rates = {n: _ratio(row, "tokens_per_s") for n, row in found["decode"]["figures"].items()}
+    worst = min(rates, key=lambda streams: rates[streams])
+    longest, row = list(found["first_token"]["figures"].items())[-1]
+    cached = _ratio(row, "warm_ms")
+    return f"cached TTFT **{cached:.2f}** ({int(longest) // 1024}k tokens), decode **{rates[worst]:.2f}** (worst)"
+
+
+def _ratio(row: Results, figure: str) -> float:
+    ours, theirs = (row[system][figure]["p50"] for system in ("warmpath", "vllm serve"))
+    return float(ours / theirs)
 
 
 def _routing(found: Results) -> str:
@@ -121,6 +135,13 @@ ROWS: dict[str, Row] = {
         "engine --threads 1 --systems warmpath_vllm,vllm_cpu --runs 5 --prefix-tokens 2000",
         VLLM_PYTHON,
     ),
+    "gpu": Row(
+        "One replica on a GPU against `vllm serve`",
+        _gpu,
+        "known text is not read twice",
+        "gpu",
+        VLLM_PYTHON,
+    ),
     "routing": Row(
         "One routing decision, 64 replicas, a million blocks",
         _routing,
@@ -166,7 +187,7 @@ def measured(row: Row) -> dict[str, str]:
         "summary": report["summary"],
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "commit": commit.stdout.strip(),
-        "machine": report["versions"]["processor"],
+        "machine": report.get("card") or report["versions"]["processor"],
     }
 
 
@@ -180,6 +201,9 @@ def main() -> None:
         row = ROWS[name]
         if not (ROOT / row.python).exists():
             print(f"{name}: skipped, since {row.python} is missing (make venv-vllm)", file=sys.stderr)
+            continue
+        if name == "gpu" and not find_card().name:
+            print("gpu: skipped, since this machine has no GPU (docs/how-to/gpus.md)", file=sys.stderr)
             continue
         figures[name] = measured(row)
         FIGURES.write_text(json.dumps(figures, indent=2) + "\n")

@@ -68,8 +68,9 @@ class Report:
             whole.replace(self._path)
 
     def text(self) -> str:
-        """Return the document."""
-        return json.dumps(self._head | {"rows": self.rows}, indent=2, default=str)
+        """Return the document, with the same keys as other benchmarks' reports."""
+        summary = " ".join(row["said"] for row in self.rows.values() if "said" in row)
+        return json.dumps(self._head | {"results": self.rows, "summary": summary}, indent=2, default=str)
 
 
 class Run:
