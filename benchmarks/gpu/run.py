@@ -31,6 +31,7 @@ from benchmarks.gpu.systems import MODEL, TENANTS, Card, Target, Warmpath, find_
 from benchmarks.peers.vllm_serve import CPU_ENVIRONMENT, vllm_server
 from cluster.local import ClusterError
 from serve_app.cli.bench.client import RequestFailed
+from serve_app.cli.local_ray import answers
 from serve_app.config.engine import VLLM_CPU_BLOCK_SIZE, vllm_missing
 
 ALONE = {"first_token": rows.first_token, "decode": rows.decode, "request": rows.request}
@@ -40,6 +41,7 @@ TOGETHER = {"copy": two.copy, "flood": two.flood, "predictions": two.predictions
 ROWS = (*ALONE, "routing", *TOGETHER, "built_in")
 START_S, ROW_S = 300.0, 150.0
 """The most time of a start and of a row, so that one that hangs leaves some for the others."""
+FAILURES = (BenchmarkError, RequestFailed, httpx.HTTPError, ClusterError)
 END_S = 15.0
 """Kept for the end: everything is stopped within it."""
 
@@ -122,7 +124,20 @@ class Run:
                 self._told("the first servers", lambda: ours.wait(self._within_s()))
                 targets["warmpath"] = ours.target(TENANTS[0])
             for name, measure in ALONE.items() if targets else ():
-                self._row(name, lambda: measure(self._bench, targets))  # noqa: B023
+                self._row(name, lambda: self._of_those_alive(measure, targets))  # noqa: B023
+
+    def _of_those_alive(self, measure: Callable[[Bench, rows.Targets], Row], targets: dict[str, Target]) -> Row:
+        """Measure a row; if a server has ended, measure it again without that one."""
+        while True:
+            try:
+                return measure(self._bench, targets)
+            except FAILURES as error:
+                ended = [name for name, target in targets.items() if not answers(f"{target.url}/health")]
+                if not ended or len(ended) == len(targets):
+                    raise
+                for name in ended:
+                    del targets[name]
+                    self.report.add(name, None, f"it has ended: {error}")
 
     def _built_in(self) -> Row:
         """The built-in engine's first token and decode, beside those of vLLM that were measured."""
@@ -152,7 +167,7 @@ class Run:
                     bounds.enter_context(self._bound(most_s))
                 yield
         except (Exception, Cut) as error:
-            known = isinstance(error, BenchmarkError | RequestFailed | httpx.HTTPError | ClusterError | Cut)
+            known = isinstance(error, (*FAILURES, Cut))
             self.report.add(name, None, f"{'' if known else type(error).__name__ + ': '}{error}"[-3000:])
             self._wanted.discard(name)
 

@@ -1,0 +1,118 @@
+"""The report of `benchmarks gpu` is whole at any time, and what it cannot measure says why."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.common.report import BenchmarkError
+from benchmarks.figures import ROWS
+from benchmarks.gpu import run, systems
+from benchmarks.gpu.run import Cut, Report, Run
+from benchmarks.gpu.shapes import SHAPES, make_checkpoint, text_of, write_weights
+from benchmarks.gpu.systems import Card, vllm_flags
+from serve_app.checkpoints.checkpoint import load_checkpoint_info
+from serve_app.tokenization.tokenizer import PromptTokenizer
+
+ROOT = Path(run.__file__).parents[2]
+H100 = Card("NVIDIA H100 80GB HBM3", 81559 << 20)
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """A run without servers and clients."""
+    monkeypatch.setattr(run, "make_checkpoint", lambda *_: tmp_path)
+    stack = SimpleNamespace(callback=lambda *_: None, enter_context=lambda _: None)
+    options = SimpleNamespace(shape="tiny", minutes=1.0, rows=["first_token", "kill"], json=tmp_path / "out" / "r.json")
+    return Run(options, stack, tmp_path)  # type: ignore[arg-type]
+
+
+def rows_of(made: Run, tmp_path: Path) -> Any:
+    return json.loads((tmp_path / "out" / "r.json").read_text())["results"]
+
+
+def test_a_row_is_written_when_it_is_known_and_a_failed_one_costs_no_other(made: Run, tmp_path: Path) -> None:
+    def fails() -> Any:
+        raise BenchmarkError("no server")
+
+    made._row("first_token", fails)
+    assert rows_of(made, tmp_path)["first_token"]["not_measured"] == "no server"
+    made._row("first_token", lambda: ({"x": 1}, "again"))
+    made._row("request", lambda: ({"x": 1}, "nobody asked"))
+    made._row("kill", lambda: ({"x": 2}, "Two."))
+    rows = rows_of(made, tmp_path)
+    assert rows.keys() == {"first_token", "kill"}
+    assert (rows["kill"]["figures"], rows["kill"]["said"]) == ({"x": 2}, "Two.")
+
+
+def test_a_row_that_hangs_is_cut_and_sigterm_is_no_failed_row(made: Run, tmp_path: Path) -> None:
+    made._row("first_token", lambda: time.sleep(60), most_s=0.05)  # type: ignore[arg-type,return-value]
+    assert "it took longer than 0 s" in rows_of(made, tmp_path)["first_token"]["not_measured"]
+
+    def ended() -> Any:
+        raise SystemExit(143)
+
+    with pytest.raises(SystemExit) as left:
+        made._row("kill", ended)
+    assert not isinstance(left.value, Cut)
+    assert "kill" not in rows_of(made, tmp_path)
+
+
+def test_a_report_has_the_keys_that_figures_read(tmp_path: Path) -> None:
+    report = Report(tmp_path / "r.json", {"shape": "tiny"}, H100)
+    systems_of = {"warmpath": 90.0, "vllm serve": 100.0}
+    rates = {name: {"tokens_per_s": {"p50": rate}} for name, rate in systems_of.items()}
+    first = {name: {"warm_ms": {"p50": rate}} for name, rate in systems_of.items()}
+    report.add("decode", {"1": rates}, "Decode.")
+    report.add("first_token", {"32768": first}, "First.")
+    document = json.loads((tmp_path / "r.json").read_text())
+    assert (document["card"], document["summary"]) == (H100.name, "Decode. First.")
+    assert ROWS["gpu"].cell(document["results"]) == "cached TTFT **0.90** (32k tokens), decode **0.90** (worst)"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_token_of_a_made_vocabulary_is_a_text(shape: str, tmp_path: Path) -> None:
+    """And a prompt has exactly as many tokens as asked for."""
+    checkpoint = make_checkpoint(SHAPES[shape], tmp_path / "checkpoint")
+    size = load_checkpoint_info(checkpoint).vocab_size
+    tokenizer = PromptTokenizer(checkpoint)
+    assert len(tokenizer.encode(text_of(500, checkpoint, 1), b"\0" * 16).token_ids) == 500
+    assert text_of(50, checkpoint, 1) != text_of(50, checkpoint, 2)
+    from transformers import AutoTokenizer
+
+    plain = AutoTokenizer.from_pretrained(checkpoint)
+    assert all(plain.decode([token]) for token in range(3, size, 997))
+    assert plain.decode([size - 1]).strip()
+
+
+def test_written_weights_are_those_of_the_config(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(SHAPES["tiny"], tmp_path / "checkpoint")
+    from transformers import AutoModelForCausalLM
+
+    path = write_weights(checkpoint, tmp_path / "weights")
+    model, told = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not told["missing_keys"]
+    assert 0.01 < model.model.layers[2].mlp.up_proj.weight.std().item() < 0.03
+
+
+def test_two_engines_fit_on_the_card_and_have_the_same_sizes() -> None:
+    shape = SHAPES["llama-8b"]
+    kv = H100.kv_bytes(shape)
+    assert 2 * (kv + 16.06e9 + systems._RESERVED_BYTES) < H100.total_bytes
+    assert kv // shape.kv_token_bytes > 100_000
+    flags = vllm_flags(shape, H100)
+    assert flags[flags.index("--kv-cache-memory-bytes") + 1] == str(kv)
+    with pytest.raises(BenchmarkError, match="use a smaller --shape"):
+        Card("small", 40 << 30).kv_bytes(shape)
+
+
+def test_without_a_gpu_or_vllm_the_error_names_the_remedy() -> None:
+    command = [sys.executable, "-m", "benchmarks", "gpu"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={"PATH": ""}, check=False)
+    assert done.returncode == 1
+    assert "make venv-vllm" in done.stderr or "--shape tiny" in done.stderr

@@ -1,0 +1,89 @@
+"""`benchmarks gpu --shape tiny` on CPUs: all rows, and what it leaves if it is cut or a server dies."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from benchmarks.gpu.run import ALONE, ROWS
+from tests.vllm.engines import eventually
+
+ROOT = Path(__file__).parents[2]
+STARTED = ("ray", "vllm", "serve_app", "haproxy", "raylet", "benchmarks")
+
+
+def processes() -> dict[int, str]:
+    """Return the command lines of all processes that a benchmark could have started."""
+    found = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess):
+            words = " ".join(process.cmdline()).lower()
+            if process.status() != psutil.STATUS_ZOMBIE and any(name in words for name in STARTED):
+                found[process.pid] = words
+    return found
+
+
+@contextmanager
+def benchmark(out: Path, rows: str) -> Iterator[subprocess.Popen[str]]:
+    """Run the benchmark; when the block ends it has to end too, and nothing that it started may run."""
+    before = processes().keys()
+    command = [sys.executable, "-m", "benchmarks", "gpu", "--shape", "tiny", "--rows", rows, "--json", str(out)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+        process.communicate(timeout=600)
+    finally:
+        process.kill()
+        process.wait()
+    eventually(lambda: not processes().keys() - before)
+
+
+def rows_of(out: Path) -> Any:
+    return json.loads(out.read_text())["results"] if out.exists() else {}
+
+
+def test_all_rows_are_measured(tmp_path: Path) -> None:
+    """Those of one replica have both systems; all answers of a killed replica are whole, and equal in float32."""
+    out = tmp_path / "gpu.json"
+    with benchmark(out, ",".join(ROWS)) as process:
+        pass
+    rows = rows_of(out)
+    assert process.returncode == 0
+    assert [(name, row["not_measured"]) for name, row in rows.items() if "not_measured" in row] == []
+    assert rows.keys() > {*ALONE, "routing agents", "routing chats", "copy", "flood", "kill", "built_in"}
+    for name in ("first_token", "decode"):
+        assert all(row.keys() == {"warmpath", "vllm serve"} for row in rows[name]["figures"].values())
+    killed = rows["kill"]["figures"]
+    assert (killed["whole"], killed["equal"], killed["equal_undisturbed"]) == (16, 16, 16)
+    assert rows["predictions"]["figures"]["exact_share"] > 0.95
+    assert rows["flood"]["figures"]["hit_rate_ratio"] > 0.8
+    assert rows["copy"]["figures"]["2048"]["begun"] > 0
+
+
+@pytest.mark.parametrize("after", ["", "the first servers"])
+def test_a_terminated_run_leaves_its_rows_and_no_process(after: str, tmp_path: Path) -> None:
+    """While servers start, and while rows are measured."""
+    out = tmp_path / "gpu.json"
+    with benchmark(out, "first_token,decode") as process:
+        eventually(lambda: after in rows_of(out) if after else any("raylet" in words for words in processes().values()))
+        process.send_signal(signal.SIGTERM)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert after in {"", *rows_of(out)}
+
+
+def test_a_killed_peer_costs_no_row_of_ours(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    with benchmark(out, "first_token,decode"):
+        eventually(lambda: "the first servers" in rows_of(out))
+        (peer,) = (pid for pid, words in processes().items() if "vllm.entrypoints" in words)
+        psutil.Process(peer).kill()
+    rows = rows_of(out)
+    assert "it has ended" in rows["vllm serve"]["not_measured"]
+    assert [row.keys() for row in rows["decode"]["figures"].values()] == [{"warmpath"}] * 3
