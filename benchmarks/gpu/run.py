@@ -95,10 +95,10 @@ class Run:
             self._not_measured(ROWS, "Ray is not installed here")
         if self._wanted & ALONE.keys():
             self._alone()
-        self._not_measured(ALONE, "no server started")
+        self._not_measured(ALONE, "no server started; see their rows")
         if self._wanted - {"built_in"}:
             with self._trying("two replicas"), self._warmpath("vllm", 2, self._bench.checkpoint) as ours:
-                self._told("the two replicas", lambda: ours.wait(self._within_s()))
+                self._ready("the two replicas", ours)
                 if "routing" in self._wanted:
                     with self._trying("routing", ROW_S):
                         for name, row in two.routing(self._bench, ours):
@@ -106,12 +106,13 @@ class Run:
                         self._wanted.discard("routing")
                 for name, measure in TOGETHER.items():
                     self._row(name, lambda: measure(self._bench, ours))  # noqa: B023
-        self._not_measured(ROWS[:-1], "the two replicas did not start")
+        self._not_measured(ROWS[:-1], "the two replicas did not start; see their row")
         self._row("built_in", self._built_in, START_S)
 
     def _alone(self) -> None:
         """One replica and `vllm serve`, which start at the same time, and are measured in turn."""
         targets: dict[str, Target] = {}
+        ours: Warmpath | None = None
         with ExitStack() as servers:
             with self._trying("warmpath"):
                 ours = servers.enter_context(self._warmpath("vllm", 1, self._bench.checkpoint))
@@ -120,9 +121,10 @@ class Run:
                 flags, python = vllm_flags(self._shape, self._card), sys.executable
                 peer = vllm_server(self._bench.checkpoint, MODEL, flags, env, python, self._within_s())
                 targets["vllm serve"] = Target(servers.enter_context(peer), {}, env[MARK])
-            with self._trying("warmpath"):
-                self._told("the first servers", lambda: ours.wait(self._within_s()))
-                targets["warmpath"] = ours.target(TENANTS[0])
+            if ours is not None:
+                with self._trying("warmpath"):
+                    self._ready("the first servers", ours)
+                    targets["warmpath"] = ours.target(TENANTS[0])
             for name, measure in ALONE.items() if targets else ():
                 self._row(name, lambda: self._of_those_alive(measure, targets))  # noqa: B023
 
@@ -149,6 +151,8 @@ class Run:
         return {"first_token": first, "decode": decode}, f"{said} {also}"
 
     def _warmpath(self, engine: str, replicas: int, checkpoint: Path) -> Warmpath:
+        if self._within_s() < END_S:
+            raise Cut("the time (--minutes) was over")
         return Warmpath(self._shape, self._card, self._mark, checkpoint, engine, replicas)
 
     def _row(self, name: str, measure: Callable[[], Row], most_s: float = ROW_S) -> None:
@@ -190,10 +194,11 @@ class Run:
         """Return the seconds that a start may take."""
         return float(max(0.0, min(START_S, self._end_s - time.monotonic())))
 
-    def _told(self, what: str, start: Callable[[], None]) -> None:
+    def _ready(self, what: str, ours: Warmpath) -> None:
+        """Wait for a server, and report how long that took."""
         began_s = time.monotonic()
-        start()
-        self.report.add(what, {"waited_s": time.monotonic() - began_s}, "they are ready")
+        ours.wait(self._within_s())
+        self.report.add(what, {"waited_s": time.monotonic() - began_s}, "They are ready.")
 
     def _not_measured(self, names: Sequence[str] | Mapping[str, Any], why: str) -> None:
         for name in self._wanted.intersection(names):
