@@ -3,6 +3,7 @@
 Source: OpenAI's Batch API guide, and its reference of the request input and output objects.
 """
 
+import codecs
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -50,7 +51,8 @@ def read_batch_file(path: Path) -> list[BatchRequest]:
     """Read a file. Raises InvalidRequest, which names the line, and OSError."""
     requests: list[BatchRequest] = []
     lines: dict[str, int] = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    # Editors on Windows begin a file with a byte order mark.
+    for number, line in enumerate(path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines(), 1):
         if not line.strip():
             continue
         try:

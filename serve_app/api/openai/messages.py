@@ -36,6 +36,7 @@ class Message(TypedDict):
     tool_call_id: NotRequired[Text1024]
     reasoning_content: NotRequired[Reasoning]
     reasoning: NotRequired[Reasoning]
+    refusal: NotRequired[Annotated[str | None, Must("a string, an assistant's refusal")]]
     tool_calls: NotRequired[Annotated[list[Any] | None, Must("a list of calls")]]
     function_call: NotRequired[Unused]
     audio: NotRequired[Unused]
@@ -70,6 +71,8 @@ def for_template(message: Message, index: int, in_parts: set[str]) -> dict[str, 
             if message.get(name) not in (None, []):
                 raise refused(f"messages[{index}].{name}", "tool_calls" if name == "function_call" else "")
         shown |= {name: text for name in ("name", "tool_call_id") if (text := message.get(name)) is not None}
+        if role == "assistant":  # what it said instead of a content
+            shown["content"] = content + (message.get("refusal") or "")
         reasoning = message.get("reasoning_content") or message.get("reasoning")
         if reasoning and role == "assistant":
             shown |= reasoning_fields(reasoning)
@@ -90,7 +93,7 @@ def joined(
     kinds: Sequence[str] = ("text",),
     fields: frozenset[str] = _PART_FIELDS,
 ) -> str:
-    """Return the text of a message in parts, joined without a separator.
+    """Return the text of a message in parts, joined without a separator. A refusal is text that an assistant said.
 
     ``kinds``: the accepted types of parts; ``fields``: their fields that are read. ``ignored`` gets paths of others.
     """
@@ -98,14 +101,15 @@ def joined(
         raise InvalidRequest(f"{path} must be a string or a list of text parts.", param=path)
     texts: list[str] = []
     for part in parts:
-        if not isinstance(part, dict) or part.get("type") not in kinds:
+        name = "refusal" if isinstance(part, dict) and part.get("type") == "refusal" else "text"
+        if not isinstance(part, dict) or (part.get("type") not in kinds and name == "text"):
             example = f'{{"type": "{kinds[0]}", "text": "..."}}'
             raise InvalidRequest(f"{path} must be text only: a string, or parts like {example}.", param=path)
-        if not isinstance(part.get("text"), str):
-            raise InvalidRequest(f'{path} must be made of parts with a "text", a string.', param=path)
-        texts.append(part["text"])
+        if not isinstance(part.get(name), str):
+            raise InvalidRequest(f'{path} must be made of parts with a "{name}", a string.', param=path)
+        texts.append(part[name])
         if len(part) > 2:
             where = path.partition("[")[0]
-            unread = part.keys() - fields
+            unread = part.keys() - fields - {name}
             ignored.update(f"{where}[].content[].{name}" for name in unread if part[name] not in (None, []))
     return "".join(texts)

@@ -20,8 +20,9 @@ MAX_ARGUMENT_DEPTH = 64
 MAX_DESCRIPTION_CHARS = 1 << 15
 
 FunctionName = Annotated[
-    str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$"), Must("1 to 64 letters, digits, dots, dashes and underscores")
+    str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$"), Must("1 to 128 letters, digits, dots, dashes and underscores")
 ]  # fmt: skip
+"""Anthropic's limit for all APIs; OpenAI's own is 64, and names of plugins' tools are longer."""
 Description = Annotated[
     str | None, Field(max_length=MAX_DESCRIPTION_CHARS), Must(f"a string of at most {MAX_DESCRIPTION_CHARS} characters")
 ]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from serve_app.batch.batch_file import read_batch_file
 from serve_app.cli.main import app
 from tests.serve_app.engine.adapters import save_adapter
 
@@ -148,3 +149,10 @@ def test_a_file_that_cannot_be_run_is_refused_whole(runner: Runner, text: str, s
     assert result.exit_code == 2
     assert sentence in said(result)
     assert not responses
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_request(tmp_path: Path) -> None:
+    """Editors on Windows write one."""
+    file = tmp_path / "in.jsonl"
+    file.write_text(chat("a", "Hi") + "\n" + chat("b", "Ho"), encoding="utf-8-sig")
+    assert [request.custom_id for request in read_batch_file(file)] == ["a", "b"]

@@ -79,12 +79,17 @@ def stored_items(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [_stored(item) for item in whole]
 
 
+def _stored_part(part: Mapping[str, Any]) -> dict[str, Any]:
+    refused = part["type"] == "refusal"
+    return {"type": "refusal", "refusal": part["refusal"]} if refused else text_part(part["type"], part["text"])
+
+
 def _stored(item: Mapping[str, Any]) -> dict[str, Any]:
     kind = item.get("type") or "message"
     fields = {name: item[name] for name in _ITEM_FIELDS[kind] if item.get(name) is not None}
     for name in ("content", "output"):
         if isinstance(fields.get(name), list):
-            fields[name] = [text_part(part["type"], part["text"]) for part in fields[name]]
+            fields[name] = [_stored_part(part) for part in fields[name]]
     if kind == "message" and isinstance(fields["content"], str):
         said = "output_text" if fields["role"] == "assistant" else "input_text"
         fields["content"] = [text_part(said, fields["content"])]

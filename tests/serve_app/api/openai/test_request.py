@@ -108,6 +108,21 @@ def test_messages_keep_fields_for_templates() -> None:
     )
 
 
+def test_a_refusal_is_text_that_the_assistant_said() -> None:
+    """As a part, or in the field where this API's answers have it."""
+    no = "I will not."
+    for refused in (
+        {"content": [{"type": "text", "text": "No. "}, {"type": "refusal", "refusal": no}]},
+        {"content": "No. ", "refusal": no},
+    ):
+        request = chat(messages=[{"role": "user", "content": "Hi"}, {"role": "assistant", **refused}])
+        assert request.messages[1] == {"role": "assistant", "content": f"No. {no}"}
+        assert request.unknown == ()
+    alone = chat(messages=[{"role": "assistant", "content": None, "refusal": no}])
+    assert alone.messages == ({"role": "assistant", "content": no},)
+    assert_refused(chat, {"messages": [{"role": "assistant", "content": [{"type": "refusal"}]}]}, "messages[0].content")
+
+
 def test_an_answers_format_is_one_grammar() -> None:
     """It comes from OpenAI's field or vLLM's; a schema keeps the order of its properties."""
     schema = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "integer"}}}

@@ -53,7 +53,7 @@ DEEP_SCHEMA = json.loads('{"items": ' * MAX_TOOL_DEPTH + "{}" + "}" * MAX_TOOL_D
         ({"tools": [SEARCH, SEARCH]}, "tools", "names that differ"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "other tools are not supported"),
         ({"tools": [{"type": "function"}]}, "tools[0].function", "missing"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "1 to 64"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "1 to 128"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
          "tools[0].function.parameters", "JSON Schema"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": DEEP_SCHEMA}}]},
@@ -116,3 +116,11 @@ def test_arguments_of_calls_are_bounded_as_messages_are(arguments: str) -> None:
     item = {"type": "function_call", "call_id": "1", "name": "look", "arguments": arguments}
     with pytest.raises(InvalidRequest, match="arguments"):
         messages_of([item], set())
+
+
+def test_names_may_be_as_long_as_any_api_allows() -> None:
+    """Plugins' tools have names of over OpenAI's 64 characters."""
+    long = "mcp__plugin_" + "x" * 116
+    assert chat(tools=[{"type": "function", "function": {"name": long}}]).tool_use.tools[0]["function"]["name"] == long
+    tools = [{"type": "function", "function": {"name": long + "x"}}]
+    assert_refused(chat, {"tools": tools}, "tools[0].function.name", "1 to 128")

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from serve_app.api.openai.responses.items import stored_items
 from serve_app.api.openai.responses.request import LOGPROBS, parse_response_request
 from serve_app.api.request import ChatRequest, ToolUse, reasoning_fields
 from tests.serve_app.api.openai.bodies import assert_refused, chat
@@ -66,6 +67,13 @@ def test_items_are_a_conversation() -> None:
         {"role": "tool", "content": "no", "tool_call_id": "c2"},
     )
     assert request.unknown == ()
+
+
+def test_a_refusal_is_text_that_the_assistant_said() -> None:
+    part = {"type": "refusal", "refusal": "I will not."}
+    asked = parse(input=[{"role": "assistant", "content": [part]}, {"role": "user", "content": "Why?"}])
+    assert asked.messages[0] == {"role": "assistant", "content": "I will not."}
+    assert stored_items([{"role": "assistant", "content": [part]}])[0]["content"] == [part]
 
 
 def test_tools_are_a_chats() -> None:
