@@ -60,7 +60,7 @@ def ignored_in(messages: list[dict[str, Any]]) -> set[str]:
 
 
 def for_template(message: Message, index: int, in_parts: set[str]) -> dict[str, Any]:
-    """Return a message with string role and content. Adds unread fields of its parts to ``in_parts``."""
+    """Return a message with string role and content. Adds unread fields of its parts and calls to ``in_parts``."""
     role, content = message["role"], message.get("content")
     if not isinstance(content, str):
         absent = content is None and role == "assistant"
@@ -81,7 +81,7 @@ def for_template(message: Message, index: int, in_parts: set[str]) -> dict[str, 
             path = f"messages[{index}].tool_calls"
             if role != "assistant":
                 raise InvalidRequest(f"{path} is for an assistant's message.", param=path)
-            shown["tool_calls"] = [call_for_template(call, f"{path}[{i}]") for i, call in enumerate(calls)]
+            shown["tool_calls"] = [call_for_template(call, f"{path}[{i}]", in_parts) for i, call in enumerate(calls)]
     return shown
 
 

@@ -1,5 +1,6 @@
 """Convert OpenAI's ``tools``, ``tool_choice`` and calls to ToolUse and chat-template tools, within bounds."""
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -10,6 +11,7 @@ from serve_app.api.json_body import MAX_ID_CHARS, JsonBody, Must
 from serve_app.api.request import NO_TOOLS, Tool, ToolUse
 from serve_app.errors import InvalidRequest
 
+_INDEX = re.compile(r"\[\d+\]")
 MAX_TOOLS = 128
 MAX_TOOL_VALUES = 1 << 14
 """Values in all tools of a request, nested ones included."""
@@ -135,13 +137,13 @@ def too_deep(arguments: Any) -> bool:
     return any(depth > MAX_ARGUMENT_DEPTH for depth in _depths(arguments))
 
 
-def call_for_template(call: Any, path: str) -> dict[str, Any]:
-    """Return one of a message's ``tool_calls`` in the form of chat templates, with its arguments as an object."""
+def call_for_template(call: Any, path: str, ignored: set[str]) -> dict[str, Any]:
+    """Return one of a message's ``tool_calls`` in the form of chat templates. See ``called``."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or call.get("type", "function") != "function":
         example = '{"id": "...", "type": "function", "function": {"name": "...", "arguments": "{...}"}}'
         raise InvalidRequest(f"{path} must be a call like {example}.", param=path)
-    shown = {"type": "function", "function": called(function, f"{path}.function")}
+    shown = {"type": "function", "function": called(function, f"{path}.function", ignored)}
     call_id = call.get("id")
     if call_id is not None:
         if not isinstance(call_id, str) or len(call_id) > MAX_ID_CHARS:
@@ -151,18 +153,25 @@ def call_for_template(call: Any, path: str) -> dict[str, Any]:
     return shown
 
 
-def called(function: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return a call's name, and its arguments as an object. Raises InvalidRequest."""
+def called(function: dict[str, Any], path: str, ignored: set[str]) -> dict[str, Any]:
+    """Return a call's name, and its arguments as an object. Raises InvalidRequest.
+
+    Arguments that are no JSON object, as of a call that ``max_tokens`` cut off, become {} (as in vLLM), and their path
+    is added to ``ignored``: a client cannot repair its history.
+    """
     name, arguments = function.get("name"), function.get("arguments") or "{}"
     if not isinstance(name, str) or not name:
         raise InvalidRequest(f"{path}.name must be a string that is not empty.", param=f"{path}.name")
-    try:
-        read = msgspec.json.decode(arguments) if isinstance(arguments, str) else None
-    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
-        read = None
-    if not isinstance(read, dict) or too_deep(read):
-        raise InvalidRequest(
-            f"{path}.arguments must be the JSON of an object, as text, nested at most {MAX_ARGUMENT_DEPTH} deep.",
-            param=f"{path}.arguments",
-        )
+    read = arguments
+    if isinstance(arguments, str):
+        try:
+            read = msgspec.json.decode(arguments)
+        except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
+            read = None
+    if not isinstance(read, dict):
+        ignored.add(f"{_INDEX.sub('[]', path)}.arguments")
+        read = {}
+    if too_deep(read):
+        most = f"nested at most {MAX_ARGUMENT_DEPTH} deep"
+        raise InvalidRequest(f"{path}.arguments must be {most}.", param=f"{path}.arguments")
     return {"name": name, "arguments": read}

@@ -47,7 +47,7 @@ def messages_of(items: list[Any], ignored: set[str], first: int = 0) -> list[dic
             raise InvalidRequest(f"{path} must be one of {', '.join(_ITEM_FIELDS)}{stored}.", param=path)
         ignored.update(f"input[].{name}" for name in item.keys() - _ITEM_FIELDS[kind] if item[name] not in (None, []))
         if kind == "function_call":
-            function = called(item, path)
+            function = called(item, path, ignored)
             if (space := item.get("namespace")) is not None:
                 function["name"] = f"{call_id(space, f'{path}.namespace')}.{function['name']}"
             call = {"type": "function", "function": function, "id": call_id(item.get("call_id"), f"{path}.call_id")}

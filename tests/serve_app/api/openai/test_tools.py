@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from serve_app.api.openai.responses.request import messages_of
-from serve_app.api.openai.tools import MAX_TOOL_DEPTH, MAX_TOOLS
+from serve_app.api.openai.tools import MAX_ARGUMENT_DEPTH, MAX_TOOL_DEPTH, MAX_TOOLS
 from serve_app.api.request import NO_TOOLS, ToolUse
 from serve_app.errors import InvalidRequest
 from tests.serve_app.api.openai.bodies import assert_refused, chat
@@ -43,6 +43,7 @@ def test_a_choice_sets_the_allowed_calls(fields: dict[str, Any], expected: dict[
     assert "must_call" in expected or chat(**fields) == chat()
 
 
+DEEP = '{"a": ' * (MAX_ARGUMENT_DEPTH + 1) + "{}" + "}" * (MAX_ARGUMENT_DEPTH + 1)
 DEEP_SCHEMA = json.loads('{"items": ' * MAX_TOOL_DEPTH + "{}" + "}" * MAX_TOOL_DEPTH)
 
 
@@ -73,7 +74,7 @@ DEEP_SCHEMA = json.loads('{"items": ' * MAX_TOOL_DEPTH + "{}" + "}" * MAX_TOOL_D
             ({"tool_calls": {}}, "tool_calls"),
             ({"tool_calls": [{"type": "custom", "function": {}}]}, "tool_calls[0]"),
             ({"tool_calls": [{"function": {"arguments": "{}"}}]}, "tool_calls[0].function.name"),
-            ({"tool_calls": [{"function": {"name": "f", "arguments": '{"a'}}]}, "tool_calls[0].function.arguments"),
+            ({"tool_calls": [{"function": {"name": "f", "arguments": DEEP}}]}, "tool_calls[0].function.arguments"),
             ({"tool_calls": [{"id": 3, "function": {"name": "f"}}]}, "tool_calls[0].id"),
             ({"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]}, "tool_calls"),
             ({"function_call": {"name": "f"}}, "function_call"),
@@ -124,3 +125,21 @@ def test_names_may_be_as_long_as_any_api_allows() -> None:
     assert chat(tools=[{"type": "function", "function": {"name": long}}]).tool_use.tools[0]["function"]["name"] == long
     tools = [{"type": "function", "function": {"name": long + "x"}}]
     assert_refused(chat, {"tools": tools}, "tools[0].function.name", "1 to 128")
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1', "[1]", "3", "null", "f(x)", "[" * 10_000])
+def test_a_call_that_was_cut_off_is_taken_back_without_its_arguments(arguments: str) -> None:
+    """The server's own answer, cut at ``max_tokens``, is such a call; what the model does not see is told."""
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    request = chat(messages=[said, {"role": "tool", "tool_call_id": "c1", "content": "cut"}])
+    assert request.messages[0]["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
+    assert request.messages[1]["content"] == "cut"
+    assert [field.name for field in request.unknown] == ["messages[].tool_calls[].function.arguments"]
+
+
+def test_arguments_may_be_an_object() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    request = chat(messages=[{"role": "assistant", "tool_calls": [call]}])
+    assert request.messages[0]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert request.unknown == ()
