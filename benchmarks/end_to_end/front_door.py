@@ -80,7 +80,8 @@ async def measure(url: str, mark: str, arguments: argparse.Namespace, run: int) 
 
             before = cpu_s(mark)
             answers = await asyncio.gather(*map(ask, texts))
-            used = cpu_s(mark) - before
+            after = cpu_s(mark)
+            used = {kind: after[kind] - before[kind] for kind in after}  # a Counter's difference would have no zeros
             tokens = sum(answer.completion_tokens for answer in answers)
             unit, factor = ("us_a_token", 1e6 / tokens) if max_tokens > 1 else ("ms_a_request", 1e3 / len(texts))
             ttft_ms = 1e3 * percentile([answer.ttft_s for answer in answers], 50)

@@ -104,8 +104,8 @@ def _with_cpu_us(target: Target, measure: Callable[[], list[Answer]]) -> tuple[l
     """Return answers, and the CPU time of the system's kinds of processes for each of their tokens."""
     before = cpu_s(target.mark)
     done = measure()
-    used, tokens = cpu_s(target.mark) - before, sum(answer.completion_tokens for answer in done)
-    return done, {kind: 1e6 * seconds / tokens for kind, seconds in sorted(used.items())}
+    after, tokens = cpu_s(target.mark), sum(answer.completion_tokens for answer in done)
+    return done, {kind: 1e6 * (after[kind] - before[kind]) / tokens for kind in sorted(after)}
 
 
 def _medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
