@@ -17,7 +17,7 @@ BENCHMARKS = {
     "replay": ("end_to_end.replay.run", "20 minutes: four for each policy"),
     "agents": ("end_to_end.replay.agents", "35 minutes: three for the reference, three for each of ten runs"),
     "engine": ("engine.compare", "15 minutes a system"),
-    "gpu": ("gpu.run", "9 minutes; on a GPU by default"),
+    "gpu": ("gpu.run", "9 minutes on a GPU, and with --shape tiny 3 minutes"),
     "predictions": ("engine.predictions", "4 minutes"),
     "routing": ("routing.decision_latency", "6 minutes"),
     "simulate": ("simulation.run", "5 minutes"),

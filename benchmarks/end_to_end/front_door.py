@@ -46,6 +46,11 @@ def cpu_s(mark: str) -> Counter[str]:
     return used
 
 
+def cpu_used_s(mark: str, before: Counter[str]) -> dict[str, float]:
+    """Return the seconds since ``before``, a result of ``cpu_s``, by kind; a kind that used none has 0."""
+    return {kind: seconds - before[kind] for kind, seconds in sorted(cpu_s(mark).items())}
+
+
 @contextmanager
 def measured(system: str, arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """Run a system for the block; yield its URL and its processes' mark."""
@@ -80,12 +85,11 @@ async def measure(url: str, mark: str, arguments: argparse.Namespace, run: int) 
 
             before = cpu_s(mark)
             answers = await asyncio.gather(*map(ask, texts))
-            after = cpu_s(mark)
-            used = {kind: after[kind] - before[kind] for kind in after}  # a Counter's difference would have no zeros
+            used = cpu_used_s(mark, before)
             tokens = sum(answer.completion_tokens for answer in answers)
             unit, factor = ("us_a_token", 1e6 / tokens) if max_tokens > 1 else ("ms_a_request", 1e3 / len(texts))
             ttft_ms = 1e3 * percentile([answer.ttft_s for answer in answers], 50)
-            return {unit: {kind: factor * used[kind] for kind in sorted(used)}, "ttft_ms_p50": ttft_ms}
+            return {unit: {kind: factor * seconds for kind, seconds in used.items()}, "ttft_ms_p50": ttft_ms}
 
         def questions(count: int, tokens: int, first: int) -> list[str]:
             return [text_of(tokens, model, 100_000 * run + first + number) for number in range(count)]

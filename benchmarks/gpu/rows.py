@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from benchmarks.common.report import BenchmarkError, spread
-from benchmarks.end_to_end.front_door import cpu_s
+from benchmarks.end_to_end.front_door import cpu_s, cpu_used_s
 from benchmarks.gpu.clients import Body, Clients, answers
 from benchmarks.gpu.shapes import Shape, text_of
 from benchmarks.gpu.systems import MODEL, Target
@@ -104,8 +104,8 @@ def _with_cpu_us(target: Target, measure: Callable[[], list[Answer]]) -> tuple[l
     """Return answers, and the CPU time of the system's kinds of processes for each of their tokens."""
     before = cpu_s(target.mark)
     done = measure()
-    after, tokens = cpu_s(target.mark), sum(answer.completion_tokens for answer in done)
-    return done, {kind: 1e6 * (after[kind] - before[kind]) / tokens for kind in sorted(after)}
+    used, tokens = cpu_used_s(target.mark, before), sum(answer.completion_tokens for answer in done)
+    return done, {kind: 1e6 * seconds / tokens for kind, seconds in used.items()}
 
 
 def _medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -154,12 +154,7 @@ def flood(bench: Bench, ours: Warmpath) -> Row:
         raise BenchmarkError(f"no hit rates alone and beside the flood: {hits}")
     late_s = [percentile([answer.ttft_s for answer in found], 95) for found in (alone, beside)]
     ratio, slower = hits[1] / hits[0], late_s[1] / late_s[0]
-    figures = {
-        "hit_rates": hits,
-        "ttft_p95_s": late_s,
-        "hit_rate_ratio": ratio,
-        "ttft_p95_ratio": slower,
-    }
+    figures = {"hit_rates": hits, "ttft_p95_s": late_s, "hit_rate_ratio": ratio, "ttft_p95_ratio": slower}
     return figures, (
         f"Beside a flood a tenant keeps {ratio:.2f} of its hit rate alone ({hits[0]:.1%}); its p95 to a first token is "
         f"{late_s[1]:.3f} s, {slower:.1f} times that alone."
