@@ -89,8 +89,8 @@ class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, C
     )
     allowed_hosts: list[str] | None = Field(
         None,
-        description="names of this server, in lower case; their web pages may post to it, as may those of addresses "
-        "and localhost; default: any, but none for `warmpath serve` on loopback without tenants",
+        description="names of this server, in lower case; requests to others are refused, except to addresses, "
+        "localhost and .internal; default: any, but none for `warmpath serve` on loopback without tenants",
     )
     enable_docs: bool | None = Field(
         None, description="serve /openapi.json, and /docs with a script from a CDN; default: only without tenants"

@@ -4,6 +4,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import TypeVar
 
 from starlette.requests import Request
@@ -56,7 +57,10 @@ class Completions:
             if session := session_of(request.headers):
                 wanted = replace(wanted, session=session)
             # The internal id is random: two clients may send the same x-request-id.
-            answer_id = secrets.token_hex(16)
+            answer_id = request_id = secrets.token_hex(16)
+            if isinstance(answer_format, Conversation):
+                # A stored response's id opens its text, and events and logs show this request's id.
+                request_id = sha256(answer_id.encode()).hexdigest()[:32]
             timeout_s = self.config.request_timeout_s
             deadline = Deadline(self.drain, arrived_s + timeout_s, timeout_s)
             body_bytes, allowance = arrival.body_bytes, arrival.allowance
@@ -67,7 +71,7 @@ class Completions:
                 async with deadline.limit():
                     await arrival.turn(wanted.choices, wanted.order, flex=wanted.service_tier == "flex")
                     stage("wait")
-                    generations = await self.preparer.prepare(wanted, tenant, answer_id, deadline_s=deadline.at_s)
+                    generations = await self.preparer.prepare(wanted, tenant, request_id, deadline_s=deadline.at_s)
                     generations = self.readers.after_reasoning(wanted, generations)
                     stage("prepare")
                 if trace is not None:

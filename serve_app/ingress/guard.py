@@ -62,7 +62,7 @@ class Api(NamedTuple):
 
 @dataclass(slots=True)
 class RouteGuard:
-    """Runs routes. ``allowed_hosts``: the hosts of pages that may post; it may be replaced."""
+    """Runs routes. ``allowed_hosts``: this server's names, None for any (``foreign_host``); it may be replaced."""
 
     tenants: Tenants
     metrics: IngressMetrics
@@ -102,7 +102,7 @@ class RouteGuard:
     ) -> Response:
         """Run a route's work, count the answer and add the tenant's limits; failures become errors of the API."""
         try:
-            refuse_foreign_page(request, self.allowed_hosts)
+            refuse_foreign_page(request)
             if request.method == "POST":
                 self.drain.refuse()
             response = api.named(await work(), request)
@@ -141,36 +141,48 @@ def _shown(error: Exception, request: Request) -> WarmpathError:
     return GenerationFailed("A fault on the server; it was logged under this request id.")
 
 
-def refuse_foreign_page(request: Request, allowed_hosts: Collection[str] | None) -> None:
-    """Refuse a POST or a DELETE that another site's page makes a browser send.
+def refuse_foreign_page(request: Request) -> None:
+    """Refuse a POST that another site's page makes a browser send.
 
-    Such a page reaches servers on the user's machine, which may need no key. Other clients send no ``Origin``.
-    ``allowed_hosts``: this server's names in ``Host``, besides addresses and localhost; None: any name. Raises
+    Such a page reaches servers on the user's machine, which may need no key. Other clients send no ``Origin``. Raises
     UnsupportedMediaType for a type other than JSON (for JSON, a browser first asks for a permission that it never
-    gets), and PermissionDenied for a page with a name that was pointed at this server (DNS rebinding).
+    gets). It also asks for a DELETE of any type.
     """
     origin = request.headers.get("origin")
-    if request.method not in ("POST", "DELETE") or origin is None:
+    if request.method != "POST" or origin is None:
         return
-    host = request.headers.get("host", "")
-    if allowed_hosts is not None and not _is_ours(host, allowed_hosts):
-        raise PermissionDenied(
-            f"Pages of {host[:200]!r} may not post here; if that is a name of this server, start it with it in the "
-            "setting allowed_hosts."
-        )
-    if request.method == "DELETE":
-        return  # a browser asks for permission first, for any type
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if origin.partition("://")[2] != host and media_type != "application/json":
+    if origin.partition("://")[2] != request.headers.get("host", "") and media_type != "application/json":
         raise UnsupportedMediaType("Send the header Content-Type: application/json.")
+
+
+def foreign_host(request: Request, allowed_hosts: Collection[str] | None) -> PermissionDenied | None:
+    """Return the refusal of a request to a name that is not this server's, of any method.
+
+    A page whose name was pointed at this server (DNS rebinding) is of one site with it for a browser, and may read all
+    answers. ``allowed_hosts``: this server's names, besides addresses, localhost and ``.internal``; None: any name. A
+    browser always sends ``Host``; simple probes do not.
+    """
+    host = request.headers.get("host")
+    if (
+        allowed_hosts is None
+        or (host is None and "origin" not in request.headers)
+        or _is_ours(host or "", allowed_hosts)
+    ):
+        return None
+    return PermissionDenied(
+        f"{(host or '')[:200]!r} is not a name of this server; if it should be, start it with that name in the setting "
+        "allowed_hosts."
+    )
 
 
 def _is_ours(host: str, allowed_hosts: Collection[str]) -> bool:
     try:
-        name = urlsplit(f"//{host}").hostname or ""
+        name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
     except ValueError:
         return False
-    if name == "localhost" or name.endswith(".localhost") or name in allowed_hosts:
+    # Nobody can register a name in .internal; Docker's host.docker.internal is one.
+    if name == "localhost" or name.endswith((".localhost", ".internal")) or name in allowed_hosts:
         return True
     try:
         ip_address(name)

@@ -15,6 +15,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from serve_app.errors import NotFound, WarmpathError
+from serve_app.ingress.guard import Api, foreign_host
 from serve_app.ingress.http import json_response
 from serve_app.ingress.observe.tracing import TraceRequests
 from serve_app.ingress.routes import events, generation, operations, page, responses
@@ -75,7 +76,18 @@ class _Application(FastAPI):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self.state.services.drain.answering() if scope["type"] == "http" else nullcontext():
-            await super().__call__(scope, receive, send)
+            await (self._refused(scope) or super().__call__)(scope, receive, send)
+
+    def _refused(self, scope: Scope) -> Response | None:
+        """Return the refusal of a request for another host: no route answers it, so none can forget to check."""
+        guard = self.state.services.guard
+        if scope["type"] != "http" or guard.allowed_hosts is None:
+            return None
+        error = foreign_host(request := Request(scope), guard.allowed_hosts)
+        if error is None:
+            return None
+        guard.metrics.requests.labels("refused_host", str(error.status), "none").inc()
+        return _api_of(request.url.path).refusal(error, request)
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
@@ -102,8 +114,12 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
         shown = MethodNotAllowed(f"{request.method} is not allowed on {path[:200]}; use {allowed}.")
     else:
         shown = NotFound(f"There is no {path[:200]} here; {_advice(path)}")
+    return _api_of(path).refusal(shown, request)
+
+
+def _api_of(path: str) -> Api:
     of_anthropic = path == generation.MESSAGES_PATH or path.startswith(f"{generation.MESSAGES_PATH}/")
-    return (ANTHROPIC if of_anthropic else OPENAI).refusal(shown, request)
+    return ANTHROPIC if of_anthropic else OPENAI
 
 
 def _advice(path: str) -> str:

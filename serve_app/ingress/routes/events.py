@@ -70,7 +70,8 @@ async def events(request: Request, services: Front) -> Response:
     - **FIGURE**, of ten seconds, kept for 15 minutes even without watchers: `at_s` (its start), `requests` (answered),
       `refused` (429), `failed` (5xx), `ttft_p50_s`, `ttft_p95_s` (as clients see it; error at most 7 %). Periods
       without a request are absent.
-    - **DECISION**: `request`, `tenant`, `ingress`, `replica`, `reason` (as in `/v1/cache/explain`), `node` (the deepest
+    - **DECISION**: `request` (the answer's id without its prefix, and a choice; of a response, the first half of that
+      id's SHA-256), `tenant`, `ingress`, `replica`, `reason` (as in `/v1/cache/explain`), `node` (the deepest
       node that the prompt starts with, or null), `prompt_tokens`, `best_cached_tokens` (the most on any replica),
       `selected_cached_tokens` (on the chosen one), `cached_tokens` (reused), `pull_from`, `pull_tokens`, `ttft_s`;
       *op*: `estimated_ttft_s`, `queued_tokens`, `cold_ttft_s` (the estimate without a cache).

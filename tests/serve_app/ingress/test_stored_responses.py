@@ -281,3 +281,18 @@ def test_without_a_store_nothing_refers_to_an_earlier_response(model_path: Path)
         for gone in (client.responses.retrieve, client.responses.delete):
             with pytest.raises(openai.NotFoundError):
                 gone(first.id)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_the_name_of_a_request_in_events_and_logs_opens_no_response(
+    clients: dict[str, OpenAI], script: Script, streamed: bool
+) -> None:
+    """Events are shown to watchers, and a response's id gives its text. It leads to the request's name, not back."""
+    answered = create(clients["acme"], streamed, "Rain?")
+    (shown,) = {one.request_id.partition(".")[0] for one in script.asked[-1:]}
+    for guess in (shown, f"resp_{shown}", script.asked[-1].request_id, f"resp_{script.asked[-1].request_id}"):
+        for open_it in (clients["acme"].responses.retrieve, clients["acme"].responses.input_items.list):
+            with pytest.raises(openai.NotFoundError):
+                open_it(guess)
+    assert shown not in answered.to_json()
+    assert shown == sha256(answered.id.removeprefix("resp_").encode()).hexdigest()[:32]

@@ -9,6 +9,7 @@ from unittest.mock import MagicMock
 
 import httpx
 import pytest
+from starlette.routing import Route
 
 from router import __version__
 from router.protocol.samples import Sample
@@ -132,10 +133,33 @@ def test_pages_of_other_sites_post_nowhere(path: str) -> None:
     """Without keys, a page in the operator's browser has none of the operator's rights. docs: isolation"""
     refused = get(path, AppConfig(), "POST", PAGE)
     assert (refused.status_code, refused.json()["error"]["code"]) == (415, "unsupported_media_type")
-    rebound = PAGE | {"host": "evil.example", "content-type": "application/json"}
-    refused = get(path, AppConfig(allowed_hosts=[]), "POST", rebound)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "permission_denied")
-    assert "allowed_hosts" in refused.json()["error"]["message"]
+
+
+def every_route() -> list[tuple[str, str]]:
+    """Return each route with a method, of FastAPI's own and ours, with a value for each part of its path."""
+    routes = [route for route in make_application(services_of(AppConfig())).routes if isinstance(route, Route)]
+    return [(method, re.sub(r"{.*?}", "x", route.path)) for route in routes for method in sorted(route.methods or ())]
+
+
+@pytest.mark.parametrize(("method", "path"), [*every_route(), ("GET", "/nothing"), ("PATCH", "/v1/models")])
+def test_no_route_answers_for_another_host(method: str, path: str) -> None:
+    """A page that points its own name here reads nothing, not even what is there. docs: isolation"""
+    services = services_of(AppConfig(allowed_hosts=[]))
+    refused = get(path, services, method, {"host": "evil.example", "content-type": "application/json"})
+    assert refused.status_code == 403
+    if method != "HEAD":
+        assert "allowed_hosts" in refused.json()["error"]["message"]
+        assert ("type" in refused.json()) == path.startswith("/v1/messages"), "in the API's own shape"
+    counted = {labels: value for name, labels, value in services.guard.metrics.samples() if "requests_total" in name}
+    assert [*counted.values()] == [1.0]
+
+
+def test_health_is_told_to_probes_by_address_and_without_a_host() -> None:
+    """As Kubernetes asks (the pod's address), a machine's own script, and HAProxy in HTTP/1.0."""
+    ready = SimpleNamespace(knows_every_cache=True, replica_ids=["a"])
+    services = services_of(AppConfig(allowed_hosts=[]), core=ready, connecting=SimpleNamespace(done=lambda: True))
+    for host in ("10.1.2.3:8000", "localhost:8000", "127.0.0.1", "[::1]:8000"):
+        assert get("/health", services, headers={"host": host}).status_code == 200
 
 
 @pytest.mark.parametrize(
