@@ -17,4 +17,4 @@ class ReplicaMatchers:
 
     async def matcher(self, grammar: str, tenant: str) -> AnswerMatcher:
         """Return a new matcher for one answer. Raises GrammarError."""
-        return await self._workers.run(tenant, len(grammar), self._matchers.matcher, grammar)
+        return await self._workers.run(tenant, len(grammar), self._matchers.matcher, grammar, tenant)

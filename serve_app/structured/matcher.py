@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 MAX_COMPILED = 64
-"""The number of compiled grammars that a replica keeps."""
+"""The number of compiled grammars that a replica keeps, over all tenants."""
 
 SPENT_AT_FIRST_S, SPENT_A_TOKEN_S = 0.05, 0.001
 """The CPU time limit of one answer's grammar, because every step waits for it. Honest ones need 25 us per token."""
@@ -28,12 +28,14 @@ _NOTHING: TokenArray = np.empty(0, dtype=np.int32)
 class AnswerMatcher:
     """The allowed next tokens of one answer. Implements the engine's ``TokenMatcher``.
 
-    ``clock``: CPU seconds of this thread, so that a busy machine does not end an answer. ``text``: the grammar, for an
-    engine with steps in another process.
+    ``clock``: CPU seconds of this thread, so that a busy machine does not end an answer. ``text``: the grammar, and
+    ``tenant``: whose, for an engine with steps in another process.
     """
 
-    def __init__(self, compiled: LLMatcher, clock: Callable[[], float] = time.thread_time, *, text: str = "") -> None:
-        self.text = text
+    def __init__(
+        self, compiled: LLMatcher, clock: Callable[[], float] = time.thread_time, *, text: str = "", tenant: str = ""
+    ) -> None:
+        self.text, self.tenant = text, tenant
         self._compiled = compiled
         self._clock = clock
         self._matcher = compiled.deep_copy()
@@ -71,11 +73,14 @@ class AnswerMatcher:
 
 
 class Matchers:
-    """Creates matchers (any thread). The calling thread compiles a new grammar."""
+    """Creates matchers (any thread). The calling thread compiles a grammar that is new to its tenant.
+
+    A tenant never gets another's compiled grammar, whose speed would tell that somebody uses it.
+    """
 
     def __init__(self, compiler: GrammarCompiler) -> None:
-        self._compiled = lru_cache(MAX_COMPILED)(compiler.compile)
+        self._compiled = lru_cache(MAX_COMPILED)(lambda _tenant, text: compiler.compile(text))
 
-    def matcher(self, text: str) -> AnswerMatcher:
+    def matcher(self, text: str, tenant: str = "") -> AnswerMatcher:
         """Return a new matcher for an answer, from a grammar in llguidance's form. Raises GrammarError."""
-        return AnswerMatcher(self._compiled(text), text=text)
+        return AnswerMatcher(self._compiled(tenant, text), text=text, tenant=tenant)

@@ -1,8 +1,10 @@
 """An answer's tokens determine its state in the grammar; wrong or too expensive grammars get an error sentence."""
 
+import asyncio
 import contextlib
 import itertools
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serve_app.checkpoints.checkpoint import load_checkpoint_info
+from serve_app.config.app import AppConfig
 from serve_app.errors import InvalidRequest
+from serve_app.replica.grammars import ReplicaMatchers
 from serve_app.structured.compiler import GrammarCompiler, GrammarError, llguidance_form
 from serve_app.structured.grammar import Grammar
 from serve_app.structured.matcher import MAX_COMPILED, SPENT_A_TOKEN_S, AnswerMatcher, Matchers
@@ -141,6 +146,28 @@ def test_a_hostile_grammar_ends_within_its_limits(grammar: Grammar, fate: str, c
     if matcher is not None:
         assert (2 in answer) == (fate == "ended")
         assert allowed_ids(matcher, np.empty(0, dtype=np.int32)), "it starts again"
+
+
+def test_a_tenant_compiles_its_own_grammars(demo_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar of another tenant compiles as slowly as a new one, so its speed does not tell that it is used."""
+    compiled: list[str] = []
+    compile_one = GrammarCompiler.compile
+
+    def counted(self: GrammarCompiler, text: str) -> Any:
+        compiled.append(text)
+        return compile_one(self, text)
+
+    monkeypatch.setattr(GrammarCompiler, "compile", counted)
+    matchers = ReplicaMatchers(AppConfig(), load_checkpoint_info(demo_model_path))
+    form = llguidance_form(Grammar.regex("[ab]{3}", "f"))
+
+    async def run() -> None:
+        for tenant, times in (("a", 1), ("b", 2), ("a", 2), ("b", 2)):
+            matcher = await matchers.matcher(form, tenant)
+            assert (matcher.text, matcher.tenant) == (form, tenant)
+            assert compiled == [form] * times, tenant
+
+    asyncio.run(run())
 
 
 def test_choices_are_told_literally(compiler: GrammarCompiler, tokenizer: PromptTokenizer) -> None:

@@ -38,13 +38,15 @@ _SEED_MASK = (1 << 64) - 1
 class TokenChoice(msgspec.Struct, frozen=True):
     """How one request's tokens are chosen. ``resumed_tokens``: the prompt's last ones that belong to the answer.
 
-    ``grammar``: in llguidance's form, "" for none. ``failure_file``: where to write the reason of a failed choice.
+    ``grammar``: in llguidance's form, "" for none, and ``tenant``: whose. ``failure_file``: where to write the reason
+    of a failed choice.
     """
 
     sampling: SamplingParams
     resumed_tokens: int
     grammar: str
     failure_file: str
+    tenant: str = ""
 
     def to_extra_args(self) -> dict[str, Any]:
         """Return it in plain types."""
@@ -67,7 +69,8 @@ def choice_of(request: EngineRequest, failure_file: str) -> TokenChoice:
         raise ValueError("engine: vllm accepts grammars compiled by the replica, and no other matcher")
     # The noise depends on a seed's lowest 64 bits, and a message can hold no more.
     sampling = replace(sampling, seed=sampling.seed & _SEED_MASK)
-    return TokenChoice(sampling, request.resumed_tokens, "" if matcher is None else matcher.text, failure_file)
+    text, tenant = ("", "") if matcher is None else (matcher.text, matcher.tenant)
+    return TokenChoice(sampling, request.resumed_tokens, text, failure_file, tenant)
 
 
 def drafts_wanted(extra_args: Mapping[str, Any] | None) -> bool:
@@ -98,7 +101,7 @@ class Row:
     def __init__(self, choice: TokenChoice, prompt: Sequence[int], output: Sequence[int], matchers: Matchers) -> None:
         self.choice = choice
         # The replica has compiled the grammar before, so it is valid.
-        self._matcher = matchers.matcher(choice.grammar) if choice.grammar else None
+        self._matcher = matchers.matcher(choice.grammar, choice.tenant) if choice.grammar else None
         self.ruled = choice.sampling.rules is not None or self._matcher is not None
         self._output = output
         ids = np.asarray(prompt, dtype=np.int32)

@@ -173,6 +173,18 @@ def test_everything_crosses_to_the_worker(sampling: SamplingParams) -> None:
     assert arrived == TokenChoice(replace(sampling, seed=sampling.seed % 2**64), 2, "", "/file")
 
 
+def test_the_worker_compiles_a_grammar_for_its_tenant(matchers: Matchers) -> None:
+    """The tenant crosses to the worker, whose rows share no compiled grammar between tenants."""
+    text = llguidance_form(Grammar.choice(["yes", "no"], "choice"))
+    for tenant in ("a", "b", "a"):
+        asked = replace(request("r", prompt(5)), matcher=matchers.matcher(text, tenant))
+        choice = TokenChoice.from_extra_args(choice_of(asked, "/file").to_extra_args())
+        assert choice is not None
+        assert choice.tenant == tenant
+        Row(choice, PROMPT, [], matchers)
+    assert matchers._compiled.cache_info().currsize == 2
+
+
 def test_a_request_from_elsewhere_has_no_choice() -> None:
     """vLLM's own warm-up passes nothing to the processor."""
     assert TokenChoice.from_extra_args(None) is TokenChoice.from_extra_args({"other": 1}) is None
