@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import msgspec
@@ -24,14 +24,25 @@ BlockRun = tuple[int, int]
 """(first block id, number of blocks): neighbours in a sequence that are neighbours in the pool too."""
 
 
+@dataclass(slots=True, eq=False)
+class Kept:
+    """What the sampling rules keep of one request from step to step; only they read it."""
+
+    rules: Any = None
+
+
 @dataclass(frozen=True, slots=True)
 class History:
-    """``prompt`` and ``answer`` [tokens], int32, for rules and matchers; the answer's last ``guessed`` are drafts."""
+    """``prompt`` and ``answer`` [tokens], int32, for rules and matchers; the answer's last ``guessed`` are drafts.
+
+    ``kept`` is the same in all steps of a request.
+    """
 
     prompt: TokenArray
     answer: TokenArray
     matcher: TokenMatcher | None = None
     guessed: int = 0
+    kept: Kept = field(default_factory=Kept)
 
     def guess(self, drafts: Sequence[int]) -> History:
         """Return this history with ``drafts`` after the answer."""

@@ -3,14 +3,14 @@
 Order: bans and biases; repetition, frequency and presence penalty; the grammar. All depend on token ids alone.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Sequence, Set
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from router.protocol.block_hash import TokenArray
+from router.protocol.block_hash import TokenArray, common_tokens
+from serve_app.engine.runner.sampling import to_device
 from serve_app.engine.sampling_params import SamplingParams, TokenLogprob, TokenRules
 from serve_app.engine.step import History
 
@@ -39,7 +39,10 @@ def apply_rules(logits: torch.Tensor, ruled: Sequence[Ruled]) -> dict[int, str]:
                 failed[row] = "the answer so far does not match its grammar"
                 continue
         if params.rules is not None:
-            _apply_rules(logits[row], params, params.rules, history, allowed)
+            kept = history.kept
+            if kept.rules is None:
+                kept.rules = RowRules(params, params.rules, history.prompt, logits.device)
+            kept.rules.apply(logits[row], history.answer, allowed)
         if allowed is not None:
             logits[row].masked_fill_(torch.from_numpy(~allowed).to(logits.device), float("-inf"))
     return failed
@@ -51,41 +54,124 @@ def _allowed(mask: NDArray[np.uint8], vocab: int) -> NDArray[np.bool_]:
     return np.pad(bits, (0, vocab - len(bits)))
 
 
-def _apply_rules(
-    row: torch.Tensor, params: SamplingParams, rules: TokenRules, history: History, allowed: NDArray[np.bool_] | None
-) -> None:
-    """Apply the rules to one row of logits in place, one after another."""
+class RowRules:
+    """The rules of one request, with what they need of its tokens: a step reads only what is new in the answer.
 
-    def there(values: Sequence[float] | NDArray[Any]) -> torch.Tensor:
-        return torch.as_tensor(values, device=row.device)
+    ``device``: of the logits. Answers may come in any order.
+    """
 
-    answer = history.answer
-    if rules.logit_bias:
-        ids, biases = zip(*rules.logit_bias, strict=True)
-        row[there(ids)] += there(np.array(biases, dtype=np.float32))
-    banned = _banned(params, rules, answer)
-    if banned and (allowed is None or allowed.sum() > allowed[banned].sum()):
-        row[there(banned)] = float("-inf")
-    if rules.repetition_penalty != 1.0:
-        seen = there(np.union1d(history.prompt, answer))
-        row[seen] = torch.where(
-            row[seen] > 0, row[seen] / rules.repetition_penalty, row[seen] * rules.repetition_penalty
-        )
-    if rules.presence_penalty != 0.0 or rules.frequency_penalty != 0.0:
-        tokens, counts = np.unique(answer, return_counts=True)
-        minus = counts * rules.frequency_penalty + rules.presence_penalty
-        row[there(tokens)] -= there(minus.astype(np.float32))
+    def __init__(self, params: SamplingParams, rules: TokenRules, prompt: TokenArray, device: torch.device) -> None:
+        self._rules = rules
+        biases = dict(rules.logit_bias)
+        self._biased = to_device(list(biases), torch.int64, device)
+        self._biases = to_device(list(biases.values()), torch.float32, device)
+        always = {word[-1] for word in rules.bad_words if len(word) == 1}
+        self._banned = _Banned(always, device)
+        self._banned_at_first = _Banned(always | set(params.stop_token_ids), device)
+        self._bad_ends: dict[tuple[int, ...], set[int]] = {}
+        for word in rules.bad_words:
+            if len(word) > 1:
+                self._bad_ends.setdefault(word[:-1], set()).add(word[-1])
+        self._bad_lengths = sorted({len(start) for start in self._bad_ends})
+        self._read: TokenArray = prompt[:0]
+        self._counts: dict[int, int] = {}
+        self._places: dict[int, int] = {}  # of the answer's tokens, by their first appearance
+        self._counted = rules.presence_penalty != 0.0 or rules.frequency_penalty != 0.0
+        self._answered = _Growing(torch.int64, device)
+        self._minus = _Growing(torch.float32, device)
+        self._penalized = rules.repetition_penalty != 1.0
+        self._seen = _Growing(torch.int64, device)  # the prompt's tokens, then the answer's: some are there twice
+        self._seen.extend(np.unique(prompt).tolist() if self._penalized else [])
+        self._prompted = len(self._seen.values)
+
+    def apply(self, row: torch.Tensor, answer: TokenArray, allowed: NDArray[np.bool_] | None) -> None:
+        """Apply the rules to a row of logits in place, one after another."""
+        if self._counted or self._penalized:
+            self._read_on(answer)
+        if len(self._biased):
+            row[self._biased] += self._biases
+        banned = self._banned_at_first if len(answer) < self._rules.min_tokens else self._banned
+        ends = self._bad_ends_after(answer)
+        if not ends <= banned.tokens:
+            banned = _Banned(banned.tokens | ends, row.device)
+        if banned.tokens and (allowed is None or allowed.sum() > allowed[banned.ids].sum()):
+            row[banned.on_device] = float("-inf")
+        if self._penalized:
+            seen, penalty = self._seen.values, self._rules.repetition_penalty
+            logits = row[seen]
+            row[seen] = torch.where(logits > 0, logits / penalty, logits * penalty)
+        if self._counted:
+            row[self._answered.values] -= self._minus.values
+
+    def _bad_ends_after(self, answer: TokenArray) -> set[int]:
+        """Return the ends of bad words of several tokens that the answer has begun."""
+        ends: set[int] = set()
+        recent = tuple(answer[-self._bad_lengths[-1] :].tolist()) if self._bad_lengths else ()
+        for length in self._bad_lengths:
+            if length <= len(recent):
+                ends |= self._bad_ends.get(recent[-length:], set())
+        return ends
+
+    def _read_on(self, answer: TokenArray) -> None:
+        """Count the answer's tokens: those after the part that it shares with the last one."""
+        same, kept = common_tokens(self._read, answer), len(self._places)
+        changed = [*reversed(self._read[same:].tolist())]
+        for token in changed:
+            self._counts[token] -= 1
+            if not self._counts[token]:  # of the tokens left, it was the last to appear
+                del self._counts[token], self._places[token]
+        kept = min(kept, len(self._places))
+        added = answer[same:].tolist()
+        for token in added:
+            self._counts[token] = self._counts.get(token, 0) + 1
+            self._places.setdefault(token, len(self._places))
+        self._read = answer.copy()
+        new = sorted({token for token in added if self._places[token] >= kept}, key=self._places.__getitem__)
+        if self._counted:
+            self._answered.extend(new, kept)
+            self._minus.extend([self._penalty(token) for token in new], kept)
+            again = [token for token in {*changed, *added} if self._places.get(token, kept) < kept]
+            self._minus.put([self._places[token] for token in again], [self._penalty(token) for token in again])
+        if self._penalized:
+            self._seen.extend(new, self._prompted + kept)
+
+    def _penalty(self, token: int) -> float:
+        return self._counts[token] * self._rules.frequency_penalty + self._rules.presence_penalty
 
 
-def _banned(params: SamplingParams, rules: TokenRules, answer: TokenArray) -> list[int]:
-    """Return the ids that must not come next: stop tokens in a short answer, and the ends of bad words."""
-    banned = set(params.stop_token_ids) if len(answer) < rules.min_tokens else set()
-    longest = max(map(len, rules.bad_words), default=1)
-    recent = tuple(answer[max(0, len(answer) - longest + 1) :].tolist())
-    for word in rules.bad_words:
-        if recent[max(0, len(recent) - len(word) + 1) :] == word[:-1]:
-            banned.add(word[-1])
-    return sorted(banned)
+class _Banned:
+    """Token ids that must not come next."""
+
+    def __init__(self, tokens: Set[int], device: torch.device) -> None:
+        self.tokens = tokens
+        self.ids = sorted(tokens)
+        self.on_device = to_device(self.ids, torch.int64, device)
+
+
+class _Growing:
+    """Numbers [n] on a device; what is new is added at the end, in room that doubles."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._room = torch.empty(0, dtype=dtype, device=device)
+        self.values = self._room
+
+    def extend(self, values: Sequence[float], start: int = 0) -> None:
+        """Put values at ``start``, at most the length, and end there."""
+        end = start + len(values)
+        if end > len(self._room):
+            room = self._room.new_empty(2 * end)
+            room[:start] = self._room[:start]
+            self._room = room
+        self._put(slice(start, end), values)
+        self.values = self._room[:end]
+
+    def put(self, places: Sequence[int], values: Sequence[float]) -> None:
+        """Replace values."""
+        self._put(to_device(places, torch.int64, self._room.device), values)
+
+    def _put(self, where: slice | torch.Tensor, values: Sequence[float]) -> None:
+        if values:
+            self._room[where] = to_device(values, self._room.dtype, self._room.device)
 
 
 def token_logprobs(

@@ -10,7 +10,7 @@ from router.protocol.block_hash import HASH_BYTES, TokenArray
 from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.protocol import EngineRequest, FinishReason, OutputSink, RequestTooLong, SamplingParams
-from serve_app.engine.step import BlockRun, History, Segment, block_runs, ceil_div
+from serve_app.engine.step import BlockRun, History, Kept, Segment, block_runs, ceil_div
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -60,6 +60,7 @@ class SequenceState:
     length: int = field(init=False)
     prefill_tokens: int = field(init=False)
     _tokens: TokenArray = field(init=False)
+    _kept: Kept = field(default_factory=Kept)
     _runs: list[BlockRun] = field(default_factory=list)
     _runs_cover: int = 0
 
@@ -185,7 +186,7 @@ class SequenceState:
     def _history(self) -> History:
         """Return the client's prompt and the answer, which includes tokens that another replica generated."""
         asked = self.prompt_tokens - self.request.resumed_tokens
-        return History(self._tokens[:asked], self._tokens[asked : self.length], self.request.matcher)
+        return History(self._tokens[:asked], self._tokens[asked : self.length], self.request.matcher, kept=self._kept)
 
     def _current_runs(self) -> list[BlockRun]:
         if self._runs_cover == 0:

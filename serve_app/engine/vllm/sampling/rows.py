@@ -23,7 +23,7 @@ from router.protocol.block_hash import TokenArray
 from serve_app.engine.protocol import EngineRequest, SamplingParams
 from serve_app.engine.runner.sampling import choose_on_device, choose_tokens
 from serve_app.engine.runner.token_rules import apply_rules
-from serve_app.engine.step import History
+from serve_app.engine.step import History, Kept
 from serve_app.structured.matcher import AnswerMatcher, Matchers
 
 _log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class Row:
         # The replica has compiled the grammar before, so it is valid.
         self._matcher = matchers.matcher(choice.grammar, choice.tenant) if choice.grammar else None
         self.ruled = choice.sampling.rules is not None or self._matcher is not None
-        self._output = output
+        self._output, self._kept = output, Kept()
         ids = np.asarray(prompt, dtype=np.int32)
         asked = len(ids) - choice.resumed_tokens
         self._prompt, self._known = ids[:asked], choice.resumed_tokens
@@ -126,7 +126,7 @@ class Row:
         length = resumed + len(self._output)
         self._answer[self._known : length] = self._output[self._known - resumed :]
         self._known = length
-        return History(self._prompt, self._answer[:length], self._matcher)
+        return History(self._prompt, self._answer[:length], self._matcher, kept=self._kept)
 
     def fail(self, reason: str) -> None:
         """Write the reason of a failed choice once: the request may have another step before it is cancelled."""

@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import EngineRequest, SamplingParams, TokenRules
+from serve_app.engine.runner import token_rules
+from serve_app.engine.runner.sampling import to_device
 from serve_app.engine.runner.token_rules import apply_rules, token_logprobs
-from serve_app.engine.step import History
+from serve_app.engine.step import History, Kept
 from tests.serve_app.conftest import MakeEngine
 from tests.serve_app.engine.tiny import VOCAB, prompt, request, run_all
 
@@ -106,16 +108,72 @@ def test_rows_are_the_oracles_and_no_row_depends_on_another(wanted: list[Any], s
         assert torch.equal(logits[row], one)
 
 
+@given(
+    how=rows,
+    steps=st.lists(st.tuples(st.integers(0, 9), st.lists(tokens, max_size=6)), max_size=12),
+    seed=st.integers(0, 9),
+)
+@settings(max_examples=200)
+def test_steps_of_a_request_depend_on_its_answer_alone(how: Any, steps: list[tuple[int, list[int]]], seed: int) -> None:
+    """What is kept between steps changes nothing, whatever tokens are added or taken back, as with drafts."""
+    logits = torch.randn(1, SMALL, generator=torch.Generator().manual_seed(seed)) * 3
+    params = SamplingParams(9, stop_token_ids=tuple(how["stop"]), rules=how["rules"] or TokenRules(0.5, 0.3, 1.7))
+    matcher = None if how["allowed"] is None else Bits(how["allowed"])
+    asked, answer, kept = np.array(how["prompt"], dtype=np.int32), how["answer"], Kept()
+    for back, more in [(0, []), *steps]:
+        answer = [*answer[: max(0, len(answer) - back)], *more]
+        history = History(asked, np.array(answer, dtype=np.int32), matcher)
+        fresh, same = logits.clone(), logits.clone()
+        assert apply_rules(fresh, [(0, params, history)]) == {}
+        assert apply_rules(same, [(0, params, replace(history, kept=kept))]) == {}
+        assert torch.equal(fresh, same)
+
+
+def test_a_step_costs_what_is_new_in_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Biases, banned words and the prompt are read once a request, not at each of its steps."""
+    moved = 0
+
+    def counted(values: Any, *how: Any) -> torch.Tensor:
+        nonlocal moved
+        moved += len(values)
+        return to_device(values, *how)
+
+    monkeypatch.setattr(token_rules, "to_device", counted)
+    many, vocab, kept = range(1000), 2000, Kept()
+    rules = TokenRules(
+        0.5, 0.25, 1.3, tuple((i, 1.0) for i in many), 9, tuple((i,) for i in many) + tuple((i, i) for i in many)
+    )
+    answer, logits = np.arange(400, dtype=np.int32) % 50, torch.zeros(1, vocab)
+    for length in range(301):
+        history = History(np.arange(1000, dtype=np.int32), answer[:length], kept=kept)
+        assert apply_rules(logits, [(0, SamplingParams(400, rules=rules), history)]) == {}
+        if length == 0:
+            once, moved = moved, 0
+    assert once >= 4 * len(many)
+    assert moved <= 300 * 5, "a few numbers a token"
+
+
+def test_the_last_bias_of_a_token_counts(device: torch.device) -> None:
+    logits = torch.zeros(1, SMALL, device=device)
+    ids = np.zeros(1, dtype=np.int32)
+    params = SamplingParams(1, rules=TokenRules(logit_bias=((5, 2.0), (5, -3.0))))
+    assert apply_rules(logits, [(0, params, History(ids, ids))]) == {}
+    assert logits[0, 5] == -3.0
+
+
 def test_a_gpu_applies_the_same_rules(device: torch.device) -> None:
     """Every rule, with and without a grammar."""
     rules = TokenRules(0.5, 0.25, 1.3, logit_bias=((5, 2.0), (6, -3.0)), min_tokens=9, bad_words=((7,), (3, 8)))
     params = SamplingParams(9, stop_token_ids=(1, 2), rules=rules)
-    ids = [np.array(part, dtype=np.int32) for part in ([4, 9, 9], [5, 5, 30, 3])]
-    ruled = [(0, params, History(*ids)), (2, params, History(*ids, Bits({3, 8, 20})))]
-    here = torch.randn(3, SMALL, generator=torch.Generator().manual_seed(0)) * 3
-    there = here.clone().to(device)
-    assert apply_rules(here, ruled) == apply_rules(there, ruled) == {}
-    torch.testing.assert_close(there.cpu(), here, rtol=1e-6, atol=0.0)
+    asked, found = np.array([4, 9, 9], dtype=np.int32), np.array([5, 5, 30, 3], dtype=np.int32)
+    kept = {"cpu": (Kept(), Kept()), "there": (Kept(), Kept())}
+    for answer in (found, np.append(found, 12), np.append(found[:3], 5)):
+        here = torch.randn(3, SMALL, generator=torch.Generator().manual_seed(0)) * 3
+        there = here.clone().to(device)
+        for logits, (first, second) in ((here, kept["cpu"]), (there, kept["there"])):
+            allowing = History(asked, answer, Bits({3, 8, 20}), kept=second)
+            assert apply_rules(logits, [(0, params, History(asked, answer, kept=first)), (2, params, allowing)]) == {}
+        torch.testing.assert_close(there.cpu(), here, rtol=1e-6, atol=0.0)
 
 
 def test_a_matcher_that_fails_fails_its_row_alone() -> None:
