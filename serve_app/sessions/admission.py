@@ -7,7 +7,6 @@ recomputes the blocks that the previous one evicted. Not thread-safe.
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -54,7 +53,7 @@ class Admission:
         """
         if not self.wait_s or needed_tokens * SMALL_PART <= self.pool_tokens or 2 * needed_tokens <= session.tokens:
             return False
-        session.waits = True
+        self.sessions.set_waiting(session, waits=True)
         self._waiting[session.running] = _Waiting(session, self.clock(), needed_tokens, cached_tokens)
         return True
 
@@ -77,9 +76,8 @@ class Admission:
             return []
         room, now_s, pace = self.room_tokens, self.clock(), self.sessions.pace()
         idle_s = now_s - self.sessions.busy_until_s()
-        held: Counter[str] = Counter()
-        for session in self.sessions.live():
-            held[session.tenant] += session.own_tokens
+        held = self.sessions.held()
+        held_tokens = held.total()
         tenants = held.keys() | {waiting.session.tenant for waiting in self._waiting.values()}
         weights = {tenant: self.shares.get(tenant, 1.0) for tenant in tenants}
         total = sum(weights.values())
@@ -93,13 +91,14 @@ class Admission:
             if session.turns == 1:  # another request may have computed the same prompt
                 session.shared_tokens = max(session.shared_tokens, waiting.cached_tokens())
             tenant, tokens = session.tenant, session.own_tokens
-            fits = held.total() + tokens <= room or held[tenant] + tokens <= room * weights[tenant] / total
+            fits = held_tokens + tokens <= room or held[tenant] + tokens <= room * weights[tenant] / total
             if fits or not held or idle_s >= tokens / pace or waiting.arrival_s + self.wait_s <= now_s:
                 idle_s = 0.0
                 started.append(request_id)
                 self._waits_s.observe(now_s - waiting.arrival_s)
                 held[tenant] += tokens
-                session.waits = False
+                held_tokens += tokens
+                self.sessions.set_waiting(session, waits=False)
                 del self._waiting[request_id]
         return started
 
@@ -112,6 +111,5 @@ class Admission:
         if not self._waiting:
             return math.inf
         pace, waiting = self.sessions.pace(), self._waiting.values()
-        ends_s = (self.sessions.live_until_s(session, pace) for session in self.sessions.live())
         idle_s = self.sessions.busy_until_s() + min(one.session.own_tokens for one in waiting) / pace
-        return min([min(one.arrival_s for one in waiting) + self.wait_s, idle_s, *ends_s])
+        return min([min(one.arrival_s for one in waiting) + self.wait_s, idle_s, self.sessions.next_end_s()])

@@ -13,7 +13,8 @@ MOST_TOLD = 200
 def session_report(sessions: Sessions, admission: Admission, tenant: str | None, now_s: float) -> dict[str, Any]:
     """Return a replica's part of ``GET /v1/cache/sessions`` (docs: api). ``tenant`` None: for an operator."""
     own, pace = sessions.all(tenant), sessions.pace()
-    live_tokens = sum(session.own_tokens for session in sessions.live() if tenant in (None, session.tenant))
+    held = sessions.held()
+    live_tokens = held.total() if tenant is None else held[tenant]
     room = {"room_tokens": admission.room_tokens} if tenant is None else {}
 
     def row(session: Session) -> dict[str, Any]:

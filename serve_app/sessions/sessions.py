@@ -9,6 +9,8 @@ is worth that. The memory is bounded by tenant. Not thread-safe.
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
 from math import inf
 from typing import Literal
 
@@ -87,6 +89,25 @@ class _Tenant:
     """Infinite for sessions that did not return."""
     hold_s: float = FIRST_HOLD_S
     worth: float = WORTH
+    live: dict[Session, tuple[float, int]] = field(default_factory=dict)
+    """The live sessions: until when, and the tokens that ``held_tokens`` counts for each."""
+    held_tokens: int = 0
+    ends: list[tuple[float, int, Session]] = field(default_factory=list)
+    """A heap of the ends of paused sessions, with outdated ones."""
+    moved: bool = False
+    """Whether ``hold_s`` or ``worth`` has changed since the ends were computed."""
+
+    def drop(self, session: Session) -> None:
+        _, tokens = self.live.pop(session, (0.0, 0))
+        self.held_tokens -= tokens
+
+    def next_end_s(self) -> float:
+        while self.ends:
+            until_s, _, session = self.ends[0]
+            if self.live.get(session, (inf, 0))[0] == until_s:
+                return until_s
+            heappop(self.ends)
+        return inf
 
     def gone(self, session: Session) -> None:
         if not session.gone:
@@ -100,11 +121,13 @@ class _Tenant:
         self.paused(now_s - session.used_s)
 
     def paused(self, pause_s: float) -> None:
+        before = self.hold_s, self.worth
         self.pauses_s.append(pause_s)
         returns = sorted(pause_s for pause_s in self.pauses_s if pause_s < inf)
         self.worth = WORTH * (len(returns) + 1) / (len(self.pauses_s) + 1)
         if len(returns) >= 8:
             self.hold_s = min(max(returns[len(returns) * 9 // 10], LEAST_HOLD_S), MOST_HOLD_S)
+        self.moved = self.moved or (self.hold_s, self.worth) != before
 
 
 class Sessions:
@@ -121,6 +144,11 @@ class Sessions:
         self._returns: Counter[str] = Counter()
         self._job_s = Histogram(_JOB_BUCKETS_S)
         self._unused_tokens = 0
+        self._pace = DEFAULT_PACE
+        self._live: set[str] = set()  # tenants with live sessions
+        self._stale: set[str] = set()  # tenants whose sessions' ends may have moved
+        self._numbers = count()
+        self._ended_s = -inf
 
     def begin(
         self, request_id: str, tenant: str, chain: bytes, prompt_tokens: int, cached_tokens: int, name: str = ""
@@ -148,8 +176,11 @@ class Sessions:
         session.tokens = prompt_tokens
         session.name = name or session.name
         self._by_request[request_id] = session
+        self._count(own, session)
         if len(own.sessions) > MOST_SESSIONS:
             self._forget(own, next((session for session in own.sessions if not session.running), own.sessions[0]))
+        if own.moved:
+            self._stale.add(tenant)
         return session
 
     def end(self, request_id: str, answer_tokens: int = 0) -> None:
@@ -158,27 +189,44 @@ class Sessions:
         if session is not None:
             session.tokens = 0 if session.waits else session.tokens + answer_tokens
             session.running, session.waits = "", False
-            session.used_s = self._clock()
+            session.used_s = self._ended_s = self._clock()
+            self._count(self._tenants[session.tenant], session)
+
+    def set_waiting(self, session: Session, *, waits: bool) -> None:
+        """Note that a running session waits for its start, or no longer does."""
+        session.waits = waits
+        if self._by_request.get(session.running) is session:
+            self._count(self._tenants[session.tenant], session)
 
     def pace(self) -> float:
-        """Return the replica's prefill rate in tokens a second."""
-        return self._tokens_per_s() or DEFAULT_PACE
+        """Return the replica's prefill rate in tokens a second, within a tenth, so that it seldom changes."""
+        measured = self._tokens_per_s() or DEFAULT_PACE
+        if not 0.9 * self._pace <= measured <= 1.1 * self._pace:
+            self._pace = measured
+            self._stale.update(self._tenants)
+        return self._pace
 
     def live_until_s(self, session: Session, pace: float) -> float:
         """Return the time until which a session is live; infinite while one of its requests runs."""
         own = self._tenants[session.tenant]
         return inf if session.running else session.used_s + min(own.hold_s, own.worth * session.own_tokens / pace)
 
-    def live(self) -> list[Session]:
-        """Return the sessions that run or will soon return, without those that wait for their start."""
-        now_s, pace = self._clock(), self.pace()
-        sessions = (session for session in self.all() if not session.waits)
-        return [session for session in sessions if self.live_until_s(session, pace) > now_s]
+    def held(self) -> Counter[str]:
+        """Return the own tokens of the sessions that run or will soon return, by tenant with such sessions.
+
+        Sessions that wait for their start hold none.
+        """
+        self._settle()
+        return Counter({tenant: self._tenants[tenant].held_tokens for tenant in self._live})
+
+    def next_end_s(self) -> float:
+        """Return the time at which the next paused session is no longer live; infinite without any."""
+        self._settle()
+        return min((self._tenants[tenant].next_end_s() for tenant in self._live), default=inf)
 
     def busy_until_s(self) -> float:
         """Return the time at which the last answer ended; infinite while a request runs."""
-        ends_s = (inf if session.running else session.used_s for session in self.all() if not session.waits)
-        return max(ends_s, default=-inf)
+        return inf if any(not session.waits for session in self._by_request.values()) else self._ended_s
 
     def state(self, session: Session, pace: float) -> State:
         """Return a session's current state."""
@@ -198,22 +246,67 @@ class Sessions:
         for tenant, own in list(self._tenants.items()):
             for session in [session for session in own.sessions if not session.running and session.used_s < then_s]:
                 self._forget(own, session)
+            if own.moved:
+                self._stale.add(tenant)
             if not own.sessions:
                 del self._tenants[tenant]
+                self._live.discard(tenant)
 
     def samples(self) -> Iterator[Sample]:
         """Yield counters and gauges."""
-        pace = self.pace()
-        states = Counter(self.state(session, pace) for session in self.all())
-        for state in ("running", "paused", "waiting", "left"):
-            yield "warmpath_sessions", (("state", state),), float(states[state])
+        self._settle()
+        live = sum(len(self._tenants[tenant].live) for tenant in self._live)
+        total, waiting = sum(len(own.sessions) for own in self._tenants.values()), self._waiting()
+        running = len(self._by_request) - waiting
+        states = {"running": running, "paused": live - running, "waiting": waiting, "left": total - live - waiting}
+        for state, number in states.items():
+            yield "warmpath_sessions", (("state", state),), float(number)
         for outcome in ("hit", "missed"):
             yield "warmpath_session_returns_total", (("outcome", outcome),), float(self._returns[outcome])
         yield "warmpath_session_unused_tokens_total", (), float(self._unused_tokens)
         yield from self._job_s.samples("warmpath_session_seconds", ())
 
+    def _waiting(self) -> int:
+        return sum(session.waits for session in self._by_request.values())
+
+    def _count(self, own: _Tenant, session: Session) -> None:
+        """Correct the sums of a tenant for a session that has changed."""
+        own.drop(session)
+        until_s = -inf if session.waits else self.live_until_s(session, self._pace)
+        if until_s > self._clock():
+            own.live[session] = until_s, session.own_tokens
+            own.held_tokens += session.own_tokens
+            self._live.add(session.tenant)
+            if until_s < inf:
+                heappush(own.ends, (until_s, next(self._numbers), session))
+                if len(own.ends) > 4 * MOST_SESSIONS:
+                    self._count_all(own)
+
+    def _count_all(self, own: _Tenant) -> None:
+        own.live.clear()
+        own.ends.clear()
+        own.held_tokens, own.moved = 0, False
+        for session in own.sessions:
+            self._count(own, session)
+
+    def _settle(self) -> None:
+        """Drop the sessions that are no longer live, and count those of tenants with other holds anew."""
+        self.pace()
+        now_s = self._clock()
+        while self._stale:
+            own = self._tenants.get(self._stale.pop())
+            if own is not None:
+                self._count_all(own)
+        for tenant in list(self._live):
+            own = self._tenants[tenant]
+            while own.next_end_s() <= now_s:
+                own.drop(heappop(own.ends)[2])
+            if not own.live:
+                self._live.remove(tenant)
+
     def _forget(self, own: _Tenant, session: Session) -> None:
         own.sessions.remove(session)
+        own.drop(session)
         own.gone(session)
         self._by_request.pop(session.running, None)
         self._unused_tokens += session.own_tokens

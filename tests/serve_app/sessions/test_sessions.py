@@ -1,6 +1,12 @@
 """Sessions are found by their prompts' prefixes, by tenant, and their number per tenant is bounded."""
 
+import math
+from collections import Counter
+from typing import Any
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from router.protocol.block_hash import HASH_BYTES
 from serve_app.sessions import sessions as module
@@ -91,9 +97,10 @@ def test_a_session_is_live_as_long_as_nine_of_ten_returns_took(sessions: Session
         clock.now_s += 40.0 if number % 20 == 0 else 20.0
         turn(sessions, str(number), chain(("x", 20 + number)))
     assert held_s(sessions, session) == 20.0
-    assert list(sessions.live()) == [session]
+    assert sessions.held() == {"a": session.own_tokens}
+    assert sessions.next_end_s() == clock.now_s + 20.0
     clock.now_s += 20.0
-    assert list(sessions.live()) == [] and sessions.state(session, SLOW) == "left"
+    assert sessions.held() == {} and sessions.state(session, SLOW) == "left"
 
 
 def test_quick_returns_leave_a_least_time(sessions: Sessions) -> None:
@@ -183,3 +190,78 @@ def test_returns_that_find_their_context_are_told_from_those_that_do_not(session
     samples = {(name, labels): value for name, labels, value in sessions.samples()}
     assert samples["warmpath_session_returns_total", (("outcome", "hit"),)] == 1
     assert samples["warmpath_session_returns_total", (("outcome", "missed"),)] == 1
+
+
+ACTIONS = st.one_of(
+    st.tuples(st.just("begin"), st.sampled_from("ab"), st.integers(0, 6), st.booleans()),
+    st.tuples(st.just("end"), st.integers(0, 9)),
+    st.tuples(st.just("start"), st.integers(0, 9)),
+    st.tuples(st.just("pause"), st.sampled_from([0.0, 1.0, 7.0, 30.0, 160.0, 4000.0])),
+    st.tuples(st.just("pace"), st.sampled_from([0.0, 5.0, 40.0, 41.0, 900.0])),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(ACTIONS, max_size=60))
+def test_the_sums_are_those_of_all_sessions(actions: list[Any]) -> None:
+    """Tokens, ends and counts agree with a look at every session, in any order of events and at any pace."""
+    clock, pace = Clock(), [40.0]
+    sessions = Sessions(SIZE, clock, lambda: pace[0])
+    open_ones: list[Session] = []
+    lengths: Counter[tuple[str, int]] = Counter()
+    ended_s = -math.inf
+    for number, (action, *how) in enumerate(actions):
+        if action == "begin":
+            tenant, which, waits = how
+            lengths[tenant, which] += 1
+            prompt = chain((f"{which}-", 20 + lengths[tenant, which]))
+            open_ones.append(sessions.begin(str(number), tenant, prompt, len(prompt), 16 * which))
+            sessions.set_waiting(open_ones[-1], waits=waits)
+        elif action == "pause":
+            clock.now_s += how[0]
+            sessions.expire()
+        elif action == "pace":
+            pace[0] = how[0]
+        elif open_ones and action == "start":
+            sessions.set_waiting(open_ones[how[0] % len(open_ones)], waits=False)
+        elif open_ones:
+            sessions.end(open_ones.pop(how[0] % len(open_ones)).running, 30)
+            ended_s = clock.now_s
+        held: Counter[str] = Counter()
+        rate, ends_s, states = sessions.pace(), [math.inf], Counter[str]()
+        for session in sessions.all():
+            state = sessions.state(session, rate)
+            states[state] += 1
+            if state in ("running", "paused"):
+                held[session.tenant] += session.own_tokens
+                ends_s.append(sessions.live_until_s(session, rate))
+        assert sessions.held() == held
+        assert sessions.held().keys() == held.keys()
+        assert sessions.next_end_s() == min(ends_s)
+        assert sessions.busy_until_s() == (math.inf if states["running"] else ended_s)
+        told = {dict(labels)["state"]: value for name, labels, value in sessions.samples() if name.endswith("sessions")}
+        assert {state: told[state] for state in states} == states
+
+
+def test_a_look_costs_no_more_with_many_sessions(clock: Clock) -> None:
+    """Neither the sums nor the next end read every session again."""
+    sessions = Sessions(SIZE, clock, lambda: SLOW)
+    for tenant in range(4):
+        for number in range(module.MOST_SESSIONS):
+            turn(sessions, f"{tenant}-{number}", chain((f"{number}-", 20)), tenant=str(tenant))
+    assert sessions.held().total() == 4 * module.MOST_SESSIONS * 21 * SIZE
+    reads = 0
+
+    def counted(session: Session, pace: float) -> float:
+        nonlocal reads
+        reads += 1
+        return Sessions.live_until_s(sessions, session, pace)
+
+    sessions.live_until_s = counted  # type: ignore[method-assign]
+    for number in range(10):
+        sessions.begin(f"more {number}", "other", chain((f"other {number}-", 20)), 320, 0)
+        sessions.held()
+        sessions.next_end_s()
+        sessions.end(f"more {number}")
+        list(sessions.samples())
+    assert reads < 100
