@@ -16,6 +16,7 @@ from random import Random
 import zmq
 import zmq.asyncio
 
+from router.background import run_in_background
 from router.feed.messages import MAX_MESSAGE_BYTES, FeedCounters, FeedEndpoint
 from router.feed.resequencer import FeedResequencer
 from router.protocol.events import Event
@@ -99,13 +100,12 @@ class FeedSubscriber:
 
         resequencer = FeedResequencer(partial(self._deliver, replica_id), self._counters, self._rng, time.monotonic())
         feed = self._feeds[replica_id] = _Feed(replica_id, endpoint, resequencer, sub, dealer)
-        loop = asyncio.get_running_loop()
         feed.tasks = (
-            loop.create_task(self._read(feed, sub, resequencer.on_delta)),
-            loop.create_task(self._read(feed, dealer, resequencer.on_chunk)),
+            run_in_background(partial(self._read, feed, sub, resequencer.on_delta)),
+            run_in_background(partial(self._read, feed, dealer, resequencer.on_chunk)),
         )
         if self._ticker is None or self._ticker.done():
-            self._ticker = loop.create_task(self._tick())
+            self._ticker = run_in_background(self._tick)
 
     def disconnect(self, replica_id: str) -> None:
         """Stop following a replica. Unknown ids are ignored."""
@@ -148,9 +148,12 @@ class FeedSubscriber:
         while True:
             now_s = time.monotonic()
             for feed in list(self._feeds.values()):
-                nonce = feed.resequencer.poll(now_s)
-                if nonce is not None:
-                    await self._ask(feed, nonce)
+                try:
+                    nonce = feed.resequencer.poll(now_s)
+                    if nonce is not None:
+                        await self._ask(feed, nonce)
+                except Exception:  # the other feeds' turns come all the same
+                    logger.exception("the feed of %s is not asked for a snapshot", feed.replica_id)
             await asyncio.sleep(_TICK_S)
 
     async def _ask(self, feed: _Feed, nonce: bytes) -> None:

@@ -34,12 +34,13 @@ class EventSubscriber:
     """Follows one engine for its lifetime. Start it early: batches that the engine no longer keeps then are lost.
 
     ``sink`` receives the events in order, one call at a time, from the listening thread and ``tell``. ``cleared`` is
-    set after the sink received a CacheCleared.
+    set after the sink received a CacheCleared, and ``failed`` after an error that ends the listening.
     """
 
     def __init__(self, publish: str, replay: str, pool: VllmPool, sink: Callable[[Sequence[Event]], None]) -> None:
         """``publish``, ``replay``: ``endpoint`` and ``replay_endpoint`` of the engine's ``KVEventsConfig``."""
         self.cleared = threading.Event()
+        self.failed = False
         self._publish, self._replay = publish, replay
         self._pool = pool
         self._sink = sink
@@ -76,6 +77,7 @@ class EventSubscriber:
         except UnsupportedEvents as error:
             _log.error("the directory no longer follows this engine: %s", error)
         except Exception:
+            self.failed = True
             _log.exception("the listener of the engine's events stopped")
         finally:
             with self._lock:

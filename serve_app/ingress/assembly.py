@@ -13,6 +13,7 @@ import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from router.background import run_in_background
 from router.serve.core_registry import core_for, decisions_for
 from router.serve.request_router import deployment_key
 from router.settings import RouterSettings
@@ -137,7 +138,7 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
         guard=RouteGuard(tenants, metrics, drain, limits, config.allowed_hosts),
         adapter_admin=AdapterAdmin(config, adapters, broadcast.replicas, broadcast.ingresses),
         completions=Completions(config, preparer, dispatcher, tokenizer, readers, counters, workers, drain),
-        connecting=asyncio.create_task(broadcast.connect(adapters, prompt_admin.learn)),
+        connecting=run_in_background(partial(broadcast.connect, adapters, prompt_admin.learn)),
         history=MessageHistory(complete=config.ingress_replicas == 1),
         usage=Ledgers(ledger, broadcast.ingresses),
         sessions=SessionList(broadcast.replicas),

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from router.background import run_in_background
 from serve_app.usage.ledger import FLUSH_S, Ledger
 from serve_app.usage.report import Rows, merged
 
@@ -14,7 +15,7 @@ class Ledgers:
     def __init__(self, ledger: Ledger, ingresses: Callable[..., Awaitable[list[Any]]]) -> None:
         self._ledger = ledger
         self._ingresses = ingresses
-        self._writing = asyncio.create_task(self._write())
+        self._writing = run_in_background(self._write)
 
     async def here(self, first_day: str, last_day: str, tenant: str | None) -> tuple[str, Rows]:
         """Return the id of this ingress' file, and its rows from one day to another, of a tenant or (None) all."""

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from router.background import run_in_background
 from router.core import RoutingCore
 from router.protocol.block_hash import HASH_BYTES
 from router.protocol.request import Decision, RoutedRequest
@@ -150,7 +151,7 @@ class Live:
         if self._closed:
             watcher.end("stopping")
         if self._task is None:
-            self._task = asyncio.create_task(self._run())
+            self._task = run_in_background(self._run)
         return watcher
 
     def leave(self, viewer: str | None, watcher: Watcher) -> None:
@@ -216,10 +217,7 @@ class Live:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
-            try:
-                await self._look(0.0)
-            except Exception:
-                logger.exception("watchers do not see the latest changes")
+            await self._look(0.0)
 
     async def _look(self, fresh_s: float) -> None:
         """Update the facts unless they are younger than ``fresh_s``, and send the changes to all watchers."""

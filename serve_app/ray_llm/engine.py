@@ -3,14 +3,15 @@
 Imported only in replicas, since it imports vLLM.
 """
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from router.background import run_in_background
 from router.feed import FeedPublisher
 from router.protocol.block_hash import hash_blocks
 from router.protocol.events import StatsReport, request_key
@@ -46,7 +47,7 @@ class WarmEngine(_VllmEngine):  # type: ignore[misc]
         self._reporter = Reporter(self._prefills.report, self._stats, feed, LOAD_INTERVAL_S)
         self._events = EventSubscriber(endpoints.publish, endpoints.replay, self._pool, feed.put)
         self._events.start()
-        self._tasks = [asyncio.create_task(self._reporter.run()), asyncio.create_task(tell_caches(self, feed))]
+        self._tasks = [run_in_background(work) for work in (self._reporter.run, partial(tell_caches, self, feed))]
         client = self._engine_client
         self._generate, self._encode = client.generate, client.encode
         client.generate, client.encode = self.generate, self.encode
@@ -89,6 +90,12 @@ class WarmEngine(_VllmEngine):  # type: ignore[misc]
             raise ValueError("this kind of prompt cannot be separated by tenant; send text, messages or token ids")
         root = self._scopes.root(tenant_now.get(), lora.lora_name if lora else "", prompt.get("cache_salt"))
         return {**prompt, "cache_salt": root.hex()}, root
+
+    async def check_health(self) -> None:
+        """Raise if vLLM, or the thread that hears its events, has failed."""
+        await super().check_health()
+        if self._events.failed:
+            raise RuntimeError("the listener of vLLM's events stopped: routers do not know the blocks of this replica")
 
     def unfollow(self) -> None:
         """Stop listening and reporting; may be called again."""

@@ -60,6 +60,12 @@ class WarmLLMServer(LLMServer):  # type: ignore[misc]
         """Advertise the feed, and the facts that a router needs to predict."""
         return {FEED_METADATA: msgspec.structs.asdict(self._feed.endpoint), METADATA: asdict(self._facts)}
 
+    async def check_health(self) -> None:
+        """Raise if the engine or the feed has failed, so that Serve replaces this replica."""
+        await super().check_health()
+        if not self._feed.healthy():
+            raise RuntimeError("the feed publishes nothing: routers do not know the blocks of this replica")
+
     async def recent_answers(self, numbers: dict[str, int]) -> tuple[str, int, list[Answer]]:
         """Return this replica's name, its last answer's number, and the answers after its own of ``numbers``."""
         answers = self.engine.answers

@@ -19,6 +19,7 @@ import numpy as np
 import ray
 from ray import serve
 
+from router.background import run_in_background
 from router.feed import FeedPublisher
 from router.policy.recheck import is_outdated
 from router.protocol.block_hash import PrefixScope
@@ -102,11 +103,10 @@ class Replica:
         tokens = min(WARM_UP_TOKENS, max_model_len(self._config, info) - 4, room * self._config.block_size - 4)
         await self._warm_up(max(1, tokens), info.vocab_size)
         self._gate = SessionGate(self._engine, self._config)
-        self._ending.callback(asyncio.create_task(self._gate.run()).cancel)
+        self._ending.callback(run_in_background(self._gate.run).cancel)
         await self._lifecycle.join()
-        self._ending.callback(asyncio.create_task(self._reporter.run()).cancel)
-        self._ending.callback(asyncio.create_task(tell_caches(self._engine, self._feed)).cancel)
-        self._ending.callback(asyncio.create_task(self._running.watch()).cancel)
+        for work in (self._reporter.run, partial(tell_caches, self._engine, self._feed), self._running.watch):
+            self._ending.callback(run_in_background(work).cancel)
         self._ending.push_async_callback(self._lifecycle.finish)
 
     @property

@@ -7,6 +7,7 @@ from unittest.mock import MagicMock
 import pytest
 from msgspec import structs
 
+from router.background import run_in_background
 from router.protocol.events import LoadReport, StatsReport
 from serve_app.replica.reporter import Reporter
 
@@ -63,3 +64,19 @@ async def test_a_load_that_changes_otherwise_is_told_within_the_interval() -> No
     await asyncio.sleep(0.05)
     task.cancel()
     assert len([load for load in bench.loads if load.running_sequences == 3]) == 1
+
+
+async def test_reports_go_on_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Routers would take a replica for dead that no longer reports, and its health check would pass."""
+    monkeypatch.setattr("router.background.PAUSE_S", 0.0)
+    bench, failures = Bench(0.001), iter([True, True])
+
+    def load() -> LoadReport:
+        if next(failures, False):
+            raise OSError("no load")
+        return bench.load
+
+    bench.reporter.load = load
+    task = run_in_background(bench.reporter.run)
+    assert await bench.next() == IDLE
+    task.cancel()
