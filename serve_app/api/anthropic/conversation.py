@@ -3,7 +3,9 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from serve_app.api.as_text import as_text
 from serve_app.api.json_body import call_id
+from serve_app.api.kinds import MESSAGE_BLOCKS
 from serve_app.api.openai.tools import MAX_ARGUMENT_DEPTH, too_deep
 from serve_app.api.request import CacheBreakpoint, reasoning_fields
 from serve_app.errors import InvalidRequest
@@ -20,6 +22,8 @@ _FIELDS = {
     "tool_use": frozenset({"type", "id", "name", "input", "cache_control", "caller"}),
     "tool_result": frozenset({"type", "tool_use_id", "content", "is_error", "cache_control"}),
 }
+_BY = {"tool_use": "assistant", "tool_result": "user"}
+"""Who sends the blocks that only one role may send."""
 BLOCK_FIELDS = tuple(f"messages[].content[].{name}" for name in sorted(frozenset().union(*_FIELDS.values())))
 
 
@@ -71,11 +75,15 @@ class Conversation:
             self._last_ttl_s = 0.0
             return
         where = f"{path}.content"
-        if not isinstance(content, list) or not content:
-            raise InvalidRequest(f"{where} must be a string or a list of at least one block.", param=where)
+        if content is None and role == "system":
+            return  # such a message only configures a hosted model
+        if not isinstance(content, list):
+            raise InvalidRequest(f"{where} must be a string or a list of blocks.", param=where)
         began, self._reasoning = len(self.messages), ""
         for number, block in enumerate(content):
             self._add_block(role, block, f"{where}[{number}]", began)
+        if self._reasoning or len(self.messages) == began:  # an answer that was cut off, or is empty
+            self._turn(role, began)
         self._join()
 
     def end_with_breakpoint(self, control: Any) -> None:
@@ -98,35 +106,26 @@ class Conversation:
                 raise InvalidRequest(f"{path} must be from assistant, its thinking a string.", param=path)
             self._reasoning += block["thinking"]
             return
-        allowed = {"user": ("text", "tool_result"), "assistant": ("text", "tool_use"), "system": ("text",)}[role]
-        if kind not in allowed:
-            raise InvalidRequest(
-                f"{path} has the type {str(kind)[:64]!r}; this version takes {' and '.join(allowed)} from {role}.",
-                param=path,
-            )
-        self.ignored.update(
-            f"messages[].content[].{name}"
-            for name in block.keys() - _FIELDS[kind]
-            if block[name] not in (None, [], False)
-        )
+        if (by := _BY.get(str(kind), role)) != role:
+            raise InvalidRequest(f"{path} has the type {kind!r}, which is for {by}, not {role}.", param=path)
+        self._note_unread(block)
         if kind == "tool_result":
             self._join()
-            result = _result_text(block.get("content"), f"{path}.content")
+            result = self._result_text(block.get("content"), f"{path}.content")
             answered = _call_id(block.get("tool_use_id"), f"{path}.tool_use_id")
             self.messages.append({"role": "tool", "content": result, "tool_call_id": answered})
-            self._add_breakpoint(block.get("cache_control"), path)
+            self._add_breakpoint(block.get("cache_control") or _inner_control(block.get("content")), path)
             return
-        if len(self.messages) == began or self.messages[-1]["role"] != role:
-            self.messages.append({"role": role, "content": ""})
-        if self._reasoning:
-            reasoning, self._reasoning = self.messages[-1].get("reasoning", "") + self._reasoning, ""
-            self.messages[-1].update(reasoning_fields(reasoning))
-        if kind == "text":
+        self._turn(role, began)
+        if kind != "tool_use":
             self._add_text(block, path)
             return
         name, arguments = block.get("name"), block.get("input")
-        if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-            raise InvalidRequest(f"{path} must have a name, and an input that is an object.", param=path)
+        if not isinstance(name, str) or not name:
+            raise InvalidRequest(f"{path} must have a name.", param=path)
+        if not isinstance(arguments, dict):  # the call was cut off, and its client cannot repair it
+            self.ignored.add("messages[].content[].input")
+            arguments = {}
         if too_deep(arguments):
             raise InvalidRequest(f"{path}.input must be nested at most {MAX_ARGUMENT_DEPTH} deep.", param=path)
         function = {"name": name, "arguments": arguments}
@@ -134,14 +133,41 @@ class Conversation:
         self.messages[-1].setdefault("tool_calls", []).append(call)
         self._add_breakpoint(block.get("cache_control"), path)
 
-    def _add_text(self, block: dict[str, Any], path: str) -> None:
+    def _turn(self, role: str, began: int) -> None:
+        """Begin a message of the role, unless the last one is its; it gets the reasoning so far."""
+        if len(self.messages) == began or self.messages[-1]["role"] != role:
+            self._join()
+            self.messages.append({"role": role, "content": ""})
+        if self._reasoning:
+            reasoning, self._reasoning = self.messages[-1].get("reasoning", "") + self._reasoning, ""
+            self.messages[-1].update(reasoning_fields(reasoning))
+
+    def _note_unread(self, block: dict[str, Any]) -> None:
+        unread = block.keys() - _FIELDS.get(str(block.get("type")), block.keys())
+        self.ignored.update(f"messages[].content[].{name}" for name in unread if block[name] not in (None, [], False))
+
+    def _text(self, block: dict[str, Any], path: str) -> str:
+        if block.get("type") != "text":
+            return as_text(block, path, "messages[].content[]", MESSAGE_BLOCKS, self.ignored)
         text = block.get("text")
         if not isinstance(text, str):
             raise InvalidRequest(f"{path}.text must be a string.", param=f"{path}.text")
-        self._texts.append(text)
         if not text and block.get("cache_control") is not None:
             field = f"{path}.cache_control"
             raise InvalidRequest(f"{field} cannot be set for empty text blocks.", param=field)
+        return text
+
+    def _result_text(self, content: Any, path: str) -> str:
+        if content is None or isinstance(content, str):
+            return content or ""
+        if not isinstance(content, list):
+            raise InvalidRequest(f"{path} must be a string or a list of blocks.", param=path)
+        for index, block in enumerate(content):
+            _kind(block, f"{path}[{index}]")
+        return "".join(self._text(block, f"{path}[{index}]") for index, block in enumerate(content))
+
+    def _add_text(self, block: dict[str, Any], path: str) -> None:
+        self._texts.append(self._text(block, path))
         self._add_breakpoint(block.get("cache_control"), path)
 
     def _join(self) -> None:
@@ -187,17 +213,7 @@ def _call_id(value: Any, path: str) -> str:
     return call_id(value, path).removeprefix(CALL_PREFIX)  # some templates accept only ids in the model's own form
 
 
-def _result_text(content: Any, path: str) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise InvalidRequest(f"{path} must be a string or a list of text blocks.", param=path)
-    texts: list[str] = []
-    for index, block in enumerate(content):
-        if _kind(block, f"{path}[{index}]") != "text" or not isinstance(block.get("text"), str):
-            raise InvalidRequest(f"{path}[{index}] must be a text block: this version reads no other.", param=path)
-        if block.get("cache_control") is not None:
-            where = f"{path}[{index}].cache_control"
-            raise InvalidRequest(f"{where} is not supported by this version; mark the tool_result itself.", param=where)
-        texts.append(block["text"])
-    return "".join(texts)
+def _inner_control(content: Any) -> Any:
+    """Return the last mark inside a tool's result: it holds at the result's end, as the prefix is the whole result."""
+    blocks = content if isinstance(content, list) else ()
+    return next((block["cache_control"] for block in reversed(blocks) if block.get("cache_control")), None)

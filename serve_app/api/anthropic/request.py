@@ -136,7 +136,10 @@ class CountTokensBody(JsonBody):
         read.end_with_breakpoint(self.cache_control)
         for tool in self.tools:
             read.ignored.update(f"tools[].{name}" for name in (tool.model_extra or {}).keys() - tool.without_effect)
-        goes_on = read.messages[-1]["role"] == "assistant" and "tool_calls" not in read.messages[-1]
+        if read.messages[-1] == {"role": "assistant", "content": ""} and len(read.messages) > 1:
+            del read.messages[-1]  # the same as to ask for an answer
+        last = read.messages[-1]
+        goes_on = last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
         use = self._tool_use()
         effort = None if self.thinking is None else "none" if self.thinking.type == "disabled" else ""
         return ChatRequest(

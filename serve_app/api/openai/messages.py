@@ -1,17 +1,35 @@
 """Convert OpenAI's chat messages to chat-template messages: text, tool calls and their results."""
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import ConfigDict, Field, WithJsonSchema
+from pydantic import ConfigDict, WithJsonSchema
 from typing_extensions import TypedDict
 
-from serve_app.api.json_body import Must, Text1024, refused
+from serve_app.api.as_text import MEDIA, as_text
+from serve_app.api.json_body import Must, Text1024
+from serve_app.api.kinds import CHAT_PARTS, Kinds
 from serve_app.api.openai.tools import call_for_template
 from serve_app.api.request import reasoning_fields
 from serve_app.errors import InvalidRequest
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+_TEXT_FIELDS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "reasoning_text": "text",
+    "summary_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
+"""The field that holds the text, for each type of a part that is text in any API."""
 
 _TEXT_PART: dict[str, Any] = {
     "type": "object",
@@ -20,17 +38,18 @@ _TEXT_PART: dict[str, Any] = {
 }
 TextParts = Annotated[list[Any], WithJsonSchema({"type": "array", "items": _TEXT_PART})]
 Reasoning = Annotated[str | None, Must("a string, an assistant's reasoning")]
-Unused = Annotated[Any, Field(description="null or an empty list")]
 
 
 class Message(TypedDict):
-    """One message of a chat; only an assistant's content may be absent."""
+    """One message of a chat; the content of an assistant and of a tool may be absent."""
 
     # Pydantic makes a TypedDict in a seventh of a model's time, and a long chat has hundreds of messages.
     # It does not keep unknown fields, which would cost a sixth of all parsing: `ignored_in` finds them.
     __pydantic_config__ = ConfigDict(extra="ignore")  # type: ignore[misc]  # pydantic documents this, mypy rejects it
 
-    role: Annotated[Literal["system", "developer", "user", "assistant", "tool"], Must(f"one of {', '.join(_ROLES)}")]
+    role: Annotated[
+        Literal["system", "developer", "user", "assistant", "tool", "function"], Must(f"one of {', '.join(_ROLES)}")
+    ]
     content: NotRequired[Annotated[str | TextParts | None, Must("a string or a list of text parts")]]
     name: NotRequired[Text1024]
     tool_call_id: NotRequired[Text1024]
@@ -38,8 +57,7 @@ class Message(TypedDict):
     reasoning: NotRequired[Reasoning]
     refusal: NotRequired[Annotated[str | None, Must("a string, an assistant's refusal")]]
     tool_calls: NotRequired[Annotated[list[Any] | None, Must("a list of calls")]]
-    function_call: NotRequired[Unused]
-    audio: NotRequired[Unused]
+    function_call: NotRequired[Annotated[dict[str, Any] | list[Any] | None, Must("an object with name and arguments")]]
 
 
 _FIELDS = frozenset(Message.__annotations__)
@@ -62,26 +80,30 @@ def ignored_in(messages: list[dict[str, Any]]) -> set[str]:
 def for_template(message: Message, index: int, in_parts: set[str]) -> dict[str, Any]:
     """Return a message with string role and content. Adds unread fields of its parts and calls to ``in_parts``."""
     role, content = message["role"], message.get("content")
+    thoughts: list[str] | None = [] if role == "assistant" else None
     if not isinstance(content, str):
-        absent = content is None and role == "assistant"
-        content = "" if absent else joined(content, f"messages[{index}].content", in_parts)
+        absent = content is None and role in ("assistant", "tool", "function")
+        content = "" if absent else joined(content, f"messages[{index}].content", in_parts, thoughts)
     shown: dict[str, Any] = {"role": _ROLES[role], "content": content}
-    if len(message) > 2 or "content" not in message:
-        for name in ("function_call", "audio"):
-            if message.get(name) not in (None, []):
-                raise refused(f"messages[{index}].{name}", "tool_calls" if name == "function_call" else "")
+    if len(message) > 2 or "content" not in message or thoughts or role == "function":
         shown |= {name: text for name in ("name", "tool_call_id") if (text := message.get(name)) is not None}
+        if role == "function":
+            shown["tool_call_id"] = f"call_{message.get('name')}"
         if role == "assistant":  # what it said instead of a content
             shown["content"] = content + (message.get("refusal") or "")
-        reasoning = message.get("reasoning_content") or message.get("reasoning")
+        reasoning = message.get("reasoning_content") or message.get("reasoning") or "".join(thoughts or ())
         if reasoning and role == "assistant":
             shown |= reasoning_fields(reasoning)
-        calls = message.get("tool_calls")
+        path = f"messages[{index}].tool_calls"
+        calls = [(f"{path}[{i}]", call) for i, call in enumerate(message.get("tool_calls") or ())]
+        if function := message.get("function_call"):  # OpenAI's older form, without ids
+            path = f"messages[{index}].function_call"
+            name = function.get("name") if isinstance(function, dict) else None
+            calls.append((path, {"function": function, "id": f"call_{name}"}))
         if calls:
-            path = f"messages[{index}].tool_calls"
             if role != "assistant":
                 raise InvalidRequest(f"{path} is for an assistant's message.", param=path)
-            shown["tool_calls"] = [call_for_template(call, f"{path}[{i}]", in_parts) for i, call in enumerate(calls)]
+            shown["tool_calls"] = [call_for_template(call, where, in_parts) for where, call in calls]
     return shown
 
 
@@ -89,25 +111,38 @@ def joined(
     parts: list[Any] | None,
     path: str,
     ignored: set[str],
+    thoughts: list[str] | None = None,
     *,
-    kinds: Sequence[str] = ("text",),
+    kinds: Kinds = CHAT_PARTS,
     fields: frozenset[str] = _PART_FIELDS,
 ) -> str:
     """Return the text of a message in parts, joined without a separator. A refusal is text that an assistant said.
 
-    ``kinds``: the accepted types of parts; ``fields``: their fields that are read. ``ignored`` gets paths of others.
+    ``thoughts`` gets an assistant's reasoning; None: it is text. ``fields``: the fields of parts that are read.
+    ``ignored`` gets the paths of others. Other parts become text, or are refused by ``as_text``.
     """
     if not isinstance(parts, list):
         raise InvalidRequest(f"{path} must be a string or a list of text parts.", param=path)
     texts: list[str] = []
     for part in parts:
-        name = "refusal" if isinstance(part, dict) and part.get("type") == "refusal" else "text"
-        if not isinstance(part, dict) or (part.get("type") not in kinds and name == "text"):
-            example = f'{{"type": "{kinds[0]}", "text": "..."}}'
-            raise InvalidRequest(f"{path} must be text only: a string, or parts like {example}.", param=path)
-        if not isinstance(part.get(name), str):
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        kind = part.get("type", "text") if isinstance(part, dict) else None
+        name = _TEXT_FIELDS.get(kind) if isinstance(kind, str) else None
+        if name is None:
+            if not isinstance(kind, str) or kind in MEDIA:
+                example = f'{{"type": "{kinds.read[0]}", "text": "..."}}'
+                said = f"a string, or parts like {example}; {str(kind)[:64]!r} is not read here"
+                raise InvalidRequest(f"{path} must be text only: {said}.", param=path)
+            texts.append(as_text(part, path, f"{path.partition('[')[0]}[].content[]", kinds, ignored))
+            continue
+        text = part.get(name)
+        if isinstance(text, list) and kind == "thinking":
+            text = joined(text, path, ignored)
+        if not isinstance(text, str):
             raise InvalidRequest(f'{path} must be made of parts with a "{name}", a string.', param=path)
-        texts.append(part[name])
+        (texts if thoughts is None or kind != "thinking" else thoughts).append(text)
         if len(part) > 2:
             where = path.partition("[")[0]
             unread = part.keys() - fields - {name}

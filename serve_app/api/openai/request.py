@@ -195,7 +195,12 @@ class ChatBody(GenerationBody):
         opens = not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
         in_parts: set[str] = set()
         calls = (call for message in self.messages for call in message.get("tool_calls") or ())
-        check_arguments(call.get("function") for call in calls if isinstance(call, dict))
+        check_arguments(
+            [
+                *(call.get("function") for call in calls if isinstance(call, dict)),
+                *(message.get("function_call") for message in self.messages),
+            ]
+        )
         return ChatRequest(
             messages=tuple(for_template(message, index, in_parts) for index, message in enumerate(self.messages)),
             max_tokens=self.max_tokens if newer is None else newer,

@@ -1,7 +1,7 @@
 """Convert OpenAI's ``tools``, ``tool_choice`` and calls to ToolUse and chat-template tools, within bounds."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -139,6 +139,9 @@ def too_deep(arguments: Any) -> bool:
 
 def call_for_template(call: Any, path: str, ignored: set[str]) -> dict[str, Any]:
     """Return one of a message's ``tool_calls`` in the form of chat templates. See ``called``."""
+    custom = call.get("custom") if isinstance(call, dict) and call.get("type") == "custom" else None
+    if isinstance(custom, dict):
+        call = {**call, "type": "function", "function": with_input(custom)}
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or call.get("type", "function") != "function":
         example = '{"id": "...", "type": "function", "function": {"name": "...", "arguments": "{...}"}}'
@@ -151,6 +154,11 @@ def call_for_template(call: Any, path: str, ignored: set[str]) -> dict[str, Any]
             raise InvalidRequest(f"{path}.id must be {most}.", param=f"{path}.id")
         shown = {"id": call_id, **shown}
     return shown
+
+
+def with_input(custom: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call of a custom tool, whose input is free text, as that of a function."""
+    return {"name": custom.get("name"), "arguments": {"input": custom.get("input") or ""}}
 
 
 def called(function: dict[str, Any], path: str, ignored: set[str]) -> dict[str, Any]:

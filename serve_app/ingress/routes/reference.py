@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from serve_app.api.anthropic.request import MessagesBody
 from serve_app.api.json_body import JsonBody
+from serve_app.api.kinds import KINDS
 from serve_app.api.openai.request import ChatBody, CompletionBody
 from serve_app.api.openai.responses.request import ResponsesBody
 from serve_app.ingress.routes.application import ROUTERS
@@ -45,9 +46,21 @@ _FIELDS = """\
 """
 
 
+_KINDS = """\
+## Types of parts, blocks, items and tools
+
+- **as text**: shown to the model as lines of text. A type of a conversation in no list is, too, with a warning.
+- **left out**: with a warning in `x-warmpath-warning`. **refused**: a 400 that names the place.
+- Names stand for all their dated versions (`web_search_20250305`).
+
+| place | read | as text | left out | refused |
+|---|---|---|---|---|
+"""
+
+
 def api_page() -> str:
     """Return the page."""
-    return "\n".join([_INTRODUCTION, *_routes(), _FIELDS + "\n".join(_rows()), ""])
+    return "\n".join([_INTRODUCTION, *_routes(), _FIELDS + "\n".join(_rows()), "", _KINDS + "\n".join(_kinds()), ""])
 
 
 def _routes() -> Iterator[str]:
@@ -72,6 +85,11 @@ def _rows() -> Iterator[str]:
         meaning = meaning or (f"use `{instead}`" if instead else "")
         states = " | ".join(_state(body, name) for body in BODIES.values())
         yield f"| `{name}` | {states} | {kind} | {meaning} |"
+
+
+def _kinds() -> Iterator[str]:
+    for place, kinds in KINDS.items():
+        yield f"| {place} | " + " | ".join(", ".join(f"`{name}`" for name in names) or "-" for names in kinds) + " |"
 
 
 def _state(body: type[JsonBody], name: str) -> str:

@@ -158,6 +158,33 @@ def test_a_call_in_a_namespace_goes_on_with_it(clients: dict[str, OpenAI], scrip
         assert "sky.get_weather" in script.prompt()
 
 
+def test_references_to_items_of_an_answer_are_these_items(clients: dict[str, OpenAI], script: Script) -> None:
+    """Vercel's AI SDK sends them where responses are stored. Other tenants' items and unknown ones do not exist."""
+    client = clients["acme"]
+    script.text = "Let me look. " + CALL
+    first = client.responses.create(model="demo", input="Rain in Oslo?", tools=[TOOL])
+    call: Any = first.output[1]
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "dry"}
+    script.text = "No."
+    chained = client.responses.create(model="demo", input=[result], tools=[TOOL], previous_response_id=first.id)
+    prompt = script.prompt()
+    asked: Any = {"role": "user", "content": "Rain in Oslo?"}
+    references: Any = [{"type": "item_reference", "id": first.output[0].id}, {"id": call.id}]
+    second = client.responses.create(model="demo", input=[asked, *references, result], tools=[TOOL])
+    assert script.prompt() == prompt
+    listed = [
+        [item.type for item in client.responses.input_items.list(answered.id, order="asc")]
+        for answered in (chained, second)
+    ]
+    assert listed[0] == listed[1] == ["message", "message", "function_call", "function_call_output"]
+    for other, reference in ((clients["globex"], references[0]), (client, {"type": "item_reference", "id": "msg_1"})):
+        with pytest.raises(openai.BadRequestError, match="in no stored response; send the item itself"):
+            other.responses.create(model="demo", input=[asked, reference])
+    with pytest.raises(openai.APIStatusError) as large:
+        client.responses.create(model="demo", input=[asked, *references[:1] * 100])
+    assert large.value.status_code == 413
+
+
 def test_unknown_fields_are_not_stored(clients: dict[str, OpenAI], script: Script) -> None:
     """Of each item only the fields of its own kind are read, regardless of the others' names and types."""
     items: Any = [

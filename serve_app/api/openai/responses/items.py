@@ -1,26 +1,34 @@
 """The items of a conversation: their conversion to a model's messages, their stored form, and their list."""
 
+import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from serve_app.api.as_text import as_text
 from serve_app.api.json_body import JsonBody, call_id
+from serve_app.api.kinds import RESPONSE_ITEMS, RESPONSE_PARTS
 from serve_app.api.openai.messages import joined
-from serve_app.api.openai.tools import called, check_arguments
+from serve_app.api.openai.tools import called, check_arguments, with_input
 from serve_app.api.request import reasoning_fields
 from serve_app.errors import InvalidRequest
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_TEXTS = ("input_text", "output_text", "text")
 _PART_FIELDS = frozenset({"type", "text", "annotations", "logprobs", "prompt_cache_breakpoint"})
 _ITEM_FIELDS = {
     "message": frozenset({"type", "id", "status", "role", "content", "phase"}),
-    "function_call": frozenset({"type", "id", "status", "call_id", "name", "namespace", "arguments"}),
-    "function_call_output": frozenset({"type", "id", "status", "call_id", "output"}),
-    "reasoning": frozenset({"content"}),
+    "function_call": frozenset({"type", "id", "status", "call_id", "name", "namespace", "arguments", "caller"}),
+    "function_call_output": frozenset({"type", "id", "status", "call_id", "output", "name", "caller"}),
+    "custom_tool_call": frozenset({"type", "id", "status", "call_id", "name", "namespace", "input", "caller"}),
+    "custom_tool_call_output": frozenset({"type", "id", "status", "call_id", "output", "name", "caller"}),
+    "reasoning": frozenset({"content", "summary"}),
 }
+_CALLS = ("function_call", "custom_tool_call")
+_OUTPUTS = ("function_call_output", "custom_tool_call_output")
+_OUTPUT_ID = re.compile(r"[a-z]{2,3}_([0-9a-f]{32})_\d{1,4}")
+"""The id of an item in an answer; it has the answer's id."""
 ITEM_PATHS = tuple(f"input[].{name}" for name in sorted(frozenset().union(*_ITEM_FIELDS.values())))
 """The paths of all fields that are read."""
 
@@ -28,8 +36,8 @@ ITEM_PATHS = tuple(f"input[].{name}" for name in sorted(frozenset().union(*_ITEM
 def messages_of(items: list[Any], ignored: set[str], first: int = 0) -> list[dict[str, Any]]:
     """Convert input items to messages; consecutive calls, and calls after a text, form one assistant's turn.
 
-    ``first``: the first item's number in errors. Adds the paths of unread fields to ``ignored``.
-    Raises InvalidRequest for items that are not text.
+    ``first``: the first item's number in errors. Adds the paths of unread fields to ``ignored``. Items of tools that
+    ran elsewhere become text. Raises InvalidRequest for items that hold none.
     """
     messages: list[dict[str, Any]] = []
     check_arguments(items)
@@ -38,39 +46,84 @@ def messages_of(items: list[Any], ignored: set[str], first: int = 0) -> list[dic
         path = f"input[{index}]"
         if not isinstance(item, dict):
             raise InvalidRequest(f"{path} must be an object: a message, or a call's.", param=path)
-        kind = item.get("type") or "message"
+        kind = kind_of(item)
         if kind == "reasoning":
-            reasoning += joined(item.get("content") or [], f"{path}.content", ignored, kinds=("reasoning_text",))
+            told = item.get("content") or item.get("summary") or []
+            reasoning += joined(told, f"{path}.content", ignored, kinds=RESPONSE_PARTS)
             continue
-        if not isinstance(kind, str) or kind not in _ITEM_FIELDS:
-            stored = "; send the item itself, or use previous_response_id" if kind == "item_reference" else ""
-            raise InvalidRequest(f"{path} must be one of {', '.join(_ITEM_FIELDS)}{stored}.", param=path)
-        ignored.update(f"input[].{name}" for name in item.keys() - _ITEM_FIELDS[kind] if item[name] not in (None, []))
-        if kind == "function_call":
-            function = called(item, path, ignored)
-            if (space := item.get("namespace")) is not None:
-                function["name"] = f"{call_id(space, f'{path}.namespace')}.{function['name']}"
-            call = {"type": "function", "function": function, "id": call_id(item.get("call_id"), f"{path}.call_id")}
+        if kind in _CALLS:
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
-            messages[-1].setdefault("tool_calls", []).append(call)
-        elif kind == "function_call_output":
-            output = _text(item.get("output"), f"{path}.output", ignored)
-            answered = call_id(item.get("call_id"), f"{path}.call_id")
-            messages.append({"role": "tool", "content": output, "tool_call_id": answered})
-        else:
-            role = _ROLES.get(str(item.get("role")))
-            if role is None:
-                raise InvalidRequest(f"{path}.role must be one of {', '.join(_ROLES)}.", param=f"{path}.role")
-            messages.append({"role": role, "content": _text(item.get("content"), f"{path}.content", ignored)})
+            messages[-1].setdefault("tool_calls", []).append(_call(item, kind, path, ignored))
+        elif (said := _said(item, kind, path, ignored)) is not None:
+            if reasoning and said["role"] != "assistant":  # it was cut off before it said anything
+                messages.append({"role": "assistant", "content": "", **reasoning_fields(reasoning)})
+                reasoning = ""
+            if said["role"] == "tool" and "tool_call_id" not in said:  # it answers the last call
+                calls = [call["id"] for message in messages for call in message.get("tool_calls", ())]
+                said |= {"tool_call_id": calls[-1]} if calls else {}
+            messages.append(said)
         if reasoning and messages[-1]["role"] == "assistant":
             messages[-1].update(reasoning_fields(messages[-1].get("reasoning", "") + reasoning))
-        reasoning = ""
+            reasoning = ""
+    if reasoning:
+        messages.append({"role": "assistant", "content": "", **reasoning_fields(reasoning)})
     return messages
 
 
+def kind_of(item: Mapping[str, Any]) -> Any:
+    """Return an item's type; messages and references may omit it."""
+    return item.get("type") or ("item_reference" if "id" in item and "role" not in item else "message")
+
+
+def answer_of(item: Any) -> str:
+    """Return the id of the response of ours whose output a reference names, "" for any other item."""
+    if not isinstance(item, dict) or kind_of(item) != "item_reference":
+        return ""
+    found = _OUTPUT_ID.fullmatch(str(item.get("id")))
+    return f"resp_{found[1]}" if found else ""
+
+
+def _call(item: dict[str, Any], kind: str, path: str, ignored: set[str]) -> dict[str, Any]:
+    ignored.update(_unread(item, kind))
+    function = called(item if kind == "function_call" else with_input(item), path, ignored)
+    if (space := item.get("namespace")) is not None:
+        function["name"] = f"{call_id(space, f'{path}.namespace')}.{function['name']}"
+    return {"type": "function", "function": function, "id": call_id(item.get("call_id"), f"{path}.call_id")}
+
+
+def _said(item: dict[str, Any], kind: Any, path: str, ignored: set[str]) -> dict[str, Any] | None:
+    """Return the message of an item, None if it says nothing."""
+    if kind == "item_reference":
+        stored = "an item that is in no stored response; send the item itself, or use previous_response_id"
+        raise InvalidRequest(f"{path} refers to {stored}.", param=path)
+    if kind == "message":
+        ignored.update(_unread(item, kind))
+        role = _ROLES.get(str(item.get("role")))
+        if role is None:
+            raise InvalidRequest(f"{path}.role must be one of {', '.join(_ROLES)}.", param=f"{path}.role")
+        return {"role": role, "content": _text(item.get("content"), f"{path}.content", ignored)}
+    if kind in _OUTPUTS:
+        ignored.update(_unread(item, kind))
+        answered = {"role": "tool", "content": _text(item.get("output"), f"{path}.output", ignored)}
+        if item.get("call_id") is not None:
+            answered["tool_call_id"] = call_id(item["call_id"], f"{path}.call_id")
+        return answered
+    text = as_text(item, path, "input[]", RESPONSE_ITEMS, ignored)
+    by_user = kind.endswith("_output") or kind == "mcp_approval_response"
+    role = _ROLES.get(str(item.get("role")), "user" if by_user else "assistant")
+    return {"role": role, "content": text} if text else None
+
+
+def _unread(item: Mapping[str, Any], kind: str) -> Iterator[str]:
+    """Yield the paths of an item's fields that are not read; null and [] do not count."""
+    return (f"input[].{name}" for name in item.keys() - _ITEM_FIELDS[kind] if item[name] not in (None, []))
+
+
 def _text(content: Any, path: str, ignored: set[str]) -> str:
-    return content if isinstance(content, str) else joined(content, path, ignored, kinds=_TEXTS, fields=_PART_FIELDS)
+    if isinstance(content, str):
+        return content
+    return joined(content, path, ignored, kinds=RESPONSE_PARTS, fields=_PART_FIELDS)
 
 
 def stored_items(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -79,22 +132,27 @@ def stored_items(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [_stored(item) for item in whole]
 
 
-def _stored_part(part: Mapping[str, Any]) -> dict[str, Any]:
-    refused = part["type"] == "refusal"
-    return {"type": "refusal", "refusal": part["refusal"]} if refused else text_part(part["type"], part["text"])
+def _stored_part(part: Any) -> Any:
+    match part:
+        case {"type": "refusal", "refusal": said}:
+            return {"type": "refusal", "refusal": said}
+        case {"type": kind, "text": str(text)}:
+            return text_part(kind, text)
+    return part
 
 
 def _stored(item: Mapping[str, Any]) -> dict[str, Any]:
-    kind = item.get("type") or "message"
-    fields = {name: item[name] for name in _ITEM_FIELDS[kind] if item.get(name) is not None}
-    for name in ("content", "output"):
-        if isinstance(fields.get(name), list):
-            fields[name] = [_stored_part(part) for part in fields[name]]
+    kind = kind_of(item)
+    fields = {name: item[name] for name in _ITEM_FIELDS.get(kind, item) if item.get(name) is not None}
+    if kind in _ITEM_FIELDS:
+        for name in ("content", "output"):
+            if isinstance(fields.get(name), list):
+                fields[name] = [_stored_part(part) for part in fields[name]]
     if kind == "message" and isinstance(fields["content"], str):
         said = "output_text" if fields["role"] == "assistant" else "input_text"
         fields["content"] = [text_part(said, fields["content"])]
     if kind == "reasoning":
-        fields["summary"] = []
+        fields.setdefault("summary", [])
     return {**fields, "id": f"{kind}_{secrets.token_hex(16)}", "type": kind, "status": "completed"}
 
 

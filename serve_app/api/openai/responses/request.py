@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from serve_app.api.json_body import JsonBody, Must, Refused, Text128, Text1024, Whole
+from serve_app.api.kinds import RESPONSE_TOOLS
 from serve_app.api.openai.request import BOUNDED, Effort, GenerationBody, StreamOptions, Tokens, TopLogprobs
 from serve_app.api.openai.responses.items import ITEM_PATHS, messages_of
 from serve_app.api.openai.sampling import INSTEAD, REFUSED, of_format
@@ -28,7 +29,6 @@ _NO_FORMAT = {"type": "text"}
 _SHOWN = {
     "function": {"type", "name", "description", "parameters", "strict"},
     "namespace": {"type", "name", "description", "tools"},
-    "web_search": {"type"},
 }
 
 LOGPROBS = "message.output_text.logprobs"
@@ -45,9 +45,12 @@ class ResponseTool(JsonBody):
     """A function or a namespace of functions. OpenAI's own ``web_search`` is accepted, but no model sees it."""
 
     type: Annotated[
-        Literal["function", "namespace", "web_search"],
+        Literal[
+            "function", "namespace", "web_search", "web_search_2025_08_26", "web_search_preview",
+            "web_search_preview_2025_03_11",
+        ],
         Must('"function" or "namespace": other tools are not supported by this version'),
-    ]
+    ]  # fmt: skip
     name: FunctionName | None = None
     description: Description = None
     parameters: Parameters = None
@@ -58,7 +61,7 @@ class ResponseTool(JsonBody):
 
     def functions(self, path: str) -> list[Function]:
         """Return the functions that the model sees. Raises InvalidRequest if the name is missing."""
-        if self.type == "web_search":
+        if self.type not in RESPONSE_TOOLS.read:
             return []
         if self.name is None:
             raise InvalidRequest(f"{path}.name is missing; it must be the tool's name.", param=f"{path}.name")
@@ -176,10 +179,11 @@ class ResponsesBody(GenerationBody):
         """The items of the input."""
         return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
 
-    def request(self, earlier: Sequence[Any] | None = None) -> ChatRequest:
+    def request(self, earlier: Sequence[Any] | None = None, items: list[Any] | None = None) -> ChatRequest:
         """Return the validated request. Raises InvalidRequest for fields that contradict each other.
 
-        ``earlier``: the items of ``previous_response_id``, None if the deployment stores no responses.
+        ``earlier``: the items of ``previous_response_id``, None if the deployment stores no responses. ``items``: those
+        of the input, with the stored ones in place of references.
         """
         if self.previous_response_id is not None and earlier is None:
             message = "previous_response_id has no effect here, for nothing is stored; send the whole conversation."
@@ -192,8 +196,8 @@ class ResponsesBody(GenerationBody):
         ignored = {
             f"tools[].{name}" for tool in self.tools for part in (tool, *tool.tools) for name in part.model_extra or ()
         }
-        ignored.update("tools[].web_search" for tool in self.tools if tool.type == "web_search")
-        messages = messages_of([*(earlier or ()), *self.items], ignored, -len(earlier or ()))
+        ignored.update(f"tools[].{tool.type}" for tool in self.tools if tool.type not in RESPONSE_TOOLS.read)
+        messages = messages_of([*(earlier or ()), *(items or self.items)], ignored, -len(earlier or ()))
         if self.instructions:
             messages.insert(0, {"role": "system", "content": self.instructions})
         if not messages:
@@ -231,7 +235,7 @@ class ResponsesBody(GenerationBody):
             "temperature": self.temperature,
             "text": {"format": self.text.format or _NO_FORMAT},
             "tool_choice": self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.model_dump(),
-            "tools": [tool.model_dump(include=_SHOWN[tool.type]) for tool in self.tools],
+            "tools": [tool.model_dump(include=_SHOWN.get(tool.type, {"type"})) for tool in self.tools],
             "top_logprobs": self.top_logprobs,
             "top_p": self.top_p,
             "truncation": "disabled",

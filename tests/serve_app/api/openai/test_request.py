@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.api.request import ChatRequest, CompletionRequest, GenerateRequest
+from serve_app.api.request import ChatRequest, CompletionRequest, GenerateRequest, reasoning_fields
 from serve_app.api.unknown import UnknownField
 from serve_app.errors import InvalidRequest
 from serve_app.structured.grammar import Grammar
@@ -123,6 +123,32 @@ def test_a_refusal_is_text_that_the_assistant_said() -> None:
     assert_refused(chat, {"messages": [{"role": "assistant", "content": [{"type": "refusal"}]}]}, "messages[0].content")
 
 
+def test_older_and_newer_forms_of_messages_are_taken() -> None:
+    """Functions are tools whose calls have no id; reasoning may be a part, and a tool may say nothing."""
+    asked = chat(
+        messages=[
+            {"role": "user", "content": ["Ra", {"text": "in?"}]},
+            {"role": "assistant", "content": None, "function_call": {"name": "look", "arguments": '{"at": 1}'}},
+            {"role": "function", "name": "look", "content": "wet"},
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]},
+                                              {"type": "text", "text": "Yes."}], "audio": {"id": "a"}},
+            {"role": "tool", "content": None, "tool_call_id": "c"},
+        ]
+    )  # fmt: skip
+    call = {"id": "call_look", "type": "function", "function": {"name": "look", "arguments": {"at": 1}}}
+    assert asked.messages == (
+        {"role": "user", "content": "Rain?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "wet", "name": "look", "tool_call_id": "call_look"},
+        {"role": "assistant", "content": "Yes.", **reasoning_fields("hm")},
+        {"role": "tool", "content": "", "tool_call_id": "c"},
+    )
+    assert [field.name for field in asked.unknown] == ["messages[].audio"]
+    image = {"type": "image_url", "image_url": {"url": "https://sky.example/a.png"}}
+    with pytest.raises(InvalidRequest, match=r"text only: .*; 'image_url' is not read here"):
+        chat(messages=[{"role": "user", "content": [image]}])
+
+
 def test_an_answers_format_is_one_grammar() -> None:
     """It comes from OpenAI's field or vLLM's; a schema keeps the order of its properties."""
     schema = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "integer"}}}
@@ -173,7 +199,7 @@ def test_a_wrong_value_is_a_400_that_names_its_field(field: str) -> None:
         ({"messages": [3]}, "messages[0]"), ({"messages": [{"content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        ({"messages": [{"role": "tool", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "system", "content": None}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),

@@ -77,7 +77,8 @@ DEEP_SCHEMA = json.loads('{"items": ' * MAX_TOOL_DEPTH + "{}" + "}" * MAX_TOOL_D
             ({"tool_calls": [{"function": {"name": "f", "arguments": DEEP}}]}, "tool_calls[0].function.arguments"),
             ({"tool_calls": [{"id": 3, "function": {"name": "f"}}]}, "tool_calls[0].id"),
             ({"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]}, "tool_calls"),
-            ({"function_call": {"name": "f"}}, "function_call"),
+            ({"function_call": {"arguments": "{}"}}, "function_call.function.name"),
+            ({"role": "user", "content": "x", "function_call": {"name": "f"}}, "function_call"),
           )),
     ],
 )  # fmt: skip

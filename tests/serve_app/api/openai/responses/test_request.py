@@ -76,6 +76,87 @@ def test_a_refusal_is_text_that_the_assistant_said() -> None:
     assert stored_items([{"role": "assistant", "content": [part]}])[0]["content"] == [part]
 
 
+@pytest.mark.parametrize(
+    ("item", "role", "said"),
+    [
+        ({"type": "web_search_call", "id": "ws", "status": "completed", "action": {"type": "search", "query": "sky"}},
+         "assistant", '{"action":{"query":"sky","type":"search"},"status":"completed","type":"web_search_call"}'),
+        ({"type": "shell_call_output", "call_id": "c", "output": [{"stdout": "wet", "stderr": ""}]},
+         "user", '{"output":[{"stderr":"","stdout":"wet"}],"type":"shell_call_output"}'),
+        ({"type": "mcp_call", "id": "m", "name": "look", "server_label": "sky", "arguments": "{}", "output": "wet"},
+         "assistant", '{"arguments":"{}","name":"look","output":"wet","server_label":"sky","type":"mcp_call"}'),
+        ({"type": "mcp_approval_response", "approval_request_id": "a", "approve": True},
+         "user", '{"approval_request_id":"a","approve":true,"type":"mcp_approval_response"}'),
+        ({"type": "additional_tools", "role": "developer", "tools": [SEARCH]},
+         "system", '{"role":"developer","tools":[{"name":"search","parameters":{"type":"object"},"strict":true,'
+                   '"type":"function"}],"type":"additional_tools"}'),
+    ],
+)  # fmt: skip
+def test_items_of_tools_that_ran_elsewhere_are_text(item: dict[str, Any], role: str, said: str) -> None:
+    """Nothing that they say is lost, and they are stored as they are."""
+    asked = parse(input=[item, {"role": "user", "content": "So?"}])
+    assert asked.messages[0] == {"role": role, "content": f"\n{said}\n"}
+    assert asked.unknown == ()
+    (stored,) = stored_items([item])
+    assert parse(input=[stored]).messages[0]["role"] == role
+    assert {**item, "id": stored["id"], "status": "completed"} == stored
+
+
+def test_a_custom_tools_call_is_a_functions_whose_input_is_text() -> None:
+    """OpenAI's clients send its result by the call's id, as that of a function."""
+    items = [
+        {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": "*** Begin"},
+        {"type": "custom_tool_call_output", "call_id": "c", "output": "done"},
+    ]
+    asked = parse(input=items)
+    function = {"name": "patch", "arguments": {"input": "*** Begin"}}
+    assert asked.messages == (
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function, "id": "c"}]},
+        {"role": "tool", "content": "done", "tool_call_id": "c"},
+    )
+    assert parse(input=stored_items(items)).messages == asked.messages
+    call = {"id": "c", "type": "custom", "custom": {"name": "patch", "input": "*** Begin"}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert (
+        chat(messages=[said, {"role": "tool", "content": "done", "tool_call_id": "c"}]).messages[0]["tool_calls"]
+        == (asked.messages[0]["tool_calls"])
+    )
+
+
+def test_what_only_openai_can_read_is_left_out_with_a_warning() -> None:
+    """It is encrypted, or an image that a tool made."""
+    compacted = {"type": "compaction", "encrypted_content": "Zx9"}
+    drawn = {"type": "image_generation_call", "id": "i", "status": "completed", "result": "AAAA"}
+    seen = {"type": "computer_call_output", "call_id": "c",
+            "output": {"type": "computer_screenshot", "image_url": "data:image/png;base64,AA"}}  # fmt: skip
+    asked = parse(input=[compacted, drawn, seen, {"role": "user", "content": "So?"}])
+    assert [message["content"] for message in asked.messages] == [
+        '\n{"status":"completed","type":"image_generation_call"}\n',
+        '\n{"output":{"type":"computer_screenshot"},"type":"computer_call_output"}\n',
+        "So?",
+    ]
+    assert {field.name for field in asked.unknown} == {"input[].compaction", "input[].image_url", "input[].result"}
+
+
+def test_reasoning_is_kept_without_an_answer_too() -> None:
+    """It was cut off, or only its summary came back; it belongs to the assistant's turn."""
+    cut = {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+    told = {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "hm"}]}
+    for item in (cut, told):
+        alone = {"role": "assistant", "content": "", **reasoning_fields("hm")}
+        assert parse(input=[item, {"role": "user", "content": "So?"}]).messages[0] == alone
+        assert parse(input=[item]).messages == (alone,)
+        assert parse(input=stored_items([item])).messages == (alone,)
+
+
+def test_a_result_without_a_calls_id_is_the_last_calls() -> None:
+    """OpenAI's clients may leave it out."""
+    call = {"type": "function_call", "call_id": "c", "name": "search", "arguments": "{}"}
+    result = {"type": "function_call_output", "output": "yes"}
+    assert parse(input=[call, result]).messages[1] == {"role": "tool", "content": "yes", "tool_call_id": "c"}
+    assert parse(input=[result]).messages == ({"role": "tool", "content": "yes"},)
+
+
 def test_a_call_that_was_cut_off_is_taken_back_without_its_arguments() -> None:
     cut = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": 1', "status": "incomplete"}
     asked = parse(input=[cut, {"type": "function_call_output", "call_id": "c", "output": "cut"}])
@@ -122,7 +203,8 @@ def test_unknown_fields_are_named() -> None:
         ({"input": 3}, "input", "string"),
         ({"input": ["x"]}, "input[0]", "object"),
         ({"input": [{"type": "item_reference", "id": "m"}]}, "input[0]", "use previous_response_id"),
-        ({"input": [{"type": "computer_call"}]}, "input[0]", "one of message"),
+        ({"input": [{"type": ["message"]}]}, "input[0]", "not read here"),
+        ({"input": [{"type": "compaction_trigger"}]}, "input[0]", "'compaction_trigger', which is not read here"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role", "one of"),
         ({"input": [{"role": "user"}]}, "input[0].content", "string"),
         ({"include": [3]}, "include", "list of strings"),
