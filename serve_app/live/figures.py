@@ -75,26 +75,32 @@ class Figures:
         for name in (None, tenant):
             ring = self.rings.setdefault(name, {})
             self.rings.move_to_end(name)
-            ring.setdefault(number, Bucket())
-            while number - next(iter(ring)) >= BUCKETS:
-                del ring[next(iter(ring))]
+            if number not in ring:
+                # Later ones are there if the clock was ahead and has been set back.
+                for other in [other for other in ring if not number - BUCKETS < other < number]:
+                    del ring[other]
+                ring[number] = Bucket()
         if len(self.rings) > MAX_TENANTS:
             self.rings.popitem(last=False)
         return [self.rings[None][number], self.rings[tenant][number]]
 
 
 def joined(before: Rings, more: Rings, most: int = BUCKETS) -> Rings:
-    """Return the latest buckets of each ring. Buckets of ``more`` replace earlier ones."""
+    """Return the latest buckets of each ring. Buckets of ``more`` replace earlier ones, and its last is the last."""
     both = {name: {**before.get(name, {}), **more.get(name, {})} for name in {**before, **more}}
-    return {name: dict(sorted(ring.items())[-most:]) for name, ring in both.items()}
+    last = {name: max(more.get(name) or both[name], default=0) for name in both}
+    return {
+        name: dict(sorted(each for each in ring.items() if each[0] <= last[name])[-most:])
+        for name, ring in both.items()
+    }
 
 
 def rows_of(sources: Iterable[Rings], viewer: str | None, now_s: float) -> tuple[dict[int, dict[str, Any]], Bucket]:
     """Return a viewer's (None: an operator's) rows by time, and the sum of the last minute."""
     number, sums, minute = int(now_s) // BUCKET_S, dict[int, Bucket](), Bucket()
     for at, bucket in (each for rings in sources for each in rings.get(viewer, {}).items()):
-        if at > number - BUCKETS:
+        if number - BUCKETS < at <= number + 1:
             sums.setdefault(at, Bucket()).add(bucket)
-        if at > number - MINUTE:
+        if number - MINUTE < at <= number + 1:
             minute.add(bucket)
     return {at * BUCKET_S: bucket.row(at * BUCKET_S) for at, bucket in sorted(sums.items())}, minute

@@ -54,11 +54,14 @@ class Tenants:
 
     def configure(self, configs: Sequence[TenantConfig], operator_key_sha256: Sequence[str]) -> None:
         """Replace tenants and operators. Authenticated requests stay authenticated."""
-        self._keys = [
-            _Key(bytes.fromhex(key.sha256), tenant, key.expires.timestamp() if key.expires else None, key.revoked)
-            for config, tenant in zip(configs, map(_tenant, configs), strict=True)
-            for key in config.key_sha256
-        ]
+        named = [(key, tenant) for config in configs for tenant in (_tenant(config),) for key in config.key_sha256]
+        self._keys = {
+            (digest := bytes.fromhex(key.sha256)): _Key(
+                digest, tenant, key.expires.timestamp() if key.expires else None, key.revoked
+            )
+            for key, tenant in named
+        }
+        self._by_name = {tenant.name: tenant for _, tenant in named} or {DEFAULT_TENANT: Tenant(DEFAULT_TENANT)}
         self._operator_keys = [bytes.fromhex(key) for key in operator_key_sha256]
 
     @property
@@ -72,19 +75,17 @@ class Tenants:
         return bool(self._operator_keys)
 
     def authenticate(self, authorization: str | None) -> Tenant:
-        """Return the tenant of the Authorization header's key, compared with all keys in constant time.
+        """Return the tenant of the Authorization header's key, found by its digest and compared in constant time.
 
+        The time of a look-up can only tell of a digest, from which no key follows.
         Unless the deployment is ``open``, raises AuthenticationFailed without a key, or with an unknown, revoked or
         expired one.
         """
         if self.open:
             return Tenant(DEFAULT_TENANT)
         digest = _bearer_digest(authorization)
-        found: _Key | None = None
-        for key in self._keys:
-            if hmac.compare_digest(key.digest, digest):
-                found = key
-        if found is None:
+        found = self._keys.get(digest)
+        if found is None or not hmac.compare_digest(found.digest, digest):
             if self.is_operator(authorization):
                 raise AuthenticationFailed("An operator key cannot be used for this; send a tenant's key.")
             raise AuthenticationFailed(
@@ -102,7 +103,7 @@ class Tenants:
     @property
     def by_name(self) -> dict[str, Tenant]:
         """The tenants by name; only ``default`` if none is configured."""
-        return {key.tenant.name: key.tenant for key in self._keys} or {DEFAULT_TENANT: Tenant(DEFAULT_TENANT)}
+        return self._by_name
 
     def is_operator(self, authorization: str | None) -> bool:
         """Return whether the header contains an operator key."""

@@ -9,6 +9,8 @@ can be borrowed. Not thread-safe, except ``holdings``.
 import math
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import count
 from typing import Generic, TypeVar
 
 from serve_app.cache.eviction import EvictionQueue, Standing
@@ -30,11 +32,18 @@ Q = TypeVar("Q", bound=Sized)
 
 @dataclass(slots=True, eq=False)
 class Account(Generic[Q]):
-    """One tenant's holdings: ``held`` in all, ``idle`` only in the cache; ``queue``: its evictable blocks."""
+    """One tenant's holdings: ``held`` in all, ``idle`` only in the cache; ``queue``: its evictable blocks.
+
+    ``number``: ascending by creation. ``listed``: its excess in the ranking, None while it is not there.
+    ``kept``: its part of the pool's protected blocks.
+    """
 
     tenant: str
     weight: float
     queue: Q
+    number: int = 0
+    listed: float | None = None
+    kept: int = 0
     held: int = 0
     idle: int = 0
     used_s: float = -math.inf
@@ -45,9 +54,9 @@ class Account(Generic[Q]):
 
 
 class Accounts(Generic[Q]):
-    """Accounts by tenant, of weight 1.0 by default. A tenant unseen for ``active_s`` has no share. O(accounts) a call.
+    """Accounts by tenant, of weight 1.0 by default. A tenant unseen for ``active_s`` has no share.
 
-    ``queue``: creates a tenant's empty queue.
+    ``queue``: creates a tenant's empty queue. Call ``rank`` after an account's holdings or its queue grew.
     """
 
     def __init__(
@@ -58,12 +67,18 @@ class Accounts(Generic[Q]):
         self._active_s = active_s
         self._queue = queue
         self._accounts: dict[str, Account[Q]] = {}
+        self._numbers = count()
+        self._ranking: list[tuple[float, int, int, Account[Q]]] = []
+        """A heap by excess, the largest first. An entry counts if its account is ``listed`` with it."""
+        self._next_inactive_s = -math.inf
+        self._sums: tuple[int, float, float] | None = None
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Use new weights from now on."""
         self._weights = checked_weights(weights)
         for tenant, account in self._accounts.items():
             account.weight = self._weights.get(tenant, 1.0)
+        self._rank_all()
 
     def holdings(self) -> dict[str, int]:
         """Return each tenant's holdings (any thread)."""
@@ -80,17 +95,37 @@ class Accounts(Generic[Q]):
     def touch(self, tenant: str, ago_s: float = 0.0) -> Account[Q]:
         """Record a tenant's request that arrived ``ago_s`` seconds ago. The tenant is active from then on."""
         account = self.account(tenant)
-        account.used_s = self._clock() - ago_s
+        was_s, account.used_s = account.used_s, self._clock() - ago_s
+        if was_s < self._active_since_s():
+            self._sums = None
+        self._next_inactive_s = min(self._next_inactive_s, account.used_s)
         return account
 
     def furthest(self) -> Account[Q] | None:
-        """Return the account most over its share, among those with evictable blocks."""
-        since_s, furthest, most = self._active_since_s(), None, -math.inf
-        for account in self._accounts.values():
-            excess = account.excess(since_s)
-            if excess > most and account.queue:
-                furthest, most = account, excess
-        return furthest
+        """Return the account most over its share, among those with evictable blocks. O(log accounts), amortized."""
+        since_s = self._settled_since_s()
+        while self._ranking:
+            minus_excess, *_, account = self._ranking[0]
+            if account.listed != -minus_excess:
+                heappop(self._ranking)
+            elif not account.queue:
+                account.listed = None
+                heappop(self._ranking)
+            elif account.listed != account.excess(since_s):  # it fell
+                account.listed = account.excess(since_s)
+                heapreplace(self._ranking, self._place(account, account.listed))
+            else:
+                return account
+        return None
+
+    def rank(self, account: Account[Q]) -> None:
+        """Correct an account's place for ``furthest``. It falls by itself, but rises only here."""
+        excess = account.excess(self._active_since_s())
+        if account.queue and (account.listed is None or excess > account.listed):
+            account.listed = excess
+            heappush(self._ranking, self._place(account, excess))
+            if len(self._ranking) > 2 * len(self._accounts) + 64:
+                self._rank_all()
 
     def account(self, tenant: str) -> Account[Q]:
         """Return a tenant's account, created if missing. Inactive accounts without holdings are then dropped."""
@@ -98,8 +133,31 @@ class Accounts(Generic[Q]):
         if account is None:
             kept = {account.tenant for account in self._active()}
             self._accounts = {name: other for name, other in self._accounts.items() if other.held or name in kept}
-            account = self._accounts[tenant] = Account(tenant, self._weights.get(tenant, 1.0), self._queue())
+            weight = self._weights.get(tenant, 1.0)
+            account = self._accounts[tenant] = Account(tenant, weight, self._queue(), next(self._numbers))
         return account
+
+    def _rank_all(self) -> None:
+        """Rank every account anew: some are inactive, or have other weights."""
+        since_s, self._sums = self._active_since_s(), None
+        self._next_inactive_s = min((account.used_s for account in self._active()), default=math.inf)
+        self._ranking = []
+        for account in self._accounts.values():
+            account.listed = account.excess(since_s) if account.queue else None
+            if account.listed is not None:
+                self._ranking.append(self._place(account, account.listed))
+        heapify(self._ranking)
+
+    def _place(self, account: Account[Q], excess: float) -> tuple[float, int, int, Account[Q]]:
+        """Return an entry of the ranking: of equal ones the oldest account is first, and no two entries are equal."""
+        return -excess, account.number, next(self._numbers), account
+
+    def _settled_since_s(self) -> float:
+        """Return the time since which tenants are active, with the accounts that no longer are ranked as such."""
+        since_s = self._active_since_s()
+        if since_s > self._next_inactive_s:
+            self._rank_all()
+        return since_s
 
     def _active_since_s(self) -> float:
         return self._clock() - self._active_s
@@ -118,14 +176,36 @@ class PoolShares(Accounts[Q]):
     ) -> None:
         super().__init__(weights, clock, ACTIVE_S, queue)
         self._total_blocks = total_blocks
+        self._changed: set[Account[Q]] = set()
+        """The accounts whose protected blocks may be others than ``kept``."""
+        self._kept = 0
+        self._kept_by: float | None = None  # the sum of weights that it was computed with
+        self._next_unguarded_s = -math.inf
+
+    def touch(self, tenant: str, ago_s: float = 0.0) -> Account[Q]:
+        """See ``Accounts.touch``."""
+        account = super().touch(tenant, ago_s)
+        self._next_unguarded_s = min(self._next_unguarded_s, account.used_s)
+        self._changed.add(account)
+        return account
+
+    def change(self, account: Account[Q], *, held: int = 0, idle: int = 0) -> None:
+        """Add to an account's blocks."""
+        account.held += held
+        account.idle += idle
+        self._changed.add(account)
+        if held > 0:
+            self.rank(account)
 
     def fraction(self, tenant: str) -> float:
         """Return the tenant's share of the pool among active tenants. A lone one of several counts as one of two."""
         weight = self._weights.get(tenant, 1.0)
-        # Public blocks serve all tenants, so they narrow no tenant's share.
-        others = sum(account.weight for account in self._active() if account.tenant not in (tenant, PUBLIC))
-        if not others and len(self._weights) > 1:
-            others = 1.0
+        tenants, others, _ = self._active_sums()
+        account = self._accounts.get(tenant)
+        if tenant != PUBLIC and account is not None and account.used_s >= self._active_since_s():
+            tenants, others = tenants - 1, others - account.weight
+        if not tenants:
+            others = 1.0 if len(self._weights) > 1 else 0.0
         return weight / (weight + others)
 
     def in_use(self, tenant: str) -> int:
@@ -142,13 +222,31 @@ class PoolShares(Accounts[Q]):
 
     def protected(self, tenant: str) -> int:
         """Return the idle blocks within the shares of other tenants seen in the last ``GUARD_S``."""
-        kept, since_s = 0, self._clock() - GUARD_S
-        weights = sum(account.weight for account in self._active())
-        for account in self._accounts.values():
-            if account.used_s >= since_s and account.tenant != tenant:
+        since_s, weights = self._clock() - GUARD_S, self._active_sums()[2]
+        if since_s > self._next_unguarded_s or weights != self._kept_by:
+            self._kept_by = weights
+            self._changed.update(self._accounts.values())
+            guarded = (account.used_s for account in self._accounts.values() if account.used_s >= since_s)
+            self._next_unguarded_s = min(guarded, default=math.inf)
+        for account in self._changed:
+            before, account.kept = account.kept, 0
+            if account.used_s >= since_s:
                 within = int(self._total_blocks * account.weight / weights) - (account.held - account.idle)
-                kept += min(account.idle, max(0, within))
-        return kept
+                account.kept = min(account.idle, max(0, within))
+            self._kept += account.kept - before
+        self._changed.clear()
+        own = self._accounts.get(tenant)
+        return self._kept - (own.kept if own is not None else 0)
+
+    def _active_sums(self) -> tuple[int, float, float]:
+        """Return the number of active tenants, and the sums of their weights and of all active accounts'."""
+        self._settled_since_s()
+        if self._sums is None:
+            # Public blocks serve all tenants, so they narrow no tenant's share.
+            active = self._active()
+            tenants = [account.weight for account in active if account.tenant != PUBLIC]
+            self._sums = len(tenants), math.fsum(tenants), math.fsum(account.weight for account in active)
+        return self._sums
 
 
 class Quota(PoolShares[EvictionQueue[int]]):
@@ -167,7 +265,7 @@ class Quota(PoolShares[EvictionQueue[int]]):
         account = self.touch(tenant)
         for block in blocks:
             self._owners[block] = account
-        account.held += len(blocks)
+        self.change(account, held=len(blocks))
 
     def hand_over(self, block: int, tenant: str) -> None:
         """Reassign a block in use to another tenant."""
@@ -176,7 +274,7 @@ class Quota(PoolShares[EvictionQueue[int]]):
         if before is not account:
             self.freed(block, idle=False)
             self._owners[block] = account
-            account.held += 1
+            self.change(account, held=1)
 
     def read(self, block: int) -> None:
         """Record a hit that begins with ``block``. Public blocks have a share as long as requests read them."""
@@ -186,24 +284,25 @@ class Quota(PoolShares[EvictionQueue[int]]):
     def reused(self, block: int) -> None:
         """Record that an idle block is in use again."""
         account = self._owner(block)
-        account.idle -= 1
+        self.change(account, idle=-1)
         account.queue.discard(block)
 
     def idled(self, block: int) -> None:
         """Record that a block in use has become idle."""
-        self._owner(block).idle += 1
+        self.change(self._owner(block), idle=1)
 
     def freed(self, block: int, *, idle: bool) -> None:
         """Remove a block from its account. ``idle``: whether it was idle."""
         account = self._owner(block)
         self._owners[block] = None
-        account.held -= 1
-        account.idle -= idle
+        self.change(account, held=-1, idle=-idle)
         account.queue.discard(block)
 
     def queue_leaf(self, block: int, used: int, standing: Standing) -> None:
         """Queue an idle leaf for eviction."""
-        self._owner(block).queue.put(block, used, standing)
+        account = self._owner(block)
+        account.queue.put(block, used, standing)
+        self.rank(account)
 
     def next_leaf(self) -> int:
         """Remove and return the next block to evict, of the tenant most over its share. Raises IndexError if none."""

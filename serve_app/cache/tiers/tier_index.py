@@ -182,4 +182,6 @@ class TierIndex(Accounts[EvictionQueue[bytes]], Generic[E]):
         """Rank a block as used now."""
         self._uses += 1
         standing = Standing.ORDINARY if entry.saved_until_s is None else Standing.PINNED
-        self._accounts[entry.block.owner].queue.put(entry.block.block_hash, self._uses, standing)
+        account = self._accounts[entry.block.owner]
+        account.queue.put(entry.block.block_hash, self._uses, standing)
+        self.rank(account)

@@ -86,6 +86,25 @@ def test_figures_older_than_15_minutes_are_dropped(clock: Clock) -> None:
     assert rows_of([figures.rings], None, clock()) == ({}, Bucket())
 
 
+def test_buckets_from_a_clock_that_was_ahead_are_dropped(clock: Clock) -> None:
+    """They would never become old; here, in another ingress' view of them, and in the rows, the present counts."""
+    figures = Figures(clock)
+    clock.now_s += 86_400.0
+    figures.answered("a", 0.1)
+    known = joined({}, figures.rings)
+    clock.now_s -= 86_400.0
+    assert rows_of([known], "a", clock()) == ({}, Bucket())
+    for _ in range(2 * BUCKETS):
+        figures.answered("a", 0.1)
+        known = joined(known, joined(figures.rings, {}, 2))
+        clock.now_s += BUCKET_S
+    clock.now_s -= BUCKET_S
+    assert {name: len(ring) for name, ring in figures.rings.items()} == {None: BUCKETS, "a": BUCKETS}
+    assert known == figures.rings
+    rows, minute = rows_of([known], "a", clock())
+    assert len(rows) == BUCKETS and minute.row(0)["requests"] == 6
+
+
 def test_the_number_of_tenants_is_limited(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """The most recently active ones are kept, and the sum of all."""
     monkeypatch.setattr(module, "MAX_TENANTS", 3)

@@ -75,8 +75,8 @@ def test_operators_are_known_by_their_own_keys(tenants: Tenants) -> None:
         tenants.authenticate(header("operator"))
 
 
-def test_keys_are_compared_in_constant_time_all_of_them(tenants: Tenants, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Comparing continues after a match, and only the constant-time function compares. (docs: isolation)"""
+def test_a_key_is_found_by_its_digest_and_compared_in_constant_time(tenants: Tenants, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many keys there are, one is compared, and only the constant-time function decides. (docs: isolation)"""
     compared: list[bytes] = []
     answers = hmac.compare_digest
 
@@ -89,7 +89,7 @@ def test_keys_are_compared_in_constant_time_all_of_them(tenants: Tenants, monkey
     monkeypatch.setattr(tenancy, "hmac", Counting)
     tenants.authenticate(header("acme"))
     assert tenants.is_operator(header("operator"))
-    assert compared == [bytes.fromhex(KEYS[name][1]) for name in ("acme", "acme2", "zeta", "operator")]
+    assert compared == [bytes.fromhex(KEYS[name][1]) for name in ("acme", "operator")]
     answers = lambda known, digest: False  # noqa: E731
     assert not tenants.is_operator(header("operator"))
     with pytest.raises(AuthenticationFailed):

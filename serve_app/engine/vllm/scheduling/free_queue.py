@@ -56,15 +56,14 @@ class TenantFreeQueue:
         self.num_free_blocks -= n
         taker = self._taker()
         taken: list[Any] = self._empty.popleft_n(min(n, len(self._empty)))
-        taker.held += len(taken)
+        self.shares.change(taker, held=len(taken))
         while len(taken) < n:
             giver = self.shares.furthest()
             assert giver is not None
             # A taker that takes its own blocks stays the furthest; taking another's may change that with each block.
             blocks = giver.queue.popleft_n(min(n - len(taken), len(giver.queue)) if giver is taker else 1)
-            giver.held -= len(blocks)
-            giver.idle -= len(blocks)
-            taker.held += len(blocks)
+            self.shares.change(giver, held=-len(blocks), idle=-len(blocks))
+            self.shares.change(taker, held=len(blocks))
             taken += blocks
         for block in taken:
             self._owners[block.block_id] = taker
@@ -76,10 +75,10 @@ class TenantFreeQueue:
         if owner is None:
             self._empty.remove(block)
             owner = self._owners[block.block_id] = self._taker()
-            owner.held += 1
+            self.shares.change(owner, held=1)
         else:
             owner.queue.remove(block)
-            owner.idle -= 1
+            self.shares.change(owner, idle=-1)
         self.num_free_blocks -= 1
 
     def append(self, block: Any) -> None:
@@ -92,7 +91,8 @@ class TenantFreeQueue:
             assert owner is not None
             released = list(run)
             owner.queue.append_n(released)
-            owner.idle += len(released)
+            self.shares.change(owner, idle=len(released))
+            self.shares.rank(owner)
         self.num_free_blocks += len(blocks)
 
     def prepend_n(self, blocks: list[Any]) -> None:
@@ -108,15 +108,15 @@ class TenantFreeQueue:
         for block in blocks:
             owner = self._owners[block.block_id]
             if owner is not None:
-                owner.held -= 1
-                account.held += 1
+                self.shares.change(owner, held=-1)
+                self.shares.change(account, held=1)
                 self._owners[block.block_id] = account
 
     def forget(self) -> None:
         """Note that all free blocks are empty now."""
         for account in self.shares.all():
             blocks = account.queue.popleft_n(len(account.queue))
-            account.idle -= len(blocks)
+            self.shares.change(account, idle=-len(blocks))
             for block in blocks:
                 self._let_go(block)
             self._empty.append_n(blocks)
@@ -133,5 +133,5 @@ class TenantFreeQueue:
     def _let_go(self, block: Any) -> None:
         owner = self._owners[block.block_id]
         if owner is not None:
-            owner.held -= 1
+            self.shares.change(owner, held=-1)
             self._owners[block.block_id] = None

@@ -1,11 +1,15 @@
 """Rules of the tenants' shares: which tenant loses blocks, which may borrow, and the cost of finding out."""
 
+from typing import Any
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from router.protocol.block_hash import PrefixScope
 from serve_app.cache.prefix.prefix_cache import PrefixCache
-from serve_app.cache.prefix.quota import ACTIVE_S, GUARD_S, PUBLIC, Quota
+from serve_app.cache.prefix.quota import ACTIVE_S, GUARD_S, PUBLIC, Account, Quota
 
 
 class Bench:
@@ -108,3 +112,84 @@ def test_tenants_that_left_leave_nothing_behind() -> None:
         bench.fill(f"t{number}", 1)
         bench.now_s += 100.0
     assert len(bench.cache.quota._accounts) <= 64 + ACTIVE_S / 100 + 1
+
+
+def naive_protected(quota: Quota, tenant: str) -> int:
+    """Look at every account."""
+    since_s, accounts = quota._clock() - GUARD_S, quota.all()
+    weights = sum(account.weight for account in accounts if account.used_s >= quota._active_since_s())
+    kept = 0
+    for account in accounts:
+        if account.used_s >= since_s and account.tenant != tenant:
+            within = int(quota._total_blocks * account.weight / weights) - (account.held - account.idle)
+            kept += min(account.idle, max(0, within))
+    return kept
+
+
+def naive_fraction(quota: Quota, tenant: str) -> float:
+    """Look at every account."""
+    active = [account for account in quota.all() if account.used_s >= quota._active_since_s()]
+    others = sum(account.weight for account in active if account.tenant not in (tenant, PUBLIC))
+    weight = quota._weights.get(tenant, 1.0)
+    return weight / (weight + (others or float(len(quota._weights) > 1)))
+
+
+def naive_furthest(quota: Quota) -> str | None:
+    """Look at every account: the first of those with the largest holdings by weight."""
+    since_s, evictable = quota._active_since_s(), [account for account in quota.all() if account.queue]
+    return max(evictable, key=lambda account: account.excess(since_s)).tenant if evictable else None
+
+
+ACTIONS = st.one_of(
+    st.tuples(st.just("fill"), st.sampled_from("abcd"), st.integers(1, 6), st.booleans()),
+    st.tuples(st.just("release"), st.integers(0, 9)),
+    st.tuples(st.just("touch"), st.sampled_from("abcde"), st.sampled_from([0.0, 30.0, ACTIVE_S, ACTIVE_S + 50.0])),
+    st.tuples(st.just("pass"), st.sampled_from([1.0, 100.0, ACTIVE_S])),
+    st.tuples(st.just("weigh"), st.sampled_from("abcd"), st.sampled_from([0.5, 1.0, 3.0])),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(ACTIONS, max_size=40))
+def test_shares_are_those_that_a_look_at_every_tenant_finds(actions: list[Any]) -> None:
+    """In any order of requests, evictions, pauses and new weights."""
+    bench = Bench(24)
+    quota, kept = bench.cache.quota, list[list[int]]()
+    for number, (action, *how) in enumerate(actions):
+        if action == "fill":
+            tenant, blocks, keep = how
+            if blocks <= 24 - sum(map(len, kept)):
+                taken = bench.fill(tenant, blocks, number % 7, keep=True, public=blocks if number % 5 == 0 else 0)
+                kept.append(taken) if keep else bench.cache.release(taken)
+        elif action == "release" and kept:
+            bench.cache.release(kept.pop(how[0] % len(kept)))
+        elif action == "touch":
+            quota.touch(how[0], how[1])
+        elif action == "pass":
+            bench.now_s += how[0]
+        elif action == "weigh":
+            quota.set_weights({how[0]: how[1]})
+        furthest = quota.furthest()
+        assert (furthest.tenant if furthest else None) == naive_furthest(quota)
+        for tenant in ("a", "d", "never seen", PUBLIC):
+            assert quota.fraction(tenant) == naive_fraction(quota, tenant)
+            assert quota.protected(tenant) == naive_protected(quota, tenant)
+    assert len(quota._ranking) <= 2 * 6 + 64
+
+
+def test_an_eviction_does_not_look_at_every_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(500)
+    for number in range(500):
+        bench.fill(f"t{number}", 1, number)
+    bench.fill("flood", 3, 1000)
+    looks = 0
+    excess = Account.excess
+
+    def counted(account: Account[Any], since_s: float) -> float:
+        nonlocal looks
+        looks += 1
+        return excess(account, since_s)
+
+    monkeypatch.setattr(Account, "excess", counted)
+    bench.fill("flood", 100, 1001)
+    assert looks < 1000
