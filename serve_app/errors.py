@@ -60,6 +60,12 @@ class NotFound(WarmpathError):
     code = "not_found"
 
 
+class ResponseDamaged(NotFound):
+    """A stored response cannot be read any more; sending the request again does not help."""
+
+    code = "response_damaged"
+
+
 class ModelNotFound(NotFound):
     """The deployment does not serve the requested model."""
 

@@ -6,7 +6,8 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-console = Console(stderr=True, highlight=False)
+console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+"""It prints texts of others, such as names of processes and models, as they are."""
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
@@ -21,5 +22,5 @@ def harmless(value: Any) -> Any:
 
 def fail(message: str) -> NoReturn:
     """Print an error and exit with status 2."""
-    console.print(f"error: {harmless(message)}", style="red", markup=False, soft_wrap=True)
+    console.print(f"error: {harmless(message)}", style="red", soft_wrap=True)
     sys.exit(2)

@@ -53,7 +53,7 @@ def main() -> None:
     stop = threading.Event()
     threading.Thread(target=_take_orders, args=(channel, launch.run_dir, stop), daemon=True).start()
     terminal, output = _kept(sys.stderr), _kept(sys.stdout)
-    console = Console(file=terminal, highlight=False, markup=False, soft_wrap=True)
+    console = Console(file=terminal, highlight=False, markup=False, emoji=False, soft_wrap=True)
     try:
         channel.write(b"begun\n")  # from here on, an interrupt ends the process silently
         settings = _usable(AppConfig.model_validate(launch.settings), console)

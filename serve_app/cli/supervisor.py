@@ -125,7 +125,7 @@ class Supervisor:
 
     def _say(self, text: str, *, error: bool = False) -> None:
         self._console.control(_OWN_LINE)
-        self._console.print(text, style="red" if error else None, markup=False, soft_wrap=True)
+        self._console.print(text, style="red" if error else None, markup=False, emoji=False, soft_wrap=True)
 
 
 @contextmanager

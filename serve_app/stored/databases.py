@@ -83,12 +83,21 @@ class Bounds:
 
 
 class SqlDatabase:
-    """One connection. ``connect`` opens and reopens it. ``mark``: the driver's parameter placeholder."""
+    """One connection. ``connect`` opens and reopens it. ``mark``: the driver's parameter placeholder.
+
+    ``remedy``: returns what to do about a failure that will not pass, else "".
+    """
 
     def __init__(
-        self, connect: Callable[[], Any], bounds: Bounds, failures: tuple[type[Exception], ...], mark: str = "?"
+        self,
+        connect: Callable[[], Any],
+        bounds: Bounds,
+        failures: tuple[type[Exception], ...],
+        mark: str = "?",
+        remedy: Callable[[Exception], str] = lambda error: "",
     ) -> None:
         self.failures = failures
+        self.remedy = remedy
         self._connect = connect
         self._bounds = bounds
         self._mark = mark
@@ -156,6 +165,10 @@ class RedisDatabase:
         bounds = self._bounds
         self._change(_keys(tenant), [response_id, data, bounds.now_s(), bounds.ttl_s, bounds.max_bytes])
 
+    def remedy(self, error: Exception) -> str:
+        """See ``SqlDatabase``."""
+        return ""
+
     def get(self, tenant: bytes, response_id: bytes) -> bytes | None:
         """See ``SqlDatabase``."""
         found: bytes | None = self._client.hget(_keys(tenant)[0], response_id)
@@ -197,7 +210,12 @@ def _sqlite(file: Path, bounds: Bounds) -> SqlDatabase:
         )
         return connection
 
-    database = SqlDatabase(connect, bounds, (sqlite3.Error, OSError))
+    def remedy(error: Exception) -> str:
+        # Its subclasses mean a busy, full or missing file.
+        damaged = type(error) is sqlite3.DatabaseError
+        return f"{file} is damaged; stop the server, and move it away with {file}-wal and -shm" if damaged else ""
+
+    database = SqlDatabase(connect, bounds, (sqlite3.Error, OSError), remedy=remedy)
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.close(os.open(file, os.O_CREAT | os.O_RDWR, 0o600))

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
+from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from serve_app.errors import Overloaded, RequestTooLarge
+from serve_app.errors import Overloaded, RequestTooLarge, ResponseDamaged
 from serve_app.fairness.workers import QUANTUM_BYTES, FairWorkers
 from serve_app.stored.databases import Bounds, Database
 
@@ -53,15 +54,23 @@ class StoredResponses:
         await self._run(tenant, put)
 
     async def get(self, tenant: str, response_id: str) -> tuple[Document, int] | None:
-        """Return a response and its size in bytes as JSON, or None if it does not exist. Raises Overloaded."""
+        """Return a response and its size in bytes as JSON, or None if it does not exist.
+
+        Raises Overloaded and ResponseDamaged.
+        """
 
         def get() -> tuple[Document, int] | None:
             owner, name, cipher = self._place(tenant, response_id)
             data = self._database.get(owner, name)
             if data is None:
                 return None
-            plain = zlib.decompress(cipher.decrypt(data[:_NONCE_BYTES], data[_NONCE_BYTES:], None))
-            document = msgspec.json.decode(plain, type=Document)
+            try:
+                plain = zlib.decompress(cipher.decrypt(data[:_NONCE_BYTES], data[_NONCE_BYTES:], None))
+                document = msgspec.json.decode(plain, type=Document)
+            except (InvalidTag, ValueError, zlib.error, msgspec.MsgspecError) as error:
+                logger.error("a stored response is damaged: %r", error)
+                message = "This stored response is damaged; delete it, and send the whole conversation as input."
+                raise ResponseDamaged(message) from error
             old = document.response["created_at"] < self._bounds.now_s() - self._bounds.ttl_s
             return None if old else (document, len(plain))
 
@@ -86,6 +95,10 @@ class StoredResponses:
             async with asyncio.timeout(TIMEOUT_S):
                 return await self._workers.run(tenant, QUANTUM_BYTES, work)
         except self._database.failures as error:  # includes OSError, and therefore TimeoutError
+            if remedy := self._database.remedy(error):
+                logger.exception("no responses are stored: %s", remedy)
+                message = "The storage of responses is damaged; send store: false until its operator has replaced it."
+                raise Overloaded(message, code="response_store_damaged") from error
             logger.exception("stored responses cannot be reached")
             message = "Stored responses cannot be reached now; send the request again later, or with store: false."
             raise Overloaded(message, code="response_store_unavailable", retry_after_s=5) from error

@@ -38,7 +38,7 @@ def infer(
     except (OSError, InvalidRequest) as error:
         fail(f"{input_file}: {error}")
     responses: list[dict[str, Any]] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         settings = load_settings(config, setting or [], model=model, revision=revision, replicas=1, tenants=[])
         settings = with_local_model(settings, console.print)
@@ -67,6 +67,6 @@ def infer(
     for line, body in zip(responses, bodies, strict=True):
         if "error" in body:
             failure = f"failed: {line['custom_id']}: {body['error']['message']}"
-            console.print(failure, style="red", markup=False, soft_wrap=True)
+            console.print(failure, style="red", soft_wrap=True)
     if len(usages) < len(bodies):
         raise typer.Exit(1)

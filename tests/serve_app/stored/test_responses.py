@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cryptography.exceptions import InvalidTag
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.errors import Overloaded, RequestTooLarge
+from serve_app.errors import Overloaded, RequestTooLarge, ResponseDamaged
 from serve_app.fairness.shares import Shares
 from serve_app.fairness.workers import FairWorkers
-from serve_app.stored.databases import Bounds, open_database
+from serve_app.stored.databases import Bounds, StoreError, open_database
 from serve_app.stored.responses import Document, StoredResponses
 
 SECRET = b"s" * 32
@@ -100,9 +99,31 @@ def test_a_row_that_was_tampered_with_is_no_response(change: str, tmp_path: Path
     for tenant, response_id in (("acme", "resp_1"), ("globex", "resp_2")):
         try:
             with_stored(file, lambda stored, of=(tenant, response_id): stored.get(*of))
-        except InvalidTag:
+        except ResponseDamaged as error:
+            assert (error.status, error.code) == (404, "response_damaged") and "delete it" in error.message
             refused += 1
     assert refused == (1 if change == "another row's data" else 2)
+
+
+def test_a_file_that_is_damaged_says_what_to_do(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The client is not told to try again, and the log names the file and the remedy, as a refused start does."""
+    file = tmp_path / "responses.sqlite"
+
+    def overwrite() -> None:
+        for path in tmp_path.iterdir():
+            path.write_bytes(b"no database at all, " * 1000)
+
+    async def damaged(stored: StoredResponses) -> None:
+        await stored.put("acme", document("resp_1", "ours"))
+        overwrite()
+        with pytest.raises(Overloaded, match="store: false until") as refused:
+            await stored.get("acme", "resp_1")
+        assert (refused.value.code, refused.value.retry_after_s) == ("response_store_damaged", None)
+        assert f"{file} is damaged" in caplog.text
+
+    with_stored(file, damaged)
+    with pytest.raises(StoreError, match="name another responses_file"):
+        open_database(None, file, Bounds(50, 1000))
 
 
 def test_a_response_is_there_for_its_time_even_if_nothing_removes_it(tmp_path: Path) -> None:

@@ -75,7 +75,9 @@ def test_operators_are_known_by_their_own_keys(tenants: Tenants) -> None:
         tenants.authenticate(header("operator"))
 
 
-def test_a_key_is_found_by_its_digest_and_compared_in_constant_time(tenants: Tenants, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_is_found_by_its_digest_and_compared_in_constant_time(
+    tenants: Tenants, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However many keys there are, one is compared, and only the constant-time function decides. (docs: isolation)"""
     compared: list[bytes] = []
     answers = hmac.compare_digest
