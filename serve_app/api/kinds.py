@@ -21,7 +21,7 @@ CHAT_PARTS = Kinds(
 )
 CHAT_CALLS = Kinds(("function", "custom"))
 CHAT_TOOLS = Kinds(("function",), refused=("custom",))
-CHAT_CHOICES = Kinds(("function",), refused=("custom", "allowed_tools"))
+CHAT_CHOICES = Kinds(("function", "allowed_tools"), refused=("custom",))
 
 RESPONSE_ITEMS = Kinds(
     (
@@ -51,9 +51,9 @@ RESPONSE_TOOLS = Kinds(
     ),
 )  # fmt: skip
 RESPONSE_CHOICES = Kinds(
-    ("function",),
+    ("function", "allowed_tools"),
     refused=(
-        "allowed_tools", "custom", "file_search", "web_search_preview", "computer", "computer_use",
+        "custom", "file_search", "web_search_preview", "computer", "computer_use",
         "computer_use_preview", "code_interpreter", "image_generation", "shell", "apply_patch", "mcp",
         "programmatic_tool_calling",
     ),

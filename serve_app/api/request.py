@@ -18,14 +18,14 @@ Tool = Mapping[str, Any]
 class ToolUse:
     """The tools that a request offers, and how the answer may use them.
 
-    ``must_call``: the answer consists of calls alone. ``only``: the one name that it may call, "" for all of them.
+    ``must_call``: the answer consists of calls alone. ``allowed``: the names that it may call, empty for all of them.
     ``may_call`` False: the answer is text, but the prompt still holds the tools, so that its KV stays the same.
     """
 
     tools: tuple[Tool, ...] = ()
     may_call: bool = True
     must_call: bool = False
-    only: str = ""
+    allowed: frozenset[str] = frozenset()
     parallel: bool = True
 
     def __bool__(self) -> bool:

@@ -163,8 +163,10 @@ class CountTokensBody(JsonBody):
             return tool_use(functions, "auto")
         if (choice.type == "tool") != (choice.name is not None):
             raise InvalidRequest("tool_choice has a name where its type is tool, and there alone.", param="tool_choice")
-        kind = {"any": "required", "tool": "auto"}.get(choice.type, choice.type)
-        return tool_use(functions, kind, choice.name or "", parallel=not choice.disable_parallel_tool_use)
+        if choice.name is not None:
+            return tool_use(functions, "required", [choice.name], parallel=False)
+        kind = {"any": "required"}.get(choice.type, choice.type)
+        return tool_use(functions, kind, parallel=not choice.disable_parallel_tool_use)
 
     def _grammar(self) -> Grammar | None:
         asked, field = self.output_config.format, "output_config.format"

@@ -15,6 +15,7 @@ from serve_app.api.openai.sampling import INSTEAD, MAX_LOGPROBS, MAX_TOKENS, REF
 from serve_app.api.openai.tools import (
     MAX_TOOL_VALUES,
     TOOL_FIELDS,
+    AllowedChoice,
     Function,
     NamedChoice,
     ToolChoice,
@@ -226,7 +227,10 @@ class ChatBody(GenerationBody):
             Function(tool.function.name, tool.function.description, tool.function.parameters) for tool in self.tools
         ]
         if isinstance(choice, NamedChoice):
-            return tool_use(functions, "auto", choice.function.name)
+            return tool_use(functions, "required", [choice.function.name], parallel=False)
+        if isinstance(choice, AllowedChoice):
+            allowed = [tool.function.name for tool in choice.allowed_tools.tools]
+            return tool_use(functions, choice.allowed_tools.mode, allowed, parallel=self.parallel_tool_calls)
         return tool_use(functions, choice, parallel=self.parallel_tool_calls)
 
 

@@ -68,9 +68,29 @@ class NamedChoice(JsonBody):
     function: Annotated[FunctionChoice, Must("an object with name")]
 
 
+Mode = Annotated[Literal["auto", "required"], Must("auto or required")]
+
+
+class AllowedTools(JsonBody):
+    """The tools that a chat may call, of those that its model sees."""
+
+    mode: Mode
+    tools: Annotated[list[NamedChoice], Must("a list of functions")]
+
+
+class AllowedChoice(JsonBody):
+    """Some of the tools may be called, or have to."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 ToolChoice = Annotated[
-    Literal["none", "auto", "required"] | NamedChoice,
-    Must('"none", "auto", "required", or {"type": "function", "function": {"name": "..."}}'),
+    Literal["none", "auto", "required"] | NamedChoice | AllowedChoice,
+    Must(
+        '"none", "auto", "required", {"type": "function", "function": {"name": "..."}}, '
+        'or {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [...]}}'
+    ),
 ]
 TOOL_FIELDS = ("tools[].type", "tools[].function", *(f"tools[].function.{name}" for name in FunctionBody.model_fields))
 
@@ -88,14 +108,16 @@ class Function(NamedTuple):
         return {"type": "function", "function": shown}
 
 
-def tool_use(functions: Sequence[Function], choice: str, only: str = "", *, parallel: bool = True) -> ToolUse:
-    """Return a request's tool use. ``choice``: none, auto or required; ``only``: the function that it must call."""
+def tool_use(
+    functions: Sequence[Function], choice: str, allowed: Sequence[str] | None = None, *, parallel: bool = True
+) -> ToolUse:
+    """Return a request's tool use. ``choice``: none, auto or required; ``allowed``: who may be called, None: all."""
     names = [function.name for function in functions]
-    if only and only not in names:
-        raise InvalidRequest(f"tool_choice names {only!r}, which is not among tools.", param="tool_choice")
+    if unknown := [name for name in allowed or () if name not in names]:
+        raise InvalidRequest(f"tool_choice names {unknown[0]!r}, which is not among tools.", param="tool_choice")
+    if choice == "required" and not (names if allowed is None else allowed):
+        raise InvalidRequest('tool_choice "required" needs tools.', param="tool_choice")
     if not functions:
-        if choice == "required":
-            raise InvalidRequest('tool_choice "required" needs tools.', param="tool_choice")
         return NO_TOOLS
     if len(set(names)) < len(names):
         raise InvalidRequest("tools must have names that differ.", param="tools")
@@ -105,10 +127,10 @@ def tool_use(functions: Sequence[Function], choice: str, only: str = "", *, para
             raise InvalidRequest(f"tools must hold at most {bounds}.", param="tools")
     return ToolUse(
         tools=tuple(function.for_template() for function in functions),
-        may_call=choice != "none",
-        must_call=choice == "required" or bool(only),
-        only=only,
-        parallel=parallel and not only,
+        may_call=choice != "none" and (allowed is None or bool(allowed)),
+        must_call=choice == "required",
+        allowed=frozenset(allowed or ()),
+        parallel=parallel,
     )
 
 

@@ -181,7 +181,7 @@ def find_format(template: str, special_tokens: frozenset[str]) -> str | None:
 
 def forced_calls(use: ToolUse) -> Grammar:
     """Return the grammar of an answer that must call. Raises InvalidRequest if the tools are too large."""
-    tools = [tool for tool in use.tools if not use.only or tool["function"]["name"] == use.only]
+    tools = [tool for tool in use.tools if not use.allowed or tool["function"]["name"] in use.allowed]
     one = len(tools) == 1
     calls = [_call(tool, "#/items" if one else f"#/items/anyOf/{index}") for index, tool in enumerate(tools)]
     items = calls[0] if one else {"anyOf": calls}

@@ -13,6 +13,7 @@ from serve_app.errors import InvalidRequest
 from serve_app.generation.answer import ChoiceReader, Piece, SplitPiece, in_pieces
 from serve_app.generation.generation import Generation
 from serve_app.generation.reasoning import REASONING_TAGS, ReasoningReader, Tags, find_reasoning_tags, grammar_after
+from serve_app.generation.tool_calls.allowed import AllowedCalls
 from serve_app.generation.tool_calls.formats import FORMATS, Reading, ToolFormat, find_format, forced_calls, json_list
 from serve_app.generation.tool_calls.source import MakeId, Source
 from serve_app.generation.tool_calls.vllm_reader import VllmReader, check_parser
@@ -105,6 +106,8 @@ class AnswerReaders:
                 tools = use.tools if they_call else ()
                 push = theirs.parser(generation.token_ids.tolist(), tools, kwargs, thinks=self._they_think)
                 split = VllmReader(push, parallel=use.parallel, rest=split)
+            if split is not None and use.allowed and not use.must_call:
+                split = AllowedCalls(split, use.allowed)
             if tags is not None and isinstance(request, ChatRequest):
                 split = ReasoningReader(tags, opened=tags.opened_by(*self._ends_of(request, generation)), rest=split)
             return ChoiceReader(index, generation, decoder, request.stop, split, include_stop=include_stop)

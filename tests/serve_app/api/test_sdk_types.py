@@ -26,6 +26,8 @@ _DATE = re.compile(r"_\d{8}$|_\d{4}_\d{2}_\d{2}$")
 USER = {"role": "user", "content": "Hi"}
 CHAT_TOOL = {"type": "function", "function": {"name": "x"}}
 RESPONSE_TOOL = {"type": "function", "name": "x"}
+NAMED_FUNCTION = {"type": "function", "function": {"name": "x"}}
+NAMED = {"type": "function", "name": "x"}
 MESSAGE_TOOL = {"name": "x", "input_schema": {"type": "object"}}
 
 
@@ -59,6 +61,13 @@ def _said_in(body: Callable[..., dict[str, Any]], field: str, least: dict[str, A
     return body(**{field: [USER, {**least, "content": content}]})
 
 
+def _with_tools(choice: Any, tool: dict[str, str]) -> Any:
+    """Return a choice with the tool in its list, for which the packages have no type."""
+    if not isinstance(choice, dict):
+        return choice
+    return {name: [tool] if name == "tools" else _with_tools(value, tool) for name, value in choice.items()}
+
+
 def _places() -> Iterator[tuple[str, Place]]:
     for role in ("developer", "system", "user", "assistant", "tool"):
         typed = getattr(chat, f"ChatCompletion{role.title()}MessageParam")
@@ -81,7 +90,7 @@ def _places() -> Iterator[tuple[str, Place]]:
     )
     yield "chat choices", Place(
         "chat: tool choices", chat.ChatCompletionToolChoiceOptionParam, parse_chat,
-        lambda it: in_chat(tools=[CHAT_TOOL], tool_choice=it),
+        lambda it: in_chat(tools=[CHAT_TOOL], tool_choice=_with_tools(it, NAMED_FUNCTION)),
     )  # fmt: skip
     yield "items", Place(
         "responses: items", responses.ResponseInputItemParam, parse_response_request,
@@ -101,7 +110,7 @@ def _places() -> Iterator[tuple[str, Place]]:
     )
     yield "response choices", Place(
         "responses: tool choices", ToolChoice, parse_response_request,
-        lambda it: in_response(tools=[RESPONSE_TOOL], tool_choice=it),
+        lambda it: in_response(tools=[RESPONSE_TOOL], tool_choice=_with_tools(it, NAMED)),
     )  # fmt: skip
     for prefix, room in (("", messages), ("Beta", beta)):
         message, tools = getattr(room, f"{prefix}MessageParam"), getattr(room, f"{prefix}ToolUnionParam")

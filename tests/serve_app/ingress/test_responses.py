@@ -119,3 +119,26 @@ def test_an_answer_tells_why_the_cache_was_missed_if_requested(client: OpenAI, s
     assert told(list(create(messages=messages(13), **streamed, **asked))[-1]) == ("time", "2026-11-13")
     response = client.responses.create(input="Hi", instructions=messages(14)[0]["content"], **asked)
     assert told(response) == ("time", "2026-11-14")
+
+
+def test_only_an_allowed_tool_is_called(client: OpenAI, script: Script) -> None:
+    """A choice names functions, also those of a namespace; the prompt is the same, and a call of another is text."""
+    search: Any = {"type": "function", "name": "search", "strict": False, "parameters": {"type": "object"}}
+    space: Any = {"type": "namespace", "name": "sky", "description": "Weather", "tools": [search]}
+    asked: Any = {**ASKED, "tools": [TOOL, space]}
+    client.responses.create(**asked)
+    prompt = script.prompt()
+    look, other = CALL, call_text("sky.search", {"query": "sun"}, "hermes")
+    for named, called in (
+        ({"type": "function", "name": "get_weather"}, [None]),
+        ({"type": "namespace", "name": "sky"}, ["sky"]),
+        ({"type": "function", "namespace": "sky", "name": "search"}, ["sky"]),
+        ({"type": "web_search"}, []),
+    ):
+        script.text = look + "\n" + other
+        choice: Any = {"type": "allowed_tools", "mode": "auto", "tools": [named]}
+        answer = client.responses.create(**asked, tool_choice=choice).to_dict()
+        assert script.prompt() == prompt
+        calls: Any = [item for item in answer["output"] if item["type"] == "function_call"]  # type: ignore[attr-defined]
+        assert [call.get("namespace") for call in calls] == called
+        assert answer["tool_choice"] == choice

@@ -96,6 +96,26 @@ def test_without_permission_to_call_a_call_is_text(served: Served) -> None:
     assert served.ask("<|python_tag|>[TOOL_CALLS]x").message.content == hidden[served.name]
 
 
+@pytest.mark.parametrize("step", [1, 1000])
+def test_only_an_allowed_tool_is_called(served: Served, step: int) -> None:
+    """The model sees all tools, so that the prompt is the same; its call of another one is text, nothing is lost."""
+    tools, served.script.step = [WEATHER, SEARCH], step
+    named = [{"type": "function", "function": {"name": "get_weather"}}]
+    choice: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": named}}
+    other = served.call("search", {"query": "sun"})
+    joint = {"hermes": "\n", "llama3": "; ", "mistral": ""}[served.name]
+    served.ask("", tools=tools)
+    prompt = served.script.prompt()
+    for text, called in ((served.call() + joint + other, ["get_weather"]), (other, [])):
+        streamed, _ = served.stream(text, tools=tools, tool_choice=choice)
+        for answer in (served.ask(text, tools=tools, tool_choice=choice), streamed):
+            assert served.script.prompt() == prompt
+            assert [call.function.name for call in answer.message.tool_calls or []] == called
+            assert answer.finish_reason == ("tool_calls" if called else "stop")
+            assert "search" in answer.message.content and "sun" in answer.message.content
+            assert "Oslo" not in answer.message.content
+
+
 def test_a_call_that_is_cut_off_is_no_call_of_a_whole_answer(served: Served) -> None:
     """Its arguments would not be JSON; a stream has already sent its beginning, and gives the finish reason."""
     served.script.reason = "length"

@@ -18,10 +18,11 @@ from serve_app.api.openai.tools import (
     Function,
     FunctionBody,
     FunctionName,
+    Mode,
     Parameters,
     tool_use,
 )
-from serve_app.api.request import ChatRequest, thinking_switches
+from serve_app.api.request import ChatRequest, ToolUse, thinking_switches
 from serve_app.errors import InvalidRequest
 from serve_app.structured.grammar import Grammar
 
@@ -75,6 +76,32 @@ class ResponseNamedChoice(JsonBody):
 
     type: FUNCTION
     name: FunctionName
+
+
+class ResponseAllowedTool(JsonBody):
+    """A function, or a tool that the model does not see. A namespace stands for its functions."""
+
+    type: str
+    name: FunctionName | None = None
+    namespace: FunctionName | None = None
+
+
+class ResponseAllowedChoice(JsonBody):
+    """Some of the tools may be called, or have to."""
+
+    type: Literal["allowed_tools"]
+    mode: Mode
+    tools: Annotated[list[ResponseAllowedTool], Must("a list of tools")]
+
+    def names(self, functions: Sequence[Function]) -> list[str]:
+        """Return the names of the allowed functions, of those that the model sees."""
+        found: list[str] = []
+        for tool in self.tools:
+            if tool.type == "namespace":
+                found += [function.name for function in functions if function.name.startswith(f"{tool.name}.")]
+            elif tool.type == "function":
+                found.append(".".join(filter(None, (tool.namespace, tool.name))))
+        return found
 
 
 class ReasoningConfig(JsonBody):
@@ -161,8 +188,11 @@ class ResponsesBody(GenerationBody):
         Must(f"a list of at most {MAX_TOOLS} tools"),
     ] = Field([], description="functions that the model may call")
     tool_choice: Annotated[
-        Literal["none", "auto", "required"] | ResponseNamedChoice,
-        Must('"none", "auto", "required", or {"type": "function", "name": "..."}'),
+        Literal["none", "auto", "required"] | ResponseNamedChoice | ResponseAllowedChoice,
+        Must(
+            '"none", "auto", "required", {"type": "function", "name": "..."}, '
+            'or {"type": "allowed_tools", "mode": "auto", "tools": [...]}'
+        ),
     ] = Field("auto", description="whether the model may or must call, and which tool")
     parallel_tool_calls: bool = Field(True, description="false: the answer ends with its first call")
 
@@ -205,22 +235,27 @@ class ResponsesBody(GenerationBody):
         functions = [one for at, tool in enumerate(self.tools) for one in tool.functions(f"tools[{at}]")]
         if len(functions) > MAX_TOOLS:
             raise InvalidRequest(f"tools must hold at most {MAX_TOOLS} functions in all.", param="tools")
-        choice = self.tool_choice
-        named = "" if isinstance(choice, str) else choice.name
         return ChatRequest(
             messages=tuple(messages),
             max_tokens=self.max_output_tokens,
-            tool_use=tool_use(
-                functions, choice if isinstance(choice, str) else "auto", named, parallel=self.parallel_tool_calls
-            ),
+            tool_use=self._tool_use(functions),
             logprobs=self.top_logprobs if told else None,
             thinking=thinking_switches(self.reasoning.effort),
             repeated={**self._repeated(), "store": self.store and earlier is not None},
             **self.common(ignored, _FIELDS),
         )
 
+    def _tool_use(self, functions: Sequence[Function]) -> ToolUse:
+        choice = self.tool_choice
+        if isinstance(choice, ResponseNamedChoice):
+            return tool_use(functions, "required", [choice.name], parallel=False)
+        if isinstance(choice, ResponseAllowedChoice):
+            return tool_use(functions, choice.mode, choice.names(functions), parallel=self.parallel_tool_calls)
+        return tool_use(functions, choice, parallel=self.parallel_tool_calls)
+
     def _repeated(self) -> dict[str, Any]:
         """Return the fields that an answer repeats, in OpenAI's shape, except ``store``."""
+        choice = self.tool_choice
         return {
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
@@ -234,7 +269,9 @@ class ResponsesBody(GenerationBody):
             "service_tier": self.service_tier,
             "temperature": self.temperature,
             "text": {"format": self.text.format or _NO_FORMAT},
-            "tool_choice": self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.model_dump(),
+            "tool_choice": self.tool_choice
+            if isinstance(self.tool_choice, str)
+            else self.tool_choice.model_dump(exclude_none=True),
             "tools": [tool.model_dump(include=_SHOWN.get(tool.type, {"type"})) for tool in self.tools],
             "top_logprobs": self.top_logprobs,
             "top_p": self.top_p,

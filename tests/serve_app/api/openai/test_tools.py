@@ -16,6 +16,10 @@ SEARCH = {"type": "function", "function": {"name": "search", "description": "Loo
 NAMED = {"type": "function", "function": {"name": "search"}}
 
 
+def allowed(mode: str, *tools: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 def test_tools_arrive_as_templates_read_them() -> None:
     """Equal tools are equal in any order of fields; fields without effect on the prompt are left out."""
     function = {"strict": True, "parameters": PARAMETERS, "description": "Looks.", "name": "search"}
@@ -33,14 +37,17 @@ def test_tools_arrive_as_templates_read_them() -> None:
         ({"tool_choice": "auto"}, {}),
         ({"tool_choice": "none"}, {"may_call": False}),
         ({"tool_choice": "required"}, {"must_call": True}),
-        ({"tool_choice": NAMED}, {"must_call": True, "only": "search", "parallel": False}),
+        ({"tool_choice": NAMED}, {"must_call": True, "allowed": frozenset({"search"}), "parallel": False}),
+        ({"tool_choice": allowed("auto", NAMED)}, {"allowed": frozenset({"search"})}),
+        ({"tool_choice": allowed("required", NAMED)}, {"must_call": True, "allowed": frozenset({"search"})}),
+        ({"tool_choice": allowed("auto")}, {"may_call": False}),
         ({"parallel_tool_calls": False}, {"parallel": False}),
     ],
 )
 def test_a_choice_sets_the_allowed_calls(fields: dict[str, Any], expected: dict[str, Any]) -> None:
     """Every choice leaves the tools in the prompt, so that its KV is the same; without tools it has no effect."""
     assert chat(tools=[SEARCH], **fields).tool_use == ToolUse(tools=(SEARCH,), **expected)
-    assert "must_call" in expected or chat(**fields) == chat()
+    assert "must_call" in expected or "allowed" in expected or chat(**fields) == chat()
 
 
 DEEP = '{"a": ' * (MAX_ARGUMENT_DEPTH + 1) + "{}" + "}" * (MAX_ARGUMENT_DEPTH + 1)
@@ -65,6 +72,10 @@ DEEP_SCHEMA = json.loads('{"items": ' * MAX_TOOL_DEPTH + "{}" + "}" * MAX_TOOL_D
         ({"tools": [{"type": "function", "function": {"name": "find"}}], "tool_choice": NAMED},
          "tool_choice", "'search'"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tools": [SEARCH], "tool_choice": allowed("required")}, "tool_choice", "needs tools"),
+        ({"tools": [{"type": "function", "function": {"name": "find"}}], "tool_choice": allowed("auto", NAMED)},
+         "tool_choice", "'search'"),
+        ({"tools": [SEARCH], "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "allowed_tools"),
         ({"tool_choice": NAMED}, "tool_choice", "not among tools"),
         ({"tools": [SEARCH], "apply_chat_template": False}, "tools", "apply_chat_template"),
         ({"functions": [{"name": "f"}]}, "functions", "use tools"),

@@ -20,6 +20,7 @@ from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.serve_app.tool_templates.families import SEARCH, WEATHER
 
 NAMES = frozenset({"get_weather", "search"})
+ONLY_PLAN = {"allowed": frozenset({"plan"})}
 GRAMMARS = [hermes, llama3_json, mistral, json_list]
 every_grammar = pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: grammar.__name__)
 
@@ -222,11 +223,11 @@ EVERY = (WEATHER, SEARCH, NESTED)
     [
         ({}, f"[{RAIN}]", True), ({}, f"[{RAIN}, {FIND}, {PLAN}]", True),
         ({"parallel": False}, f"[{FIND}]", True), ({"parallel": False}, f"[{FIND}, {FIND}]", False),
-        ({"only": "plan"}, f"[{PLAN}]", True), ({"only": "plan"}, f"[{RAIN}]", False),
+        (ONLY_PLAN, f"[{PLAN}]", True), (ONLY_PLAN, f"[{RAIN}]", False),
         ({"tools": (NESTED,)}, f"[{PLAN}]", True), ({}, "[]", False), ({}, RAIN, False), ({}, "It rains.", False),
         ({}, '[{"name": "find", "parameters": {}}]', False), ({}, '[{"name": "get_weather", "parameters": {}}]', False),
         ({}, '[{"name": "search", "parameters": 3}]', False),
-        ({}, f"[{PLAN.replace('Bergen', 'Rome')}]", False), ({"only": "plan"}, f"[{PLAN.replace('at', 'in')}]", False),
+        ({}, f"[{PLAN.replace('Bergen', 'Rome')}]", False), (ONLY_PLAN, f"[{PLAN.replace('at', 'in')}]", False),
     ],
 )  # fmt: skip
 def test_only_calls_match(

@@ -169,7 +169,7 @@ def test_tools_are_a_chats() -> None:
     function = {name: SEARCH[name] for name in ("name", "parameters")}
     assert parse(tools=[SEARCH]).tool_use == chat(tools=[{"type": "function", "function": function}]).tool_use
     named = parse(tools=[SEARCH], tool_choice={"type": "function", "name": "search"}).tool_use
-    assert (named.must_call, named.only) == (True, "search")
+    assert (named.must_call, named.allowed) == (True, {"search"})
 
 
 def test_clients_default_fields_pass() -> None:
