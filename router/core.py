@@ -264,6 +264,8 @@ class RoutingCore:
 
     def _reusable_chain(self, request: RoutedRequest) -> bytes:
         """Return the hashes of the reusable blocks. The last prompt token is never reused."""
+        if not request.reads_kv:
+            return b""
         usable = max(request.prompt_tokens - 1, 0) // self.settings.block_size * HASH_BYTES
         chain = request.block_hashes
         return chain[:usable] if len(chain) > usable else chain

@@ -28,7 +28,8 @@ class RoutedRequest(msgspec.Struct, frozen=True, gc=False):
     ``adapter``: the key of its LoRA adapter, "" for none.
     ``tenant``: the request's tenant, for fair turns in the queue. ``rerouted``: the number of returns by replicas with
     more queued work than the router expected. ``store_kv`` False: the request leaves nothing in a replica's cache.
-    ``order``: among the tenant's waiting requests, the lowest is first.
+    ``order``: among the tenant's waiting requests, the lowest is first. ``reads_kv`` False: the request computes its
+    whole prompt anew.
     """
 
     request_id: str
@@ -42,6 +43,7 @@ class RoutedRequest(msgspec.Struct, frozen=True, gc=False):
     store_kv: bool = True
     dead: tuple[str, ...] = ()
     order: int = 0
+    reads_kv: bool = True
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):

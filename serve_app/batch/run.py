@@ -149,7 +149,9 @@ class _Batch:
                 if output.finish_reason not in (None, "stop", "length"):
                     raise GenerationFailed(output.error or "The engine failed this request.")
                 ended = output.finish_reason is not None
-                yield Tokens(output.token_ids, output.first, output.finish_reason, output.logprobs)
+                yield Tokens(
+                    output.token_ids, output.first, output.finish_reason, output.logprobs, output.prompt_logprobs
+                )
         except (EngineError, ValueError) as error:
             raise InvalidRequest(str(error)) from error
         finally:

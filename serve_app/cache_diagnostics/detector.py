@@ -84,7 +84,7 @@ class MissDetector:
             return None
         tenant, task = generation.tenant, None
         prompt = SeenPrompt(generation.token_ids, generation.scope, generation.system_chars, now_s, usage)
-        if is_miss(len(generation.token_ids), cached_tokens):
+        if generation.reads_kv and is_miss(len(generation.token_ids), cached_tokens):
             if self._under_way[tenant] < MAX_AT_ONCE:
                 self._under_way[tenant] += 1
                 earlier = [seen for seen in self.memory.prompts(tenant) if seen.seen_s < arrived_s]

@@ -100,6 +100,11 @@ class EngineRequest:
     order: int = 0
     matcher: TokenMatcher | None = None
 
+    @property
+    def reads_kv(self) -> bool:
+        """Whether cached blocks are of use to it: tokens with reused KV have no log-probabilities."""
+        return self.sampling.prompt_logprobs is None
+
 
 @dataclass(frozen=True, slots=True)
 class SaveResult:
@@ -135,17 +140,28 @@ class FirstToken:
 class EngineOutput(msgspec.Struct, frozen=True):  # one per token: a frozen dataclass takes several times as long
     """Tokens of one request that became ready in one step.
 
-    Only a request's first output has ``first``. The last one has ``finish_reason``, and ``error`` explains "error" and
-    "timeout". ``token_ids`` excludes the stop token unless it was requested. ``logprobs``: one for each token, if
-    requested.
+    Only the output with a request's first token has ``first``. The last one has ``finish_reason``, and ``error``
+    explains "error" and "timeout". ``token_ids`` excludes the stop token unless it was requested. ``logprobs``: one
+    for each token, if requested; ``prompt_logprobs``: of the prompt's next tokens, in earlier outputs.
     """
 
     request_id: str
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     first: FirstToken | None = None
     finish_reason: FinishReason | None = None
     error: str = ""
+
+
+MAX_TOLD_TOKENS = 4096
+"""Most of a prompt's tokens that one output tells of: its message stays far below the limit of a connection."""
+
+
+def prompt_outputs(request_id: str, told: Sequence[TokenLogprob]) -> list[EngineOutput]:
+    """Return the outputs that tell the log-probabilities of a prompt's next tokens."""
+    starts = range(0, len(told), MAX_TOLD_TOKENS)
+    return [EngineOutput(request_id, prompt_logprobs=tuple(told[at : at + MAX_TOLD_TOKENS])) for at in starts]
 
 
 @dataclass(frozen=True, slots=True)

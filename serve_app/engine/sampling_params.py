@@ -36,6 +36,7 @@ class SamplingParams:
     The random number for the token at absolute position p depends only on (``seed``, p), so that a request sent
     again elsewhere with its tokens so far continues identically. ``rules``: None if there are none.
     ``logprobs``: number of likeliest tokens to report with each token, 0 for its own alone, None for no logprobs.
+    ``prompt_logprobs``: the same for each token of the prompt after the first, whose KV is then computed anew.
     ``shown_stop_token_ids``: the stop tokens that stay in the answer when they end it.
     """
 
@@ -49,6 +50,7 @@ class SamplingParams:
     min_p: float = 0.0
     rules: TokenRules | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     shown_stop_token_ids: tuple[int, ...] = ()
 
     @property
@@ -58,10 +60,14 @@ class SamplingParams:
 
 
 class TokenLogprob(NamedTuple):
-    """Log-probabilities of the model before any rule; ``top``: (token id, log-probability) of the likeliest tokens."""
+    """Log-probabilities of the model before any rule; ``top``: (token id, log-probability) of the likeliest tokens.
+
+    ``rank``: the number of tokens at least as likely; only a prompt's tokens have it, others 0.
+    """
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
 
 
 class TokenMatcher(Protocol):

@@ -55,7 +55,9 @@ class Segment(msgspec.Struct, frozen=True):
 
     ``blocks`` and ``runs`` (the same blocks, as runs) hold the KV of positions 0 to ``end`` - 1. If ``sampling`` is
     set, the step samples the token at position ``end``. ``lora``: the adapter's key, "" for the base model.
-    ``history``: None if nothing reads it.
+    ``history``: None if nothing reads it. ``targets``: None, or the prompt's tokens at positions ``first_target``,
+    ``first_target`` + 1, ... up to ``end`` or the prompt's end, whose log-probabilities are wanted with ``tops``
+    likeliest ones.
     """
 
     token_ids: TokenArray
@@ -65,6 +67,9 @@ class Segment(msgspec.Struct, frozen=True):
     sampling: SamplingParams | None
     lora: str = ""
     history: History | None = None
+    targets: TokenArray | None = None
+    first_target: int = 0
+    tops: int = 0
 
     @property
     def end(self) -> int:
@@ -75,12 +80,13 @@ class Segment(msgspec.Struct, frozen=True):
 class SegmentResult(msgspec.Struct, frozen=True):
     """One segment's result: the sampled token, if any, or the reason of its failure.
 
-    ``logprob``: the token's, if requested.
+    ``logprob``: the token's, if requested. ``prompt_logprobs``: one for each of the segment's ``targets``.
     """
 
     token: int | None = None
     error: str = ""
     logprob: TokenLogprob | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 AdapterSlots = LoadedAdapters[Any]

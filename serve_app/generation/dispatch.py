@@ -80,10 +80,11 @@ class Dispatcher:
         received: list[int] = []
         dead: tuple[str, ...] = ()
         begun = False
+        told = 0  # tokens of the prompt with reported log-probabilities
         losses = refusals = moves = rerouted = 0
 
         def at_once(chunk: wire.GenerateChunk) -> bool:
-            if take is None or chunk.first is not None or chunk.finish_reason is not None:
+            if take is None or chunk.first is not None or chunk.finish_reason is not None or chunk.prompt_logprobs:
                 return False
             taken = take(Tokens(chunk.token_ids, logprobs=chunk.logprobs))
             if taken:
@@ -94,7 +95,7 @@ class Dispatcher:
             current = _resumed(generation, received, self.block_size) if received else generation
             route = route_of(current, losses + refusals + moves + rerouted, avoid, dead, rerouted)
             reservation = Reservation(self.core, self.decisions, route)
-            had = len(received)
+            had, again = len(received), told
             try:
                 async with self._call(current, route, reservation, at_once) as call:
                     while True:
@@ -109,7 +110,9 @@ class Dispatcher:
                         received.extend(chunk.token_ids)
                         first = None if begun else chunk.first
                         begun = begun or first is not None
-                        yield Tokens(chunk.token_ids, first, chunk.finish_reason, chunk.logprobs)
+                        news = chunk.prompt_logprobs[again:]
+                        again, told = max(0, again - len(chunk.prompt_logprobs)), told + len(news)
+                        yield Tokens(chunk.token_ids, first, chunk.finish_reason, chunk.logprobs, news)
                         if chunk.finish_reason is not None:
                             return
             except (RateLimited, Overloaded) as error:
@@ -133,7 +136,7 @@ class Dispatcher:
                 if received and received[-1] in generation.sampling.shown_stop_token_ids:
                     yield Tokens((), None, "stop")
                     return
-                if len(received) >= generation.sampling.max_tokens:
+                if len(received) >= generation.sampling.max_tokens and (begun or generation.reads_kv):
                     yield Tokens((), None, "length")
                     return
                 if isinstance(error, ReplicaLeaves) and len(received) > had:
@@ -239,6 +242,7 @@ def route_of(
         store_kv=generation.store_kv,
         dead=dead,
         order=generation.order,
+        reads_kv=generation.reads_kv,
     )
 
 
@@ -247,7 +251,8 @@ def _resumed(generation: Generation, received: list[int], block_size: int) -> Ge
     token_ids = np.concatenate([generation.token_ids, np.asarray(received, dtype=np.int32)])
     public_blocks = generation.scope.public_blocks
     hashes = extend_chain(generation.root, public_blocks, token_ids, block_size, generation.block_hashes)
-    sampling = replace(generation.sampling, max_tokens=generation.sampling.max_tokens - len(received))
+    left = generation.sampling.max_tokens - len(received)
+    sampling = replace(generation.sampling, max_tokens=left, prompt_logprobs=None)  # the prompt's are told already
     more = replace(generation, token_ids=token_ids, block_hashes=hashes, sampling=sampling)
     # Its client is reading already: it waits no longer than one of the default order.
     return replace(more, resumed_tokens=len(received), order=min(generation.order, 0))

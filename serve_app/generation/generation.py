@@ -47,6 +47,11 @@ class Generation:
     traceparent: str = ""
 
     @property
+    def reads_kv(self) -> bool:
+        """Whether cached blocks are of use to it (see ``EngineRequest.reads_kv``)."""
+        return self.sampling.prompt_logprobs is None
+
+    @property
     def public(self) -> bool:
         """Whether some of its blocks are public: other tenants' prompts may have them too."""
         return self.scope.public_blocks > 0
@@ -69,12 +74,16 @@ class Generation:
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    """New tokens of one sequence. Only the first item has ``first``."""
+    """New tokens of one sequence. Only the item with the first token has ``first``.
+
+    ``prompt_logprobs``: of the prompt's next tokens, all before the answer's first.
+    """
 
     token_ids: tuple[int, ...]
     first: FirstToken | None = None
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 TakeTokens = Callable[[Tokens], bool]

@@ -43,11 +43,12 @@ class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GenerateChunk(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens that were ready together. The first chunk has ``replica_id`` and ``first``.
+    """Tokens that were ready together. The chunk with the first token has ``replica_id`` and ``first``.
 
     ``seq``: number of earlier chunks of its call. A call returns a last chunk without tokens, with the finish reason or
     an error. ``error`` names a class of failure, and ``message`` explains it to the client.
     ``load``: the replica's load, if it exceeds the router's estimate ("rerouted"). ``logprobs``: one per token.
+    ``prompt_logprobs``: of the prompt's next tokens, in chunks before the one with ``first``.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -60,6 +61,7 @@ class GenerateChunk(msgspec.Struct, frozen=True, array_like=True):
     load: LoadReport | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     seq: int = 0
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 def _pack(token_ids: TokenArray) -> bytes:

@@ -163,6 +163,7 @@ class RunningCalls:
             first=output.first,
             finish_reason=output.finish_reason,
             logprobs=output.logprobs,
+            prompt_logprobs=output.prompt_logprobs,
         )
 
     def _failure(self, error: wire.ChunkError, message: str, call: RunningCall) -> wire.GenerateChunk:

@@ -48,7 +48,7 @@ class SessionGate:
         ``name``: the client's word for its session.
         """
         chain, prompt_tokens, size = request.block_hashes, len(request.token_ids), self._config.block_size
-        if not chain or not request.store_kv:  # none of its KV outlives its answer
+        if not chain or not request.store_kv or not request.reads_kv:  # its KV does not outlive it, or is not read
             return None
 
         def cached_tokens() -> int:

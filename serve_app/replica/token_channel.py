@@ -47,8 +47,12 @@ class TokenSender:
 
     def send(self, to: ReplyTo, chunks: Sequence[Addressed]) -> bool:
         """Send chunks to an ingress; return False if it is too far behind, or its address is invalid."""
+        message = _encode(chunks)
+        if len(message) > MAX_MESSAGE_BYTES // 2 and len(chunks) > 1:  # long prompts' log-probabilities
+            half = len(chunks) // 2
+            return self.send(to, chunks[:half]) and self.send(to, chunks[half:])
         try:
-            self._socket(to).send(_encode(chunks), flags=zmq.NOBLOCK)
+            self._socket(to).send(message, flags=zmq.NOBLOCK)
         except zmq.ZMQError as error:
             logger.warning("tokens for the ingress at %s cannot be sent: %s", to.address, error)
             return False
@@ -95,6 +99,8 @@ class TokenStream:
         """Add one output; return all that may leave now as one output, None if they wait for more."""
         if self._trace is not None:
             self._trace.saw(output)
+        if output.prompt_logprobs:  # none of them waits, and the first token waits for none of them
+            return output
         if self._interval_s:
             now_s = time.monotonic()
             if output.finish_reason is None and now_s < self._due_s:
@@ -154,12 +160,17 @@ class Arrivals:
         first = last = self._chunks.popleft()
         if not self._chunks:
             return first
-        token_ids, logprobs = first.token_ids, first.logprobs
+        token_ids, logprobs, told = first.token_ids, first.logprobs, first.prompt_logprobs
         while self._chunks:
             last = self._chunks.popleft()
             token_ids += last.token_ids
             logprobs += last.logprobs
-        return structs.replace(first, token_ids=token_ids, logprobs=logprobs, finish_reason=last.finish_reason)
+            told += last.prompt_logprobs
+            if last.first is not None:
+                first = last
+        return structs.replace(
+            first, token_ids=token_ids, logprobs=logprobs, prompt_logprobs=told, finish_reason=last.finish_reason
+        )
 
     def wake(self) -> None:
         """End ``news``."""

@@ -98,7 +98,7 @@ class TorchEngine:
         if self._cache.enabled:
             chain = request.block_hashes or self._cache.prompt_chain(request.scope, request.root, ids)
         sequence = SequenceState(replace(request, token_ids=ids), sink, chain, self._clock())
-        sequence.held_blocks_hint = self._cache.index.count_held(chain, self._cache.reusable_blocks(len(ids)))
+        sequence.held_blocks_hint = self._cache.index.count_held(chain, sequence.reusable_blocks(self._cache))
         with self._loop.changed:
             if self._loop.stopping:
                 raise EngineError("the engine is stopped")

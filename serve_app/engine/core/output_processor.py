@@ -9,7 +9,7 @@ from serve_app.engine.kv.prompt_pins import PromptPins
 from serve_app.engine.kv.tier_loader import TierLoader
 from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.outbox import Outbox
-from serve_app.engine.protocol import Clock, EngineOutput, FinishReason, FirstToken, QueueFull
+from serve_app.engine.protocol import Clock, EngineOutput, FinishReason, FirstToken, QueueFull, prompt_outputs
 from serve_app.engine.scheduling.scheduler import Scheduled, Scheduler
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
@@ -100,6 +100,10 @@ class OutputProcessor:
                 tokens = (result.token,)
             self.meters.generation_tokens += 1
         self.scheduler.computed(item)
+        if result.prompt_logprobs:
+            sequence.told_tokens += len(result.prompt_logprobs)
+            for part in prompt_outputs(sequence.request.request_id, result.prompt_logprobs):
+                self.outbox.add(sequence.sink, part)
         if sequence.prefilling:
             return
         told = (result.logprob,) if tokens and result.logprob is not None else ()

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from serve_app.engine.lora.weights import AdapterWeights, adaptable_layers, adap
 from serve_app.engine.protocol import AdapterSpec
 from serve_app.engine.runner.kv_copy import copy_in, copy_out, kv_part
 from serve_app.engine.runner.kv_size import kv_shape
+from serve_app.engine.runner.prompt_logprobs import LEAST_ROWS, HiddenStates, tell_prompts
 from serve_app.engine.runner.sampling import choose_tokens
 from serve_app.engine.runner.token_rules import apply_rules, token_logprobs
 from serve_app.engine.settings import EngineSettings
@@ -28,6 +30,8 @@ from serve_app.engine.step import Segment, SegmentResult
 
 _KERNELS_KEPT = "4096"
 """oneDNN keeps 1,024 compiled kernels by default, fewer than a ragged workload has shapes."""
+
+_NO_NUMBERS = "the model's logits are not numbers"
 
 
 def choose_device(name: str) -> torch.device:
@@ -85,6 +89,8 @@ class ModelRunner:
             self._load_adapter, max_loras=settings.max_loras, max_cpu_loras=settings.max_cpu_loras
         )
         self._lora = LoraLayers(self._linears, self.adapters, device)
+        self._hidden = HiddenStates(self.model)
+        self._rows_at_once = max(LEAST_ROWS, settings.max_num_seqs)
 
     def read_blocks(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
         """Copy each block's KV, [layers, 2, block_size, kv_heads, head_dim], into its row."""
@@ -119,12 +125,21 @@ class ModelRunner:
         """Compute one step and sample; a segment with logits that are not numbers fails alone."""
         step = plan_step(self.pool, segments, in_place=self.reads_in_place)
         self._lora.apply([segments[i] for i in step.order])
-        logits = self.forward(step)
+        told = any(segment.targets is not None for segment in segments)
+        with self._hidden.kept() if told else nullcontext():
+            logits = self.forward(step)
         results = [SegmentResult()] * len(segments)
         wanted = [i for i in step.order if segments[i].sampling is not None]
         if wanted:
             for i, result in zip(wanted, _choose(logits, [segments[i] for i in wanted]), strict=True):
                 results[i] = result
+        if told:
+            del logits
+            for i, logprobs in tell_prompts(self._hidden, segments, step.order, self._rows_at_once).items():
+                if logprobs is None:
+                    results[i] = SegmentResult(error=_NO_NUMBERS)
+                else:
+                    results[i] = structs.replace(results[i], prompt_logprobs=logprobs)
         return results
 
 
@@ -138,7 +153,7 @@ def _choose(logits: torch.Tensor, segments: Sequence[Segment]) -> list[SegmentRe
     tokens = choose_tokens(logits, params, [segment.end for segment in segments])
     results = []
     for row, token in enumerate(tokens):
-        error = failed.get(row) or ("the model's logits are not numbers" if token is None else "")
+        error = failed.get(row) or (_NO_NUMBERS if token is None else "")
         results.append(SegmentResult(token=None if error else token, error=error))
     if raw is not None:
         chosen, tops = [tokens[row] for row in wanted], [params[row].logprobs or 0 for row in wanted]

@@ -175,14 +175,16 @@ class _Growing:
 
 
 def token_logprobs(
-    logprobs: torch.Tensor, tokens: Sequence[int | None], tops: Sequence[int]
+    logprobs: torch.Tensor, tokens: Sequence[int | None], tops: Sequence[int], *, ranked: bool = False
 ) -> list[TokenLogprob | None]:
     """Return the log-probabilities of each row's token; ``logprobs`` [n, vocab]; ``tops``: numbers of likeliest."""
     chosen = torch.tensor([[token or 0] for token in tokens], device=logprobs.device)
-    own = logprobs.gather(1, chosen)[:, 0].tolist()
+    values = logprobs.gather(1, chosen)
+    ranks = (logprobs >= values).sum(dim=-1).tolist() if ranked else [0] * len(tokens)
+    own = values[:, 0].tolist()
     best = torch.topk(logprobs, min(max(tops), logprobs.shape[-1]), dim=-1)
     pairs = [list(zip(*row, strict=True)) for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
     return [
-        None if token is None else TokenLogprob(value, tuple(likeliest[:top]))
-        for token, value, likeliest, top in zip(tokens, own, pairs, tops, strict=True)
+        None if token is None else TokenLogprob(value, tuple(likeliest[:top]), rank)
+        for token, value, likeliest, top, rank in zip(tokens, own, pairs, tops, ranks, strict=True)
     ]

@@ -117,7 +117,7 @@ class Scheduler:
     def missing_block(self, sequence: SequenceState) -> bytes:
         """Return the hash of the first block that a waiting sequence lacks, by its hint; b"" if it lacks no block."""
         first = sequence.held_blocks_hint
-        lacks = first < self._cache.reusable_blocks(sequence.prefill_tokens)
+        lacks = first < sequence.reusable_blocks(self._cache)
         return hash_at(sequence.chain, first) if lacks else b""
 
     def find(self, request_id: str) -> SequenceState | None:
@@ -274,7 +274,7 @@ class Scheduler:
 
     def _refresh_hint(self, sequence: SequenceState) -> None:
         """Update the estimate of cached leading blocks; two look-ups if nothing changed."""
-        limit = self._cache.reusable_blocks(sequence.prefill_tokens)
+        limit = sequence.reusable_blocks(self._cache)
         hint, chain = sequence.held_blocks_hint, sequence.chain
         # ``hash_at`` inlined: every step checks every waiting sequence.
         if hint and not self._cache.index.held(chain[HASH_BYTES * (hint - 1) : HASH_BYTES * hint]):
@@ -286,8 +286,8 @@ class Scheduler:
     def _admit(self, sequence: SequenceState) -> Verdict:
         """Admit a waiting sequence, park it behind another's block or a load, or return the missing resource."""
         cache = self._cache
-        matched = cache.match(sequence.request.scope, sequence.tokens, sequence.chain)
-        limit = cache.reusable_blocks(sequence.prefill_tokens)
+        limit = sequence.reusable_blocks(cache)
+        matched = cache.match(sequence.request.scope, sequence.tokens, sequence.chain) if limit else []
         hits = len(matched)
         if hits < limit and self.pending.park(sequence, hash_at(sequence.chain, hits)):
             return "parked"

@@ -26,6 +26,7 @@ class SequenceState:
     computed            tokens    Scheduler        leading positions that have KV
     farthest            tokens    preempt          most positions that had KV at once before a preemption
     cached_tokens       tokens    RunningSet       prompt tokens found in the cache at the first start
+    told_tokens         tokens    OutputProcessor  prompt tokens after the first with reported log-probabilities
     blocks              blocks    RunningSet       block ids, one per block_size positions; empty while waiting
     published           blocks    publish          leading blocks that are indexed, so that others can hit them
     resolved            blocks    PendingBlocks    leading prompt blocks with no waiting sequences left
@@ -51,6 +52,7 @@ class SequenceState:
     published: int = 0
     resolved: int = 0
     cached_tokens: int = 0
+    told_tokens: int = 0
     reserved_blocks: int = 0
     beyond_reservation: bool = False
     held_blocks_hint: int = 0
@@ -97,6 +99,15 @@ class SequenceState:
         return self.computed < self.prefill_tokens
 
     @property
+    def reads_kv(self) -> bool:
+        """Whether it may start with cached blocks."""
+        return self.request.reads_kv or self.told_tokens == self.prompt_tokens - 1
+
+    def reusable_blocks(self, cache: PrefixCache) -> int:
+        """Return how many leading blocks of its prefill it could take from a cache that holds them all."""
+        return cache.reusable_blocks(self.prefill_tokens) if self.reads_kv else 0
+
+    @property
     def most_tokens(self) -> int:
         """Upper bound of the positions with KV: the last sampled token never has any."""
         return self.prompt_tokens + max(self.request.sampling.max_tokens - 1, 0)
@@ -124,6 +135,9 @@ class SequenceState:
         end = self.computed + tokens
         wanted = end == self.length and self.request.sampling.max_tokens > 0
         ruled = self.request.sampling.rules is not None or self.request.matcher is not None
+        first_target, targets = max(self.computed, self.told_tokens) + 1, None
+        if self.request.sampling.prompt_logprobs is not None and first_target < self.prompt_tokens:
+            targets = self._tokens[first_target : min(end + 1, self.prompt_tokens)]
         return Segment(
             token_ids=self._tokens[self.computed : end],
             start=self.computed,
@@ -132,6 +146,9 @@ class SequenceState:
             sampling=self.request.sampling if wanted else None,
             lora=self.request.scope.lora,
             history=self._history() if wanted and ruled else None,
+            targets=targets,
+            first_target=first_target,
+            tops=self.request.sampling.prompt_logprobs or 0,
         )
 
     def append_token(self, token: int) -> FinishReason | None:
@@ -161,7 +178,7 @@ class SequenceState:
         self.prefill_tokens = self.length
         if cache.enabled:
             self._extend_chain(cache, self.length // cache.block_size)
-        self.held_blocks_hint = self.published
+        self.held_blocks_hint = self.published if self.reads_kv else 0
         self.release(cache)
         self.computed = self.published = self.resolved = 0
         self.beyond_reservation = False
@@ -231,6 +248,8 @@ def check_request(
         raise ValueError("temperature must be a finite number of at least 0")
     if not 0.0 < sampling.top_p <= 1.0 or sampling.top_k < 0 or not 0.0 <= sampling.min_p <= 1.0:
         raise ValueError("top_p must be over 0 and at most 1, top_k at least 0, and min_p from 0 to 1")
+    if sampling.prompt_logprobs is not None and sampling.prompt_logprobs < 0:
+        raise ValueError("prompt_logprobs must not be negative")
     if not 0 <= request.resumed_tokens < len(ids):
         raise ValueError("resumed_tokens must leave a token of the prompt")
     if sampling.rules is not None:

@@ -1,10 +1,14 @@
-"""A runner that computes nothing, but notices every wrong byte of KV: each position remembers its inputs."""
+"""A runner that computes nothing, but notices every wrong byte of KV: each position remembers its inputs.
+
+A prompt token's log-probability is minus its id.
+"""
 
 from collections.abc import Sequence
 from hashlib import blake2b
 
 from serve_app.cache.kv_chain import KvFormat, KvPart, Row
 from serve_app.engine.adapter_slots import LoadedAdapters
+from serve_app.engine.protocol import TokenLogprob
 from serve_app.engine.step import Segment, SegmentResult
 from tests.serve_app.engine.tiny import VOCAB
 
@@ -66,7 +70,9 @@ class CheckedRunner:
                 self.slots[slot] = before, state
             sampling = segment.sampling
             token = sampled(state, segment.end, sampling.seed) if sampling is not None else None
-            results.append(SegmentResult(token=token))
+            targets = () if segment.targets is None else segment.targets
+            told = tuple(TokenLogprob(-float(target)) for target in targets)
+            results.append(SegmentResult(token=token, prompt_logprobs=told))
         return results
 
     def read_blocks(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:

@@ -73,6 +73,7 @@ class Collector:
         self.finish: dict[str, str] = {}
         self.errors: dict[str, str] = {}
         self.logprobs: dict[str, list[TokenLogprob]] = {}
+        self.prompt_logprobs: dict[str, list[TokenLogprob]] = {}
         self.batches: list[int] = []
         self._changed = threading.Condition()
 
@@ -82,6 +83,8 @@ class Collector:
             for output in outputs:
                 self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
                 self.logprobs.setdefault(output.request_id, []).extend(output.logprobs)
+                assert not output.prompt_logprobs or output.request_id not in self.cached, "before the first token"
+                self.prompt_logprobs.setdefault(output.request_id, []).extend(output.prompt_logprobs)
                 if output.first is not None:
                     assert output.request_id not in self.cached
                     self.cached[output.request_id] = output.first.cached_tokens

@@ -36,6 +36,7 @@ class Wish:
     lora: str = ""
     timeout_s: float = inf
     stores: bool = True
+    told: bool = False
 
 
 wishes = st.builds(
@@ -51,6 +52,7 @@ wishes = st.builds(
     lora=st.sampled_from(["", "", "x@1", "y@1"]),
     timeout_s=st.sampled_from([inf, inf, inf, inf, 0.0, 0.003, 0.07, 0.11]),
     stores=st.sampled_from([True, True, False]),
+    told=st.sampled_from([False, False, False, True]),
 )
 
 
@@ -105,7 +107,8 @@ class Stepped:
                 number, wish = coming.pop(0)
                 ids = np.append(prompt(60, wish.base)[: wish.shared], prompt(wish.own, 100 + number))
                 scope = PrefixScope("tiny", wish.lora)
-                item = request(f"r{number}", ids, wish.max_tokens, scope=scope, tenant=wish.tenant, seed=number)
+                sampling = {"seed": number, "prompt_logprobs": 0 if wish.told else None}
+                item = request(f"r{number}", ids, wish.max_tokens, scope=scope, tenant=wish.tenant, **sampling)
                 item = replace(item, store_kv=wish.stores, timeout_s=wish.timeout_s)
                 if wish.saved and wish.stores:
                     item = replace(item, saves=(Save(b"key %d" % number, wish.saved),))
@@ -152,6 +155,9 @@ def test_a_full_pool_changes_no_answer_and_keeps_nobody_from_its_end(
             assert wish.timeout_s < inf
         else:
             assert (finish[name], len(tokens[name])) == ("length", wish.max_tokens)
+            told = [-one.logprob for one in bench.collector.prompt_logprobs[name]]
+            assert told == (bench.ids[name][1:] if wish.told else []), "each token of the prompt is told of once"
+            assert not (wish.told and bench.collector.cached[name])
     engine = bench.engine
     scheduler, cache = engine._scheduler, engine._cache
     assert len(scheduler.running) == len(scheduler.waiting) == scheduler.reserved_blocks == 0
