@@ -45,10 +45,10 @@ class Usage:
 
 
 class ShownToken(NamedTuple):
-    """A token's bytes, which may split a character, and its log-probability."""
+    """A token's bytes, which may split a character, and its log-probability, None for a prompt's first token."""
 
     raw: bytes
-    logprob: float
+    logprob: float | None
 
 
 class ToldToken(NamedTuple):
@@ -59,12 +59,25 @@ class ToldToken(NamedTuple):
     offset: int
 
 
+class RankedToken(NamedTuple):
+    """A token that a prompt has or could have had at a place; ``rank``: 1 for the likeliest there."""
+
+    token_id: int
+    raw: bytes
+    logprob: float
+    rank: int
+
+
+RankedPrompt = tuple[tuple[RankedToken, ...], ...]
+"""For each token of a prompt after the first: itself, then the likeliest ones."""
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """One finished answer. ``calls``: its complete tool calls, after or between the text.
 
     ``logprobs``: its tokens' log-probabilities, None if not requested. ``stop_sequence``: the stop string that ended
-    it, "" for none. ``reasoning``: the reasoning before its text.
+    it, "" for none. ``reasoning``: the reasoning before its text. ``prompt``: its prompt's tokens, if requested.
     """
 
     text: str
@@ -73,6 +86,7 @@ class Choice:
     logprobs: tuple[ToldToken, ...] | None = None
     stop_sequence: str = ""
     reasoning: str = ""
+    prompt: RankedPrompt | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,8 @@ class RequestFields:
     ``model`` names the base model or a LoRA adapter; ``lora_name``, if given, names the adapter.
     ``max_tokens`` None: the deployment's default. ``top_k`` 0 and ``min_p`` 0 switch these off. ``stop`` strings and
     ``stop_token_ids`` are excluded from the text, unless ``include_stop_str_in_output``. ``logprobs``: the number of
-    likeliest tokens to report with each token, None: no log-probabilities. ``grammar``: the grammar of the answer.
+    likeliest tokens to report with each token, None: no log-probabilities. ``prompt_logprobs``: the same for each token
+    of the prompt. ``grammar``: the grammar of the answer.
     ``prompt_cache_key`` is a routing hint. ``cache_salt`` divides the tenant's cache. ``prompt_ref`` names the
     registered prompt to prepend. ``store_kv`` False: store nothing in the cache; None: the tenant's setting.
     ``cache_diagnostics``: report the reason of a cache miss. ``unknown``: fields without effect.
@@ -107,6 +108,7 @@ class RequestFields:
     bad_words: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     grammar: Grammar | None = None
     stream: bool = False
     include_usage: bool = False
@@ -131,6 +133,11 @@ class RequestFields:
     def choices(self) -> int:
         """Sequences to generate, over all prompts."""
         return self.n
+
+    @property
+    def told_prompt(self) -> int | None:
+        """The number of likeliest tokens to compute for each token of the prompt; None: not even its own."""
+        return self.prompt_logprobs
 
     @property
     def order(self) -> int:
@@ -169,6 +176,17 @@ class CompletionRequest(RequestFields):
     echo: bool = False
     tool_use: ClassVar[ToolUse] = NO_TOOLS
     repeated: ClassVar[Mapping[str, Any]] = {}
+
+    @property
+    def told_echo(self) -> int | None:
+        """The number of likeliest tokens to report with each token of an echo; None: no log-probabilities."""
+        return self.logprobs if self.echo else None
+
+    @property
+    def told_prompt(self) -> int | None:
+        """See ``RequestFields``; an echo with log-probabilities needs the prompt's too."""
+        asked = [count for count in (self.prompt_logprobs, self.told_echo) if count is not None]
+        return max(asked, default=None)
 
     @property
     def choices(self) -> int:

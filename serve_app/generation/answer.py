@@ -2,20 +2,20 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
 import msgspec
 from msgspec.structs import replace
 
-from serve_app.api.format import FinishReason, ShownToken, ToldToken
+from serve_app.api.format import FinishReason, RankedPrompt, RankedToken, ShownToken, ToldToken
 from serve_app.api.tool_calls import CallEnded, CallEvent
 from serve_app.engine.protocol import FirstToken, TokenLogprob
 from serve_app.errors import GenerationFailed
 from serve_app.fairness.waiting_line import Place
 from serve_app.generation.generation import Generation, TakeTokens, Tokens
-from serve_app.tokenization.detokenizer import Detokenizer, StopChecker
+from serve_app.tokenization.detokenizer import Detokenizer, StopChecker, TokenTexts
 
 STARTED_AT_ONCE = 4
 """Choices of one request that start in one round of the loop: starting a hundred would delay all other requests."""
@@ -36,7 +36,8 @@ class Piece(msgspec.Struct, frozen=True):
 
     ``reasoning``: more of the reasoning, which precedes the text; ``reasoning_tokens``: how many new tokens it has.
     ``logprobs``: of the tokens that begin within the text, if requested. ``stop_sequence``: in the last piece, the stop
-    string that ended the choice. ``token_ids``: of the piece before it was split.
+    string that ended the choice. ``token_ids``: of the piece before it was split. ``prompt``: the prompt's tokens, in
+    the first piece if requested; those of an echo are in ``logprobs``.
     """
 
     index: int
@@ -50,6 +51,7 @@ class Piece(msgspec.Struct, frozen=True):
     reasoning: str = ""
     reasoning_tokens: int = 0
     token_ids: tuple[int, ...] = ()
+    prompt: RankedPrompt | None = None
 
 
 class SplitPiece(Protocol):
@@ -97,10 +99,63 @@ def _in_order(events: list[str | CallEvent]) -> Iterator[tuple[str, tuple[CallEv
     yield text, tuple(calls)
 
 
+class PromptTokens:
+    """Collects what an answer reports about its prompt's tokens, while their log-probabilities arrive.
+
+    ``echo_tops``: the number of likeliest tokens beside each in an echo; ``tops``: in the list of ranked ones; None:
+    there is no such echo or list. The echo's text has ``chars`` characters.
+    """
+
+    def __init__(
+        self, token_ids: Sequence[int], texts: TokenTexts, *, echo_tops: int | None, tops: int | None, chars: int
+    ) -> None:
+        self._token_ids = token_ids
+        self._raw = texts.shown_bytes
+        self._decoder = Detokenizer(texts, texts.special(texts.special_tokens))
+        self._chars = 0
+        self._echo_chars = chars
+        self._echo: list[ToldToken] = []
+        self._echo_tops = echo_tops
+        self._tops = tops
+        self._ranked: list[tuple[RankedToken, ...]] = []
+        self._read = 0
+        self._next(None, ())
+
+    def add(self, told: Sequence[TokenLogprob]) -> None:
+        """Add the log-probabilities of the prompt's next tokens."""
+        for one in told:
+            token_id = self._token_ids[self._read]
+            if self._tops is not None:
+                best = enumerate(one.top[: self._tops], 1)
+                others = (RankedToken(i, self._raw(i), value, rank) for rank, (i, value) in best if i != token_id)
+                self._ranked.append((RankedToken(token_id, self._raw(token_id), one.logprob, one.rank), *others))
+            self._next(one.logprob, one.top)
+
+    @property
+    def ranked(self) -> RankedPrompt | None:
+        """The list of ranked tokens so far, None if it was not requested."""
+        return None if self._tops is None else tuple(self._ranked)
+
+    @property
+    def echo(self) -> list[ToldToken]:
+        """The echo's tokens so far, by their places in its text, which lacks special tokens added to the prompt."""
+        added = self._chars + len(self._decoder.flush()) - self._echo_chars
+        return [one._replace(offset=max(0, one.offset - added)) for one in self._echo]
+
+    def _next(self, logprob: float | None, top: Sequence[tuple[int, float]]) -> None:
+        token_id = self._token_ids[self._read]
+        self._read += 1
+        if self._echo_tops is not None:
+            others = tuple(ShownToken(self._raw(other), value) for other, value in top[: self._echo_tops])
+            self._echo.append(ToldToken(ShownToken(self._raw(token_id), logprob), others, self._chars))
+            self._chars += len(self._decoder.push((token_id,)))
+
+
 class ChoiceReader:
     """Turns tokens of one choice into pieces, the last with a finish reason; logprobs go with their token's text.
 
     ``stop`` strings end it; with ``include_stop`` they are its last part. ``split``: None if it is only text.
+    ``prompt``: None if nothing about the prompt's tokens is reported.
     """
 
     def __init__(
@@ -112,6 +167,7 @@ class ChoiceReader:
         split: SplitPiece | None = None,
         *,
         include_stop: bool = False,
+        prompt: PromptTokens | None = None,
     ) -> None:
         sampling = generation.sampling
         self._index = index
@@ -123,11 +179,17 @@ class ChoiceReader:
         # Stop strings are searched token by token: the number of tokens per chunk depends on timing, but usage must
         # not. With logprobs, characters are counted per token too.
         self._one_by_one = bool(stop) or sampling.logprobs is not None
-        self._read = self._decoded_chars = self._shown_chars = 0
+        self._prompt = prompt
+        self._read = 0
+        self._decoded_chars = self._shown_chars = len(self._before)
         self._told: deque[ToldToken] = deque()
 
     def read(self, tokens: Tokens) -> list[Piece]:
         """Return the pieces that these tokens complete. Raises GenerationFailed if the generation broke off."""
+        if tokens.prompt_logprobs and self._prompt is not None:
+            self._prompt.add(tokens.prompt_logprobs)
+            if tokens.first is None and tokens.finish_reason is None:
+                return []
         if len(tokens.token_ids) > 1 and self._split is not None and self._split.by_token:
             return self._read_apart(tokens)
         if self._one_by_one:
@@ -149,9 +211,12 @@ class ChoiceReader:
             told.append(self._told.popleft())
         if self._before:
             text, self._before = self._before + text, ""
+        prompt: RankedPrompt | None = None
+        if self._prompt is not None:
+            told, prompt, self._prompt = [*self._prompt.echo, *told], self._prompt.ranked, None
         piece = Piece(
             self._index, text, taken, tokens.first, reason,
-            logprobs=tuple(told), stop_sequence=self._checker.found, token_ids=tokens.token_ids,
+            logprobs=tuple(told), stop_sequence=self._checker.found, token_ids=tokens.token_ids, prompt=prompt,
         )  # fmt: skip
         return [piece] if self._split is None else self._split.split(piece)
 

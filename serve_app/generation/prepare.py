@@ -18,7 +18,14 @@ from serve_app.fairness.shares import Shares
 from serve_app.fairness.workers import FairWorkers
 from serve_app.generation.generation import Generation
 from serve_app.generation.keys import Keys, ScopeKeys, session_key
-from serve_app.generation.rules import CheckedGrammars, refuse_without_logits, rules_of, sampling_of, stores_kv
+from serve_app.generation.rules import (
+    CheckedGrammars,
+    check_told,
+    refuse_without_logits,
+    rules_of,
+    sampling_of,
+    stores_kv,
+)
 from serve_app.prompts.registry import Prompts
 from serve_app.tenants.tenants import Tenant, Tenants
 from serve_app.tokenization.chat_template import OTHER_WORDS, RenderedPrompt
@@ -85,6 +92,7 @@ class Preparer:
         rules = rules_of(request, bad_words, self.info.vocab_size)
         limits, end_token_ids = self.limits, self.info.eos_token_ids
         generations: list[Generation] = []
+        numbers = 0
         async for encoded, system_text in self._encode(request, keys, tenant.name):
             sampling = sampling_of(
                 request, len(encoded.token_ids), rules, limits.max_model_len, limits.default_max_tokens, end_token_ids
@@ -95,6 +103,11 @@ class Preparer:
             placement_key = self._keys.placement(keys, request.prompt_cache_key, encoded, system_text)
             public_blocks = encoded.public_blocks
             echo = self._echo(request, len(generations) // request.n)
+            # Each choice of a completion repeats its prompt's log-probabilities, a chat has them once.
+            telling = request.n if isinstance(request, CompletionRequest) else 1
+            if request.told_prompt is not None:
+                numbers += len(encoded.token_ids) * telling * (1 + request.told_prompt)
+                check_told(request, numbers)
             for choice in range(request.n):
                 generations.append(
                     Generation(
@@ -106,7 +119,11 @@ class Preparer:
                         placement_key=placement_key,
                         tenant=tenant.name,
                         # Choices of one request must differ; the first equals a single one's.
-                        sampling=replace(sampling, seed=seed + choice),
+                        sampling=replace(
+                            sampling,
+                            seed=seed + choice,
+                            prompt_logprobs=request.told_prompt if choice < telling else None,
+                        ),
                         saves=saves,
                         lora_path=adapter.path if adapter is not None else "",
                         deadline_s=deadline_s,
@@ -141,7 +158,7 @@ class Preparer:
         if not isinstance(request, CompletionRequest) or not request.echo:
             return ""
         prompt = request.prompts[index]
-        return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
+        return prompt if isinstance(prompt, str) else self.tokenizer.text_of(prompt)
 
     async def _encode(
         self, request: GenerateRequest, keys: Keys, tenant: str

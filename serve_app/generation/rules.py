@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from serve_app.api.request import GenerateRequest
+from serve_app.api.request import CompletionRequest, GenerateRequest
 from serve_app.checkpoints.checkpoint import CheckpointInfo
 from serve_app.engine.protocol import SamplingParams, TokenRules
 from serve_app.errors import ContextLengthExceeded, InvalidRequest
@@ -13,6 +13,9 @@ from serve_app.structured.grammar import Grammar
 from serve_app.tenants.tenants import Tenant
 
 _NO_RULES = TokenRules()
+
+MAX_TOLD = 1 << 19
+"""Log-probabilities of prompts' tokens in one answer: some 30 MB of JSON, and a few times as much memory."""
 
 
 def rules_of(request: GenerateRequest, bad_words: Sequence[tuple[int, ...]], vocab_size: int) -> TokenRules | None:
@@ -66,7 +69,10 @@ def sampling_of(
     if request.min_tokens > max_tokens:
         raise InvalidRequest(f"min_tokens must be at most max_tokens, which is {max_tokens}.", param="min_tokens")
     # A grammar itself decides where an answer ends.
-    ends = () if request.ignore_eos and request.grammar is None else end_token_ids
+    ends = () if request.ignore_eos and request.grammar is None else tuple(end_token_ids)
+    shown = request.stop_token_ids if request.include_stop_str_in_output else ()
+    if isinstance(request, CompletionRequest) and request.told_echo is not None:
+        shown = (*shown, *ends)  # scoring programs expect max_tokens more tokens than the prompt has
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=request.temperature,
@@ -77,8 +83,19 @@ def sampling_of(
         min_p=request.min_p,
         rules=rules,
         logprobs=request.logprobs,
-        shown_stop_token_ids=request.stop_token_ids if request.include_stop_str_in_output else (),
+        shown_stop_token_ids=shown,
     )
+
+
+def check_told(request: GenerateRequest, numbers: int) -> None:
+    """Raise InvalidRequest if an answer would tell more log-probabilities of its prompts' tokens than it may."""
+    if numbers > MAX_TOLD:
+        field = "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"
+        raise InvalidRequest(
+            f"This request asks for {numbers} log-probabilities of its prompts' tokens, and an answer has at most "
+            f"{MAX_TOLD}: send fewer or shorter prompts at once, or a lower {field}.",
+            param=field,
+        )
 
 
 def stores_kv(request: GenerateRequest, tenant: Tenant) -> bool:
@@ -104,6 +121,7 @@ def refuse_without_logits(request: GenerateRequest) -> None:
         "min_p": request.min_p,
         "bad_words": request.bad_words,
         "logprobs": request.logprobs is not None,
+        "prompt_logprobs": request.prompt_logprobs is not None,
         request.grammar.field if request.grammar is not None else "": request.grammar,
     }
     for field, value in asked.items():

@@ -137,10 +137,16 @@ async def whole(answer: Answer) -> Response:
             meter.sent(piece)
             choices[piece.index].add(piece)
     await meter.usage.know_miss()
-    body = answer.format.whole(answer.head, [choice.choice() for choice in choices], meter.usage.total())
+
+    def response() -> Response:
+        body = answer.format.whole(answer.head, [choice.choice() for choice in choices], meter.usage.total())
+        return json_response(body, headers=_headers(answer, meter.usage.save))
+
+    # Those of long prompts take too long for the event loop.
+    made = response() if wanted.told_prompt is None else await asyncio.to_thread(response)
     if isinstance(answer.format, Conversation):
         await answer.format.keep()
-    return json_response(body, headers=_headers(answer, meter.usage.save))
+    return made
 
 
 async def streamed(answer: Answer) -> Response:

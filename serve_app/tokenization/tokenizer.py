@@ -168,6 +168,11 @@ class PromptTokenizer:
         root = public_root + root if public_blocks else root
         return EncodedPrompt(token_ids, extend_chain(root, public_blocks, token_ids, self.block_size), public_blocks)
 
+    @property
+    def texts(self) -> TokenTexts:
+        """The texts of its ids."""
+        return self._texts
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids without special tokens."""
         return self._texts.decode(token_ids)

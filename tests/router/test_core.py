@@ -32,6 +32,21 @@ def test_decision_predicts_and_counts() -> None:
     assert core.counters.decision_s.count == 1
 
 
+def test_a_request_that_reads_no_kv_is_predicted_none_and_leaves_its_blocks() -> None:
+    """It goes where the work is least, is counted without a hit, and the next request follows its blocks."""
+    core = core_of("abc", {"b": CHAIN})
+    core.apply("b", [load(5000, 1, 16)])
+    anew = structs.replace(ask(chain=CHAIN), reads_kv=False)
+    decision = decided(core, anew)
+    assert (decision.replica_id != "b", decision.reason) == (True, "cold")
+    assert (decision.best_cached_tokens, decision.selected_cached_tokens, decision.pull_from) == (0, 0, "")
+    assert (core.holders(ask(chain=CHAIN)), core.holders(anew)) == ({"b": 160}, {})
+    assert decided(core, ask(chain=CHAIN)).replica_id == decision.replica_id, "it follows the prefill"
+    core.record_delivered(decision, 0, 0.02, CHAIN)
+    tokens = core.counters.by_policy["estimated_ttft"].by_reason["cold"]
+    assert (tokens.best_cached_tokens, tokens.delivered_cached_tokens) == (0, 0)
+
+
 def test_which_replica_gets_a_request() -> None:
     """The last prompt token is never cached. Full or blocked replicas get nothing; avoided ones are the last choice."""
     core = core_of("ab", {"a": CHAIN})

@@ -99,6 +99,26 @@ def test_logprobs_are_of_the_models_own_logits(both: Both) -> None:
         assert [value for _, value in other.top] == pytest.approx([value for _, value in own.top], abs=1e-3)
 
 
+def test_a_prompts_logprobs_are_the_built_in_engines_cold_and_cached(both: Both) -> None:
+    """With an answer, without one, and of a prompt longer than a step; none of its cached blocks is read."""
+    prompts = {"one": both.prompt(1, 91), "short": both.prompt(40, 92), "long": both.prompt(700, 93)}
+    for round_ in ("cold", "cached"):
+        for name, ids in prompts.items():
+            for tokens in (0, 3):
+                asked = request(f"{name} {round_} {tokens}", ids, tokens, prompt_logprobs=2)
+                theirs, ours = (run_all(engine, [asked]) for engine in (both.vllm, both.torch))
+                told, expected = (got.prompt_logprobs[asked.request_id] for got in (theirs, ours))
+                assert len(told) == len(expected) == len(ids) - 1
+                for one, other in zip(told, expected, strict=True):
+                    assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
+                    assert [value for _, value in one.top] == pytest.approx([value for _, value in other.top], abs=1e-3)
+                    assert abs(one.rank - other.rank) <= 2
+                assert theirs.cached[asked.request_id] == 0
+                assert theirs.finish[asked.request_id] == "length"
+                assert theirs.tokens[asked.request_id] == ours.tokens[asked.request_id]
+    assert run_all(both.vllm, [request("then", prompts["long"], 1)]).cached == {"then": 672}, "its blocks serve others"
+
+
 def test_a_grammar_is_followed_and_continued(both: Both) -> None:
     """An answer matches, also when resumed; an answer that cannot match is an error, not a text."""
     matchers = Matchers(GrammarCompiler(both.info.path, both.info.vocab_size, both.info.eos_token_ids))

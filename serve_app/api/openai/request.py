@@ -81,6 +81,11 @@ _INNER_FIELDS = (
 )
 
 
+def told_reference(fields: str, param: str) -> InvalidRequest:
+    """Return the error for log-probabilities of a registered prompt, which would tell its text."""
+    return InvalidRequest(f"{fields} does not go with prompt_ref: it would tell the registered prompt.", param=param)
+
+
 class GenerationBody(SamplingBody):
     """The fields that chat completions and completions share."""
 
@@ -103,6 +108,9 @@ class GenerationBody(SamplingBody):
     )
     stop: Stop = ()
     ignore_eos: bool = Field(False, description="continue after the model's end token")
+    prompt_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS), Whole] = Field(
+        None, description="report log-probabilities of each token of the prompt and of this many of the likeliest"
+    )
     stream: bool = Field(False, description="send the answer as server-sent events")
     stream_options: StreamOptions | None = Field(None, description="include_usage: end with a chunk that holds usage")
     cache_salt: Text1024 = Field(None, description="divides the tenant's cache: only equal salts share KV")
@@ -127,6 +135,12 @@ class GenerationBody(SamplingBody):
         options: StreamOptions | None = fields.pop("stream_options")
         if options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true.", param="stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            if self.prompt_logprobs:
+                raise InvalidRequest("prompt_logprobs does not go with stream.", param="prompt_logprobs")
+            fields["prompt_logprobs"], ignored = None, (*ignored, "prompt_logprobs")  # as in vLLM
+        if self.prompt_ref is not None and self.prompt_logprobs is not None:
+            raise told_reference("prompt_logprobs", "prompt_logprobs")
         for name in ("response_format", "structured_outputs"):
             del fields[name]
         fields["grammar"] = self.grammar
@@ -250,11 +264,11 @@ class CompletionBody(GenerationBody):
         PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
         Must(f"a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of either"),
     ]
-    max_tokens: Tokens = 16  # OpenAI's default; a chat has none
+    max_tokens: Annotated[int | None, Field(ge=0, le=MAX_TOKENS), Whole] = 16  # OpenAI's default; a chat has none
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS), Whole] = Field(
         None, description="report log-probabilities of each token and of this many of the likeliest"
     )
-    echo: bool = Field(False, description="put the prompt before the answer")
+    echo: bool = Field(False, description="put the prompt before the answer, and its tokens into logprobs")
     best_of: Any = Field(None, description="must equal n")
 
     def request(self) -> CompletionRequest:
@@ -264,8 +278,8 @@ class CompletionBody(GenerationBody):
         if len(self.prompt) * self.n > MAX_PROMPTS:
             most = MAX_PROMPTS // len(self.prompt)
             raise InvalidRequest(f"n must be at most {most} for {len(self.prompt)} prompts.", param="n")
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequest("echo does not go with logprobs: a prompt's tokens have none here.", param="echo")
+        if self.echo and self.logprobs is not None and self.prompt_ref is not None:
+            raise told_reference("echo with logprobs", "echo")
         return CompletionRequest(
             prompts=self.prompt, max_tokens=self.max_tokens, logprobs=self.logprobs, echo=self.echo, **self.common()
         )

@@ -17,6 +17,8 @@ from serve_app.api.format import (
     Choice,
     ErrorAnswer,
     FinishReason,
+    RankedPrompt,
+    RankedToken,
     ShownToken,
     ToldToken,
     Usage,
@@ -73,17 +75,39 @@ def completion_logprobs(tokens: Sequence[ToldToken]) -> dict[str, Any]:
     """Return the ``logprobs`` of a completion's choice or chunk. A token is always among its own top tokens."""
     return {
         "text_offset": [told.offset for told in tokens],
-        "token_logprobs": [max(told.token.logprob, LEAST) for told in tokens],
+        "token_logprobs": [_least(told.token.logprob) for told in tokens],
         "tokens": [_name(told.token.raw) for told in tokens],
         "top_logprobs": [
-            {_name(shown.raw): max(shown.logprob, LEAST) for shown in (told.token, *told.top)} for told in tokens
+            None
+            if told.token.logprob is None
+            else {_name(shown.raw): _least(shown.logprob) for shown in (told.token, *told.top)}
+            for told in tokens
         ],
     }
 
 
+def prompt_logprobs(prompt: RankedPrompt | None) -> list[dict[str, Any] | None] | None:
+    """Return a prompt's tokens in vLLM's shape: null for the first, then each place's tokens by id."""
+    if prompt is None:
+        return None
+    return [None, *({str(token.token_id): _ranked(token) for token in place} for place in prompt)]
+
+
+def _ranked(token: RankedToken) -> dict[str, Any]:
+    return {
+        "logprob": _least(token.logprob),
+        "rank": token.rank,
+        "decoded_token": token.raw.decode(errors="replace"),
+    }
+
+
+def _least(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, LEAST)
+
+
 def _shown(token: ShownToken) -> dict[str, Any]:
     text = token.raw.decode(errors="replace")
-    return {"token": text, "bytes": list(token.raw), "logprob": max(token.logprob, LEAST)}
+    return {"token": text, "bytes": list(token.raw), "logprob": _least(token.logprob)}
 
 
 def _name(raw: bytes) -> str:
@@ -118,13 +142,17 @@ class _Chunks(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OpenAiFormat:
-    """Chat completions or (legacy) completions; an ``AnswerFormat``. ``content``: a whole choice's own field."""
+    """Chat completions or (legacy) completions; an ``AnswerFormat``. ``content``: a whole choice's own fields.
+
+    ``common``: fields of the whole answer from its first choice.
+    """
 
     prefix: str
     kind: str
     streamed_kind: str
     content: Callable[[Choice], dict[str, Any]]
     chunks: _Chunks
+    common: Callable[[Choice], dict[str, Any]] = lambda _: {}
 
     def whole(self, head: AnswerHead, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """Return the body of an answer that is not streamed."""
@@ -137,7 +165,8 @@ class OpenAiFormat:
             }
             for index, choice in enumerate(choices)
         ]
-        return {**_head(self.prefix, self.kind, head), "choices": shown, "usage": _usage(usage)}
+        common = self.common(choices[0])
+        return {**_head(self.prefix, self.kind, head), "choices": shown, "usage": _usage(usage), **common}
 
     def stream(self, head: AnswerHead) -> AnswerStream:
         """Begin an answer in chunks; the first chunk of each choice of a chat has its role."""
@@ -152,12 +181,13 @@ CHAT = OpenAiFormat(
     "chat.completion.chunk",
     lambda choice: {"message": _message(choice)},
     _Chunks(b'"delta":{"role":"assistant","content":""}', b'"delta":{"content":%b}', b'"delta":{}', chat_logprobs),
+    lambda choice: {"prompt_logprobs": prompt_logprobs(choice.prompt)},
 )
 COMPLETION = OpenAiFormat(
     "cmpl",
     "text_completion",
     "text_completion",
-    lambda choice: {"text": choice.text},
+    lambda choice: {"text": choice.text, "prompt_logprobs": prompt_logprobs(choice.prompt)},
     _Chunks(b"", b'"text":%b', b'"text":""', completion_logprobs),
 )
 

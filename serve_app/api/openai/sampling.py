@@ -20,7 +20,6 @@ MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
 
 REFUSED: Refused = {
-    "prompt_logprobs": (),
     "length_penalty": (1,),
     "use_beam_search": (False,),
     "guided_json": (),

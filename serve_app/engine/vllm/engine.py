@@ -29,6 +29,7 @@ from serve_app.engine.protocol import (
     FinishReason,
     FirstToken,
     OutputSink,
+    prompt_outputs,
 )
 from serve_app.engine.scheduling.sequence import check_request
 from serve_app.engine.settings import STALL_AFTER_S
@@ -117,7 +118,7 @@ class VllmEngine:
         choice = choice_of(request, f"{self._endpoints.directory}/failed-{id(request):x}-{time.monotonic_ns():x}")
         ids = np.ascontiguousarray(request.token_ids, dtype=np.int32)
         chain = request.block_hashes or extend_chain(request.root, request.scope.public_blocks, ids, size)
-        known = self._pool.hit(chain, (len(ids) - 1) // size) * size
+        known = self._pool.hit(chain, (len(ids) - 1) // size) * size if request.reads_kv else 0
         self.transfer.note_owner(request.root, request.scope, request.tenant)
         if request.remote_kv is not None:
             known = max(known, request.remote_kv.tokens)
@@ -265,8 +266,12 @@ class VllmEngine:
         if (failure := Path(live.choice.failure_file)).exists():
             self._end(live, "error", error=failure.read_text())
             return
+        for told in prompt_outputs(request.request_id, part.prompt_logprobs):
+            self._outbox.add(live.sink, told)
         ids = part.token_ids if sampling.max_tokens else ()
         reason = _REASONS.get(part.finish_reason, "error")
+        if reason == "stop" and not sampling.max_tokens:
+            reason = "length"
         self._meters.generation_tokens += len(ids)
         if reason == "stop" and ids and ids[-1] not in sampling.shown_stop_token_ids:
             ids = ids[:-1]

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -38,10 +38,14 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """A request's output of some steps. ``finish_reason``: vLLM's, "" while it continues; ``queue_s``: time queued."""
+    """A request's output of some steps. ``finish_reason``: vLLM's, "" while it continues; ``queue_s``: time queued.
+
+    ``prompt_logprobs``: of the whole prompt without its first token, in the first output if requested.
+    """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
+    prompt_logprobs: tuple[TokenLogprob, ...]
     finish_reason: str
     cached_tokens: int
     queue_s: float
@@ -126,7 +130,7 @@ class VllmFrontend:
         prompt = tokens_input(token_ids, cache_salt=salt)
         self._clock.asked(time.monotonic())
         async for output in self.llm.generate(prompt, params, request_id, lora_request=lora, priority=priority):
-            yield _generated(output, params.logprobs)
+            yield _generated(output, params.logprobs, params.prompt_logprobs, token_ids)
 
     async def add_lora(self, name: str, number: int, path: str) -> Any:
         """Load an adapter; return it for ``generate``. Raises vLLM's own errors, or ValueError."""
@@ -170,17 +174,28 @@ class VllmFrontend:
         return ModelFacts(model.get_vocab_size(), model.max_model_len, config.cache_config.num_gpu_blocks - 1, states)
 
 
-def _generated(output: Any, logprobs: int | None) -> Generated:
+def _generated(output: Any, logprobs: int | None, prompt_logprobs: int | None, prompt: list[int]) -> Generated:
     part, metrics = output.outputs[0], output.metrics
     ids = tuple(part.token_ids)
     return Generated(
         ids,
         () if logprobs is None else tuple(map(partial(_logprob, logprobs), ids, part.logprobs or ())),
+        _prompt_logprobs(prompt_logprobs, prompt, output.prompt_logprobs or ()),
         part.finish_reason or "",
         output.num_cached_tokens or 0,
         max(0.0, metrics.scheduled_ts - metrics.queued_ts) if metrics is not None else 0.0,
         metrics.num_preemptions if metrics is not None else 0,
     )
+
+
+def _prompt_logprobs(
+    most: int | None, prompt: list[int], told: Sequence[Mapping[int, Any] | None]
+) -> tuple[TokenLogprob, ...]:
+    """Return the log-probabilities of a prompt's tokens; vLLM has none for the first."""
+    if most is None:
+        return ()
+    pairs = ((token, by_id) for token, by_id in zip(prompt, told, strict=False) if by_id is not None)
+    return tuple(_logprob(most, token, by_id)._replace(rank=by_id[token].rank) for token, by_id in pairs)
 
 
 def _logprob(most: int, token: int, by_id: Mapping[int, Any]) -> TokenLogprob:

@@ -6,11 +6,11 @@ from typing import TypeVar
 
 import msgspec
 
-from serve_app.api.format import Choice, FinishReason, ToldToken
-from serve_app.api.request import ChatRequest, GenerateRequest, ToolUse
+from serve_app.api.format import Choice, FinishReason, RankedPrompt, ToldToken
+from serve_app.api.request import ChatRequest, CompletionRequest, GenerateRequest, ToolUse
 from serve_app.api.tool_calls import CallArguments, CallBegun, CallEnded, CallEvent, ToolCall
 from serve_app.errors import InvalidRequest
-from serve_app.generation.answer import ChoiceReader, Piece, SplitPiece, in_pieces
+from serve_app.generation.answer import ChoiceReader, Piece, PromptTokens, SplitPiece, in_pieces
 from serve_app.generation.generation import Generation
 from serve_app.generation.reasoning import REASONING_TAGS, ReasoningReader, Tags, find_reasoning_tags, grammar_after
 from serve_app.generation.tool_calls.allowed import AllowedCalls
@@ -110,9 +110,22 @@ class AnswerReaders:
                 split = AllowedCalls(split, use.allowed)
             if tags is not None and isinstance(request, ChatRequest):
                 split = ReasoningReader(tags, opened=tags.opened_by(*self._ends_of(request, generation)), rest=split)
-            return ChoiceReader(index, generation, decoder, request.stop, split, include_stop=include_stop)
+            prompt = self._prompt_tokens(request, generation) if request.told_prompt is not None else None
+            return ChoiceReader(
+                index, generation, decoder, request.stop, split, include_stop=include_stop, prompt=prompt
+            )
 
         return reader
+
+    def _prompt_tokens(self, request: GenerateRequest, generation: Generation) -> PromptTokens:
+        """Return the collector of what a request wants to know about its prompt's tokens."""
+        return PromptTokens(
+            generation.token_ids.tolist(),
+            self._tokenizer.texts,
+            echo_tops=request.told_echo if isinstance(request, CompletionRequest) else None,
+            tops=request.prompt_logprobs,
+            chars=len(generation.echo),
+        )
 
     def _ends_of(self, request: ChatRequest, generation: Generation) -> tuple[str, str]:
         """Return the end of a prompt's text, and the text of the answer that it continues, "" for none."""
@@ -193,10 +206,12 @@ class WholeChoice:
         self._arguments: list[str] = []
         self._reason: FinishReason = "length"
         self._stop_sequence = ""
+        self._prompt: RankedPrompt | None = None
 
     def add(self, piece: Piece) -> None:
         """Add the next piece."""
         self._texts.append(piece.text)
+        self._prompt = piece.prompt if piece.prompt is not None else self._prompt
         self._reasoning.append(piece.reasoning)
         if self._told is not None:
             self._told.extend(piece.logprobs)
@@ -215,7 +230,7 @@ class WholeChoice:
         reason: FinishReason = "stop" if self._reason == "tool_calls" and not self._calls else self._reason
         told = None if self._told is None else tuple(self._told)
         text, reasoning = "".join(self._texts), "".join(self._reasoning)
-        return Choice(text, reason, tuple(self._calls), told, self._stop_sequence, reasoning)
+        return Choice(text, reason, tuple(self._calls), told, self._stop_sequence, reasoning, self._prompt)
 
     def _end(self, event: CallEnded) -> None:
         arguments = "".join(self._arguments)

@@ -1,11 +1,14 @@
 """`warmpath infer`: OpenAI's batch files, answered in this process."""
 
+import itertools
 import json
 import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 from serve_app.batch.batch_file import read_batch_file
@@ -156,3 +159,63 @@ def test_a_byte_order_mark_is_no_part_of_the_first_request(tmp_path: Path) -> No
     file = tmp_path / "in.jsonl"
     file.write_text(chat("a", "Hi") + "\n" + chat("b", "Ho"), encoding="utf-8-sig")
     assert [request.custom_id for request in read_batch_file(file)] == ["a", "b"]
+
+
+def test_prompts_are_scored_as_transformers_does(runner: Runner) -> None:
+    """Echo with logprobs, as evaluation programs ask, and vLLM's prompt_logprobs; cached blocks change nothing.
+
+    The number of tokens is the prompt's and max_tokens, also where the answer ends at once: such programs count on it.
+    """
+    words = [list(range(300, 340)), list(range(300, 320)) + list(range(700, 712))]
+    end = json.loads((runner.model / "config.json").read_text())["eos_token_id"]
+    scored = {"prompt": words, "echo": True, "logprobs": 2, "temperature": 0}
+    lines = (
+        line("warms", COMPLETION, prompt=words, max_tokens=2),
+        line("nothing", COMPLETION, **scored, max_tokens=0),
+        line("one", COMPLETION, **scored, max_tokens=1),
+        line("end", COMPLETION, **scored, max_tokens=1, logit_bias={str(end): 100}),
+        line("listed", COMPLETION, prompt=words, max_tokens=0, prompt_logprobs=1, logprobs=0),
+        line("text", COMPLETION, prompt="one two three", max_tokens=3, echo=True, logprobs=0),
+        chat("chat", "one two three", prompt_logprobs=1),
+        line("reference", COMPLETION, prompt="a", prompt_ref="a@1", echo=True, logprobs=0),
+    )
+    result, responses = runner.run(*lines, flags="--set max_num_seqs=1")
+    assert responses["reference"]["body"]["error"]["param"] == "echo"
+    assert "7 of 8 requests answered" in said(result), result.output
+    assert set(map(cached, (responses[name] for name in responses.keys() - {"warms", "reference"}))) == {0}
+    model = AutoModelForCausalLM.from_pretrained(runner.model, dtype=torch.float32)
+    for at, ids in enumerate(words):
+        with torch.inference_mode():
+            plain = torch.log_softmax(model(torch.tensor([ids])).logits[0, :-1], dim=-1)
+        expected = plain[range(len(ids) - 1), ids[1:]].tolist()
+        best = plain.max(dim=-1)
+        for name, more in (("nothing", 0), ("one", 1), ("end", 1)):
+            choice = responses[name]["body"]["choices"][at]
+            told = choice["logprobs"]
+            lengths = {len(told[field]) for field in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
+            assert lengths == {len(ids) + more}, name
+            assert (told["token_logprobs"][0], told["top_logprobs"][0]) == (None, None)
+            assert told["token_logprobs"][1 : len(ids)] == pytest.approx(expected, abs=1e-3)
+            tops = [max(top.values()) for top in told["top_logprobs"][1 : len(ids)]]
+            assert tops == pytest.approx(best.values.tolist(), abs=1e-3)
+            assert choice["text"].startswith("".join(told["tokens"][: len(ids)]))
+        listed = responses["listed"]["body"]["choices"][at]
+        assert (listed["text"], listed["finish_reason"], listed["logprobs"]["tokens"]) == ("", "length", [])
+        first, *rest = listed["prompt_logprobs"]
+        assert first is None
+        assert [place[str(token)]["logprob"] for place, token in zip(rest, ids[1:], strict=True)] == pytest.approx(
+            expected, abs=1e-3
+        )
+        for place, token, likeliest in zip(rest, ids[1:], best.indices.tolist(), strict=True):
+            assert place.keys() == {str(token), str(likeliest)}
+            assert place[str(likeliest)]["rank"] == 1
+    counts = {name: responses[name]["body"]["usage"]["completion_tokens"] for name in ("nothing", "one", "end")}
+    assert counts == {"nothing": 0, "one": 2, "end": 2}
+    assert [choice["finish_reason"] for choice in responses["end"]["body"]["choices"]] == ["stop"] * 2
+    assert {choice["finish_reason"] for choice in responses["nothing"]["body"]["choices"]} == {"length"}
+    text = responses["text"]["body"]["choices"][0]
+    starts = [*text["logprobs"]["text_offset"], len(text["text"])]
+    assert [text["text"][a:b] for a, b in itertools.pairwise(starts)] == text["logprobs"]["tokens"]
+    body = responses["chat"]["body"]
+    assert body["prompt_logprobs"][0] is None
+    assert len(body["prompt_logprobs"]) == body["usage"]["prompt_tokens"]

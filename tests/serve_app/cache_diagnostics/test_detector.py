@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -81,6 +82,8 @@ def test_hits_and_requests_that_leave_nothing_are_not_explained() -> None:
     asked = bench.run((kept, len(REST) - 16), (kept, 0), (left_out, 0), (generation("Private. " + REST), 0))
     assert reasons(asked) == [None, "evicted", None, "text"]
     assert bench.counted[0] == ("a", "evicted", len(REST))
+    anew = replace(kept, sampling=replace(kept.sampling, prompt_logprobs=0))
+    assert reasons(bench.run((anew, 0))) == [None], "it could not have read the cache"
     assert not is_miss(63, 0) and is_miss(64, 0)
     assert not is_miss(10_000, 9_000) and is_miss(10_000, 8_000)
 

@@ -130,13 +130,13 @@ def run(
     max_tokens: int = 6,
     public_blocks: int = 0,
     deadline_s: float = math.inf,
-    shown_stop_token_ids: tuple[int, ...] = (),
+    **sampling: Any,
 ) -> list[Tokens]:
     """Dispatch one generation and return all of its tokens; nothing stays reserved, however it ends."""
 
     async def collect() -> list[Tokens]:
         asked = replace(generation(max_tokens, public_blocks), deadline_s=deadline_s)
-        asked = replace(asked, sampling=replace(asked.sampling, shown_stop_token_ids=shown_stop_token_ids))
+        asked = replace(asked, sampling=replace(asked.sampling, **sampling))
         return [tokens async for tokens in handle.dispatcher.generate(asked)]
 
     try:

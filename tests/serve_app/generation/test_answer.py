@@ -19,7 +19,15 @@ from serve_app.engine.protocol import FirstToken, SamplingParams, TokenLogprob, 
 from serve_app.errors import GenerationFailed
 from serve_app.fairness.shares import Budget, Shares
 from serve_app.fairness.waiting_line import WaitingLine
-from serve_app.generation.answer import STARTED_AT_ONCE, ChoiceReader, Piece, PieceSink, answer_pieces, choice_pieces
+from serve_app.generation.answer import (
+    STARTED_AT_ONCE,
+    ChoiceReader,
+    Piece,
+    PieceSink,
+    PromptTokens,
+    answer_pieces,
+    choice_pieces,
+)
 from serve_app.generation.generation import Generation, TakeTokens, Tokens
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.serve_app.generation.fake_replicas import generation
@@ -204,3 +212,44 @@ def test_a_tokens_bytes_are_shown_in_every_vocabulary(tokenizer: PromptTokenizer
     decoder = tokenizer.decoder()
     assert decoder.shown_bytes(2) == b"<|im_end|>"
     assert decoder.shown_bytes(10**6) == b""
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    text=st.text(min_size=1, max_size=30),
+    sizes=st.lists(st.integers(1, 7), max_size=25),
+    answer=st.lists(st.integers(3, 4095), max_size=6),
+    echo=st.booleans(),
+)
+def test_a_prompts_tokens_go_before_the_answers_in_parts_of_any_size(
+    tokenizer: PromptTokenizer, text: str, sizes: list[int], answer: list[int], echo: bool
+) -> None:
+    """All in the first piece; the offsets of an echo's tokens, and of the answer behind it, are places in the text."""
+    prompt = tokenizer.encode(text, b"r" * 16).token_ids.tolist()
+    wanted = replace(generation(), sampling=SamplingParams(99, logprobs=1), echo=text if echo else "")
+    told = PromptTokens(prompt, tokenizer.texts, echo_tops=1 if echo else None, tops=2, chars=len(wanted.echo))
+    reader = ChoiceReader(0, wanted, tokenizer.decoder(), prompt=told)
+    left = [TokenLogprob(-float(token), ((5, -1.0), (6, -2.0), (7, -3.0)), 4) for token in prompt[1:]]
+    for size in [*sizes, len(left)]:
+        part, left = tuple(left[:size]), left[size:]
+        if part:
+            assert reader.read(Tokens((), prompt_logprobs=part)) == []
+    logprobs = tuple(TokenLogprob(-0.5, ((token, -0.5),)) for token in answer)
+    (piece,) = reader.read(Tokens(tuple(answer), FirstToken(0), "length", logprobs))
+    assert piece.text == wanted.echo + tokenizer.decode(answer)
+    assert piece.prompt is not None
+    assert [place[0] for place in piece.prompt] == [
+        (token, tokenizer.texts.shown_bytes(token), -float(token), 4) for token in prompt[1:]
+    ]
+    ranks = [[(one.token_id, one.rank) for one in place[1:]] for place in piece.prompt]
+    assert ranks == [[pair for pair in ((5, 1), (6, 2)) if pair[0] != token] for token in prompt[1:]]
+    echoed = piece.logprobs[: len(prompt)] if echo else ()
+    assert len(piece.logprobs) == len(echoed) + len(answer)
+    if echo:
+        assert [one.token.logprob for one in echoed] == [None, *(-float(token) for token in prompt[1:])]
+        assert [[other.logprob for other in one.top] for one in echoed[1:]] == [[-1.0]] * (len(prompt) - 1)
+        raw = b"".join(one.token.raw for one in echoed)
+        assert raw.decode() == text
+        before = [b"".join(one.token.raw for one in echoed[:at]) for at in range(len(echoed))]
+        assert [one.offset for one in echoed] == [len(start.decode(errors="ignore")) for start in before]
+    assert all(one.offset >= len(wanted.echo) for one in piece.logprobs[len(echoed) :])

@@ -13,7 +13,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 from router.protocol.block_hash import extend_chain
 from router.protocol.events import LoadReport
 from router.protocol.request import RoutedRequest
-from serve_app.engine.protocol import FirstToken
+from serve_app.engine.protocol import FirstToken, TokenLogprob
 from serve_app.errors import ContextLengthExceeded, GenerationFailed, Overloaded
 from serve_app.generation.dispatch import MAX_ATTEMPTS
 from serve_app.generation.generation import Tokens
@@ -184,3 +184,40 @@ def test_refusals_and_faults_become_client_errors(chunks: Chunks, error: type[Ex
         run(handle)
     assert "secret" not in str(caught.value)
     assert len(handle.calls) == 1
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 6])
+@pytest.mark.parametrize("before", [0, 3, 9])
+def test_a_lost_replicas_part_of_a_prompts_logprobs_is_not_told_again(before: int, max_tokens: int) -> None:
+    """The next replica tells all of them, from which the rest is taken; none at all once the answer has begun."""
+    told = tuple(TokenLogprob(-float(token)) for token in range(1, 10))
+
+    async def tells(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
+        assert not route.reads_kv
+        for at in range(0, len(told), 2):
+            yield wire.GenerateChunk(prompt_logprobs=told[at : at + 2])
+        if call.request.sampling.max_tokens:
+            async for chunk in answer(call, route, replica):
+                yield chunk
+        else:
+            yield wire.GenerateChunk((), replica, FirstToken(0), "length")
+
+    async def breaks(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
+        if before:
+            yield wire.GenerateChunk(prompt_logprobs=told[:before])
+
+    handle = FakeHandle(at_first(1, breaks, tells))
+    got = run(handle, max_tokens, prompt_logprobs=0)
+    assert tuple(one for tokens in got for one in tokens.prompt_logprobs) == told
+    assert ids(got) == whole(max_tokens)
+    assert (got[-1].finish_reason, len(handle.calls)) == ("length", 2)
+    assert len([tokens for tokens in got if tokens.first is not None]) == 1
+
+
+def test_an_answer_that_goes_on_elsewhere_asks_for_no_logprobs_of_its_prompt() -> None:
+    """They are told before its first token, and its own tokens in the prompt are none of the client's."""
+    handle = FakeHandle(lost_once(2))
+    run(handle, prompt_logprobs=3)
+    (first, its_route), (second, route) = handle.calls
+    assert [call.request.sampling.prompt_logprobs for call in (first, second)] == [3, None]
+    assert (its_route.reads_kv, route.reads_kv) == (False, True)

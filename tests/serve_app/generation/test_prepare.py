@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -298,7 +299,8 @@ def test_rules_that_this_model_cannot_follow_are_a_400(preparer: Preparer, field
     "fields",
     [
         {"presence_penalty": 1.0}, {"frequency_penalty": 1.0}, {"repetition_penalty": 1.1}, {"logit_bias": ((1, 1.0),)},
-        {"min_p": 0.1}, {"bad_words": ("a",)}, {"logprobs": 0}, {"grammar": Grammar.json_object("response_format")},
+        {"min_p": 0.1}, {"bad_words": ("a",)}, {"logprobs": 0}, {"prompt_logprobs": 0},
+        {"grammar": Grammar.json_object("response_format")},
     ],
     ids=str,
 )  # fmt: skip
@@ -324,6 +326,36 @@ def test_an_echo_is_the_prompt_as_text_and_the_last_message_can_be_continued(
     )
     text = tokenizer._backend.decode(went_on.token_ids.tolist(), skip_special_tokens=False)
     assert text.endswith("\nThe answer")
+
+
+def test_log_probabilities_of_prompts_are_computed_where_they_are_shown(preparer: Preparer) -> None:
+    """In each choice of a completion and once in a chat, without cached blocks; an echo counts the end token too."""
+    scored = CompletionRequest(model="demo", prompts=("Alpha", "Beta"), n=2, max_tokens=1, echo=True, logprobs=3)
+    found = asyncio.run(preparer.prepare(scored, Tenant("default"), "id"))
+    assert [one.sampling.prompt_logprobs for one in found] == [3] * 4
+    assert not any(one.reads_kv or route_of(one).reads_kv for one in found)
+    ends = found[0].sampling.stop_token_ids
+    assert ends
+    assert found[0].sampling.shown_stop_token_ids == ends, "the answer has the token that a program expects"
+    quiet = asyncio.run(preparer.prepare(replace(scored, echo=False), Tenant("default"), "id"))[0]
+    assert (quiet.sampling.shown_stop_token_ids, quiet.reads_kv, route_of(quiet).reads_kv) == ((), True, True)
+    asked = ChatRequest(model="demo", messages=({"role": "user", "content": "Hi"},), n=3, prompt_logprobs=2)
+    found = asyncio.run(preparer.prepare(asked, Tenant("default"), "id"))
+    assert [one.sampling.prompt_logprobs for one in found] == [2, None, None]
+
+
+def test_log_probabilities_of_prompts_in_one_answer_are_bounded(
+    preparer: Preparer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are 1 + N for each token of each choice."""
+    asked = CompletionRequest(model="demo", prompts=((5,) * 40, (6,) * 10), n=2, max_tokens=0, prompt_logprobs=4)
+    monkeypatch.setattr("serve_app.generation.rules.MAX_TOLD", 500)
+    assert len(asyncio.run(preparer.prepare(asked, Tenant("default"), "id"))) == 4
+    monkeypatch.setattr("serve_app.generation.rules.MAX_TOLD", 499)
+    for wanted in (asked, replace(asked, prompt_logprobs=None, echo=True, logprobs=4)):
+        with pytest.raises(InvalidRequest, match="at most 499") as caught:
+            asyncio.run(preparer.prepare(wanted, Tenant("default"), "id"))
+        assert caught.value.param == ("logprobs" if wanted.echo else "prompt_logprobs")
 
 
 def test_choices_have_seeds_of_their_own(preparer: Preparer) -> None:

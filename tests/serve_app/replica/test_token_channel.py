@@ -8,10 +8,10 @@ import pytest
 import zmq
 from msgspec import structs
 
-from serve_app.engine.protocol import FirstToken
+from serve_app.engine.protocol import EngineOutput, FirstToken, TokenLogprob
 from serve_app.replica import token_channel
 from serve_app.replica.messages import GenerateChunk, ReplyTo
-from serve_app.replica.token_channel import Arrivals, TokenReceiver, TokenSender
+from serve_app.replica.token_channel import Arrivals, TokenReceiver, TokenSender, TokenStream
 
 pytestmark = pytest.mark.anyio
 
@@ -89,6 +89,43 @@ def test_pending_chunks_are_taken_together_up_to_a_gap() -> None:
     assert arrivals.take() == GenerateChunk((0, 1, 2), "me", FirstToken(16), finish_reason="length")
     arrivals.add(GenerateChunk((4,), seq=4))
     assert (arrivals.take(), arrivals.received) == (None, 3)
+
+
+def test_a_prompts_logprobs_come_before_the_first_token_and_are_taken_with_it() -> None:
+    arrivals, told = Arrivals(), [(TokenLogprob(-1.0, ((3, -1.0),), 1),), (TokenLogprob(-2.0),)]
+    for seq, part in enumerate(told):
+        arrivals.add(GenerateChunk(prompt_logprobs=part, seq=seq))
+    arrivals.add(GenerateChunk((5,), "me", FirstToken(0), seq=2))
+    arrivals.add(GenerateChunk((6,), finish_reason="length", seq=3))
+    taken = arrivals.take()
+    assert taken is not None
+    assert (taken.prompt_logprobs, taken.first, taken.replica_id) == (told[0] + told[1], FirstToken(0), "me")
+    assert (taken.token_ids, taken.finish_reason) == ((5, 6), "length")
+
+
+def test_a_prompts_logprobs_are_not_held_back() -> None:
+    """Nor do they hold back the first token, which no output may join."""
+    stream = TokenStream(interval_s=1000.0)
+    told = EngineOutput("r", prompt_logprobs=(TokenLogprob(-1.0),))
+    first = EngineOutput("r", (5,), first=FirstToken(0))
+    assert [stream.push(told), stream.push(told), stream.push(first)] == [told, told, first]
+    assert stream.push(EngineOutput("r", (6,))) is None
+
+
+async def test_many_prompts_logprobs_go_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A larger message would end the connection."""
+    monkeypatch.setattr(token_channel, "MAX_MESSAGE_BYTES", 4000)
+    told = tuple(TokenLogprob(-float(i)) for i in range(100))
+    async with both_ends() as (receiver, sender):
+        with receiver.inbox.arrivals("a") as first, receiver.inbox.arrivals("b") as second:
+            chunks = [(call, GenerateChunk(prompt_logprobs=told, seq=seq)) for seq in range(20) for call in "ab"]
+            assert len(token_channel._encode(chunks)) > 30_000
+            assert sender.send(receiver.inbox.reply_to, chunks)
+            for arrivals in (first, second):
+                got: list[TokenLogprob] = []
+                while len(got) < 2000:
+                    got += (await next_of(arrivals)).prompt_logprobs
+                assert got == [*told] * 20
 
 
 async def test_noise_harms_nobody() -> None:

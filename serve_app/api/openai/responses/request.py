@@ -137,6 +137,7 @@ class ResponsesBody(GenerationBody):
     bounded: ClassVar[Mapping[str, int]] = {**BOUNDED, "input": 1 << 17, "tools": MAX_TOOL_VALUES, "text": 1 << 14}
     refused: ClassVar[Refused] = {
         **REFUSED,
+        "prompt_logprobs": (),
         "response_format": (_NO_FORMAT,),
         "conversation": (),
         "background": (False,),

@@ -91,6 +91,7 @@ def vllm_sampling(sampling: SamplingParams, choice: TokenChoice, told: Mapping[s
         "ignore_eos": True,
         "detokenize": False,
         "logprobs": sampling.logprobs,
+        "prompt_logprobs": sampling.prompt_logprobs,  # vLLM then reads no cached blocks
         "extra_args": {**choice.to_extra_args(), **told},
     }
 

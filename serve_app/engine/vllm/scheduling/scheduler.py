@@ -9,12 +9,13 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from serve_app.engine.runner.prompt_logprobs import LEAST_ROWS
 from serve_app.engine.step import ceil_div
 from serve_app.engine.vllm.sampling.rows import drafts_wanted, late_checks
 from serve_app.engine.vllm.scheduling.free_queue import TenantFreeQueue
 from serve_app.engine.vllm.scheduling.hooks import check_hooks
 from serve_app.engine.vllm.scheduling.scoped_blocks import ScopedBlocks
-from serve_app.engine.vllm.scheduling.tenant import shares_of, tenant_of
+from serve_app.engine.vllm.scheduling.tenant import shares_of, tells_prompt, tenant_of
 from serve_app.engine.vllm.scheduling.turns import Need, Plan, TenantTurns
 from serve_app.engine.vllm.scheduling.waiting_line import WaitingLine
 
@@ -91,6 +92,8 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
         """Return how many tokens of a request the step computes: vLLM calls this right before it allocates blocks."""
         self._pool_queue.taker = tenant_of(request)
         most = self._plan.limits.get(request.request_id, num_new_tokens)
+        if tells_prompt(request):  # vLLM makes logits of all these tokens at once
+            most = min(most, max(LEAST_ROWS, self.max_num_running_reqs))
         if num_computed_tokens + num_new_tokens > request.num_tokens:
             most = num_new_tokens  # a prompt's last token, padded for drafts: vLLM needs all of it or nothing
         elif 0 < most < num_new_tokens and self.need_mamba_block_aligned_split:

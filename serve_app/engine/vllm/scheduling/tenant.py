@@ -60,6 +60,12 @@ def stores_kv(request: Any) -> bool:
     return not _extra_args(request).get(_NOT_STORED, False)
 
 
+def tells_prompt(request: Any) -> bool:
+    """Return whether vLLM's request asks for the log-probabilities of its prompt's tokens."""
+    params = request.sampling_params
+    return params is not None and params.prompt_logprobs is not None
+
+
 def shares_of(request: Any) -> Mapping[str, float] | None:
     """Return the weights that vLLM's request sets; None if it sets none."""
     return _extra_args(request).get(_SHARES)

@@ -242,7 +242,7 @@ def test_an_error_explains_the_allowed_values_of_a_field() -> None:
 
 
 REFUSED: dict[str, tuple[Any, Any]] = {
-    "prompt_logprobs": (1, None), "use_beam_search": (True, False), "length_penalty": (2, 1), "functions": ([{}], []),
+    "use_beam_search": (True, False), "length_penalty": (2, 1), "functions": ([{}], []),
     "modalities": (["text", "audio"], ["text"]), "audio": ({}, None), "guided_json": ({}, None),
 }  # fmt: skip
 """By field: a value that would change the answer, and one without effect."""
@@ -260,20 +260,41 @@ def test_unsupported_fields_that_change_the_answer_are_refused_by_name(field: st
 
 WRONG_COMPLETIONS: dict[str, list[Any]] = {
     "prompt": ["", [], 5, [""], [[]], ["a", 1], [1, "a"], [True], [-1], [2**31], [[1], [None]], ["a"] * 129],
-    "logprobs": [21, True], "echo": [1], "suffix": ["x"], "best_of": [2],
+    "logprobs": [21, True], "max_tokens": [-1], "prompt_logprobs": [-1, 21, True, [1]], "echo": [1], "suffix": ["x"],
+    "best_of": [2],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("field", WRONG_COMPLETIONS)
 def test_unsupported_fields_of_completions_are_a_400(field: str) -> None:
-    """``best_of`` equal to ``n`` has no effect; echo excludes logprobs, because a prompt's tokens have none."""
+    """``best_of`` equal to ``n`` has no effect."""
     for value in WRONG_COMPLETIONS[field]:
         assert_refused(complete, {field: value}, field)
     with pytest.raises(InvalidRequest, match="at most 14 for 9 prompts"):
         complete(prompt=["a"] * 9, n=16)
-    with pytest.raises(InvalidRequest, match="echo"):
-        complete(echo=True, logprobs=0)
     assert complete(echo=False, suffix="", best_of=16, n=16, prompt=["a"] * 8).n == 16
+
+
+def test_a_prompts_logprobs_are_asked_for_by_themselves_or_by_an_echo() -> None:
+    """A registered prompt's text is not told, and a stream has no place for the list: vLLM ignores 0 there."""
+    assert (chat(prompt_logprobs=3).told_prompt, complete(prompt_logprobs=0).told_prompt) == (3, 0)
+    assert chat(logprobs=True, top_logprobs=2).told_prompt is None
+    scored = complete(echo=True, logprobs=1, max_tokens=0, prompt=[[1, 2], [3]])
+    assert (scored.told_echo, scored.told_prompt, scored.prompt_logprobs, scored.max_tokens) == (1, 1, None, 0)
+    assert complete(echo=True, logprobs=1, prompt_logprobs=5).told_prompt == 5
+    assert complete(echo=True, logprobs=4, prompt_logprobs=0).told_prompt == 4
+    assert complete(echo=True).told_prompt is complete(logprobs=2).told_prompt is None
+    for parse in (chat, complete):
+        with pytest.raises(InvalidRequest, match="does not go with stream") as caught:
+            parse(prompt_logprobs=1, stream=True)
+        assert caught.value.param == "prompt_logprobs"
+        quiet = parse(prompt_logprobs=0, stream=True)
+        assert (quiet.told_prompt, [one.name for one in quiet.unknown]) == (None, ["prompt_logprobs"])
+        with pytest.raises(InvalidRequest, match="registered prompt"):
+            parse(prompt_logprobs=0, prompt_ref="a@1")
+    with pytest.raises(InvalidRequest, match="registered prompt"):
+        complete(echo=True, logprobs=0, prompt_ref="a@1")
+    assert complete(echo=True, logprobs=0, stream=True).stream
 
 
 @pytest.mark.parametrize("kind", PARSERS)

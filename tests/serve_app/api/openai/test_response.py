@@ -15,7 +15,7 @@ from openai.types.responses import Response
 
 from serve_app import errors
 from serve_app.api import sse
-from serve_app.api.format import AnswerFormat, AnswerHead, Choice, ShownToken, ToldToken, Usage
+from serve_app.api.format import AnswerFormat, AnswerHead, Choice, RankedToken, ShownToken, ToldToken, Usage
 from serve_app.api.openai.response import CHAT, COMPLETION, DONE, OpenAiFormat, model_body, models_body, openai_error
 from serve_app.api.openai.responses.request import parse_response_request
 from serve_app.api.openai.responses.response import ResponsesFormat
@@ -42,7 +42,7 @@ def _client(status: int, content: bytes, content_type: str = "application/json")
 
 
 def test_whole_answers_are_the_sdks() -> None:
-    """They pass strict validation by the SDK's types, without extra fields, and always report cached tokens."""
+    """They pass strict validation by the SDK's types, and always report cached tokens; one field more is vLLM's."""
     chat = ChatCompletion.model_validate(json.loads(json.dumps(CHAT.whole(HEAD, CHOICES, USAGE))), strict=True)
     completion = Completion.model_validate(COMPLETION.whole(HEAD, CHOICES, USAGE), strict=True)
     told = [(one.message.content, one.finish_reason) for one in chat.choices]
@@ -55,7 +55,8 @@ def test_whole_answers_are_the_sdks() -> None:
             "prompt_tokens_details": {"cached_tokens": 16}, "completion_tokens_details": {"reasoning_tokens": 0},
         }  # fmt: skip
         for part in (answer, *answer.choices, answer.usage):
-            assert not part.model_extra
+            assert not any(part.model_extra.values())
+            assert part.model_extra.keys() <= {"prompt_logprobs"}
 
 
 @pytest.mark.parametrize("include_usage", [True, False])
@@ -130,6 +131,29 @@ def test_logprobs_of_a_completion_are_the_sdks() -> None:
         assert told.token_logprobs == [-0.5, -9999.0]
         assert told.text_offset == [0, 2]
         assert told.top_logprobs == [{"Hi": -0.5, "Ho": -1.5}, {"bytes:\\xe6\\x9c": -9999.0, " x": -0.1}]
+
+
+def test_a_prompts_logprobs_have_vllms_shape() -> None:
+    """A list that begins with null, then tokens by id; in each choice of a completion, once in a chat."""
+    own, other = RankedToken(7, b"\xe6\x9c", float("-inf"), 9), RankedToken(5, b" x", -0.25, 1)
+    choices = [Choice("Hi", "stop", prompt=((own, other), (other,))), Choice("Ho", "stop", prompt=())]
+    shown = {"logprob": -0.25, "rank": 1, "decoded_token": " x"}
+    first = [None, {"7": {"logprob": -9999.0, "rank": 9, "decoded_token": "\ufffd"}, "5": shown}, {"5": shown}]
+    completion = COMPLETION.whole(HEAD, choices, USAGE)
+    assert [choice["prompt_logprobs"] for choice in completion["choices"]] == [first, [None]]
+    assert "prompt_logprobs" not in completion
+    chat = CHAT.whole(HEAD, choices, USAGE)
+    assert chat["prompt_logprobs"] == first
+    assert not any("prompt_logprobs" in choice for choice in chat["choices"])
+    assert CHAT.whole(HEAD, CHOICES, USAGE)["prompt_logprobs"] is None
+
+
+def test_the_first_token_of_an_echo_has_no_logprob() -> None:
+    """OpenAI's legacy shape: null in both lists."""
+    begin = ToldToken(ShownToken(b"So", None), (), 0)
+    told = COMPLETION.whole(HEAD, [Choice("SoHi", "stop", logprobs=(begin, *TOLD))], USAGE)["choices"][0]["logprobs"]
+    assert told["tokens"][0] == "So"
+    assert (told["token_logprobs"][:2], told["top_logprobs"][:2]) == ([None, -0.5], [None, {"Hi": -0.5, "Ho": -1.5}])
 
 
 def test_logprobs_of_a_response_are_the_sdks() -> None:
