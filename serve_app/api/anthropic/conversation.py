@@ -215,5 +215,5 @@ def _call_id(value: Any, path: str) -> str:
 
 def _inner_control(content: Any) -> Any:
     """Return the last mark inside a tool's result: it holds at the result's end, as the prefix is the whole result."""
-    blocks = content if isinstance(content, list) else ()
+    blocks: list[Any] = content if isinstance(content, list) else []
     return next((block["cache_control"] for block in reversed(blocks) if block.get("cache_control")), None)

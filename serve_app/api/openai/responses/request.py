@@ -270,9 +270,7 @@ class ResponsesBody(GenerationBody):
             "service_tier": self.service_tier,
             "temperature": self.temperature,
             "text": {"format": self.text.format or _NO_FORMAT},
-            "tool_choice": self.tool_choice
-            if isinstance(self.tool_choice, str)
-            else self.tool_choice.model_dump(exclude_none=True),
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
             "tools": [tool.model_dump(include=_SHOWN.get(tool.type, {"type"})) for tool in self.tools],
             "top_logprobs": self.top_logprobs,
             "top_p": self.top_p,
