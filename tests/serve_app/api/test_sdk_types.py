@@ -61,7 +61,7 @@ def _said_in(body: Callable[..., dict[str, Any]], field: str, least: dict[str, A
     return body(**{field: [USER, {**least, "content": content}]})
 
 
-def _with_tools(choice: Any, tool: dict[str, str]) -> Any:
+def _with_tools(choice: Any, tool: dict[str, Any]) -> Any:
     """Return a choice with the tool in its list, for which the packages have no type."""
     if not isinstance(choice, dict):
         return choice
