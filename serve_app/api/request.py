@@ -33,9 +33,9 @@ class ToolUse:
         return bool(self.tools)
 
     @property
-    def names(self) -> frozenset[str]:
-        """The names of all tools."""
-        return frozenset(tool["function"]["name"] for tool in self.tools)
+    def schemas(self) -> dict[str, Any]:
+        """The schemas of the arguments of all tools, by name; None for a tool without."""
+        return {tool["function"]["name"]: tool["function"].get("parameters") for tool in self.tools}
 
 
 NO_TOOLS = ToolUse()

@@ -23,7 +23,8 @@ from serve_app.generation.answer import answer_pieces
 from serve_app.generation.generation import Generation, TakeTokens, Tokens
 from serve_app.generation.prepare import Limits, Preparer
 from serve_app.generation.request_usage import RequestUsage, save_warning
-from serve_app.generation.tool_calls.reader import AnswerReaders, WholeChoice
+from serve_app.generation.tool_calls.call_reader import WholeChoice
+from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.prompts.registry import Prompts
 from serve_app.replica.adapter_loader import ReplicaAdapters
 from serve_app.replica.engine_factory import make_engine

@@ -22,7 +22,7 @@ from serve_app.errors import GenerationFailed, WarmpathError
 from serve_app.fairness.waiting_line import Place
 from serve_app.generation.answer import Piece, PieceSink
 from serve_app.generation.request_usage import save_warning
-from serve_app.generation.tool_calls.reader import WholeChoice
+from serve_app.generation.tool_calls.call_reader import WholeChoice
 from serve_app.ingress.client_headers import Connection, connection_of
 from serve_app.ingress.conversation import Conversation
 from serve_app.ingress.drain import LAST_EVENT_S, Deadline

@@ -12,7 +12,8 @@ from serve_app.api.format import Choice
 from serve_app.api.openai.request import parse_chat
 from serve_app.engine.vllm import parsers
 from serve_app.generation.generation import Tokens
-from serve_app.generation.tool_calls.reader import AnswerReaders, WholeChoice
+from serve_app.generation.tool_calls.call_reader import WholeChoice
+from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.generation.tool_calls.vllm_reader import check_parser
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.serve_app.ingress.scripted import GENERATION

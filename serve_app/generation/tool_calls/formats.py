@@ -1,4 +1,4 @@
-"""Tool call formats of model families: a grammar and an entry of ``FORMATS`` each. Source: vLLM's parsers and names.
+"""Tool call formats of model families, an entry of ``FORMATS`` each. Source of the names: vLLM.
 
 An answer that must call is a JSON list of calls in every family.
 """
@@ -6,54 +6,67 @@ An answer that must call is a JSON list of calls in every family.
 import re
 import secrets
 import string
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from serve_app.api.request import Tool, ToolUse
 from serve_app.api.tool_calls import CallBegun, CallEnded
+from serve_app.generation.tool_calls.marked import Keys, Marks, read_marked
 from serve_app.generation.tool_calls.source import MakeId, Source, Steps, json_call, stream_arguments
 from serve_app.structured.grammar import Grammar
 
-Reading = Callable[[Source, MakeId, frozenset[str]], Steps[None]]
-"""(text, ids for calls, names of the tools) -> text to show and calls."""
+Reading = Callable[[Source, MakeId, Mapping[str, Any]], Steps[None]]
+"""(text, ids for calls, schemas of the tools' arguments by name) -> text to show and calls."""
 
 HERMES_OPENS, HERMES_CLOSES = "<tool_call>", "</tool_call>"
 LLAMA3_OPENS = "<|python_tag|>"
 MISTRAL_OPENS, MISTRAL_ID, MISTRAL_ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+PHI4_OPENS, PHI4_CLOSES = "<|tool_call|>", "<|/tool_call|>"
 _NOT_IN_NAME = re.compile(r"[^\w.-]")
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """llguidance's options: with flexible white space, a model that is forced to call can generate it forever."""
 
 
-def hermes(source: Source, make_id: MakeId, names: frozenset[str]) -> Steps[None]:
+def hermes(source: Source, make_id: MakeId, tools: Mapping[str, Any]) -> Steps[None]:
     """Read ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Hermes and Qwen write it."""
-    while (yield from source.text_before(HERMES_OPENS)):
-        source.mark(HERMES_OPENS)
-        yield from source.spaces()
-        if not (yield from json_call(source, make_id)):
+    return _json_between((HERMES_OPENS,), HERMES_CLOSES, source, make_id)
+
+
+def granite(source: Source, make_id: MakeId, tools: Mapping[str, Any]) -> Steps[None]:
+    """Read ``<|tool_call|>[{"name": ..., "arguments": {...}}, ...]``, as Granite 3 and Phi 4 write it."""
+    return _json_between((PHI4_OPENS, HERMES_OPENS), PHI4_CLOSES, source, make_id)
+
+
+def _json_between(opens: tuple[str, ...], closes: str, source: Source, make_id: MakeId) -> Steps[None]:
+    while (yield from source.text_before(*opens)):
+        if (yield from source.spaces()) == "[":
+            yield from _list(source, make_id)
+        elif (yield from json_call(source, make_id)):
+            yield CallEnded(source.raw)
+        else:
             yield source.raw
             continue
-        yield CallEnded(source.raw)
         yield from source.spaces()
-        if (yield from source.accept(HERMES_CLOSES)):
+        if (yield from source.accept(closes)):
             yield from source.spaces()
 
 
-def llama3_json(source: Source, make_id: MakeId, names: frozenset[str]) -> Steps[None]:
+def llama3_json(source: Source, make_id: MakeId, tools: Mapping[str, Any]) -> Steps[None]:
     """Read a tool's ``{"name": ..., "parameters": {...}}`` as whole answer or after its mark; more after ``;``."""
     source.mark()
     if (yield from source.spaces()) == "{":
-        yield from _objects(source, make_id, names, ";")
+        yield from _objects(source, make_id, tools, ";")
     else:
         yield source.raw
     while (yield from source.text_before(LLAMA3_OPENS)):
         source.mark()
         yield from source.spaces()
-        yield from _objects(source, make_id, names, ";")
+        yield from _objects(source, make_id, tools, ";")
 
 
-def mistral(source: Source, make_id: MakeId, names: frozenset[str]) -> Steps[None]:
+def mistral(source: Source, make_id: MakeId, tools: Mapping[str, Any]) -> Steps[None]:
     """Read ``[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`` or ``[TOOL_CALLS]name[ARGS]{...}``, repeated."""
     while (yield from source.text_before(MISTRAL_OPENS)):
         source.mark()
@@ -66,7 +79,7 @@ def mistral(source: Source, make_id: MakeId, names: frozenset[str]) -> Steps[Non
             yield from _named(source, make_id)
 
 
-def json_list(source: Source, make_id: MakeId, names: frozenset[str]) -> Steps[None]:
+def json_list(source: Source, make_id: MakeId, tools: Mapping[str, Any]) -> Steps[None]:
     """Read ``[{"name": ..., "parameters": {...}}, ...]``, the form of answers that must call."""
     source.mark()
     if (yield from source.spaces()) == "[":
@@ -87,7 +100,7 @@ def _list(source: Source, make_id: MakeId) -> Steps[None]:
         yield from source.spaces()
 
 
-def _objects(source: Source, make_id: MakeId, names: frozenset[str] | None, between: str) -> Steps[None]:
+def _objects(source: Source, make_id: MakeId, names: Container[str] | None, between: str) -> Steps[None]:
     """Read consecutive calls; the text of an object that is not a call is shown."""
     while True:
         if not (yield from json_call(source, make_id, names)):
@@ -111,7 +124,7 @@ def _named(source: Source, make_id: MakeId) -> Steps[None]:
     if not name or (yield from source.spaces()) != "{":
         yield source.raw.replace(MISTRAL_ID, "").replace(MISTRAL_ARGUMENTS, "")
         return
-    yield CallBegun(make_id(), name)
+    yield CallBegun(make_id(name), name)
     yield from stream_arguments(source)
     yield CallEnded(source.raw)
     yield from source.spaces()
@@ -128,31 +141,51 @@ def _name(source: Source) -> Steps[str]:
     return "".join(parts)
 
 
-def call_id() -> str:
+def call_id(name: str, earlier: int) -> str:
     """Return a new call's id."""
     return "call_" + secrets.token_hex(12)
 
 
-def _mistral_id() -> str:
+def _mistral_id(name: str, earlier: int) -> str:
     """Return nine characters: Mistral's templates refuse other ids. Source: mistral-common."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
+def _kimi_id(name: str, earlier: int) -> str:
+    """Return the id that Kimi's models write themselves; their template shows it in the name's place."""
+    return f"functions.{name}:{earlier}"
+
+
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """One family's format. ``shown``: special tokens in its text. ``asked_for``: whether a template asks for it."""
+    """One family's format. ``shown``: special tokens in its text. ``make_id``: by name and number of earlier calls.
 
-    grammar: Reading
+    ``hinted``: whether (a template, special tokens) that write no calls hint at it.
+    """
+
+    reading: Reading
     shown: frozenset[str] = frozenset()
-    make_id: MakeId = call_id
-    asked_for: Callable[[str, frozenset[str]], bool] = lambda template, special_tokens: False
+    make_id: Callable[[str, int], str] = call_id
+    hinted: Callable[[str, frozenset[str]], bool] = lambda template, special_tokens: False
 
 
+def _marked(marks: Marks, make_id: Callable[[str, int], str] = call_id, hint: str = "") -> ToolFormat:
+    return ToolFormat(partial(read_marked, marks), marks.all, make_id, lambda _, special_tokens: hint in special_tokens)
+
+
+_DEEPSEEK = Marks(
+    opens="<｜tool▁calls▁begin｜>",
+    begin="<｜tool▁call▁begin｜>",
+    named="<｜tool▁sep｜>",
+    ends=("<｜tool▁call▁end｜>",),
+    closes="<｜tool▁calls▁end｜>",
+    special=True,
+)
 FORMATS = {
     "hermes": ToolFormat(
         hermes,
         frozenset({HERMES_OPENS, HERMES_CLOSES}),
-        asked_for=lambda template, special_tokens: HERMES_OPENS in template,
+        hinted=lambda template, _: HERMES_OPENS in template and not re.search("<function=|<arg_key>", template),
     ),
     "mistral": ToolFormat(
         mistral,
@@ -163,20 +196,80 @@ FORMATS = {
     "llama3_json": ToolFormat(
         llama3_json,
         frozenset({LLAMA3_OPENS}),
-        asked_for=lambda template, special_tokens: (
+        hinted=lambda template, special_tokens: (
             '"parameters"' in template and (LLAMA3_OPENS in special_tokens or "python_tag" in template)
         ),
     ),
+    "qwen3_coder": _marked(
+        Marks(
+            HERMES_OPENS,
+            "<function=",
+            ">",
+            ("</function>",),
+            HERMES_CLOSES,
+            Keys("<parameter=", ">", "</parameter>", pad="\n"),
+        )
+    ),
+    "glm45": _marked(
+        Marks(HERMES_OPENS, ends=(HERMES_CLOSES,), keys=Keys("<arg_key>", "</arg_key>", "</arg_value>", "<arg_value>"))
+    ),
+    "kimi_k2": _marked(
+        Marks(
+            "<|tool_calls_section_begin|>",
+            "<|tool_call_begin|>",
+            "<|tool_call_argument_begin|>",
+            ("<|tool_call_end|>",),
+            "<|tool_calls_section_end|>",
+            names_id=True,
+            special=True,
+        ),
+        _kimi_id,
+        "<|tool_calls_section_begin|>",
+    ),
+    "deepseek_v3": _marked(
+        replace(
+            _DEEPSEEK,
+            begin=_DEEPSEEK.begin + "function" + _DEEPSEEK.named,
+            named="```json",
+            ends=("```", *_DEEPSEEK.ends),
+            parts=_DEEPSEEK.all,
+        )
+    ),
+    "deepseek_v31": _marked(_DEEPSEEK),
+    "minimax_m2": _marked(
+        Marks(
+            "<minimax:tool_call>",
+            '<invoke name="',
+            '">',
+            ("</invoke>",),
+            "</minimax:tool_call>",
+            Keys('<parameter name="', '">', "</parameter>"),
+        )
+    ),
+    "seed_oss": _marked(
+        Marks(
+            "<seed:tool_call>",
+            "<function=",
+            ">",
+            ("</function>",),
+            "</seed:tool_call>",
+            Keys("<parameter=", ">", "</parameter>"),
+        )
+    ),
+    "minicpm5": _marked(
+        Marks(
+            begin='<function name="',
+            named='">',
+            ends=("</function>",),
+            keys=Keys('<param name="', '">', "</param>", cdata=True),
+        )
+    ),
+    "granite": ToolFormat(granite, frozenset({PHI4_OPENS, HERMES_OPENS, HERMES_CLOSES})),
+    "phi4_mini_json": ToolFormat(
+        granite, frozenset({PHI4_OPENS, PHI4_CLOSES}), hinted=lambda _, special_tokens: PHI4_CLOSES in special_tokens
+    ),
 }
-"""By their names in the setting ``tool_parser``; if a template asks for two, the first counts."""
-
-
-def find_format(template: str, special_tokens: frozenset[str]) -> str | None:
-    """Return the name of the format that a chat template requests from its model, None if it is none of these."""
-    # XML in <tool_call> is another format.
-    if HERMES_OPENS in template and "<function=" in template:
-        return None
-    return next((name for name, each in FORMATS.items() if each.asked_for(template, special_tokens)), None)
+"""By their names in the setting ``tool_parser``, which are vLLM's."""
 
 
 def forced_calls(use: ToolUse) -> Grammar:

@@ -1,22 +1,21 @@
-"""Read a model's answers with the tool calls in their text, and assemble complete ones."""
+"""Read a model's answers, with the reasoning and the tool calls in their text."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace as with_fields
 from typing import TypeVar
 
-import msgspec
-
-from serve_app.api.format import Choice, FinishReason, RankedPrompt, ToldToken
 from serve_app.api.request import ChatRequest, CompletionRequest, GenerateRequest, ToolUse
-from serve_app.api.tool_calls import CallArguments, CallBegun, CallEnded, CallEvent, ToolCall
 from serve_app.errors import InvalidRequest
-from serve_app.generation.answer import ChoiceReader, Piece, PromptTokens, SplitPiece, in_pieces
+from serve_app.generation.answer import ChoiceReader, PromptTokens, SplitPiece
 from serve_app.generation.generation import Generation
 from serve_app.generation.reasoning import REASONING_TAGS, ReasoningReader, Tags, find_reasoning_tags, grammar_after
 from serve_app.generation.tool_calls.allowed import AllowedCalls
-from serve_app.generation.tool_calls.formats import FORMATS, Reading, ToolFormat, find_format, forced_calls, json_list
-from serve_app.generation.tool_calls.source import MakeId, Source
-from serve_app.generation.tool_calls.vllm_reader import VllmReader, check_parser
+from serve_app.generation.tool_calls.call_reader import CallReader
+from serve_app.generation.tool_calls.formats import FORMATS, ToolFormat, forced_calls, json_list
+from serve_app.generation.tool_calls.round_trip import found_parser
+from serve_app.generation.tool_calls.source import MakeId
+from serve_app.generation.tool_calls.vllm_reader import OTHERS, VllmReader, check_parser
 from serve_app.tokenization.tokenizer import PromptTokenizer
 
 R = TypeVar("R", bound=GenerateRequest)
@@ -35,7 +34,9 @@ class AnswerReaders:
         check_parser("tool_parser", parser)
         check_parser("reasoning_parser", reasoning)
         template, special = tokenizer.template, tokenizer.special_tokens
-        parser = find_format(template.source, special) or "" if parser == "auto" else parser
+        self._reads_tools = template.reads_tools
+        if parser == "auto":
+            parser = found_parser(tokenizer) if self._reads_tools else ""
         reasoning = find_reasoning_tags(template.source, special) if reasoning == "auto" else reasoning
         self._format, self._tags = FORMATS.get(parser), REASONING_TAGS.get(reasoning)
         self._they_call = bool(parser) and self._format is None
@@ -46,8 +47,17 @@ class AnswerReaders:
 
             names = reasoning if self._they_think else "", parser if self._they_call else ""
             self._theirs = VllmParsers(tokenizer.pretrained, *names)
-        self._reads_tools = template.reads_tools
         self._tokenizer = tokenizer
+
+    @property
+    def unread(self) -> str:
+        """Why tool calls are not read although the model's template has tools, and what to set; "" if they are."""
+        if not self._reads_tools or self._format is not None or self._they_call:
+            return ""
+        return (
+            "The format of this model's tool calls is not known: no reader reads back what its chat template writes. "
+            f"The setting tool_parser names one of {', '.join(FORMATS)}{OTHERS}."
+        )
 
     @property
     def thinks(self) -> bool:
@@ -66,12 +76,8 @@ class AnswerReaders:
             )
         if use.must_call:
             return with_fields(request, grammar=forced_calls(use))
-        if self._format is None and not self._they_call:
-            raise InvalidRequest(
-                "The format of this model's tool calls is not known; the setting tool_parser names it, "
-                f"one of {', '.join(FORMATS)}.",
-                param="tools",
-            )
+        if self.unread:
+            raise InvalidRequest(self.unread, param="tools")
         return request
 
     def after_reasoning(self, request: GenerateRequest, generations: list[Generation]) -> list[Generation]:
@@ -100,7 +106,7 @@ class AnswerReaders:
             decoder, include_stop = self._tokenizer.decoder(shown), request.include_stop_str_in_output
             split: SplitPiece | None = None
             if written is not None:
-                split = CallReader(written.grammar, written.make_id, use.names, parallel=use.parallel)
+                split = CallReader(written.reading, ids_of(written, request), use.schemas, parallel=use.parallel)
             if theirs is not None and isinstance(request, ChatRequest):
                 kwargs = {**request.thinking, **request.chat_template_kwargs}
                 tools = use.tools if they_call else ()
@@ -140,103 +146,8 @@ class AnswerReaders:
         return self._format
 
 
-class CallReader:
-    """Reads the tool calls of one choice. ``calls``: how many have begun.
-
-    Texts and arguments concatenate to the same result for any division of the text. White space before the first call
-    is shown once text follows, or at the end without a call. Without ``parallel`` the choice ends with its first call.
-    """
-
-    by_token = False
-
-    def __init__(self, grammar: Reading, make_id: MakeId, names: frozenset[str], *, parallel: bool = True) -> None:
-        self._source = Source()
-        self._steps = grammar(self._source, make_id, names)
-        self._parallel = parallel
-        self._spaces = ""
-        self._shown = False
-        self.calls = 0
-
-    def split(self, piece: Piece) -> list[Piece]:
-        """Split a piece into one or several; in each the text comes first."""
-        events = self.push(piece.text)
-        if piece.finish_reason is not None:
-            events += self.flush()
-        return in_pieces(piece, events, called=self.calls > 0, parallel=self._parallel)
-
-    def push(self, text: str) -> list[str | CallEvent]:
-        """Return the texts and events that ``text`` completes, in order; the beginning of a call is held back."""
-        self._source.push(text)
-        found: list[str | CallEvent] = []
-        for step in self._steps:
-            if step is None:
-                break
-            if isinstance(step, str):
-                found += self._text(step)
-                continue
-            if isinstance(step, CallBegun):
-                self.calls += 1
-                self._shown = True
-            found.append(step)
-        return found
-
-    def flush(self) -> list[str | CallEvent]:
-        """Return the text held back; the answer has ended."""
-        self._source.ended = True
-        found = self.push("")
-        return found if self.calls or not self._spaces else [*found, self._spaces]
-
-    def _text(self, text: str) -> list[str | CallEvent]:
-        if not self._shown:
-            text = self._spaces + text
-            self._shown = not (text == "" or text.isspace())
-            self._spaces = "" if self._shown else text
-        return [text] if self._shown and text else []
-
-
-class WholeChoice:
-    """Gathers the pieces of one choice. A call becomes text if its arguments are not a JSON object."""
-
-    def __init__(self, *, tells_logprobs: bool = False) -> None:
-        self._told: list[ToldToken] | None = [] if tells_logprobs else None
-        self._texts: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: list[ToolCall] = []
-        self._call_id = self._name = ""
-        self._arguments: list[str] = []
-        self._reason: FinishReason = "length"
-        self._stop_sequence = ""
-        self._prompt: RankedPrompt | None = None
-
-    def add(self, piece: Piece) -> None:
-        """Add the next piece."""
-        self._texts.append(piece.text)
-        self._prompt = piece.prompt if piece.prompt is not None else self._prompt
-        self._reasoning.append(piece.reasoning)
-        if self._told is not None:
-            self._told.extend(piece.logprobs)
-        for event in piece.calls:
-            if isinstance(event, CallBegun):
-                self._call_id, self._name, self._arguments = event.call_id, event.name, []
-            elif isinstance(event, CallArguments):
-                self._arguments.append(event.json)
-            else:
-                self._end(event)
-        if piece.finish_reason is not None:
-            self._reason, self._stop_sequence = piece.finish_reason, piece.stop_sequence
-
-    def choice(self) -> Choice:
-        """Return the choice that the pieces form together."""
-        reason: FinishReason = "stop" if self._reason == "tool_calls" and not self._calls else self._reason
-        told = None if self._told is None else tuple(self._told)
-        text, reasoning = "".join(self._texts), "".join(self._reasoning)
-        return Choice(text, reason, tuple(self._calls), told, self._stop_sequence, reasoning, self._prompt)
-
-    def _end(self, event: CallEnded) -> None:
-        arguments = "".join(self._arguments)
-        try:
-            msgspec.json.decode(arguments, type=dict)
-        except (msgspec.DecodeError, RecursionError):
-            self._texts.append(event.raw)
-        else:
-            self._calls.append(ToolCall(self._call_id, self._name, arguments))
+def ids_of(written: ToolFormat, request: GenerateRequest) -> MakeId:
+    """Return a function that makes the ids of an answer's calls; it knows how many calls the conversation has."""
+    messages = request.messages if isinstance(request, ChatRequest) else ()
+    numbers = itertools.count(sum(len(message.get("tool_calls") or ()) for message in messages))
+    return lambda name: written.make_id(name, next(numbers))

@@ -5,7 +5,7 @@ is tracked only by its strings and brackets: the users of arguments find out whe
 """
 
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Container, Generator
 from typing import TypeVar
 
 import msgspec
@@ -20,8 +20,8 @@ _ARGUMENTS = ("arguments", "parameters")
 _KEYS = {"name", "id", "type", *_ARGUMENTS}
 _decode_string = msgspec.json.Decoder(str).decode
 
-MakeId = Callable[[], str]
-"""Returns the id of a new call."""
+MakeId = Callable[[str], str]
+"""Returns the id of a new call by its name."""
 
 T = TypeVar("T")
 Steps = Generator[str | CallEvent | None, None, T]
@@ -79,23 +79,47 @@ class Source:
             self.take(1)
         return char
 
-    def text_before(self, word: str) -> Steps[bool]:
-        """Yield the text before a word, and read both; False without the word. Its possible beginning is held back."""
+    def until(self, *words: str) -> Generator[str | None, None, str]:
+        """Read up to the first of some words, and past it; yield the text before it as it arrives, or None.
+
+        Return the word, "" at the end of the text. The possible beginning of a word is held back.
+        """
         while True:
-            at = self.text.find(word, self.position)
-            end = at if at >= 0 else len(self.text) - (0 if self.ended else held_back(self.text[self.position :], word))
-            if end > self.position:
-                yield self.text[self.position : end]
-            self.position = end
-            if at >= 0:
-                self.position += len(word)
+            places = [(at, word) for word in words if (at := self.text.find(word, self.position)) >= 0]
+            at, word = min(places, default=(len(self.text), ""))
+            if not word and not self.ended:
+                at -= max(held_back(self.text[self.position :], word) for word in words)
+            if at > self.position:
+                yield self.take(at - self.position)
+            if word or self.ended:
+                self.take(len(word))
+                return word
+            yield None
+
+    def text_before(self, *words: str) -> Steps[str]:
+        """Yield the text before the first of some words, and read both. Return the word, "" without any."""
+        steps = self.until(*words)
+        while True:
+            try:
+                text = next(steps)
+            except StopIteration as end:
+                self.mark(end.value)
+                return str(end.value)
+            self.mark()  # text that is shown need not be kept
+            yield text
+
+    def next_is(self, *words: str) -> Steps[bool]:
+        """Return whether one of some words follows, or nothing, apart from white space. Reads nothing."""
+        while True:
+            rest = self.text[self.position :].lstrip()
+            if any(map(rest.startswith, words)) or (self.ended and not rest):
                 return True
-            if self.ended:
+            if self.ended or (rest and not any(word.startswith(rest) for word in words)):
                 return False
             yield None
 
 
-def json_call(source: Source, make_id: MakeId, names: frozenset[str] | None = None) -> Steps[bool]:
+def json_call(source: Source, make_id: MakeId, names: Container[str] | None = None) -> Steps[bool]:
     """Read one call; return whether one has begun. If not, none of the text read was shown.
 
     A call begins once its name and the opening of its arguments are known, in any order. ``names``: the allowed ones,
@@ -124,7 +148,7 @@ def json_call(source: Source, make_id: MakeId, names: frozenset[str] | None = No
                 arguments = yield from _whole(_value(source))
             else:
                 begun = True
-                yield CallBegun(make_id(), name)
+                yield CallBegun(make_id(name), name)
                 yield from stream_arguments(source)
         elif begun or key in _KEYS:
             yield from _whole(_value(source))
@@ -132,13 +156,13 @@ def json_call(source: Source, make_id: MakeId, names: frozenset[str] | None = No
             return False
         if name is not None and arguments and not begun:
             begun = True
-            yield CallBegun(make_id(), name)
+            yield CallBegun(make_id(name), name)
             yield CallArguments(arguments)
         after = yield from source.spaces()
         if after == "}" and name is not None:
             source.take(1)
             if not begun:
-                yield CallBegun(make_id(), name)
+                yield CallBegun(make_id(name), name)
                 yield CallArguments("{}")
             return True
         if after != ",":

@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 
 PARSERS = {"tool_parser": ("auto", *FORMATS), "reasoning_parser": ("auto", "none", *REASONING_TAGS)}
 """Settings, and their values that need no vLLM."""
+OTHERS = "; vLLM's others need vLLM 0.32 in the environment of the ingress"
 
 
 def check_parser(setting: str, name: str) -> None:
     """Raise ValueError for an unknown parser: neither this project's nor, if vLLM is installed, one of vLLM's."""
-    known, more = [*PARSERS[setting]], "; vLLM's others need vLLM 0.32 in the environment of the ingress"
+    known, more = [*PARSERS[setting]], OTHERS
     if name in known:
         return
     if not vllm_missing():

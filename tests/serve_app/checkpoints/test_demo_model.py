@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from serve_app.generation.tool_calls.formats import find_format
+from serve_app.generation.tool_calls.round_trip import found_parser
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.serve_app.tool_templates.families import SEARCH
 
@@ -57,7 +57,7 @@ def test_the_chat_template_is_chatml_with_tools(demo_model_path: Path) -> None:
     assert tokenizer._tokenizer("<|im_end|>").input_ids == [tokenizer._tokenizer.eos_token_id]
     plain = tokenizer.template.render([{"role": "system", "content": "S"}, {"role": "user", "content": "U"}])
     assert plain.text == "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
-    assert find_format(tokenizer.template.source, tokenizer.special_tokens) == "hermes"
+    assert found_parser(tokenizer) == "hermes"
     call = {"type": "function", "function": {"name": "search", "arguments": {"q": 1}}}
     messages = [{"role": "user", "content": "U"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     rendered = tokenizer.template.render(messages, [SEARCH], add_generation_prompt=False)

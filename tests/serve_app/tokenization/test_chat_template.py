@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from serve_app.errors import InvalidRequest
-from serve_app.generation.tool_calls.formats import find_format
+from serve_app.generation.tool_calls.round_trip import found_parser
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.serve_app.tokenization.variants import sentencepiece_like, variant_of
 from tests.serve_app.tool_templates.families import FAMILIES, SEARCH, WEATHER, family
@@ -117,21 +117,6 @@ def families(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return {name: PromptTokenizer(family(name, demo_model_path, parent / name)) for name in FAMILIES}
 
 
-@pytest.mark.parametrize(
-    ("template", "tokens", "parser"),
-    [
-        ("{{ tools }}<tool_call>", {"[TOOL_CALLS]"}, "hermes"),
-        ("{{ tools }}<tool_call><function=f>", set(), None),
-        ("{{ tools }}", {"[TOOL_CALLS]"}, "mistral"),
-        ('{{ tools }}"parameters"', {"<|python_tag|>"}, "llama3_json"),
-        ("{{ tools }}", {"<|python_tag|>"}, None),
-    ],
-)
-def test_formats_are_distinguished(template: str, tokens: set[str], parser: str | None) -> None:
-    """The template's text decides, then the existing tokens; XML in tags has no parser."""
-    assert find_format(template, frozenset(tokens)) == parser
-
-
 @every_family
 @pytest.mark.parametrize("leading", [[], [SYSTEM]], ids=["no system prompt", "system prompt"])
 def test_the_system_text_holds_the_tools_and_tells_their_format(
@@ -140,7 +125,7 @@ def test_the_system_text_holds_the_tools_and_tells_their_format(
     """It is a prefix of every conversation with those system messages and tools. (docs: caching)"""
     tokenizer = families[name]
     assert tokenizer.template.reads_tools
-    assert find_format(tokenizer.template.source, tokenizer.special_tokens) == FAMILIES[name]
+    assert found_parser(tokenizer) == FAMILIES[name]
     rendered = tokenizer.template.render([*leading, USER], [WEATHER])
     assert "get_weather" in rendered.system_text
     assert rendered.text.startswith(rendered.system_text)

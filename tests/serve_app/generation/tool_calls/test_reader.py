@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from serve_app.api.request import ToolUse
 from serve_app.api.tool_calls import CallArguments, CallBegun, CallEnded, CallEvent
+from serve_app.generation.tool_calls.call_reader import CallReader
 from serve_app.generation.tool_calls.formats import Reading, forced_calls, hermes, json_list, llama3_json, mistral
-from serve_app.generation.tool_calls.reader import CallReader
 from serve_app.structured.compiler import GrammarCompiler, llguidance_form
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.serve_app.tool_templates.families import SEARCH, WEATHER
 
-NAMES = frozenset({"get_weather", "search"})
+TOOLS = ToolUse((WEATHER, SEARCH)).schemas
 ONLY_PLAN = {"allowed": frozenset({"plan"})}
 GRAMMARS = [hermes, llama3_json, mistral, json_list]
 every_grammar = pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: grammar.__name__)
@@ -58,7 +58,7 @@ def joined(events: list[str | CallEvent]) -> Read:
 
 def read(grammar: Reading, pieces: list[str]) -> Read:
     ids = itertools.count()
-    reader = CallReader(grammar, lambda: str(next(ids)), NAMES)
+    reader = CallReader(grammar, lambda name: str(next(ids)), TOOLS)
     events = [event for piece in pieces for event in reader.push(piece)]
     events += reader.flush()
     found = joined(events)
@@ -91,7 +91,7 @@ json_values: st.SearchStrategy[Any] = st.recursive(
 arguments = st.dictionaries(st.text(max_size=4) | st.sampled_from(MARKERS), json_values, max_size=3)
 prose = st.text(st.characters(exclude_characters="<[{|", exclude_categories=["Cs"]), max_size=12)
 calls = st.lists(
-    st.tuples(st.sampled_from(sorted(NAMES)), st.builds(json.dumps, arguments, indent=st.sampled_from([None, 2]))),
+    st.tuples(st.sampled_from(sorted(TOOLS)), st.builds(json.dumps, arguments, indent=st.sampled_from([None, 2]))),
     min_size=1,
     max_size=3,
 )
@@ -147,7 +147,7 @@ def test_text_without_a_call_is_text_at_once(grammar: Reading, text: str) -> Non
     """Nothing of it is lost, and no character waits for the next."""
     assert "".join(str(item) for item in read(grammar, [text])) == text
     if text.strip() and grammar is not json_list:
-        reader = CallReader(grammar, str, NAMES)
+        reader = CallReader(grammar, str, TOOLS)
         assert "".join(map(str, reader.push(text))) == text
 
 
@@ -185,7 +185,7 @@ def test_anything_but_a_call_is_text(grammar: Reading, text: str, found: Read) -
 
 def test_arguments_come_while_they_are_written() -> None:
     """The name is sent first, then arguments without delay; a call that breaks off ends."""
-    reader = CallReader(hermes, lambda: "call_1", NAMES)
+    reader = CallReader(hermes, lambda name: "call_1", TOOLS)
     assert reader.push('Look: <tool_call>{"name": "search", "arguments": ') == ["Look: "]
     assert reader.push('{"q": "a') == [CallBegun("call_1", "search"), CallArguments('{"q": "a')]
     assert reader.push(' b"') == [CallArguments(' b"')]
@@ -193,7 +193,7 @@ def test_arguments_come_while_they_are_written() -> None:
     (ended,) = reader.push("}")
     assert ended == CallEnded('<tool_call>{"name": "search", "arguments": {"q": "a b"}}')
     assert reader.push("\n</tool_call>") + reader.flush() == []
-    reader = CallReader(hermes, lambda: "call_2", NAMES)
+    reader = CallReader(hermes, lambda name: "call_2", TOOLS)
     reader.push(broken_off := '<tool_call>{"name": "search", "arguments": {"q": [1')
     assert reader.flush() == [CallEnded(broken_off)]
 

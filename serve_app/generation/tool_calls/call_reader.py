@@ -1,0 +1,114 @@
+"""Split the calls off one choice's text, and assemble whole choices."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from serve_app.api.format import Choice, FinishReason, RankedPrompt, ToldToken
+from serve_app.api.tool_calls import CallArguments, CallBegun, CallEnded, CallEvent, ToolCall
+from serve_app.generation.answer import Piece, in_pieces
+from serve_app.generation.tool_calls.formats import Reading
+from serve_app.generation.tool_calls.source import MakeId, Source
+
+
+class CallReader:
+    """Reads the tool calls of one choice. ``calls``: how many have begun.
+
+    Texts and arguments concatenate to the same result for any division of the text. White space before the first call
+    is shown once text follows, or at the end without a call. Without ``parallel`` the choice ends with its first call.
+    """
+
+    by_token = False
+
+    def __init__(self, reading: Reading, make_id: MakeId, tools: Mapping[str, Any], *, parallel: bool = True) -> None:
+        self._source = Source()
+        self._steps = reading(self._source, make_id, tools)
+        self._parallel = parallel
+        self._spaces = ""
+        self._shown = False
+        self.calls = 0
+
+    def split(self, piece: Piece) -> list[Piece]:
+        """Split a piece into one or several; in each the text comes first."""
+        events = self.push(piece.text)
+        if piece.finish_reason is not None:
+            events += self.flush()
+        return in_pieces(piece, events, called=self.calls > 0, parallel=self._parallel)
+
+    def push(self, text: str) -> list[str | CallEvent]:
+        """Return the texts and events that ``text`` completes, in order; the beginning of a call is held back."""
+        self._source.push(text)
+        found: list[str | CallEvent] = []
+        for step in self._steps:
+            if step is None:
+                break
+            if isinstance(step, str):
+                found += self._text(step)
+                continue
+            if isinstance(step, CallBegun):
+                self.calls += 1
+                self._shown = True
+            found.append(step)
+        return found
+
+    def flush(self) -> list[str | CallEvent]:
+        """Return the text held back; the answer has ended."""
+        self._source.ended = True
+        found = self.push("")
+        return found if self.calls or not self._spaces else [*found, self._spaces]
+
+    def _text(self, text: str) -> list[str | CallEvent]:
+        if not self._shown:
+            text = self._spaces + text
+            self._shown = not (text == "" or text.isspace())
+            self._spaces = "" if self._shown else text
+        return [text] if self._shown and text else []
+
+
+class WholeChoice:
+    """Gathers the pieces of one choice. A call becomes text if its arguments are not a JSON object."""
+
+    def __init__(self, *, tells_logprobs: bool = False) -> None:
+        self._told: list[ToldToken] | None = [] if tells_logprobs else None
+        self._texts: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[ToolCall] = []
+        self._call_id = self._name = ""
+        self._arguments: list[str] = []
+        self._reason: FinishReason = "length"
+        self._stop_sequence = ""
+        self._prompt: RankedPrompt | None = None
+
+    def add(self, piece: Piece) -> None:
+        """Add the next piece."""
+        self._texts.append(piece.text)
+        self._prompt = piece.prompt if piece.prompt is not None else self._prompt
+        self._reasoning.append(piece.reasoning)
+        if self._told is not None:
+            self._told.extend(piece.logprobs)
+        for event in piece.calls:
+            if isinstance(event, CallBegun):
+                self._call_id, self._name, self._arguments = event.call_id, event.name, []
+            elif isinstance(event, CallArguments):
+                self._arguments.append(event.json)
+            else:
+                self._end(event)
+        if piece.finish_reason is not None:
+            self._reason, self._stop_sequence = piece.finish_reason, piece.stop_sequence
+
+    def choice(self) -> Choice:
+        """Return the choice that the pieces form together."""
+        reason: FinishReason = "stop" if self._reason == "tool_calls" and not self._calls else self._reason
+        told = None if self._told is None else tuple(self._told)
+        text, reasoning = "".join(self._texts), "".join(self._reasoning)
+        return Choice(text, reason, tuple(self._calls), told, self._stop_sequence, reasoning, self._prompt)
+
+    def _end(self, event: CallEnded) -> None:
+        arguments = "".join(self._arguments)
+        try:
+            msgspec.json.decode(arguments, type=dict)
+        except (msgspec.DecodeError, RecursionError):
+            self._texts.append(event.raw)
+        else:
+            self._calls.append(ToolCall(self._call_id, self._name, arguments))
