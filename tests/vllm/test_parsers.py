@@ -82,8 +82,8 @@ def test_names_are_ours_and_vllms(tokenizer: PromptTokenizer) -> None:
     for setting, known in (("tool_parser", "kimi_k2"), ("reasoning_parser", "minimax_m2")):
         with pytest.raises(ValueError, match=f"{setting} must be one of auto.*{known}.*not 'gwen'"):
             check_parser(setting, "gwen")
-    with pytest.raises(ValueError, match=r"deepseek_v3.*tool call start/end tokens"):
-        AnswerReaders(tokenizer, "deepseek_v3")
+    with pytest.raises(ValueError, match=r"jamba.*tool calls start/end tokens"):
+        AnswerReaders(tokenizer, "jamba")
 
 
 def test_another_vllm_is_refused_with_both_versions(

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from serve_app.api.format import FinishReason
 from serve_app.api.request import Tool, ToolUse
 from serve_app.config.engine import vllm_missing
 from serve_app.errors import InvalidRequest
@@ -16,6 +17,16 @@ from serve_app.generation.tool_calls.formats import FORMATS, ToolFormat, call_id
 from serve_app.generation.tool_calls.vllm_reader import VllmReader
 from serve_app.tokenization.chat_template import ChatTemplate
 from serve_app.tokenization.tokenizer import PromptTokenizer
+
+VLLMS = {
+    "]<]minimax[>[": "minimax_m3", "<｜DSML｜function_calls>": "deepseek_v32", "<｜DSML｜tool_calls>": "deepseek_v4",
+    "<｜DSML｜ calls>": "deepseek_v41", "<|tool_call>call:": "gemma4", "<start_function_call>": "functiongemma",
+    "<|plugin|>": "internlm", "<tool_calls>[": "hunyuan_a13b", "<longcat_tool_call>": "longcat",
+    "<|tools_prefix|>": "apertus", "<|START_ACTION|>": "cohere_command3", "steptml:": "step3",
+    "<function_calls>": "olmo3", "<|tool_call_start|>": "lfm2", "<|python_start|>[": "llama4_pythonic",
+    "[get_weather(": "pythonic", "<ifm|tool_call>": "k2_horizon", "<dots_function_call>": "dots", "<|plamo:": "plamo3",
+}  # fmt: skip
+"""Words in a template's calls, and vLLM's parser to try for them. Source: vLLM's parsers."""
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +95,8 @@ def _common(one: str, other: str) -> str:
 def found_parser(tokenizer: PromptTokenizer) -> str:
     """Return the name of the format in which a model's template writes calls, "" if it is not known.
 
-    If the template writes no calls, special tokens may name the format. Where vLLM is installed, its parsers are tried
-    after this project's; that takes seconds.
+    If the template writes no calls, its words and special tokens decide. Where vLLM is installed, its parser of the
+    family is tried after this project's; that takes seconds.
     """
     schemas = ToolUse(MADE_UP).schemas
     written = {each.make_id: tuple(written_turns(tokenizer.template, each.make_id)) for each in FORMATS.values()}
@@ -105,13 +116,11 @@ def _ours(written: ToolFormat, schemas: dict[str, Any]) -> Callable[[], SplitPie
 
 def _vllms(tokenizer: PromptTokenizer) -> str:
     """Return the name of vLLM's parser that reads the template's calls back, cut anywhere; "" if none does."""
-    from serve_app.engine.vllm.parsers import VllmParsers, parser_names
-
     turns = list(written_turns(tokenizer.template, call_id))
-    for name in parser_names("tool_parser") if turns else ():
-        if name in FORMATS:
-            continue
+    for name in dict.fromkeys(name for word, name in VLLMS.items() if any(word in text for _, text in turns)):
         try:
+            from serve_app.engine.vllm.parsers import VllmParsers
+
             theirs = VllmParsers(tokenizer.pretrained, "", name)
 
             def reader(theirs: VllmParsers = theirs) -> SplitPiece:
@@ -120,8 +129,8 @@ def _vllms(tokenizer: PromptTokenizer) -> str:
             shown = tokenizer.special_tokens if theirs.shows_special else frozenset[str]()
             if all(_read_back(tokenizer, shown, reader, *turn, cut=True) for turn in turns):
                 return name
-        except Exception as error:  # most parsers are for other models, and fail in ways of their own
-            logger.debug("vLLM's parser %s does not fit: %r", name, error)
+        except Exception as error:  # parsers fail in ways of their own, with a tokenizer that lacks their tokens
+            logger.warning("vLLM's parser %s does not fit this model: %s", name, error)
     return ""
 
 
@@ -144,7 +153,8 @@ def _read_back(
         for at, token_id in enumerate(ids[:end], 1):
             last = at == end
             decoded = decoder.push((token_id,)) + (decoder.flush() if last else "")
-            for piece in split.split(Piece(0, decoded, 1, None, "stop" if last else None, token_ids=(token_id,))):
+            reason: FinishReason | None = None if not last else "stop" if end == len(ids) else "length"
+            for piece in split.split(Piece(0, decoded, 1, None, reason, token_ids=(token_id,))):
                 whole.add(piece)
         choice = whole.choice()
         read = [(call.name, json.loads(call.arguments)) for call in choice.calls]

@@ -47,8 +47,12 @@ class VllmReader:
     def split(self, piece: Piece) -> list[Piece]:
         """Split a piece into one or several; in each the reasoning comes first."""
         ended = piece.finish_reason is not None
-        added = self._push(piece.text, list(piece.token_ids), finished=ended)
+        cut = piece.finish_reason == "length" or bool(piece.stop_sequence)
+        added = self._push(piece.text, list(piece.token_ids), finished=ended and not cut)
         text, reasoning, calls = (added.content, added.reasoning, added.tool_calls) if added else ("", "", ())
+        if cut and (rest := self._push("", [], finished=True)):
+            # At its end a parser completes a call that was cut, with values cut short; only the text counts.
+            text, reasoning = (text or "") + (rest.content or ""), (reasoning or "") + (rest.reasoning or "")
         tokens, told = (piece.new_tokens, ()) if reasoning else (0, piece.logprobs)
         piece = replace(piece, text=text or "", reasoning=reasoning or "", reasoning_tokens=tokens, logprobs=told)
         if self._rest is not None:
