@@ -181,6 +181,7 @@ class Bench:
         preparer.prepare.return_value = generations
         tokenizer.decoder().push.return_value = "x"
         tokenizer.decoder().flush.return_value = ""
+        tokenizer.template.reads_tools = False
         readers, workers = AnswerReaders(tokenizer, "auto"), FairWorkers(Shares({}))
         self.completions = Completions(
             AppConfig(model="m"), preparer, self, tokenizer, readers, counters(self.door), workers, Drain()
