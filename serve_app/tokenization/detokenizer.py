@@ -133,10 +133,49 @@ class Detokenizer:
         return new
 
 
+class _Beginning:
+    """A beginning of some words: a state of Aho and Corasick's automaton, which is made as far as a text comes.
+
+    ``shorter``: the longest other beginning with which it ends, None for the empty one; ``whole``: the length of the
+    longest word with which it ends, 0 without; ``open``: the length of the longest incomplete word likewise.
+    """
+
+    __slots__ = ("_length", "_longer", "_shorter", "_words", "open", "whole")
+
+    def __init__(self, words: Sequence[str], length: int = 0, shorter: "_Beginning | None" = None) -> None:
+        self._length, self._shorter = length, shorter
+        self._longer: dict[str, _Beginning] = {}
+        self._words: dict[str, list[str]] = {}
+        self.whole = 0 if shorter is None else shorter.whole
+        for word in words:
+            if len(word) > length:
+                self._words.setdefault(word[length], []).append(word)
+            else:
+                self.whole = length
+        self.open = length if self._words or shorter is None else shorter.open
+
+    def after(self, char: str) -> "_Beginning":
+        """Return the longest beginning with which a text ends after this one and one more character."""
+        state = self
+        while (found := state._longer.get(char)) is None:
+            if char in state._words:
+                return state._make(char)
+            if state._shorter is None:
+                return state
+            state = state._shorter
+        return found
+
+    def _make(self, char: str) -> "_Beginning":
+        shorter = self if self._shorter is None else self._shorter.after(char)
+        made = self._longer[char] = _Beginning(self._words[char], self._length + 1, shorter)
+        return made
+
+
 class StopChecker:
     """Ends a text before the stop string that is complete first (of two the longer), independent of chunk boundaries.
 
-    ``include``: the text ends after the stop string. ``found``: the stop string that ended it, "" before.
+    Each character costs the same, however many and long the stop strings are. ``include``: the text ends after the stop
+    string. ``found``: the stop string that ended it, "" before.
     """
 
     def __init__(self, stop: tuple[str, ...], *, include: bool = False) -> None:
@@ -144,8 +183,8 @@ class StopChecker:
             raise ValueError("a stop string must not be empty")
         self._stop = stop
         self._include = include
+        self._at = self._begin = _Beginning(stop)
         self._held = ""
-        self._early = 0
         self._stopped = False
         self.found = ""
 
@@ -153,28 +192,21 @@ class StopChecker:
         """Return (text to show, whether a stop string was found). ``early``: ignore stop strings that end here."""
         if not self._stop or self._stopped:
             return ("" if self._stopped else text), self._stopped
-        seen = self._held + text
-        if early:
-            self._early = len(seen)
-        ends = (
-            (start + len(stop), start)
-            for stop in self._stop
-            if (start := seen.find(stop, max(0, self._early - len(stop) + 1))) >= 0
-        )
-        first = min(ends, default=None)
-        if first is not None:
-            end, start = first
-            self._held, self._stopped = "", True
-            self.found = seen[start:end]
-            return seen[: end if self._include else start], True
-        held = max(held_back(seen, stop) for stop in self._stop)
-        self._early = max(0, self._early - len(seen) + held)
-        self._held = seen[len(seen) - held :]
-        return seen[: len(seen) - held], False
+        seen, at = self._held + text, self._at
+        for end, char in enumerate(text, len(self._held) + 1):
+            at = at.after(char)
+            if at.whole and not early:
+                start = end - at.whole
+                self._held, self._stopped = "", True
+                self.found = seen[start:end]
+                return seen[: end if self._include else start], True
+        self._at = at
+        self._held = seen[len(seen) - at.open :]
+        return seen[: len(seen) - at.open], False
 
     def flush(self) -> str:
         """Return the text held back, after an end without a complete stop string."""
-        held, self._held = self._held, ""
+        held, self._held, self._at = self._held, "", self._begin
         return held
 
 

@@ -1,5 +1,6 @@
 """Streamed text equals the text of the whole, and ends before a stop string."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -87,27 +88,67 @@ def test_only_a_possible_beginning_is_held_back() -> None:
         StopChecker(("a", ""))
 
 
-@settings(max_examples=300)
-@given(
-    pieces=st.lists(st.text("abX", max_size=3), max_size=12),
-    stop=st.lists(st.text("abX", min_size=1, max_size=3), max_size=3).map(tuple),
-    early=st.integers(0, 12),
-)
+WORDS = st.text("ab", min_size=1, max_size=9)
+STOPS = st.lists(WORDS, max_size=5).map(tuple)
+
+
+@settings(max_examples=500)
+@given(pieces=st.lists(st.text("abX", max_size=4), max_size=12), stop=STOPS, early=st.integers(0, 12))
 def test_a_stop_string_that_is_complete_too_early_does_not_count(
     pieces: list[str], stop: tuple[str, ...], early: int
 ) -> None:
-    """For any cuts, the first one that ends after the first ``early`` pieces ends the text, even inside them."""
+    """For any cuts, the first one that ends after the first ``early`` pieces ends the text, even inside them.
+
+    Until then exactly the longest beginning of a stop string is held back.
+    """
     text, free = "".join(pieces), len("".join(pieces[:early]))
     ends = [(start + len(one), start) for one in stop for start in range(len(text)) if text.startswith(one, start)]
     found = min((end for end in ends if end[0] > free), default=None)
     for include in (False, True):
         checker = StopChecker(stop, include=include)
-        shown, stopped = "", False
+        shown, pushed, stopped = "", "", False
         for number, piece in enumerate(pieces):
             new, stopped = checker.push(piece, early=number < early)
-            shown += new
+            shown, pushed = shown + new, pushed + piece
             if stopped:
                 break
+            beginnings = {one[:length] for one in stop for length in range(len(one))} | {""}
+            assert pushed == shown + max(filter(pushed.endswith, beginnings), key=len)
+        assert checker.found == ("" if found is None else text[found[1] : found[0]])
         shown += checker.flush()
         assert stopped == (found is not None)
         assert shown == (text if found is None else text[: found[0] if include else found[1]])
+
+
+LONG = 1024
+
+
+@pytest.mark.parametrize(
+    ("stop", "text"),
+    [
+        (("a" * LONG + "b",), "a" * 4 * LONG),
+        (tuple("a" * (LONG - number) + chr(98 + number) for number in range(16)), "a" * 4 * LONG),
+        (tuple(f"{number:x}." + "ab" * LONG for number in range(16)), "7.ab7." + "ab" * (LONG - 1) + "a7.ab" * LONG),
+        (tuple("ab" * number + "c" for number in range(1, 400)), "ab" * 2 * LONG),
+    ],
+    ids=["one", "common beginnings", "of their own", "many"],
+)
+@pytest.mark.parametrize("step", [1, 4, LONG])
+def test_a_character_costs_the_same_whatever_the_stop_strings(stop: tuple[str, ...], text: str, step: int) -> None:
+    """Counted in calls, of C's functions too: the search runs in the loop of all requests."""
+    calls = 0
+
+    def count(_frame: object, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    checker = StopChecker(stop)
+    checker.push(text)  # makes the states on the way
+    checker.flush()
+    sys.setprofile(count)
+    try:
+        for at in range(0, len(text), step):
+            assert not checker.push(text[at : at + step])[1]
+    finally:
+        sys.setprofile(None)
+    assert calls <= 8 * len(text)
