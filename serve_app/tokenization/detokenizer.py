@@ -142,6 +142,9 @@ class _Beginning:
 
     __slots__ = ("_length", "_longer", "_shorter", "_words", "open", "whole")
 
+    whole: int
+    open: int
+
     def __init__(self, words: Sequence[str], length: int = 0, shorter: "_Beginning | None" = None) -> None:
         self._length, self._shorter = length, shorter
         self._longer: dict[str, _Beginning] = {}
