@@ -115,17 +115,35 @@ class Turns:
     the ring of tenants with work; ``turn``: the credit of a tenant's next turn.
     """
 
-    def __init__(self, turn: Callable[[str], int]) -> None:
+    def __init__(self, turn: Callable[[str], int], clock: Callable[[], float] = time.monotonic) -> None:
         self.credit: OrderedDict[str, int] = OrderedDict()
         self._turn = turn
+        self._clock = clock
+        self._rounds = 0.0
+        self._served = ""
+        self._debts: OrderedDict[str, tuple[int, float, float]] = OrderedDict()
+        """By tenant without work: its credit below 0, and the rounds and the time when it left."""
 
     def join(self, tenant: str) -> None:
         """Add a tenant with work to the ring's end, unless it is already in the ring."""
-        self.credit.setdefault(tenant, 0)
+        if tenant in self.credit:
+            return
+        self._forget_old_debts()
+        credit, rounds, _ = self._debts.pop(tenant, (0, self._rounds, 0.0))
+        paid = int(max(0.0, self._rounds - rounds) * self._turn(tenant))
+        self.credit[tenant] = min(0, credit + paid)
 
     def leave(self, tenant: str) -> None:
-        """Remove a tenant without work. It keeps neither credit nor debt."""
-        del self.credit[tenant]
+        """Remove a tenant without work. Its credit is lost.
+
+        Its debt stays for ``ACTIVE_S``, or a tenant with one request at a time would never pay. The rounds of the
+        others reduce it as if it waited.
+        """
+        credit = self.credit.pop(tenant)
+        self._forget_old_debts()
+        if credit < 0:
+            # It has had its turn of the round in progress.
+            self._debts[tenant] = credit, self._rounds + (tenant == self._served), self._clock()
 
     def next(self, able: Collection[str]) -> str:
         """Return the next of the ``able`` tenants (in ring order). A turn adds credit; tenants in debt are skipped."""
@@ -133,10 +151,12 @@ class Turns:
         # Apply all rounds in which every tenant stays in debt at once.
         rounds = min(-credit[tenant] // self._turn(tenant) for tenant in able)
         if rounds > 0:
+            self._rounds += rounds
             for tenant in able:
                 credit[tenant] += rounds * self._turn(tenant)
         for tenant in tuple(able):
             if credit[tenant] <= 0:
+                self._rounds += 1 / len(able)
                 credit[tenant] += self._turn(tenant)
             if credit[tenant] > 0:
                 break
@@ -146,5 +166,10 @@ class Turns:
     def charge(self, tenant: str, cost: int) -> None:
         """Subtract the cost of started work from a tenant's credit. Without credit its turn ends."""
         self.credit[tenant] -= cost
+        self._served = tenant
         if self.credit[tenant] <= 0:
             self.credit.move_to_end(tenant)
+
+    def _forget_old_debts(self) -> None:
+        while self._debts and self._clock() - next(iter(self._debts.values()))[2] > ACTIVE_S:
+            self._debts.popitem(last=False)

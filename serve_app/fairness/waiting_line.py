@@ -53,7 +53,7 @@ class WaitingLine:
 
     def __init__(self, budget: Budget, quantum: int = QUANTUM, clock: Callable[[], float] = time.monotonic) -> None:
         self._budget = budget
-        self._turns = Turns(lambda _: quantum)
+        self._turns = Turns(lambda _: quantum, clock)
         self._clock = clock
         self._lines: dict[str, deque[_Waiter]] = {}
         self._pace_s: dict[str, float] = {}

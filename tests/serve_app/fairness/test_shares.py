@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.fairness.shares import ACTIVE_S, Budget, Shares
+from serve_app.fairness.shares import ACTIVE_S, Budget, Shares, Turns
 from tests.router.cores import Clock
 
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 1.0}
@@ -81,3 +81,42 @@ def test_budgets_conserve_and_keep_an_eighth(total: int, steps: list[tuple[str, 
                 held[tenant] += amount
         assert budget.used == held.total()
         assert {name: budget._held[name] for name in "abc"} == {name: held[name] for name in "abc"}
+
+
+def test_a_tenant_without_work_keeps_its_debt_for_a_while_but_no_credit() -> None:
+    """The turns of others pay it back, as if it waited; nobody is remembered for ever."""
+    clock = Clock()
+    turns = Turns(lambda _: 100, clock)
+
+    def left(tenant: str, cost: int) -> None:
+        turns.join(tenant)
+        assert turns.next([tenant]) == tenant
+        turns.charge(tenant, cost)
+        turns.leave(tenant)
+
+    def credit(tenant: str) -> int:
+        turns.join(tenant)
+        found = turns.credit[tenant]
+        turns.leave(tenant)
+        return found
+
+    left("thrifty", 30)
+    assert credit("thrifty") == 0
+    turns.join("b")
+    turns.join("c")
+    left("a", 1000)
+    for round_ in range(5):
+        assert credit("a") == credit("a") == -900 + 100 * max(0, round_ - 1), "its own turn was in the first round"
+        for _ in "bc":
+            turns.charge(turns.next(["b", "c"]), 100)
+    for _ in range(100):
+        turns.charge(turns.next(list(turns.credit)), 100)
+    assert credit("a") == 0
+    left("a", 1000)
+    clock.now_s = ACTIVE_S + 1
+    for number in range(50):
+        left(f"once {number}", 1000)
+    assert "a" not in turns._debts and credit("a") == 0
+    clock.now_s *= 3
+    turns.leave("b")
+    assert not turns._debts

@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.fairness.shares import Budget, Shares
@@ -69,6 +69,46 @@ async def test_turns_go_by_cost_and_not_by_length_of_line() -> None:
     hold.give_back()
     await asyncio.gather(*tasks)
     assert started == {"a": 80_000, "b": 80_000}
+
+
+@settings(max_examples=40)
+@given(
+    at_once=st.integers(1, 3),
+    cost=st.sampled_from([50, 600, 4000, 20_000]),
+    others=st.sampled_from([100, 700, 5000]),
+    pause=st.integers(0, 3),
+)
+async def test_a_tenant_that_comes_and_goes_gets_no_more_than_one_with_a_queue(
+    at_once: int, cost: int, others: int, pause: int
+) -> None:
+    """It asks as soon as its last request is answered, or later: leaving the queue pays no debt.
+
+    There is one place: of two, each would have its own, and nobody waits for the other.
+    """
+    line, _ = line_of(1, {"comes": 1.0, "queues": 1.0})
+    started: Counter[str] = Counter()
+    over = asyncio.Event()
+
+    async def ask(tenant: str, cost: int, pause: int) -> None:
+        while not over.is_set():
+            place = await line.enter(tenant, 1, cost)
+            started[tenant] += cost
+            await asyncio.sleep(0)
+            place.give_back()
+            for _ in range(pause):
+                await asyncio.sleep(0)
+
+    tasks = [asyncio.create_task(ask("queues", others, 0)) for _ in range(4)]
+    await settle()
+    started.clear()
+    tasks += [asyncio.create_task(ask("comes", cost, pause)) for _ in range(at_once)]
+    ahead = 0.0
+    for _ in range(400):
+        await asyncio.sleep(0)
+        ahead = max(ahead, started["comes"] - 1.15 * started["queues"])
+    over.set()
+    await asyncio.gather(*tasks)
+    assert ahead <= cost + others + 2 * QUANTUM
 
 
 async def test_a_large_request_within_its_share_is_not_starved_by_small_borrowers() -> None:
