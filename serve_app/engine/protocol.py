@@ -9,7 +9,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -137,11 +137,18 @@ class FirstToken:
     save: SaveResult | None = None
 
 
+class Prefilled(NamedTuple):
+    """What was done for a prompt: ``tokens``, its first ones with KV, of which ``cached_tokens`` were reused."""
+
+    tokens: int
+    cached_tokens: int
+
+
 class EngineOutput(msgspec.Struct, frozen=True):  # one per token: a frozen dataclass takes several times as long
     """Tokens of one request that became ready in one step.
 
-    Only the output with a request's first token has ``first``. The last one has ``finish_reason``, and ``error``
-    explains "error" and "timeout". ``token_ids`` excludes the stop token unless it was requested. ``logprobs``: one
+    Only the output with a request's first token has ``first``. The last one has ``finish_reason`` and
+    ``prefilled``, and ``error`` explains "error" and "timeout". ``token_ids`` excludes the stop token unless it was requested. ``logprobs``: one
     for each token, if requested; ``prompt_logprobs``: of the prompt's next tokens, in earlier outputs.
     """
 
@@ -152,6 +159,7 @@ class EngineOutput(msgspec.Struct, frozen=True):  # one per token: a frozen data
     first: FirstToken | None = None
     finish_reason: FinishReason | None = None
     error: str = ""
+    prefilled: Prefilled | None = None
 
 
 MAX_TOLD_TOKENS = 4096

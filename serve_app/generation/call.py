@@ -13,8 +13,9 @@ from router.core import RoutingCore
 from router.protocol.events import LoadReport
 from router.protocol.request import Decision, NoReplicaLeft, RoutedRequest
 from router.serve.recent_decisions import RecentDecisions
-from serve_app.engine.protocol import FirstToken
+from serve_app.engine.protocol import FirstToken, Prefilled
 from serve_app.errors import ContextLengthExceeded, GenerationFailed, InvalidRequest, RateLimited, WarmpathError
+from serve_app.generation.generation import Generation
 from serve_app.ray_compat import cancel_call
 from serve_app.replica import messages as wire
 from serve_app.replica.token_channel import Arrivals
@@ -69,7 +70,7 @@ class Reservation:
 
 @dataclass(eq=False)
 class Call:
-    """One call's chunks as they arrive. ``answered``: its last chunk or an error was read.
+    """One call's chunks as they arrive. ``answered``: its last chunk or an error was read; ``late``: its time was over.
 
     ``end``: the bytes of ``response``. ``first_token`` is called with the first token's facts.
     """
@@ -80,6 +81,7 @@ class Call:
     first_token: Callable[[FirstToken], None]
     trace: CallTrace | None
     answered: bool = False
+    late: bool = False
 
     def cancel(self) -> None:
         """Tell the replica to end the call."""
@@ -100,6 +102,7 @@ class Call:
         if self.trace is not None:
             self.trace.saw(chunk.first, chunk.error or chunk.finish_reason)
         self.answered = bool(chunk.error or chunk.finish_reason)
+        self.late = chunk.error == "timeout"
         return chunk
 
     async def _last(self) -> wire.GenerateChunk | None:
@@ -152,30 +155,38 @@ def raise_for(chunk: wire.GenerateChunk) -> None:
 class Aborts:
     """Tells replicas about abandoned calls. Used from one event loop.
 
-    Ray's own cancellation loses one call in some thousands, at the moment of its start: it would run to its end.
+    Ray's own cancellation loses one call in some thousands, at the moment of its start: it would run to its end. The
+    replica answers how far it computed the prompt: ``charge`` is called with that for generations without an answer.
     """
 
-    def __init__(self, handle: DeploymentHandle) -> None:
+    def __init__(
+        self, handle: DeploymentHandle, charge: Callable[[Generation, Prefilled], None] = lambda *_: None
+    ) -> None:
         self._end_calls = handle.options(method_name="end_calls")
-        self._by_replica: dict[str, list[str]] = {}
+        self._charge = charge
+        self._by_replica: dict[str, list[tuple[str, Generation | None]]] = {}
         self._telling: set[asyncio.Task[None]] = set()
 
-    def note(self, replica_id: str, request_id: str) -> None:
-        """Tell a replica soon that a call is abandoned."""
+    def note(self, replica_id: str, request_id: str, unanswered: Generation | None = None) -> None:
+        """Tell a replica soon that a call is abandoned. ``unanswered``: its generation, if it has no first token."""
         if not self._by_replica:
             task = asyncio.get_running_loop().create_task(self._tell())
             self._telling.add(task)
             task.add_done_callback(self._telling.discard)
-        self._by_replica.setdefault(replica_id, []).append(request_id)
+        self._by_replica.setdefault(replica_id, []).append((request_id, unanswered))
 
     async def _tell(self) -> None:
         await asyncio.sleep(TELL_AFTER_S)
         left, self._by_replica = self._by_replica, {}
-        await asyncio.gather(*(self._tell_one(replica_id, ids) for replica_id, ids in left.items()))
+        await asyncio.gather(*(self._tell_one(replica_id, calls) for replica_id, calls in left.items()))
 
-    async def _tell_one(self, replica_id: str, request_ids: list[str]) -> None:
+    async def _tell_one(self, replica_id: str, calls: list[tuple[str, Generation | None]]) -> None:
         try:
             async with asyncio.timeout(30):
-                await self._end_calls.remote(request_ids, target=replica_id)
+                done = await self._end_calls.remote([request_id for request_id, _ in calls], target=replica_id)
         except (RayError, RayServeException, NoReplicaLeft, TimeoutError) as error:
             logger.debug("replica %s was not told of abandoned calls: %r", replica_id, error)
+            return
+        for (_, unanswered), prefilled in zip(calls, done, strict=True):
+            if unanswered is not None and prefilled is not None:
+                self._charge(unanswered, prefilled)

@@ -37,8 +37,8 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
 Delivered = Callable[[Generation, Decision, FirstToken, float], None]
 """Called with the seconds from the call to the first token."""
 
-Left = Callable[[str, str], None]
-"""Called with the id of a replica and that of an abandoned call there."""
+Left = Callable[[str, str, Generation | None], None]
+"""Called with the id of a replica, that of an abandoned call there, and its generation if it has no first token."""
 
 
 @dataclass(eq=False)
@@ -46,7 +46,7 @@ class Dispatcher:
     """Streams generations from the replicas behind one Serve ``handle``.
 
     ``count_retry(after_first_token)`` is called for each retry, ``delivered``, which must be cheap, for each first
-    token, ``left`` for each call abandoned before its answer. ``caller``: the name of this Serve actor.
+    token, ``left`` for each call abandoned before its answer, or too late for one. ``caller``: the name of this actor.
     """
 
     handle: DeploymentHandle
@@ -173,7 +173,11 @@ class Dispatcher:
             session=generation.session,
         )
 
+        unanswered = None if generation.resumed_tokens else generation
+
         def first_token(first: FirstToken) -> None:
+            nonlocal unanswered
+            unanswered = None
             ttft_s = time.perf_counter() - started_s
             reservation.delivered(first.cached_tokens, ttft_s)
             if self.delivered is not None and reservation.decision is not None:
@@ -205,14 +209,15 @@ class Dispatcher:
                 # Ray lost the call, not the replica's code: another replica can continue from the received tokens.
                 raise ReplicaLost(type(error).__name__) from error
             finally:
-                if call is not None and call.answered:
+                if ended := call is not None and call.answered:
                     reservation.end()
                 else:
                     if call is not None:
                         call.cancel()
                     reservation.end(leaves=True)
-                    if self.left is not None and reservation.replica_id:
-                        self.left(reservation.replica_id, route.request_id)
+                late = call is not None and call.late and unanswered is not None
+                if self.left is not None and reservation.replica_id and (late or not ended):
+                    self.left(reservation.replica_id, route.request_id, unanswered)
                 if trace is not None:
                     trace.end(reservation.decision)
 

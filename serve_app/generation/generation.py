@@ -18,7 +18,8 @@ class Generation:
     first and the last. ``store_kv``: whether its KV may stay in the cache. ``grammar``: in llguidance's form. The last
     ``resumed_tokens`` of the prompt are the answer's first ones. ``echo``: the prompt, if the answer repeats it.
     ``saves``: an explicit one, then those of cache breakpoints, the shortest first. ``prompt_ref``: the version of its
-    registered prompt. ``system_chars``: of the formatted system prompt; ``system_tokens``: those that the prompt has in
+    registered prompt. ``model``: its name in usage; ``charged``: whether its prompt is charged, once for all choices.
+    ``system_chars``: of the formatted system prompt; ``system_tokens``: those that the prompt has in
     common with it. ``order``: see ``EngineRequest``. ``session``: a ``session_key``. ``traceparent``: W3C's, of the
     span. "" and 0 stand for none.
     """
@@ -45,6 +46,8 @@ class Generation:
     order: int = 0
     session: str = ""
     traceparent: str = ""
+    model: str = ""
+    charged: bool = False
 
     @property
     def reads_kv(self) -> bool:

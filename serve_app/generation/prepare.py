@@ -137,6 +137,8 @@ class Preparer:
                         system_tokens=system_tokens,
                         order=request.order,
                         session=session,
+                        model=request.answering_model,
+                        charged=choice == 0,
                     )
                 )
         return generations

@@ -38,7 +38,7 @@ from serve_app.ingress.completions import Completions
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.ledgers import Ledgers
-from serve_app.ingress.observe.answer_meter import Counters
+from serve_app.ingress.observe.answer_meter import Counters, charge_unanswered
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.observe.sessions import SessionList
 from serve_app.ingress.prompts.admin import PromptAdmin
@@ -106,12 +106,12 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
         figures=metrics.figures,
         count_dropped=metrics.dropped_events.inc,
     )
-    dispatcher = Dispatcher(
-        replica, core, decisions_for(deployment), config.block_size, metrics.retried, caller, receiver.inbox, tracer,
-        live.delivered, Aborts(replica).note,
-    )  # fmt: skip
     block_size = config.block_size if config.enable_prefix_caching else 0
     ledger = await asyncio.to_thread(Ledger, config.usage_file, block_size)
+    dispatcher = Dispatcher(
+        replica, core, decisions_for(deployment), config.block_size, metrics.retried, caller, receiver.inbox, tracer,
+        live.delivered, Aborts(replica, partial(charge_unanswered, ledger)).note,
+    )  # fmt: skip
     prompt_traffic = PromptTraffic(partial(prompts.least_tokens, block_size=config.block_size))
     warmer = Warmer(prompts, preparer, tenants, core, dispatcher.generate, config.model_name)
     prompt_admin = PromptAdmin(

@@ -34,6 +34,7 @@ from serve_app.engine.protocol import (
     EngineError,
     EngineOutput,
     EngineRequest,
+    Prefilled,
     QueueFull,
     RequestTooLong,
     SamplingParams,
@@ -153,10 +154,12 @@ class Replica:
         """Answer a peer (``PeerAnswers``), or "lost" for another ``target``: Serve redirects calls of a dead one."""
         return await getattr(self._answers, question)(*args) if target == self._replica_id else "lost"
 
-    async def end_calls(self, request_ids: Sequence[str], *, target: str) -> None:
-        """End abandoned generations. ``target``: see ``answer_peer``."""
-        if target == self._replica_id:
-            self._running.leave(request_ids)
+    async def end_calls(self, request_ids: Sequence[str], *, target: str) -> list[Prefilled | None]:
+        """End abandoned generations; return what was done for their prompts. ``target``: see ``answer_peer``."""
+        if target != self._replica_id:
+            return [None] * len(request_ids)
+        self._running.leave(request_ids)
+        return await self._running.prefilled(request_ids)
 
     async def load_adapter(self, entry: AdapterEntry) -> str:
         """Load an adapter ahead of its requests; return why this replica cannot serve it, or ""."""
@@ -210,6 +213,7 @@ class Replica:
                     await self._adapters.submit(request, call.lora_path, self._on_outputs)
                 else:
                     self._engine.submit(request, self._on_outputs)
+                self._running.submitted(request_id)
                 self._reporter.prefills_changed()
                 if trace is not None:
                     trace.submitted()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ray.exceptions import RayError
 
-from serve_app.engine.protocol import EngineOutput
+from serve_app.engine.protocol import EngineOutput, Prefilled
 from serve_app.ray_compat import find_serve_actor
 from serve_app.replica import messages as wire
 from serve_app.replica.token_channel import Addressed, TokenSender, TokenStream
@@ -25,8 +25,11 @@ STOPPING = "the replica is being stopped"
 
 LOOK_EVERY_S = 1.0
 
+END_S = 10.0
+"""How long an abandoned generation may take to end: a long step of the engine."""
+
 _MAX_LEFT = 8192
-"""Number of abandoned calls to remember, for those that have not arrived yet."""
+"""Number of abandoned calls to remember, for those that have not arrived yet; and of ended ones."""
 
 
 def actor_lives(name: str) -> bool:
@@ -72,6 +75,7 @@ class RunningCalls:
         self._cancel = cancel
         self._calls: dict[str, RunningCall] = {}
         self._left: OrderedDict[str, None] = OrderedDict()
+        self._prefilled: OrderedDict[str, asyncio.Future[Prefilled]] = OrderedDict()
 
     def __bool__(self) -> bool:
         return bool(self._calls)
@@ -81,6 +85,24 @@ class RunningCalls:
         call = RunningCall(reply_to, stream, caller, asyncio.get_running_loop().create_future())
         self._calls[call_id] = call
         return call
+
+    def submitted(self, call_id: str) -> None:
+        """Note that the engine has a generation, and will report how far its prompt was computed."""
+        self._prefilled[call_id] = asyncio.get_running_loop().create_future()
+        if len(self._prefilled) > _MAX_LEFT:
+            self._prefilled.popitem(last=False)
+
+    async def prefilled(self, call_ids: Sequence[str]) -> list[Prefilled | None]:
+        """Return what was done for the prompts of abandoned generations, once they ended in the engine.
+
+        None: the engine never had it, it is too long ago, or its end is not known in time.
+        """
+        ends = [self._prefilled.get(call_id) for call_id in call_ids]
+        if pending := [end for end in ends if end is not None]:
+            await asyncio.wait(pending, timeout=END_S)
+        for call_id in call_ids:
+            self._prefilled.pop(call_id, None)
+        return [end.result() if end is not None and end.done() else None for end in ends]
 
     def forget(self, call_id: str) -> None:
         """Accept no more outputs of a generation."""
@@ -119,6 +141,8 @@ class RunningCalls:
         """Send a step's outputs to their ingresses; outputs of other requests are dropped."""
         messages: dict[wire.ReplyTo, list[Addressed]] = {}
         for output in outputs:
+            if output.prefilled is not None and (end := self._prefilled.get(output.request_id)) is not None:
+                end.set_result(output.prefilled)
             call = self._calls.get(output.request_id)
             ready = call.stream.push(output) if call is not None else None
             if call is None or ready is None:

@@ -36,7 +36,8 @@ class UsageKey(NamedTuple):
 class Counts(NamedTuple):
     """Requests with a first token, the part of them with cache reads, and their tokens.
 
-    A prompt with many choices counts once. ``written_tokens``: computed in whole blocks that stay cached.
+    A prompt with many choices counts once, and one that was left before its first token as far as it was computed.
+    ``written_tokens``: computed in whole blocks that stay cached.
     """
 
     requests: int = 0
@@ -100,12 +101,23 @@ class Ledger:
             raise LedgerError(f"cannot keep usage in {file} ({error}); name another usage_file") from error
 
     def prompt(
-        self, tenant: str, model: str, prompt: str, prompt_tokens: int, cached_tokens: int, *, stored: bool
+        self,
+        tenant: str,
+        model: str,
+        prompt: str,
+        prompt_tokens: int,
+        cached_tokens: int,
+        *,
+        stored: bool,
+        answered: bool = True,
     ) -> int:
-        """Count a prompt at its first token; return its tokens written to the cache, 0 unless ``stored``."""
+        """Count a prompt at its first token; return its tokens written to the cache, 0 unless ``stored``.
+
+        ``answered`` False: the computed part of a prompt whose request was left before its first token.
+        """
         whole = prompt_tokens // self._block_size * self._block_size if self._block_size and stored else 0
         written_tokens = max(0, whole - cached_tokens)
-        counts = Counts(0, int(cached_tokens > 0), prompt_tokens, cached_tokens, written_tokens)
+        counts = Counts(0, int(answered and cached_tokens > 0), prompt_tokens, cached_tokens, written_tokens)
         self._add(UsageKey(self._day(), tenant, model, prompt), counts)
         return written_tokens
 

@@ -125,14 +125,14 @@ class OutputProcessor:
         self, sequence: SequenceState, reason: FinishReason, output: EngineOutput | None = None, *, error: str = ""
     ) -> None:
         """End a request and free its blocks. ``output``: its last one, if it ended by generating."""
-        request = sequence.request
+        request, prefilled = sequence.request, sequence.prefilled
         self.scheduler.remove(sequence)
         self.tier_loader.forget(request.request_id)
         self.adapters.unpin(request.scope.lora)
         self.live.remove(sequence)
         self.meters.finished[reason] += 1
         last = output or EngineOutput(request.request_id)
-        self.outbox.add(sequence.sink, structs.replace(last, finish_reason=reason, error=error))
+        self.outbox.add(sequence.sink, structs.replace(last, finish_reason=reason, error=error, prefilled=prefilled))
 
     def _first(self, sequence: SequenceState, output: EngineOutput, now: float) -> EngineOutput:
         """Pin the prefixes that a request asks to keep; return its first output with the facts reported once."""

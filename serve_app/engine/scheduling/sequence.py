@@ -9,7 +9,14 @@ import numpy as np
 from router.protocol.block_hash import HASH_BYTES, TokenArray
 from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.cache.prefix.prefix_cache import PrefixCache
-from serve_app.engine.protocol import EngineRequest, FinishReason, OutputSink, RequestTooLong, SamplingParams
+from serve_app.engine.protocol import (
+    EngineRequest,
+    FinishReason,
+    OutputSink,
+    Prefilled,
+    RequestTooLong,
+    SamplingParams,
+)
 from serve_app.engine.step import BlockRun, History, Kept, Segment, block_runs, ceil_div
 
 
@@ -106,6 +113,11 @@ class SequenceState:
     def reusable_blocks(self, cache: PrefixCache) -> int:
         """Return how many leading blocks of its prefill it could take from a cache that holds them all."""
         return cache.reusable_blocks(self.prefill_tokens) if self.reads_kv else 0
+
+    @property
+    def prefilled(self) -> Prefilled:
+        """What was done for the prompt so far."""
+        return Prefilled(min(max(self.computed, self.farthest), self.prompt_tokens), self.cached_tokens)
 
     @property
     def most_tokens(self) -> int:

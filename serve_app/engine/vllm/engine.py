@@ -46,6 +46,8 @@ from serve_app.engine.vllm.transfer.migration import VllmMigration
 
 _LABELS = (("engine", "vllm"),)
 _REASONS: dict[str, FinishReason | None] = {"": None, "stop": "stop", "length": "length", "abort": "cancelled"}
+LAST_STEP_S = 5.0
+"""How long to wait for the end of the step in which a request was left, if vLLM reports none."""
 _RESET_TOLD_S = 10.0
 """How long to wait for vLLM's events to report a reset."""
 
@@ -305,12 +307,23 @@ class VllmEngine:
             return
         request = live.request
         with self._lock:
-            self._load.ended(live)
+            self._load.ended(live, left=reason == "cancelled")
         self.adapters.unpin(request.scope.lora)
         Path(live.choice.failure_file).unlink(missing_ok=True)
         self._meters.finished[reason] += 1
-        last = output or EngineOutput(request.request_id)
-        self._outbox.add(live.sink, structs.replace(last, finish_reason=reason, error=error))
+        last = structs.replace(output or EngineOutput(request.request_id), finish_reason=reason, error=error)
+        if live in self._load.left:  # nobody waits for its tokens
+            self._frontend.loop.call_later(LAST_STEP_S, self._report_left)
+        else:
+            self._outbox.add(live.sink, structs.replace(last, prefilled=live.prefilled))
+
+    def _report_left(self) -> None:
+        """End the requests that were left, now that the step at that time is over."""
+        with self._lock:
+            left, self._load.left = self._load.left, []
+        for live in left:
+            last = EngineOutput(live.request.request_id, finish_reason="cancelled", prefilled=live.prefilled)
+            self._outbox.add(live.sink, last)
 
     async def _end_all(self) -> None:
         with self._lock:
@@ -327,3 +340,4 @@ class VllmEngine:
         with self._lock:
             self._load.stepped(running, kv_usage, prompt_tokens, duration_s)
             self._progress_s = time.monotonic()
+        self._report_left()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from router.protocol.events import LoadReport
 from router.protocol.samples import Labels, Sample
 from serve_app.engine.metrics import EngineMeters
-from serve_app.engine.protocol import EngineRequest, OutputSink, QueueFull, SaveResult
+from serve_app.engine.protocol import EngineRequest, OutputSink, Prefilled, QueueFull, SaveResult
 from serve_app.engine.reservations import RouterReservations, retry_after_s
 from serve_app.engine.scheduling.fair_queue import FairQueue
 from serve_app.engine.vllm.sampling.rows import TokenChoice
@@ -40,11 +40,18 @@ class LiveRequest:
     task: asyncio.Task[None] | None = None
     woken: asyncio.Event = field(default_factory=asyncio.Event)
 
+    @property
+    def prefilled(self) -> Prefilled:
+        """What was done for the prompt so far, by the steps' prompt tokens until its first token."""
+        tokens = len(self.request.token_ids) - self.uncached_tokens
+        return Prefilled(tokens, tokens - self.taken_tokens)
+
 
 class LoadMirror:
     """Queued prefill tokens in total and by router. A request counts from its submission to its first token.
 
-    It also counts as queued until then, because vLLM reports no more about a single request. ``live``: all by id.
+    It also counts as queued until then, because vLLM reports no more about a single request. ``live``: all by id;
+    ``left``: those left before their first token, which the step in progress may still compute.
     """
 
     def __init__(self, settings: VllmSettings, meters: EngineMeters) -> None:
@@ -53,6 +60,7 @@ class LoadMirror:
         self._turn_tokens = FairQueue(settings.max_num_batched_tokens).quantum_tokens
         self._meters = meters
         self.live: dict[str, LiveRequest] = {}
+        self.left: list[LiveRequest] = []
         self._prefills: dict[str, LiveRequest] = {}
         self._reservations = RouterReservations()
         self._running = 0
@@ -104,7 +112,10 @@ class LoadMirror:
         self._copies -= copies
         prompt_tokens -= copies
         left = prompt_tokens
-        for prefill in self._prefills.values():
+        prefills: Iterable[LiveRequest] = self._prefills.values()
+        if self.left:
+            prefills = sorted([*self.left, *prefills], key=lambda live: live.arrival_s)
+        for prefill in prefills:
             taken = min(left, prefill.uncached_tokens)
             prefill.uncached_tokens -= taken
             prefill.taken_tokens += taken
@@ -125,9 +136,12 @@ class LoadMirror:
             other.uncached_tokens += given
             other.taken_tokens -= given
             own -= given
+        live.uncached_tokens, live.taken_tokens = 0, len(live.request.token_ids) - cached_tokens
 
-    def ended(self, live: LiveRequest) -> None:
-        """Note that a request is no longer live."""
+    def ended(self, live: LiveRequest, *, left: bool = False) -> None:
+        """Note that a request is no longer live. ``left``: by its client."""
+        if left and not live.begun:
+            self.left.append(live)
         self._leave(live)
         live.ended = True
         del self.live[live.request.request_id]

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from serve_app.api.request import ChatRequest, GenerateRequest
 from serve_app.cache_diagnostics.detector import MissDetector
+from serve_app.engine.protocol import Prefilled
 from serve_app.errors import WarmpathError
 from serve_app.fairness.front_door import FrontDoor
 from serve_app.fairness.rate_limits import Allowance
@@ -78,7 +79,10 @@ class AnswerMeter:
         self.counters.metrics.disconnects.inc()
 
     def end(self, error: BaseException | None) -> None:
-        """Finish the answer; a tenant pays nothing for one that was refused before its first piece."""
+        """Finish the answer; a tenant pays nothing for one that was refused before its first piece.
+
+        What was computed for one that was left before is charged once its replica tells (``charge_unanswered``).
+        """
         counters, answered = self.counters, bool(self._last_s)
         counters.metrics.in_flight.dec()
         refusal = error if isinstance(error, WarmpathError) else None
@@ -115,6 +119,13 @@ class AnswerMeter:
             counters.prompts.add(ref, prompt_tokens, cached_tokens)
             if generation.store_kv:
                 counters.prompts.add_use(ref, use_of(wanted, tenant), public=generation.public)
+
+
+def charge_unanswered(ledger: Ledger, generation: Generation, prefilled: Prefilled) -> None:
+    """Count what a replica computed for a prompt whose client left before the first token."""
+    if generation.charged and prefilled.tokens > prefilled.cached_tokens:
+        tenant, model, ref = generation.tenant, generation.model, generation.prompt_ref
+        ledger.prompt(tenant, model, ref, *prefilled, stored=generation.store_kv, answered=False)
 
 
 def use_of(wanted: GenerateRequest, tenant: str) -> Use:

@@ -161,7 +161,7 @@ class Warmer:
         else:
             request = CompletionRequest(prompts=(_WORDS,), **fields)
         (generation,) = await self.preparer.prepare(request, tenant, "warm")
-        return generation
+        return replace(generation, charged=False)
 
     def _default_uses(self, prompt: Prompt) -> Iterable[Use]:
         tenants = [tenant for tenant in self.tenants.by_name.values() if tenant.store_kv]

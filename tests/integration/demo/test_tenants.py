@@ -3,11 +3,13 @@
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.integration.conftest import HTTP, clients, eventually, metric
@@ -108,6 +110,37 @@ def test_usage_adds_up_over_both_ingresses_and_is_a_tenants_own(served: Served) 
         assert found["prompt_tokens"] == sum(tokens for tokens, _, _ in told)
         assert found["cached_tokens"] == sum(cached for _, cached, _ in told)
     assert row("acme")["requests"] == 0
+
+
+async def test_prefills_that_clients_leave_are_charged(served: Served) -> None:
+    """Prompts are left in prefill or in the queue; usage is all that the replicas computed. (docs: isolation)"""
+
+    def computed() -> float:
+        return metric(served.url, "warmpath_prompt_tokens_computed_total", headers=served.headers("operator"))
+
+    def charged() -> tuple[int, int]:
+        rows = [row for row in served.get("/v1/usage", "operator").json()["data"] if row["tenant"] == "passing"]
+        uncached = sum(row["prompt_tokens"] - row["cached_tokens"] for row in rows)
+        return uncached, sum(row["requests"] for row in rows)
+
+    eventually(lambda: computed() == (time.sleep(3) or computed()))  # replicas report every second
+    before, (charged_before, answered_before) = computed(), charged()
+    async with clients(served.url) as client:
+
+        async def leave(number: int) -> None:
+            body = {"model": "demo", "prompt": f"{number} " + "left alone " * 900, "max_tokens": 1}
+            with suppress(httpx.ReadTimeout):
+                await client.post("/v1/completions", json=body, headers=served.headers("passing"), timeout=0.1 * number)
+
+        await asyncio.gather(*map(leave, range(1, 13)))
+
+    def settled() -> bool:
+        return computed() - before == charged()[0] - charged_before > 0
+
+    eventually(settled)
+    await asyncio.sleep(3)
+    assert settled()
+    assert charged()[1] - answered_before < 12
 
 
 async def test_a_retry_storm_shuts_nobody_out(served: Served) -> None:

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
 from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,10 +21,11 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentResponse
 
 from router.protocol.request import NoReplicaLeft, RoutedRequest
-from serve_app.engine.protocol import FirstToken
-from serve_app.errors import Overloaded, RateLimited
+from serve_app.engine.protocol import FirstToken, Prefilled
+from serve_app.errors import Overloaded, RateLimited, WarmpathError
 from serve_app.generation.call import Aborts
 from serve_app.generation.dispatch import MAX_ATTEMPTS
+from serve_app.generation.generation import Generation
 from serve_app.ray_compat import cancel_call
 from serve_app.replica import messages as wire
 from tests.serve_app.generation.fake_replicas import (
@@ -192,19 +196,21 @@ async def test_leaving_before_the_assignment_cancels_that() -> None:
 
 
 class Replicas:
-    """A handle; ``b`` is dead. ``heard``: (replica, calls) of each notice."""
+    """A handle; ``b`` is dead. ``heard``: (replica, calls) of each notice; ``computed``: of each prompt."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, list[str]]] = []
+        self.computed: Prefilled | None = None
 
     def options(self, method_name: str) -> Replicas:
         assert method_name == "end_calls"
         return self
 
-    async def remote(self, request_ids: list[str], *, target: str) -> None:
+    async def remote(self, request_ids: list[str], *, target: str) -> list[Prefilled | None]:
         self.heard.append((target, request_ids))
         if target == "b":
             raise ActorDiedError
+        return [self.computed] * len(request_ids)
 
 
 async def until_nothing_is_under_way() -> None:
@@ -249,3 +255,43 @@ def test_only_a_departure_before_the_end_is_reported(replicas: Any) -> None:
     assert replicas.heard == [("a", [handle.calls[-1][1].request_id])]
     assert [result.cancelled for result in handle.results] == [False, True]
     assert handle.core.state()["open_reservations"] == 0
+
+
+LATE = wire.GenerateChunk(error="timeout", message="The answer took too long.")
+
+
+async def never(*_: Any) -> AsyncIterator[wire.GenerateChunk]:
+    await asyncio.sleep(3600)
+    yield FULL
+
+
+@pytest.mark.parametrize(
+    ("chunks", "tokens_read", "charged"),
+    [(never, 0, True), (always(LATE), 0, True), (answer, 0, False), (answer, 1, False), (always(FULL), 0, False)],
+    ids=["left in prefill", "timed out in prefill", "answered", "left in the answer", "refused"],
+)
+def test_what_was_computed_before_the_first_token_is_charged(
+    chunks: Chunks, tokens_read: int, charged: bool, replicas: Any
+) -> None:
+    """The replica tells it for a call that was left, or too late; after the first token the prompt is charged already.
+
+    An attempt that a replica refused, or lost, costs nothing.
+    """
+    replicas.computed = Prefilled(640, 64)
+    handle, told = FakeHandle(chunks, ["a"]), list[tuple[Generation, Prefilled]]()
+    handle.dispatcher.left = Aborts(replicas, lambda *one: told.append(one)).note
+    asked = replace(generation(), deadline_s=time.perf_counter() + 0.2)
+
+    async def run() -> None:
+        stream = handle.dispatcher.generate(asked)
+        with suppress(WarmpathError, TimeoutError):
+            async with asyncio.timeout(0.3):
+                if chunks is answer and not tokens_read:
+                    async for _ in stream:
+                        pass
+                await anext(stream, None)
+        await stream.aclose()
+        await until_nothing_is_under_way()
+
+    asyncio.run(run())
+    assert told == ([(asked, Prefilled(640, 64))] if charged else [])

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.exceptions import RpcError
 
-from serve_app.engine.protocol import EngineOutput
+from serve_app.engine.protocol import EngineOutput, FirstToken, Prefilled
 from serve_app.replica import running_calls
 from serve_app.replica.messages import GenerateChunk, ReplyTo
 from serve_app.replica.running_calls import STOPPING, RunningCalls, actor_lives
@@ -183,6 +183,31 @@ async def test_requests_that_nobody_waits_for_end_whether_they_have_begun_or_not
     calls.leave([])
     assert set(cancelled) == {"19999"}
     watching.cancel()
+
+
+async def test_what_was_computed_for_an_abandoned_prompt_is_told_once_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any order of its end, of being forgotten and of the question; None for one that the engine never had."""
+    calls, _, _ = opened()
+    for name in ("ended", "running", "answered", "unsubmitted"):
+        calls.begin(name, INGRESSES[0], TokenStream())
+        if name != "unsubmitted":
+            calls.submitted(name)
+    calls.forget("ended")
+    calls.deliver([EngineOutput("ended", finish_reason="cancelled", prefilled=Prefilled(96, 32))])
+    calls.deliver([EngineOutput("answered", (1,), first=FirstToken(64))])
+    calls.deliver([EngineOutput("answered", (2,), finish_reason="length", prefilled=Prefilled(100, 64))])
+    calls.forget("answered")
+    asked = asyncio.create_task(calls.prefilled(["ended", "running", "answered", "unsubmitted", "unknown"]))
+    await asyncio.sleep(0)
+    assert not asked.done()
+    calls.forget("running")
+    calls.deliver([EngineOutput("running", finish_reason="cancelled", prefilled=Prefilled(16, 0))])
+    assert await asked == [(96, 32), (16, 0), (100, 64), None, None]
+    assert await calls.prefilled(["ended"]) == [None], "it is told once"
+    monkeypatch.setattr(running_calls, "END_S", 0.01)
+    for number in range(20_000):
+        calls.submitted(str(number))
+    assert await calls.prefilled(["0", "19999"]) == [None, None], "forgotten, and one whose end does not come"
 
 
 def test_between_first_and_last_outputs_leave_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import sqlite3
 import stat
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, date, datetime
 from pathlib import Path
 
@@ -13,9 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serve_app.engine.protocol import Prefilled
 from serve_app.errors import InvalidRequest
+from serve_app.ingress.observe.answer_meter import charge_unanswered
 from serve_app.usage.ledger import Counts, Ledger, LedgerError, UsageKey
 from serve_app.usage.report import Rows, days, merged, usage_csv, usage_document
+from tests.serve_app.ingress.scripted import GENERATION
 
 DAY = datetime(2027, 1, 31, tzinfo=UTC)
 
@@ -128,3 +132,20 @@ def test_days() -> None:
     for start, end in (("x", None), ("2027-02-01", None), ("2020-01-01", None), (None, "31.1.2027")):
         with pytest.raises(InvalidRequest):
             days(start, end, today)
+
+
+def test_a_prompt_that_was_left_is_charged_as_far_as_it_was_computed_and_is_no_request() -> None:
+    """Once for all choices, and nothing while it only waited. docs: isolation"""
+    ledger = ledger_of(None)
+    asked = replace(GENERATION, model="m", charged=True)
+    for left, done in (
+        (asked, Prefilled(70, 32)),
+        (replace(asked, store_kv=False), Prefilled(70, 32)),
+        (asked, Prefilled(0, 0)),
+        (asked, Prefilled(64, 64)),
+        (replace(asked, charged=False), Prefilled(70, 0)),
+    ):
+        charge_unanswered(ledger, left, done)
+    ((key, counts),) = everything(ledger)
+    assert (key.tenant, key.model) == (asked.tenant, "m")
+    assert counts == Counts(0, 0, 140, 64, 32, 0) and counts.uncached_tokens == 6 + 38

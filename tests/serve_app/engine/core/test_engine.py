@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from serve_app.engine.protocol import EngineError, QueueFull, RemoteKv, RequestTooLong, Save, TokenRules
+from serve_app.engine.protocol import EngineError, EngineOutput, QueueFull, RemoteKv, RequestTooLong, Save, TokenRules
 from tests.serve_app.engine.simulated import GatedRunner, MakeSimulated
 from tests.serve_app.engine.tiny import SCOPE, Collector, prompt, request, run_all, sample
 
@@ -56,6 +58,36 @@ def test_a_cancelled_prefill_frees_its_blocks_within_a_step_and_its_waiters_cont
     assert engine.load().committed_prefill_tokens == 0
     engine.cancel("first")
     assert run_all(engine, [request("first", prompt(5), 1)]).finish["first"] == "length"
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 300), st.booleans()), min_size=1, max_size=6),
+    steps=st.integers(0, 8),
+    blocks=st.sampled_from([24, 64]),
+)
+def test_a_requests_end_tells_what_was_computed_of_its_prompt(
+    lengths: list[tuple[int, bool]], steps: int, blocks: int, make_simulated: MakeSimulated
+) -> None:
+    """Left at any step, with shared prefixes and preemptions: the parts add up to all that the engine computed."""
+    runner, outputs = GatedRunner(), list[EngineOutput]()
+    engine = make_simulated(runner, start=False, num_blocks=blocks)
+    for number, (length, shared) in enumerate(lengths):
+        engine.submit(request(str(number), prompt(length, 0 if shared else number), 4), outputs.extend)
+    for _ in range(steps):
+        engine._loop.post(lambda: None)
+        engine.take_in()
+        engine.step()
+    for number in range(len(lengths)):
+        engine.cancel(str(number))
+    engine.take_in()
+    told = {output.request_id: output.prefilled for output in outputs if output.finish_reason is not None}
+    assert len(told) == len(lengths)
+    for number, (length, _) in enumerate(lengths):
+        done = told[str(number)]
+        assert done is not None and 0 <= done.cached_tokens <= done.tokens <= length
+    computed = sum(done.tokens - done.cached_tokens for done in told.values() if done is not None)
+    assert computed == sample(engine, "warmpath_prompt_tokens_computed_total")
 
 
 def test_a_request_past_its_timeout_ends_within_a_step_running_or_waiting(make_simulated: MakeSimulated) -> None:

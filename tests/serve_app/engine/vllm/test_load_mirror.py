@@ -94,6 +94,26 @@ def test_an_overtaking_requests_tokens_count_for_its_own_prompt() -> None:
     assert (load.report(1.0).queued_prefill_tokens, load.report(1.0).committed_prefill_tokens) == (800, 128)
 
 
+def test_what_was_computed_of_a_prompt_is_known_also_when_it_was_left_in_a_step() -> None:
+    """The step in progress still counts for it, in the order of arrival; one that waited has nothing computed."""
+    load = Load()
+    for name, tokens in (("first", 1000), ("waiting", 500), ("answered", 300)):
+        load.arrives(name, tokens)
+    first, waiting, answered = (load.live[name] for name in ("first", "waiting", "answered"))
+    load.stepped(1, 0.1, 400, 0.1)
+    load.ended(first, left=True)
+    load.ended(waiting, left=True)
+    assert (load.left, load.queued_tokens) == ([first, waiting], 300)
+    load.stepped(1, 0.1, 400, 0.1)
+    assert [live.prefilled for live in (first, waiting)] == [(800, 0), (0, 0)]
+    load.left = []
+    load.stepped(1, 0.1, 44, 0.1)
+    load.begun(answered, 256)
+    assert answered.prefilled == (300, 256)
+    load.ended(answered, left=True)
+    assert load.left == [], "it had its first token"
+
+
 def test_running_and_waiting_requests() -> None:
     """A request waits until a step's figures count it as running; an ended one counts for neither at once."""
     load = Load()
