@@ -147,9 +147,10 @@ class Prefilled(NamedTuple):
 class EngineOutput(msgspec.Struct, frozen=True):  # one per token: a frozen dataclass takes several times as long
     """Tokens of one request that became ready in one step.
 
-    Only the output with a request's first token has ``first``. The last one has ``finish_reason`` and
-    ``prefilled``, and ``error`` explains "error" and "timeout". ``token_ids`` excludes the stop token unless it was requested. ``logprobs``: one
-    for each token, if requested; ``prompt_logprobs``: of the prompt's next tokens, in earlier outputs.
+    Only the output with a request's first token has ``first``. The last one has ``finish_reason`` and ``prefilled``,
+    and ``error`` explains "error" and "timeout". ``token_ids`` excludes the stop token unless it was requested.
+    ``logprobs``: one for each token, if requested; ``prompt_logprobs``: of the prompt's next tokens, in earlier
+    outputs.
     """
 
     request_id: str
