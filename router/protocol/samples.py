@@ -24,10 +24,10 @@ class Histogram:
         """The number of values."""
         return sum(self.counts)
 
-    def observe(self, value: float) -> None:
-        """Count one value."""
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count a value, one or more times."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
 
     def samples(self, name: str, labels: Labels = ()) -> Iterator[Sample]:
         """Yield cumulative ``_bucket`` samples with the bound as label ``le``, then ``_sum`` and ``_count``."""

@@ -6,10 +6,12 @@ Names are vLLM's suffixes under ``warmpath_``. Written by the engine's thread al
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from typing import get_args
 
 from router.protocol.samples import Histogram, Labels, Sample
 from serve_app.cache.prefix.pins import Pins
 from serve_app.cache.prefix.prefix_cache import PrefixCache
+from serve_app.engine.protocol import FinishReason, SaveOutcome
 
 TENANT_LABELS = 100
 """Number of tenants counted under their own name; later ones count as "other", so that /metrics stays bounded."""
@@ -32,8 +34,9 @@ class EngineMeters:
         self.computed_prompt_tokens = 0
         self.recomputed_tokens = 0
         self.generation_tokens = 0
-        self.finished: Counter[str] = Counter()
-        self.saves: Counter[str] = Counter()
+        # Counters exist before their first event, which a rate could not see otherwise.
+        self.finished = Counter[str](dict.fromkeys(get_args(FinishReason), 0))
+        self.saves = Counter[str](dict.fromkeys(get_args(SaveOutcome), 0))
         self.drafts: Counter[str] = Counter()
         """Counters of speculative drafts by sample name; empty if nothing drafts."""
         self.prefill_time = Histogram(_PREFILL_BUCKETS_S)
@@ -52,6 +55,7 @@ class EngineMeters:
     def admitted(self, tenant: str, prompt_tokens: int, cached_tokens: int, *, caching: bool) -> None:
         """Count a request's prefix-cache query once, when it is first scheduled."""
         self.prompt_tokens += prompt_tokens
+        self._preemptions[_tenant_label(self._preemptions, tenant)] += 0
         if not caching:
             return
         name = _tenant_label(self._queries, tenant)

@@ -82,6 +82,7 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
     adapters = AdapterRegistry(config.model_name, current=not config.allow_runtime_lora)
     adapters.merge(await asyncio.to_thread(configured_adapters, config.lora_adapters, config.max_lora_rank))
     metrics, drain = IngressMetrics(), Drain()
+    metrics.expect(tenants.by_name)
     prefixes = PrefixTable(config.block_size, lambda: len(tenants.by_name))
     lengths = limits_of(config, max_model_len(config, info))
     limits = TenantLimits(config.tenants, config.ingress_replicas)

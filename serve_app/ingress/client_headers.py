@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -66,10 +67,11 @@ _CONNECTION = "warmpath.connection"
 
 @dataclass(frozen=True, slots=True)
 class _Outermost:
-    """The server's own ``send`` and its event loop; empty in another process."""
+    """The server's own ``send``, its event loop and the time of arrival there; empty in another process."""
 
     send: Send | None = None
     loop: asyncio.AbstractEventLoop | None = None
+    arrived_s: float | None = None
 
     def __reduce__(self) -> tuple[type[_Outermost], tuple[()]]:
         """Pickle as empty: Serve's proxies pickle a request's scope."""
@@ -114,6 +116,13 @@ def connection_of(scope: Scope, send: Send) -> Connection:
     return Connection(send, None)
 
 
+def arrived_s(scope: Scope) -> float:
+    """Return when a request reached this process, by ``time.perf_counter``; now if that is not known."""
+    outermost = scope.get(_CONNECTION)
+    known = outermost.arrived_s if isinstance(outermost, _Outermost) else None
+    return time.perf_counter() if known is None else known
+
+
 class ClientHeaders:
     """The outermost ASGI middleware: the application behind it sees only ``client_headers``."""
 
@@ -122,7 +131,7 @@ class ClientHeaders:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on."""
-        scope[_CONNECTION] = _Outermost(send, asyncio.get_running_loop())
+        scope[_CONNECTION] = _Outermost(send, asyncio.get_running_loop(), time.perf_counter())
         if "headers" in scope:
             scope["headers"] = client_headers(scope["headers"])
         await self._app(scope, receive, send)

@@ -20,7 +20,7 @@ from serve_app.generation.answer import PieceSink, TokenSource, answer_pieces
 from serve_app.generation.prepare import Preparer
 from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.ingress.answers import Answer, streamed, whole
-from serve_app.ingress.client_headers import session_of
+from serve_app.ingress.client_headers import arrived_s, session_of
 from serve_app.ingress.conversation import Conversation
 from serve_app.ingress.drain import Deadline, Drain
 from serve_app.ingress.http import read_body, until_disconnect
@@ -51,7 +51,7 @@ class Completions:
 
     async def generate(self, request: Request, tenant: Tenant, parse: Parse, answer_format: AnswerFormat) -> Response:
         """Return a whole or started answer. Raises a ``WarmpathError`` before its first piece, or ClientDisconnect."""
-        arrived_s = time.perf_counter()
+        arrived = arrived_s(request.scope)
         with self.counters.front_door.arrive(tenant.name) as arrival:
             wanted = self.readers.checked(await self._wanted(request, tenant, arrival, parse, answer_format))
             if session := session_of(request.headers):
@@ -62,7 +62,7 @@ class Completions:
                 # A stored response's id opens its text, and events and logs show this request's id.
                 request_id = sha256(answer_id.encode()).hexdigest()[:32]
             timeout_s = self.config.request_timeout_s
-            deadline = Deadline(self.drain, arrived_s + timeout_s, timeout_s)
+            deadline = Deadline(self.drain, arrived + timeout_s, timeout_s)
             body_bytes, allowance = arrival.body_bytes, arrival.allowance
             trace: RequestTrace | None = getattr(request.state, "trace", None)
             stage: Callable[[str], None] = trace.stage if trace is not None else lambda _: None
@@ -78,7 +78,7 @@ class Completions:
                     generations = [replace(made, traceparent=trace.traceparent) for made in generations]
                 prompt_tokens = sum(len(generation.token_ids) for generation in generations[:: wanted.n])
                 allowance.reserve(prompt_tokens, sum(generation.sampling.max_tokens for generation in generations))
-                meter = AnswerMeter(self.counters, wanted, generations, arrived_s, body_bytes, allowance, trace)
+                meter = AnswerMeter(self.counters, wanted, generations, arrived, body_bytes, allowance, trace)
                 place = arrival.hand_over()
                 sink = PieceSink()
                 pieces = answer_pieces(generations, self.source, self.readers.of(wanted), place, sink)

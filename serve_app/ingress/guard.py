@@ -24,14 +24,10 @@ from serve_app.errors import (
 from serve_app.fairness.rate_limits import TenantLimits
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.http import credentials, error_headers, json_response, request_id_of
-from serve_app.ingress.observe.metrics import IngressMetrics
+from serve_app.ingress.observe.metrics import GENERATIONS, IngressMetrics
 from serve_app.tenants.tenants import DEFAULT_TENANT, Tenant, Tenants
 
 logger = logging.getLogger(__name__)
-
-
-GENERATIONS = frozenset({"chat", "completions", "messages", "responses"})
-"""The endpoints that answer with text."""
 
 
 class UnsupportedMediaType(InvalidRequest):
@@ -113,7 +109,7 @@ class RouteGuard:
             response = api.refusal(_shown(error, request), request)
         tenant = _found(request)
         name = tenant.name if tenant is not None else DEFAULT_TENANT if self.tenants.open else "none"
-        self.metrics.requests.labels(endpoint, str(response.status_code), name).inc()
+        self.metrics.answered(endpoint, response.status_code, name)
         if endpoint in GENERATIONS:
             self.metrics.figures.refused(name, response.status_code)
         left = self.limits.left(tenant.name) if tenant is not None else None

@@ -94,6 +94,7 @@ class Services:
         await self.prompts.replace(self.tokenizer, config.public_prompts)
         self.core.configure(RouterSettings.from_json(config.routing()))
         self.tenants.configure(config.tenants, config.operator_key_sha256)
+        self.metrics.expect(self.tenants.by_name)
         self.shares.set_weights(config.cache_shares)
         self.limits.configure(config.tenants)
         self.front_door.max_waiting = config.max_queued_requests

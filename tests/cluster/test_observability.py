@@ -40,7 +40,9 @@ def requests(status: int, fires: tuple[int, int], silent: tuple[int, int]) -> di
     """Successful requests per minute, and those of another status."""
     name = "warmpath_requests_total"
     rates = zip((200, status), zip(fires, silent, strict=True), strict=True)
-    return {f'{name}{{status="{code}",tenant="acme"}}': increasing(*counts) for code, counts in rates}
+    found = {f'{name}{{endpoint="chat",status="{code}",tenant="acme"}}': increasing(*counts) for code, counts in rates}
+    # Scrapes and health checks go on while answers fail.
+    return found | {f'{name}{{endpoint="metrics",status="200",tenant="acme"}}': increasing(1000, 1000)}
 
 
 def hits(fires: int, silent: int) -> tuple[str, str]:

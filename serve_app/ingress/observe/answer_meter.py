@@ -59,9 +59,12 @@ class AnswerMeter:
             self.counters.metrics.completion_tokens[self._tenant] += new_tokens
         if piece.first is not None:
             self._first_token(self.generations[index], index, piece.first.cached_tokens, now_s)
+            if new_tokens > 1:
+                self._inter_token_s.observe(0.0, new_tokens - 1)
         elif new_tokens and index in self._last_s:
-            self._inter_token_s.observe((now_s - self._last_s[index]) / new_tokens)
-        self._last_s[index] = now_s
+            self._inter_token_s.observe((now_s - self._last_s[index]) / new_tokens, new_tokens)
+        if new_tokens or index not in self._last_s:  # an end without a token is no arrival of one
+            self._last_s[index] = now_s
 
     def sent(self, piece: Piece) -> None:
         """Explain a cache miss after the first piece was sent, so that no first token waits for the explanation."""

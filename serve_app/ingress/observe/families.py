@@ -23,7 +23,8 @@ warmpath_time_to_first_token_seconds: ingress tenant (histogram)
     Time from a request's arrival at the ingress to its first token: reading, waiting for a place, tokenizing, routing,
     queueing, prefill. One value for each prompt and choice with a token, streamed or not.
 warmpath_inter_token_latency_seconds: ingress tenant (histogram)
-    Seconds per token after the first, on arrival at the ingress. Tokens that arrive together give one mean value.
+    Seconds from token to token, on arrival at the ingress: one value for each token after the first. Tokens that arrive
+    together share their time; beside the first one they have none.
 warmpath_requests_in_flight: ingress
     Requests past the ingress' queue with an unfinished answer.
 warmpath_requests_waiting: ingress tenant

@@ -4,15 +4,18 @@ Every decision is counted in three kinds of cached tokens: the best replica's, t
 directory, and the delivered ones. Their differences are regret: the price of load and of stale hints.
 """
 
+from collections import Counter as Counts
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import Metric
 
 from router.core import RoutingCore
+from router.directory.directory import DriftKind
 from router.observe.counters import PolicyCounters
 from router.protocol.samples import Histogram as PlainHistogram
 from router.protocol.samples import Labels, Sample
@@ -24,6 +27,12 @@ ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64,
 
 _TELLING = ("tenant", "prompt", "node")
 """Labels that reveal tenants or machines; a prompt may belong to one tenant."""
+
+GENERATIONS = frozenset({"chat", "completions", "messages", "responses"})
+"""The endpoints that generate. Only they are in the figures of requests."""
+EXPECTED_STATUSES = ("200", "429", "500", "503")
+MOST_EXPECTED = 64
+"""The number of configured tenants with counters before their first request."""
 
 _Kind = TypeVar("_Kind", Counter, Gauge, Histogram)
 
@@ -49,9 +58,36 @@ class IngressMetrics:
         self._misses = self._new(Counter, "warmpath_cache_misses_total")
         self._missed_tokens = self._new(Counter, "warmpath_cache_missed_tokens_total")
         self._retries = self._new(Counter, "warmpath_request_retries_total")
+        for after_first_token in ("false", "true"):
+            self._retries.labels(after_first_token)
+        self._expected: set[tuple[str, str]] = set()
         # These count every token; prometheus_client would take a lock for each.
         self.inter_token_s: defaultdict[str, PlainHistogram] = defaultdict(lambda: PlainHistogram(ITL_BUCKETS_S))
         self.completion_tokens: defaultdict[str, int] = defaultdict(int)
+
+    def expect(self, tenants: Iterable[str]) -> None:
+        """Show the counters of these tenants, of which a bounded number count, before their first event.
+
+        ``increase()`` does not see the event that creates a counter.
+        """
+        for tenant in islice(tenants, MOST_EXPECTED):
+            for endpoint in sorted(GENERATIONS):
+                self._expect(endpoint, tenant)
+            for family in (self.ttft_s, self.prompt_tokens, self.cached_tokens, self.written_tokens):
+                family.labels(tenant)
+            _ = self.completion_tokens[tenant], self.inter_token_s[tenant]
+
+    def answered(self, endpoint: str, status: int, tenant: str) -> None:
+        """Count an HTTP request; ``tenant`` may be "none"."""
+        if endpoint in GENERATIONS:
+            self._expect(endpoint, tenant)
+        self.requests.labels(endpoint, str(status), tenant).inc()
+
+    def _expect(self, endpoint: str, tenant: str) -> None:
+        if (endpoint, tenant) not in self._expected:
+            self._expected.add((endpoint, tenant))
+            for status in EXPECTED_STATUSES:
+                self.requests.labels(endpoint, status, tenant)
 
     def retried(self, after_first_token: bool) -> None:
         """Count a resent generation."""
@@ -107,10 +143,11 @@ def router_samples(core: RoutingCore) -> list[Sample]:
         samples += _policy_samples(counted, ("policy", policy))
     for replica_id, decisions in list(counters.decisions_by_replica.items()):
         samples += samples_of({"warmpath_router_replica_decisions_total": decisions}, ("replica", replica_id))
-    for replica_id, kinds in list(core.drift.found.items()):
-        for kind, times in list(kinds.items()):
-            samples += samples_of({"warmpath_directory_drift_total": times}, ("replica", replica_id), ("kind", kind))
     for replica in state["replicas"]:
+        found = core.drift.found.get(replica["replica_id"]) or Counts[DriftKind]()
+        for kind in get_args(DriftKind):
+            drifts = {"warmpath_directory_drift_total": found[kind]}
+            samples += samples_of(drifts, ("replica", replica["replica_id"]), ("kind", kind))
         queued = {"warmpath_router_queued_tokens": replica["queued_prefill_tokens"]}
         samples += samples_of(queued, ("replica", replica["replica_id"]))
     return samples

@@ -86,7 +86,7 @@ class _Application(FastAPI):
         error = foreign_host(request := Request(scope), guard.allowed_hosts)
         if error is None:
             return None
-        guard.metrics.requests.labels("refused_host", str(error.status), "none").inc()
+        guard.metrics.answered("refused_host", error.status, "none")
         return _api_of(request.url.path).refusal(error, request)
 
     def openapi(self) -> dict[str, Any]:

@@ -273,3 +273,17 @@ def test_events_are_the_same_for_either_path_of_tokens(
     before = script.taken
     assert events(offers=True) == events(offers=False) != ""
     assert script.taken > before
+
+
+def test_each_token_after_the_first_is_a_gap_between_tokens() -> None:
+    """A choice of 9 tokens has 8 gaps, however the tokens arrive; an end without a token is none."""
+    answer = Streamed()
+    meter = AnswerMeter(answer.counters, WANTED, [GENERATION], 0.0, 1, TenantLimits().begin("acme"), None)
+    for new_tokens, first in ((2, FirstToken(0)), (1, None), (4, None), (2, None), (0, None)):
+        meter.add(Piece(0, "x", new_tokens, first=first))
+    begun_s = meter._last_s[0]
+    meter.add(Piece(0, "", 0, finish_reason="stop"))
+    assert meter._last_s[0] == begun_s
+    gaps = answer.counters.metrics.inter_token_s[GENERATION.tenant]
+    assert gaps.count == 8
+    assert 0.0 < gaps.total < 60.0

@@ -2,15 +2,17 @@
 
 import asyncio
 import pickle
+import time
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from ray.serve._private.http_util import _apply_middlewares, parse_disconnect_disabled_header
 from ray.serve._private.utils import call_function_from_import_path
 
 from serve_app.cli.local_ray import CLIENT_HEADERS
-from serve_app.ingress.client_headers import ClientHeaders, client_headers, connection_of, session_of
+from serve_app.ingress.client_headers import ClientHeaders, arrived_s, client_headers, connection_of, session_of
 
 KEPT = [(b"host", b"x"), (b"authorization", b"Bearer k"), (b"traceparent", b"00-1-2-01")]
 
@@ -123,3 +125,13 @@ def test_direct_writes_wait_for_nothing() -> None:
 
     asyncio.run(ClientHeaders(server)({"type": "http", "headers": []}, unused, Cycle().send))
     assert sent == [b"a"]
+
+
+def test_a_request_arrives_when_the_server_has_it() -> None:
+    """Its time to the first token contains all layers of Ray before the route; another process' clock is not used."""
+    scope: dict[str, Any] = {"type": "http", "headers": []}
+    asyncio.run(ClientHeaders(AsyncMock())(scope, unused, unused))
+    begun_s = arrived_s(scope)
+    assert begun_s == arrived_s(scope) < time.perf_counter()
+    assert arrived_s(pickle.loads(pickle.dumps(scope))) > begun_s  # noqa: S301  # its own
+    assert arrived_s({"type": "http"}) > begun_s

@@ -93,10 +93,30 @@ def test_all_samples_of_replicas_are_shown(make_engine: MakeEngine, tmp_path: Pa
     }
     assert {name if name in FAMILIES else name.rsplit("_", 1)[0] for name, _ in shown} == expected - {
         "warmpath_feed_mirror_drift_total",
-        "warmpath_num_preemptions_total",
         "warmpath_replica_info",
         "warmpath_unplaced_kv_blocks_total",
     }
+
+
+def test_counters_are_there_before_their_first_event() -> None:
+    """Else `increase()` would not see it: an outage's first errors, a lost replica, a wrong directory."""
+    metrics, core = IngressMetrics(), RoutingCore("router")
+    core.update_replicas(["a"])
+    metrics.expect(["acme", *(f"t{number}" for number in range(1000))])
+    metrics.answered("messages", 200, "late")
+    found = {(name, labels): value for name, labels, value in [*metrics.samples(), *router_samples(core)]}
+    for tenant, endpoint in (("acme", "chat"), ("acme", "responses"), ("late", "messages")):
+        for status in ("500", "503", "429"):
+            labels = (("endpoint", endpoint), ("status", status), ("tenant", tenant))
+            assert found["warmpath_requests_total", labels] == 0.0
+    for after in ("true", "false"):
+        assert found["warmpath_request_retries_total", (("after_first_token", after),)] == 0.0
+    for kind in ("extra", "missing", "altered"):
+        assert found["warmpath_directory_drift_total", (("replica", "a"), ("kind", kind))] == 0.0
+    assert found["warmpath_inter_token_latency_seconds_count", (("tenant", "acme"),)] == 0.0
+    assert len(found) < 5000, "a bounded number of tenants"
+    engine = {(name, labels[1:]): value for name, labels, value in EngineMeters().samples((("engine", "torch"),))}
+    assert engine["warmpath_requests_finished_total", (("finished_reason", "error"),)] == 0.0
 
 
 def test_undescribed_samples_are_not_shown() -> None:
