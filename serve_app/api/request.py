@@ -76,8 +76,8 @@ class RequestFields:
     ``model`` names the base model or a LoRA adapter; ``lora_name``, if given, names the adapter.
     ``max_tokens`` None: the deployment's default. ``top_k`` 0 and ``min_p`` 0 switch these off. ``stop`` strings and
     ``stop_token_ids`` are excluded from the text, unless ``include_stop_str_in_output``. ``logprobs``: the number of
-    likeliest tokens to report with each token, None: no log-probabilities. ``prompt_logprobs``: the same for each token
-    of the prompt. ``grammar``: the grammar of the answer.
+    likeliest tokens to report with each token, None: no log-probabilities. ``logprob_token_ids``: the tokens to report
+    instead. ``prompt_logprobs``: like ``logprobs``, for the prompt's tokens. ``grammar``: the grammar of the answer.
     ``prompt_cache_key`` is a routing hint. ``cache_salt`` divides the tenant's cache. ``prompt_ref`` names the
     registered prompt to prepend. ``store_kv`` False: store nothing in the cache; None: the tenant's setting.
     ``cache_diagnostics``: report the reason of a cache miss. ``unknown``: fields without effect.
@@ -108,6 +108,7 @@ class RequestFields:
     bad_words: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
     stream: bool = False

@@ -37,6 +37,7 @@ class SamplingParams:
     again elsewhere with its tokens so far continues identically. ``rules``: None if there are none.
     ``logprobs``: number of likeliest tokens to report with each token, 0 for its own alone, None for no logprobs.
     ``prompt_logprobs``: the same for each token of the prompt after the first, whose KV is then computed anew.
+    ``logprob_token_ids``: with ``logprobs``, the tokens to report instead of the likeliest, behind the token itself.
     ``shown_stop_token_ids``: the stop tokens that stay in the answer when they end it.
     """
 
@@ -50,6 +51,7 @@ class SamplingParams:
     min_p: float = 0.0
     rules: TokenRules | None = None
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
     shown_stop_token_ids: tuple[int, ...] = ()
 

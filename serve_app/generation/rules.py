@@ -23,6 +23,7 @@ def rules_of(request: GenerateRequest, bad_words: Sequence[tuple[int, ...]], voc
     for field, ids in (
         ("logit_bias", [token for token, _ in request.logit_bias]),
         ("stop_token_ids", request.stop_token_ids),
+        ("logprob_token_ids", request.logprob_token_ids),
     ):
         if ids and max(ids) >= vocab_size:
             raise InvalidRequest(
@@ -83,6 +84,7 @@ def sampling_of(
         min_p=request.min_p,
         rules=rules,
         logprobs=request.logprobs,
+        logprob_token_ids=request.logprob_token_ids,
         shown_stop_token_ids=shown,
     )
 

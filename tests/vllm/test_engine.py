@@ -99,6 +99,30 @@ def test_logprobs_are_of_the_models_own_logits(both: Both) -> None:
         assert [value for _, value in other.top] == pytest.approx([value for _, value in own.top], abs=1e-3)
 
 
+def test_listed_tokens_are_told_beside_requests_that_ask_for_the_likeliest(both: Both) -> None:
+    """One batch of both kinds, of different sizes: vLLM alone would tell the others nothing."""
+    ids = both.prompt(30, 95)
+    kinds = {
+        "likeliest": (4, ()),
+        "one": (0, (9,)),
+        "many": (0, tuple(range(40, 70))),
+        "own": (0, ()),
+        "none": (None, ()),
+    }
+    asked = [
+        request(name, ids, 6, logprobs=logprobs, logprob_token_ids=listed) for name, (logprobs, listed) in kinds.items()
+    ]
+    theirs, ours = (run_all(engine, asked) for engine in (both.vllm, both.torch))
+    for name, (logprobs, listed) in kinds.items():
+        told, expected = theirs.logprobs[name], ours.logprobs[name]
+        assert len(told) == len(expected) == (0 if logprobs is None else 6)
+        for token, one, other in zip(ours.tokens[name], told, expected, strict=bool(told)):
+            assert [token for token, _ in one.top] == [token for token, _ in other.top]
+            assert [value for _, value in one.top] == pytest.approx([value for _, value in other.top], abs=1e-3)
+            if listed:
+                assert [other for other, _ in one.top] == [token, *(wanted for wanted in listed if wanted != token)]
+
+
 def test_a_prompts_logprobs_are_the_built_in_engines_cold_and_cached(both: Both) -> None:
     """With an answer, without one, and of a prompt longer than a step; none of its cached blocks is read."""
     prompts = {"one": both.prompt(1, 91), "short": both.prompt(40, 92), "long": both.prompt(700, 93)}

@@ -72,6 +72,24 @@ def test_logprobs_are_given_for_drafts_too(both: Both) -> None:
     assert [[token for token, _ in told.top] for told in theirs] == [[token for token, _ in told.top] for told in ours]
 
 
+def test_listed_tokens_are_told_for_drafts_too(both: Both) -> None:
+    """Beside a request that asks for the likeliest ones."""
+    rules = TokenRules(logit_bias=((5, 100.0),))
+    asked = [
+        request(name, repetitive(both, 60), 40, logprobs=2, logprob_token_ids=listed, rules=rules)
+        for name, listed in (("listed", (9, 8, 7)), ("likeliest", ()))
+    ]
+    before = drafts(both)[1]
+    ours, theirs = (run_all(engine, asked).logprobs for engine in (both.torch, both.vllm))
+    assert drafts(both)[1] > before
+    for name in ours:
+        assert len(ours[name]) == len(theirs[name]) == 40
+        for own, other in zip(ours[name], theirs[name], strict=True):
+            assert [token for token, _ in other.top] == [token for token, _ in own.top]
+            assert [value for _, value in other.top] == pytest.approx([value for _, value in own.top], abs=1e-3)
+    assert [token for token, _ in theirs["listed"][0].top] == [5, 9, 8, 7]
+
+
 def test_a_grammar_holds_at_every_draft(both: Both) -> None:
     """Drafts that violate it are never accepted, those that follow it are."""
     matchers = Matchers(GrammarCompiler(both.info.path, both.info.vocab_size, both.info.eos_token_ids))

@@ -32,7 +32,10 @@ MAX_CHOICES = 16
 MAX_PROMPTS = 128
 """Bounds the prompts of a completion request, and the product of prompts and ``n``."""
 
-BOUNDED = {"logit_bias": 1 << 14, "stop_token_ids": 1 << 10, "response_format": 1 << 14, "structured_outputs": 1 << 14}
+BOUNDED = {
+    **dict.fromkeys(("logit_bias", "response_format", "structured_outputs"), 1 << 14),
+    **dict.fromkeys(("stop_token_ids", "logprob_token_ids"), 1 << 10),
+}
 
 
 def _prompts(value: Any) -> tuple[Prompt, ...]:
@@ -198,6 +201,8 @@ class ChatBody(GenerationBody):
                 raise InvalidRequest(f"chat_template_kwargs must not set {name}.", param="chat_template_kwargs")
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
+        if self.logprob_token_ids and not self.logprobs:
+            raise InvalidRequest("logprob_token_ids needs logprobs to be true.", param="logprob_token_ids")
         if self.continue_final_message and self.add_generation_prompt:
             raise InvalidRequest(
                 "continue_final_message does not go with add_generation_prompt.", param="continue_final_message"
@@ -278,6 +283,8 @@ class CompletionBody(GenerationBody):
         if len(self.prompt) * self.n > MAX_PROMPTS:
             most = MAX_PROMPTS // len(self.prompt)
             raise InvalidRequest(f"n must be at most {most} for {len(self.prompt)} prompts.", param="n")
+        if self.logprob_token_ids and self.logprobs is None:
+            raise InvalidRequest("logprob_token_ids needs logprobs.", param="logprob_token_ids")
         if self.echo and self.logprobs is not None and self.prompt_ref is not None:
             raise told_reference("echo with logprobs", "echo")
         return CompletionRequest(

@@ -11,6 +11,8 @@ from serve_app.structured.grammar import Grammar
 
 MAX_TOKENS = 2**31 - 1
 MAX_LOGPROBS = 20
+MAX_LOGPROB_TOKENS = 128
+"""Source: vLLM's ``MAX_LOGPROB_TOKEN_IDS``."""
 MAX_BIASES = 1024
 """Source: vLLM's ``MAX_NUM_LOGIT_BIAS_TOKENS``."""
 MAX_STOP_TOKENS = 128
@@ -60,6 +62,12 @@ class SamplingBody(JsonBody):
         Once,
         Must(f"a list of at most {MAX_STOP_TOKENS} token ids"),
     ] = Field((), description="tokens that end the answer and are not part of it")
+    logprob_token_ids: Annotated[
+        tuple[Annotated[int, Field(ge=0, le=MAX_TOKENS)], ...],
+        Field(max_length=MAX_LOGPROB_TOKENS, strict=False),
+        Once,
+        Must(f"a list of at most {MAX_LOGPROB_TOKENS} token ids"),
+    ] = Field((), description="with logprobs: report these tokens at each place of the answer, not the likeliest")
     bad_words: Annotated[
         tuple[Annotated[str, Field(pattern=r"[^\s\x1c-\x1f]", max_length=MAX_BAD_WORD_CHARS)], ...],
         Field(max_length=MAX_BAD_WORDS, strict=False),

@@ -156,7 +156,10 @@ def _choose(logits: torch.Tensor, segments: Sequence[Segment]) -> list[SegmentRe
         error = failed.get(row) or (_NO_NUMBERS if token is None else "")
         results.append(SegmentResult(token=None if error else token, error=error))
     if raw is not None:
-        chosen, tops = [tokens[row] for row in wanted], [params[row].logprobs or 0 for row in wanted]
+        chosen, tops = (
+            [tokens[row] for row in wanted],
+            [params[row].logprob_token_ids or params[row].logprobs or 0 for row in wanted],
+        )
         for row, logprob in zip(wanted, token_logprobs(raw, chosen, tops), strict=True):
             results[row] = structs.replace(results[row], logprob=logprob)
     return results

@@ -175,16 +175,24 @@ class _Growing:
 
 
 def token_logprobs(
-    logprobs: torch.Tensor, tokens: Sequence[int | None], tops: Sequence[int], *, ranked: bool = False
+    logprobs: torch.Tensor, tokens: Sequence[int | None], tops: Sequence[int | Sequence[int]], *, ranked: bool = False
 ) -> list[TokenLogprob | None]:
-    """Return the log-probabilities of each row's token; ``logprobs`` [n, vocab]; ``tops``: numbers of likeliest."""
+    """Return the log-probabilities of each row's token; ``logprobs`` [n, vocab].
+
+    ``tops``: of each row, the number of likeliest tokens beside it, or the ids of the tokens to report behind it.
+    """
     chosen = torch.tensor([[token or 0] for token in tokens], device=logprobs.device)
     values = logprobs.gather(1, chosen)
     ranks = (logprobs >= values).sum(dim=-1).tolist() if ranked else [0] * len(tokens)
     own = values[:, 0].tolist()
-    best = torch.topk(logprobs, min(max(tops), logprobs.shape[-1]), dim=-1)
+    most = max((top for top in tops if isinstance(top, int)), default=0)
+    best = torch.topk(logprobs, min(most, logprobs.shape[-1]), dim=-1)
     pairs = [list(zip(*row, strict=True)) for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
+    for row, (token, top) in enumerate(zip(tokens, tops, strict=True)):
+        if not isinstance(top, int) and token is not None:
+            others = [other for other in top if other != token]
+            pairs[row] = [(token, own[row]), *zip(others, logprobs[row, others].tolist(), strict=True)]
     return [
-        None if token is None else TokenLogprob(value, tuple(likeliest[:top]), rank)
-        for token, value, likeliest, top, rank in zip(tokens, own, pairs, tops, ranks, strict=True)
+        None if token is None else TokenLogprob(value, tuple(told[:top] if isinstance(top, int) else told), rank)
+        for token, value, told, top, rank in zip(tokens, own, pairs, tops, ranks, strict=True)
     ]

@@ -262,6 +262,8 @@ def check_request(
         raise ValueError("top_p must be over 0 and at most 1, top_k at least 0, and min_p from 0 to 1")
     if sampling.prompt_logprobs is not None and sampling.prompt_logprobs < 0:
         raise ValueError("prompt_logprobs must not be negative")
+    if not all(0 <= token < vocab_size for token in sampling.logprob_token_ids):
+        raise ValueError(f"logprob_token_ids must be 0 to {vocab_size - 1}")
     if not 0 <= request.resumed_tokens < len(ids):
         raise ValueError("resumed_tokens must leave a token of the prompt")
     if sampling.rules is not None:

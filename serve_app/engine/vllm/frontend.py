@@ -130,7 +130,7 @@ class VllmFrontend:
         prompt = tokens_input(token_ids, cache_salt=salt)
         self._clock.asked(time.monotonic())
         async for output in self.llm.generate(prompt, params, request_id, lora_request=lora, priority=priority):
-            yield _generated(output, params.logprobs, params.prompt_logprobs, token_ids)
+            yield _generated(output, params, token_ids)
 
     async def add_lora(self, name: str, number: int, path: str) -> Any:
         """Load an adapter; return it for ``generate``. Raises vLLM's own errors, or ValueError."""
@@ -174,13 +174,14 @@ class VllmFrontend:
         return ModelFacts(model.get_vocab_size(), model.max_model_len, config.cache_config.num_gpu_blocks - 1, states)
 
 
-def _generated(output: Any, logprobs: int | None, prompt_logprobs: int | None, prompt: list[int]) -> Generated:
+def _generated(output: Any, params: Any, prompt: list[int]) -> Generated:
+    logprobs = partial(_logprob, None if params.logprob_token_ids else params.logprobs)
     part, metrics = output.outputs[0], output.metrics
     ids = tuple(part.token_ids)
     return Generated(
         ids,
-        () if logprobs is None else tuple(map(partial(_logprob, logprobs), ids, part.logprobs or ())),
-        _prompt_logprobs(prompt_logprobs, prompt, output.prompt_logprobs or ()),
+        tuple(map(logprobs, ids, part.logprobs)) if part.logprobs else (),
+        _prompt_logprobs(params.prompt_logprobs, prompt, output.prompt_logprobs or ()),
         part.finish_reason or "",
         output.num_cached_tokens or 0,
         max(0.0, metrics.scheduled_ts - metrics.queued_ts) if metrics is not None else 0.0,
@@ -198,8 +199,10 @@ def _prompt_logprobs(
     return tuple(_logprob(most, token, by_id)._replace(rank=by_id[token].rank) for token, by_id in pairs)
 
 
-def _logprob(most: int, token: int, by_id: Mapping[int, Any]) -> TokenLogprob:
-    """Return a token's log-probability, and the likeliest tokens by rank; ranks begin at 1."""
+def _logprob(most: int | None, token: int, by_id: Mapping[int, Any]) -> TokenLogprob:
+    """Return a token's log-probability, and the likeliest tokens by rank, from 1 on; ``most`` None: all, in order."""
+    if most is None:
+        return TokenLogprob(by_id[token].logprob, tuple((other, told.logprob) for other, told in by_id.items()))
     best = sorted((told.rank, other, told.logprob) for other, told in by_id.items() if told.rank <= most)
     return TokenLogprob(by_id[token].logprob, tuple((other, value) for _, other, value in best[:most]))
 

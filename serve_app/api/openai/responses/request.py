@@ -222,6 +222,8 @@ class ResponsesBody(GenerationBody):
         told = LOGPROBS in self.include
         if self.top_logprobs and not told:
             raise InvalidRequest(f'top_logprobs needs include: ["{LOGPROBS}"].', param="top_logprobs")
+        if self.logprob_token_ids and not told:
+            raise InvalidRequest(f'logprob_token_ids needs include: ["{LOGPROBS}"].', param="logprob_token_ids")
         if told and self.tools and self.tool_choice != "none":
             raise InvalidRequest(f"{LOGPROBS} does not go with tools: a call's tokens have none here.", param="include")
         ignored = {

@@ -1,5 +1,6 @@
 """Make vLLM's model runner (V1) choose tokens with the built-in engine's code. vLLM's worker imports it by name."""
 
+from collections.abc import Mapping, Sequence
 from functools import wraps
 from itertools import islice
 from pathlib import Path
@@ -89,6 +90,22 @@ class PositionSampler(Sampler):  # type: ignore[misc]
         chosen = choose_rows(self.rows, logits, [()] * len(logits))
         return torch.tensor([token for (token,) in chosen], device=logits.device), None
 
+    def gather_specific_token_logprobs(
+        self, logprobs: torch.Tensor, logprob_token_ids: Mapping[int, Sequence[int]], sampled: torch.Tensor
+    ) -> Any:
+        """Return the log-probabilities [n, most + 1] of each row's token, and of the tokens listed for the row.
+
+        Other rows have the likeliest tokens: vLLM's own method leaves them none. ``sampled`` [n], int64.
+        """
+        asked = (row.choice.sampling.logprobs or 0 for row in self.rows.values())
+        most = max([*asked, *map(len, logprob_token_ids.values())], default=0)
+        told = self.gather_logprobs(logprobs, min(most, logprobs.shape[-1]), token_ids=sampled)
+        for at, listed in logprob_token_ids.items():
+            ids = torch.tensor(listed, device=logprobs.device)
+            told.logprob_token_ids[at, 1 : len(ids) + 1] = ids
+            told.logprobs[at, 1 : len(ids) + 1] = logprobs[at, ids]
+        return told
+
 
 class DraftVerifier(RejectionSampler):  # type: ignore[misc]
     """Accepts a draft if it is the token chosen at its position: drafts only change the number of steps."""
@@ -96,8 +113,9 @@ class DraftVerifier(RejectionSampler):  # type: ignore[misc]
     def forward(self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any) -> SamplerOutput:
         """Return tokens [requests, most drafts + 1], padded with placeholders at the end; see ``choose_rows``."""
         logits = logits.float()
-        most, width = sampling_metadata.max_num_logprobs, metadata.max_spec_len + 1
-        logprobs = None if most is None else self.sampler.compute_logprobs(logits)
+        listed, width = sampling_metadata.logprob_token_ids or {}, metadata.max_spec_len + 1
+        wanted = listed or sampling_metadata.max_num_logprobs is not None
+        logprobs = self.sampler.compute_logprobs(logits) if wanted else None
         drafts = iter(metadata.draft_token_ids.tolist())
         counts = metadata.num_draft_tokens
         chosen = choose_rows(self.sampler.rows, logits, [list(islice(drafts, count)) for count in counts])
@@ -107,7 +125,9 @@ class DraftVerifier(RejectionSampler):  # type: ignore[misc]
         if logprobs is not None:
             starts = metadata.bonus_logits_indices - torch.tensor(counts, device=logits.device)
             places = (starts[:, None] + torch.arange(width, device=logits.device)).clamp_(max=len(logits) - 1).flatten()
-            told = self.sampler.gather_logprobs(logprobs[places], most, tokens.clamp(min=0).long().flatten())
+            by_place = {row * width + at: ids for row, ids in listed.items() for at in range(width)}
+            sampled = tokens.clamp(min=0).long().flatten()
+            told = self.sampler.gather_specific_token_logprobs(logprobs[places], by_place, sampled)
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=told)
 
 

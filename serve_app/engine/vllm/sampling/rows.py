@@ -90,7 +90,8 @@ def vllm_sampling(sampling: SamplingParams, choice: TokenChoice, told: Mapping[s
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": True,
         "detokenize": False,
-        "logprobs": sampling.logprobs,
+        "logprobs": None if sampling.logprob_token_ids else sampling.logprobs,
+        "logprob_token_ids": list(sampling.logprob_token_ids) or None,
         "prompt_logprobs": sampling.prompt_logprobs,  # vLLM then reads no cached blocks
         "extra_args": {**choice.to_extra_args(), **told},
     }

@@ -47,6 +47,7 @@ _RESTED_ON: tuple[tuple[Callable[..., Any], str], ...] = (
     (PriorityRequestQueue.remove_request, "self request"),
     (Sampler.sample, "self logits sampling_metadata logprobs_mode_override"),
     (Sampler.gather_logprobs, "logprobs num_logprobs token_ids"),
+    (Sampler.gather_specific_token_logprobs, "self logprobs logprob_token_ids sampled"),
     (RejectionSampler.forward, "self metadata draft_probs logits sampling_metadata"),
     (RejectionSampler.__init__, "self sampler spec_config device"),
 )

@@ -275,6 +275,19 @@ def test_unsupported_fields_of_completions_are_a_400(field: str) -> None:
     assert complete(echo=False, suffix="", best_of=16, n=16, prompt=["a"] * 8).n == 16
 
 
+def test_tokens_whose_logprobs_are_wanted_are_named_beside_logprobs() -> None:
+    """At most 128, without repetitions; alone they would have no effect."""
+    assert chat(logprobs=True, logprob_token_ids=[7, 3, 7]).logprob_token_ids == (7, 3)
+    assert complete(logprobs=0, logprob_token_ids=list(range(128))).logprob_token_ids == tuple(range(128))
+    assert complete(logprob_token_ids=[]) == complete(logprob_token_ids=None) == complete()
+    for parse, fields in ((chat, {}), (complete, {}), (chat, {"logprobs": False})):
+        with pytest.raises(InvalidRequest, match="logprob_token_ids needs logprobs") as caught:
+            parse(logprob_token_ids=[7], **fields)
+        assert caught.value.param == "logprob_token_ids"
+    for wrong in ([-1], [1.5], ["7"], 7, [7] * 129 + [8], list(range(129))):
+        assert_refused(complete, {"logprobs": 1, "logprob_token_ids": wrong}, "logprob_token_ids")
+
+
 def test_a_prompts_logprobs_are_asked_for_by_themselves_or_by_an_echo() -> None:
     """A registered prompt's text is not told, and a stream has no place for the list: vLLM ignores 0 there."""
     assert (chat(prompt_logprobs=3).told_prompt, complete(prompt_logprobs=0).told_prompt) == (3, 0)

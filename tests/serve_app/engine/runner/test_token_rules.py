@@ -210,6 +210,11 @@ def test_logprobs_are_those_of_the_logits() -> None:
     best = torch.topk(expected[0], 2)
     assert [token for token, _ in one.top] == best.indices.tolist()
     assert [value for _, value in one.top] == pytest.approx(best.values.tolist(), rel=1e-5)
+    told = token_logprobs(torch.log_softmax(logits[[0, 2]], -1), [5, 7], [(9, 5, 2), 1])
+    assert told[0] is not None and told[1] is not None
+    assert [token for token, _ in told[0].top] == [5, 9, 2], "itself, then the listed ones"
+    assert [value for _, value in told[0].top] == pytest.approx(expected[0, [5, 9, 2]].tolist(), rel=1e-5)
+    assert len(told[1].top) == 1, "another row has the likeliest"
     (alone,) = token_logprobs(torch.log_softmax(logits[2:], -1), [7], [0])
     assert alone is not None and alone.top == ()
 
