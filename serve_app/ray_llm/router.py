@@ -154,8 +154,9 @@ class WarmRouter(CacheAwareRouter):
         if found is None:
             return None
         encoded, placement = found
+        tokens = len(encoded.token_ids)
         return RoutedRequest(
-            request_id, encoded.block_hashes, len(encoded.token_ids), placement, adapter=lora, tenant=tenant
+            request_id, encoded.block_hashes, tokens, placement, adapter=lora, tenant=tenant, reads_kv=_reads_kv(body)
         )
 
     def _learn(self, facts: EngineFacts) -> None:
@@ -176,3 +177,11 @@ class WarmRouter(CacheAwareRouter):
             self._prompts = prompts  # last: its presence tells another thread that everything is loaded
         except Exception:
             logger.exception("requests for %s are routed by load alone", facts.model)
+
+
+def _reads_kv(body: Any) -> bool:
+    """Return whether vLLM reads cached blocks for a body: not for the log-probabilities of its prompt."""
+    told = getattr(body, "prompt_logprobs", None)
+    if told is None and getattr(body, "echo", False):
+        told = getattr(body, "logprobs" if getattr(body, "messages", None) is None else "top_logprobs", None)
+    return told is None

@@ -82,6 +82,21 @@ async def test_a_tenants_prompt_goes_where_its_kv_is_and_a_strangers_does_not_kn
     assert router_for(deployment_key("app", "standard")) is case.router
 
 
+async def test_a_request_for_the_logprobs_of_its_prompt_is_predicted_without_a_hit(demo_model_path: Path) -> None:
+    """vLLM computes such a prompt anew."""
+    case = Case("told", demo_model_path)
+    for fields, reads in (
+        ({}, True), ({"logprobs": 1}, True), ({"echo": True, "logprobs": None}, True), ({"prompt_logprobs": 0}, False),
+        ({"echo": True, "logprobs": 1}, False), ({"prompt_logprobs": None, "echo": False}, True),
+    ):  # fmt: skip
+        route = await case.router._route_of(case.asked("key of a", prompt=TEXT, **fields))
+        assert route is not None and route.reads_kv == reads
+        assert case.core.holders(route).keys() == ({"b"} if reads else set())
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "echo": True, "top_logprobs": 0}
+    route = await case.router._route_of(case.asked("key of a", **chat))
+    assert route is not None and not route.reads_kv
+
+
 def queued(case: Case, replica: str) -> int:
     """Return the tokens that the router believes queued at a replica."""
     return next(
