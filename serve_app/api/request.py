@@ -80,6 +80,7 @@ class RequestFields:
     instead. ``prompt_logprobs``: like ``logprobs``, for the prompt's tokens. ``grammar``: the grammar of the answer.
     ``prompt_cache_key`` is a routing hint. ``cache_salt`` divides the tenant's cache. ``prompt_ref`` names the
     registered prompt to prepend. ``store_kv`` False: store nothing in the cache; None: the tenant's setting.
+    ``add_special_tokens``: put the tokenizer's own around a text; None: where no chat template does.
     ``cache_diagnostics``: report the reason of a cache miss. ``unknown``: fields without effect.
     ``service_tier`` and, within a tier, ``priority`` order the tenant's own requests. ``session``: the client's name
     for the request's session, "" for none.
@@ -121,6 +122,7 @@ class RequestFields:
     disable_spec_decode: bool = False
     save_system_prompt_kv_cache: bool = False
     store_kv: bool | None = None
+    add_special_tokens: bool | None = None
     cache_diagnostics: bool = False
     session: str = ""
     unknown: tuple[UnknownField, ...] = ()
@@ -165,6 +167,11 @@ class ChatRequest(RequestFields):
     tool_use: ToolUse = NO_TOOLS
     repeated: Mapping[str, Any] = field(default_factory=dict)
     breakpoints: tuple[CacheBreakpoint, ...] = ()
+
+    @property
+    def adds_special_tokens(self) -> bool:
+        """Whether the prompt gets the tokenizer's special tokens."""
+        return not self.apply_chat_template if self.add_special_tokens is None else self.add_special_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

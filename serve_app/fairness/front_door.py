@@ -49,6 +49,10 @@ class FrontDoor:
         """Return the number of queued requests by tenant."""
         return self._line.waiting()
 
+    def load(self, tenant: str | None) -> int:
+        """Return the waiting requests and running generations of a tenant, None: of all."""
+        return self._requests.held(tenant) + self._line.running(tenant)
+
     def arrive(self, tenant: str) -> Arrival:
         """Register a new request. Raises RateLimited if too many of its tenant's requests wait or have arrived."""
         self._shares.touch(tenant)

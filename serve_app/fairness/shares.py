@@ -81,6 +81,10 @@ class Budget:
         """Return a tenant's share, at least 1."""
         return max(1, int(self._total() * self.shares.fraction(tenant)))
 
+    def held(self, tenant: str | None) -> int:
+        """Return what a tenant holds, None: what all hold."""
+        return self.used if tenant is None else self._held[tenant]
+
     def within(self, tenant: str, amount: int) -> bool:
         """Return whether a tenant would stay within its share. A tenant that holds nothing always does."""
         held = self._held[tenant]

@@ -64,6 +64,10 @@ class WaitingLine:
         """Return the number of queued requests by tenant."""
         return Counter({tenant: len(line) for tenant, line in self._lines.items()})
 
+    def running(self, tenant: str | None) -> int:
+        """Return the units that a tenant holds, None: all that are held."""
+        return self._budget.held(tenant)
+
     def retry_after_s(self, tenant: str) -> float:
         """Return the time for a tenant's queue at its recent pace, 1 to 60 s."""
         pace_s, line = self._pace_s.get(tenant, 0.0), self._lines.get(tenant, ())

@@ -1,14 +1,17 @@
 """Turn a validated request and its tenant into generations: text to ids, keys, sampling values, length checks."""
 
 import asyncio
+import copy
 import math
 import secrets
-from collections.abc import AsyncIterator, Mapping
+import sys
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from dataclasses import InitVar, dataclass, field, replace
 from itertools import takewhile
 from typing import Any, TypeVar
 
-from router.protocol.block_hash import common_tokens, system_prompt_key
+from router.protocol.block_hash import TokenArray, common_tokens, system_prompt_key
 from serve_app.api.request import CacheBreakpoint, ChatRequest, CompletionRequest, GenerateRequest, RequestFields
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import CheckpointInfo
@@ -164,7 +167,7 @@ class Preparer:
 
     async def _encode(
         self, request: GenerateRequest, keys: Keys, tenant: str
-    ) -> AsyncIterator[tuple[EncodedPrompt, str]]:
+    ) -> AsyncGenerator[tuple[EncodedPrompt, str]]:
         """Yield each prompt with the formatted system prompt at its beginning, "" for none."""
         if isinstance(request, ChatRequest):
             yield await self._encode_chat(request, keys, tenant)
@@ -177,7 +180,11 @@ class Preparer:
             if isinstance(prompt, str):
                 self._check_size(request, len(before) + len(prompt))
                 encoded = await self.tokenizer.encode_async(
-                    before + prompt, root, tenant, public_root=public_root, add_special_tokens=True
+                    before + prompt,
+                    root,
+                    tenant,
+                    public_root=public_root,
+                    add_special_tokens=request.add_special_tokens is not False,
                 )
             else:
                 self._check_size(request, 0, at_least_tokens=len(prompt))
@@ -192,7 +199,7 @@ class Preparer:
             keys.root,
             tenant,
             public_root=keys.public_root,
-            add_special_tokens=not request.apply_chat_template,
+            add_special_tokens=request.adds_special_tokens,
         )
         return encoded, rendered.system_text
 
@@ -244,7 +251,7 @@ class Preparer:
         """
         if not isinstance(request, ChatRequest) or not system_text:
             return (), 0
-        special, saves = not request.apply_chat_template, request.save_system_prompt_kv_cache
+        special, saves = request.adds_special_tokens, request.save_system_prompt_kv_cache
         key = system_prompt_key(root, system_text)
         tokens = self._system_tokens.get((key, special))
         if tokens is None or saves:
@@ -277,11 +284,17 @@ class Preparer:
                 found[tokens] = max(mark.ttl_s, found.get(tokens, 0.0))
         return tuple(Save(b"", tokens, ttl_s) for tokens, ttl_s in sorted(found.items()))
 
-    async def count(self, request: ChatRequest, tenant: Tenant) -> int:
-        """Return the number of tokens in a request's prompt. Raises the errors of ``prepare`` for the prompt."""
+    async def token_ids(self, request: GenerateRequest, tenant: Tenant) -> TokenArray:
+        """Return the tokens of a request's first prompt, which may be longer than the model's context.
+
+        Raises the errors of ``prepare`` for the prompt.
+        """
         request, _, keys = await self._scope(request, tenant)
-        encoded, _ = await self._encode_chat(request, keys, tenant.name)
-        return len(encoded.token_ids)
+        counting = copy.copy(self)
+        counting.limits = replace(self.limits, max_model_len=sys.maxsize)
+        async with aclosing(counting._encode(request, keys, tenant.name)) as prompts:
+            encoded, _ = await anext(prompts)
+        return encoded.token_ids
 
 
 def _as_far_as(mark: CacheBreakpoint, request: ChatRequest) -> tuple[Mapping[str, Any], ...]:

@@ -26,7 +26,7 @@ from serve_app.generation.tool_calls.call_reader import WholeChoice
 from serve_app.ingress.client_headers import Connection, connection_of
 from serve_app.ingress.conversation import Conversation
 from serve_app.ingress.drain import LAST_EVENT_S, Deadline
-from serve_app.ingress.http import json_response, until_disconnect
+from serve_app.ingress.http import WARNING, json_response, until_disconnect
 from serve_app.ingress.observe.answer_meter import AnswerMeter
 
 logger = logging.getLogger(__name__)
@@ -164,5 +164,5 @@ def _headers(answer: Answer, save: SaveResult | None) -> dict[str, str]:
     meter = answer.meter
     prompt = meter.generations[0].prompt_ref
     warnings = save_warning(save, meter.usage.asked_by), ignored_fields(meter.wanted.unknown)
-    headers = {"x-warmpath-prompt": prompt, "x-warmpath-warning": "; ".join(filter(None, warnings))}
+    headers = {"x-warmpath-prompt": prompt, WARNING: "; ".join(filter(None, warnings))}
     return {name: value for name, value in headers.items() if value}

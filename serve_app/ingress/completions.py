@@ -10,10 +10,13 @@ from typing import TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
+from router.protocol.block_hash import TokenArray
 from serve_app.api.format import AnswerFormat, AnswerHead
+from serve_app.api.openai.tokens import parse_detokenize
 from serve_app.api.request import ChatRequest, GenerateRequest
 from serve_app.api.unknown import UnknownField, require_none, unknown_fields
 from serve_app.config.app import AppConfig
+from serve_app.errors import InvalidRequest
 from serve_app.fairness.front_door import Arrival
 from serve_app.fairness.workers import FairWorkers
 from serve_app.generation.answer import PieceSink, TokenSource, answer_pieces
@@ -88,12 +91,26 @@ class Completions:
                 answer = Answer(answer_format, head, pieces, sink, place, meter, deadline)
                 return await (streamed if wanted.stream else whole)(answer)
 
-    async def count_tokens(self, request: Request, tenant: Tenant, parse: Callable[[bytes], ChatRequest]) -> int:
-        """Return the number of tokens in a request's prompt. Raises a ``WarmpathError``."""
+    async def tokens(
+        self, request: Request, tenant: Tenant, parse: Parse, form: Conversation | None = None
+    ) -> tuple[TokenArray, GenerateRequest]:
+        """Return the tokens of a request's prompt, and the request. Raises a ``WarmpathError``."""
         with self.counters.front_door.arrive(tenant.name) as arrival:
-            wanted = await self._wanted(request, tenant, arrival, parse)
-            assert isinstance(wanted, ChatRequest)
-            return await self.preparer.count(wanted, tenant)
+            wanted = await self._wanted(request, tenant, arrival, parse, form)
+            return await self.preparer.token_ids(wanted, tenant), wanted
+
+    async def text_of(self, request: Request, tenant: Tenant, model: str) -> str:
+        """Return the text of a body's tokens; ``model``: that of a body without one. Raises a ``WarmpathError``."""
+        with self.counters.front_door.arrive(tenant.name) as arrival:
+            body = await read_body(request, self.config.max_body_bytes, arrival.grow)
+            asked = parse_detokenize(body, model)
+            self.preparer.adapters.choose(asked.model, None, tenant.name, tenant.models)
+            if max(asked.tokens, default=0) >= self.tokenizer.vocab_size:
+                message = f"tokens must be from 0 to {self.tokenizer.vocab_size - 1}."
+                raise InvalidRequest(message, param="tokens")
+            if arrival.body_bytes <= INLINE_BODY_BYTES:
+                return self.tokenizer.text_of(asked.tokens)
+            return await self.workers.run(tenant.name, arrival.body_bytes, self.tokenizer.text_of, asked.tokens)
 
     async def _wanted(
         self, request: Request, tenant: Tenant, arrival: Arrival, parse: Parse, form: AnswerFormat | None = None

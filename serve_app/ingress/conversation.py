@@ -22,15 +22,21 @@ _encode = msgspec.json.Encoder().encode
 class Conversation(ResponsesFormat):
     """A request, and the format of its answer. ``stored`` None: the deployment stores no responses."""
 
-    def __init__(self, stored: StoredResponses | None, tenant: str) -> None:
+    def __init__(
+        self,
+        stored: StoredResponses | None,
+        tenant: str,
+        parse: Callable[[bytes], ResponsesBody] = ResponsesBody.parse,
+    ) -> None:
         self._stored = stored
+        self._parse = parse
         self._tenant = tenant
         self._earlier: list[dict[str, Any]] = []
         self._input: list[dict[str, Any]] = []
 
     def read(self, body: bytes) -> None:
         """Parse the body. Raises InvalidRequest."""
-        self._body = ResponsesBody.parse(body)
+        self._body = self._parse(body)
         self._items = self._body.items
 
     async def go_on(self, room_bytes: int, grow: Callable[[int], None]) -> None:

@@ -181,6 +181,10 @@ class PromptTokenizer:
         """Return the text of token ids, including special tokens."""
         return str(self._backend.decode(token_ids, skip_special_tokens=False))
 
+    def names_of(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the entries of token ids in the vocabulary."""
+        return [str(self._backend.id_to_token(token_id)) for token_id in token_ids]
+
     async def word_ids(self, words: Sequence[str], tenant: str) -> tuple[tuple[int, ...], ...]:
         """Return the token ids of words, each at the beginning of a text and within one. Source: vLLM."""
 

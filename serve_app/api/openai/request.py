@@ -130,6 +130,9 @@ class GenerationBody(SamplingBody):
     disable_spec_decode: bool = Field(False, description="decode this request without drafts")
     save_system_prompt_kv_cache: bool = Field(False, description="keep the KV of the formatted system prompt")
     store_kv: StoreKV = None
+    add_special_tokens: bool | None = Field(
+        None, description="begin with the tokenizer's special tokens; default: unless the chat template is used"
+    )
     cache_diagnostics: bool = Field(False, description="report in usage why the cache was missed")
 
     def common(self, ignored: Iterable[str] = (), known: Iterable[str] = _INNER_FIELDS) -> dict[str, Any]:

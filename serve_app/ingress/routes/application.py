@@ -11,20 +11,43 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Route, WebSocketRoute
 from starlette.types import Receive, Scope, Send
+from starlette.websockets import WebSocket
 
+from serve_app.api.openai.response import openai_error
 from serve_app.errors import NotFound, WarmpathError
 from serve_app.ingress.guard import Api, foreign_host
 from serve_app.ingress.http import json_response
 from serve_app.ingress.observe.tracing import TraceRequests
-from serve_app.ingress.routes import events, generation, operations, page, responses
+from serve_app.ingress.routes import events, generation, operations, page, responses, tokens
 from serve_app.ingress.routes.handler import ANTHROPIC, BODIES, OPENAI
 from serve_app.ingress.services import Services
 
 OPENAPI_PATH = "/openapi.json"
-ROUTERS = (generation.router, responses.router, operations.router, events.router, page.router)
+ROUTERS = (generation.router, responses.router, tokens.router, operations.router, events.router, page.router)
 PATHS = frozenset(route.path for router in ROUTERS for route in router.routes if isinstance(route, Route))
+
+
+NOT_HERE = {
+    "/v1/responses/compact": "send the conversation in a shorter form instead",
+    "/v1/realtime": "answers come over HTTP, with stream: true as events",
+    **dict.fromkeys(
+        (
+            "/v1/embeddings", "/v1/audio", "/v1/images", "/v1/videos", "/v1/moderations", "/v1/rerank", "/v2/rerank",
+            "/rerank", "/v1/score", "/score", "/pooling", "/classify", "/v1/classify",
+        ),
+        "this server's models write text alone",
+    ),
+    **dict.fromkeys(
+        (
+            "/v1/files", "/v1/uploads", "/v1/batches", "/v1/messages/batches", "/v1/vector_stores", "/v1/assistants",
+            "/v1/threads", "/v1/conversations", "/v1/fine_tuning", "/v1/containers", "/v1/evals",
+        ),
+        "this server keeps responses alone; `warmpath infer` answers a file of requests",
+    ),
+}  # fmt: skip
+"""Paths of OpenAI's, Anthropic's and vLLM's APIs that are not offered, and a sentence for each."""
 
 
 def make_application(services: Services) -> FastAPI:
@@ -50,6 +73,7 @@ def make_application(services: Services) -> FastAPI:
     application.state.services = services
     for router in ROUTERS:
         application.include_router(router)
+    application.router.routes.append(WebSocketRoute("/{path:path}", _no_websocket))
     _add_docs(application, services)
     return application
 
@@ -109,7 +133,9 @@ class MethodNotAllowed(NotFound):
 async def _no_such_route(request: Request, error: Exception) -> Response:
     path = request.url.path
     shown: WarmpathError
-    if isinstance(error, HTTPException) and error.status_code == 405:
+    if why := _not_here(path):
+        shown = NotFound(f"There is no {path[:200]} here: {why}.")
+    elif isinstance(error, HTTPException) and error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
         shown = MethodNotAllowed(f"{request.method} is not allowed on {path[:200]}; use {allowed}.")
     else:
@@ -120,6 +146,21 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
 def _api_of(path: str) -> Api:
     of_anthropic = path == generation.MESSAGES_PATH or path.startswith(f"{generation.MESSAGES_PATH}/")
     return ANTHROPIC if of_anthropic else OPENAI
+
+
+def _not_here(path: str) -> str:
+    """Return why a known API's path is not offered, "" for another path."""
+    return next((why for name, why in NOT_HERE.items() if path == name or path.startswith(f"{name}/")), "")
+
+
+async def _no_websocket(websocket: WebSocket) -> None:
+    """Refuse a WebSocket in OpenAI's shape, before it is accepted."""
+    path = websocket.url.path
+    shown = openai_error(NotFound(f"There is no WebSocket at {path[:200]}; send POST requests, with stream: true."), "")
+    try:
+        await websocket.send_denial_response(json_response(shown.body, shown.status))
+    except RuntimeError:  # a proxy that cannot pass an answer on
+        await websocket.close(reason=shown.body["error"]["message"])
 
 
 def _advice(path: str) -> str:

@@ -12,7 +12,7 @@ from serve_app.api.openai.request import ChatBody, CompletionBody, parse_chat, p
 from serve_app.api.openai.response import CHAT, COMPLETION, models_body
 from serve_app.errors import ModelNotFound
 from serve_app.ingress.http import json_response
-from serve_app.ingress.routes.handler import ANTHROPIC, Front, guarded, speaks_anthropic, takes
+from serve_app.ingress.routes.handler import ANTHROPIC, Front, guarded, speaks_anthropic, takes, warnings
 
 router = APIRouter()
 
@@ -46,8 +46,8 @@ async def messages(request: Request, services: Front) -> Response:
 @guarded("count_tokens", ANTHROPIC)
 async def count_tokens(request: Request, services: Front) -> Response:
     """Count the tokens of a message's prompt, without generating."""
-    tokens = await services.completions.count_tokens(request, services.guard.tenant(request), parse_count)
-    return json_response({"input_tokens": tokens})
+    ids, wanted = await services.completions.tokens(request, services.guard.tenant(request), parse_count)
+    return json_response({"input_tokens": len(ids)}, headers=warnings(wanted))
 
 
 @router.get("/v1/models", tags=["models"])

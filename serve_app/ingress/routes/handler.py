@@ -11,7 +11,10 @@ from starlette.responses import Response
 
 from serve_app.api.anthropic.response import anthropic_error, anthropic_limits
 from serve_app.api.openai.response import openai_error, openai_limits
+from serve_app.api.request import GenerateRequest
+from serve_app.api.unknown import ignored_fields
 from serve_app.ingress.guard import Api
+from serve_app.ingress.http import WARNING
 from serve_app.ingress.services import Services
 
 OPENAI = Api(openai_error, openai_limits)
@@ -57,9 +60,18 @@ def guarded(endpoint: str, api: Api | None = OPENAI, *, operator: bool = False) 
     return wrap
 
 
-def takes(body: type[BaseModel]) -> dict[str, Any]:
-    """Return a route's options: FastAPI describes the body, but the handler parses it, for bounds and API errors."""
-    BODIES.append(body)
-    schema = {"$ref": f"#/components/schemas/{body.__name__}"}
-    content = {"application/json": {"schema": schema}}
+def warnings(wanted: GenerateRequest) -> dict[str, str]:
+    """Return the header that names a request's ignored fields, if there are any."""
+    told = ignored_fields(wanted.unknown)
+    return {WARNING: told} if told else {}
+
+
+def takes(*bodies: type[BaseModel]) -> dict[str, Any]:
+    """Return a route's options: FastAPI describes the body, but the handler parses it, for bounds and API errors.
+
+    ``bodies``: the forms that it may have.
+    """
+    BODIES.extend(bodies)
+    forms = [{"$ref": f"#/components/schemas/{body.__name__}"} for body in bodies]
+    content = {"application/json": {"schema": forms[0] if len(forms) == 1 else {"anyOf": forms}}}
     return {"openapi_extra": {"requestBody": {"content": content, "required": True}}}

@@ -96,6 +96,21 @@ async def health(request: Request, services: Front) -> Response:
     return json_response(body, 200 if ready and not stopping else 503)
 
 
+@router.post("/ping", include_in_schema=False)
+@router.get("/ping", tags=["operations"])
+async def ping(request: Request, services: Front) -> Response:
+    """The status of ``/health``, without a body (vLLM's path)."""
+    return Response(status_code=(await health(request, services)).status_code)
+
+
+@router.get("/load", tags=["operations"])
+@guarded("load")
+async def load(request: Request, services: Front) -> Response:
+    """How many requests wait and answers are generated through this ingress; a tenant sees its own (vLLM's path)."""
+    viewer = services.guard.viewer(request)
+    return json_response({"server_load": services.completions.counters.front_door.load(viewer)})
+
+
 @router.get("/version", tags=["operations"])
 async def version() -> Response:
     """The version of warmpath (vLLM's path)."""

@@ -1,15 +1,18 @@
 """OpenAI's responses: new ones, and the stored ones of a tenant."""
 
+import functools
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from serve_app.api.openai.responses.items import item_page
 from serve_app.api.openai.responses.request import ResponsesBody
+from serve_app.api.openai.tokens import InputTokensBody, parse_input_tokens
 from serve_app.errors import InvalidRequest, NotFound
 from serve_app.ingress.conversation import Conversation
 from serve_app.ingress.http import json_response
-from serve_app.ingress.routes.handler import Front, guarded, takes
+from serve_app.ingress.routes.handler import Front, guarded, takes, warnings
 from serve_app.stored.responses import Document
 
 router = APIRouter()
@@ -22,6 +25,17 @@ async def responses(request: Request, services: Front) -> Response:
     tenant = services.guard.tenant(request)
     conversation = Conversation(services.stored, tenant.name)
     return await services.completions.generate(request, tenant, conversation.parse, conversation)
+
+
+@router.post("/v1/responses/input_tokens", tags=["generation"], **takes(InputTokensBody))
+@guarded("input_tokens")
+async def input_tokens(request: Request, services: Front) -> Response:
+    """The number of tokens in a response's prompt, without generating."""
+    tenant = services.guard.tenant(request)
+    read = functools.partial(parse_input_tokens, model=services.base_model["id"])
+    conversation = Conversation(services.stored, tenant.name, read)
+    ids, wanted = await services.completions.tokens(request, tenant, conversation.parse, conversation)
+    return json_response({"object": "response.input_tokens", "input_tokens": len(ids)}, headers=warnings(wanted))
 
 
 @router.get("/v1/responses/{response_id}", tags=["generation"])

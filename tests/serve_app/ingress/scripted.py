@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from router.protocol.block_hash import PrefixScope
 from serve_app.api.anthropic.history import MessageHistory
+from serve_app.api.openai.response import model_body
 from serve_app.cache_diagnostics.detector import MissDetector, PromptMemory
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
@@ -191,6 +192,7 @@ def scripted(
     script.door = counted.front_door
     services = partial_services(
         config=config,
+        base_model=model_body("demo", 0, 8192),
         tenants=tenants,
         drain=drain,
         history=MessageHistory(),

@@ -25,7 +25,7 @@ TEXTS = st.lists(
 ).map("".join)
 
 
-def _bos_around(tokenizer: Tokenizer) -> None:
+def bos_around(tokenizer: Tokenizer) -> None:
     """NFC before everything, a bos before and an eos after a bare text."""
     tokenizer.normalizer = normalizers.NFC()
     ids = tokenizer.get_vocab()
@@ -47,7 +47,7 @@ def _greedy_end(tokenizer: Tokenizer) -> None:
     tokenizer.add_special_tokens([AddedToken("<|greedy|>", special=True, normalized=False, rstrip=True)])
 
 
-VARIANTS = {"plain": None, "bos": _bos_around, "first": _space_first, "greedy": _greedy_end}
+VARIANTS = {"plain": None, "bos": bos_around, "first": _space_first, "greedy": _greedy_end}
 SMALL: dict[str, Any] = {"cache_bytes": 60_000, "block_size": 4}
 
 
@@ -99,7 +99,7 @@ def test_only_tokenizers_with_exact_cuts_are_cut(variants: dict[str, PromptToken
 
 def test_a_text_is_never_taken_for_one_encoded_differently(demo_model_path: Path, tmp_path: Path) -> None:
     """Each way of encoding has its own cache; text that no tokenizer can read is the client's error."""
-    cached = PromptTokenizer(variant_of(demo_model_path, tmp_path / "bos", _bos_around), block_size=4)
+    cached = PromptTokenizer(variant_of(demo_model_path, tmp_path / "bos", bos_around), block_size=4)
     for special in (True, False):
         for public_root in (b"", OTHER_ROOT, OTHER_ROOT[:8]):
             encoded = cached.encode("X", ROOT, public_root=public_root, add_special_tokens=special)

@@ -1,8 +1,10 @@
 """The application without Ray: its public pages and their visibility, and errors in the API's format."""
 
 import asyncio
+import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -10,6 +12,8 @@ from unittest.mock import MagicMock
 import httpx
 import pytest
 from starlette.routing import Route
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
 
 from router import __version__
 from router.protocol.samples import Sample
@@ -27,7 +31,7 @@ from serve_app.ingress.services import Services
 from serve_app.tenants.tenants import Tenants, make_api_key
 from serve_app.usage.ledger import Counts, UsageKey
 from serve_app.usage.report import Rows
-from tests.serve_app.ingress.scripted import partial_services
+from tests.serve_app.ingress.scripted import partial_services, scripted
 
 (OPERATOR, OPERATOR_DIGEST), (KEY, DIGEST) = make_api_key(), make_api_key()
 ACME = TenantConfig(name="acme", key_sha256=[DIGEST])
@@ -103,7 +107,10 @@ OPERATORS = [
     ("POST", "/reset_prefix_cache"), ("GET", "/v1/cache/state"), ("GET", "/v1/prompts"), ("GET", "/metrics"),
 ]  # fmt: skip
 TENANTS = [
-    *(("POST", f"/v1/{name}") for name in ("chat/completions", "completions", "responses")),
+    *(("POST", f"/v1/{name}") for name in ("chat/completions", "completions", "responses", "responses/input_tokens")),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("GET", "/load"),
     *(("GET", f"/v1/{name}") for name in ("models", "models/demo", "cache/events", "cache/sessions", "usage")),
 ]
 
@@ -126,6 +133,29 @@ def test_errors_have_openais_shape(method: str, path: str, status: int) -> None:
     assert response.status_code == status
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}
     assert "location" not in response.headers
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "why"),
+    [
+        ("POST", "/v1/embeddings", "models write text alone"), ("POST", "/v1/audio/speech", "models write text alone"),
+        ("POST", "/rerank", "models write text alone"), ("GET", "/v1/files/f", "keeps responses alone"),
+        ("POST", "/v1/responses/compact", "in a shorter form"), ("POST", "/v1/messages/batches", "warmpath infer"),
+    ],
+)  # fmt: skip
+def test_a_route_of_the_apis_that_is_not_offered_says_why(method: str, path: str, why: str) -> None:
+    refused = get(path, AppConfig(), method)
+    assert refused.status_code == 404
+    assert why in refused.json()["error"]["message"]
+
+
+def test_a_websocket_is_refused_in_openais_shape(demo_model_path: Path) -> None:
+    """OpenAI's responses have one; the answer to the handshake says what to do instead."""
+    with scripted(demo_model_path) as (url, _), pytest.raises(InvalidStatus) as refused:
+        connect(f"{url.replace('http', 'ws')}/v1/responses")
+    answer = refused.value.response
+    assert answer.status_code == 404
+    assert "send POST requests" in json.loads(answer.body)["error"]["message"]
 
 
 @pytest.mark.parametrize("path", [path for method, path in (*OPERATORS, *TENANTS) if method == "POST"])
@@ -251,6 +281,7 @@ def test_health_is_for_good_and_tells_operators_of_a_refused_user_config() -> No
     for done, knows, status in ((False, True, 503), (True, False, 503), (True, True, 200), (True, False, 200)):
         services.connecting, core.knows_every_cache = SimpleNamespace(done=lambda done=done: done), knows  # type: ignore[assignment]
         assert get("/health", services).status_code == status, "later replicas do not change the health"
+        assert {get("/ping", services, method).status_code for method in ("GET", "POST")} == {status}
     well = {"status": "ok", "replicas": 2}
     for why in ("", "policy must be one of lmetric"):
         services.refused_settings = why

@@ -1,0 +1,45 @@
+"""vLLM's routes for a prompt's tokens, and for an ingress' load."""
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from serve_app.api.openai.tokens import (
+    DetokenizeBody,
+    TokenizeBody,
+    TokenizeChatBody,
+    parse_tokenize,
+    tokens_body,
+)
+from serve_app.api.request import GenerateRequest
+from serve_app.ingress.http import json_response
+from serve_app.ingress.routes.handler import Front, guarded, takes, warnings
+
+router = APIRouter(tags=["tokens"])
+
+
+@router.post("/tokenize", **takes(TokenizeBody, TokenizeChatBody))
+@guarded("tokenize")
+async def tokenize(request: Request, services: Front) -> Response:
+    """The tokens of a text, or of a chat's prompt (vLLM's path)."""
+    names = False
+
+    def parse(body: bytes) -> GenerateRequest:
+        nonlocal names
+        asked = parse_tokenize(body, services.base_model["id"])
+        names = asked.names
+        return asked.request
+
+    ids, wanted = await services.completions.tokens(request, services.guard.tenant(request), parse)
+    told, tokenizer = ids.tolist(), services.completions.tokenizer
+    most = services.base_model["max_model_len"]
+    shown = tokens_body(told, most, tokenizer.names_of(told) if names else None)
+    return json_response(shown, headers=warnings(wanted))
+
+
+@router.post("/detokenize", **takes(DetokenizeBody))
+@guarded("detokenize")
+async def detokenize(request: Request, services: Front) -> Response:
+    """The text of tokens, special ones included (vLLM's path)."""
+    tenant, completions = services.guard.tenant(request), services.completions
+    return json_response({"prompt": await completions.text_of(request, tenant, services.base_model["id"])})
