@@ -127,8 +127,10 @@ class RoutingCore:
     def decide_unkeyed(self, blocked: Collection[str] = ()) -> str | None:
         """Return the least loaded replica for a call without a prompt, or None while every replica is full."""
         with self._lock:
+            self._known.expire(self._clock())
             request, closed = RoutedRequest("", b"", 0, b""), self._closed(blocked)
-            view = RoutingView(request, {}, self.loads, self._turn, self._rng, self.settings.scoring, closed)
+            scoring, quiet = self.settings.scoring, self._known.quiet
+            view = RoutingView(request, {}, self.loads, self._turn, self._rng, scoring, closed, quiet=quiet)
             ranked = least_loaded(view, 1)
         return ranked[0].replica_id if ranked else None
 
@@ -248,14 +250,15 @@ class RoutingCore:
         chain, known = self._reusable_chain(request), self._known
         match = known.directory.match(chain)
         pending = known.pending.match(request.placement_key, chain)
-        for name in request.dead:  # the caller learns of a replica's death before this router does
+        # The caller learns of a replica's death before this router does. A frozen one sends no KV either.
+        for name in (*request.dead, *known.quiet):
             match.pop(name, None)
             pending.pop(name, None)
         adapter_s = known.adapters.wait_s(request.adapter, self.loads)
         scoring, closed, overhead_s = self.settings.scoring, self._closed(blocked), self._overhead.seconds
         return RoutingView(
             request, match, self.loads, self._turn, self._rng, scoring, closed, pending, None, adapter_s, overhead_s,
-            now_s, not request.rerouted,
+            now_s, not request.rerouted, known.quiet,
         )  # fmt: skip
 
     def _closed(self, blocked: Collection[str]) -> Collection[str]:

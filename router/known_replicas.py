@@ -14,10 +14,15 @@ SILENT_S = 5.0
 are outdated, and the cache is known only from the replica's answers."""
 
 
+QUIET_S = 3.0
+"""A replica that sends nothing for this long, while others do, may be frozen."""
+
+
 class KnownReplicas:
     """The replicas' loads, caches and reports. Only this class may change the set of replicas or end a reservation.
 
-    ``away``: replicas that may return soon and get no requests; ``stats``: the latest StatsReport by replica;
+    ``away``: replicas that may return soon and get no requests; ``quiet``: those that send nothing while others do, and
+    get requests only when no other can take them; ``stats``: the latest StatsReport by replica;
     ``is_live``: returns whether a feed is complete; ``resync``: asks for a snapshot.
     """
 
@@ -26,6 +31,7 @@ class KnownReplicas:
         self.adapters = LoraResidency()
         self.stats: dict[str, StatsReport] = {}
         self.away: frozenset[str] = frozenset()
+        self.quiet: frozenset[str] = frozenset()
         self.is_live: Callable[[str], bool] | None = None
         self.resync: Callable[[str], None] | None = None
         self.drift = DriftChecks()
@@ -62,6 +68,7 @@ class KnownReplicas:
         self.away -= {replica_id}
         self._heard_s.pop(replica_id, None)
         self._silent.discard(replica_id)
+        self.quiet -= {replica_id}
         for number in self.loads.remove_replica(replica_id):
             self.pending.discard(number)
         self.directory.remove_replica(replica_id)
@@ -75,6 +82,8 @@ class KnownReplicas:
             return
         self._heard_s[replica_id] = now_s
         self._silent.discard(replica_id)
+        if self.quiet:
+            self.quiet -= {replica_id}
         cache_events: list[Event] = []
         for event in events:
             if isinstance(event, LoadReport):
@@ -118,12 +127,14 @@ class KnownReplicas:
         self.pending.discard(reservation)
 
     def expire(self, now_s: float) -> None:
-        """End old reservations, and forget the reported load and blocks of replicas with newly silent feeds."""
+        """End old reservations, find quiet replicas, and forget the reported load and blocks of newly silent ones."""
         for number in self.loads.expire(now_s):
             self.pending.discard(number)
         if self.is_live is None or now_s - self._looked_s < 0.5:
             return
         self._looked_s = now_s
+        quiet = {replica_id for replica_id, heard_s in self._heard_s.items() if now_s - heard_s >= QUIET_S}
+        self.quiet = frozenset(quiet if len(quiet) < len(self._heard_s) else ())
         for replica_id, heard_s in self._heard_s.items():
             if now_s - heard_s >= SILENT_S and replica_id not in self._silent and not self.is_live(replica_id):
                 self._silent.add(replica_id)

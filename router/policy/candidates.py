@@ -1,7 +1,8 @@
 """The parts of every policy: a view of one request and the replicas, candidates, and the order of rows.
 
-It owns ties, rendezvous order and eligibility: full and blocked replicas are never chosen, replicas to avoid only when
-no other is open. A row is a replica's place in ``LoadTable``'s columns. Arrays here have one entry for each row.
+It owns ties, rendezvous order and eligibility: full and blocked replicas are never chosen, quiet ones and those to
+avoid only when no other is open. A row is a replica's place in ``LoadTable``'s columns. Arrays here have one entry for
+each row.
 """
 
 from collections.abc import Collection, Mapping
@@ -40,7 +41,7 @@ class RoutingView(NamedTuple):
     further rows that cannot accept it. ``adapter_s``: by row, the request's wait in seconds for its LoRA adapter; None:
     no wait, or the same wait everywhere. ``overhead_s``: the part of a TTFT beside the work, equal for all replicas;
     estimates include it, scores do not. ``now_s``: the router's clock. ``counted``: False if the same request was
-    counted before.
+    counted before. ``quiet``: replicas that send nothing while others do.
     """
 
     request: RoutedRequest
@@ -56,6 +57,7 @@ class RoutingView(NamedTuple):
     overhead_s: float = 0.0
     now_s: float = 0.0
     counted: bool = True
+    quiet: Collection[str] = ()
 
     @property
     def best_tokens(self) -> int:
@@ -95,17 +97,21 @@ def uncached_tokens(view: RoutingView) -> Floats:
 
 
 def closed_rows(view: RoutingView) -> tuple[npt.NDArray[np.bool_] | None, int]:
-    """Return the ineligible rows (None: no row; rows to avoid only while others are open) and the number eligible."""
-    loads, avoid = view.loads, view.request.avoid
+    """Return the ineligible rows (None: no row) and the number eligible.
+
+    Rows to avoid are ineligible only while others are open, and quiet ones while others of the same kind are.
+    """
+    loads, avoid, quiet = view.loads, view.request.avoid, view.quiet
     rows = len(loads.replica_ids)
-    if not loads.num_full and not view.blocked and not avoid and view.closed is None:
+    if not loads.num_full and not view.blocked and not avoid and not quiet and view.closed is None:
         return None, rows
     closed = loads.full.copy() if view.closed is None else loads.full | view.closed
     _close(closed, view.blocked, loads)
-    preferred = closed.copy()
-    _close(preferred, avoid, loads)
-    if not preferred.all():
-        closed = preferred
+    for worse in (avoid, quiet):
+        preferred = closed.copy()
+        _close(preferred, worse, loads)
+        if not preferred.all():
+            closed = preferred
     return closed, rows - int(np.count_nonzero(closed))
 
 

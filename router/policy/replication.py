@@ -75,7 +75,7 @@ class Replication:
         if closed is not None:
             # If all others are full, one more holder is better than waiting.
             within = scored(scores_s, work, view._replace(closed=closed), 1, TIE_TOLERANCE)
-            chosen = next(iter(within), chosen)
+            chosen = next((one for one in within if one.replica_id not in view.quiet), chosen)
         another: str | None = None
         if view.loads.num_pulling:
             another = self.one_more_holder(view, chosen.replica_id)
@@ -166,6 +166,7 @@ def _next_holder(view: RoutingView, tokens: int, rate: float) -> str | None:
         for name in others[: max(most - len(holders), 0)]
         if name not in view.blocked
         and name not in view.request.avoid
+        and name not in view.quiet
         and not loads.is_full(name)
         and pulls_faster(name, loads)
     ]
