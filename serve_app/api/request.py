@@ -20,6 +20,7 @@ class ToolUse:
 
     ``must_call``: the answer consists of calls alone. ``allowed``: the names that it may call, empty for all of them.
     ``may_call`` False: the answer is text, but the prompt still holds the tools, so that its KV stays the same.
+    ``strict``: the names of the tools whose schemas must be followed exactly.
     """
 
     tools: tuple[Tool, ...] = ()
@@ -27,6 +28,7 @@ class ToolUse:
     must_call: bool = False
     allowed: frozenset[str] = frozenset()
     parallel: bool = True
+    strict: frozenset[str] = frozenset()
 
     def __bool__(self) -> bool:
         """Tell whether there are tools."""

@@ -10,6 +10,7 @@ from itertools import islice
 from serve_app.errors import InvalidRequest
 
 MAX_TOLD = 8
+_UNPRINTABLE = re.compile(r"[^ -~]")
 _UNSAFE = re.compile(r"[^\w.\[\]-]", re.ASCII)
 
 
@@ -42,6 +43,13 @@ def _meant(name: str, known: tuple[str, ...]) -> str:
 def ignored_fields(fields: Sequence[UnknownField]) -> str:
     """Return a sentence that lists the ignored fields, "" for none."""
     return f"unknown fields ignored: {', '.join(field.told for field in fields)}" if fields else ""
+
+
+def not_enforced(constraints: Sequence[str]) -> str:
+    """Return a sentence that lists the first constraints of schemas that an answer may break, "" for none."""
+    shown = [_UNPRINTABLE.sub("?", constraint[:160]) for constraint in constraints[:MAX_TOLD]]
+    more = f" and {len(constraints) - MAX_TOLD} more" if len(constraints) > MAX_TOLD else ""
+    return f"not enforced: {', '.join(shown)}{more}" if shown else ""
 
 
 def require_none(fields: Sequence[UnknownField]) -> None:

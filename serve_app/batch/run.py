@@ -122,7 +122,8 @@ class _Batch:
                     choices[piece.index].add(piece)
         finally:
             place.give_back()
-        for warning in filter(None, (save_warning(usage.save, usage.asked_by), ignored_fields(wanted.unknown))):
+        warnings = save_warning(usage.save, usage.asked_by), ignored_fields(wanted.unknown), generations[0].warning
+        for warning in filter(None, warnings):
             logger.warning("%s: %s", request.custom_id, warning)
         head = AnswerHead(answer_id, int(time.time()), wanted.answering_model, repeated=wanted.repeated)
         return APIS[request.url][1].whole(head, [choice.choice() for choice in choices], usage.total())

@@ -89,7 +89,7 @@ class Preparer:
         store_kv = stores_kv(request, tenant)
         request, adapter, keys = await self._scope(request, tenant)
         seed = secrets.randbits(62) if request.seed is None else request.seed
-        grammar = await self._grammars.form(request.grammar, tenant.name)
+        grammar, warning = await self._grammars.form(request.grammar, tenant.name)
         bad_words = await self.tokenizer.word_ids(request.bad_words, tenant.name) if request.bad_words else ()
         session = session_key(tenant.name, request.session)
         rules = rules_of(request, bad_words, self.info.vocab_size)
@@ -134,6 +134,7 @@ class Preparer:
                         interval_s=0.0 if request.stream or request.stop else WHOLE_INTERVAL_S,
                         store_kv=store_kv,
                         grammar=grammar,
+                        warning=warning,
                         echo=echo,
                         prompt_ref=request.prompt_ref or "",
                         system_chars=len(system_text),

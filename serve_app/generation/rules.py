@@ -4,11 +4,12 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from serve_app.api.request import CompletionRequest, GenerateRequest
+from serve_app.api.unknown import not_enforced
 from serve_app.checkpoints.checkpoint import CheckpointInfo
 from serve_app.engine.protocol import SamplingParams, TokenRules
 from serve_app.errors import ContextLengthExceeded, InvalidRequest
 from serve_app.fairness.workers import FairWorkers
-from serve_app.structured.compiler import GrammarCompiler, GrammarError, llguidance_form
+from serve_app.structured.compiler import GrammarCompiler, GrammarError
 from serve_app.structured.grammar import Grammar
 from serve_app.tenants.tenants import Tenant
 
@@ -144,12 +145,15 @@ class CheckedGrammars:
         self._ends = bool(info.eos_token_ids)
         self._compiler = GrammarCompiler(info.path, info.vocab_size, info.eos_token_ids)
         self._workers = workers
-        self._known: OrderedDict[tuple[str, Grammar], str] = OrderedDict()
+        self._known: OrderedDict[tuple[str, Grammar], tuple[str, str]] = OrderedDict()
 
-    async def form(self, grammar: Grammar | None, tenant: str) -> str:
-        """Return a grammar in llguidance's form, "" for none. Raises InvalidRequest if no answer could match it."""
+    async def form(self, grammar: Grammar | None, tenant: str) -> tuple[str, str]:
+        """Return a grammar in llguidance's form, "" for none, and a warning about what it leaves out, "" for nothing.
+
+        Raises InvalidRequest if no answer could match it.
+        """
         if grammar is None:
-            return ""
+            return "", ""
         if not self._ends:
             message = f"{grammar.field} needs a model with an end token, and this one has none."
             raise InvalidRequest(message, param=grammar.field)
@@ -163,10 +167,9 @@ class CheckedGrammars:
             self._known.move_to_end(key)
         return found
 
-    def _check(self, grammar: Grammar) -> str:
+    def _check(self, grammar: Grammar) -> tuple[str, str]:
         try:
-            form = llguidance_form(grammar)
-            self._compiler.compile(form)
+            form, left_out = self._compiler.checked(grammar)
         except GrammarError as error:
             raise InvalidRequest(f"{grammar.field} cannot be followed: {error}.", param=grammar.field) from error
-        return form
+        return form, not_enforced(left_out)

@@ -163,6 +163,7 @@ def _headers(answer: Answer, save: SaveResult | None) -> dict[str, str]:
     """Return headers with the version of the registered prompt, and with a warning for each unmet wish."""
     meter = answer.meter
     prompt = meter.generations[0].prompt_ref
-    warnings = save_warning(save, meter.usage.asked_by), ignored_fields(meter.wanted.unknown)
+    unenforced = meter.generations[0].warning
+    warnings = save_warning(save, meter.usage.asked_by), ignored_fields(meter.wanted.unknown), unenforced
     headers = {"x-warmpath-prompt": prompt, WARNING: "; ".join(filter(None, warnings))}
     return {name: value for name, value in headers.items() if value}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -19,21 +19,37 @@ MAX_CHOICES = 1024
 _encode = msgspec.json.Encoder().encode
 
 
+class ToolPart(NamedTuple):
+    """A tool's schema of arguments in a larger schema. ``path``: where, as a URI fragment.
+
+    Not ``strict``: if no answer can follow it, its arguments are any JSON object.
+    """
+
+    name: str
+    path: str
+    strict: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Grammar:
     """A constraint on an answer. ``text``: JSON for "json" (a schema) and "choice" (strings), else the grammar itself.
 
-    ``field``: its field in the request, for error messages. Properties are in the schema's order.
+    ``field``: its field in the request, for error messages. Properties are in the schema's order. ``strict``: no part
+    of a schema is loosened. ``tools``: the parts of a schema that are tools' own, with other rules.
     """
 
     kind: Literal["json", "regex", "choice", "grammar"]
     text: str
     field: str
+    strict: bool = False
+    tools: tuple[ToolPart, ...] = ()
 
     @classmethod
-    def json_schema(cls, schema: Mapping[str, Any], field: str) -> Grammar:
+    def json_schema(
+        cls, schema: Mapping[str, Any], field: str, *, strict: bool = False, tools: Sequence[ToolPart] = ()
+    ) -> Grammar:
         """Return the grammar of JSON that matches a schema. Raises InvalidRequest if it is too large or deep."""
-        return cls("json", _bounded(_encode(schema).decode(), field), field)
+        return cls("json", _bounded(_encode(schema).decode(), field), field, strict, tuple(tools))
 
     @classmethod
     def json_text(cls, schema: str, field: str) -> Grammar:

@@ -157,7 +157,7 @@ class CountTokensBody(JsonBody):
         )
 
     def _tool_use(self) -> ToolUse:
-        functions = [Function(tool.name, tool.description, tool.input_schema) for tool in self.tools]
+        functions = [Function(tool.name, tool.description, tool.input_schema, tool.strict) for tool in self.tools]
         choice = self.tool_choice
         if choice is None:
             return tool_use(functions, "auto")

@@ -246,7 +246,8 @@ class ChatBody(GenerationBody):
     def _tool_use(self) -> ToolUse:
         choice = self.tool_choice
         functions = [
-            Function(tool.function.name, tool.function.description, tool.function.parameters) for tool in self.tools
+            Function(tool.function.name, tool.function.description, tool.function.parameters, tool.function.strict)
+            for tool in self.tools
         ]
         if isinstance(choice, NamedChoice):
             return tool_use(functions, "required", [choice.function.name], parallel=False)

@@ -110,7 +110,8 @@ def of_format(asked: Mapping[str, Any] | None, field: str, inner: str = "") -> G
             if not isinstance(schema, dict):
                 detail = " with a schema, an object" if inner else ""
                 raise InvalidRequest(f"{path} must be an object{detail}.", param=path)
-            return Grammar.json_schema(schema, f"{path}.schema" if inner else path)
+            strict = isinstance(named, dict) and named.get("strict") is True
+            return Grammar.json_schema(schema, f"{path}.schema" if inner else path, strict=strict)
     raise InvalidRequest(f"{field}.type must be {_FORMATS}.", param=f"{field}.type")
 
 

@@ -101,10 +101,11 @@ class Function(NamedTuple):
     name: str
     description: str | None
     parameters: dict[str, Any] | None
+    strict: bool | None = None
 
     def for_template(self) -> Tool:
         """Return the function in the form of chat templates; the order of the body's fields does not matter."""
-        shown = {field: value for field, value in self._asdict().items() if value is not None}
+        shown = {field: value for field, value in zip(self._fields[:3], self, strict=False) if value is not None}
         return {"type": "function", "function": shown}
 
 
@@ -131,6 +132,7 @@ def tool_use(
         must_call=choice == "required",
         allowed=frozenset(allowed or ()),
         parallel=parallel,
+        strict=frozenset(function.name for function in functions if function.strict),
     )
 
 

@@ -15,7 +15,7 @@ from serve_app.api.request import Tool, ToolUse
 from serve_app.api.tool_calls import CallBegun, CallEnded
 from serve_app.generation.tool_calls.marked import Keys, Marks, read_marked
 from serve_app.generation.tool_calls.source import MakeId, Source, Steps, json_call, stream_arguments
-from serve_app.structured.grammar import Grammar
+from serve_app.structured.grammar import Grammar, ToolPart
 
 Reading = Callable[[Source, MakeId, Mapping[str, Any]], Steps[None]]
 """(text, ids for calls, schemas of the tools' arguments by name) -> text to show and calls."""
@@ -25,8 +25,6 @@ LLAMA3_OPENS = "<|python_tag|>"
 MISTRAL_OPENS, MISTRAL_ID, MISTRAL_ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 PHI4_OPENS, PHI4_CLOSES = "<|tool_call|>", "<|/tool_call|>"
 _NOT_IN_NAME = re.compile(r"[^\w.-]")
-_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""llguidance's options: with flexible white space, a model that is forced to call can generate it forever."""
 
 
 def hermes(source: Source, make_id: MakeId, tools: Mapping[str, Any]) -> Steps[None]:
@@ -276,16 +274,20 @@ def forced_calls(use: ToolUse) -> Grammar:
     """Return the grammar of an answer that must call. Raises InvalidRequest if the tools are too large."""
     tools = [tool for tool in use.tools if not use.allowed or tool["function"]["name"] in use.allowed]
     one = len(tools) == 1
-    calls = [_call(tool, "#/items" if one else f"#/items/anyOf/{index}") for index, tool in enumerate(tools)]
+    places = ["#/items" if one else f"#/items/anyOf/{index}" for index in range(len(tools))]
+    calls = [_call(tool, place) for tool, place in zip(tools, places, strict=True)]
     items = calls[0] if one else {"anyOf": calls}
-    schema = {"x-guidance": _LAYOUT, "type": "array", "items": items, "minItems": 1}
-    return Grammar.json_schema(schema if use.parallel else {**schema, "maxItems": 1}, "tools")
+    schema = {"type": "array", "items": items, "minItems": 1}
+    names = [tool["function"]["name"] for tool in tools]
+    parts = [ToolPart(n, f"{p}/properties/parameters", n in use.strict) for n, p in zip(names, places, strict=True)]
+    return Grammar.json_schema(schema if use.parallel else {**schema, "maxItems": 1}, "tools", tools=parts)
 
 
 def _call(tool: Tool, place: str) -> dict[str, Any]:
     """Return the schema of a call; ``place``: its location in the whole, for references inside the tool's own."""
     function = tool["function"]
     parameters = _moved(function.get("parameters", {}), f"{place}/properties/parameters")
+    parameters.pop("$id", None)  # the references no longer start there
     return {
         "type": "object",
         "properties": {"name": {"const": function["name"]}, "parameters": {**parameters, "type": "object"}},

@@ -72,8 +72,7 @@ def test_an_answer_is_allowed_token_by_token(compiler: GrammarCompiler, tokenize
         assert count == len(ids) or not found & ends
     assert matcher.allowed(ids_of(tokenizer, "[1")) is None
     brace, space = map(int, ids_of(tokenizer, "{ "))
-    for spaces in (1, 31, 32):
-        assert (space in (allowed_ids(matcher, tokens_of(brace, *[space] * spaces)) or ())) == (spaces < 32), "it ends"
+    assert space not in (allowed_ids(matcher, tokens_of(brace)) or ()), "JSON has one layout"
 
 
 @settings(max_examples=60, deadline=None)

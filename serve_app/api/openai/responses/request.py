@@ -67,8 +67,10 @@ class ResponseTool(JsonBody):
         if self.name is None:
             raise InvalidRequest(f"{path}.name is missing; it must be the tool's name.", param=f"{path}.name")
         if self.type == "function":
-            return [Function(self.name, self.description, self.parameters)]
-        return [Function(f"{self.name}.{tool.name}", tool.description, tool.parameters) for tool in self.tools]
+            return [Function(self.name, self.description, self.parameters, self.strict)]
+        return [
+            Function(f"{self.name}.{tool.name}", tool.description, tool.parameters, tool.strict) for tool in self.tools
+        ]
 
 
 class ResponseNamedChoice(JsonBody):

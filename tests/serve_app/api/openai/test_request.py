@@ -153,7 +153,7 @@ def test_an_answers_format_is_one_grammar() -> None:
     """It comes from OpenAI's field or vLLM's; a schema keeps the order of its properties."""
     schema = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "integer"}}}
     asked = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
-    wanted = Grammar.json_schema(schema, "response_format.json_schema.schema")
+    wanted = Grammar.json_schema(schema, "response_format.json_schema.schema", strict=True)
     assert chat(response_format=asked).grammar == wanted
     assert wanted.text.index('"b"') < wanted.text.index('"a"')
     assert chat(response_format={"type": "json_object"}).grammar == Grammar.json_object("response_format")

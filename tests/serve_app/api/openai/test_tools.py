@@ -25,7 +25,8 @@ def test_tools_arrive_as_templates_read_them() -> None:
     function = {"strict": True, "parameters": PARAMETERS, "description": "Looks.", "name": "search"}
     turned = {"function": function, "type": "function"}
     use = chat(tools=[turned]).tool_use
-    assert use == chat(tools=[SEARCH]).tool_use == ToolUse(tools=(SEARCH,))
+    assert chat(tools=[SEARCH]).tool_use == ToolUse(tools=(SEARCH,))
+    assert use == ToolUse(tools=(SEARCH,), strict=frozenset({"search"}))
     assert json.dumps(use.tools) == json.dumps([SEARCH])
     assert chat(tools=[NAMED]).tool_use.tools == (NAMED,)
     assert chat(tools=[]).tool_use == chat(tools=None).tool_use == NO_TOOLS

@@ -166,7 +166,7 @@ def test_a_call_that_was_cut_off_is_taken_back_without_its_arguments() -> None:
 
 def test_tools_are_a_chats() -> None:
     """The prompt is the same, so the KV is the same."""
-    function = {name: SEARCH[name] for name in ("name", "parameters")}
+    function = {name: SEARCH[name] for name in ("name", "parameters", "strict")}
     assert parse(tools=[SEARCH]).tool_use == chat(tools=[{"type": "function", "function": function}]).tool_use
     named = parse(tools=[SEARCH], tool_choice={"type": "function", "name": "search"}).tool_use
     assert (named.must_call, named.allowed) == (True, {"search"})
