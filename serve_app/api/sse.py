@@ -3,6 +3,8 @@
 CONTENT_TYPE = "text/event-stream; charset=utf-8"
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 """Keep caches and buffering proxies from delaying tokens."""
+END = b"\n\n"
+"""The end of an event; an encoder's JSON holds no line break."""
 
 
 def named_event(name: str, payload: bytes) -> bytes:
@@ -11,5 +13,5 @@ def named_event(name: str, payload: bytes) -> bytes:
 
 
 def data_event(payload: bytes) -> bytes:
-    """Frame one line of JSON; an encoder's JSON holds no line break."""
+    """Frame one line of JSON."""
     return b"data: " + payload + b"\n\n"

@@ -6,10 +6,12 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from serve_app.api import sse
 from serve_app.api.openai.responses.items import item_page
 from serve_app.api.openai.responses.request import ResponsesBody
+from serve_app.api.openai.responses.response import ReplayQuery, replayed
 from serve_app.api.openai.tokens import InputTokensBody, parse_input_tokens
-from serve_app.errors import InvalidRequest, NotFound
+from serve_app.errors import NotFound
 from serve_app.ingress.conversation import Conversation
 from serve_app.ingress.http import json_response
 from serve_app.ingress.routes.handler import Front, guarded, takes, warnings
@@ -41,10 +43,12 @@ async def input_tokens(request: Request, services: Front) -> Response:
 @router.get("/v1/responses/{response_id}", tags=["generation"])
 @guarded("stored_responses")
 async def stored_response(request: Request, services: Front, response_id: str) -> Response:
-    """A stored response."""
-    if request.query_params.get("stream", "false").lower() != "false":
-        raise InvalidRequest("stream works only for a new response; leave it out.", param="stream")
-    return json_response((await _found(request, services, response_id)).response)
+    """A stored response. Query: `stream` (true: as events, each text in one), `starting_after` (an event's number)."""
+    asked = ReplayQuery.checked(dict(request.query_params))
+    response = (await _found(request, services, response_id)).response
+    if asked.stream.lower() not in ("true", "1"):
+        return json_response(response)
+    return Response(replayed(response, asked.starting_after), headers={**sse.HEADERS, "content-type": sse.CONTENT_TYPE})
 
 
 @router.get("/v1/responses/{response_id}/input_items", tags=["generation"])

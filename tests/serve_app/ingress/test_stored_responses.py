@@ -1,5 +1,6 @@
 """Conversations by ``previous_response_id`` over a real socket with the real client; the model's text is scripted."""
 
+import itertools
 import json
 from collections.abc import Iterator
 from hashlib import sha256
@@ -158,6 +159,31 @@ def test_a_call_in_a_namespace_goes_on_with_it(clients: dict[str, OpenAI], scrip
         assert "sky.get_weather" in script.prompt()
 
 
+def test_a_stored_response_comes_as_events_too(clients: dict[str, OpenAI], script: Script) -> None:
+    """They are those of the answer, with each text in one delta; the last one comes for any ``starting_after``."""
+    client = clients["acme"]
+    script.text = "<think>Hm.</think>Let me look. " + CALL
+    for length in (False, True):
+        script.reason = "length" if length else "stop"
+        sent = list(client.responses.create(model="demo", input="Rain?", tools=[TOOL], stream=True))
+        last: Any = sent[-1]
+        again = list(client.responses.retrieve(last.response.id, stream=True))
+        kinds = [event.type for event in sent]
+        assert [event.type for event in again] == [
+            k for i, k in enumerate(kinds) if "delta" not in k or kinds[i - 1] != k
+        ]
+        assert [event.sequence_number for event in again] == list(range(len(again)))
+        for kind in {event.type for event in again if "delta" not in event.type}:
+            of = [
+                [{**event.to_dict(), "sequence_number": 0} for event in events if event.type == kind]
+                for events in (sent, again)
+            ]
+            assert of[0] == of[1]
+        for after in (0, len(again) - 2, len(again) - 1, len(sent)):
+            rest = list(client.responses.retrieve(last.response.id, stream=True, starting_after=after))
+            assert rest == (again[after + 1 :] or again[-1:])
+
+
 def test_references_to_items_of_an_answer_are_these_items(clients: dict[str, OpenAI], script: Script) -> None:
     """Vercel's AI SDK sends them where responses are stored. Other tenants' items and unknown ones do not exist."""
     client = clients["acme"]
@@ -231,8 +257,9 @@ def test_errors_name_the_remedy(clients: dict[str, OpenAI], served: tuple[str, S
         client.responses.create(model="demo", input=[{"role": "x"}], previous_response_id=first.id)  # type: ignore[list-item,misc]
     with pytest.raises(openai.BadRequestError, match="store must be"):
         client.responses.create(model="demo", input="x", extra_body={"store": "yes"})
-    with pytest.raises(openai.BadRequestError, match="stream"):
-        list(client.responses.retrieve(first.id, stream=True))
+    for query in ("stream=perhaps", "starting_after=-1"):
+        with pytest.raises(openai.BadRequestError, match=query.partition("=")[0]):
+            client.responses.retrieve(first.id, extra_query=dict([query.split("=")]))
     for query, named in (("limit=0", "limit"), ("limit=x", "limit"), ("order=up", "order"), ("after=msg", "after")):
         url = f"{served[0]}/v1/responses/{first.id}/input_items?{query}"
         answer = httpx.get(url, headers={"authorization": f"Bearer {KEYS['acme']}"}, trust_env=False)
@@ -260,11 +287,11 @@ def test_no_tenant_sees_that_another_has_a_response(
     def answers(of: str) -> list[tuple[int, str]]:
         url, body = f"{served[0]}/v1/responses", {"model": "demo", "input": "x", "previous_response_id": of}
         with httpx.Client(headers=headers, trust_env=False) as http:
-            asked = [http.get(f"{url}/{of}"), http.get(f"{url}/{of}/input_items"), http.delete(f"{url}/{of}")]
-            asked.append(http.post(url, json=body))
+            asked = [http.get(f"{url}/{of}"), http.get(f"{url}/{of}?stream=true"), http.get(f"{url}/{of}/input_items")]
+            asked += [http.delete(f"{url}/{of}"), http.post(url, json=body)]
         return [(one.status_code, one.json()["error"]["code"]) for one in asked]
 
-    assert answers(response_id) == answers(unknown) == [(404, "not_found")] * 3 + [(400, "previous_response_not_found")]
+    assert answers(response_id) == answers(unknown) == [(404, "not_found")] * 4 + [(400, "previous_response_not_found")]
 
 
 def test_a_key_is_needed(served: tuple[str, Script], owned: str, clients: dict[str, OpenAI]) -> None:

@@ -1,14 +1,16 @@
 """Answers in the shape of OpenAI's responses: one object, or numbered events that end with that object."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 import msgspec
+from pydantic import Field
 
 from serve_app.api.format import AnswerHead, AnswerStream, Choice, FinishReason, ToldToken, Usage
+from serve_app.api.json_body import JsonBody, Must
 from serve_app.api.openai.response import cache_miss, openai_error, told_tokens
 from serve_app.api.openai.responses.items import text_part
-from serve_app.api.sse import named_event
+from serve_app.api.sse import END, named_event
 from serve_app.api.tool_calls import CallArguments, CallBegun, CallEvent
 from serve_app.errors import WarmpathError
 
@@ -38,6 +40,28 @@ class ResponsesFormat:
         return _Stream(head, self)
 
     error = staticmethod(openai_error)
+
+
+class ReplayQuery(JsonBody):
+    """The query of ``GET /v1/responses/ID``."""
+
+    stream: Annotated[Literal["true", "false", "True", "False", "1", "0"], Must("true or false")] = "false"
+    starting_after: Annotated[int, Field(ge=0, le=2**31, strict=False)] | None = None
+
+
+def replayed(response: Mapping[str, Any], starting_after: int | None) -> bytes:
+    """Return the events of a stored response, with each item's text in one delta.
+
+    ``starting_after`` skips events by their numbers here. The last event always comes, for it has the whole response:
+    who was cut off from the first stream had other numbers.
+    """
+    stream = _Stream(AnswerHead("", 0, ""), ResponsesFormat())
+    begun = {**response, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+    events = stream.event("response.created", response=begun) + stream.event("response.in_progress", response=begun)
+    events += b"".join(map(stream.whole_item, response["output"]))
+    skipped = 0 if starting_after is None else starting_after + 1
+    last = stream.event(f"response.{response['status']}", response=response)
+    return b"".join(event + END for event in events.split(END)[:-1][skipped:]) + last
 
 
 class _Items:
@@ -85,7 +109,7 @@ class _Stream:
 
     def opening(self, index: int, usage: Usage) -> bytes:
         begun = _response(self._head, [], None, None)
-        return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+        return self.event("response.created", response=begun) + self.event("response.in_progress", response=begun)
 
     def text(self, index: int, text: str, logprobs: Sequence[ToldToken] = ()) -> bytes:
         events = b"" if self._open and self._item["type"] == "message" else self._open_parts(self._items.message(""))
@@ -107,6 +131,21 @@ class _Stream:
             return self._item_event("response.function_call_arguments.delta", delta=event.json)
         return b""  # the event that closes the item has its status
 
+    def whole_item(self, item: dict[str, Any]) -> bytes:
+        """Add a complete item at once."""
+        if item["type"] == "function_call":
+            text, told = item["arguments"], []
+            events = self._open_item({**item, "arguments": ""})
+            events += self._item_event("response.function_call_arguments.delta", delta=text)
+        else:
+            (part,) = item["content"]
+            text, told = part["text"], part.get("logprobs", [])
+            more = {"logprobs": told} if item["type"] == "message" else {}
+            events = self._open_parts({**item, "content": [part | {"text": ""} | ({"logprobs": []} if more else {})]})
+            events += self._part_event(f"response.{part['type']}.delta", delta=text, **more)
+        self._parts, self._told = [text], told
+        return events + self._close(item["status"])
+
     def finish(self, index: int, reason: FinishReason, stop_sequence: str = "") -> bytes:
         self._reason = reason
         events = b"" if self._output else self._open_parts(self._items.message(""))
@@ -115,14 +154,14 @@ class _Stream:
     def usage(self, usage: Usage) -> bytes:
         """End with the whole response, which always has usage."""
         self._ended.response = response = _response(self._head, self._output, self._reason, usage)
-        last = self._event(f"response.{response['status']}", response=response)
+        last = self.event(f"response.{response['status']}", response=response)
         self._number -= 1  # an error replaces this event if the response cannot be stored
         return last
 
     def error(self, error: WarmpathError) -> bytes:
         """End with an error: OpenAI documents the flat fields, and its clients raise the content of ``error``."""
         shown = {"code": error.code, "message": error.message, "param": error.param}
-        return self._event("error", **shown, error={"type": error.type, **shown})
+        return self.event("error", **shown, error={"type": error.type, **shown})
 
     @property
     def _item(self) -> dict[str, Any]:
@@ -131,7 +170,7 @@ class _Stream:
     def _open_item(self, item: dict[str, Any]) -> bytes:
         self._output.append(item)
         self._parts, self._told, self._open = [], [], True
-        return self._event(
+        return self.event(
             "response.output_item.added", output_index=len(self._output) - 1, item={**item, "status": "in_progress"}
         )
 
@@ -157,15 +196,16 @@ class _Stream:
         else:
             item["arguments"] = text
             events = self._item_event("response.function_call_arguments.done", name=item["name"], arguments=text)
-        return events + self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
+        return events + self.event("response.output_item.done", output_index=len(self._output) - 1, item=item)
 
     def _part_event(self, kind: str, **fields: Any) -> bytes:
         return self._item_event(kind, content_index=0, **fields)
 
     def _item_event(self, kind: str, **fields: Any) -> bytes:
-        return self._event(kind, item_id=self._item["id"], output_index=len(self._output) - 1, **fields)
+        return self.event(kind, item_id=self._item["id"], output_index=len(self._output) - 1, **fields)
 
-    def _event(self, kind: str, **fields: Any) -> bytes:
+    def event(self, kind: str, **fields: Any) -> bytes:
+        """Return the next event."""
         event = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
         return named_event(kind, _encode(event))
