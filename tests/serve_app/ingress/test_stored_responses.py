@@ -1,6 +1,5 @@
 """Conversations by ``previous_response_id`` over a real socket with the real client; the model's text is scripted."""
 
-import itertools
 import json
 from collections.abc import Iterator
 from hashlib import sha256
