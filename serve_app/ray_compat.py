@@ -5,10 +5,13 @@ Ray is imported late, because Serve reads its environment variables at import, a
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 NODE_TOO_SLOW = "node timed out during startup"
@@ -42,6 +45,23 @@ def session_header() -> str:
     from ray.serve._private.constants import SERVE_SESSION_ID
 
     return str(SERVE_SESSION_ID).lower()
+
+
+def check_llm_headers(check: Callable[[Iterable[tuple[str, str]]], object]) -> None:
+    """Call ``check`` with all headers of each request to Ray's LLM ingress in this process, if there is one.
+
+    It passes on only the first of equal headers. An error with a ``status_code`` is the answer.
+    """
+    module = sys.modules.get("ray.llm._internal.serve.core.protocol")
+    if module is None:
+        return
+    make = module.RawRequestInfo.from_starlette_request
+
+    def checked(request: Any) -> Any:
+        check(request.headers.items())
+        return make(request)
+
+    module.RawRequestInfo.from_starlette_request = staticmethod(checked)
 
 
 def vllm_engine_class() -> Any:

@@ -30,6 +30,7 @@ from serve_app.live.prefix_table import Answered, PrefixTable
 from serve_app.live.view import encoded
 from serve_app.ray_compat import use_outside_of_replicas
 from serve_app.ray_llm.router import WarmRouter
+from serve_app.ray_llm.tenant_header import RepeatedTenant
 
 OPERATOR_KEY = "WARMPATH_OPERATOR_KEY"
 MAX_WATCHERS = 64
@@ -98,11 +99,20 @@ class CacheApp:
         return {"policy": acting, "prompts": [await asyncio.wrap_future(found)]}
 
     def _viewer(self, request: Request, router: WarmRouter) -> str | None:
-        """Return the tenant of a request's key; None for the operator, or if tenants are not separated."""
+        """Return the tenant of a request's key, None for all: for the operator, or if nobody has a key.
+
+        Raises HTTPException, unless the key of a configured operator is sent where tenants are not separated.
+        """
         sent = request.headers.get("authorization", "")
         if self._operator and hmac.compare_digest(sent.encode(), self._operator.encode()):
             return None
-        return router.tenant(request.headers) or None
+        try:
+            tenant = router.tenant(request.headers.items())
+        except RepeatedTenant as error:
+            raise HTTPException(error.status_code, str(error)) from error
+        if not tenant and self._operator:
+            raise HTTPException(401, f"this needs the operator's key, {OPERATOR_KEY} of this application")
+        return tenant or None
 
     def _router(self) -> WarmRouter | None:
         if self._handle is None:

@@ -1,6 +1,7 @@
 """A replica's latest answers, for the cache application beside Ray's."""
 
 from collections import deque
+from hashlib import sha256
 
 Answer = tuple[str, str, bytes, int, int, float]
 """Request id, tenant, the hashes of the prompt's whole blocks, prompt tokens, cached tokens, TTFT in seconds."""
@@ -16,7 +17,9 @@ class RecentAnswers:
         self._kept: deque[Answer] = deque(maxlen=KEPT)
 
     def add(self, answer: Answer) -> None:
-        """Keep an answer."""
+        """Keep an answer. The id of a response, which may open its text, is replaced by a digest."""
+        if answer[0].startswith("resp_"):
+            answer = (sha256(answer[0].encode()).hexdigest()[:32], *answer[1:])
         self.number += 1
         self._kept.append(answer)
 

@@ -7,22 +7,27 @@ On the standard path Serve asks for a replica with the parsed request and its he
 import asyncio
 import logging
 import math
-from collections import Counter, OrderedDict
+import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, RunningReplica
 from ray.util import metrics
 
 from router.core import RoutingCore
+from router.load.load_table import RESERVATION_TTL_S
 from router.protocol.events import Event, LoadReport, request_key, unpack_keys
 from router.protocol.request import Decision, RoutedRequest
 from router.serve.core_registry import register_router
 from router.serve.request_router import CacheAwareRouter, deployment_key
-from serve_app.ray_compat import session_header
+from serve_app.ray_compat import check_llm_headers, session_header
+from serve_app.ray_llm.open_decisions import OpenDecisions
 from serve_app.ray_llm.scopes import METADATA, EngineFacts, Scopes
+from serve_app.ray_llm.tenant_header import only_value
 
 logger = logging.getLogger("ray.serve")
 
@@ -30,7 +35,7 @@ RESERVED_S = 2.0
 """After this time a request that no replica has reported no longer counts as load: vLLM may have refused it."""
 
 MAX_OPEN = 4096
-"""Limit of decisions without a reported first token; the oldest are dropped."""
+"""Limit of decisions without a reported first token; the oldest are dropped, and all after ``RESERVATION_TTL_S``."""
 
 
 class WarmRouter(CacheAwareRouter):
@@ -41,7 +46,7 @@ class WarmRouter(CacheAwareRouter):
         super().initialize_state(**{"no_replica_wait_s": math.inf, **settings})
         self.by_load: Counter[str] = Counter()
         self._routed = metrics.Counter("warm_router_requests", "Requests by the reason of their route.", ("reason",))
-        self._open: OrderedDict[tuple[str, bytes], list[Decision]] = OrderedDict()
+        self._open = OpenDecisions(MAX_OPEN, RESERVATION_TTL_S)
         register_router(deployment_key(self._deployment_id.app_name, self._deployment_id.name), self)
         self._facts: EngineFacts | None = None
         self._scopes: Scopes | None = None
@@ -95,11 +100,8 @@ class WarmRouter(CacheAwareRouter):
         self._routed.inc(tags={"reason": decision.reason})
         self._event_loop.call_later(RESERVED_S, self._core.reported, decision)
         key = decision.replica_id, request_key(route.block_hashes, route.prompt_tokens)
-        self._open.setdefault(key, []).append(decision)
-        if len(self._open) > MAX_OPEN:
-            _, forgotten = self._open.popitem(last=False)
-            for other in forgotten:
-                self._core.release(other)
+        for forgotten in self._open.add(key, decision, time.monotonic()):
+            self._core.release(forgotten)
 
     def _heard(self, replica_id: str, events: Iterable[Event]) -> None:
         """Track this router's requests by their keys too: neither of Ray's paths carries a decision to a replica."""
@@ -107,10 +109,10 @@ class WarmRouter(CacheAwareRouter):
         super()._heard(replica_id, events)
         for report in (event for event in events if isinstance(event, LoadReport)):
             for key in unpack_keys(report.arrived):
-                for decision in self._open.get((replica_id, key), ()):
+                for decision in self._open.of((replica_id, key)):
                     self._core.reported(decision)
             for key in unpack_keys(report.begun):
-                for decision in self._open.pop((replica_id, key), ()):
+                for decision in self._open.take((replica_id, key)):
                     self._core.release(decision)
 
     async def _route_of(self, pending_request: PendingRequest) -> RoutedRequest | None:
@@ -139,8 +141,8 @@ class WarmRouter(CacheAwareRouter):
         self._routed.inc(tags={"reason": f"by load: {reason}"})
         return None
 
-    def tenant(self, headers: Mapping[str, str]) -> str:
-        """Return the tenant of a request's headers, "" if tenants are not separated."""
+    def tenant(self, headers: Mapping[str, str] | Iterable[tuple[str, str]]) -> str:
+        """Return the tenant of a request's headers, "" if tenants are not separated. Raises RepeatedTenant."""
         assert self._scopes is not None
         return self._scopes.tenant_in(headers)
 
@@ -160,6 +162,8 @@ class WarmRouter(CacheAwareRouter):
         )
 
     def _learn(self, facts: EngineFacts) -> None:
+        if facts.tenant_header and (self._facts is None or self._facts.tenant_header != facts.tenant_header):
+            check_llm_headers(partial(only_value, name=facts.tenant_header.lower()))
         self._facts, self._prompts = facts, None
         self._core.configure(replace(self._core.settings, block_size=facts.block_size))
         self._loading = self._event_loop.create_task(self._load(facts))

@@ -1,12 +1,13 @@
 """The root of a request's KV: the same in the router, which predicts, and in the replica, which salts."""
 
 import hmac
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 
 from router.protocol.block_hash import PrefixScope
+from serve_app.ray_llm.tenant_header import only_value
 from serve_app.tenants.secret import load_secret
 
 TENANT_HEADER = "WARMPATH_TENANT_HEADER"
@@ -42,12 +43,13 @@ class Scopes:
         self.check = PrefixScope("check").root(self._secret).hex()
         self._known = lru_cache(4096)(self._make)
 
-    def tenant_in(self, headers: Mapping[str, str]) -> str:
+    def tenant_in(self, headers: Mapping[str, str] | Iterable[tuple[str, str]]) -> str:
         """Return the tenant of these headers, as a digest: no key is stored. "" if tenants are not separated.
 
-        Requests without the header form a tenant of their own.
+        Requests without the header form a tenant of their own. Raises RepeatedTenant.
         """
-        return self.tenant_of(next((value for name, value in headers.items() if name.lower() == self._header), ""))
+        pairs = headers.items() if isinstance(headers, Mapping) else headers
+        return self.tenant_of(only_value(pairs, self._header))
 
     def tenant_of(self, value: str) -> str:
         """Return the tenant for the header's value."""
@@ -55,9 +57,14 @@ class Scopes:
 
     def root(self, tenant: str, lora: str, cache_salt: str | None) -> bytes:
         """Return a tenant's root, which a client's own salt divides further; ``lora``: the adapter's id."""
-        return self._known(tenant, lora, cache_salt)
+        salt = b"" if cache_salt is None else b"\1" + _digest(cache_salt)
+        # Clients choose the length of both words, so only their digests are kept.
+        return self._known(tenant, _digest(lora).hex() if lora else "", salt)
 
-    def _make(self, tenant: str, lora: str, cache_salt: str | None) -> bytes:
-        own = b"" if cache_salt is None else b"\1" + cache_salt.encode()
+    def _make(self, tenant: str, lora: str, own: bytes) -> bytes:
         salt = sha256(len(tenant).to_bytes(8, "little") + tenant.encode() + own).digest()
         return PrefixScope(self._model, lora, salt).root(self._secret)
+
+
+def _digest(text: str) -> bytes:
+    return sha256(text.encode()).digest()

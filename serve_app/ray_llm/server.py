@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -15,7 +15,14 @@ from router.feed import FeedPublisher
 from router.serve.request_router import FEED_METADATA
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
 from serve_app.ray_llm.recent_answers import Answer
-from serve_app.ray_llm.scopes import DEFAULT_TENANT_HEADER, METADATA, TENANT_HEADER, EngineFacts, Scopes
+from serve_app.ray_llm.scopes import (
+    DEFAULT_TENANT_HEADER,
+    METADATA,
+    TENANT_HEADER,
+    EngineFacts,
+    Scopes,
+)
+from serve_app.ray_llm.tenant_header import TenantMiddleware
 
 logger = logging.getLogger("ray.serve")
 
@@ -79,10 +86,10 @@ class WarmLLMServer(LLMServer):  # type: ignore[misc]
     async def __serve_build_asgi_app__(self) -> Any:
         """Return vLLM's own app for direct streaming, extended to note each request's tenant."""
         app = await super().__serve_build_asgi_app__()
-        app.add_middleware(_TenantMiddleware, note=self._note_tenant)
+        app.add_middleware(TenantMiddleware, note=self._note_tenant)
         return app
 
-    def _note_tenant(self, headers: dict[str, str]) -> None:
+    def _note_tenant(self, headers: Mapping[str, str] | Iterable[tuple[str, str]]) -> None:
         from serve_app.ray_llm.engine import tenant_now
 
         tenant_now.set(self._scopes.tenant_in(headers))
@@ -94,14 +101,3 @@ class WarmLLMServer(LLMServer):  # type: ignore[misc]
             await asyncio.to_thread(feed.stop)
         await super().__del__()
         self._endpoints.remove()
-
-
-class _TenantMiddleware:
-    def __init__(self, app: Callable[..., Awaitable[None]], note: Callable[[dict[str, str]], None]) -> None:
-        self._app = app
-        self._note = note
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http":
-            self._note({name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]})
-        await self._app(scope, receive, send)

@@ -5,10 +5,11 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.integration.conftest import eventually
-from tests.ray_llm.conftest import ADAPTER, LlmApp, cached
+from tests.ray_llm.conftest import ADAPTER, LlmApp, cached, chat_body
 
 TEXT = "once upon a time there was a router that knew its caches "
 REQUESTS = int(os.environ.get("WARMPATH_REQUESTS", "120"))
@@ -47,6 +48,16 @@ def test_cached_tokens_are_as_predicted_and_tenants_share_nothing(app: LlmApp) -
     assert len(wrong) <= REQUESTS // 100, wrong
     assert elsewhere <= REQUESTS // 10
     assert hits > REQUESTS // 8
+
+
+def test_a_request_that_names_two_tenants_is_refused(app: LlmApp) -> None:
+    """Ray's ingress would take the first one, and vLLM's own application the last. docs: ray-serve-llm"""
+    url = f"{app.ray.url}/v1/chat/completions"
+    for names, status in (("ab", 400), ("aa", 200), ("a", 200)):
+        headers = [("authorization", f"Bearer {name}") for name in names]
+        answer = httpx.post(url, json=chat_body(TEXT), headers=headers, timeout=120)
+        assert answer.status_code == status, answer.text
+        assert status == 200 or "authorization is sent twice" in answer.json()["error"]["message"]
 
 
 def test_new_prompts_that_come_together_are_spread(app: LlmApp) -> None:

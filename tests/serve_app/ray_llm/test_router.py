@@ -131,6 +131,24 @@ async def test_a_request_that_no_replica_reports_counts_as_load_for_a_while_only
     assert case.core.state()["open_reservations"] == 1, "it may still be in flight"
 
 
+async def test_equal_requests_that_never_begin_are_bounded(
+    demo_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM may refuse them all; the oldest ones stop counting as open."""
+    monkeypatch.setattr(module, "MAX_OPEN", 20)
+    case = Case("never", demo_model_path)
+    for _ in range(100):
+        route = await case.router._route_of(case.asked("key of b"))
+        assert route is not None
+        decision = case.core.decide(route, ("a",))
+        if decision is None:  # it looks full by then
+            case.core.apply("b", [load()])
+            continue
+        case.router._decided(route, decision)
+        case.core.reported(decision)
+    assert case.core.state()["open_reservations"] == len(case.router._open) == 20
+
+
 async def test_a_reservation_at_a_replica_that_rejects_is_released(demo_model_path: Path) -> None:
     case = Case("rejected", demo_model_path)
     asked = case.asked("key of b")
