@@ -1,6 +1,8 @@
 """The output side of an API: a whole answer, the events of a streamed one, and errors."""
 
-from collections.abc import Callable, Mapping, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -12,10 +14,28 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 """Why a choice ended; "tool_calls": it stopped after tool calls."""
 
 
+class TokenIds:
+    """The token ids that an answer reports. ``prompts``: of each choice's prompt; the others are those of a stream."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]]) -> None:
+        self.prompts = prompts
+        self._answers: list[list[int]] = [[] for _ in prompts]
+
+    def add(self, index: int, ids: Iterable[int]) -> None:
+        """Add ids of a choice."""
+        self._answers[index] += ids
+
+    def take(self, index: int) -> list[int]:
+        """Return the ids that were added to a choice since the last call."""
+        taken, self._answers[index] = self._answers[index], []
+        return taken
+
+
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
     """Fields that all parts of one answer share. ``answer_id`` has no API's prefix; ``created_s`` is in Unix seconds.
 
+    ``so_far``: the usage to report in every chunk. ``token_ids``: to report, too; None: not requested.
     ``repeated``: fields of the request that the answer repeats, in the API's shape.
     """
 
@@ -24,6 +44,8 @@ class AnswerHead:
     model: str
     include_usage: bool = False
     repeated: Mapping[str, Any] = field(default_factory=dict)
+    so_far: Callable[[], Usage] | None = None
+    token_ids: TokenIds | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +109,7 @@ class Choice:
     stop_sequence: str = ""
     reasoning: str = ""
     prompt: RankedPrompt | None = None
+    token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

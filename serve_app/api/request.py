@@ -83,6 +83,9 @@ class RequestFields:
     ``prompt_cache_key`` is a routing hint. ``cache_salt`` divides the tenant's cache. ``prompt_ref`` names the
     registered prompt to prepend. ``store_kv`` False: store nothing in the cache; None: the tenant's setting.
     ``add_special_tokens``: put the tokenizer's own around a text; None: where no chat template does.
+    ``continuous_usage``: usage in every chunk, too. ``return_token_ids``: report them;
+    ``return_tokens_as_token_ids``: log-probabilities name tokens by them. ``truncate_prompt_tokens``: keep only so many
+    of a prompt, -1: as many as fit; ``truncation_side``: where others are left out.
     ``cache_diagnostics``: report the reason of a cache miss. ``unknown``: fields without effect.
     ``service_tier`` and, within a tier, ``priority`` order the tenant's own requests. ``session``: the client's name
     for the request's session, "" for none.
@@ -116,6 +119,11 @@ class RequestFields:
     grammar: Grammar | None = None
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str = "left"
     cache_salt: str | None = None
     prompt_cache_key: str | None = None
     prompt_ref: str | None = None
@@ -155,7 +163,8 @@ class ChatRequest(RequestFields):
     """A conversation. Each of ``messages`` has a string ``role`` and ``content``; an assistant's message may also have
     ``tool_calls`` and ``reasoning_fields``. ``thinking``: variables for chat templates that support thinking.
 
-    ``repeated``: fields that the answer repeats, in its API's shape. ``breakpoints``: the ends of prefixes to keep.
+    ``echo``: the answer begins with the last message, if both are of one role. ``repeated``: fields that the answer
+    repeats, in its API's shape. ``breakpoints``: the ends of prefixes to keep.
     """
 
     prompt_field = "messages"
@@ -168,6 +177,7 @@ class ChatRequest(RequestFields):
     thinking: Mapping[str, Any] = field(default_factory=dict)
     tool_use: ToolUse = NO_TOOLS
     repeated: Mapping[str, Any] = field(default_factory=dict)
+    echo: bool = False
     breakpoints: tuple[CacheBreakpoint, ...] = ()
 
     @property

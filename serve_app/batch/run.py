@@ -20,7 +20,7 @@ from serve_app.errors import GenerationFailed, InvalidRequest, WarmpathError
 from serve_app.fairness.shares import Budget, Shares
 from serve_app.fairness.waiting_line import WaitingLine
 from serve_app.generation.answer import answer_pieces
-from serve_app.generation.generation import Generation, TakeTokens, Tokens
+from serve_app.generation.generation import Generation, TakeTokens, Tokens, told_ids
 from serve_app.generation.prepare import Limits, Preparer
 from serve_app.generation.request_usage import RequestUsage, save_warning
 from serve_app.generation.tool_calls.call_reader import WholeChoice
@@ -125,7 +125,13 @@ class _Batch:
         warnings = save_warning(usage.save, usage.asked_by), ignored_fields(wanted.unknown), generations[0].warning
         for warning in filter(None, warnings):
             logger.warning("%s: %s", request.custom_id, warning)
-        head = AnswerHead(answer_id, int(time.time()), wanted.answering_model, repeated=wanted.repeated)
+        head = AnswerHead(
+            answer_id,
+            int(time.time()),
+            wanted.answering_model,
+            repeated=wanted.repeated,
+            token_ids=told_ids(wanted, generations),
+        )
         return APIS[request.url][1].whole(head, [choice.choice() for choice in choices], usage.total())
 
     async def generate(self, generation: Generation, *, take: TakeTokens | None = None) -> AsyncGenerator[Tokens, None]:

@@ -99,6 +99,11 @@ def _in_order(events: list[str | CallEvent]) -> Iterator[tuple[str, tuple[CallEv
     yield text, tuple(calls)
 
 
+def by_its_id(token_id: int) -> bytes:
+    """Return vLLM's name of a token whose text does not matter."""
+    return b"token_id:%d" % token_id
+
+
 class PromptTokens:
     """Collects what an answer reports about its prompt's tokens, while their log-probabilities arrive.
 
@@ -107,10 +112,18 @@ class PromptTokens:
     """
 
     def __init__(
-        self, token_ids: Sequence[int], texts: TokenTexts, *, echo_tops: int | None, tops: int | None, chars: int
+        self,
+        token_ids: Sequence[int],
+        texts: TokenTexts,
+        *,
+        echo_tops: int | None,
+        tops: int | None,
+        chars: int,
+        by_id: bool = False,
     ) -> None:
         self._token_ids = token_ids
         self._raw = texts.shown_bytes
+        self._echo_raw = by_its_id if by_id else self._raw
         self._decoder = Detokenizer(texts, texts.special(texts.special_tokens))
         self._chars = 0
         self._echo_chars = chars
@@ -146,8 +159,8 @@ class PromptTokens:
         token_id = self._token_ids[self._read]
         self._read += 1
         if self._echo_tops is not None:
-            others = tuple(ShownToken(self._raw(other), value) for other, value in top[: self._echo_tops])
-            self._echo.append(ToldToken(ShownToken(self._raw(token_id), logprob), others, self._chars))
+            others = tuple(ShownToken(self._echo_raw(other), value) for other, value in top[: self._echo_tops])
+            self._echo.append(ToldToken(ShownToken(self._echo_raw(token_id), logprob), others, self._chars))
             self._chars += len(self._decoder.push((token_id,)))
 
 
@@ -155,7 +168,7 @@ class ChoiceReader:
     """Turns tokens of one choice into pieces, the last with a finish reason; logprobs go with their token's text.
 
     ``stop`` strings end it; with ``include_stop`` they are its last part. ``split``: None if it is only text.
-    ``prompt``: None if nothing about the prompt's tokens is reported.
+    ``prompt``: None if nothing about the prompt's tokens is reported. ``by_id``: log-probabilities name tokens by ids.
     """
 
     def __init__(
@@ -168,8 +181,10 @@ class ChoiceReader:
         *,
         include_stop: bool = False,
         prompt: PromptTokens | None = None,
+        by_id: bool = False,
     ) -> None:
         sampling = generation.sampling
+        self._by_id = by_id
         self._index = index
         self._before = generation.echo
         self._decoder = decoder
@@ -209,6 +224,9 @@ class ChoiceReader:
         told = []
         while self._told and (self._told[0].offset < self._shown_chars or (reason is not None and not stopped)):
             told.append(self._told.popleft())
+        echo: Piece | None = None
+        if self._before and self._split is not None:  # nobody reads reasoning or calls in it
+            echo, self._before = Piece(self._index, self._before, first=tokens.first), ""
         if self._before:
             text, self._before = self._before + text, ""
         prompt: RankedPrompt | None = None
@@ -216,9 +234,13 @@ class ChoiceReader:
             told, prompt, self._prompt = [*self._prompt.echo, *told], self._prompt.ranked, None
         piece = Piece(
             self._index, text, taken, tokens.first, reason,
-            logprobs=tuple(told), stop_sequence=self._checker.found, token_ids=tokens.token_ids, prompt=prompt,
+            logprobs=tuple(told), stop_sequence=self._checker.found, token_ids=tokens.token_ids[:taken], prompt=prompt,
         )  # fmt: skip
-        return [piece] if self._split is None else self._split.split(piece)
+        if self._split is None:
+            return [piece]
+        if echo is None:
+            return self._split.split(piece)
+        return [echo, *self._split.split(replace(piece, first=None))]
 
     def _read_apart(self, tokens: Tokens) -> list[Piece]:
         """Read tokens one by one, as if each had arrived alone."""
@@ -247,7 +269,7 @@ class ChoiceReader:
         return shown, len(tokens.token_ids), False
 
     def _told_token(self, token_id: int, logprob: TokenLogprob) -> ToldToken:
-        raw = self._decoder.shown_bytes
+        raw = by_its_id if self._by_id else self._decoder.shown_bytes
         top = tuple(ShownToken(raw(other), value) for other, value in logprob.top)
         return ToldToken(ShownToken(raw(token_id), logprob.logprob), top, self._decoded_chars)
 

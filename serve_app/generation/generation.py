@@ -1,12 +1,14 @@
 """One sequence to generate, and its resulting tokens: plain data, no Ray."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from router.protocol.block_hash import PrefixScope, TokenArray
+from serve_app.api.format import TokenIds
+from serve_app.api.request import GenerateRequest
 from serve_app.engine.protocol import EngineRequest, FinishReason, FirstToken, SamplingParams, Save, TokenLogprob
 
 
@@ -89,6 +91,11 @@ class Tokens(msgspec.Struct, frozen=True):
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+def told_ids(request: GenerateRequest, generations: Sequence[Generation]) -> TokenIds | None:
+    """Return the token ids that an answer reports, with those of the prompts, None if they are not requested."""
+    return TokenIds([made.token_ids.tolist() for made in generations]) if request.return_token_ids else None
 
 
 TakeTokens = Callable[[Tokens], bool]

@@ -105,7 +105,7 @@ class Preparer:
                 saves += await self._keep(request, keys, tenant.name, encoded)
             placement_key = self._keys.placement(keys, request.prompt_cache_key, encoded, system_text)
             public_blocks = encoded.public_blocks
-            echo = self._echo(request, len(generations) // request.n)
+            echo = self._echo(request, len(generations) // request.n, encoded)
             # Each choice of a completion repeats its prompt's log-probabilities, a chat has them once.
             telling = request.n if isinstance(request, CompletionRequest) else 1
             if request.told_prompt is not None:
@@ -159,10 +159,16 @@ class Preparer:
         """Return the text of a request's referenced prompt, "" for none."""
         return "" if request.prompt_ref is None else self.prompts.find(request.prompt_ref, tenant).text
 
-    def _echo(self, request: GenerateRequest, index: int) -> str:
+    def _echo(self, request: GenerateRequest, index: int, encoded: EncodedPrompt) -> str:
         """Return the text to put before the answers to a prompt, "" for none."""
-        if not isinstance(request, CompletionRequest) or not request.echo:
+        if not request.echo:
             return ""
+        if isinstance(request, ChatRequest):
+            last = request.messages[-1]
+            same = last["role"] == "assistant" or not request.add_generation_prompt
+            return str(last["content"]) if same else ""
+        if request.truncate_prompt_tokens is not None:
+            return self.tokenizer.text_of(encoded.token_ids.tolist())
         prompt = request.prompts[index]
         return prompt if isinstance(prompt, str) else self.tokenizer.text_of(prompt)
 
@@ -190,7 +196,7 @@ class Preparer:
             else:
                 self._check_size(request, 0, at_least_tokens=len(prompt))
                 encoded = self.tokenizer.encode_ids(prompt, root, public_root)
-            yield encoded, ""
+            yield self._truncated(request, keys, encoded, "")
             await asyncio.sleep(0)  # many long prompts, even all cached, must not block the loop
 
     async def _encode_chat(self, request: ChatRequest, keys: Keys, tenant: str) -> tuple[EncodedPrompt, str]:
@@ -202,7 +208,21 @@ class Preparer:
             public_root=keys.public_root,
             add_special_tokens=request.adds_special_tokens,
         )
-        return encoded, rendered.system_text
+        return self._truncated(request, keys, encoded, rendered.system_text)
+
+    def _truncated(
+        self, request: GenerateRequest, keys: Keys, encoded: EncodedPrompt, system_text: str
+    ) -> tuple[EncodedPrompt, str]:
+        """Return a prompt with at most the tokens that the request keeps, and its system prompt, "" for none."""
+        most, ids = request.truncate_prompt_tokens, encoded.token_ids
+        if most is None:
+            return encoded, system_text
+        if most < 0:
+            most = max(0, self.limits.max_model_len - max(1, request.max_tokens or 0))
+        if len(ids) <= most:
+            return encoded, system_text
+        kept = ids[:most] if request.truncation_side == "right" else ids[len(ids) - most :]
+        return self.tokenizer.encode_ids(kept.tolist(), keys.root, keys.public_root), ""
 
     async def formatted(self, request: ChatRequest, tenant: str) -> RenderedPrompt:
         """Return a chat in the model's form, with its formatted system prompt. Raises the errors of ``prepare``."""
@@ -233,6 +253,8 @@ class Preparer:
 
     def _check_size(self, request: GenerateRequest, chars: int, at_least_tokens: int = 0) -> None:
         """Raise ContextLengthExceeded for a prompt that cannot fit, before it is rendered, tokenized or hashed."""
+        if request.truncate_prompt_tokens is not None:
+            return
         longest, max_model_len = self.tokenizer.longest_token_chars, self.limits.max_model_len
         if longest is not None:
             at_least_tokens = max(at_least_tokens, -(-chars // longest))

@@ -89,9 +89,12 @@ class EventStream(Response):
         """Send all events except the last one, and return that: an error if the answer breaks off."""
         answer, meter = self._answer, self._answer.meter
         opened: set[int] = set()
+        token_ids = answer.head.token_ids
 
         def events_of(piece: Piece) -> bytes:
             meter.add(piece)
+            if token_ids is not None:
+                token_ids.add(piece.index, piece.token_ids)
             events = b""
             if piece.index not in opened:
                 opened.add(piece.index)

@@ -20,6 +20,7 @@ from serve_app.errors import InvalidRequest
 from serve_app.fairness.front_door import Arrival
 from serve_app.fairness.workers import FairWorkers
 from serve_app.generation.answer import PieceSink, TokenSource, answer_pieces
+from serve_app.generation.generation import told_ids
 from serve_app.generation.prepare import Preparer
 from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.ingress.answers import Answer, streamed, whole
@@ -86,7 +87,13 @@ class Completions:
                 sink = PieceSink()
                 pieces = answer_pieces(generations, self.source, self.readers.of(wanted), place, sink)
                 head = AnswerHead(
-                    answer_id, int(time.time()), wanted.answering_model, wanted.include_usage, wanted.repeated
+                    answer_id,
+                    int(time.time()),
+                    wanted.answering_model,
+                    wanted.include_usage,
+                    wanted.repeated,
+                    meter.usage.total if wanted.continuous_usage else None,
+                    told_ids(wanted, generations),
                 )
                 answer = Answer(answer_format, head, pieces, sink, place, meter, deadline)
                 return await (streamed if wanted.stream else whole)(answer)

@@ -75,6 +75,7 @@ class StreamOptions(JsonBody):
     """Options of a stream."""
 
     include_usage: bool | None = Field(None, description="end with a chunk that holds usage and no choice")
+    continuous_usage_stats: bool | None = Field(None, description="with include_usage: usage so far in every chunk")
 
 
 _INNER_FIELDS = (
@@ -85,7 +86,7 @@ _INNER_FIELDS = (
 
 
 def told_reference(fields: str, param: str) -> InvalidRequest:
-    """Return the error for log-probabilities of a registered prompt, which would tell its text."""
+    """Return the error for what would tell the text of a registered prompt: its tokens, or their log-probabilities."""
     return InvalidRequest(f"{fields} does not go with prompt_ref: it would tell the registered prompt.", param=param)
 
 
@@ -115,7 +116,9 @@ class GenerationBody(SamplingBody):
         None, description="report log-probabilities of each token of the prompt and of this many of the likeliest"
     )
     stream: bool = Field(False, description="send the answer as server-sent events")
-    stream_options: StreamOptions | None = Field(None, description="include_usage: end with a chunk that holds usage")
+    stream_options: StreamOptions | None = Field(
+        None, description="include_usage: end with a chunk that holds usage; continuous_usage_stats: so has every chunk"
+    )
     cache_salt: Text1024 = Field(None, description="divides the tenant's cache: only equal salts share KV")
     prompt_cache_key: Text1024 = Field(None, description="a routing hint that keeps related requests together")
     prompt_ref: Text256 = Field(None, description="NAME@VERSION or NAME of a registered prompt to prepend")
@@ -132,6 +135,15 @@ class GenerationBody(SamplingBody):
     store_kv: StoreKV = None
     add_special_tokens: bool | None = Field(
         None, description="begin with the tokenizer's special tokens; default: unless the chat template is used"
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description='log-probabilities name tokens by their ids, as "token_id:5"'
+    )
+    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, le=MAX_TOKENS), Whole] = Field(
+        None, description="keep only this many tokens of the prompt; -1: as many as leave room for max_tokens"
+    )
+    truncation_side: Annotated[Literal["left", "right"] | None, Must("left or right")] = Field(
+        None, description="with truncate_prompt_tokens: the side where tokens are left out; default: left"
     )
     cache_diagnostics: bool = Field(False, description="report in usage why the cache was missed")
 
@@ -154,6 +166,10 @@ class GenerationBody(SamplingBody):
         fields["session"] = self.prompt_cache_key or ""
         fields["logit_bias"] = tuple(sorted({int(token): bias for token, bias in self.logit_bias.items()}.items()))
         fields["include_usage"] = options is not None and options.include_usage is True
+        every = options is not None and options.continuous_usage_stats is True
+        fields["continuous_usage"] = every and fields["include_usage"]
+        fields["truncation_side"] = self.truncation_side or "left"
+        fields["return_tokens_as_token_ids"] = self.return_tokens_as_token_ids is True
         inner = [*(f"stream_options.{name}" for name in (options.model_extra if options else None) or ()), *ignored]
         if inner or self.model_extra:
             fields["unknown"] = self.unknown(inner, known)
@@ -183,6 +199,10 @@ class ChatBody(GenerationBody):
     max_completion_tokens: Tokens = Field(None, description="the newer name of max_tokens; it takes precedence")
     logprobs: bool = Field(False, description="report the log-probability of each token")
     top_logprobs: TopLogprobs = Field(0, description="report this many of the likeliest tokens at each place, too")
+    return_token_ids: bool | None = Field(
+        None, description="report the ids of the prompt's and the answer's tokens, the end token left out"
+    )
+    echo: bool = Field(False, description="put the prompt before the answer; in a chat, the message that it continues")
     apply_chat_template: bool = Field(True, description="false: concatenate the texts of the messages")
     add_generation_prompt: bool | None = Field(None, description="default: true, unless continue_final_message is")
     continue_final_message: bool = Field(False, description="the answer continues the last message")
@@ -214,6 +234,8 @@ class ChatBody(GenerationBody):
             raise InvalidRequest(
                 "continue_final_message needs apply_chat_template to be true.", param="continue_final_message"
             )
+        if self.return_token_ids and self.prompt_ref is not None:
+            raise told_reference("return_token_ids", "return_token_ids")
         newer = self.max_completion_tokens
         opens = not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
         in_parts: set[str] = set()
@@ -230,6 +252,8 @@ class ChatBody(GenerationBody):
             apply_chat_template=self.apply_chat_template,
             add_generation_prompt=opens,
             continue_final_message=self.continue_final_message,
+            echo=self.echo,
+            return_token_ids=self.return_token_ids is True,
             logprobs=self.top_logprobs if self.logprobs else None,
             chat_template_kwargs=self.chat_template_kwargs,
             thinking=thinking_switches(self.reasoning_effort),
@@ -277,6 +301,9 @@ class CompletionBody(GenerationBody):
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS), Whole] = Field(
         None, description="report log-probabilities of each token and of this many of the likeliest"
     )
+    return_token_ids: bool | None = Field(
+        None, description="report the ids of the prompt's and the answer's tokens, the end token left out"
+    )
     echo: bool = Field(False, description="put the prompt before the answer, and its tokens into logprobs")
     best_of: Any = Field(None, description="must equal n")
 
@@ -291,8 +318,17 @@ class CompletionBody(GenerationBody):
             raise InvalidRequest("logprob_token_ids needs logprobs.", param="logprob_token_ids")
         if self.echo and self.logprobs is not None and self.prompt_ref is not None:
             raise told_reference("echo with logprobs", "echo")
+        if self.echo and self.truncate_prompt_tokens is not None and self.prompt_ref is not None:
+            raise told_reference("echo with truncate_prompt_tokens", "echo")
+        if self.return_token_ids and self.prompt_ref is not None:
+            raise told_reference("return_token_ids", "return_token_ids")
         return CompletionRequest(
-            prompts=self.prompt, max_tokens=self.max_tokens, logprobs=self.logprobs, echo=self.echo, **self.common()
+            prompts=self.prompt,
+            max_tokens=self.max_tokens,
+            logprobs=self.logprobs,
+            echo=self.echo,
+            return_token_ids=self.return_token_ids is True,
+            **self.common(),
         )
 
 

@@ -132,12 +132,16 @@ def _message(choice: Choice) -> dict[str, Any]:
 
 
 class _Chunks(NamedTuple):
-    """A choice's JSON in its chunks: the first (b"": no such chunk), one with text, and the last."""
+    """A choice's JSON in its chunks: the first (b"": no such chunk), one with text, and the last.
+
+    ``of_prompt``: all choices have one prompt, so the prompt's token ids are beside them.
+    """
 
     opening: bytes
     text: bytes
     finish: bytes
     logprobs: Callable[[Sequence[ToldToken]], dict[str, Any]]
+    of_prompt: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,16 +160,23 @@ class OpenAiFormat:
 
     def whole(self, head: AnswerHead, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """Return the body of an answer that is not streamed."""
-        shown = [
-            {
-                "index": index,
-                **self.content(choice),
-                "logprobs": None if choice.logprobs is None else self.chunks.logprobs(choice.logprobs),
-                "finish_reason": choice.finish_reason,
-            }
-            for index, choice in enumerate(choices)
-        ]
+        ids, shown = head.token_ids, []
+        for index, choice in enumerate(choices):
+            told: dict[str, Any] = {} if ids is None else {"token_ids": choice.token_ids}
+            if ids is not None and not self.chunks.of_prompt:
+                told["prompt_token_ids"] = ids.prompts[index]
+            shown.append(
+                {
+                    "index": index,
+                    **self.content(choice),
+                    "logprobs": None if choice.logprobs is None else self.chunks.logprobs(choice.logprobs),
+                    "finish_reason": choice.finish_reason,
+                    **told,
+                }
+            )
         common = self.common(choices[0])
+        if ids is not None and self.chunks.of_prompt:
+            common["prompt_token_ids"] = ids.prompts[0]
         return {**_head(self.prefix, self.kind, head), "choices": shown, "usage": _usage(usage), **common}
 
     def stream(self, head: AnswerHead) -> AnswerStream:
@@ -180,7 +191,9 @@ CHAT = OpenAiFormat(
     "chat.completion",
     "chat.completion.chunk",
     lambda choice: {"message": _message(choice)},
-    _Chunks(b'"delta":{"role":"assistant","content":""}', b'"delta":{"content":%b}', b'"delta":{}', chat_logprobs),
+    _Chunks(
+        b'"delta":{"role":"assistant","content":""}', b'"delta":{"content":%b}', b'"delta":{}', chat_logprobs, True
+    ),
     lambda choice: {"prompt_logprobs": prompt_logprobs(choice.prompt)},
 )
 COMPLETION = OpenAiFormat(
@@ -188,7 +201,7 @@ COMPLETION = OpenAiFormat(
     "text_completion",
     "text_completion",
     lambda choice: {"text": choice.text, "prompt_logprobs": prompt_logprobs(choice.prompt)},
-    _Chunks(b"", b'"text":%b', b'"text":""', completion_logprobs),
+    _Chunks(b"", b'"text":%b', b'"text":""', completion_logprobs, False),
 )
 
 
@@ -201,6 +214,8 @@ class _Stream:
         self._end = b',"usage":null}' if head.include_usage else b"}"
         self._chunks = chunks
         self._calls: Counter[int] = Counter()
+        self._so_far, self._ids = head.so_far, head.token_ids
+        self._prompts: set[int] = set()
 
     def opening(self, index: int, usage: Usage) -> bytes:
         return self._chunk(index, self._chunks.opening, b"null") if self._chunks.opening else b""
@@ -238,8 +253,18 @@ class _Stream:
         return data_event(_encode(_error_body(error)))
 
     def _chunk(self, index: int, choice: bytes, reason: bytes, logprobs: bytes = b"null") -> bytes:
+        end = self._end
+        if self._so_far is not None:
+            end = b',"usage":%b}' % _encode(_usage(self._so_far()))
+        if self._ids is not None:
+            choice += b',"token_ids":%b' % _encode(self._ids.take(index))
+            first = 0 if self._chunks.of_prompt else index
+            if first not in self._prompts:
+                self._prompts.add(first)
+                told = b',"prompt_token_ids":%b' % _encode(self._ids.prompts[index])
+                choice, end = (choice, told + end) if self._chunks.of_prompt else (choice + told, end)
         return b'data: %b"choices":[{"index":%d,%b,"logprobs":%b,"finish_reason":%b}]%b\n\n' % (
-            self._start, index, choice, logprobs, reason, self._end,
+            self._start, index, choice, logprobs, reason, end,
         )  # fmt: skip
 
 

@@ -1,9 +1,11 @@
 """The fields of OpenAI's and vLLM's bodies for sampling and for the form of an answer."""
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from serve_app.api.json_body import JsonBody, Must, Once, Refused, Whole, refused
 from serve_app.errors import InvalidRequest
@@ -37,6 +39,21 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
+_ID = r"^[0-9]{1,10}$"
+_BIASES = f"an object with at most {MAX_BIASES} token ids as names and numbers from -100 to 100"
+
+
+def _biases(value: Any) -> Any:
+    """Name the first entry that is wrong."""
+    for name, bias in value.items() if isinstance(value, dict) else ():
+        shown = {"name": repr(name[:32]), "bias": repr(bias)[:32]}
+        if re.fullmatch(_ID, name, re.ASCII) is None:
+            raise PydanticCustomError("must_be", f"{_BIASES}; {{name}} is not a token id", shown)
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            raise PydanticCustomError("must_be", f"{_BIASES}, and that of {{name}} is {{bias}}", shown)
+    return value
+
+
 class SamplingBody(JsonBody):
     """The sampling fields of chat completions and completions, except temperature, top-p and top-k."""
 
@@ -46,9 +63,10 @@ class SamplingBody(JsonBody):
         1.0, description="divides logits of tokens that the prompt or the answer holds; 1: off"
     )
     logit_bias: Annotated[
-        dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]],
+        dict[Annotated[str, Field(pattern=_ID)], Annotated[float, Field(ge=-100, le=100)]],
         Field(max_length=MAX_BIASES),
-        Must(f"an object with at most {MAX_BIASES} token ids as names and numbers from -100 to 100"),
+        BeforeValidator(_biases),
+        Must(_BIASES),
     ] = Field({}, description="added to logits, by token id")
     min_p: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0, description="least probability of a token, as a fraction of the likeliest token's; 0: off"

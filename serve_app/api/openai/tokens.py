@@ -8,7 +8,7 @@ from pydantic import Field
 
 from serve_app.api.json_body import JsonBody, ModelName, Must
 from serve_app.api.openai.messages import ignored_in
-from serve_app.api.openai.request import ChatBody
+from serve_app.api.openai.request import ChatBody, told_reference
 from serve_app.api.openai.responses.request import ResponsesBody
 from serve_app.api.openai.sampling import MAX_TOKENS
 from serve_app.api.request import CompletionRequest, GenerateRequest
@@ -67,6 +67,8 @@ def parse_tokenize(body: bytes, model: str) -> Tokenize:
     if "prompt" not in fields:
         fields = {"model": model, **TokenizeChatBody.read(body)}
         chat = TokenizeChatBody.checked(fields)
+        if chat.prompt_ref is not None:
+            raise told_reference("A list of tokens", "prompt_ref")
         return Tokenize(chat.request(ignored_in(fields["messages"])), chat.return_token_strs is True)
     text = TokenizeBody.checked(fields)
     request = CompletionRequest(

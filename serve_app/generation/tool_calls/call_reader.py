@@ -79,10 +79,12 @@ class WholeChoice:
         self._reason: FinishReason = "length"
         self._stop_sequence = ""
         self._prompt: RankedPrompt | None = None
+        self._token_ids: list[int] = []
 
     def add(self, piece: Piece) -> None:
         """Add the next piece."""
         self._texts.append(piece.text)
+        self._token_ids += piece.token_ids
         self._prompt = piece.prompt if piece.prompt is not None else self._prompt
         self._reasoning.append(piece.reasoning)
         if self._told is not None:
@@ -102,7 +104,8 @@ class WholeChoice:
         reason: FinishReason = "stop" if self._reason == "tool_calls" and not self._calls else self._reason
         told = None if self._told is None else tuple(self._told)
         text, reasoning = "".join(self._texts), "".join(self._reasoning)
-        return Choice(text, reason, tuple(self._calls), told, self._stop_sequence, reasoning, self._prompt)
+        calls, token_ids = tuple(self._calls), tuple(self._token_ids)
+        return Choice(text, reason, calls, told, self._stop_sequence, reasoning, self._prompt, token_ids)
 
     def _end(self, event: CallEnded) -> None:
         arguments = "".join(self._arguments)

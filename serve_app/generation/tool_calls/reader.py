@@ -118,7 +118,14 @@ class AnswerReaders:
                 split = ReasoningReader(tags, opened=tags.opened_by(*self._ends_of(request, generation)), rest=split)
             prompt = self._prompt_tokens(request, generation) if request.told_prompt is not None else None
             return ChoiceReader(
-                index, generation, decoder, request.stop, split, include_stop=include_stop, prompt=prompt
+                index,
+                generation,
+                decoder,
+                request.stop,
+                split,
+                include_stop=include_stop,
+                prompt=prompt,
+                by_id=request.return_tokens_as_token_ids,
             )
 
         return reader
@@ -131,6 +138,7 @@ class AnswerReaders:
             echo_tops=request.told_echo if isinstance(request, CompletionRequest) else None,
             tops=request.prompt_logprobs,
             chars=len(generation.echo),
+            by_id=request.return_tokens_as_token_ids,
         )
 
     def _ends_of(self, request: ChatRequest, generation: Generation) -> tuple[str, str]:

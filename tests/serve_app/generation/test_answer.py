@@ -253,3 +253,20 @@ def test_a_prompts_tokens_go_before_the_answers_in_parts_of_any_size(
         before = [b"".join(one.token.raw for one in echoed[:at]) for at in range(len(echoed))]
         assert [one.offset for one in echoed] == [len(start.decode(errors="ignore")) for start in before]
     assert all(one.offset >= len(wanted.echo) for one in piece.logprobs[len(echoed) :])
+
+
+def test_tokens_may_be_named_by_their_ids(tokenizer: PromptTokenizer) -> None:
+    """vLLM's form, for those of an answer, of an echo and the likeliest at each place; the text stays the same."""
+    wanted = replace(generation(), sampling=SamplingParams(99, logprobs=1), echo="Hi")
+    prompt = tokenizer.encode("Hi", b"r" * 16).token_ids.tolist()
+    told = PromptTokens(prompt, tokenizer.texts, echo_tops=1, tops=None, chars=2, by_id=True)
+    reader = ChoiceReader(0, wanted, tokenizer.decoder(), prompt=told, by_id=True)
+    answer = (11, 12)
+    if len(prompt) > 1:
+        reader.read(Tokens((), prompt_logprobs=tuple(TokenLogprob(-0.5, ((5, -0.5),), 1) for _ in prompt[1:])))
+    logprobs = tuple(TokenLogprob(-0.5, ((7, -0.1),)) for _ in answer)
+    (piece,) = reader.read(Tokens(answer, FirstToken(0), "length", logprobs))
+    assert piece.text == "Hi" + tokenizer.decode(answer)
+    assert [one.token.raw for one in piece.logprobs] == [b"token_id:%d" % token for token in (*prompt, *answer)]
+    tops = [[other.raw for other in one.top] for one in piece.logprobs[len(prompt) :]]
+    assert tops == [[b"token_id:7"]] * 2

@@ -232,6 +232,8 @@ class ResponsesBody(GenerationBody):
             f"tools[].{name}" for tool in self.tools for part in (tool, *tool.tools) for name in part.model_extra or ()
         }
         ignored.update(f"tools[].{tool.type}" for tool in self.tools if tool.type not in RESPONSE_TOOLS.read)
+        if self.stream_options is not None and self.stream_options.continuous_usage_stats is not None:
+            ignored.add("stream_options.continuous_usage_stats")
         messages = messages_of([*(earlier or ()), *(items or self.items)], ignored, -len(earlier or ()))
         if self.instructions:
             messages.insert(0, {"role": "system", "content": self.instructions})

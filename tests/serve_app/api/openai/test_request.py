@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serve_app.api.openai.tokens import parse_tokenize
 from serve_app.api.request import ChatRequest, CompletionRequest, GenerateRequest, reasoning_fields
 from serve_app.api.unknown import UnknownField
 from serve_app.errors import InvalidRequest
 from serve_app.structured.grammar import Grammar
-from tests.serve_app.api.openai.bodies import PARSERS, assert_refused, chat, complete
+from tests.serve_app.api.openai.bodies import CHAT, PARSERS, assert_refused, chat, complete
 
 
 def test_bare_requests_have_openais_defaults() -> None:
@@ -239,6 +240,27 @@ def test_an_error_explains_the_allowed_values_of_a_field() -> None:
         with pytest.raises(InvalidRequest) as caught:
             chat(**fields)
         assert caught.value.message == said
+
+
+@pytest.mark.parametrize(
+    ("biases", "said"),
+    [({"1": 1, "cat": 2}, "'cat' is not a token id"), ({"-1": 1}, "'-1' is not a token id"),
+     ({"7": 101}, "that of '7' is 101"), ({"7": True}, "that of '7' is True"), ({"7": "2"}, "that of '7' is '2'"),
+     ({"{x}" * 50: 1}, "'{x}{x}{x}{x}{x}{x}{x}{x}{x}{x}{x' is not a token id")],
+)  # fmt: skip
+def test_a_wrong_bias_is_named(biases: dict[str, Any], said: str) -> None:
+    for make in (chat, complete):
+        assert_refused(make, {"logit_bias": biases}, "logit_bias", said)
+
+
+def test_nothing_tells_a_registered_prompts_tokens() -> None:
+    """A tenant may use an operator's prompt without seeing it. docs: isolation"""
+    for make in (chat, complete):
+        assert_refused(make, {"prompt_ref": "clerk", "return_token_ids": True}, "return_token_ids", "would tell")
+    cut = {"prompt_ref": "clerk", "echo": True, "truncate_prompt_tokens": 9}
+    assert_refused(complete, cut, "echo", "would tell")
+    with pytest.raises(InvalidRequest, match="would tell the registered prompt"):
+        parse_tokenize(json.dumps({**CHAT, "prompt_ref": "clerk"}).encode(), "demo")
 
 
 REFUSED: dict[str, tuple[Any, Any]] = {
