@@ -77,6 +77,8 @@ class Conversation:
         where = f"{path}.content"
         if content is None and role == "system":
             return  # such a message only configures a hosted model
+        if content is None and role == "assistant":
+            content = []  # it said nothing
         if not isinstance(content, list):
             raise InvalidRequest(f"{where} must be a string or a list of blocks.", param=where)
         began, self._reasoning = len(self.messages), ""

@@ -167,6 +167,7 @@ def test_an_answer_that_was_cut_off_or_empty_is_taken_back() -> None:
     for content, said in (
         ([thought], reasoning_fields("hm")),
         ([], {}),
+        (None, {}),
         ([{"type": "redacted_thinking", "data": "Zx9"}], {}),
         ([cut], {"tool_calls": [{"id": "1", "type": "function", "function": {"name": "look", "arguments": {}}}]}),
     ):
