@@ -53,6 +53,7 @@ from serve_app.replica.running_calls import STOPPING, RunningCalls
 from serve_app.replica.session_gate import SessionGate
 from serve_app.replica.token_channel import TokenSender, TokenStream
 from serve_app.structured.compiler import GrammarError
+from serve_app.tenants.secret import forget_secret
 from serve_app.tracing.replica import replica_trace
 from serve_app.tracing.tracer import open_tracer
 
@@ -69,6 +70,7 @@ class Replica:
         # Imported here: deploying processes import this class, and should not wait for torch.
         from serve_app.replica.engine_factory import make_engine
 
+        forget_secret()  # Ray's processes inherit the node's; replicas get the keys of scopes with each request
         self._ending = AsyncExitStack()
         self._live = await LiveSettings.start(config)
         self._version = zlib.crc32(msgspec.json.encode(config, order="deterministic"))

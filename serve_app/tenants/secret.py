@@ -8,13 +8,14 @@ from hashlib import sha256
 from pathlib import Path
 
 MIN_SECRET_CHARS = 16
+SECRET_VARIABLE = "WARMPATH_SECRET"  # noqa: S105  # its name
 
 
 class SecretError(ValueError):
     """The deployment secret cannot be used. The message contains the remedy."""
 
 
-def load_secret(env: str = "WARMPATH_SECRET", secret_file: Path | None = None, state_dir: Path | None = None) -> bytes:
+def load_secret(env: str = SECRET_VARIABLE, secret_file: Path | None = None, state_dir: Path | None = None) -> bytes:
     """Return the deployment secret as 32 bytes: from the environment, else the file, else a file created once.
 
     The new file is ``secret`` in ``state_dir`` (default ``$XDG_STATE_HOME/warmpath``, or ``~/.local/state/warmpath``),
@@ -32,6 +33,11 @@ def load_secret(env: str = "WARMPATH_SECRET", secret_file: Path | None = None, s
     except OSError as error:
         raise SecretError(f"cannot make the secret file {path} ({error.strerror}); set ${env} instead") from error
     return _read_secret(path)
+
+
+def forget_secret() -> None:
+    """Remove the secret from this process' environment, and so from that of processes that it starts later."""
+    os.environ.pop(SECRET_VARIABLE, None)
 
 
 def own_state_dir() -> Path:

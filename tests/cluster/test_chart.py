@@ -96,8 +96,46 @@ def test_the_secret_comes_from_a_secret(values: list[str]) -> None:
         assert not any("value" in entry for key, entry in env.items() if "SECRET" in key or "KEY" in key)
 
 
+TENANTS = "--set=live.tenants[0].name=acme"
+
+
+@pytest.mark.parametrize(
+    ("values", "everybody"),
+    [([], False), (["--set=open=true"], True), ([TENANTS], True), (["--set=settings.tenants[0].name=acme"], True)],
+    ids=["default", "open", "tenants", "tenants in settings"],
+)
+def test_without_tenants_nobody_else_gets_in(values: list[str], everybody: bool) -> None:
+    """Only the release's own pods, the operator and named clients: nobody else has to show a key."""
+    [own, operator, *more] = made(*values)["NetworkPolicy"]["spec"]["ingress"]
+    assert own == {"from": [{"podSelector": {"matchLabels": {"app.kubernetes.io/instance": "w"}}}]}
+    assert operator["from"][0]["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "kuberay-operator"}
+    assert more == ([{"ports": [{"port": 8000}]}] if everybody else [])
+    named = made("--set=networkPolicy.clients[0].podSelector.matchLabels.app=prometheus")["NetworkPolicy"]["spec"]
+    assert named["ingress"][2]["from"] == [{"podSelector": {"matchLabels": {"app": "prometheus"}}}]
+    assert "NetworkPolicy" not in made("--set=networkPolicy.enabled=false")
+
+
+@VALUES
+def test_pods_have_only_the_rights_that_they_need(values: list[str]) -> None:
+    """Their file systems are read-only but for scratch and the given volumes, and workers get no token."""
+    cluster = made(*values)["RayService"]["spec"]["rayClusterConfig"]
+    [group] = cluster["workerGroupSpecs"]
+    assert group["template"]["spec"]["automountServiceAccountToken"] is False
+    for part in (cluster["headGroupSpec"], group):
+        pod = part["template"]["spec"]
+        [container] = pod["containers"]
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+        mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+        assert len(mounts) == len(container["volumeMounts"])
+        assert {"/tmp", "/home/warmpath/.local", "/home/warmpath/.cache/vllm"} <= mounts.keys()  # noqa: S108
+        assert "/home/warmpath/.cache" not in mounts, "the image's models are there"
+        assert {mount["name"] for mount in mounts.values()} == {volume["name"] for volume in pod["volumes"]}
+        subs = [mount["subPath"] for mount in mounts.values() if mount["name"] == "scratch"]
+        assert len(set(subs)) == len(subs)
+
+
 def test_monitoring_resources_exist_when_requested() -> None:
-    assert made().keys() == {"Secret", "RayService"}
+    assert made().keys() == {"Secret", "RayService", "NetworkPolicy", "PodDisruptionBudget"}
     resources = made(*MONITORED, "--set=scrape.operatorKeySecret.name=keys")
     assert resources["ScrapeConfig"]["spec"]["authorization"]["credentials"] == {"name": "keys"}
     assert resources["PrometheusRule"]["spec"]["groups"][0]["rules"] == ALERTS

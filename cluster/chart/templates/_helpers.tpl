@@ -61,5 +61,17 @@ env:
   {{- end }}
 securityContext:
   allowPrivilegeEscalation: false
+  readOnlyRootFilesystem: {{ .Values.readOnlyRootFilesystem }}
   capabilities: {drop: [ALL]}
+{{- end }}
+
+{{- define "warmpath.scratch" -}}
+- {name: scratch, mountPath: /tmp, subPath: tmp}
+{{- range list ".config" ".local" ".nv" ".ray" ".triton" ".cache/flashinfer" ".cache/huggingface" ".cache/torch" ".cache/vllm" }}
+- {name: scratch, mountPath: /home/warmpath/{{ . }}, subPath: {{ base . | trimPrefix "." }}}
+{{- end }}
+{{- end }}
+
+{{- define "warmpath.open" -}}
+{{- if or .Values.open .Values.live.tenants .Values.settings.tenants }}true{{ end }}
 {{- end }}

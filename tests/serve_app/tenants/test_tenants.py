@@ -1,12 +1,15 @@
 """Keys name tenants, salts separate them, and the secret is the deployment's own."""
 
+import asyncio
 import hmac
 import stat
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from hashlib import sha256
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from hypothesis import strategies as st
 from serve_app.config.live import BadSettings, app_config
 from serve_app.config.tenants import TenantConfig
 from serve_app.errors import AuthenticationFailed
+from serve_app.replica.replica import Replica
 from serve_app.tenants import tenants as tenancy
 from serve_app.tenants.secret import SecretError, load_secret
 from serve_app.tenants.tenants import Tenant, Tenants, make_api_key
@@ -261,3 +265,17 @@ def test_a_named_file_must_exist_and_a_state_directory_must_be_makeable(state: P
     (tmp_path / "file").write_text("")
     with pytest.raises(SecretError, match=r"set \$WARMPATH_SECRET instead"):
         load_secret(state_dir=tmp_path / "file" / "state")
+
+
+def test_a_replica_drops_the_secret_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither it nor the processes of its engine have it while they run. (docs: isolation)"""
+    monkeypatch.setenv("WARMPATH_SECRET", "a secret of this test")
+
+    async def stop(config: Any) -> None:
+        raise LookupError("the environment is looked at here")
+
+    monkeypatch.setattr("serve_app.replica.replica.LiveSettings.start", stop)
+    with pytest.raises(LookupError):
+        asyncio.run(Replica.__init__(SimpleNamespace(), {}))  # type: ignore[arg-type]
+    shown = subprocess.run(["/usr/bin/env"], capture_output=True, text=True, check=True).stdout
+    assert "WARMPATH" not in shown
