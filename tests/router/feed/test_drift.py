@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from router.directory.directory import Directory
 from router.directory.drift import FIRST_PAUSE_S, LAST_PAUSE_S, DriftChecks
 from router.feed.messages import FeedMessage, decode_message, encode
-from router.protocol.events import BlocksRemoved, BlocksStored, CacheDigest, Event, TierDigest
+from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, CacheDigest, Event, TierDigest
 from router.settings import RouterSettings
 from tests.router.feed.feed_line import HASHES, TIERS, Replica, changes, digest_of, packed, steps
 
@@ -150,6 +150,37 @@ def test_blocks_refused_at_the_bound_are_no_drift_until_there_is_space() -> None
     assert line.core.drift.found == {"a": {"missing": 1}}
     line.settle()
     assert line.known() == line.held
+
+
+@given(
+    refused=st.integers(1, 12), held=st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True),
+    lost=st.booleans(), empties=st.sampled_from(["clear", "leave"]),
+)  # fmt: skip
+def test_refusals_before_a_snapshot_excuse_nothing_after_it(
+    refused: int, held: list[int], lost: bool, empties: str
+) -> None:
+    """A crowded directory may lack what it refused. Once a replica's hints begin anew, a gap is drift again."""
+    directory = Directory(16, 16)
+    for name in ("a", "b"):
+        directory.add_replica(name)
+    directory.apply("b", [BlocksStored(Random(5).randbytes(16 * 16))])
+    directory.apply("a", [BlocksStored(packed(list(range(4, 4 + refused))))])
+    assert directory.refused_blocks
+    if empties == "clear":
+        directory.apply("a", [CacheCleared()])
+    else:
+        directory.remove_replica("a")
+        directory.add_replica("a")
+    directory.remove_replica("b")
+    while directory.sweep():
+        pass
+    directory.add_replica("b")
+    directory.apply("b", [BlocksStored(Random(6).randbytes(16 * 9))])
+    known = held[1:] if lost else held
+    directory.apply("a", [BlocksStored(packed(known))])
+    directory.apply("b", [BlocksStored(Random(7).randbytes(16 * 16))])
+    assert directory.num_blocks > 12, "it is crowded again"
+    assert directory.drift("a", digest_of({"pool": set(held), "host": set()})) == ("missing" if lost else None)
 
 
 def test_another_bound_empties_the_directory_and_snapshots_fill_it_again() -> None:

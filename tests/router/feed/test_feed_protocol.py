@@ -3,6 +3,8 @@
 from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from router.feed.resequencer import FIRST_BACKOFF_S, LAST_BACKOFF_S, SILENCE_S, TIMEOUT_S
 from tests.router.feed.feed_line import LOAD, NUMBERS, Replica
@@ -87,3 +89,45 @@ def test_malformed_messages_are_counted_and_mended() -> None:
     assert line.core.counters.feed.malformed == 6
     assert not line.resequencer.live
     line.settle()
+
+
+@given(failures=st.integers(0, 12))
+def test_after_an_answer_the_pauses_begin_anew(failures: int) -> None:
+    """However long a publisher was away: the next gap is closed as fast as the first one."""
+    line = Replica()
+
+    def ask() -> bytes:
+        while (nonce := line.resequencer.poll(line.now_s)) is None:
+            line.now_s += 0.01
+        return nonce
+
+    for _ in range(failures):
+        ask()
+    for chunk in line.sequencer.snapshot(ask()):
+        line.resequencer.on_chunk(chunk, line.now_s)
+    assert line.resequencer.live
+    line.now_s += 3 * LAST_BACKOFF_S
+    line.resequencer.on_delta(b"", line.now_s)
+    asked = []
+    for _ in range(4):
+        ask()
+        asked.append(line.now_s)
+        line.now_s += 0.01
+    fresh = Replica()
+    for pause_s, attempt in zip((after - before for before, after in pairwise(asked)), range(4), strict=False):
+        assert pause_s <= max(TIMEOUT_S, 2 * FIRST_BACKOFF_S * 2**attempt) + 0.1
+    assert fresh.resequencer.live is False
+
+
+@given(st.lists(st.integers(0, 5), max_size=30))
+def test_a_message_is_held_once_however_often_it_comes(order: list[int]) -> None:
+    """While a snapshot is missing: its loads are told once, and it counts once against the bound."""
+    line, told = Replica(), list[int]()
+    line.resequencer._deliver = lambda events: told.extend(e.queued_prefill_tokens for e in events)
+    messages = [line.does([("store", "pool", [number]), "load"])[0] for number in range(6)]
+    sizes = dict[int, int]()
+    for number in order:
+        line.hears([messages[number]])
+        sizes[number] = len(messages[number]) + 1024
+        assert line.resequencer._held_bytes == sum(sizes.values())
+    assert len(told) == len(sizes) == len(line.resequencer._held)

@@ -4,8 +4,12 @@ from collections.abc import Iterator, Sequence
 from threading import Event as Signal
 
 import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
 
 from router.feed import publisher as module
+from router.feed.messages import NONCE_BYTES
 from router.feed.publisher import UNHEALTHY_AFTER_S, FeedPublisher
 from router.protocol.block_hash import HASH_BYTES
 from router.protocol.events import BlocksStored, Event
@@ -103,3 +107,46 @@ def test_events_queued_for_a_blocked_thread_are_bounded(feed: Feed, monkeypatch:
     feed.free.set()
     feed.stop()
     assert feed.published == [stored(0), stored(11), stored(12)]
+
+
+class SlowAsker:
+    """A ROUTER socket whose asker has no room every other time. ``requests``: to come; ``sent``: what it got."""
+
+    def __init__(self, requests: list[bytes]) -> None:
+        self.requests = requests
+        self.sent: list[bytes] = []
+        self._room = True
+
+    def recv_multipart(self, flags: int) -> list[bytes]:
+        if not self.requests:
+            raise zmq.Again
+        return [b"asker", self.requests.pop(0)]
+
+    def send_multipart(self, frames: list[bytes], flags: int) -> None:
+        self._room = not self._room
+        if self._room:
+            raise zmq.Again
+        self.sent.append(frames[1])
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=6))
+def test_a_new_request_gets_nothing_of_an_earlier_one(turns: list[int]) -> None:
+    """A slow asker asks anew in the middle of a snapshot, ever again; each answer is whole or its beginning."""
+    feed = FeedPublisher("replica")
+    try:
+        feed._sequencer.publish([BlocksStored(number.to_bytes(HASH_BYTES, "big") * 200) for number in range(40)])
+        router = SlowAsker([])
+        feed._router = router  # type: ignore[assignment]
+        for number, count in enumerate(turns):
+            nonce = bytes([number]) * NONCE_BYTES
+            whole = list(feed._sequencer.snapshot(nonce))
+            router.requests, router.sent = [nonce], []
+            for _ in range(count + 1):
+                feed._answer()
+            assert router.sent == whole[: len(router.sent)]
+        while feed._answer():
+            pass
+        assert router.sent == whole
+    finally:
+        feed._router = feed._context.socket(zmq.ROUTER)
+        feed.stop()

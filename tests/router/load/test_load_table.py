@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.load.load_table import LoadTable
+from router.load.load_table import ACTIVE_S, LoadTable
 from router.protocol.events import LoadReport
 
 
@@ -44,12 +44,16 @@ class ReplicaQueue:
 @settings(max_examples=200)
 @given(
     steps=st.lists(
-        st.tuples(st.sampled_from(["send", "arrive", "compute", "other", "report"]), st.integers(1, 1000)), max_size=60
+        st.tuples(st.sampled_from(["send", "arrive", "compute", "other", "report", "lie"]), st.integers(1, 1000)),
+        max_size=60,
     )
 )
 def test_queue_ahead_counts_everything_once(steps: list[tuple[str, int]]) -> None:
-    """After a report, queue ahead = tokens queued at the replica + tokens in transit. (docs: routing)"""
-    loads, truth = table(), ReplicaQueue()
+    """After a report, queue ahead = tokens queued at the replica + tokens in transit. (docs: routing)
+
+    A lie that acknowledges numbers never issued covers those issued so far, and no later one.
+    """
+    loads, truth, covered = table(), ReplicaQueue(), set[int]()
     for action, tokens in steps:
         if action == "send":
             truth.on_the_way[loads.reserve("a", tokens, 0.0)] = tokens
@@ -63,11 +67,15 @@ def test_queue_ahead_counts_everything_once(steps: list[tuple[str, int]]) -> Non
             loads.release(number)
         elif action == "other":
             truth.others = tokens
-        elif action == "report":
-            loads.report("a", truth.report(), 0.0)
-            expected = sum(truth.mine.values()) + truth.others + sum(truth.on_the_way.values())
-            assert loads.queue_ahead("a") == expected
-            assert loads.waiting[0] == len(truth.mine) + len(truth.on_the_way)
+        elif action in ("report", "lie"):
+            told = truth.report()
+            if action == "lie":
+                told = msgspec.structs.replace(told, admitted={"me": 1 << (tokens % 62), "other": 99})
+                covered |= {number for number in truth.on_the_way if number <= 1 << (tokens % 62)}
+            loads.report("a", told, 0.0)
+            coming = [tokens for number, tokens in truth.on_the_way.items() if number not in covered]
+            assert loads.queue_ahead("a") == sum(truth.mine.values()) + truth.others + sum(coming)
+            assert loads.waiting[0] == len(truth.mine) + len(coming)
 
 
 def test_full_by_waiting_bound_and_by_own_reservations() -> None:
@@ -185,6 +193,71 @@ def test_of_two_reports_the_later_one_counts(order: list[int], queued: list[int]
         loads.report("a", told, 0.0)
         newest = max(newest, number)
         assert loads.queue_ahead("a") == queued[newest] + 7 * (len(queued) - newest)
+
+
+ROUTERS = ("me", "you", "them")
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([*"ab", "-a", "-b"]),
+            st.dictionaries(st.sampled_from(ROUTERS), st.integers(0, 3)),
+            st.sampled_from([0.0, 2.0, 40.0]),
+        ),
+        max_size=30,
+    )
+)
+def test_active_routers_are_those_whose_numbers_rose_lately(steps: list[tuple[str, dict[str, int], float]]) -> None:
+    """By replica: one that comes back under its name begins to count anew, and nothing of it is kept meanwhile."""
+    loads, now_s, rose_s = table("a", "b"), 0.0, dict[str, float]()
+    numbers: dict[str, dict[str, int]] = {"a": {}, "b": {}}
+    for at, (name, admitted, pause_s) in enumerate(steps):
+        now_s += pause_s
+        if name.startswith("-"):
+            loads.remove_replica(name[1:])
+            loads.add_replica(name[1:])
+            numbers[name[1:]] = {}
+        else:
+            told = msgspec.structs.replace(report(**admitted), taken_at_s=float(at))
+            loads.report(name, told, now_s)
+            rose_s |= {router: now_s for router, number in admitted.items() if number > numbers[name].get(router, 0)}
+            numbers[name] = admitted
+            active = {router for router, at_s in rose_s.items() if now_s - at_s <= ACTIVE_S}
+            assert loads.active_routers == len({"me", *active})
+        assert {name: dict(told) for name, told in loads._peers._admitted.items() if told} == {
+            name: told for name, told in numbers.items() if told
+        }
+
+
+REPORTS = st.builds(
+    LoadReport,
+    *(st.integers(-5, 2000), st.integers(-1, 12), st.integers(-1, 20), st.integers(-1, 10), st.integers(-1, 18)),
+    st.sampled_from([0.0, 50.0, 2000.0]),
+    committed_prefill_tokens=st.integers(-1, 2000),
+    committed_sequences=st.integers(-1, 9),
+    pull_tokens_per_s=st.sampled_from([0.0, 900.0]),
+)
+
+
+@given(told=REPORTS, reserved=st.lists(st.integers(1, 900), max_size=4))
+def test_of_a_report_that_is_not_believed_only_speeds_and_limits_count(told: LoadReport, reserved: list[int]) -> None:
+    """A row is then that of an idle replica with this router's own requests; a later report counts in full."""
+    work = ("queued_prefill_tokens", "committed_prefill_tokens", "committed_sequences")
+    work += ("running_sequences", "waiting_sequences")
+    idle = msgspec.structs.replace(told, **dict.fromkeys(work, 0))
+    rows = []
+    for reported in (told, idle):
+        loads = table()
+        loads.report("a", reported, 0.0)
+        for tokens in reserved:
+            loads.reserve("a", tokens, 0.0)
+        loads.disbelieve("a")
+        rows.append({name: getattr(loads, name).tolist() for name in LoadTable.__annotations__})
+        assert loads.num_full == int(loads.full.sum()) == loads.is_full("a")
+        loads.report("a", told, 1.0)
+        rows[-1]["believed again"] = [loads.queue_ahead("a"), loads.waiting[0], loads.is_full("a")]
+    assert rows[0] == rows[1]
 
 
 def test_routers_that_go_quiet_are_not_counted() -> None:

@@ -42,6 +42,34 @@ def test_sums_means_and_requests_queued_at_the_ingress() -> None:
     assert (seen.requests, seen.p90_ttft_s, seen.working_set_tokens) == (400, pytest.approx(3.5), 1e5)
 
 
+FIGURES = st.builds(
+    replace,
+    st.just(REPLICA),
+    hands_over=st.sampled_from([0.0, 1.0]),
+    slots=st.integers(1, 64),
+    pool_tokens=st.floats(1, 1e6),
+    pin_budget_tokens=st.floats(1, 1e6),
+    used_tokens=st.floats(0, 1e6),
+    pinned_tokens=st.floats(0, 1e6),
+    running=st.integers(0, 64),
+    waiting=st.integers(0, 64),
+)
+
+
+@given(st.lists(FIGURES, min_size=1, max_size=5))
+def test_what_a_replica_can_do_is_what_the_least_able_can_and_what_it_holds_adds_up(told: list[ReplicaFigures]) -> None:
+    """During a rolling update the replicas differ: saves survive only if each replica hands its own over."""
+    names = [f"r{number}" for number in range(len(told))]
+    seen = signals(2, names, {name: (0.1, one) for name, one in zip(names, told, strict=True)}, [(0.1, INGRESS)])
+    assert seen.fault == ""
+    assert seen.hands_over == (min(one.hands_over for one in told) == 1)
+    for name in ("slots", "pool_tokens", "pin_budget_tokens"):
+        assert getattr(seen, name) == min(getattr(one, name) for one in told)
+    for name in ("used_tokens", "pinned_tokens"):
+        assert getattr(seen, name) == pytest.approx(sum(getattr(one, name) for one in told))
+    assert seen.decoding == sum(one.running + one.waiting for one in told)
+
+
 @pytest.mark.parametrize(
     ("replicas", "ingresses", "words"),
     [

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -106,6 +107,35 @@ def test_more_load_never_means_fewer_replicas(seen: list[Signals], last: Signals
         requests=last.requests * more,
     )
     assert decide(state, loaded, now_s)[0].target >= decide(state, last, now_s)[0].target
+
+
+TOTALS = st.dictionaries(st.sampled_from("abc"), st.floats(0, 1e5), max_size=3)
+"""By reporting replica, the tokens that arrived since the last report."""
+
+
+@given(st.lists(TOTALS, min_size=1, max_size=20), st.dictionaries(st.sampled_from("abc"), st.floats(0, 1e7)))
+def test_what_arrived_before_a_replica_was_seen_is_no_work(
+    came: list[dict[str, float]], before: dict[str, float]
+) -> None:
+    """A total says nothing, only its growth between two reports: replicas join or miss one, controllers restart."""
+
+    def decided(start: dict[str, float]) -> list[tuple[int, float, float]]:
+        state, found, total = None, [], dict(start)
+        for number, grown in enumerate(came):
+            total |= {name: total.get(name, 0.0) + tokens for name, tokens in grown.items()}
+            arrived = tuple((name, total[name]) for name in sorted(grown))
+            seen = Signals(2, 2, "", BOUNDS, arrived, 2.5e-4)
+            decision, state = decide(state, seen, CONTROL_PERIOD_S * (number + 1))
+            found.append((decision.target, round(decision.needed, 6), round(state.work[-1][1], 6)))
+        return found
+
+    naive, known, work = [], dict[str, float](), 0.0
+    for grown in came:
+        work += sum(tokens for name, tokens in grown.items() if name in known) * 2.5e-4
+        naive.append(round(work, 6))
+        known = grown
+    assert decided(before) == decided({})
+    assert [total for *_, total in decided({})] == pytest.approx(naive, abs=1e-5)
 
 
 def test_a_target_that_was_raised_from_outside_is_not_lowered_by_a_backlog() -> None:

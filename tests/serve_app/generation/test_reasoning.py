@@ -77,6 +77,18 @@ def test_a_prompt_opens_a_thought_by_its_end_alone() -> None:
     assert {each for each in opened if each[2]} == inside
 
 
+@given(st.lists(st.sampled_from(PARTS), max_size=8).map("".join), st.sampled_from(sorted(REASONING_TAGS)))
+def test_a_continued_answer_is_inside_a_thought_if_its_last_tag_opens_one(text: str, name: str) -> None:
+    """It may hold several thoughts, ended or not, and ends without a start."""
+    tags = REASONING_TAGS[name]
+    continued = text.replace("<think>", tags.start).replace("</think>", tags.end)
+    inside = False
+    for at in range(len(continued)):
+        inside = (inside or continued.startswith(tags.start, at)) and not continued.startswith(tags.end, at)
+    if tags.start in continued:
+        assert tags.opened_by(f"assistant\n{continued}", continued) == inside
+
+
 def test_tags_are_found_in_templates_and_special_tokens() -> None:
     assert find_reasoning_tags("x split('</think>') y", frozenset()) == "qwen3"
     assert find_reasoning_tags("", frozenset({"[/THINK]"})) == "mistral"

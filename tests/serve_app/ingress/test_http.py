@@ -4,11 +4,13 @@ import asyncio
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 
-from serve_app.errors import InvalidRequest, RateLimited, RequestTimeout, RequestTooLarge
-from serve_app.ingress.http import error_headers, read_body, until_disconnect
+from serve_app.errors import AuthenticationFailed, InvalidRequest, RateLimited, RequestTimeout, RequestTooLarge
+from serve_app.ingress.http import credentials, error_headers, read_body, until_disconnect
 from tests.serve_app.ingress.scripted import PATIENCE_S, server
 
 LEFT = {"type": "http.disconnect"}
@@ -28,6 +30,31 @@ def request(messages: list[dict[str, Any]], headers: dict[str, str] | None = Non
 
 def part(body: bytes, more: bool) -> dict[str, Any]:
     return {"type": "http.request", "body": body, "more_body": more}
+
+
+WORDS = st.sampled_from(["", "k", "K", "key", "key k", "é"])
+
+
+@given(
+    scheme=st.sampled_from([None, "", "Bearer", "bearer", "BEARER", "Basic", "Digest", "Bearerkey", "key"]),
+    sent=WORDS,
+    spaces=st.sampled_from([" ", "  "]),
+    key=st.none() | WORDS,
+)
+def test_a_key_in_two_headers_is_one_key(scheme: str | None, sent: str, spaces: str, key: str | None) -> None:
+    """Both must be equal bearer keys: any other credential beside ``x-api-key`` would be ignored."""
+    authorization = None if scheme is None else f"{scheme}{spaces}{sent}".strip()
+    headers = {"authorization": authorization, "x-api-key": key}
+    raw = [(name.encode(), value.encode("latin-1")) for name, value in headers.items() if value is not None]
+    asked = Request({"type": "http", "headers": raw})
+    words = (authorization or "").split(maxsplit=1)
+    if key is None:
+        assert credentials(asked) == authorization
+    elif not words or (words[0].lower() == "bearer" and "".join(words[1:]) == key):
+        assert credentials(asked) == f"Bearer {key}"
+    else:
+        with pytest.raises(AuthenticationFailed, match="different keys"):
+            credentials(asked)
 
 
 def test_a_body_in_parts_is_joined_up_to_the_bound() -> None:

@@ -143,6 +143,26 @@ def test_a_late_return_is_a_return(clock: Clock) -> None:
     assert held_s(sessions, session) == MOST_HOLD_S
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.sampled_from([1.0, 60.0, MOST_HOLD_S / 2, 2 * MOST_HOLD_S])), max_size=30)
+)
+def test_a_session_counts_as_gone_until_it_is_back(asked: list[tuple[int, float]]) -> None:
+    """Each return is one pause, and each session now away for longer than the longest hold is one that has none."""
+    clock, used_s, lengths = Clock(), dict[int, float](), Counter[int]()
+    sessions, returns = Sessions(SIZE, clock, lambda: SLOW), list[float]()
+    for number, (which, pause_s) in enumerate(asked):
+        clock.now_s += pause_s
+        if which in used_s:
+            returns.append(clock.now_s - used_s[which])
+        lengths[which] += 1
+        turn(sessions, str(number), chain((f"{which}-", 20 + lengths[which])))
+        used_s[which] = clock.now_s
+        gone = [which for which, at_s in used_s.items() if clock.now_s - at_s > MOST_HOLD_S]
+        assert sorted(sessions._tenants["a"].pauses_s) == sorted(returns) + [math.inf] * len(gone)
+        assert sessions._tenants["a"].worth == WORTH * (len(returns) + 1) / (len(returns) + len(gone) + 1)
+
+
 def test_sessions_that_are_forgotten_early_did_not_return(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenant may ask for more than are remembered before the longest pause is over."""
     monkeypatch.setattr(module, "MOST_SESSIONS", 4)

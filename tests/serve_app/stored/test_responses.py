@@ -83,11 +83,17 @@ def test_the_database_alone_tells_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["another row's data", "a flipped bit"])
-def test_a_row_that_was_tampered_with_is_no_response(change: str, tmp_path: Path) -> None:
-    """Data belong to one tenant and id: a row with another's data is refused, though its key is right."""
+@pytest.mark.parametrize("second_place", [("globex", "resp_2"), ("globex", "resp_1"), ("acme", "resp_2")], ids=str)
+def test_a_row_that_was_tampered_with_is_no_response(
+    change: str, second_place: tuple[str, str], tmp_path: Path
+) -> None:
+    """Data belong to one tenant and id: a row with another's data is refused, though its key is right.
+
+    The other one may be of the same tenant: each text has its own key. (docs: isolation)
+    """
     file = tmp_path / "responses.sqlite"
     with_stored(file, lambda stored: stored.put("acme", document("resp_1", "ours")))
-    with_stored(file, lambda stored: stored.put("globex", document("resp_2", "theirs")))
+    with_stored(file, lambda stored: stored.put(second_place[0], document(second_place[1], "theirs")))
     with sqlite3.connect(file) as database:
         rows = dict(database.execute("SELECT id, data FROM sealed_responses").fetchall())
         (first, one), (second, other) = rows.items()
@@ -96,7 +102,7 @@ def test_a_row_that_was_tampered_with_is_no_response(change: str, tmp_path: Path
             database.execute("UPDATE sealed_responses SET data = ? WHERE id = ?", (data, key))
     database.close()
     refused = 0
-    for tenant, response_id in (("acme", "resp_1"), ("globex", "resp_2")):
+    for tenant, response_id in (("acme", "resp_1"), second_place):
         try:
             with_stored(file, lambda stored, of=(tenant, response_id): stored.get(*of))
         except ResponseDamaged as error:

@@ -63,7 +63,7 @@ def test_no_collision_gives_a_block_of_other_tokens_or_of_another_scope(
 ) -> None:
     """Requests have any scopes and any number of public blocks, while different contents have equal hashes.
 
-    No hit, no overwrite, and the first owner keeps its blocks. (docs: caching)
+    No hit, no overwrite, no shared block once it is computed, and the first owner keeps its blocks. (docs: caching)
     """
     cache = PrefixCache(64, 2, hash_chain=hash_chain)
     content: dict[int, tuple[PrefixScope, list[int]]] = {}
@@ -73,7 +73,8 @@ def test_no_collision_gives_a_block_of_other_tokens_or_of_another_scope(
             assert content[block] == (scope.at(i), ids[: 2 * i + 2])
         for i, block in enumerate(fill(cache, tokens(*ids), scope)[: len(ids) // 2]):
             if cache.index.of_block(block) is not None:
-                content.setdefault(block, (scope.at(i), ids[: 2 * i + 2]))
+                own = scope.at(i), ids[: 2 * i + 2]
+                assert content.setdefault(block, own) == own
         assert all(block in cache.index for block in content)
 
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.engine.scheduling.fair_queue import QUANTUM_TOKENS, RECENT_STEPS, SHORTEST_TURN_PART, FairQueue
@@ -87,3 +87,18 @@ def test_decodes_count_as_use_and_an_awaited_tenant_has_whole_turns(
 def test_a_quantum_is_at_most_a_quarter_of_a_step() -> None:
     """One step then serves four tenants."""
     assert [FairQueue(tokens).quantum_tokens for tokens in (8192, 64, 2)] == [QUANTUM_TOKENS, 16, 1]
+
+
+@given(passing=st.integers(1, 300), idle_steps=st.integers(10 * RECENT_STEPS, 12 * RECENT_STEPS))
+@settings(max_examples=10)
+def test_tenants_that_left_shorten_nobodys_turns_and_are_forgotten(passing: int, idle_steps: int) -> None:
+    """Else the mean use would fall with each of them, and all tenants of equal use would count as heavy."""
+    queue = FairQueue(2048)
+    for number in range(passing):
+        serve(queue, {f"passing {number}": 10}, 10)
+    equal = {"a": 4, "b": 4}
+    for _ in range(idle_steps):
+        queue.begin([], equal)
+    assert queue._used.keys() == equal.keys()
+    assert queue.coming(list(equal), equal) == dict.fromkeys(equal, queue.quantum_tokens)
+    assert not queue.is_heavy("a")
