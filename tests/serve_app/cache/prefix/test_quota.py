@@ -65,12 +65,12 @@ def test_a_flood_does_not_evict_a_public_prompt() -> None:
 
 @pytest.mark.parametrize("read", [True, False])
 def test_a_public_prompt_has_a_share_as_long_as_it_is_read(read: bool) -> None:
-    """Its reads count as its requests: nobody publishes it anew."""
+    """Its reads count as its requests: nobody publishes it anew. No tenant's own block follows it."""
     bench = Bench(24, flood=1.0, small=1.0)
-    bench.fill("flood", 5, 1, public=4)
+    bench.fill("flood", 4, 1, public=4)
     for number in range(4):
         bench.now_s += ACTIVE_S / 2
-        bench.fill("small", 4 + read, 50 + number, public=4 * read)
+        bench.fill("small", 4, 50 + number, public=4 * read)
     for number in range(2, 30):
         bench.fill("flood", 3, number)
     assert bench.held(PUBLIC) == (4 if read else 0)
