@@ -48,7 +48,7 @@ def session_header() -> str:
 
 
 def check_llm_headers(check: Callable[[Iterable[tuple[str, str]]], object]) -> None:
-    """Call ``check`` with all headers of each request to Ray's LLM ingress in this process, if there is one.
+    """Call ``check`` with all headers of each later request to Ray's LLM ingress in this process, if there is one.
 
     It passes on only the first of equal headers. An error with a ``status_code`` is the answer.
     """

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, RunningReplica
@@ -52,6 +51,7 @@ class WarmRouter(CacheAwareRouter):
         self._scopes: Scopes | None = None
         self._prompts: Any = None
         self._loading: asyncio.Task[None] | None = None
+        check_llm_headers(self._check)  # Ray makes a router for its ingress' first request, so not of that one
 
     @property
     def core(self) -> RoutingCore:
@@ -135,6 +135,11 @@ class WarmRouter(CacheAwareRouter):
             self._fault("reading a request")
             return None
 
+    def _check(self, headers: Iterable[tuple[str, str]]) -> None:
+        """Raise RepeatedTenant for a request that names two tenants, once the tenants' header is known."""
+        if self._facts is not None:
+            only_value(headers, self._facts.tenant_header.lower())
+
     def _unkeyed(self, reason: str) -> RoutedRequest | None:
         """Count a request that is routed by load."""
         self.by_load[reason] += 1
@@ -162,8 +167,6 @@ class WarmRouter(CacheAwareRouter):
         )
 
     def _learn(self, facts: EngineFacts) -> None:
-        if facts.tenant_header and (self._facts is None or self._facts.tenant_header != facts.tenant_header):
-            check_llm_headers(partial(only_value, name=facts.tenant_header.lower()))
         self._facts, self._prompts = facts, None
         self._core.configure(replace(self._core.settings, block_size=facts.block_size))
         self._loading = self._event_loop.create_task(self._load(facts))
