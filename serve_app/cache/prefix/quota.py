@@ -182,6 +182,11 @@ class PoolShares(Accounts[Q]):
         self._kept_by: float | None = None  # the sum of weights that it was computed with
         self._next_unguarded_s = -math.inf
 
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """See ``Accounts.set_weights``."""
+        super().set_weights(weights)
+        self._kept_by = None  # their sum may be the same
+
     def touch(self, tenant: str, ago_s: float = 0.0) -> Account[Q]:
         """See ``Accounts.touch``."""
         account = super().touch(tenant, ago_s)

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from router.protocol.block_hash import PrefixScope
@@ -164,6 +164,15 @@ ACTIONS = st.one_of(
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(ACTIONS, max_size=40))
+@example(
+    [
+        ("weigh", "a", 3.0),
+        ("fill", "a", 1, False),
+        ("fill", "a", 2, False),
+        ("fill", "b", 1, False),
+        ("weigh", "b", 3.0),
+    ]
+)
 def test_shares_are_those_that_a_look_at_every_tenant_finds(actions: list[Any]) -> None:
     """In any order of requests, evictions, pauses and new weights."""
     bench = Bench(24)
