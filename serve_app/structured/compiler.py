@@ -27,7 +27,10 @@ _LAYOUT: JsonCompileOptions = {
 """JSON has one layout, because some models would write white space for ever."""
 _MAX_TRIES = 256
 """The maximum parts of one schema that are compiled, to find the wrong one."""
-_COSTLY = ("patternProperties", "additionalProperties", "pattern", "required", "minItems", "anyOf", "oneOf", "$ref")
+_COSTLY = (
+    "patternProperties", "minProperties", "maxProperties", "pattern", "required", "minItems", "additionalProperties",
+    "anyOf", "oneOf", "$ref",
+)  # fmt: skip
 """Keywords that make a whole schema impossible to follow though each part is possible."""
 _PROBES, _PROBE_TOKENS = 4, 32
 """The answers that are tried before a grammar is accepted, and the tokens of each."""
@@ -110,6 +113,8 @@ class GrammarCompiler:
                 if self._error(leaf) == str(error):
                     keyword = self._wrong(leaf, str(error))
                     raise GrammarError(f"{_at(keyword, path, grammar)}: {error}") from error
+            if re.match("Resource|Pointer|Anchor|circular", str(error)):
+                raise GrammarError(f"`$ref`: {error}") from error
             costly = [keyword for keyword in _COSTLY if _has(found.schema, keyword)]
             for keyword, _ in zip(costly, tries, strict=False):
                 if not self._error(_without(found.schema, keyword)):
@@ -204,7 +209,7 @@ def _json_form(schema: Any, *, coerce_one_of: bool = False) -> str:
     from llguidance import LLMatcher
 
     if schema is False:
-        raise GrammarError("nothing matches it, because a required part leads back to itself")
+        raise GrammarError("nothing matches it, because a part that it requires is false or leads back to itself")
     try:
         return LLMatcher.grammar_from_json_schema(json.dumps(schema), None, {**_LAYOUT, "coerce_one_of": coerce_one_of})
     except ValueError as error:

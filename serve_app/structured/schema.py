@@ -39,7 +39,7 @@ _ANNOTATIONS = {
 }  # fmt: skip
 _URI = re.compile(r"[\w.~:/?#\[\]@!$&'()*+,;=%-]*", re.ASCII)
 _STANDARD = re.compile(
-    r"http://json-schema\.org/(draft-0[467]/)?schema#?|https://json-schema\.org/draft/20(19-09|20-12)/schema#?"
+    r"http://json-schema\.org/draft-0[467]/schema#?|https://json-schema\.org/draft/20(19-09|20-12)/schema#?"
 )
 _NONE: Mapping[str, Level] = {}
 _MAX_ROUNDS = 16
@@ -104,7 +104,7 @@ class _Walk:
         self._found = found
         self._levels = levels
         self._references = _references(root)
-        self._dynamic = any("$dynamicRef" in part for part in _objects(root))
+        self._dynamic = any("$dynamicRef" in part or "$recursiveRef" in part for part in _objects(root))
         self._pairs = _MAX_PAIRS
 
     def part(self, schema: Any, path: str, level: Level) -> Any:
@@ -168,7 +168,7 @@ class _Walk:
             *((name, schema.get(name) == {}) for name in ("dependentRequired", "dependentSchemas", "dependencies")),
             *((name, "if" not in schema) for name in ("then", "else")),
             ("if", not {"then", "else"} & schema.keys()),
-            ("$dynamicAnchor", not self._dynamic),
+            *((name, not self._dynamic) for name in ("$dynamicAnchor", "$recursiveAnchor")),
             *((name, not _may_be(schema, "array")) for name in _OF_ARRAYS),
             *((name, not _may_be(schema, "object")) for name in _OF_OBJECTS),
             ("contains", schema.get("minContains") == 0 and "maxContains" not in schema),

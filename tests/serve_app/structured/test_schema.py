@@ -98,7 +98,7 @@ LOOP = {"type": "object", "properties": {"n": {"$ref": "#"}}, "required": ["n"]}
          "`patternProperties`: .*required property 'a'"),
         ({"type": "object", "patternProperties": {"a$": {"$ref": "#"}}, "required": ["a"]},
          "`patternProperties`: it takes too much work"),
-        (LOOP, "nothing matches it, because a required part leads back to itself"),
+        (LOOP, "nothing matches it, because a part that it requires"),
         ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "nothing matches it"),
         ({"oneOf": [INTEGER, {"type": "number"}]}, "`oneOf` at # is not supported"),
         ({"oneOf": [INTEGER] * 3000}, "`oneOf` at #"),
