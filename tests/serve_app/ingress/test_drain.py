@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -60,7 +61,7 @@ async def test_answers_that_end_in_time_are_waited_for_and_others_end_with_an_er
 async def test_an_answer_counts_until_its_last_byte() -> None:
     """An answer that ends with an exception counts too."""
     drain, begun, sending = Drain(), asyncio.Event(), asyncio.Event()
-    application = make_application(partial_services(drain=drain))
+    application = make_application(partial_services(drain=drain, guard=SimpleNamespace(allowed_hosts=None)))
 
     async def send(_: object) -> None:
         begun.set()
