@@ -7,7 +7,7 @@ VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed
 PYTHON_GPU ?= $(if $(wildcard $(VLLM_BIN)/python),$(VLLM_BIN),$(BIN))/python
 
-.PHONY: serve test lint venv figures docs clean help venv-vllm test-vllm test-ray-llm test-gpu test-schemas
+.PHONY: serve test lint venv figures docs clean help venv-vllm test-vllm test-ray-llm test-gpu test-schemas test-templates
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -64,6 +64,12 @@ test-schemas: $(STAMP)  ## run grammars of 1,500 real JSON Schemas, from package
 		&& $(BIN)/python -m pip download --disable-pip-version-check --no-deps --no-binary jsonschema \
 		-d $(SCHEMAS) jsonschema==4.26.0; }
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/serve_app/structured/test_real_schemas.py -s $(ARGS)
+TEMPLATES := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/warmpath/templates
+
+test-templates: $(STAMP)  ## run the laws of conversations over real chat templates, from a wheel of 56 MB (minutes)
+	@test -n "$$(ls $(TEMPLATES)/*.whl 2>/dev/null)" || $(BIN)/python -m pip download \
+		--disable-pip-version-check --no-deps -d $(TEMPLATES) xinference==4.1.0
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/templates -n 2 -rs $(ARGS)
 
 test-gpu: $(if $(filter $(BIN)/python,$(PYTHON_GPU)),$(STAMP))  ## run the tests that need one CUDA GPU (minutes; without a GPU they are skipped)
 	$(PYTHON_GPU) -m pytest -m gpu -rs tests/gpu tests/serve_app/engine $(ARGS)

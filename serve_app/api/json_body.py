@@ -148,11 +148,15 @@ class JsonBody(BaseModel):
         return found | dict.fromkeys(islice(ignored, MAX_TOLD), 0)
 
 
+CALL_PREFIX = "toolu_"
+"""The beginning of Anthropic's ids of calls; the same conversation by another API has it too, or not."""
+
+
 def call_id(value: Any, path: str) -> str:
-    """Return the id in a tool call or its result. Raises InvalidRequest."""
+    """Return the id in a tool call or its result, the same for every API. Raises InvalidRequest."""
     if not isinstance(value, str) or not 1 <= len(value) <= MAX_ID_CHARS:
         raise InvalidRequest(f"{path} must be a string of 1 to {MAX_ID_CHARS} characters.", param=path)
-    return value
+    return value.removeprefix(CALL_PREFIX)
 
 
 def _count_values(raw: bytes) -> int:

@@ -176,7 +176,7 @@ def check(
         fail(f"cannot read {file}: {error}")
     for mistake in mistakes:
         place = f"{mistake.place}: " if mistake.place else ""
-        print(f"{file}:{mistake.line}: {place}{mistake.what}")
-    if mistakes:
+        print(f"{file}:{mistake.line}: {place}{'note: ' if mistake.minor else ''}{mistake.what}")
+    if not all(mistake.minor for mistake in mistakes):
         raise typer.Exit(1)
     print(f"{file}: nothing is wrong")

@@ -10,6 +10,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 
 from serve_app.errors import InvalidRequest
+from serve_app.tokenization.repairs import Chat, Repairs, left_out
 
 _WORD = re.compile(r"\w+")
 OTHER_WORDS: Mapping[str, Any] = {"role": "user", "content": "\ue000\ue001\ue000"}
@@ -33,6 +34,7 @@ class ChatTemplate:
         self._reserved = frozenset((*parameters, *tokenizer.SPECIAL_TOKENS_ATTRIBUTES))
         # Computed once, because templates have many thousand characters.
         self._words = frozenset(_WORD.findall(self.source))
+        self.repairs = Repairs(lambda messages, tools: self._apply(messages, True, {}, tools))
 
     @property
     def source(self) -> str:
@@ -41,8 +43,13 @@ class ChatTemplate:
 
     @property
     def reads_tools(self) -> bool:
-        """Whether the template uses the variable ``tools``."""
-        return not any(self.unread(["tools"]))
+        """Whether the template shows tools to the model."""
+        return self.repairs.shows_tools
+
+    @property
+    def notes(self) -> list[str]:
+        """A sentence for each thing that the template does not take, and what is done about it."""
+        return self.repairs.said
 
     def render(
         self,
@@ -70,25 +77,30 @@ class ChatTemplate:
             if name in self._reserved:
                 raise InvalidRequest(f"chat_template_kwargs must not set {name}.", param="chat_template_kwargs")
         more = {"continue_final_message": True} if continue_final_message else {}
-        try:
-            text = self._apply(messages, add_generation_prompt, {**kwargs, **more}, tools)
-        except InvalidRequest:
-            messages = _alternating(messages)
-            text = self._apply(messages, add_generation_prompt, {**kwargs, **more}, tools)
+        mended = self.repairs.mended(Chat(messages, tools))
+        text = self._apply(mended.messages, add_generation_prompt, {**kwargs, **more}, mended.tools)
+        lost = left_out(messages, text)
+        if lost is not None:
+            role = messages[lost]["role"]
+            raise InvalidRequest(
+                f"The model's chat template leaves out message {lost}, of the role {role}; say it in another way.",
+                param="messages",
+            )
         leading = list(takewhile(lambda message: message["role"] == "system", messages))
-        if not leading and not tools:
-            return RenderedPrompt(text, "")
+        if not tools and (not leading or text.startswith(alone := self._alone(leading, kwargs))):
+            return RenderedPrompt(text, alone if leading else "")
+        before, marker, _ = self._alone([*leading, OTHER_WORDS], kwargs, tools).partition(OTHER_WORDS["content"])
+        return RenderedPrompt(text, before if marker and text.startswith(before) else "")
+
+    def _alone(
+        self, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """Return a part of a conversation in the template's form; of what it refuses, private-use characters."""
+        mended = self.repairs.mended(Chat(messages, tools))
         try:
-            probe = self._apply([*leading, OTHER_WORDS] if tools else leading, False, kwargs, tools)
+            return self._apply(mended.messages, False, kwargs, mended.tools)
         except InvalidRequest:
-            return RenderedPrompt(text, "")
-        if tools:
-            before, marker, _ = probe.partition(OTHER_WORDS["content"])
-            return RenderedPrompt(text, before if marker and text.startswith(before) else "")
-        if not text.startswith(probe):
-            equal = takewhile(lambda pair: pair[0] == pair[1], zip(text, probe, strict=False))
-            probe = text[: sum(1 for _ in equal)]
-        return RenderedPrompt(text, probe)
+            return "\ue002"
 
     def unread(self, names: Iterable[str]) -> Iterator[str]:
         """Yield the variable names that do not occur in the template, and therefore have no effect."""
@@ -122,16 +134,3 @@ class ChatTemplate:
                 "chat_template_kwargs.",
                 param="messages",
             ) from error
-
-
-def _alternating(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return messages for strict templates: one system message at the start, later ones as user turns."""
-    told: list[Mapping[str, Any]] = []
-    for message in messages:
-        before, role = told[-1]["role"] if told else "system", message["role"]
-        role = "user" if role == "system" != before else role
-        if told and before == role in ("system", "user"):
-            told[-1] = {**told[-1], "content": f"{told[-1]['content']}\n\n{message['content']}"}
-        else:
-            told.append({**message, "role": role})
-    return told

@@ -13,7 +13,6 @@ from serve_app.errors import InvalidRequest
 MAX_BREAKPOINTS = 4
 TTLS_S = {"5m": 300.0, "1h": 3600.0}
 ROLES = ("user", "assistant", "system")
-CALL_PREFIX = "toolu_"
 BILLING = "x-anthropic-billing-header:"
 """The start of a system block of Claude Code that only Anthropic needs; it differs in every conversation."""
 
@@ -114,7 +113,7 @@ class Conversation:
         if kind == "tool_result":
             self._join()
             result = self._result_text(block.get("content"), f"{path}.content")
-            answered = _call_id(block.get("tool_use_id"), f"{path}.tool_use_id")
+            answered = call_id(block.get("tool_use_id"), f"{path}.tool_use_id")
             self.messages.append({"role": "tool", "content": result, "tool_call_id": answered})
             self._add_breakpoint(block.get("cache_control") or _inner_control(block.get("content")), path)
             return
@@ -131,7 +130,7 @@ class Conversation:
         if too_deep(arguments):
             raise InvalidRequest(f"{path}.input must be nested at most {MAX_ARGUMENT_DEPTH} deep.", param=path)
         function = {"name": name, "arguments": arguments}
-        call = {"id": _call_id(block.get("id"), f"{path}.id"), "type": "function", "function": function}
+        call = {"id": call_id(block.get("id"), f"{path}.id"), "type": "function", "function": function}
         self.messages[-1].setdefault("tool_calls", []).append(call)
         self._add_breakpoint(block.get("cache_control"), path)
 
@@ -209,10 +208,6 @@ def _ttl_s(control: Any, field: str) -> float:
     if not isinstance(ttl, str) or ttl not in TTLS_S:
         raise InvalidRequest(f'{field} must be {{"type": "ephemeral"}}, with a ttl of "5m" or "1h".', param=field)
     return TTLS_S[ttl]
-
-
-def _call_id(value: Any, path: str) -> str:
-    return call_id(value, path).removeprefix(CALL_PREFIX)  # some templates accept only ids in the model's own form
 
 
 def _inner_control(content: Any) -> Any:

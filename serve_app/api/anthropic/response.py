@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from serve_app.api.anthropic.conversation import CALL_PREFIX
 from serve_app.api.anthropic.history import Asked
 from serve_app.api.format import AnswerHead, AnswerStream, Choice, ErrorAnswer, FinishReason, ToldToken, Usage
+from serve_app.api.json_body import CALL_PREFIX
 from serve_app.api.sse import named_event
 from serve_app.api.tool_calls import CallArguments, CallBegun, CallEvent
 from serve_app.errors import WarmpathError

@@ -6,7 +6,7 @@ from pydantic import ConfigDict, WithJsonSchema
 from typing_extensions import TypedDict
 
 from serve_app.api.as_text import MEDIA, as_text
-from serve_app.api.json_body import Must, Text1024
+from serve_app.api.json_body import Must, Text1024, call_id
 from serve_app.api.kinds import CHAT_PARTS, Kinds
 from serve_app.api.openai.tools import call_for_template
 from serve_app.api.request import reasoning_fields
@@ -86,7 +86,10 @@ def for_template(message: Message, index: int, in_parts: set[str]) -> dict[str, 
         content = "" if absent else joined(content, f"messages[{index}].content", in_parts, thoughts)
     shown: dict[str, Any] = {"role": _ROLES[role], "content": content}
     if len(message) > 2 or "content" not in message or thoughts or role == "function":
-        shown |= {name: text for name in ("name", "tool_call_id") if (text := message.get(name)) is not None}
+        if (name := message.get("name")) is not None:
+            shown["name"] = name
+        if message.get("tool_call_id"):
+            shown["tool_call_id"] = call_id(message["tool_call_id"], f"messages[{index}].tool_call_id")
         if role == "function":
             shown["tool_call_id"] = f"call_{message.get('name')}"
         if role == "assistant":  # what it said instead of a content

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from pydantic import Field
 
-from serve_app.api.json_body import MAX_ID_CHARS, JsonBody, Must
+from serve_app.api.json_body import JsonBody, Must, call_id
 from serve_app.api.request import NO_TOOLS, Tool, ToolUse
 from serve_app.errors import InvalidRequest
 
@@ -171,13 +171,7 @@ def call_for_template(call: Any, path: str, ignored: set[str]) -> dict[str, Any]
         example = '{"id": "...", "type": "function", "function": {"name": "...", "arguments": "{...}"}}'
         raise InvalidRequest(f"{path} must be a call like {example}.", param=path)
     shown = {"type": "function", "function": called(function, f"{path}.function", ignored)}
-    call_id = call.get("id")
-    if call_id is not None:
-        if not isinstance(call_id, str) or len(call_id) > MAX_ID_CHARS:
-            most = f"a string of at most {MAX_ID_CHARS} characters"
-            raise InvalidRequest(f"{path}.id must be {most}.", param=f"{path}.id")
-        shown = {"id": call_id, **shown}
-    return shown
+    return {"id": call_id(call["id"], f"{path}.id"), **shown} if call.get("id") else shown
 
 
 def with_input(custom: Mapping[str, Any]) -> dict[str, Any]:

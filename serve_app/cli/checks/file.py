@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import yaml
 from pydantic import ValidationError
 
-from serve_app.cli.checks.settings import Place, before_model, with_model
+from serve_app.cli.checks.settings import Place, before_model, template_notes, with_model
 from serve_app.config.files import rooted
 from serve_app.config.live import BadSettings, Location, app_config, overlaid
 
@@ -15,11 +15,15 @@ IMPORT_PATHS = "serve_app:build_app", "serve_app:app", "serve_app.app:build_app"
 
 
 class Mistake(NamedTuple):
-    """A mistake in a file. ``line``: from 1; ``place``: a path of names and numbers, "" for the whole file."""
+    """A mistake in a file. ``line``: from 1; ``place``: a path of names and numbers, "" for the whole file.
+
+    ``minor``: good to know; the file can be deployed.
+    """
 
     line: int
     place: str
     what: str
+    minor: bool = False
 
 
 def mistakes_in(text: str, directory: Path | None = None, *, place_of_run: Place = "elsewhere") -> list[Mistake]:
@@ -139,3 +143,5 @@ def _settings(document: _Document, place: Location, values: Any, place_of_run: P
         return
     for setting, sentence in (*before_model(config, place_of_run), *with_model(config, place_of_run)):
         yield document.mistake((*place, setting), sentence)
+    for sentence in template_notes(config, place_of_run):
+        yield document.mistake((*place, "model"), f"the chat template: {sentence}")._replace(minor=True)

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,6 +40,13 @@ try:
     parsed_engine_args(json.loads(sys.argv[1]))
 except ValueError as error:
     print(error)
+"""
+_TEMPLATE = """
+import logging, sys
+from pathlib import Path
+from serve_app.tokenization.tokenizer import PromptTokenizer
+logging.disable(logging.WARNING)
+print(*PromptTokenizer(Path(sys.argv[1])).template.notes, sep="\\n")
 """
 _ARCHITECTURE = """
 import sys
@@ -104,11 +112,16 @@ def _fit(settings: AppConfig, place: Place) -> Iterator[Refusal]:
         yield from _refusal("store_responses", lambda: open_database(url, Path(), Bounds(1, 1)))  # does not connect
 
 
-def _model(settings: AppConfig, place: Place) -> Iterator[Refusal]:
-    """Check that the checkpoint exists and fits, with its budgets. A name to fetch does not count as missing."""
+def _there(settings: AppConfig, place: Place) -> bool:
+    """Return whether to look at the checkpoint now."""
     path = Path(settings.model).expanduser()
     by_name = settings.model in BUILT_IN or is_hub_id(settings.model)
-    if place != "start" and not path.is_dir() and (by_name or path.is_file() or not _looks_into(path, place)):
+    return place == "start" or path.is_dir() or not (by_name or path.is_file() or not _looks_into(path, place))
+
+
+def _model(settings: AppConfig, place: Place) -> Iterator[Refusal]:
+    """Check that the checkpoint exists and fits, with its budgets. A name to fetch does not count as missing."""
+    if not _there(settings, place):
         return
     try:
         info = load_served_model(settings)
@@ -124,6 +137,15 @@ def _model(settings: AppConfig, place: Place) -> Iterator[Refusal]:
         yield from _said("model", _ARCHITECTURE, str(info.path))
     if place == "start":
         yield from _memory(settings, info)
+
+
+def template_notes(settings: AppConfig, place: Place) -> Iterator[str]:
+    """Yield what the model's chat template does not take, and what is done about it."""
+    if place == "elsewhere" or not _there(settings, place):
+        return
+    with suppress(ValueError, OSError):
+        for _, sentences in _said("model", _TEMPLATE, str(load_served_model(settings).path)):
+            yield from sentences.splitlines()
 
 
 def _said(setting: str, program: str, argument: str) -> Iterator[Refusal]:

@@ -34,7 +34,7 @@ ITEM_PATHS = tuple(f"input[].{name}" for name in sorted(frozenset().union(*_ITEM
 
 
 def messages_of(items: list[Any], ignored: set[str], first: int = 0) -> list[dict[str, Any]]:
-    """Convert input items to messages; consecutive calls, and calls after a text, form one assistant's turn.
+    """Convert input items to messages; an assistant's text and calls between two results form one turn.
 
     ``first``: the first item's number in errors. Adds the paths of unread fields to ``ignored``. Items of tools that
     ran elsewhere become text. Raises InvalidRequest for items that hold none.
@@ -62,7 +62,10 @@ def messages_of(items: list[Any], ignored: set[str], first: int = 0) -> list[dic
             if said["role"] == "tool" and "tool_call_id" not in said:  # it answers the last call
                 calls = [call["id"] for message in messages for call in message.get("tool_calls", ())]
                 said |= {"tool_call_id": calls[-1]} if calls else {}
-            messages.append(said)
+            if said["role"] == "assistant" and messages and "tool_calls" in messages[-1]:
+                messages[-1]["content"] += said["content"]
+            else:
+                messages.append(said)
         if reasoning and messages[-1]["role"] == "assistant":
             messages[-1].update(reasoning_fields(messages[-1].get("reasoning", "") + reasoning))
             reasoning = ""

@@ -1,0 +1,426 @@
+"""Conversations in a form that a chat template takes and that loses nothing.
+
+Templates refuse, or leave out without an error, what their model was not trained on. Each template is probed once, at
+its load, with small conversations of marked texts; a repair is used only where a probe shows the need, and then always,
+so that a conversation's prefix stays the same when it grows. See ``REPAIRS`` and ``PROBES``.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from hashlib import blake2b
+from itertools import combinations, takewhile
+from typing import Any, NamedTuple
+
+from serve_app.errors import InvalidRequest
+
+Message = Mapping[str, Any]
+Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], str]
+"""Renders messages and tools. Raises InvalidRequest."""
+
+_BETWEEN = "\n\n"
+_ID_LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_ID_CHARS = 9
+_WORD = re.compile(r"[A-Za-z0-9]+")
+_SEEN_CHARS = 256
+
+
+class Chat(NamedTuple):
+    """A conversation's messages and tools."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] = ()
+
+
+class Repair(NamedTuple):
+    """Another form of a conversation. ``said``: what the template does, and what is done about it."""
+
+    said: str
+    mend: Callable[[Sequence[Message]], list[Message]]
+
+
+class Probe(NamedTuple):
+    """A conversation that a template should show whole. ``tried``: repairs, the mildest first.
+
+    ``shown``: texts that must be in the prompt, beside the marked ones; ``wrong``: texts that must not.
+    """
+
+    what: str
+    chat: Chat
+    tried: Sequence[Sequence[str]] = ()
+    wrong: Sequence[str] = ()
+
+
+class Repairs:
+    """What one template needs. ``unable``: what it cannot take at all; ``shows_tools``: whether it reads tools."""
+
+    def __init__(self, render: Render) -> None:
+        self._render = render
+        self._names: frozenset[str] = frozenset()
+        self.shows_tools = all(self._holds(probe, frozenset()) for probe in TOOLS_SHOWN)
+        self.unable: list[str] = []
+        for probe in PROBES:
+            if probe.chat.tools and not self.shows_tools:
+                continue
+            ways = (self._names.union(names) for names in ((), *probe.tried))
+            found = next((names for names in ways if self._holds(probe, names)), None)
+            if found is None:
+                self.unable.append(probe.what)
+            else:
+                self._names = found
+
+    @property
+    def said(self) -> list[str]:
+        """What an operator may want to know: a sentence for each repair, and for what is refused."""
+        made = [repair.said for name, repair in REPAIRS.items() if name in self._names]
+        return made + [f"it cannot show {what}: such a request gets status 400" for what in self.unable]
+
+    def mended(self, chat: Chat) -> Chat:
+        """Return a conversation in the form that this template takes."""
+        return _mended(chat, self._names) if self._names else chat
+
+    def _holds(self, probe: Probe, names: frozenset[str]) -> bool:
+        try:
+            text = self._render(*_mended(probe.chat, names))
+        except InvalidRequest:
+            return False
+        return all(mark in text for mark in _marks(probe.chat)) and not any(word in text for word in probe.wrong)
+
+
+def _mended(chat: Chat, names: frozenset[str]) -> Chat:
+    messages = chat.messages
+    for name, repair in REPAIRS.items():
+        if name in names:
+            messages = repair.mend(messages)
+    return Chat(messages, [_filled(tool) for tool in chat.tools] if _FILLED in names else chat.tools)
+
+
+def left_out(messages: Sequence[Message], text: str) -> int | None:
+    """Return the number of the first message of which a prompt shows nothing, None if there is none.
+
+    A guard for what no probe foresees: it looks for a word of each message, and of each call.
+    """
+    at = 0
+    for index, message in enumerate(messages):
+        content = message.get("content") or ""
+        # Templates cut the reasoning out of what an assistant said.
+        cut = message["role"] == "assistant" and "</" in content
+        words = [] if cut else [_longest_word(content[:_SEEN_CHARS])]
+        for word in (*words, *(call["function"]["name"] for call in message.get("tool_calls") or ())):
+            found = text.find(word, at)
+            if found < 0 and word not in text:
+                return index
+            at = max(at, found)
+    return None
+
+
+def _longest_word(text: str) -> str:
+    return max(_WORD.findall(text), key=len, default="")
+
+
+def _joined(first: Message, second: Message) -> Message:
+    """Return one message of two neighbours."""
+    parts = [part for part in (first.get("content"), second.get("content")) if part]
+    lists = {
+        name: [*(first.get(name) or ()), *(second.get(name) or ())]
+        for name in ("tool_calls",)
+        if first.get(name) or second.get(name)
+    }
+    return {**second, **first, **lists, "content": _BETWEEN.join(parts)}
+
+
+def _join_neighbours(messages: Sequence[Message]) -> list[Message]:
+    told: list[Message] = []
+    for message in messages:
+        if told and told[-1]["role"] == message["role"] in ("user", "assistant"):
+            told[-1] = _joined(told[-1], message)
+        else:
+            told.append(message)
+    return told
+
+
+def _leading(messages: Sequence[Message]) -> list[Message]:
+    return [*takewhile(lambda message: message["role"] == "system", messages)]
+
+
+def _join_systems(messages: Sequence[Message]) -> list[Message]:
+    leading = _leading(messages)
+    if len(leading) < 2:
+        return [*messages]
+    text = _BETWEEN.join(message["content"] for message in leading if message["content"])
+    return [{**leading[0], "content": text}, *messages[len(leading) :]]
+
+
+def _later_systems_to_users(messages: Sequence[Message]) -> list[Message]:
+    leading = len(_leading(messages))
+    later = ({**one, "role": "user"} if one["role"] == "system" else one for one in messages[leading:])
+    return [*messages[:leading], *later]
+
+
+def _with_a_user(messages: Sequence[Message]) -> list[Message]:
+    """Put an empty user message after the leading system messages, if no user's follows them."""
+    leading = _leading(messages)
+    rest = messages[len(leading) :]
+    begun = [] if rest and rest[0]["role"] == "user" else [{"role": "user", "content": ""}]
+    return [*leading, *begun, *rest]
+
+
+def _systems_to_user(messages: Sequence[Message]) -> list[Message]:
+    """Put the leading system messages before the first user message, in one message with it."""
+    leading = _leading(messages)
+    if not leading:
+        return [*messages]
+    text = _BETWEEN.join(message["content"] for message in leading if message["content"])
+    rest = messages[len(leading) :]
+    system = {"role": "user", "content": text}
+    if rest and rest[0]["role"] == "user":
+        return [_joined(system, rest[0]), *rest[1:]]
+    return [system, *rest]
+
+
+def _bridged(messages: Sequence[Message]) -> list[Message]:
+    """Put empty messages between, so that users and assistants alternate, a user first; calls do not count."""
+    told: list[Message] = []
+    before = "assistant"
+    for message in messages:
+        role = message["role"]
+        if role in ("user", "assistant") and not message.get("tool_calls"):
+            if role == before:
+                told.append({"role": "user" if role == "assistant" else "assistant", "content": ""})
+            before = role
+        told.append(message)
+    return told
+
+
+def _calls_one_by_one(messages: Sequence[Message]) -> list[Message]:
+    """Give each call a message of its own, with its results behind it."""
+    told: list[Message] = []
+    index = 0
+    while index < len(messages):
+        message = messages[index]
+        calls = message.get("tool_calls") or ()
+        index += 1
+        if len(calls) < 2:
+            told.append(message)
+            continue
+        results = [*takewhile(lambda one: one["role"] == "tool", messages[index:])]
+        index += len(results)
+        for number, call in enumerate(calls):
+            said = message if not number else {"role": "assistant", "content": ""}
+            told.append({**said, "tool_calls": [call]})
+            own = [one for one in results if one.get("tool_call_id") == call.get("id")]
+            told += own
+            results = [one for one in results if one not in own]
+        told += results
+    return told
+
+
+def _text_before_calls(messages: Sequence[Message]) -> list[Message]:
+    told: list[Message] = []
+    for message in messages:
+        if message.get("tool_calls") and message.get("content"):
+            told.append({name: value for name, value in message.items() if name != "tool_calls"})
+            message = {"role": "assistant", "content": "", "tool_calls": message["tool_calls"]}
+        told.append(message)
+    return told
+
+
+def _names_of_calls(messages: Sequence[Message]) -> Iterator[tuple[Message, str]]:
+    """Yield each message, with the name of the function whose result it is."""
+    names: dict[Any, str] = {}
+    last = ""
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            last = names[call.get("id")] = call["function"]["name"]
+        yield message, names.get(message.get("tool_call_id"), last) if message["role"] == "tool" else ""
+
+
+def _name_results(messages: Sequence[Message]) -> list[Message]:
+    return [{"name": name, **message} if name else message for message, name in _names_of_calls(messages)]
+
+
+def _calls_to_text(messages: Sequence[Message]) -> list[Message]:
+    told: list[Message] = []
+    for message, name in _names_of_calls(messages):
+        if message["role"] == "tool":
+            told.append({"role": "user", "content": f"{name or 'A tool'} returned:\n{message['content']}"})
+        elif message.get("tool_calls"):
+            calls = (json.dumps(call["function"], ensure_ascii=False) for call in message["tool_calls"])
+            content = "\n".join(filter(None, (message.get("content"), *calls)))
+            told.append({**{key: value for key, value in message.items() if key != "tool_calls"}, "content": content})
+        else:
+            told.append(message)
+    return told
+
+
+def _with_calls(messages: Sequence[Message], change: Callable[[dict[str, Any]], dict[str, Any]]) -> list[Message]:
+    return [
+        {**message, "tool_calls": [change(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _arguments_to_text(messages: Sequence[Message]) -> list[Message]:
+    def change(call: dict[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        arguments = json.dumps(function["arguments"], ensure_ascii=False)
+        return {**call, "function": {**function, "arguments": arguments}}
+
+    return _with_calls(messages, change)
+
+
+def _short_id(call_id: str) -> str:
+    """Return an id of nine letters and digits, always the same for the same id."""
+    if len(call_id) == _ID_CHARS and call_id.isascii() and call_id.isalnum():
+        return call_id
+    number = int.from_bytes(blake2b(call_id.encode(errors="surrogatepass"), digest_size=8).digest(), "big")
+    return "".join(_ID_LETTERS[number // 62**place % 62] for place in range(_ID_CHARS))
+
+
+def _shorten_ids(messages: Sequence[Message]) -> list[Message]:
+    """Give calls and results ids of nine letters and digits; one without an id gets that of its place."""
+    told, last = list[Message](), ["", *[]]
+    for number, message in enumerate(messages):
+        if message.get("tool_calls"):
+            calls = [
+                {**call, "id": _short_id(call.get("id") or f"{number} {place}")}
+                for place, call in enumerate(message["tool_calls"])
+            ]
+            last = [call["id"] for call in calls]
+            told.append({**message, "tool_calls": calls})
+        elif message["role"] == "tool":
+            given = message.get("tool_call_id")
+            own = _short_id(given) if given else (last.pop(0) if len(last) > 1 else last[0])
+            told.append({**message, "tool_call_id": own})
+        else:
+            told.append(message)
+    return told
+
+
+def _contents_to_parts(messages: Sequence[Message]) -> list[Message]:
+    return [{**message, "content": [{"type": "text", "text": message.get("content") or ""}]} for message in messages]
+
+
+def _filled(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    empty = {"description": "", "parameters": {"type": "object", "properties": {}}}
+    return {**tool, "function": {**empty, **tool["function"]}}
+
+
+_FILLED = "tools_filled"
+REPAIRS: Mapping[str, Repair] = {
+    _FILLED: Repair(
+        "it needs a description and parameters of every tool: empty ones are put where a tool has none", list
+    ),
+    "short_ids": Repair(
+        "it takes only ids of nine letters and digits: other ids of calls are mapped to such", _shorten_ids
+    ),
+    "named_results": Repair("it needs the function's name with a result: the call's is taken", _name_results),
+    "arguments_as_text": Repair("it takes the arguments of calls as JSON text: they are given so", _arguments_to_text),
+    "calls_one_by_one": Repair(
+        "it takes one call in a message: parallel ones are put behind each other, with their results",
+        _calls_one_by_one,
+    ),
+    "calls_as_text": Repair("it takes no calls and results: they are put into texts", _calls_to_text),
+    "later_systems_to_users": Repair(
+        "it takes system messages only at the start: later ones become the user's", _later_systems_to_users
+    ),
+    "joined_systems": Repair("it takes one system message: leading ones are joined", _join_systems),
+    "user_needed": Repair("it needs a user's message: an empty one is put where no user begins", _with_a_user),
+    "systems_to_user": Repair("it takes no system message: it is put before the user's first", _systems_to_user),
+    "joined_neighbours": Repair(
+        "it takes no two messages of one role in a row: they are joined", _join_neighbours
+    ),
+    "text_before_calls": Repair("it leaves out the text beside a call: it is put before the call", _text_before_calls),
+    "bridged": Repair(
+        "it wants users and assistants in turns: empty messages are put between where they are not", _bridged
+    ),
+    "parts": Repair("it takes contents only as lists of parts: they are given so", _contents_to_parts),
+}  # fmt: skip
+"""All repairs, in the order in which they are made."""
+
+
+def _told(role: str, mark: str, **more: Any) -> Message:
+    return {"role": role, "content": mark, **more}
+
+
+def _call(number: int = 1) -> Mapping[str, Any]:
+    arguments = {f"qzkey{number}": f"qzvalue{number}", "flag": True}
+    function = {"name": f"qzname{number}", "arguments": arguments}
+    return {"id": f"call_9f8e7d6c5b4a{number}", "type": "function", "function": function}
+
+
+def _result(number: int = 1) -> Message:
+    return _told("tool", f"qzresult{number}", tool_call_id=_call(number)["id"])
+
+
+_S, _T, _X = (_told("system", f"qzsystem{number}") for number in range(3))
+_U, _V, _W = (_told("user", f"qzuser{number}") for number in range(3))
+_A, _B = (_told("assistant", f"qzanswer{number}") for number in range(2))
+_NOTHING, _SILENCE = _told("user", ""), _told("assistant", "")
+_C, _D = (_told("assistant", "", tool_calls=[_call(number)]) for number in (1, 2))
+_BOTH = _told("assistant", "", tool_calls=[_call(1), _call(2)])
+_TEXT_AND_CALL = _told("assistant", "qzanswer9", tool_calls=[_call()])
+_TEXT_AND_SECOND = _told("assistant", "qzanswer8", tool_calls=[_call(2)])
+_THOUGHT = {**_TEXT_AND_CALL, "reasoning": "thought", "reasoning_content": "thought"}
+_R, _Q = _result(), _result(2)
+_PARAMETERS = {"type": "object", "properties": {"qzparameter": {"type": "string"}}, "required": ["qzparameter"]}
+_TOOL = {
+    "type": "function",
+    "function": {"name": "qztool", "description": "qzdescription", "parameters": _PARAMETERS},
+}
+_BARE = {"type": "function", "function": {"name": "qztool"}}
+_AS_PYTHON = ("'qzvalue1'", '\\"qzvalue1')
+"""Arguments that a template wrote as Python, or as JSON in JSON."""
+_MARK = re.compile(r"qz[a-z]+\d*")
+
+
+def _marks(chat: Chat) -> set[str]:
+    return {*_MARK.findall(json.dumps(chat))}
+
+
+def _some_of(*names: str) -> list[Sequence[str]]:
+    """Return every choice of some names, the smallest ones first."""
+    return [some for size in range(1, len(names) + 1) for some in combinations(names, size)]
+
+
+_TURNS = _some_of("joined_neighbours", "text_before_calls", "bridged")
+_CALLS = [*_some_of("short_ids", "named_results", "arguments_as_text"), ["calls_as_text"]]
+_SYSTEM = _some_of("systems_to_user", "joined_neighbours")
+_LATER = (["joined_systems"], ["later_systems_to_users"], ["later_systems_to_users", "joined_neighbours"])
+TOOLS_SHOWN = (Probe("tools", Chat([_U], [_TOOL])), Probe("tools after an answer", Chat([_U, _A], [_TOOL])))
+PROBES = (
+    Probe("a user's message", Chat([_U]), [["parts"]]),
+    Probe("a conversation", Chat([_U, _A, _V])),
+    Probe("two messages of a user in a row", Chat([_U, _V]), _TURNS),
+    Probe("two messages of an assistant in a row", Chat([_U, _A, _B, _V]), _TURNS),
+    Probe("an assistant's message at the start", Chat([_A, _V]), _TURNS),
+    Probe("an assistant's message at the end", Chat([_U, _A]), _TURNS),
+    Probe("an empty message of a user", Chat([_NOTHING, _A, _V]), _TURNS),
+    Probe("an empty message of an assistant", Chat([_U, _SILENCE, _V]), _TURNS),
+    Probe("a system message", Chat([_S, _U, _A, _V]), _SYSTEM),
+    Probe("two system messages", Chat([_S, _T, _U]), [["joined_systems"]]),
+    Probe("a system message alone", Chat([_S]), _some_of("user_needed", "systems_to_user")),
+    Probe("a call without a user's message", Chat([_C, _R]), [["user_needed"], *_TURNS]),
+    Probe("an assistant's message after the system's", Chat([_S, _A, _V]), _TURNS),
+    Probe("a system message later", Chat([_S, _U, _A, _X, _V]), _LATER),
+    Probe("a system message later, without one before", Chat([_U, _A, _X, _V]), _LATER),
+    Probe("a system message at the end", Chat([_S, _U, _X]), _LATER),
+    Probe("a call", Chat([_U, _C, _R, _A, _V]), _CALLS, _AS_PYTHON),
+    Probe("a result at the end", Chat([_U, _C, _R]), _CALLS, _AS_PYTHON),
+    Probe("a system message before a result at the end", Chat([_S, _U, _C, _R]), _SYSTEM),
+    Probe("a call and tools", Chat([_S, _U, _C, _R, _A, _V], [_TOOL]), _CALLS, _AS_PYTHON),
+    Probe("parallel calls", Chat([_U, _BOTH, _R, _Q, _A, _V]), [["calls_one_by_one"]], _AS_PYTHON),
+    Probe("two calls behind each other", Chat([_U, _C, _R, _D, _Q, _A, _V]), _TURNS, _AS_PYTHON),
+    Probe("a text beside a call", Chat([_U, _TEXT_AND_CALL, _R, _A, _V]), _TURNS),
+    Probe("a text beside a second call", Chat([_U, _C, _R, _TEXT_AND_SECOND, _Q, _A, _V]), _TURNS),
+    Probe("a reasoning and a text beside a call", Chat([_U, _THOUGHT, _R]), _TURNS),
+    Probe("a text before a call", Chat([_U, _B, _C, _R, _A, _V]), _TURNS),
+    Probe("a text after a call", Chat([_U, _C, _B, _R, _A, _V]), _TURNS),
+    Probe("a user's message after a result", Chat([_U, _C, _R, _V]), _TURNS),
+    Probe("a tool without description and parameters", Chat([_U], [_BARE]), [[_FILLED]]),
+    Probe("tools and an assistant's message at the start", Chat([_A, _V], [_TOOL]), _some_of("user_needed", "bridged")),
+    Probe("tools and a call at the start", Chat([_C, _R, _V], [_TOOL]), _some_of("user_needed", "bridged")),
+    Probe("tools and a system message", Chat([_S, _U, _A, _V], [_TOOL]), _SYSTEM),
+)  # fmt: skip
