@@ -42,13 +42,14 @@ class Repair(NamedTuple):
 class Probe(NamedTuple):
     """A conversation that a template should show whole. ``tried``: repairs, the mildest first.
 
-    ``shown``: texts that must be in the prompt, beside the marked ones; ``wrong``: texts that must not.
+    ``wrong``: texts that had better not be in the prompt; ``at_last``: a repair for want of any other.
     """
 
     what: str
     chat: Chat
     tried: Sequence[Sequence[str]] = ()
     wrong: Sequence[str] = ()
+    at_last: str = ""
 
 
 class Repairs:
@@ -62,12 +63,16 @@ class Repairs:
         for probe in PROBES:
             if probe.chat.tools and not self.shows_tools:
                 continue
-            ways = (self._names.union(names) for names in ((), *probe.tried))
-            found = next((names for names in ways if self._holds(probe, names)), None)
+            found = next((names for names, wrong in self._ways(probe) if self._holds(probe, names, wrong)), None)
             if found is None:
                 self.unable.append(probe.what)
             else:
                 self._names = found
+
+    @property
+    def calls_at_once(self) -> int:
+        """How many calls the template writes in one turn, in a form of its own: 0, 1, or 2 for any number."""
+        return 0 if "calls_as_text" in self._names else 1 if "calls_one_by_one" in self._names else 2
 
     @property
     def said(self) -> list[str]:
@@ -79,12 +84,20 @@ class Repairs:
         """Return a conversation in the form that this template takes."""
         return _mended(chat, self._names) if self._names else chat
 
-    def _holds(self, probe: Probe, names: frozenset[str]) -> bool:
+    def _ways(self, probe: Probe) -> Iterator[tuple[frozenset[str], Sequence[str]]]:
+        tried = [self._names.union(names) for names in ((), *probe.tried)]
+        yield from ((names, probe.wrong) for names in tried)
+        if probe.wrong:
+            yield from ((names, ()) for names in tried)
+        if probe.at_last:
+            yield self._names | {probe.at_last}, ()
+
+    def _holds(self, probe: Probe, names: frozenset[str], wrong: Sequence[str] = ()) -> bool:
         try:
             text = self._render(*_mended(probe.chat, names))
         except InvalidRequest:
             return False
-        return all(mark in text for mark in _marks(probe.chat)) and not any(word in text for word in probe.wrong)
+        return all(mark in text for mark in _marks(probe.chat)) and not any(word in text for word in wrong)
 
 
 def _mended(chat: Chat, names: frozenset[str]) -> Chat:
@@ -299,6 +312,24 @@ def _shorten_ids(messages: Sequence[Message]) -> list[Message]:
     return told
 
 
+def _name_ids(messages: Sequence[Message]) -> list[Message]:
+    """Make ids of functions' names and a call's number; results get their call's."""
+    told, ids, number = list[Message](), dict[Any, str](), 0
+    for message in messages:
+        if message.get("tool_calls"):
+            calls = []
+            for call in message["tool_calls"]:
+                name, given = call["function"]["name"], call.get("id")
+                own = given if str(given).startswith(f"functions.{name}:") else f"functions.{name}:{number}"
+                ids[given], number = own, number + 1
+                calls.append({**call, "id": own})
+            message = {**message, "tool_calls": calls}
+        elif message["role"] == "tool" and message.get("tool_call_id") in ids:
+            message = {**message, "tool_call_id": ids[message["tool_call_id"]]}
+        told.append(message)
+    return told
+
+
 def _contents_to_parts(messages: Sequence[Message]) -> list[Message]:
     return [{**message, "content": [{"type": "text", "text": message.get("content") or ""}]} for message in messages]
 
@@ -316,6 +347,7 @@ REPAIRS: Mapping[str, Repair] = {
     "short_ids": Repair(
         "it takes only ids of nine letters and digits: other ids of calls are mapped to such", _shorten_ids
     ),
+    "named_ids": Repair("it shows ids of calls in place of names: ids are made of the names", _name_ids),
     "named_results": Repair("it needs the function's name with a result: the call's is taken", _name_results),
     "arguments_as_text": Repair("it takes the arguments of calls as JSON text: they are given so", _arguments_to_text),
     "calls_one_by_one": Repair(
@@ -386,7 +418,7 @@ def _some_of(*names: str) -> list[Sequence[str]]:
 
 
 _TURNS = _some_of("joined_neighbours", "text_before_calls", "bridged")
-_CALLS = [*_some_of("short_ids", "named_results", "arguments_as_text"), ["calls_as_text"]]
+_CALLS = _some_of("short_ids", "named_ids", "named_results", "arguments_as_text")
 _SYSTEM = _some_of("systems_to_user", "joined_neighbours")
 _LATER = (["joined_systems"], ["later_systems_to_users"], ["later_systems_to_users", "joined_neighbours"])
 TOOLS_SHOWN = (Probe("tools", Chat([_U], [_TOOL])), Probe("tools after an answer", Chat([_U, _A], [_TOOL])))
@@ -402,15 +434,15 @@ PROBES = (
     Probe("a system message", Chat([_S, _U, _A, _V]), _SYSTEM),
     Probe("two system messages", Chat([_S, _T, _U]), [["joined_systems"]]),
     Probe("a system message alone", Chat([_S]), _some_of("user_needed", "systems_to_user")),
-    Probe("a call without a user's message", Chat([_C, _R]), [["user_needed"], *_TURNS]),
     Probe("an assistant's message after the system's", Chat([_S, _A, _V]), _TURNS),
     Probe("a system message later", Chat([_S, _U, _A, _X, _V]), _LATER),
     Probe("a system message later, without one before", Chat([_U, _A, _X, _V]), _LATER),
     Probe("a system message at the end", Chat([_S, _U, _X]), _LATER),
-    Probe("a call", Chat([_U, _C, _R, _A, _V]), _CALLS, _AS_PYTHON),
-    Probe("a result at the end", Chat([_U, _C, _R]), _CALLS, _AS_PYTHON),
+    Probe("a call", Chat([_U, _C, _R, _A, _V]), _CALLS, _AS_PYTHON, "calls_as_text"),
+    Probe("a result at the end", Chat([_U, _C, _R]), _CALLS, _AS_PYTHON, "calls_as_text"),
+    Probe("a call without a user's message", Chat([_C, _R]), [["user_needed"], *_TURNS]),
     Probe("a system message before a result at the end", Chat([_S, _U, _C, _R]), _SYSTEM),
-    Probe("a call and tools", Chat([_S, _U, _C, _R, _A, _V], [_TOOL]), _CALLS, _AS_PYTHON),
+    Probe("a call and tools", Chat([_S, _U, _C, _R, _A, _V], [_TOOL]), _CALLS, _AS_PYTHON, "calls_as_text"),
     Probe("parallel calls", Chat([_U, _BOTH, _R, _Q, _A, _V]), [["calls_one_by_one"]], _AS_PYTHON),
     Probe("two calls behind each other", Chat([_U, _C, _R, _D, _Q, _A, _V]), _TURNS, _AS_PYTHON),
     Probe("a text beside a call", Chat([_U, _TEXT_AND_CALL, _R, _A, _V]), _TURNS),

@@ -57,7 +57,7 @@ def written_turns(template: ChatTemplate, make_id: Callable[[str, int], str]) ->
 
     One call, then two at once if the template takes both. Nothing if it refuses calls or leaves them out.
     """
-    for calls in (CALLS[:1], CALLS):
+    for calls in (CALLS[:1], CALLS)[: template.repairs.calls_at_once]:
         try:
             text = _turn(template, calls, make_id)
         except InvalidRequest:
