@@ -83,9 +83,6 @@ SPECIAL["deepseek_v31"] = SPECIAL["deepseek_v3"]
 UNREAD = {
     "an unknown mark": _template("<<call>> {{ f.name }} " + _JSON),
     "JSON that is none": _template('\n<tool_call>\n{"name": "{{ f.name }}, "arguments": ' + _JSON + '"}\n</tool_call>'),
-    "other words for JSON": _template("<tool_call>{{ f.name }} {{ f.arguments | tojson | upper }}</tool_call>"),
-        '\n<tool_call>\n{"name": "{{ f.name }}", "arguments": {{ f.arguments }}}\n</tool_call>'
-    ),
     "text behind a call": _template('\n<tool_call>{"name": "{{ f.name }}", "arguments": ' + _JSON + "}</tool_call> so"),
 }
 """Templates that write calls which no reader of this project reads back."""
