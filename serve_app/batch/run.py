@@ -78,7 +78,9 @@ class _Batch:
         self._engine = engine
         self._adapters = adapters
         self._matchers = ReplicaMatchers(config, info)
-        self._readers = AnswerReaders(tokenizer, config.tool_parser, config.reasoning_parser)
+        self._readers = AnswerReaders(
+            tokenizer, config.tool_parser, config.reasoning_parser, stop_in_reasoning=config.stop_in_reasoning
+        )
         secret = load_secret(secret_file=config.secret_file)
         tenants = Tenants((), secret)
         self._tenant = tenants.authenticate(None)

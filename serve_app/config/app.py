@@ -80,12 +80,16 @@ class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, C
     )
     tool_parser: str = Field(
         "auto",
-        description="format of tool calls by vLLM's name, such as hermes; auto: from chat template and special tokens",
+        description="format of tool calls by vLLM's name, such as hermes; auto: the one that reads back what the chat "
+        "template writes",
     )
     reasoning_parser: str = Field(
         "auto",
         description="tags around reasoning by vLLM's name, such as qwen3; auto: from chat template and special tokens; "
         "none: reasoning is text",
+    )
+    stop_in_reasoning: bool = Field(
+        False, description="stop strings end an answer inside its reasoning too, as in vLLM; default: only its content"
     )
     allowed_hosts: list[str] | None = Field(
         None,

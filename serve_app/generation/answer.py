@@ -54,6 +54,13 @@ class Piece(msgspec.Struct, frozen=True):
     prompt: RankedPrompt | None = None
 
 
+class Gate(Protocol):
+    """Tells text that stop strings do not end, such as reasoning, from the content behind it."""
+
+    def __call__(self, text: str, token_ids: Sequence[int], *, ended: bool = False) -> tuple[str, str]:
+        """Return (text before the content, more of the content) of a token's text."""
+
+
 class SplitPiece(Protocol):
     """Reads reasoning and tool calls out of pieces."""
 
@@ -169,6 +176,7 @@ class ChoiceReader:
 
     ``stop`` strings end it; with ``include_stop`` they are its last part. ``split``: None if it is only text.
     ``prompt``: None if nothing about the prompt's tokens is reported. ``by_id``: log-probabilities name tokens by ids.
+    ``gate``: None if stop strings end any text.
     """
 
     def __init__(
@@ -182,6 +190,7 @@ class ChoiceReader:
         include_stop: bool = False,
         prompt: PromptTokens | None = None,
         by_id: bool = False,
+        gate: Gate | None = None,
     ) -> None:
         sampling = generation.sampling
         self._by_id = by_id
@@ -195,6 +204,7 @@ class ChoiceReader:
         # not. With logprobs, characters are counted per token too.
         self._one_by_one = bool(stop) or sampling.logprobs is not None
         self._prompt = prompt
+        self._gate = gate if stop else None
         self._read = 0
         self._decoded_chars = self._shown_chars = len(self._before)
         self._told: deque[ToldToken] = deque()
@@ -216,7 +226,7 @@ class ChoiceReader:
             if tokens.finish_reason not in ("stop", "length"):
                 raise GenerationFailed("The generation was broken off; send the request again.")
             reason = tokens.finish_reason
-            rest, stopped = self._checker.push(self._decoder.flush())
+            rest, stopped = self._checked(self._decoder.flush(), (), ended=True)
             text += rest if stopped else rest + self._checker.flush()
         if stopped:
             reason = "stop"
@@ -262,11 +272,21 @@ class ChoiceReader:
             self._read += 1
             decoded = self._decoder.push((token_id,))
             self._decoded_chars += len(decoded)
-            text, stopped = self._checker.push(decoded, early=self._read <= self._min_tokens)
+            text, stopped = self._checked(decoded, (token_id,), early=self._read <= self._min_tokens)
             shown += text
             if stopped:
                 return shown, taken, True
         return shown, len(tokens.token_ids), False
+
+    def _checked(
+        self, text: str, token_ids: Sequence[int], *, early: bool = False, ended: bool = False
+    ) -> tuple[str, bool]:
+        """Return (text that is safe to show, whether a stop string was found)."""
+        if self._gate is None:
+            return self._checker.push(text, early=early)
+        before, content = self._gate(text, token_ids, ended=ended)
+        shown, stopped = self._checker.push(content, early=early)
+        return before + shown, stopped
 
     def _told_token(self, token_id: int, logprob: TokenLogprob) -> ToldToken:
         raw = by_its_id if self._by_id else self._decoder.shown_bytes

@@ -1,12 +1,12 @@
 """Separate the reasoning that a model writes before its answer by the tags around it. Source of names: vLLM."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from serve_app.api.format import ToldToken
+from serve_app.api.format import FinishReason, ToldToken
 from serve_app.generation.answer import Piece, SplitPiece
 from serve_app.tokenization.detokenizer import held_back
 
@@ -62,28 +62,98 @@ class ReasoningReader:
     """Splits one choice, token by token, into its reasoning and the text after it, which ``rest`` then reads.
 
     White space around either is dropped. The tags count as reasoning tokens; logprobs cover only tokens after it.
+    ``inside`` reads calls within the reasoning: the first one ends it, and ``inside`` reads what follows.
     """
 
-    def __init__(self, tags: Tags, *, opened: bool, rest: SplitPiece | None = None) -> None:
+    def __init__(
+        self, tags: Tags, *, opened: bool, rest: SplitPiece | None = None, inside: SplitPiece | None = None
+    ) -> None:
         self._tags = tags
         self._opened = opened
         self._rest = rest
+        self._inside = inside
         self._stage = "before"
-        self._held = ""
-        self._began = self._shown = False
+        self._held = self._space = ""
+        self._thought = ""
+        self._began = self._shown = self._closed = self._spaces = False
         self._tokens = 0
         self._told: tuple[ToldToken, ...] = ()
+        self.called = False
 
     @property
     def by_token(self) -> bool:
         """Whether reasoning may continue, or calls are read token by token."""
+        if self.called:
+            return self._inside is not None and self._inside.by_token
         return self._stage != "over" or (self._rest is not None and self._rest.by_token)
+
+    @property
+    def undecided(self) -> bool:
+        """Whether it is not known yet if the answer begins with reasoning."""
+        return self._stage == "before"
 
     def split(self, piece: Piece) -> list[Piece]:
         """Split a piece into one or several; in each the reasoning comes first."""
+        if self.called and self._inside is not None:
+            return self._after_call(self._inside.split(piece))
+        thinking = self._stage in ("before", "inside")
         if self._stage != "over":
             piece = self._split(piece)
+        if thinking and self._began and self._inside is not None:
+            calls = self._calls_within(piece, self._inside)
+            if calls is not None:
+                return calls
+            piece = replace(piece, reasoning=self._thought)
         return [piece] if self._rest is None or self._stage != "over" else self._rest.split(piece)
+
+    def _calls_within(self, piece: Piece, inside: SplitPiece) -> list[Piece] | None:
+        """Look for calls in a piece's reasoning; return None without any, and set what is left of the reasoning."""
+        ended = self._stage != "inside"
+        reason: FinishReason | None = (piece.finish_reason or "stop") if ended else None
+        read = inside.split(replace(piece, text=piece.reasoning, reasoning="", logprobs=(), finish_reason=reason))
+        at = next((at for at, part in enumerate(read) if part.calls), len(read))
+        thought = self._space + "".join(part.text for part in read[: at + 1])
+        self._thought = thought.rstrip()
+        self._space = thought[len(self._thought) :]
+        if at == len(read):
+            return None
+        first = replace(
+            read[0], text="", reasoning=self._thought, reasoning_tokens=piece.reasoning_tokens, calls=read[at].calls,
+            finish_reason=read[at].finish_reason,
+        )  # fmt: skip
+        found = [first, *read[at + 1 :]]
+        self.called = True
+        held, self._held = self._held, ""
+        if ended and (piece.text or piece.finish_reason is None):
+            # The tag ended reasoning whose last words were a call: others may follow behind it.
+            found = [replace(part, finish_reason=None) for part in found]
+            self._inside, self._closed = self._rest, True
+            behind = Piece(piece.index, piece.text, finish_reason=piece.finish_reason)
+            found += self._rest.split(behind) if self._rest is not None and piece.text else []
+        elif held:
+            found += inside.split(Piece(piece.index, held))
+        return self._after_call(found)
+
+    def _after_call(self, pieces: list[Piece]) -> list[Piece]:
+        """Drop the end tag, and the white space behind it, from the text behind a call in the reasoning."""
+        shown: list[Piece] = []
+        for piece in pieces:
+            text, self._held = self._held + piece.text, ""
+            if not self._closed:
+                before, found, text = text.partition(self._tags.end)
+                self._closed = bool(found)
+                keep = (
+                    0 if found or piece.calls or piece.finish_reason is not None else held_back(before, self._tags.end)
+                )
+                before, self._held = before[: len(before) - keep], before[len(before) - keep :]
+                self._spaces = bool(found)
+                text = before + text.lstrip()
+            elif self._spaces:
+                text = text.lstrip()
+            self._spaces = self._spaces and not text
+            reason: FinishReason | None = "tool_calls" if piece.finish_reason == "stop" else piece.finish_reason
+            shown.append(replace(piece, text=text, finish_reason=reason))
+        return shown
 
     def _split(self, piece: Piece) -> Piece:
         self._tokens += piece.new_tokens if self._stage in ("before", "inside") else 0
@@ -122,3 +192,27 @@ class ReasoningReader:
         shown = self._held if self._stage == "over" else ""
         self._held = "" if self._stage == "over" else self._held
         return reasoning, shown
+
+
+class ContentGate:
+    """Tells the text of reasoning, which stop strings do not end, from the content behind it.
+
+    ``reader``: the choice's own, which a call may end.
+    """
+
+    def __init__(self, tags: Tags, *, opened: bool, reader: ReasoningReader) -> None:
+        self._own = ReasoningReader(tags, opened=opened)
+        self._reader = reader
+        self._held = ""
+
+    def __call__(self, text: str, token_ids: Sequence[int], *, ended: bool = False) -> tuple[str, str]:
+        """Return (text before the content, more of the content). Text is held back while it may begin a tag."""
+        if self._reader.called:
+            text, self._held = self._held + text, ""
+            return "", text
+        self._held += text
+        _, content = self._own.push(text, ended=ended)
+        if self._own.undecided:
+            return "", ""
+        held, self._held = self._held, ""
+        return held[: len(held) - len(content)], content

@@ -129,7 +129,12 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
         limits=limits,
     )
     counters = Counters(metrics, front_door, ledger, prompt_traffic, misses)
-    readers = await asyncio.to_thread(AnswerReaders, tokenizer, config.tool_parser, config.reasoning_parser)
+    readers = await asyncio.to_thread(
+        AnswerReaders, tokenizer, config.tool_parser, config.reasoning_parser,
+        stop_in_reasoning=config.stop_in_reasoning,
+    )  # fmt: skip
+    if readers.unread:
+        logger.warning("requests with tools are refused: %s", readers.unread)
     services = Services(
         config=config, app_name=app_name, name=name, tenants=tenants, adapters=adapters, tokenizer=tokenizer,
         prompts=prompts, preparer=preparer, core=core, metrics=metrics, prefixes=prefixes, shares=shares, limits=limits,

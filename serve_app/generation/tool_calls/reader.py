@@ -1,22 +1,32 @@
 """Read a model's answers, with the reasoning and the tool calls in their text."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace as with_fields
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from serve_app.api.request import ChatRequest, CompletionRequest, GenerateRequest, ToolUse
+from serve_app.api.request import ChatRequest, CompletionRequest, GenerateRequest, Tool, ToolUse
 from serve_app.errors import InvalidRequest
-from serve_app.generation.answer import ChoiceReader, PromptTokens, SplitPiece
+from serve_app.generation.answer import ChoiceReader, Gate, PromptTokens, SplitPiece
 from serve_app.generation.generation import Generation
-from serve_app.generation.reasoning import REASONING_TAGS, ReasoningReader, Tags, find_reasoning_tags, grammar_after
+from serve_app.generation.reasoning import (
+    REASONING_TAGS,
+    ContentGate,
+    ReasoningReader,
+    Tags,
+    find_reasoning_tags,
+    grammar_after,
+)
 from serve_app.generation.tool_calls.allowed import AllowedCalls
 from serve_app.generation.tool_calls.call_reader import CallReader
 from serve_app.generation.tool_calls.formats import FORMATS, ToolFormat, forced_calls, json_list
 from serve_app.generation.tool_calls.round_trip import found_parser
 from serve_app.generation.tool_calls.source import MakeId
-from serve_app.generation.tool_calls.vllm_reader import OTHERS, VllmReader, check_parser
+from serve_app.generation.tool_calls.vllm_reader import OTHERS, VllmGate, VllmReader, check_parser
 from serve_app.tokenization.tokenizer import PromptTokenizer
+
+if TYPE_CHECKING:
+    from serve_app.engine.vllm.parsers import Push
 
 R = TypeVar("R", bound=GenerateRequest)
 
@@ -25,12 +35,14 @@ PROMPT_END_TOKENS = 64
 
 
 class AnswerReaders:
-    """Makes the readers of a model's answers; ``parser``, ``reasoning``: their settings.
+    """Makes the readers of a model's answers; ``parser``, ``reasoning``, ``stop_in_reasoning``: settings.
 
     Raises ValueError for an unknown parser, or one that does not fit the tokenizer.
     """
 
-    def __init__(self, tokenizer: PromptTokenizer, parser: str, reasoning: str = "auto") -> None:
+    def __init__(
+        self, tokenizer: PromptTokenizer, parser: str, reasoning: str = "auto", *, stop_in_reasoning: bool = False
+    ) -> None:
         check_parser("tool_parser", parser)
         check_parser("reasoning_parser", reasoning)
         template, special = tokenizer.template, tokenizer.special_tokens
@@ -48,6 +60,7 @@ class AnswerReaders:
             names = reasoning if self._they_think else "", parser if self._they_call else ""
             self._theirs = VllmParsers(tokenizer.pretrained, *names)
         self._tokenizer = tokenizer
+        self._stop_in_reasoning = stop_in_reasoning
 
     @property
     def unread(self) -> str:
@@ -102,20 +115,28 @@ class AnswerReaders:
         if theirs is not None and theirs.shows_special:
             shown = self._tokenizer.special_tokens
 
-        def reader(index: int, generation: Generation) -> ChoiceReader:
-            decoder, include_stop = self._tokenizer.decoder(shown), request.include_stop_str_in_output
+        def calls(generation: Generation) -> SplitPiece | None:
             split: SplitPiece | None = None
             if written is not None:
                 split = CallReader(written.reading, ids_of(written, request), use.schemas, parallel=use.parallel)
             if theirs is not None and isinstance(request, ChatRequest):
-                kwargs = {**request.thinking, **request.chat_template_kwargs}
-                tools = use.tools if they_call else ()
-                push = theirs.parser(generation.token_ids.tolist(), tools, kwargs, thinks=self._they_think)
+                push = self._push_of(request, generation, use.tools if they_call else ())
                 split = VllmReader(push, parallel=use.parallel, rest=split)
             if split is not None and use.allowed and not use.must_call:
                 split = AllowedCalls(split, use.allowed)
+            return split
+
+        def reader(index: int, generation: Generation) -> ChoiceReader:
+            decoder, include_stop = self._tokenizer.decoder(shown), request.include_stop_str_in_output
+            split = calls(generation)
+            gate: Gate | None = None
             if tags is not None and isinstance(request, ChatRequest):
-                split = ReasoningReader(tags, opened=tags.opened_by(*self._ends_of(request, generation)), rest=split)
+                opened = tags.opened_by(*self._ends_of(request, generation))
+                inside = calls(generation) if split is not None and not use.must_call else None
+                split = thought = ReasoningReader(tags, opened=opened, rest=split, inside=inside)
+                gate = ContentGate(tags, opened=opened, reader=thought)
+            elif self._they_think and isinstance(request, ChatRequest) and request.stop:
+                gate = VllmGate(self._push_of(request, generation, ()))
             prompt = self._prompt_tokens(request, generation) if request.told_prompt is not None else None
             return ChoiceReader(
                 index,
@@ -126,9 +147,16 @@ class AnswerReaders:
                 include_stop=include_stop,
                 prompt=prompt,
                 by_id=request.return_tokens_as_token_ids,
+                gate=None if self._stop_in_reasoning else gate,
             )
 
         return reader
+
+    def _push_of(self, request: ChatRequest, generation: Generation, tools: Sequence[Tool]) -> "Push":
+        """Return the function of vLLM's parser that reads an answer. ``tools``: none if calls are not read."""
+        assert self._theirs is not None
+        kwargs = {**request.thinking, **request.chat_template_kwargs}
+        return self._theirs.parser(generation.token_ids.tolist(), tools, kwargs, thinks=self._they_think)
 
     def _prompt_tokens(self, request: GenerateRequest, generation: Generation) -> PromptTokens:
         """Return the collector of what a request wants to know about its prompt's tokens."""

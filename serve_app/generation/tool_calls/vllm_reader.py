@@ -1,5 +1,6 @@
 """Read answers with vLLM's parsers, as pieces; check the names of parsers. vLLM is imported late."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -30,6 +31,24 @@ def check_parser(setting: str, name: str) -> None:
         known, more = [*known, *(other for other in parser_names(setting) if other not in known)], ""
     if name not in known:
         raise ValueError(f"{setting} must be one of {', '.join(known)}, not {name[:64]!r}{more}")
+
+
+class VllmGate:
+    """Tells reasoning from content by vLLM's parser ``push``, for stop strings."""
+
+    def __init__(self, push: "Push") -> None:
+        self._push = push
+        self._over = False
+
+    def __call__(self, text: str, token_ids: Sequence[int], *, ended: bool = False) -> tuple[str, str]:
+        """Return (text before the content, more of the content)."""
+        if self._over:
+            return "", text
+        added = self._push(text, list(token_ids), finished=ended)
+        content = text[-len(added.content) :] if added and added.content else ""
+        self._over = bool(content.strip())
+        content = content.lstrip() if self._over else ""
+        return text[: len(text) - len(content)], content
 
 
 class VllmReader:

@@ -75,11 +75,10 @@ def test_a_thought_that_is_cut_off_leaves_no_content(
 
 
 def test_a_call_follows_a_thought_and_both_go_back(client: OpenAI, script: Script) -> None:
-    """Calls are read only after it. The template gets it back, and drops it after the user's next message."""
-    script.text = TEXT.replace(THOUGHT, f"{THOUGHT} {CALL}").replace(ANSWER, CALL)
+    """The template gets it back, and drops it after the user's next message."""
+    script.text = TEXT.replace(ANSWER, CALL)
     choice = client.chat.completions.create(**ASKED, tools=[WEATHER]).choices[0]
     assert (choice.finish_reason, len(choice.message.tool_calls)) == ("tool_calls", 1)
-    assert CALL in choice.message.reasoning_content
     back = choice.message.model_dump(exclude_none=True)
     result = {"role": "tool", "tool_call_id": back["tool_calls"][0]["id"], "content": "Heavy rain."}
     turn = [*HI, back, result]
@@ -87,6 +86,61 @@ def test_a_call_follows_a_thought_and_both_go_back(client: OpenAI, script: Scrip
     assert f"<think>\n{THOUGHT}" in script.prompt()
     client.chat.completions.create(model="demo", messages=[*turn, *HI], tools=[WEATHER])
     assert THOUGHT not in script.prompt()
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+def test_a_call_ends_the_thought_that_it_stands_in(
+    client: OpenAI, anthropic_client: Anthropic, script: Script, step: int
+) -> None:
+    """In each API, streamed or not; the tag behind it is left out. Without tools it is part of the thought."""
+    script.text, script.step = f"<think>\n{THOUGHT} {CALL}\n</think>\n\n{ANSWER}", step
+    choice = client.chat.completions.create(**ASKED, tools=[WEATHER]).choices[0]
+    assert parts(choice.message) == (THOUGHT, THOUGHT, ANSWER)
+    assert (choice.finish_reason, len(choice.message.tool_calls)) == ("tool_calls", 1)
+    with client.chat.completions.stream(**ASKED, tools=[WEATHER]) as stream:
+        deltas = [event.chunk.choices[0].delta for event in stream if event.type == "chunk" and event.chunk.choices]
+    assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == THOUGHT
+    assert "".join(delta.content or "" for delta in deltas) == ANSWER
+    called = "".join(call.function.arguments or "" for delta in deltas for call in delta.tool_calls or ())
+    assert json.loads(called) == {"city": "Oslo"}
+    tool: Any = {"type": "function", **WEATHER["function"]}
+    response = client.responses.create(model="demo", input="Rain?", tools=[tool])
+    streamed = list(client.responses.create(model="demo", input="Rain?", tools=[tool], stream=True))[-1].response
+    for output in (response.output, streamed.output):
+        assert {item.type for item in output} == {"reasoning", "function_call", "message"}
+        assert output[0].content[0].text == THOUGHT
+    ours: Any = {"name": "get_weather", "input_schema": WEATHER["function"]["parameters"]}
+    message = anthropic_client.messages.create(**ASKED, max_tokens=99, tools=[ours])
+    with anthropic_client.messages.stream(**ASKED, max_tokens=99, tools=[ours]) as events:
+        again = events.get_final_message()
+    for found in (message, again):
+        assert {block.type for block in found.content} == {"thinking", "tool_use", "text"}
+        assert (found.content[0].thinking, found.stop_reason) == (THOUGHT, "tool_use")
+    assert CALL in client.chat.completions.create(**ASKED).choices[0].message.reasoning_content
+    script.text = f"<think>\nThe word <tool_call> begins a call.\n</think>\n\n{ANSWER}"
+    choice = client.chat.completions.create(**ASKED, tools=[WEATHER]).choices[0]
+    assert choice.message.reasoning_content == "The word <tool_call> begins a call."
+    assert (choice.message.content, choice.finish_reason) == (ANSWER, "stop")
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+def test_stop_strings_end_the_content_alone(client: OpenAI, script: Script, step: int) -> None:
+    """Neither the thought nor the white space behind it; a call's text is content."""
+    script.step = step
+    for stop, said in (
+        ("e", ANSWER),
+        ("\n\n", ANSWER),
+        ("It", ""),
+        ("may", ANSWER),
+        ("rain", "It "),
+        (" of it", "It rains. END"),
+    ):
+        expected = said.partition("e")[0] if stop == "e" else said
+        choice = client.chat.completions.create(**ASKED, stop=[stop]).choices[0]
+        assert (choice.message.reasoning_content, choice.message.content or "") == (THOUGHT, expected), stop
+    script.text = f"  \n{ANSWER}"
+    choice = client.chat.completions.create(**ASKED, stop=["\n", "rain"]).choices[0]
+    assert (choice.message.content or "").strip() == ""
 
 
 def test_a_response_has_an_item_for_its_thought(client: OpenAI, script: Script) -> None:
