@@ -1,0 +1,100 @@
+"""Schemas over a real socket, on every API: what cannot be followed is told before the answer, or in its header."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serve_app.ingress.scripted import Script, scripted
+from tests.serve_app.tool_templates.families import family
+
+ODD = {"type": "object", "properties": {"a": {"not": {"type": "null"}}}}
+RECORD = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}}
+SAID: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 40}
+
+
+@pytest.fixture(scope="module")
+def served(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Script]]:
+    with scripted(family("hermes", demo_model_path, tmp_path_factory.mktemp("schemas") / "hermes")) as found:
+        yield found
+
+
+def chat(schema: Any, choice: str, strict: bool | None = None) -> tuple[str, dict[str, Any]]:
+    function = {"name": "f", "parameters": schema, "strict": strict}
+    return "/v1/chat/completions", {
+        **SAID,
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": choice,
+    }
+
+
+def responses(schema: Any, choice: str, strict: bool | None = None) -> tuple[str, dict[str, Any]]:
+    tool = {"type": "function", "name": "f", "parameters": schema, "strict": strict}
+    return "/v1/responses", {"model": "demo", "input": "Hi", "tools": [tool], "tool_choice": choice}
+
+
+def messages(schema: Any, choice: str, strict: bool | None = None) -> tuple[str, dict[str, Any]]:
+    tool = {"name": "f", "input_schema": schema, "strict": strict}
+    kind = {"required": "any"}.get(choice, choice)
+    return "/v1/messages", {**SAID, "tools": [tool], "tool_choice": {"type": kind}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("asked", [chat, responses, messages])
+def test_a_tool_that_cannot_be_followed_is_named(served: tuple[str, Script], asked: Any, stream: bool) -> None:
+    """Only a strict one that must be called fails the request.
+
+    docs: api
+    """
+    url, script = served
+    script.text = '[{"name": "f", "parameters": {}}]'
+
+    def post(*wanted: Any) -> httpx.Response:
+        path, body = asked(*wanted)
+        return httpx.post(url + path, json={**body, "stream": stream}, timeout=60)
+
+    for choice, strict in (("auto", None), ("auto", True)):
+        assert post(ODD, choice, strict).status_code == 200
+    loosened = post(ODD, "required")
+    assert loosened.status_code == 200
+    assert loosened.headers["x-warmpath-warning"] == "not enforced: tool f: `not` at #/properties/a"
+    refused = post(ODD, "required", True)
+    assert refused.status_code == 400 and "tool f: `not` at #/properties/a" in refused.text
+    plain = post(RECORD, "required", True)
+    assert plain.status_code == 200 and "x-warmpath-warning" not in plain.headers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", lambda form: {**SAID, "response_format": {**form, "json_schema": form}}),
+        ("/v1/responses", lambda form: {"model": "demo", "input": "Hi", "text": {"format": {"name": "n", **form}}}),
+        ("/v1/messages", lambda form: {**SAID, "output_config": {"format": form}}),
+    ],
+    ids=["chat", "responses", "messages"],
+)
+def test_a_format_that_cannot_be_followed_is_refused(
+    served: tuple[str, Script], path: str, body: Any, stream: bool
+) -> None:
+    """Alternatives that overlap are allowed with a warning, unless they are strict.
+
+    docs: api
+    """
+    url, script = served
+    script.text = "5"
+
+    def post(schema: Any, **more: Any) -> httpx.Response:
+        form = {"type": "json_schema", "name": "n", "schema": schema, **more}
+        return httpx.post(url + path, json={**body(form), "stream": stream}, timeout=60)
+
+    loop = {"type": "object", "patternProperties": {"a$": {"$ref": "#"}}, "required": ["a"]}
+    for schema, said in ((ODD, "`not` at #/properties/a"), (loop, "`patternProperties`")):
+        refused = post(schema)
+        assert refused.status_code == 400 and said in refused.text
+    either = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
+    assert post(either).headers["x-warmpath-warning"] == "not enforced: `oneOf` at #"
+    if path != "/v1/messages":
+        assert post(either, strict=True).status_code == 400
