@@ -31,6 +31,7 @@ class Open:
     chain: bytes
     made_s: float
     reported: bool = False
+    pending: bool = True
 
 
 @dataclass
@@ -42,7 +43,7 @@ class Naive:
     def pending(self, key: bytes, chain: bytes, dead: tuple[str, ...]) -> dict[str, int]:
         """Return the tokens in flight by replica, by the last four decisions of a key."""
         found: dict[str, int] = {}
-        for row in [row for row in self.rows if row.key == key][-4:]:
+        for row in [row for row in self.rows if row.key == key and row.pending]:
             blocks = 0
             while (
                 chain[:1]
@@ -89,6 +90,8 @@ def test_what_is_in_flight_is_what_the_open_decisions_compute(steps: list[tuple[
             assert dead != decision.replica_id
             made.append(decision)
             naive.rows.append(Open(decision, key, chain, now_s))
+            for row in [row for row in naive.rows if row.key == key and row.pending][:-4]:
+                row.pending = False
         elif kind == "wait":
             now_s += how[0]
         elif kind == "drop":

@@ -131,3 +131,80 @@ def test_a_message_is_held_once_however_often_it_comes(order: list[int]) -> None
         sizes[number] = len(messages[number]) + 1024
         assert line.resequencer._held_bytes == sum(sizes.values())
     assert len(told) == len(sizes) == len(line.resequencer._held)
+
+
+def test_a_feed_that_loses_nothing_asks_once() -> None:
+    """Its first snapshot is followed by every message, in sequence."""
+    line = Replica()
+    nonce = line.resequencer.poll(line.now_s)
+    assert nonce is not None
+    for chunk in line.sequencer.snapshot(nonce):
+        line.resequencer.on_chunk(chunk, line.now_s)
+    for number in range(10):
+        line.hears(line.does([("store", "pool", [number])]))
+        line.now_s += 1.0
+        assert line.resequencer.live and line.resequencer.poll(line.now_s) is None
+    assert line.known() == line.held
+    counters = line.core.counters.feed
+    assert (counters.gaps, counters.snapshots) == (0, 1)
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=5))
+def test_each_gap_is_counted_once(lost: list[int]) -> None:
+    """However many messages are missing, and however many come before the snapshot."""
+    line = Replica()
+    line.settle()
+    before = line.core.counters.feed.gaps
+    for count in lost:
+        for _ in range(count):
+            line.does(["load"])
+        for _ in range(count):
+            line.hears(line.does(["load"]))
+        line.settle()
+    assert line.core.counters.feed.gaps == before + len(lost)
+
+
+def test_a_silent_feed_is_not_live_once_its_check_is_not_answered() -> None:
+    """Its publisher may be frozen: routers must not take the last reports for true. An answer settles the check."""
+    line = Replica()
+    line.settle()
+    line.now_s += SILENCE_S
+    nonce = line.resequencer.poll(line.now_s)
+    assert nonce is not None and line.resequencer.live
+    for chunk in line.sequencer.snapshot(nonce):
+        line.resequencer.on_chunk(chunk, line.now_s)
+    for _ in range(4):
+        line.now_s += SILENCE_S / 5
+        assert line.resequencer.poll(line.now_s) is None and line.resequencer.live
+    line.now_s += LAST_BACKOFF_S
+    assert line.resequencer.poll(line.now_s) is not None and line.resequencer.live
+    line.resequencer.poll(line.now_s + TIMEOUT_S)
+    assert not line.resequencer.live
+
+
+@given(st.integers(0, 5), st.booleans())
+def test_pieces_of_an_earlier_request_are_ignored(came: int, between: bool) -> None:
+    """They describe earlier blocks: some came before the request was given up, the rest comes after the next one."""
+    line = Replica()
+    line.does([("store", "pool", list(range(15)))])
+    first = line.resequencer.poll(line.now_s)
+    assert first is not None
+    old = list(line.sequencer.snapshot(first))
+    assert len(old) > 3
+    for chunk in old[:came]:
+        line.resequencer.on_chunk(chunk, line.now_s)
+    line.does([("remove", "pool", list(range(0, 15, 2)))])  # lost
+    second = None
+    while second is None:
+        line.now_s += 0.1
+        second = line.resequencer.poll(line.now_s)
+    new = list(line.sequencer.snapshot(second))
+    for at, chunk in enumerate(new):
+        line.resequencer.on_chunk(chunk, line.now_s)
+        if between and at + 1 < len(new):
+            for stale in old:
+                line.resequencer.on_chunk(stale, line.now_s)
+    assert line.resequencer.live and line.known() == line.held
+    for stale in old:
+        line.resequencer.on_chunk(stale, line.now_s)
+    assert line.resequencer.live and line.known() == line.held

@@ -147,7 +147,11 @@ def test_rows_follow_their_replicas(ops: list[tuple[bool, int]]) -> None:
         assert loads.queue_ahead(name) == queued
         assert loads.is_full(name) == bool((queued - 100) % 2)
     assert loads.num_full == int(loads.full.sum())
-    assert len(set(loads.seeds.tolist())) == len(loads.replica_ids)
+    anew = table(*loads.replica_ids)
+    for name in loads.replica_ids:
+        anew.report(name, loads.replicas[name].report, 0.0)
+    for column in LoadTable.__annotations__:
+        assert getattr(loads, column).tolist() == getattr(anew, column).tolist(), column
 
 
 def test_a_rate_over_few_tokens_is_believed_in_part() -> None:
@@ -175,6 +179,8 @@ def test_a_rate_that_no_replica_has_measured_is_the_usual_one() -> None:
     loads = table("a", "b")
     loads.report("b", msgspec.structs.replace(report(rate=50.0), pull_tokens_per_s=1000.0), 0.0)
     assert loads.seconds_per_token.tolist() == [1 / 100, 1 / 50]
+    loads.report("a", report(), 0.0)
+    assert loads.seconds_per_token[0] == 1 / 100, "another's rate is not its own"
     assert [loads.replicas[name].pull_pace for name in "ab"] == [inf, 0.05]
     assert (loads.num_pulling, loads.pull_shares.tolist()) == (1, [1.0, 0.1])
     loads.remove_replica("a")
@@ -203,7 +209,7 @@ ROUTERS = ("me", "you", "them")
         st.tuples(
             st.sampled_from([*"ab", "-a", "-b"]),
             st.dictionaries(st.sampled_from(ROUTERS), st.integers(0, 3)),
-            st.sampled_from([0.0, 2.0, 40.0]),
+            st.sampled_from([0.0, 2.0, ACTIVE_S, 40.0]),
         ),
         max_size=30,
     )

@@ -1,6 +1,7 @@
 """A request is authenticated once, counted under the tenant found, and no other site's page may post or read."""
 
 import asyncio
+from collections.abc import Callable
 from unittest.mock import patch
 
 import pytest
@@ -8,7 +9,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve_app.config.tenants import TenantConfig
-from serve_app.errors import InvalidRequest, Overloaded, RateLimited, WarmpathError
+from serve_app.errors import (
+    AuthenticationFailed,
+    InvalidRequest,
+    Overloaded,
+    PermissionDenied,
+    RateLimited,
+    WarmpathError,
+)
 from serve_app.fairness.rate_limits import TenantLimits
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.guard import RouteGuard, UnsupportedMediaType, foreign_host, refuse_foreign_page
@@ -65,6 +73,34 @@ def test_a_request_is_authenticated_once(
     found = {dict(labels)["tenant"]: value for name, labels, value in metrics.samples() if "requests_total" in name}
     assert found.keys() == {counted}
     assert sum(value for name, _, value in metrics.samples() if name == "warmpath_requests_total") == 1.0
+
+
+@pytest.mark.parametrize("key", [None, KEY, ZETA, "guess"])
+@pytest.mark.parametrize("operators", [[], [ZETA_DIGEST]], ids=["no operator", "operator"])
+@pytest.mark.parametrize("configs", [[], [ACME]], ids=["open", "tenants"])
+def test_who_sees_what(key: str | None, operators: list[str], configs: list[TenantConfig]) -> None:
+    """Everybody sees all only where nobody has a key; an operator always does, and a tenant its own part."""
+    guard = RouteGuard(Tenants(configs, b"s" * 32, operator_key_sha256=operators), IngressMetrics(), Drain())
+    asked = post(authorization=None if key is None else f"Bearer {key}")
+    operator = bool(operators) and key == ZETA
+    sees_all = operator or not (configs or operators)
+    tenant = None if sees_all else "default" if not configs else "acme" if key == KEY else "nobody"
+
+    def refused(work: Callable[[], object]) -> type[WarmpathError] | None:
+        try:
+            work()
+        except WarmpathError as error:
+            return type(error)
+        return None
+
+    assert guard.sees_all(asked) == sees_all
+    if tenant == "nobody":
+        assert refused(lambda: guard.viewer(asked)) is AuthenticationFailed
+    else:
+        assert guard.viewer(asked) == tenant
+    unknown = tenant == "nobody" or (not configs and key is None)
+    expected = None if sees_all else AuthenticationFailed if unknown else PermissionDenied
+    assert refused(lambda: guard.require_operator(asked)) is expected
 
 
 def test_errors_of_answers_are_in_the_figures_of_their_tenant() -> None:
