@@ -75,8 +75,8 @@ def test_a_request_is_authenticated_once(
     assert sum(value for name, _, value in metrics.samples() if name == "warmpath_requests_total") == 1.0
 
 
-@pytest.mark.parametrize("key", [None, KEY, ZETA, "guess"])
-@pytest.mark.parametrize("operators", [[], [ZETA_DIGEST]], ids=["no operator", "operator"])
+@pytest.mark.parametrize("key", [None, KEY, ZETA, "guess"], ids=["no key", "tenant", "operator", "guess"])
+@pytest.mark.parametrize("operators", [[], [ZETA_DIGEST]], ids=["without operator", "with operator"])
 @pytest.mark.parametrize("configs", [[], [ACME]], ids=["open", "tenants"])
 def test_who_sees_what(key: str | None, operators: list[str], configs: list[TenantConfig]) -> None:
     """Everybody sees all only where nobody has a key; an operator always does, and a tenant its own part."""
