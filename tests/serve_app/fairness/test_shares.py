@@ -120,3 +120,28 @@ def test_a_tenant_without_work_keeps_its_debt_for_a_while_but_no_credit() -> Non
     clock.now_s *= 3
     turns.leave("b")
     assert not turns._debts
+
+
+@given(
+    costs=st.fixed_dictionaries({name: st.sampled_from([50, 100, 150, 700]) for name in "abc"}),
+    turn=st.sampled_from([100, 150]),
+)
+def test_turns_differ_by_one_and_the_excess_of_one_request(costs: dict[str, int], turn: int) -> None:
+    """Also where costs are exactly a turn, and nobody's credit is left."""
+    turns, used = Turns(lambda _: turn), Counter[str]()
+    for tenant in costs:
+        turns.join(tenant)
+    for _ in range(200):
+        tenant = turns.next(list(turns.credit))
+        turns.charge(tenant, costs[tenant])
+        used[tenant] += costs[tenant]
+        assert max(used.values()) - min(used[name] for name in costs) <= turn + max(costs.values())
+
+
+def test_one_tenant_is_not_several() -> None:
+    """Nothing is kept from it for others that cannot come."""
+    for weights, several in (({}, False), ({"only": 2.0}, False), ({"a": 1.0, "b": 1.0}, True)):
+        shares = Shares(weights)
+        shares.touch(next(iter(weights), "default"))
+        assert shares.several == several
+        assert (shares.fraction(next(iter(weights), "default")) == 1.0) == (not several)
