@@ -48,7 +48,7 @@ def find_reasoning_tags(template: str, special_tokens: frozenset[str]) -> str:
 def grammar_after(grammar: str, tags: Tags, special: Mapping[str, int], *, opened: bool) -> str:
     """Return a grammar, in llguidance's form, that applies only after the reasoning, or at once without any.
 
-    ``special``: ids of tags that are special tokens.
+    ``special``: ids of tags that are no text in grammars.
     """
     named = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
     start, end = (f"<[{special[tag]}]>" if tag in special else json.dumps(tag) for tag in (tags.start, tags.end))

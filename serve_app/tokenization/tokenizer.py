@@ -6,7 +6,7 @@ may learn another tenant's text by timing. Keys are xxh3_128 with a seed of this
 
 import asyncio
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -111,9 +111,17 @@ class PromptTokenizer:
         """The special tokens' texts."""
         return self._texts.special_tokens
 
-    def special_ids(self, words: Iterable[str]) -> dict[str, int]:
-        """Return the ids of the words that are special tokens."""
-        return {word: token_id for token_id, word in self._texts.special(words).items()}
+    def ids_in_grammars(self, words: Collection[str]) -> dict[str, int]:
+        """Return the ids of the words that are no text for llguidance: special tokens, and all added ones like <this>.
+
+        Qwen3's ``<think>`` is one, although its tokenizer says that it is not special.
+        """
+        added = self._backend.get_added_tokens_decoder().items()
+        return {
+            token.content: token_id
+            for token_id, token in added
+            if token.content in words and (token.special or (token.content[0], token.content[-1]) == ("<", ">"))
+        }
 
     def encode(
         self, text: str, root: bytes, *, public_root: bytes = b"", add_special_tokens: bool = False

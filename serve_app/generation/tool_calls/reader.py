@@ -101,7 +101,7 @@ class AnswerReaders:
         prompt, continued = self._ends_of(request, generations[0])
         if prompt.rstrip().endswith(tags.end):
             return generations
-        special, opened = self._tokenizer.special_ids(tags[:2]), tags.opened_by(prompt, continued)
+        special, opened = self._tokenizer.ids_in_grammars(tags[:2]), tags.opened_by(prompt, continued)
         grammar = grammar_after(generations[0].grammar, tags, special, opened=opened)
         return [with_fields(generation, grammar=grammar) for generation in generations]
 

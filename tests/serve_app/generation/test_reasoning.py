@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from serve_app.api.request import ChatRequest, reasoning_fields
 from serve_app.cache_diagnostics.explain import SeenPrompt, explain
@@ -28,6 +29,7 @@ from serve_app.tenants.tenants import Tenant
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.serve_app.engine.tiny import request, run_all
 from tests.serve_app.generation.test_prepare import preparer_of
+from tests.serve_app.tokenization.variants import variant_of
 from tests.serve_app.tool_templates.families import family
 
 TAGS = REASONING_TAGS["qwen3"]
@@ -98,11 +100,23 @@ def test_tags_are_found_in_templates_and_special_tokens() -> None:
     assert find_reasoning_tags("no tags", frozenset({"<|im_end|>"})) == "none"
 
 
-@pytest.mark.parametrize("tags", [TAGS, Tags("<|im_start|>", "<|endoftext|>")], ids=["text", "special"])
-def test_a_grammar_counts_behind_the_thought(tokenizer: PromptTokenizer, tags: Tags, demo_model_path: Path) -> None:
-    """The prompt, the model or nobody may open the thought; tags may be special tokens."""
-    compiler = GrammarCompiler(demo_model_path, tokenizer.vocab_size, [2])
-    special = tokenizer.special_ids(tags[:2])
+@pytest.mark.parametrize(
+    ("tags", "added"),
+    [
+        (TAGS, False),
+        (TAGS, True),
+        (Tags("<|im_start|>", "<|endoftext|>"), False),
+        (Tags("[THINK]", "[/THINK]"), True),
+    ],
+    ids=["text", "tokens", "special", "other tokens"],
+)
+def test_a_grammar_counts_behind_the_thought(tags: Tags, added: bool, demo_model_path: Path, tmp_path: Path) -> None:
+    """The prompt, the model or nobody may open the thought; tags may be tokens, special or, as Qwen3's, not."""
+    words = [AddedToken(tag, special=False) for tag in tags[:2] if added]
+    path = variant_of(demo_model_path, tmp_path / "model", lambda tokenizer: tokenizer.add_tokens(words))
+    tokenizer = PromptTokenizer(path)
+    compiler = GrammarCompiler(path, tokenizer.vocab_size, [2])
+    special = tokenizer.ids_in_grammars(tags[:2])
     for grammar in (Grammar.json_object("f"), Grammar.choice(["{}", "no"], "f")):
         form = llguidance_form(grammar)
         for opened, text, fits in (
