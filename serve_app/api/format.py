@@ -36,7 +36,7 @@ class AnswerHead:
     """Fields that all parts of one answer share. ``answer_id`` has no API's prefix; ``created_s`` is in Unix seconds.
 
     ``so_far``: the usage to report in every chunk. ``token_ids``: to report, too; None: not requested.
-    ``repeated``: fields of the request that the answer repeats, in the API's shape.
+    ``repeated``: fields of the request that the answer repeats, in the API's shape. ``shows_reasoning``: a chat has it.
     """
 
     answer_id: str
@@ -46,6 +46,7 @@ class AnswerHead:
     repeated: Mapping[str, Any] = field(default_factory=dict)
     so_far: Callable[[], Usage] | None = None
     token_ids: TokenIds | None = None
+    shows_reasoning: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,13 +103,16 @@ class JsonBody(BaseModel):
         return unknown_fields(chain(ignored, inner), chain(fields, known))
 
     @classmethod
-    def parse(cls, raw: bytes) -> Self:
-        """Parse a body. Raises InvalidRequest unless it is one JSON object with valid fields."""
-        return cls.checked(cls.read(raw))
+    def parse(cls, raw: bytes, model: str = "") -> Self:
+        """Parse a body. Raises InvalidRequest unless it is a JSON object with valid fields. ``model``: see ``read``."""
+        return cls.checked(cls.read(raw, model))
 
     @classmethod
-    def read(cls, raw: bytes) -> dict[str, Any]:
-        """Return a body's fields that are present. Raises InvalidRequest for a non-object or a refused field."""
+    def read(cls, raw: bytes, model: str = "") -> dict[str, Any]:
+        """Return a body's fields that are present. Raises InvalidRequest for a non-object or a refused field.
+
+        ``model``: that of a body without one, "" for none.
+        """
         try:
             value = cls._decode(raw)
         except (ValueError, RecursionError) as error:  # also: invalid UTF-8, lone surrogates, numbers out of range
@@ -121,7 +124,7 @@ class JsonBody(BaseModel):
         for name, field in fields.items():
             if name in cls.refused and not any(field == harmless for harmless in cls.refused[name]):
                 raise refused(name, cls.instead.get(name, ""))
-        return fields
+        return {"model": model, **fields} if model else fields
 
     @classmethod
     def checked(cls, fields: dict[str, Any]) -> Self:

@@ -83,9 +83,10 @@ class RequestFields:
     ``prompt_cache_key`` is a routing hint. ``cache_salt`` divides the tenant's cache. ``prompt_ref`` names the
     registered prompt to prepend. ``store_kv`` False: store nothing in the cache; None: the tenant's setting.
     ``add_special_tokens``: put the tokenizer's own around a text; None: where no chat template does.
-    ``continuous_usage``: usage in every chunk, too. ``return_token_ids``: report them;
-    ``return_tokens_as_token_ids``: log-probabilities name tokens by them. ``truncate_prompt_tokens``: keep only so many
-    of a prompt, -1: as many as fit; ``truncation_side``: where others are left out.
+    ``continuous_usage``: usage in every chunk, too. ``include_reasoning`` False: a chat shows none.
+    ``return_token_ids``: report them; ``return_tokens_as_token_ids``: log-probabilities name tokens by them.
+    ``truncate_prompt_tokens``: keep only so many of a prompt, -1: as many as fit; ``truncation_side``: where others are
+    left out.
     ``cache_diagnostics``: report the reason of a cache miss. ``unknown``: fields without effect.
     ``service_tier`` and, within a tier, ``priority`` order the tenant's own requests. ``session``: the client's name
     for the request's session, "" for none.
@@ -120,6 +121,7 @@ class RequestFields:
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
+    include_reasoning: bool = True
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     truncate_prompt_tokens: int | None = None

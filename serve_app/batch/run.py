@@ -133,6 +133,7 @@ class _Batch:
             wanted.answering_model,
             repeated=wanted.repeated,
             token_ids=told_ids(wanted, generations),
+            shows_reasoning=wanted.include_reasoning,
         )
         return APIS[request.url][1].whole(head, [choice.choice() for choice in choices], usage.total())
 

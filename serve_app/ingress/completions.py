@@ -94,6 +94,7 @@ class Completions:
                     wanted.repeated,
                     meter.usage.total if wanted.continuous_usage else None,
                     told_ids(wanted, generations),
+                    wanted.include_reasoning,
                 )
                 answer = Answer(answer_format, head, pieces, sink, place, meter, deadline)
                 return await (streamed if wanted.stream else whole)(answer)

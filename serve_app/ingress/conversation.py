@@ -26,7 +26,7 @@ class Conversation(ResponsesFormat):
         self,
         stored: StoredResponses | None,
         tenant: str,
-        parse: Callable[[bytes], ResponsesBody] = ResponsesBody.parse,
+        parse: Callable[[bytes], ResponsesBody],
     ) -> None:
         self._stored = stored
         self._parse = parse

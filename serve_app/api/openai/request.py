@@ -214,6 +214,7 @@ class ChatBody(GenerationBody):
     tool_choice: ToolChoice = Field("auto", description="whether the model may or must call, and which tool")
     parallel_tool_calls: bool = Field(True, description="false: the answer ends with its first call")
     reasoning_effort: Effort = Field(None, description="none: the model does not think; otherwise it does")
+    include_reasoning: bool = Field(True, description="false: leave the reasoning out of the answer")
 
     def request(self, ignored: Iterable[str] = ()) -> ChatRequest:
         """Return the request; ``ignored``: unread fields of messages. Raises InvalidRequest."""
@@ -253,6 +254,7 @@ class ChatBody(GenerationBody):
             add_generation_prompt=opens,
             continue_final_message=self.continue_final_message,
             echo=self.echo,
+            include_reasoning=self.include_reasoning,
             return_token_ids=self.return_token_ids is True,
             logprobs=self.top_logprobs if self.logprobs else None,
             chat_template_kwargs=self.chat_template_kwargs,
@@ -332,12 +334,15 @@ class CompletionBody(GenerationBody):
         )
 
 
-def parse_chat(body: bytes) -> ChatRequest:
-    """Parse the body of ``POST /v1/chat/completions``. Raises InvalidRequest, and nothing else, if it is invalid."""
-    fields = ChatBody.read(body)
+def parse_chat(body: bytes, model: str = "") -> ChatRequest:
+    """Parse the body of ``POST /v1/chat/completions``. Raises InvalidRequest, and nothing else, if it is invalid.
+
+    ``model``: that of a body without one, as in vLLM; "": a body needs one.
+    """
+    fields = ChatBody.read(body, model)
     return ChatBody.checked(fields).request(ignored_in(fields["messages"]))
 
 
-def parse_completion(body: bytes) -> CompletionRequest:
-    """Parse the body of ``POST /v1/completions``. Raises InvalidRequest, and nothing else, if it is invalid."""
-    return CompletionBody.parse(body).request()
+def parse_completion(body: bytes, model: str = "") -> CompletionRequest:
+    """Parse the body of ``POST /v1/completions``. ``model``, errors: see ``parse_chat``."""
+    return CompletionBody.parse(body, model).request()

@@ -5,7 +5,7 @@ A stream encodes the common part of its chunks only once, because nearly every t
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -162,6 +162,8 @@ class OpenAiFormat:
         """Return the body of an answer that is not streamed."""
         ids, shown = head.token_ids, []
         for index, choice in enumerate(choices):
+            if not head.shows_reasoning:
+                choice = replace(choice, reasoning="")
             told: dict[str, Any] = {} if ids is None else {"token_ids": choice.token_ids}
             if ids is not None and not self.chunks.of_prompt:
                 told["prompt_token_ids"] = ids.prompts[index]
@@ -209,7 +211,7 @@ class _Stream:
     """The chunks of one streamed answer, framed; an ``AnswerStream``."""
 
     def __init__(self, head: AnswerHead, shared: dict[str, Any], chunks: _Chunks) -> None:
-        self._include_usage = head.include_usage
+        self._include_usage, self._shows_reasoning = head.include_usage, head.shows_reasoning
         self._start = _encode(shared)[:-1] + b","
         self._end = b',"usage":null}' if head.include_usage else b"}"
         self._chunks = chunks
@@ -225,6 +227,8 @@ class _Stream:
         return self._chunk(index, self._chunks.text % _encode(text), b"null", told)
 
     def reasoning(self, index: int, text: str) -> bytes:
+        if not self._shows_reasoning:
+            return b""
         return self._chunk(index, b'"delta":%b' % _encode(reasoning_fields(text)), b"null")
 
     def call(self, index: int, event: CallEvent) -> bytes:

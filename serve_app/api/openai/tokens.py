@@ -63,9 +63,9 @@ class Tokenize:
 
 def parse_tokenize(body: bytes, model: str) -> Tokenize:
     """Parse the body of ``POST /tokenize``; ``model``: that of a body without one. Raises InvalidRequest."""
-    fields = {"model": model, **TokenizeBody.read(body)}
+    fields = TokenizeBody.read(body, model)
     if "prompt" not in fields:
-        fields = {"model": model, **TokenizeChatBody.read(body)}
+        fields = TokenizeChatBody.read(body, model)
         chat = TokenizeChatBody.checked(fields)
         if chat.prompt_ref is not None:
             raise told_reference("A list of tokens", "prompt_ref")
@@ -82,7 +82,7 @@ def parse_tokenize(body: bytes, model: str) -> Tokenize:
 
 def parse_detokenize(body: bytes, model: str) -> DetokenizeBody:
     """Parse the body of ``POST /detokenize``; ``model``: that of a body without one. Raises InvalidRequest."""
-    return DetokenizeBody.checked({"model": model, **DetokenizeBody.read(body)})
+    return DetokenizeBody.checked(DetokenizeBody.read(body, model))
 
 
 def parse_input_tokens(body: bytes, model: str) -> InputTokensBody:
@@ -90,7 +90,7 @@ def parse_input_tokens(body: bytes, model: str) -> InputTokensBody:
 
     Raises InvalidRequest.
     """
-    return InputTokensBody.checked({"model": model, **InputTokensBody.read(body)})
+    return InputTokensBody.checked(InputTokensBody.read(body, model))
 
 
 def tokens_body(ids: Sequence[int], max_model_len: int, names: Sequence[str] | None) -> dict[str, Any]:

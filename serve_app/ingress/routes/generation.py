@@ -23,14 +23,16 @@ MESSAGES_PATH = "/v1/messages"
 @guarded("chat")
 async def chat_completions(request: Request, services: Front) -> Response:
     """OpenAI's chat completions."""
-    return await services.completions.generate(request, services.guard.tenant(request), parse_chat, CHAT)
+    parse = functools.partial(parse_chat, model=services.base_model["id"])
+    return await services.completions.generate(request, services.guard.tenant(request), parse, CHAT)
 
 
 @router.post("/v1/completions", tags=["generation"], **takes(CompletionBody))
 @guarded("completions")
 async def completions(request: Request, services: Front) -> Response:
     """OpenAI's (legacy) completions."""
-    return await services.completions.generate(request, services.guard.tenant(request), parse_completion, COMPLETION)
+    parse = functools.partial(parse_completion, model=services.base_model["id"])
+    return await services.completions.generate(request, services.guard.tenant(request), parse, COMPLETION)
 
 
 @router.post(MESSAGES_PATH, tags=["messages"], **takes(MessagesBody))

@@ -25,7 +25,8 @@ router = APIRouter()
 async def responses(request: Request, services: Front) -> Response:
     """OpenAI's responses; stored by default, unless the request or the settings turn that off."""
     tenant = services.guard.tenant(request)
-    conversation = Conversation(services.stored, tenant.name)
+    read = functools.partial(ResponsesBody.parse, model=services.base_model["id"])
+    conversation = Conversation(services.stored, tenant.name, read)
     return await services.completions.generate(request, tenant, conversation.parse, conversation)
 
 

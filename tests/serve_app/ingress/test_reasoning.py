@@ -61,6 +61,19 @@ def test_a_chat_has_its_thought_apart(client: OpenAI, script: Script, step: int)
     assert chunks[-1].usage.completion_tokens_details.reasoning_tokens in (tokens, tokens + 1)
 
 
+@pytest.mark.parametrize("step", [1, 1000])
+def test_a_chat_may_leave_its_thought_out(client: OpenAI, script: Script, step: int) -> None:
+    """Usage still counts it."""
+    script.step = step
+    extra: Any = {"extra_body": {"include_reasoning": False}}
+    whole: Any = client.chat.completions.create(**ASKED, **extra)
+    assert (whole.choices[0].message.content, "wet" in whole.to_json()) == (ANSWER, False)
+    assert whole.usage.completion_tokens_details.reasoning_tokens > 3
+    chunks: Any = list(client.chat.completions.create(**ASKED, **extra, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ANSWER
+    assert not any("reasoning" in chunk.to_json() for chunk in chunks)
+
+
 def test_a_thought_that_is_cut_off_leaves_no_content(
     client: OpenAI, anthropic_client: Anthropic, script: Script
 ) -> None:

@@ -59,6 +59,16 @@ def test_token_ids_are_those_of_prompts_and_answers(client: OpenAI, script: Scri
     assert "token_ids" not in str(chat(client).to_dict()) + str(complete(client).to_dict())
 
 
+def test_a_body_without_a_model_is_for_the_served_one(client: OpenAI) -> None:
+    """The clients' types want one, but vLLM does not."""
+    for path, body in (
+        ("/chat/completions", {"messages": CHAT["messages"]}),
+        ("/completions", {"prompt": "Rain?", "model": None}),
+        ("/responses", {"input": "Rain?"}),
+    ):
+        assert client.post(path, body=body, cast_to=dict[str, Any])["model"] == "demo"
+
+
 def test_token_ids_end_at_a_stop_string(client: OpenAI, script: Script) -> None:
     script.text, script.step = "It rains. END and more", 1000
     told = chat(client, stop=["END"], extra_body={"return_token_ids": True}).to_dict()["choices"][0]
