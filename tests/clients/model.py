@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tests.serve_app.tokenization.variants import variant_of
 
@@ -46,34 +46,52 @@ class Errand:
             f'<tool_call>{{"name": "{name}", "arguments": {json.dumps(arguments)}}}</tool_call>'
             for name, arguments in (self.writes, self.shows)
         ]
-        texts = (*calls, self.ends)
-        return [[text[at : at + PIECE_CHARS] for at in range(0, len(text), PIECE_CHARS)] for text in texts]
+        return [pieces(text) for text in (*calls, self.ends)]
+
+    @property
+    def marks(self) -> list[str]:
+        """The texts that mark the errand's progress: asked for, written, shown."""
+        written = self.answers[0]
+        last = "".join(written).rindex(self.word) + len(self.word) - 1
+        return [self.word, written[last // PIECE_CHARS], self.word.upper()]
 
 
-def marks(errands: Sequence[Errand]) -> list[list[str]]:
-    """Return for each errand the texts that mark its progress: asked for, written, shown."""
-    found = []
-    for errand in errands:
-        written = errand.answers[0]
-        last = "".join(written).rindex(errand.word) + len(errand.word) - 1
-        found.append([errand.word, written[last // PIECE_CHARS], errand.word.upper()])
-    return found
+class Script(Protocol):
+    """What a model is trained for: an answer after each mark. A later mark outweighs earlier ones."""
+
+    @property
+    def marks(self) -> list[str]:
+        """Texts of prompts, and pieces of answers."""
+        ...
+
+    @property
+    def answers(self) -> list[list[str]]:
+        """The answers, split into pieces."""
+        ...
 
 
-def trained(errands: Sequence[Errand], source: Path, target: Path) -> Path:
-    """Train a model for some errands and return its checkpoint, with the tokenizer and template of ``source``."""
+def pieces(text: str) -> list[str]:
+    """Split an answer into texts of one token each."""
+    return [text[at : at + PIECE_CHARS] for at in range(0, len(text), PIECE_CHARS)]
+
+
+def trained(errands: Sequence[Script], source: Path, target: Path, vocabulary: int = 0) -> Path:
+    """Train a model for some errands and return its checkpoint, with the tokenizer and template of ``source``.
+
+    ``vocabulary``: at least so many token ids.
+    """
     import torch  # slow to import, so skipped tests avoid it
     from tokenizers import AddedToken, Tokenizer
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    words = chain(*marks(errands), *(answer for errand in errands for answer in errand.answers))
+    words = chain(*(errand.marks for errand in errands), *(answer for errand in errands for answer in errand.answers))
     added = [AddedToken(word, normalized=False) for word in dict.fromkeys(words)]
     (variant_of(source, target, lambda tokenizer: tokenizer.add_tokens(added)) / "model.safetensors").unlink()
     tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
     torch.manual_seed(7)
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=tokenizer.get_vocab_size(),
+            vocab_size=max(vocabulary, tokenizer.get_vocab_size()),
             hidden_size=WIDTH,
             intermediate_size=512,
             num_hidden_layers=1,
@@ -91,9 +109,10 @@ def trained(errands: Sequence[Errand], source: Path, target: Path) -> Path:
         embeddings[:, :2] = 0
         embeddings /= 2 * embeddings.norm(dim=1, keepdim=True)
         embeddings[:, 1] = 0.5  # in every token, so that all have the same query
-        for errand_marks in marks(errands):
-            for stage, text in enumerate(errand_marks, 1):
-                embeddings[tokenizer.token_to_id(text), 0] = 0.2 * stage  # a later mark outweighs all earlier ones
+        for errand in errands:
+            for stage, text in enumerate(errand.marks, 1):
+                step = min(0.2, 1.2 / len(errand.marks))  # norms level larger values
+                embeddings[tokenizer.token_to_id(text), 0] = step * stage  # a later mark outweighs all earlier ones
         for projection, dimension in ((attention.q_proj, 1), (attention.k_proj, 0)):
             projection.weight.zero_()
             projection.weight[SLOWEST, dimension] = 5.0
@@ -115,16 +134,16 @@ def trained(errands: Sequence[Errand], source: Path, target: Path) -> Path:
     return target
 
 
-def _lessons(errands: Sequence[Errand], tokenizer: Any) -> Iterator[tuple[list[int], int]]:
+def _lessons(errands: Sequence[Script], tokenizer: Any) -> Iterator[tuple[list[int], int]]:
     """Yield a mark and a last token, and the token that follows them."""
     ends = tokenizer.token_to_id("<|im_end|>")
     begins = tokenizer.encode("assistant\n", add_special_tokens=False).ids[-1]
-    for errand, (asked, written, shown) in zip(errands, marks(errands), strict=True):
-        mark = asked
-        for answer, read in zip(errand.answers, (asked, written, shown), strict=True):
+    for errand in errands:
+        marks = [tokenizer.token_to_id(mark) for mark in errand.marks]
+        for answer, read in zip(errand.answers, marks, strict=True):
             mark = read
             tokens = [begins, *map(tokenizer.token_to_id, answer), ends]
             for last, following in pairwise(tokens):
-                if last == tokenizer.token_to_id(written):
-                    mark = written  # the model itself has just written it
-                yield [tokenizer.token_to_id(mark), last], following
+                if last in marks:
+                    mark = last  # the model itself has just written it
+                yield [mark, last], following
