@@ -42,11 +42,15 @@ except ValueError as error:
     print(error)
 """
 _TEMPLATE = """
-import logging, sys
+import json, logging, sys
 from pathlib import Path
+from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.tokenization.tokenizer import PromptTokenizer
 logging.disable(logging.WARNING)
-print(*PromptTokenizer(Path(sys.argv[1])).template.notes, sep="\\n")
+path, tool_parser = json.loads(sys.argv[1])
+tokenizer = PromptTokenizer(Path(path))
+print(*tokenizer.template.notes, sep="\\n")
+print(AnswerReaders(tokenizer, tool_parser).unread)
 """
 _ARCHITECTURE = """
 import sys
@@ -144,7 +148,8 @@ def template_notes(settings: AppConfig, place: Place) -> Iterator[str]:
     if place == "elsewhere" or not _there(settings, place):
         return
     with suppress(ValueError, OSError):
-        for _, sentences in _said("model", _TEMPLATE, str(load_served_model(settings).path)):
+        asked = json.dumps([str(load_served_model(settings).path), settings.tool_parser])
+        for _, sentences in _said("model", _TEMPLATE, asked):
             yield from sentences.splitlines()
 
 

@@ -8,10 +8,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
+from typer.testing import CliRunner
 
 from serve_app.api.format import Choice
 from serve_app.api.openai.request import parse_chat
 from serve_app.api.request import ToolUse
+from serve_app.cli.main import app
 from serve_app.errors import InvalidRequest
 from serve_app.generation.answer import Piece
 from serve_app.generation.tool_calls import round_trip
@@ -188,6 +190,19 @@ def test_a_format_that_no_reader_reads_back_is_named(
     assert asked(tool_choice="required").grammar
     assert asked(tool_choice="none")
     assert AnswerReaders(tokenizer, "hermes").unread == ""
+
+
+def test_check_and_doctor_tell_that_calls_are_not_read(demo_model_path: Path, tmp_path: Path) -> None:
+    """The setting in the file counts."""
+    with_template(demo_model_path, tmp_path / "model", UNREAD["an unknown mark"], [])
+    file = tmp_path / "settings.yaml"
+    said = "the format of this model's tool calls is not known"
+    for setting, told in (("auto", True), ("hermes", False)):
+        file.write_text(f"model: {tmp_path / 'model'}\ntool_parser: {setting}\n")
+        checked = CliRunner().invoke(app, ["check", str(file)])
+        assert checked.exit_code == 0, checked.output
+        assert (said in checked.output.lower()) == told
+    assert said in CliRunner().invoke(app, ["doctor", "--model", str(tmp_path / "model")]).output.lower()
 
 
 @pytest.mark.parametrize(
