@@ -1,5 +1,6 @@
 """Over real chat templates: what a template writes for calls is read back as these calls, or named as unread."""
 
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -45,7 +46,8 @@ def test_a_templates_calls_are_read_back_or_named(name: str, tmp_path: Path) -> 
     if not tokenizer.template.reads_tools:
         return  # requests with tools are refused
     parser, turns = found_parser(tokenizer), list(written_turns(tokenizer.template, lambda call, at: f"abcdefgh{at}"))
-    assert bool(AnswerReaders(tokenizer, "auto").unread) == (not parser)
+    read_by_the_library = name == "gpt-oss" and importlib.util.find_spec("openai_harmony") is not None
+    assert bool(AnswerReaders(tokenizer, "auto").unread) == (not parser) or read_by_the_library
     if parser not in FORMATS:
         assert not turns or name in UNREAD
         assert not parser or not vllm_missing()

@@ -131,7 +131,8 @@ class _Stream:
         return begun + self._delta({"type": "text_delta", "text": text})
 
     def reasoning(self, index: int, text: str) -> bytes:
-        begun = b"" if self._open else self._begin({"type": "thinking", "thinking": "", "signature": ""})
+        block = {"type": "thinking", "thinking": "", "signature": ""}
+        begun = b"" if self._open == "thinking" else self._begin(block)
         return begun + self._delta({"type": "thinking_delta", "thinking": text})
 
     def call(self, index: int, event: CallEvent) -> bytes:

@@ -19,8 +19,18 @@ from serve_app.generation.reasoning import (
 )
 from serve_app.generation.tool_calls.allowed import AllowedCalls
 from serve_app.generation.tool_calls.call_reader import CallReader
-from serve_app.generation.tool_calls.formats import FORMATS, ToolFormat, forced_calls, json_list
-from serve_app.generation.tool_calls.round_trip import found_parser
+from serve_app.generation.tool_calls.formats import FORMATS, ToolFormat, call_id, forced_calls, json_list
+from serve_app.generation.tool_calls.harmony import (
+    MARKS,
+    REASONING_PARSER,
+    TOOL_PARSER,
+    Harmony,
+    HarmonyGate,
+    HarmonyReader,
+    harmony_grammar,
+    writes_harmony,
+)
+from serve_app.generation.tool_calls.round_trip import MADE_UP, found_parser, reads_back
 from serve_app.generation.tool_calls.source import MakeId
 from serve_app.generation.tool_calls.vllm_reader import OTHERS, VllmGate, VllmReader, check_parser
 from serve_app.tokenization.tokenizer import PromptTokenizer
@@ -47,7 +57,24 @@ class AnswerReaders:
         check_parser("reasoning_parser", reasoning)
         template, special = tokenizer.template, tokenizer.special_tokens
         self._reads_tools = template.reads_tools
-        if parser == "auto":
+        self._tokenizer = tokenizer
+        self._stop_in_reasoning = stop_in_reasoning
+        self._lacking = ""
+        self._harmony: Harmony | None = None
+        if parser == TOOL_PARSER or reasoning == REASONING_PARSER:
+            self._harmony = Harmony(tokenizer)
+        elif parser == "auto" and reasoning == "auto" and writes_harmony(template.source, special):
+            try:
+                harmony = Harmony(tokenizer)
+            except ValueError as error:
+                self._lacking = f"{error}."
+            else:
+                schemas = ToolUse(MADE_UP).schemas
+                fits = reads_back(tokenizer, MARKS, lambda: HarmonyReader(harmony, schemas, lambda name: name))
+                self._harmony = harmony if fits else None
+        if self._harmony is not None:
+            parser, reasoning = "", "none"
+        elif parser == "auto":
             parser = found_parser(tokenizer) if self._reads_tools else ""
         reasoning = find_reasoning_tags(template.source, special) if reasoning == "auto" else reasoning
         self._format, self._tags = FORMATS.get(parser), REASONING_TAGS.get(reasoning)
@@ -59,15 +86,13 @@ class AnswerReaders:
 
             names = reasoning if self._they_think else "", parser if self._they_call else ""
             self._theirs = VllmParsers(tokenizer.pretrained, *names)
-        self._tokenizer = tokenizer
-        self._stop_in_reasoning = stop_in_reasoning
 
     @property
     def unread(self) -> str:
         """Why tool calls are not read although the model's template has tools, and what to set; "" if they are."""
-        if not self._reads_tools or self._format is not None or self._they_call:
+        if not self._reads_tools or self._format is not None or self._they_call or self._harmony is not None:
             return ""
-        return (
+        return self._lacking or (
             "The format of this model's tool calls is not known: no reader reads back what its chat template writes. "
             f"The setting tool_parser names one of {', '.join(FORMATS)}{OTHERS}."
         )
@@ -75,7 +100,7 @@ class AnswerReaders:
     @property
     def thinks(self) -> bool:
         """Whether the model's reasoning is separated from its answers."""
-        return self._tags is not None or self._they_think
+        return self._tags is not None or self._they_think or self._harmony is not None
 
     def checked(self, request: R) -> R:
         """Return a request, with the grammar of calls if it must call. Raises InvalidRequest if it cannot."""
@@ -95,6 +120,11 @@ class AnswerReaders:
 
     def after_reasoning(self, request: GenerateRequest, generations: list[Generation]) -> list[Generation]:
         """Return generations with grammars that apply only after the model's reasoning."""
+        if self._harmony is not None and generations[0].grammar and isinstance(request, ChatRequest):
+            if request.continue_final_message:
+                return generations
+            grammar = harmony_grammar(generations[0].grammar, self._harmony.special)
+            return [with_fields(generation, grammar=grammar) for generation in generations]
         tags = self._tags or (Tags(*self._theirs.tags) if self._theirs else None)
         if not tags or not all(tags[:2]) or not generations[0].grammar or not isinstance(request, ChatRequest):
             return generations
@@ -114,6 +144,8 @@ class AnswerReaders:
         theirs = self._theirs if chat and (self._they_think or they_call) else None
         if theirs is not None and theirs.shows_special:
             shown = self._tokenizer.special_tokens
+        if self._harmony is not None and chat:
+            shown = MARKS
 
         def calls(generation: Generation) -> SplitPiece | None:
             split: SplitPiece | None = None
@@ -122,6 +154,15 @@ class AnswerReaders:
             if theirs is not None and isinstance(request, ChatRequest):
                 push = self._push_of(request, generation, use.tools if they_call else ())
                 split = VllmReader(push, parallel=use.parallel, rest=split)
+            if self._harmony is not None and isinstance(request, ChatRequest):
+                split = HarmonyReader(
+                    self._harmony,
+                    use.schemas if use.may_call and not use.must_call else {},
+                    lambda name: call_id(name, 0),
+                    continued=self._ends_of(request, generation)[1],
+                    parallel=use.parallel,
+                    rest=split,
+                )
             if split is not None and use.allowed and not use.must_call:
                 split = AllowedCalls(split, use.allowed)
             return split
@@ -137,6 +178,8 @@ class AnswerReaders:
                 gate = ContentGate(tags, opened=opened, reader=thought)
             elif self._they_think and isinstance(request, ChatRequest) and request.stop:
                 gate = VllmGate(self._push_of(request, generation, ()))
+            elif self._harmony is not None and isinstance(request, ChatRequest) and request.stop:
+                gate = HarmonyGate(self._harmony, self._ends_of(request, generation)[1])
             prompt = self._prompt_tokens(request, generation) if request.told_prompt is not None else None
             return ChoiceReader(
                 index,

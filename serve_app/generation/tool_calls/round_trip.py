@@ -134,6 +134,11 @@ def _vllms(tokenizer: PromptTokenizer) -> str:
     return ""
 
 
+def reads_back(tokenizer: PromptTokenizer, shown: frozenset[str], reader: Callable[[], SplitPiece]) -> bool:
+    """Return whether a reader reads the calls back that the model's template writes, if it writes any."""
+    return all(_read_back(tokenizer, shown, reader, *turn) for turn in written_turns(tokenizer.template, call_id))
+
+
 def _read_back(
     tokenizer: PromptTokenizer,
     shown: frozenset[str],

@@ -10,12 +10,16 @@ from serve_app.config.engine import vllm_missing
 from serve_app.generation.answer import Piece, SplitPiece, in_pieces
 from serve_app.generation.reasoning import REASONING_TAGS
 from serve_app.generation.tool_calls.formats import FORMATS
+from serve_app.generation.tool_calls.harmony import REASONING_PARSER, TOOL_PARSER
 
 if TYPE_CHECKING:
     from serve_app.engine.vllm.parsers import Push
 
 
-PARSERS = {"tool_parser": ("auto", *FORMATS), "reasoning_parser": ("auto", "none", *REASONING_TAGS)}
+PARSERS = {
+    "tool_parser": ("auto", *FORMATS, TOOL_PARSER),
+    "reasoning_parser": ("auto", "none", *REASONING_TAGS, REASONING_PARSER),
+}
 """Settings, and their values that need no vLLM."""
 OTHERS = "; vLLM's others need vLLM 0.32 in the environment of the ingress"
 

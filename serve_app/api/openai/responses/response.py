@@ -118,7 +118,8 @@ class _Stream:
         return events + self._part_event("response.output_text.delta", delta=text, logprobs=told)
 
     def reasoning(self, index: int, text: str) -> bytes:
-        events = b"" if self._open else self._open_parts(self._items.reasoning(""))
+        same = self._open and self._item["type"] == "reasoning"
+        events = b"" if same else self._open_parts(self._items.reasoning(""))
         self._parts.append(text)
         return events + self._part_event("response.reasoning_text.delta", delta=text)
 
