@@ -11,14 +11,16 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
 from serve_app.api.tool_calls import CallArguments, CallBegun, CallEnded, CallEvent
 from serve_app.generation.answer import Piece, SplitPiece, in_pieces
 from serve_app.generation.tool_calls.source import MakeId
-from serve_app.tokenization.tokenizer import PromptTokenizer
+
+if TYPE_CHECKING:
+    from serve_app.tokenization.tokenizer import PromptTokenizer
 
 TOOL_PARSER, REASONING_PARSER = "openai", "openai_gptoss"
 """vLLM's names of the format."""
@@ -40,7 +42,7 @@ def writes_harmony(template: str, special_tokens: frozenset[str]) -> bool:
 class Harmony:
     """Makes readers of harmony for a tokenizer. Raises ValueError with the remedy if the library cannot be used."""
 
-    def __init__(self, tokenizer: PromptTokenizer) -> None:
+    def __init__(self, tokenizer: "PromptTokenizer") -> None:
         if importlib.util.find_spec("openai_harmony") is None:
             raise ValueError("gpt-oss' harmony format is read by OpenAI's library: pip install openai-harmony")
         import openai_harmony
@@ -76,7 +78,7 @@ class Harmony:
         return any(token_id in self._marks for token_id in token_ids)
 
 
-def _with_vocabulary_of(tokenizer: PromptTokenizer, load: Any) -> Any:
+def _with_vocabulary_of(tokenizer: "PromptTokenizer", load: Any) -> Any:
     """Load the library's encoding with the tokenizer's vocabulary, whose checksum the library checks."""
     token_bytes = tokenizer.texts.token_bytes
     words = (base64.b64encode(token_bytes(rank)).decode() for rank in range(_O200K_TOKENS))

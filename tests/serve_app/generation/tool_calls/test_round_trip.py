@@ -115,10 +115,11 @@ _ENDS = {
 
 def unmarked(value: Any, family: str) -> Any:
     """Return a value without the mark that ends it: formats without quotes cannot tell it from their own."""
-    ends = _ENDS.get(family, ())
-    return (
-        value.replace("<", "(").replace("]]", "") if isinstance(value, str) and any(e in value for e in ends) else value
-    )
+    if isinstance(value, str) and any(end in value for end in _ENDS.get(family, ())):
+        return value.replace("<", "(").replace("]]", "")
+    if isinstance(value, list):
+        return [unmarked(each, family) for each in value]
+    return {key: unmarked(each, family) for key, each in value.items()} if isinstance(value, dict) else value
 
 
 def turn_of(tokenizer: PromptTokenizer, family: str, made: list[tuple[str, dict[str, Any]]]) -> str:
