@@ -10,10 +10,12 @@ from tokenizers import AddedToken, Tokenizer
 
 from serve_app.api.format import Choice
 from serve_app.api.openai.request import parse_chat
+from serve_app.engine.protocol import FinishReason
 from serve_app.engine.vllm import parsers
 from serve_app.generation.generation import Tokens
 from serve_app.generation.tool_calls.call_reader import WholeChoice
 from serve_app.generation.tool_calls.reader import AnswerReaders
+from serve_app.generation.tool_calls.round_trip import found_parser
 from serve_app.generation.tool_calls.vllm_reader import check_parser
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.serve_app.ingress.scripted import GENERATION
@@ -43,7 +45,13 @@ def tokenizer(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def answer(
-    readers: AnswerReaders, tokenizer: PromptTokenizer, prompt: str, text: str, step: int, **fields: Any
+    readers: AnswerReaders,
+    tokenizer: PromptTokenizer,
+    prompt: str,
+    text: str,
+    step: int,
+    reason: FinishReason = "stop",
+    **fields: Any,
 ) -> Choice:
     """Return the choice of an answer that arrives ``step`` tokens at a time."""
     body = {"model": "m", "messages": [{"role": "user", "content": "Rain?"}], **fields}
@@ -51,8 +59,8 @@ def answer(
     reader, whole = readers.of(parse_chat(json.dumps(body).encode()))(0, generation), WholeChoice()
     ids = tokenizer.encode(text, b"r" * 16).token_ids.tolist()
     for at in range(0, len(ids), step):
-        reason = "stop" if at + step >= len(ids) else None
-        for piece in reader.read(Tokens(tuple(ids[at : at + step]), None, reason)):
+        ended = reason if at + step >= len(ids) else None
+        for piece in reader.read(Tokens(tuple(ids[at : at + step]), None, ended)):
             whole.add(piece)
     return whole.choice()
 
@@ -92,3 +100,29 @@ def test_another_vllm_is_refused_with_both_versions(
     monkeypatch.setattr(parsers.vllm, "__version__", "0.99.1")
     with pytest.raises(RuntimeError, match=r"vLLM 0\.32, and this is vLLM 0\.99\.1: its version differs"):
         AnswerReaders(tokenizer, "pythonic")
+
+
+def test_vllms_parser_is_found_by_what_a_template_writes(demo_model_path: Path, tmp_path: Path) -> None:
+    """It reads the made-up calls back, and a call that is cut at the length is no other call."""
+    template = """{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}{% if m.tool_calls %}@<tool_call>
+{% for c in m.tool_calls %}@<invoke name="{{ c.function.name }}">
+{%- for k, v in c.function.arguments.items() %}@<{{ k }}>
+{%- if v is string %}{{ v }}{% elif v is sequence %}{% for i in v %}@<item>{{ i }}@</item>{% endfor %}
+{%- else %}{{ v | tojson }}{% endif %}@</{{ k }}>{% endfor %}@</invoke>
+{% endfor %}@</tool_call>{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}""".replace("@", "]<]minimax[>[")
+    (variant_of(demo_model_path, tmp_path / "model") / "chat_template.jinja").write_text(template)
+    tokenizer = PromptTokenizer(tmp_path / "model")
+    assert found_parser(tokenizer) == "minimax_m3"
+    readers = AnswerReaders(tokenizer, "auto")
+    assert readers.unread == ""
+    text = '@<tool_call>\n@<invoke name="get_weather">@<city>Oslo@</city>@</invoke>\n@</tool_call>'
+    text = text.replace("@", "]<]minimax[>[")
+    (call,) = answer(readers, tokenizer, "assistant\n", text, 3, tools=[WEATHER]).calls
+    assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Oslo"})
+    assert (
+        answer(readers, tokenizer, "assistant\n", text[: text.find("lo")], 1, reason="length", tools=[WEATHER]).calls
+        == ()
+    )
