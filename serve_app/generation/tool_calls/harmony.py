@@ -58,8 +58,8 @@ class Harmony:
                 f"put o200k_base.tiktoken into a directory, and set {_BASE} to it"
             ) from error
         self._library = openai_harmony
-        self._marks = frozenset(tokenizer.special_ids(MARKS).values())
-        self.special = tokenizer.special_ids(MARKS)
+        self._marks = frozenset(tokenizer.ids_in_grammars(MARKS).values())
+        self.special = tokenizer.ids_in_grammars(MARKS)
 
     def parser(self, continued: str) -> "HarmonyParser":
         """Return a parser of one answer. ``continued``: the text of the answer that it continues, "" for none."""
