@@ -64,6 +64,7 @@ test-schemas: $(STAMP)  ## run grammars of 1,500 real JSON Schemas, from package
 		&& $(BIN)/python -m pip download --disable-pip-version-check --no-deps --no-binary jsonschema \
 		-d $(SCHEMAS) jsonschema==4.26.0; }
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/serve_app/structured/test_real_schemas.py -s $(ARGS)
+
 TEMPLATES := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/warmpath/templates
 
 test-templates: $(STAMP)  ## run the laws of conversations over real chat templates, from a wheel of 56 MB (minutes)

@@ -1,7 +1,6 @@
 """Turn a validated request and its tenant into generations: text to ids, keys, sampling values, length checks."""
 
 import asyncio
-import copy
 import math
 import secrets
 import sys
@@ -313,9 +312,9 @@ class Preparer:
         Raises the errors of ``prepare`` for the prompt.
         """
         request, _, keys = await self._scope(request, tenant)
-        counting = copy.copy(self)
-        counting.limits = replace(self.limits, max_model_len=sys.maxsize)
-        async with aclosing(counting._encode(request, keys, tenant.name)) as prompts:
+        if request.truncate_prompt_tokens is None:  # a prompt of any length is counted
+            request = replace(request, truncate_prompt_tokens=sys.maxsize)
+        async with aclosing(self._encode(request, keys, tenant.name)) as prompts:
             encoded, _ = await anext(prompts)
         return encoded.token_ids
 

@@ -50,11 +50,15 @@ def grammar_after(grammar: str, tags: Tags, special: Mapping[str, int], *, opene
 
     ``special``: ids of tags that are no text in grammars.
     """
-    named = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
     start, end = (f"<[{special[tag]}]>" if tag in special else json.dumps(tag) for tag in (tags.start, tags.end))
     inside = f"inside: /(?s:.*)/ {end}" if tags.end in special else f"inside[suffix={end}]: /(?s:.*)/"
     begin = f"{start}? reasoning" if opened else f"(/\\s{{0,4}}/ {start} reasoning)?"
-    lark = f"start: {begin} @answer\nreasoning: inside /\\s{{0,4}}/\n{inside}"
+    return behind(f"start: {begin} @answer\nreasoning: inside /\\s{{0,4}}/\n{inside}", grammar)
+
+
+def behind(lark: str, grammar: str) -> str:
+    """Return the grammar, in llguidance's form, that ``lark`` describes; its ``@answer`` is ``grammar``."""
+    named = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
     return json.dumps({"grammars": [{"lark_grammar": lark}, {**named[0], "name": "answer"}, *named[1:]]})
 
 

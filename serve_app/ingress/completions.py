@@ -13,7 +13,7 @@ from starlette.responses import Response
 from router.protocol.block_hash import TokenArray
 from serve_app.api.format import AnswerFormat, AnswerHead
 from serve_app.api.openai.tokens import parse_detokenize
-from serve_app.api.request import ChatRequest, GenerateRequest
+from serve_app.api.request import ChatRequest, GenerateRequest, reasoning_fields
 from serve_app.api.unknown import UnknownField, require_none, unknown_fields
 from serve_app.config.app import AppConfig
 from serve_app.errors import InvalidRequest
@@ -142,4 +142,8 @@ class Completions:
             wanted = replace(wanted, unknown=(*wanted.unknown, UnknownField("thinking")))
         if self.config.strict:
             require_none(wanted.unknown)
+        if isinstance(wanted, ChatRequest) and any("reasoning" in message for message in wanted.messages):
+            names = reasoning_fields("")
+            if len([*self.tokenizer.template.unread(names)]) == len(names):  # no fault of the client's
+                wanted = replace(wanted, unknown=(*wanted.unknown, UnknownField("reasoning")))
         return wanted

@@ -17,7 +17,7 @@ class Prompts:
 
     def __init__(self, source: str, block_size: int) -> None:
         """Load the tokenizer, which takes seconds. Raises OSError, ValueError."""
-        self._tokenizer = PromptTokenizer(_directory(source), block_size=block_size)
+        self._tokenizer = PromptTokenizer(_directory(source), block_size=block_size, as_is=True)
 
     async def encode(self, body: Any, root: bytes, tenant: str) -> tuple[EncodedPrompt, bytes] | None:
         """Return a body's prompt and its placement key, None for one that is routed by load.

@@ -15,13 +15,7 @@ from router.feed import FeedPublisher
 from router.serve.request_router import FEED_METADATA
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
 from serve_app.ray_llm.recent_answers import Answer
-from serve_app.ray_llm.scopes import (
-    DEFAULT_TENANT_HEADER,
-    METADATA,
-    TENANT_HEADER,
-    EngineFacts,
-    Scopes,
-)
+from serve_app.ray_llm.scopes import DEFAULT_TENANT_HEADER, METADATA, TENANT_HEADER, EngineFacts, Scopes
 from serve_app.ray_llm.tenant_header import TenantMiddleware
 
 logger = logging.getLogger("ray.serve")

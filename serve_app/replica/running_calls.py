@@ -141,8 +141,10 @@ class RunningCalls:
         """Send a step's outputs to their ingresses; outputs of other requests are dropped."""
         messages: dict[wire.ReplyTo, list[Addressed]] = {}
         for output in outputs:
-            if output.prefilled is not None and (end := self._prefilled.get(output.request_id)) is not None:
-                end.set_result(output.prefilled)
+            if output.prefilled is not None:
+                end = self._prefilled.get(output.request_id)
+                if end is not None and not end.done():
+                    end.set_result(output.prefilled)
             call = self._calls.get(output.request_id)
             ready = call.stream.push(output) if call is not None else None
             if call is None or ready is None:

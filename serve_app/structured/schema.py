@@ -337,16 +337,17 @@ def _kinds(schema: Mapping[str, Any]) -> set[str]:
     if isinstance(asked, list) and all(isinstance(kind, str) for kind in asked):
         kinds &= {"number" if kind == "integer" else kind for kind in asked}
     given = [schema["const"]] if "const" in schema else schema.get("enum")
-    return kinds & set(map(_kind, given)) if isinstance(given, list) else kinds
+    return kinds & set(map(type_of, given)) if isinstance(given, list) else kinds
 
 
 def _may_be(schema: Mapping[str, Any], kind: str) -> bool:
     return kind in _kinds(schema)
 
 
-def _kind(value: Any) -> str:
-    names = {bool: "boolean", int: "number", float: "number", str: "string", list: "array", dict: "object"}
-    return names.get(type(value), "null")
+def type_of(value: Any) -> str:
+    """Return a JSON value's type, "number" for an integer too."""
+    names = {bool: "boolean", int: "number", float: "number", str: "string", list: "array", tuple: "array"}
+    return "object" if isinstance(value, dict) else names.get(type(value), "null")
 
 
 def _values(schema: Mapping[str, Any]) -> set[tuple[str, Any]] | None:
@@ -354,7 +355,7 @@ def _values(schema: Mapping[str, Any]) -> set[tuple[str, Any]] | None:
     given = [schema["const"]] if "const" in schema else schema.get("enum")
     if not isinstance(given, list) or any(isinstance(value, list | dict) for value in given):
         return None
-    return {(_kind(value), value) for value in given}
+    return {(type_of(value), value) for value in given}
 
 
 def _escaped(name: str) -> str:

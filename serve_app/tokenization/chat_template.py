@@ -10,7 +10,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 
 from serve_app.errors import InvalidRequest
-from serve_app.tokenization.repairs import Chat, Repairs, left_out
+from serve_app.tokenization.repairs import PROBES, Chat, Repairs, left_out
 
 _WORD = re.compile(r"\w+")
 OTHER_WORDS: Mapping[str, Any] = {"role": "user", "content": "\ue000\ue001\ue000"}
@@ -26,15 +26,16 @@ class RenderedPrompt:
 
 
 class ChatTemplate:
-    """The chat template of a transformers tokenizer. Any thread may render."""
+    """The chat template of a transformers tokenizer. Any thread may render. ``as_is``: like vLLM, without repairs."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, as_is: bool = False) -> None:
         self._tokenizer = tokenizer
         parameters = inspect.signature(tokenizer.apply_chat_template).parameters
         self._reserved = frozenset((*parameters, *tokenizer.SPECIAL_TOKENS_ATTRIBUTES))
         # Computed once, because templates have many thousand characters.
         self._words = frozenset(_WORD.findall(self.source))
-        self.repairs = Repairs(lambda messages, tools: self._apply(messages, True, {}, tools))
+        self._as_is = as_is
+        self.repairs = Repairs(lambda messages, tools: self._apply(messages, True, {}, tools), () if as_is else PROBES)
 
     @property
     def source(self) -> str:
@@ -79,7 +80,7 @@ class ChatTemplate:
         more = {"continue_final_message": True} if continue_final_message else {}
         mended = self.repairs.mended(Chat(messages, tools))
         text = self._apply(mended.messages, add_generation_prompt, {**kwargs, **more}, mended.tools)
-        lost = left_out(messages, text)
+        lost = None if self._as_is else left_out(messages, text)
         if lost is not None:
             role = messages[lost]["role"]
             raise InvalidRequest(

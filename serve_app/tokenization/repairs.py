@@ -33,10 +33,11 @@ class Chat(NamedTuple):
 
 
 class Repair(NamedTuple):
-    """Another form of a conversation. ``said``: what the template does, and what is done about it."""
+    """Another form of messages, or of a ``tool``. ``said``: what the template does, and what is done about it."""
 
     said: str
-    mend: Callable[[Sequence[Message]], list[Message]]
+    mend: Callable[[Sequence[Message]], Sequence[Message]] = lambda messages: messages
+    tool: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda tool: tool
 
 
 class Probe(NamedTuple):
@@ -53,14 +54,17 @@ class Probe(NamedTuple):
 
 
 class Repairs:
-    """What one template needs. ``unable``: what it cannot take at all; ``shows_tools``: whether it reads tools."""
+    """What one template needs. ``unable``: what it cannot take at all; ``shows_tools``: whether it reads tools.
 
-    def __init__(self, render: Render) -> None:
+    ``probes``: none for conversations that are shown as they are.
+    """
+
+    def __init__(self, render: Render, probes: Sequence[Probe]) -> None:
         self._render = render
         self._names: frozenset[str] = frozenset()
         self.shows_tools = all(self._holds(probe, frozenset()) for probe in TOOLS_SHOWN)
         self.unable: list[str] = []
-        for probe in PROBES:
+        for probe in probes:
             if probe.chat.tools and not self.shows_tools:
                 continue
             found = next((names for names, wrong in self._ways(probe) if self._holds(probe, names, wrong)), None)
@@ -101,11 +105,11 @@ class Repairs:
 
 
 def _mended(chat: Chat, names: frozenset[str]) -> Chat:
-    messages = chat.messages
+    messages, tools = chat
     for name, repair in REPAIRS.items():
         if name in names:
-            messages = repair.mend(messages)
-    return Chat(messages, [_filled(tool) for tool in chat.tools] if _FILLED in names else chat.tools)
+            messages, tools = repair.mend(messages), [*map(repair.tool, tools)]
+    return Chat(messages, tools)
 
 
 def left_out(messages: Sequence[Message], text: str) -> int | None:
@@ -134,12 +138,8 @@ def _longest_word(text: str) -> str:
 def _joined(first: Message, second: Message) -> Message:
     """Return one message of two neighbours."""
     parts = [part for part in (first.get("content"), second.get("content")) if part]
-    lists = {
-        name: [*(first.get(name) or ()), *(second.get(name) or ())]
-        for name in ("tool_calls",)
-        if first.get(name) or second.get(name)
-    }
-    return {**second, **first, **lists, "content": _BETWEEN.join(parts)}
+    calls = [*(first.get("tool_calls") or ()), *(second.get("tool_calls") or ())]
+    return {**second, **first, "content": _BETWEEN.join(parts), **({"tool_calls": calls} if calls else {})}
 
 
 def _join_neighbours(messages: Sequence[Message]) -> list[Message]:
@@ -266,22 +266,15 @@ def _calls_to_text(messages: Sequence[Message]) -> list[Message]:
     return told
 
 
-def _with_calls(messages: Sequence[Message], change: Callable[[dict[str, Any]], dict[str, Any]]) -> list[Message]:
-    return [
-        {**message, "tool_calls": [change(call) for call in message["tool_calls"]]}
-        if message.get("tool_calls")
-        else message
-        for message in messages
-    ]
-
-
 def _arguments_to_text(messages: Sequence[Message]) -> list[Message]:
     def change(call: dict[str, Any]) -> dict[str, Any]:
         function = call["function"]
-        arguments = json.dumps(function["arguments"], ensure_ascii=False)
-        return {**call, "function": {**function, "arguments": arguments}}
+        return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
-    return _with_calls(messages, change)
+    return [
+        {**message, "tool_calls": [*map(change, message["tool_calls"])]} if message.get("tool_calls") else message
+        for message in messages
+    ]
 
 
 def _short_id(call_id: str) -> str:
@@ -293,22 +286,19 @@ def _short_id(call_id: str) -> str:
 
 
 def _shorten_ids(messages: Sequence[Message]) -> list[Message]:
-    """Give calls and results ids of nine letters and digits; one without an id gets that of its place."""
-    told, last = list[Message](), ["", *[]]
+    """Give calls and results ids of nine letters and digits; a result without an id gets the next call's."""
+    told: list[Message] = []
+    unanswered: list[str] = []
     for number, message in enumerate(messages):
         if message.get("tool_calls"):
-            calls = [
-                {**call, "id": _short_id(call.get("id") or f"{number} {place}")}
-                for place, call in enumerate(message["tool_calls"])
-            ]
-            last = [call["id"] for call in calls]
-            told.append({**message, "tool_calls": calls})
+            ids = [call.get("id") or f"{number} {place}" for place, call in enumerate(message["tool_calls"])]
+            calls = [{**call, "id": _short_id(own)} for call, own in zip(message["tool_calls"], ids, strict=True)]
+            unanswered, message = ids, {**message, "tool_calls": calls}
         elif message["role"] == "tool":
-            given = message.get("tool_call_id")
-            own = _short_id(given) if given else (last.pop(0) if len(last) > 1 else last[0])
-            told.append({**message, "tool_call_id": own})
-        else:
-            told.append(message)
+            given = message.get("tool_call_id") or (unanswered[0] if unanswered else "")
+            unanswered = [own for own in unanswered if own != given]
+            message = {**message, "tool_call_id": _short_id(given)}
+        told.append(message)
     return told
 
 
@@ -339,10 +329,9 @@ def _filled(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**tool, "function": {**empty, **tool["function"]}}
 
 
-_FILLED = "tools_filled"
 REPAIRS: Mapping[str, Repair] = {
-    _FILLED: Repair(
-        "it needs a description and parameters of every tool: empty ones are put where a tool has none", list
+    "tools_filled": Repair(
+        "it needs a description and parameters of every tool: empty ones are put where a tool has none", tool=_filled
     ),
     "short_ids": Repair(
         "it takes only ids of nine letters and digits: other ids of calls are mapped to such", _shorten_ids
@@ -451,7 +440,7 @@ PROBES = (
     Probe("a text before a call", Chat([_U, _B, _C, _R, _A, _V]), _TURNS),
     Probe("a text after a call", Chat([_U, _C, _B, _R, _A, _V]), _TURNS),
     Probe("a user's message after a result", Chat([_U, _C, _R, _V]), _TURNS),
-    Probe("a tool without description and parameters", Chat([_U], [_BARE]), [[_FILLED]]),
+    Probe("a tool without description and parameters", Chat([_U], [_BARE]), [["tools_filled"]]),
     Probe("tools and an assistant's message at the start", Chat([_A, _V], [_TOOL]), _some_of("user_needed", "bridged")),
     Probe("tools and a call at the start", Chat([_C, _R, _V], [_TOOL]), _some_of("user_needed", "bridged")),
     Probe("tools and a system message", Chat([_S, _U, _A, _V], [_TOOL]), _SYSTEM),

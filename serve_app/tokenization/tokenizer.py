@@ -64,7 +64,7 @@ class PromptTokenizer:
     """The tokenizer of one checkpoint, safe to use from many threads and one event loop.
 
     ``cache_bytes`` limits its memory. ``workers``: threads for long texts, fair to tenants. ``pretrained``: the
-    tokenizer loaded by transformers.
+    tokenizer loaded by transformers. ``as_is``: see ``ChatTemplate``.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class PromptTokenizer:
         cache_bytes: int = 64 << 20,
         block_size: int = 16,
         workers: FairWorkers | None = None,
+        as_is: bool = False,
     ) -> None:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         self.pretrained = self._tokenizer
@@ -92,7 +93,7 @@ class PromptTokenizer:
         self._texts = TokenTexts(backend)
         vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        self.template = ChatTemplate(self._tokenizer)
+        self.template = ChatTemplate(self._tokenizer, as_is=as_is)
         self.longest_token_chars = longest_token_chars(backend)
         self._workers = workers or FairWorkers(Shares({}))
         self._in_flight: dict[bytes, asyncio.Future[None]] = {}

@@ -21,6 +21,7 @@ import pytest
 from filelock import FileLock
 
 from benchmarks.common.report import metric_sum
+from serve_app.replica.reporter import STATS_INTERVAL_S
 
 Started = TypeVar("Started")
 PATIENCE_S = 120.0
@@ -102,6 +103,17 @@ def cache_state(url: str, headers: Mapping[str, str] | None = None) -> dict[str,
 def metric(url: str, name: str, label: str = "", headers: Mapping[str, str] | None = None) -> float:
     """Return the sum of a metric's samples, of those only with labels that contain ``label``."""
     return metric_sum(HTTP.get(f"{url}/metrics", headers=headers).raise_for_status().text, name, label)
+
+
+def await_reports(url: str, headers: Mapping[str, str] | None = None) -> None:
+    """Wait until each replica has reported figures that are newer than this call."""
+    begun_s = time.monotonic()
+
+    def newer() -> bool:
+        ages_s = [replica["report_age_s"] for replica in replicas_of(url, headers).values()]
+        return all(time.monotonic() - age_s > begun_s + 2 * STATS_INTERVAL_S for age_s in ages_s)
+
+    eventually(newer)
 
 
 def replicas_of(url: str, headers: Mapping[str, str] | None = None) -> dict[str, dict[str, Any]]:

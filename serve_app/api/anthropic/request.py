@@ -165,7 +165,7 @@ class CountTokensBody(JsonBody):
             raise InvalidRequest("tool_choice has a name where its type is tool, and there alone.", param="tool_choice")
         if choice.name is not None:
             return tool_use(functions, "required", [choice.name], parallel=False)
-        kind = {"any": "required"}.get(choice.type, choice.type)
+        kind = "required" if choice.type == "any" else choice.type
         return tool_use(functions, kind, parallel=not choice.disable_parallel_tool_use)
 
     def _grammar(self) -> Grammar | None:

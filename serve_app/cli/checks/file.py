@@ -141,7 +141,8 @@ def _settings(document: _Document, place: Location, values: Any, place_of_run: P
         for where, sentence in error.found:
             yield document.mistake((*place, *where), sentence)
         return
-    for setting, sentence in (*before_model(config, place_of_run), *with_model(config, place_of_run)):
+    found = (*before_model(config, place_of_run), *with_model(config, place_of_run))
+    for setting, sentence in found:
         yield document.mistake((*place, setting), sentence)
-    for sentence in template_notes(config, place_of_run):
+    for sentence in template_notes(config, place_of_run) if not found else ():
         yield document.mistake((*place, "model"), f"the chat template: {sentence}")._replace(minor=True)

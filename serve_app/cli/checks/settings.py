@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,10 +46,10 @@ from pathlib import Path
 from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.tokenization.tokenizer import PromptTokenizer
 logging.disable(logging.WARNING)
-path, tool_parser = json.loads(sys.argv[1])
+path, parsers = json.loads(sys.argv[1])
 tokenizer = PromptTokenizer(Path(path))
 print(*tokenizer.template.notes, sep="\\n")
-print(AnswerReaders(tokenizer, tool_parser).unread)
+print(AnswerReaders(tokenizer, parsers["tool_parser"], parsers["reasoning_parser"]).unread)
 """
 _ARCHITECTURE = """
 import sys
@@ -144,13 +143,12 @@ def _model(settings: AppConfig, place: Place) -> Iterator[Refusal]:
 
 
 def template_notes(settings: AppConfig, place: Place) -> Iterator[str]:
-    """Yield what the model's chat template does not take, and what is done about it."""
+    """Yield what the model's chat template does not take, and what is done about it. Raises ValueError, OSError."""
     if place == "elsewhere" or not _there(settings, place):
         return
-    with suppress(ValueError, OSError):
-        asked = json.dumps([str(load_served_model(settings).path), settings.tool_parser])
-        for _, sentences in _said("model", _TEMPLATE, asked):
-            yield from sentences.splitlines()
+    path, parsers = load_served_model(settings).path, {name: getattr(settings, name) for name in PARSERS}
+    for _, sentences in _said("model", _TEMPLATE, json.dumps([str(path), parsers])):
+        yield from sentences.splitlines()
 
 
 def _said(setting: str, program: str, argument: str) -> Iterator[Refusal]:

@@ -49,5 +49,9 @@ def _findings(host: str, port: int, model: Path | None) -> Iterator[Finding]:
     yield from room()
     yield torch()
     if model is not None:
-        notes = list(template_notes(AppConfig(model=str(model)), "here"))
-        yield Finding("chat template", "; ".join(notes) or "it takes every conversation")
+        try:
+            notes = list(template_notes(AppConfig(model=str(model.resolve())), "here"))
+        except (ValueError, OSError) as error:
+            yield Finding("chat template", str(error), "give --model a checkpoint's directory")
+        else:
+            yield Finding("chat template", "; ".join(notes) or "it takes every conversation")

@@ -340,4 +340,6 @@ class VllmEngine:
         with self._lock:
             self._load.stepped(running, kv_usage, prompt_tokens, duration_s)
             self._progress_s = time.monotonic()
-        self._report_left()
+            left = bool(self._load.left)
+        if left:
+            self._report_left()

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from serve_app.api.tool_calls import CallArguments, CallBegun, CallEnded, CallEvent
 from serve_app.generation.answer import Piece, SplitPiece, in_pieces
+from serve_app.generation.reasoning import behind
 from serve_app.generation.tool_calls.source import MakeId
 
 if TYPE_CHECKING:
@@ -58,8 +59,8 @@ class Harmony:
                 f"put o200k_base.tiktoken into a directory, and set {_BASE} to it"
             ) from error
         self._library = openai_harmony
-        self._marks = frozenset(tokenizer.ids_in_grammars(MARKS).values())
         self.special = tokenizer.ids_in_grammars(MARKS)
+        self._marks = frozenset(self.special.values())
 
     def parser(self, continued: str) -> "HarmonyParser":
         """Return a parser of one answer. ``continued``: the text of the answer that it continues, "" for none."""
@@ -227,7 +228,6 @@ class HarmonyGate:
 
 def harmony_grammar(grammar: str, special: Mapping[str, int]) -> str:
     """Return a grammar, in llguidance's form, that applies to the final channel, behind any reasoning."""
-    named = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
     start, channel, message, end = (
         f"<[{special[mark]}]>" if mark in special else json.dumps(mark) for mark in (START, CHANNEL, MESSAGE, END)
     )
@@ -235,4 +235,4 @@ def harmony_grammar(grammar: str, special: Mapping[str, int]) -> str:
         f'start: thought? {channel} "final" {message} @answer\n'
         f'thought: {channel} "analysis" {message} /(?s:.*)/ {end} {start} "assistant"'
     )
-    return json.dumps({"grammars": [{"lark_grammar": lark}, {**named[0], "name": "answer"}, *named[1:]]})
+    return behind(lark, grammar)

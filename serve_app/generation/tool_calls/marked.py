@@ -11,6 +11,7 @@ import msgspec
 
 from serve_app.api.tool_calls import CallArguments, CallBegun, CallEnded
 from serve_app.generation.tool_calls.source import MakeId, Source, Steps, stream_arguments
+from serve_app.structured.schema import type_of
 
 _NAME = re.compile(r"[\w.:-]*")
 _ID = re.compile(r"(?:functions\.)?(?P<name>.+?)(?::\d+)?")
@@ -224,7 +225,7 @@ def json_of(text: str, types: frozenset[str]) -> str:
             value, bare = _literal(bare)
         else:
             value = text if isinstance(value, str) else value
-        if not isinstance(value, str) and (not types or "string" not in types or _type_of(value) in types):
+        if not isinstance(value, str) and (not types or "string" not in types or type_of(value) in types):
             return bare
     return json.dumps(text, ensure_ascii=False)
 
@@ -238,15 +239,6 @@ def _literal(text: str) -> tuple[Any, str]:
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             pass
     return text, text
-
-
-def _type_of(value: Any) -> str:
-    """Return a JSON value's type, "number" for an integer too."""
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else "boolean"
-    if isinstance(value, dict | str):
-        return "object" if isinstance(value, dict) else "string"
-    return "array" if isinstance(value, list | tuple) else "number"
 
 
 def _types_of(schema: Any, key: str) -> frozenset[str]:
@@ -264,7 +256,7 @@ def _types_of(schema: Any, key: str) -> frozenset[str]:
             words = [told] if isinstance(told, str) else told if isinstance(told, list) else []
             found.update("number" if word == "integer" else str(word) for word in words)
         elif isinstance(values, list):
-            found.update(map(_type_of, values))
+            found.update(map(type_of, values))
         else:
             for word in ("anyOf", "oneOf", "allOf"):
                 left += each[word] if isinstance(each.get(word), list) else []

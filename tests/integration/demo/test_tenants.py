@@ -3,7 +3,6 @@
 import asyncio
 import json
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -12,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.conftest import HTTP, clients, eventually, metric
+from tests.integration.conftest import HTTP, await_reports, clients, eventually, metric
 from tests.integration.demo.conftest import CHAT, RULES, Served, said
 
 pytestmark = [pytest.mark.integration, pytest.mark.anyio]
@@ -123,7 +122,7 @@ async def test_prefills_that_clients_leave_are_charged(served: Served) -> None:
         uncached = sum(row["prompt_tokens"] - row["cached_tokens"] for row in rows)
         return uncached, sum(row["requests"] for row in rows)
 
-    eventually(lambda: computed() == (time.sleep(3) or computed()))  # replicas report every second
+    await_reports(served.url, served.headers("operator"))
     before, (charged_before, answered_before) = computed(), charged()
     async with clients(served.url) as client:
 
@@ -138,7 +137,7 @@ async def test_prefills_that_clients_leave_are_charged(served: Served) -> None:
         return computed() - before == charged()[0] - charged_before > 0
 
     eventually(settled)
-    await asyncio.sleep(3)
+    await_reports(served.url, served.headers("operator"))
     assert settled()
     assert charged()[1] - answered_before < 12
 

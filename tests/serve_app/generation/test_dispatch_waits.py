@@ -66,12 +66,24 @@ NONE = always(NoReplicaLeft("there has been no replica for 5 s"))
     ids=["full", "begun", "none"],
 )
 def test_a_wait_ends_at_the_deadline_with_when_to_come_back(
-    chunks: Chunks, error: type[Overloaded | RateLimited], retry_after_s: float
+    chunks: Chunks, error: type[Overloaded | RateLimited], retry_after_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A queue stays full, or a begun stream finds no replica; a new call does not wait for a replica."""
-    handle = FakeHandle(chunks)
+    """A queue stays full, or a begun stream finds no replica; a new call does not wait for a replica.
+
+    Each call lets the clock go on by a tenth of the time that is left at the start.
+    """
+    now_s = 1000.0
+
+    def later(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
+        nonlocal now_s
+        now_s += 3.0
+        return chunks(call, route, replica)
+
+    monkeypatch.setattr("time.perf_counter", lambda: now_s)
+    monkeypatch.setattr("serve_app.generation.dispatch.FIRST_PAUSE_S", 0.001)
+    handle = FakeHandle(later)
     with pytest.raises(error) as caught:
-        run(handle, deadline_s=time.perf_counter() + 0.2)
+        run(handle, deadline_s=1030.0)
     assert caught.value.retry_after_s == retry_after_s
     assert (len(handle.calls) > 2) == (chunks is not NONE)
 
@@ -157,7 +169,7 @@ def test_an_answer_without_tokens_has_its_figures(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("lose", [0, 1, 2, 3])
 def test_lost_chunks_are_asked_for_again(monkeypatch: pytest.MonkeyPatch, lose: int) -> None:
     """An early end cuts nothing off; after a broken channel another replica continues."""
-    monkeypatch.setattr("serve_app.generation.call.LATE_S", 0.1)
+    monkeypatch.setattr("serve_app.generation.call.LATE_S", 1.0)
     handle = late(monkeypatch, answer, lose)
     assert ids(run(handle)) == whole()
     assert handle.after_first_token == [lose < 3] * bool(lose)
@@ -280,12 +292,13 @@ def test_what_was_computed_before_the_first_token_is_charged(
     replicas.computed = Prefilled(640, 64)
     handle, told = FakeHandle(chunks, ["a"]), list[tuple[Generation, Prefilled]]()
     handle.dispatcher.left = Aborts(replicas, lambda *one: told.append(one)).note
-    asked = replace(generation(), deadline_s=time.perf_counter() + 0.2)
+    waits = chunks is never or chunks is answer
+    asked = replace(generation(), deadline_s=time.perf_counter() + (3600 if waits else 0.2))
 
     async def run() -> None:
         stream = handle.dispatcher.generate(asked)
         with suppress(WarmpathError, TimeoutError):
-            async with asyncio.timeout(0.3):
+            async with asyncio.timeout(1.5 if chunks is never else None):  # ample for its call to arrive
                 if chunks is answer and not tokens_read:
                     async for _ in stream:
                         pass

@@ -244,3 +244,14 @@ def test_a_model_without_thoughts_says_that_it_was_asked_for_some(demo_model_pat
         assert "thinking" in raw.headers["x-warmpath-warning"]
         with pytest.raises(openai.BadRequestError, match="reasoning_effort must be none, minimal"):
             client.chat.completions.create(**ASKED, reasoning_effort="much")  # type: ignore[call-overload]
+
+
+def test_a_thought_that_no_template_shows_is_named(demo_model_path: Path, hermes: tuple[str, Script]) -> None:
+    """It is no reason to refuse a conversation; a template that reads thoughts gets it without a word."""
+    said = {"role": "assistant", "content": "Yes.", "reasoning_content": "Is it?"}
+    body = {"model": "demo", "messages": [HI[0], said, HI[0]], "max_tokens": 1}
+    with scripted(demo_model_path) as (url, _):
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=PATIENCE_S).raise_for_status()
+        assert answer.headers["x-warmpath-warning"] == "unknown fields ignored: reasoning"
+    answer = httpx.post(f"{hermes[0]}/v1/chat/completions", json=body, timeout=PATIENCE_S).raise_for_status()
+    assert "x-warmpath-warning" not in answer.headers

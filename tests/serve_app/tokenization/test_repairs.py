@@ -91,7 +91,7 @@ roles = st.sampled_from(["system", "user", "assistant", "calls", "user", "assist
 def test_a_repaired_conversation_keeps_its_beginning(parts: list[tuple[str, str, int]], data: st.DataObject) -> None:
     """With any repairs: what one more turn adds is behind all that was there, or ends its last message."""
     names = data.draw(st.sets(st.sampled_from(sorted(REPAIRS))))
-    repairs = Repairs(lambda messages, tools: "")
+    repairs = Repairs(lambda messages, tools: "", ())
     repairs._names = frozenset(names)
     turns: list[list[dict[str, Any]]] = []
     for number, (role, text, calls) in enumerate(parts):
