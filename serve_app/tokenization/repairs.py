@@ -21,7 +21,7 @@ Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], str]
 _BETWEEN = "\n\n"
 _ID_LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _ID_CHARS = 9
-_WORD = re.compile(r"[A-Za-z0-9]+")
+_WORD = re.compile(r"[A-Za-z0-9]{4,}")
 _SEEN_CHARS = 256
 
 
@@ -115,24 +115,23 @@ def _mended(chat: Chat, names: frozenset[str]) -> Chat:
 def left_out(messages: Sequence[Message], text: str) -> int | None:
     """Return the number of the first message of which a prompt shows nothing, None if there is none.
 
-    A guard for what no probe foresees: it looks for a word of each message, and of each call.
+    A guard for what no probe foresees: it looks for a longer word of each message, and each call's name.
     """
     at = 0
     for index, message in enumerate(messages):
         content = message.get("content") or ""
         # Templates cut the reasoning out of what an assistant said.
         cut = message["role"] == "assistant" and "</" in content
-        words = [] if cut else [_longest_word(content[:_SEEN_CHARS])]
-        for word in (*words, *(call["function"]["name"] for call in message.get("tool_calls") or ())):
+        said = None if cut else _WORD.search(content, 0, _SEEN_CHARS)
+        for word in (
+            *((said[0],) if said else ()),
+            *(call["function"]["name"] for call in message.get("tool_calls") or ()),
+        ):
             found = text.find(word, at)
             if found < 0 and word not in text:
                 return index
             at = max(at, found)
     return None
-
-
-def _longest_word(text: str) -> str:
-    return max(_WORD.findall(text), key=len, default="")
 
 
 def _joined(first: Message, second: Message) -> Message:
