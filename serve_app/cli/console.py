@@ -22,5 +22,5 @@ def harmless(value: Any) -> Any:
 
 def fail(message: str) -> NoReturn:
     """Print an error and exit with status 2."""
-    console.print(f"error: {harmless(message)}", style="red", soft_wrap=True)
+    console.print(f"error: {harmless(message)}", style="red", markup=False, emoji=False, soft_wrap=True)
     sys.exit(2)
