@@ -107,6 +107,7 @@ def copy(bench: Bench, ours: Warmpath) -> Row:
         sleep(1.0)  # reports of counters
         after = ours.metrics()
         counters = {name: f"warmpath_kv_pulls_{name}_total" for name in ("begun", "refused")}
+        counters |= {"pulled_tokens": "warmpath_kv_pulled_tokens_total", "pull_s": "warmpath_kv_pull_seconds_sum"}
         found[str(tokens)] = {
             "cold_ms": spread([1000 * cold.ttft_s for cold, _ in pairs]),
             "elsewhere_ms": spread([1000 * other.ttft_s for _, other in pairs]),
@@ -118,7 +119,8 @@ def copy(bench: Bench, ours: Warmpath) -> Row:
     ours.wait()
     said = "; ".join(
         f"{tokens} tokens {row['elsewhere_ms']['p50']:.0f} ms where the other replica has them "
-        f"({row['copied_tokens']:.0f} copied), {row['cold_ms']['p50']:.0f} ms where none has"
+        f"({row['copied_tokens']:.0f} cached; {row['begun']:.0f} copies brought {row['pulled_tokens']:.0f} tokens in "
+        f"{row['pull_s']:.2f} s), {row['cold_ms']['p50']:.0f} ms where none has"
         for tokens, row in found.items()
     )
     return found, f"First token: {said}."

@@ -32,10 +32,13 @@ PIECE_BYTES = 32 * 1024 * 1024
 LEAST_DEADLINE_S = 0.25
 UNKNOWN_DEADLINE_S = 5.0
 
-EXPECTED_BYTES_PER_S = 150e6
-"""Assumed rate of a pull between two processes of one machine, until measured (``benchmarks/log/end_to_end.md``)."""
+EXPECTED_BYTES_PER_S = 6e9
+"""Assumed rate of a pull until measured: above all rates seen, so that a first pull is tried and the rate known.
 
-_EXPECTED_WEIGHT_S = 0.1
+If that one is slow, it ends when computing would have ended, and the next is tried when it is all but forgotten.
+"""
+
+_EXPECTED_WEIGHT_S = 0.01
 _MEMORY_S = 60.0
 
 Refusal = Literal["off", "held", "short", "slow", "busy"]

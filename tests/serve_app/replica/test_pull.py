@@ -295,7 +295,7 @@ async def test_a_waiting_request_can_be_cancelled_and_stopping_ends_pulls(make_e
 
 def test_the_rate_is_learned_and_forgotten() -> None:
     """It moves to the measured rate, and back to the expectation long after the measurement. (docs: routing)"""
-    rate = PullRate(16, 1_000_000)
+    rate = PullRate(16, 40_000_000)
     expected = rate.tokens_per_s(0.0)
     assert expected == pytest.approx(2400.0)
     for second in range(20):
