@@ -11,18 +11,24 @@ MAX_CONNECTIONS_PER_ADDRESS = 512
 BUFFER_BYTES = 64 << 10
 """HAProxy's buffer for a request: one that fits is resent to another ingress if its first dies before it answers."""
 RETRY_ON = "conn-failure empty-response"
-TOLD_CONNECTIONS = 64
-"""Connections over an address' bound that get a 429; further ones are closed at once."""
+BUFFER_BYTES = 64 << 10
+"""HAProxy's buffer for a request: one that fits is resent to another ingress if its first dies before it answers."""
+RETRY_ON = "conn-failure empty-response"
+PORT_CONNECTIONS = 4096
+"""Connections of all addresses, as in Ray; more if one address may have as many."""
 
 
 @dataclass(frozen=True, slots=True)
 class PortBounds:
     """The limits of one client of the port.
 
+    ``connections_per_address``: those with a request; more get a 429. Idle ones are taken while the port has room.
+    ``connections``: of all addresses.
     ``body_timeout_s``: for the part of a body that fits the buffer; ``stall_timeout_s``: without any transferred byte.
     """
 
     connections_per_address: int = MAX_CONNECTIONS_PER_ADDRESS
+    connections: int = PORT_CONNECTIONS
     header_timeout_s: int = 10
     body_timeout_s: int = 30
     idle_timeout_s: int = 30
@@ -37,7 +43,9 @@ sed -i -E 's/^( *bind) \\*?:({stats}|{metrics})$/\\1 127.0.0.1:\\2/; s/(stats so
 sed -i -E '/^ *option splice-re(quest|sponse)/d; /^ *errorfile 50[234] /d' "$3"
 grep -q 'track-sc0' "$3" || sed -i '/^frontend http_frontend$/,/^ *bind /{{
 /^ *bind /r {rules}
-}}' "$3"
+}}
+/^frontend http_frontend$/i backend requests_by_address\\n    stick-table type ipv6 size 100k expire 10m store conn_cur
+' "$3"
 exec '{binary}' "$@"
 """
 
@@ -45,14 +53,19 @@ _RULES = """\
     timeout http-request {bounds.header_timeout_s}s
     timeout http-keep-alive {bounds.idle_timeout_s}s
     timeout client {bounds.stall_timeout_s}s
-    # Only a complete request can be resent.
-    http-request wait-for-body time {bounds.body_timeout_s}s if METH_POST
     # For IPv6 an address is a network of 64 bits: one client has all its addresses.
     stick-table type ipv6 size 100k expire 10m store conn_cur
     tcp-request connection track-sc0 src,ipmask(32,64)
-    tcp-request connection reject if {{ sc0_conn_cur gt {most} }}
-    tcp-request connection set-var(sess.refused) bool(true) if {{ sc0_conn_cur gt {bounds.connections_per_address} }}
-    http-request return {refused} hdr Connection close if {{ var(sess.refused) -m bool }}
+    # HAProxy cannot close an idle connection for a new one. So idle ones do not count, those over a bound end with
+    # their answer, and the last fourth of the port is for addresses below their bound, the last eighth for newcomers.
+    tcp-request connection reject if {{ fe_conn gt {crowded} }} {{ sc0_conn_cur gt {bounds.connections_per_address} }}
+    tcp-request connection reject if {{ fe_conn gt {full} }} {{ sc0_conn_cur gt {few} }}
+    http-after-response set-header Connection close if {{ sc0_conn_cur gt {bounds.connections_per_address} }}
+    http-after-response set-header Connection close if {{ fe_conn gt {crowded} }}
+    http-request track-sc1 src,ipmask(32,64) table requests_by_address
+    # Only a complete request can be resent.
+    http-request wait-for-body time {bounds.body_timeout_s}s if METH_POST
+    http-request return {refused} hdr Connection close if {{ sc1_conn_cur gt {bounds.connections_per_address} }}
     # Ray's proxy answers while no ingress is known to be up, with a bare 500 if one dies during a request.
     http-response return {broken_off} if {{ status 500 }} {{ res.hdr(content-type) -m beg text/plain }}
 {errors}
@@ -71,7 +84,7 @@ def write_wrapper(run_dir: Path, *, binary: str, stats: int, metrics: int, bound
 def _frontend_rules(bounds: PortBounds) -> str:
     most = bounds.connections_per_address
     too_many = RateLimited(
-        f"Your address has over {most} connections open; close some, or start the server with a larger "
+        f"Your address has over {most} requests in flight; wait for some, or start the server with a larger "
         "--max-connections-per-address.",
         code="too_many_connections",
         retry_after_s=1,
@@ -88,7 +101,9 @@ def _frontend_rules(bounds: PortBounds) -> str:
     }
     return _RULES.format(
         bounds=bounds,
-        most=most + TOLD_CONNECTIONS,
+        crowded=bounds.connections * 3 // 4,
+        full=bounds.connections * 7 // 8,
+        few=most // 8,
         refused=_answer(429, too_many),
         broken_off=_answer(502, broken_off),
         errors="\n".join(f"    http-error {_answer(status, error)}" for status, error in errors.items()),

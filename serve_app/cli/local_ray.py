@@ -9,7 +9,14 @@ from pathlib import Path
 
 import httpx
 
-from serve_app.cli.haproxy import BUFFER_BYTES, MAX_CONNECTIONS_PER_ADDRESS, RETRY_ON, PortBounds, write_wrapper
+from serve_app.cli.haproxy import (
+    BUFFER_BYTES,
+    MAX_CONNECTIONS_PER_ADDRESS,
+    PORT_CONNECTIONS,
+    RETRY_ON,
+    PortBounds,
+    write_wrapper,
+)
 
 FIRST_PORT, LAST_PORT = 20_000, 32_000
 """Above the ports of `ray start`'s workers, below those of outgoing connections."""
@@ -93,7 +100,10 @@ def local_environment(
             stats, metrics = first + PORT_WINDOW - 3, first + PORT_WINDOW - 4
             ending.enter_context(_kept(stats))
             ending.enter_context(_kept(metrics))
-            _configure_haproxy(run_dir, stats, metrics, PortBounds(connections_per_address))
+            # One address has room for its own number, with an eighth of the port left for others.
+            most = max(PORT_CONNECTIONS, connections_per_address * 8 // 7)
+            most = int(os.environ.setdefault("RAY_SERVE_HAPROXY_MAXCONN", str(most)))
+            _configure_haproxy(run_dir, stats, metrics, PortBounds(connections_per_address, most))
         yield
 
 

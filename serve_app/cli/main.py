@@ -111,7 +111,7 @@ def serve(
     ] = None,
     haproxy: Annotated[bool, typer.Option(help="HAProxy in front (Ray Serve's fast path)")] = True,
     max_connections_per_address: Annotated[
-        int, typer.Option(help="open connections to HAProxy per client address; more are refused", min=1)
+        int, typer.Option(help="requests in flight per client address; more get a 429", min=1)
     ] = MAX_CONNECTIONS_PER_ADDRESS,
     verbose: Annotated[bool, typer.Option(help="show the logs of Ray and the replicas, and whole tracebacks")] = False,
 ) -> None:

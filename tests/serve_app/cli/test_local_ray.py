@@ -25,6 +25,17 @@ def test_haproxys_ports_are_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert len({stats, metrics, fallback}) == 3 and most < min(stats, metrics, fallback) < most + 5
 
 
+@pytest.mark.parametrize(("own", "of_address", "expected"), [(None, 512, 4096), (None, 7000, 8000), ("900", 512, 900)])
+def test_one_address_has_room_for_its_connections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str | None, of_address: int, expected: int
+) -> None:
+    """Beside others, and unless the user has set Ray's bound."""
+    monkeypatch.setattr(os, "environ", dict(os.environ) | ({} if own is None else {"RAY_SERVE_HAPROXY_MAXCONN": own}))
+    with local_environment(tmp_path, of_address):
+        assert int(os.environ["RAY_SERVE_HAPROXY_MAXCONN"]) == expected
+    assert f"fe_conn gt {expected * 7 // 8}" in (tmp_path / "frontend.rules").read_text()
+
+
 def test_a_held_port_is_kept_for_one_listener() -> None:
     """Nobody connects to it or takes it by chance, and the intended server can listen on it.
 
