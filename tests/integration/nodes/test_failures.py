@@ -205,6 +205,21 @@ def test_a_replica_that_hangs(cluster: LocalCluster) -> None:
     eventually(lambda: hung[0] not in names(cluster, "Replica"))
 
 
+def test_health_is_good_while_a_killed_replica_is_replaced(cluster: LocalCluster) -> None:
+    """The others answer meanwhile: a load balancer takes no ingress away."""
+    before = names(cluster, "Replica")
+    cluster.kill("Replica")
+    statuses: set[int] = set()
+
+    def is_replaced() -> bool:
+        statuses.add(HTTP.get(f"{cluster.url}/health").status_code)
+        statuses.add(HTTP.post(f"{cluster.url}/v1/completions", json={"prompt": "Hi", "max_tokens": 1}).status_code)
+        return len(before - names(cluster, "Replica")) == 1 and is_whole(cluster)
+
+    eventually(is_replaced, 300)
+    assert statuses == {200}
+
+
 def test_a_node_without_network_for_ten_seconds(cluster: LocalCluster) -> None:
     """It is not declared dead: its streams pause, then continue. (Suspending all its processes cuts it off.)"""
     before = names(cluster, "Replica", "Ingress")
