@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Container, Iterator, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
@@ -176,7 +176,7 @@ class ChoiceReader:
 
     ``stop`` strings end it; with ``include_stop`` they are its last part. ``split``: None if it is only text.
     ``prompt``: None if nothing about the prompt's tokens is reported. ``by_id``: log-probabilities name tokens by ids.
-    ``gate``: None if stop strings end any text.
+    ``gate``: None if stop strings end any text. ``hidden_ends``: of these tokens at the end, only the ids are told.
     """
 
     def __init__(
@@ -191,8 +191,10 @@ class ChoiceReader:
         prompt: PromptTokens | None = None,
         by_id: bool = False,
         gate: Gate | None = None,
+        hidden_ends: Container[int] = (),
     ) -> None:
         sampling = generation.sampling
+        self._hidden_ends = hidden_ends
         self._by_id = by_id
         self._index = index
         self._before = generation.echo
@@ -217,6 +219,10 @@ class ChoiceReader:
                 return []
         if len(tokens.token_ids) > 1 and self._split is not None and self._split.by_token:
             return self._read_apart(tokens)
+        end: tuple[int, ...] = ()
+        if tokens.finish_reason == "stop" and tokens.token_ids and tokens.token_ids[-1] in self._hidden_ends:
+            *kept, last = tokens.token_ids
+            end, tokens = (last,), replace(tokens, token_ids=tuple(kept), logprobs=tokens.logprobs[: len(kept)])
         if self._one_by_one:
             text, taken, stopped = self._read_one_by_one(tokens)
         else:
@@ -247,10 +253,14 @@ class ChoiceReader:
             logprobs=tuple(told), stop_sequence=self._checker.found, token_ids=tokens.token_ids[:taken], prompt=prompt,
         )  # fmt: skip
         if self._split is None:
-            return [piece]
-        if echo is None:
-            return self._split.split(piece)
-        return [echo, *self._split.split(replace(piece, first=None))]
+            pieces = [piece]
+        elif echo is None:
+            pieces = self._split.split(piece)
+        else:
+            pieces = [echo, *self._split.split(replace(piece, first=None))]
+        if end and not stopped:  # after the split: no reader expects it
+            pieces[-1] = replace(pieces[-1], token_ids=pieces[-1].token_ids + end)
+        return pieces
 
     def _read_apart(self, tokens: Tokens) -> list[Piece]:
         """Read tokens one by one, as if each had arrived alone."""

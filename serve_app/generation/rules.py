@@ -1,7 +1,7 @@
 """A request's rules for tokens, checked for this model: sampling rules for the engine, and grammars."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from serve_app.api.request import CompletionRequest, GenerateRequest
 from serve_app.api.unknown import not_enforced
@@ -72,22 +72,35 @@ def sampling_of(
         raise InvalidRequest(f"min_tokens must be at most max_tokens, which is {max_tokens}.", param="min_tokens")
     # A grammar itself decides where an answer ends.
     ends = () if request.ignore_eos and request.grammar is None else tuple(end_token_ids)
-    shown = request.stop_token_ids if request.include_stop_str_in_output else ()
-    if isinstance(request, CompletionRequest) and request.told_echo is not None:
-        shown = (*shown, *ends)  # scoring programs expect max_tokens more tokens than the prompt has
+    stops = tuple(dict.fromkeys((*ends, *request.stop_token_ids)))
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=request.top_k,
-        stop_token_ids=tuple(dict.fromkeys((*ends, *request.stop_token_ids))),
+        stop_token_ids=stops,
         disable_spec_decode=request.disable_spec_decode,
         min_p=request.min_p,
         rules=rules,
         logprobs=request.logprobs,
         logprob_token_ids=request.logprob_token_ids,
-        shown_stop_token_ids=shown,
+        shown_stop_token_ids=stops if request.return_token_ids else _shown_ends(request, ends),
     )
+
+
+def hidden_ends(request: GenerateRequest, stop_token_ids: Sequence[int]) -> frozenset[int]:
+    """Return those of an answer's stop tokens that it tells only by their id, without text and log-probability."""
+    if not request.return_token_ids:
+        return frozenset()
+    stops = frozenset(stop_token_ids)
+    return stops.difference(_shown_ends(request, stops.difference(request.stop_token_ids)))
+
+
+def _shown_ends(request: GenerateRequest, ends: Collection[int]) -> tuple[int, ...]:
+    shown = request.stop_token_ids if request.include_stop_str_in_output else ()
+    if isinstance(request, CompletionRequest) and request.told_echo is not None:
+        return (*shown, *ends)  # scoring programs expect max_tokens more tokens than the prompt has
+    return shown
 
 
 def check_told(request: GenerateRequest, numbers: int) -> None:

@@ -200,7 +200,7 @@ class ChatBody(GenerationBody):
     logprobs: bool = Field(False, description="report the log-probability of each token")
     top_logprobs: TopLogprobs = Field(0, description="report this many of the likeliest tokens at each place, too")
     return_token_ids: bool | None = Field(
-        None, description="report the ids of the prompt's and the answer's tokens, the end token left out"
+        None, description="report the ids of the prompt's and the answer's tokens, the end token included"
     )
     echo: bool = Field(False, description="put the prompt before the answer; in a chat, the message that it continues")
     apply_chat_template: bool = Field(True, description="false: concatenate the texts of the messages")
@@ -304,7 +304,7 @@ class CompletionBody(GenerationBody):
         None, description="report log-probabilities of each token and of this many of the likeliest"
     )
     return_token_ids: bool | None = Field(
-        None, description="report the ids of the prompt's and the answer's tokens, the end token left out"
+        None, description="report the ids of the prompt's and the answer's tokens, the end token included"
     )
     echo: bool = Field(False, description="put the prompt before the answer, and its tokens into logprobs")
     best_of: Any = Field(None, description="must equal n")

@@ -17,6 +17,7 @@ from serve_app.generation.reasoning import (
     find_reasoning_tags,
     grammar_after,
 )
+from serve_app.generation.rules import hidden_ends
 from serve_app.generation.tool_calls.allowed import AllowedCalls
 from serve_app.generation.tool_calls.call_reader import CallReader
 from serve_app.generation.tool_calls.formats import FORMATS, ToolFormat, call_id, forced_calls, json_list
@@ -191,6 +192,7 @@ class AnswerReaders:
                 prompt=prompt,
                 by_id=request.return_tokens_as_token_ids,
                 gate=None if self._stop_in_reasoning else gate,
+                hidden_ends=hidden_ends(request, generation.sampling.stop_token_ids),
             )
 
         return reader

@@ -69,7 +69,8 @@ class Script:
     """A source of tokens that generates ``text``, ``step`` tokens at a time; ``asked``: the generations requested.
 
     ``offers``: whether tokens in the middle are offered to ``take``; ``taken``: the number accepted. ``ends``: an
-    answer waits for one release by ``end``; None: no waiting. ``door``: that of the ingress.
+    answer waits for one release by ``end``; None: no waiting. ``door``: that of the ingress. ``end_token``: ends the
+    text, None: nobody sees it; like an engine's it is sent only if it is to be shown.
     """
 
     tokenizer: PromptTokenizer
@@ -84,8 +85,10 @@ class Script:
     ends: asyncio.Semaphore | None = None
     loop: asyncio.AbstractEventLoop | None = None
     door: FrontDoor | None = None
+    end_token: int | None = None
 
     def clear(self) -> None:
+        self.end_token = None
         self.text, self.step, self.reason, self.fails, self.offers, self.ends = "", 3, "stop", None, True, None
 
     async def generate(self, generation: Generation, *, take: TakeTokens | None = None) -> AsyncGenerator[Tokens, None]:
@@ -94,6 +97,8 @@ class Script:
             self.loop = asyncio.get_running_loop()
             await self.ends.acquire()
         ids = self.tokenizer.encode(self.text, b"r" * 16).token_ids.tolist()
+        if self.end_token in generation.sampling.shown_stop_token_ids:
+            ids.append(self.end_token)
         try:
             for at in range(0, len(ids), self.step):
                 last = at + self.step >= len(ids) and self.fails is None

@@ -59,6 +59,35 @@ def test_token_ids_are_those_of_prompts_and_answers(client: OpenAI, script: Scri
     assert "token_ids" not in str(chat(client).to_dict()) + str(complete(client).to_dict())
 
 
+@pytest.mark.parametrize("step", [1, 3, 1000])
+@pytest.mark.parametrize("text", ["It rains.", "Let me look. " + CALL])
+@pytest.mark.parametrize("own", [False, True])
+def test_token_ids_include_the_end_token(client: OpenAI, script: Script, text: str, step: int, own: bool) -> None:
+    """As in vLLM: the model's own or one of stop_token_ids. Text and usage are as without it."""
+    chat(client)
+    script.text, script.step = text, step
+    ends = script.asked[-1].sampling.stop_token_ids
+    script.end_token = ids_of(script, "until")[0] if own else ends[-1]
+    more = {"stop_token_ids": [script.end_token]} if own else {}
+    answer = [*ids_of(script, text), script.end_token]
+    extra: Any = {"extra_body": {"return_token_ids": True, **more}, "tools": [WEATHER]}
+    plain = chat(client, tools=[WEATHER], extra_body=more).to_dict()
+    told = chat(client, **extra).to_dict()
+    assert told["choices"][0].pop("token_ids") == answer
+    plain_message, message = (each["choices"][0]["message"] for each in (plain, told))
+    assert message["content"] == plain_message["content"]
+    assert (told["choices"][0]["finish_reason"], told["usage"]["completion_tokens"]) == (
+        plain["choices"][0]["finish_reason"], plain["usage"]["completion_tokens"],
+    )  # fmt: skip
+    streamed = [choice for chunk in chat(client, stream=True, **extra) for choice in chunk.to_dict()["choices"]]
+    assert [token_id for choice in streamed for token_id in choice["token_ids"]] == answer
+    del extra["tools"]
+    for choice in complete(client, **extra).choices:
+        assert (choice.to_dict()["token_ids"], choice.text) == (answer, script.text)
+    shown = complete(client, extra_body={**extra["extra_body"], "include_stop_str_in_output": True}).choices[0]
+    assert (shown.to_dict()["token_ids"], shown.text == text) == (answer, not own)
+
+
 def test_a_body_without_a_model_is_for_the_served_one(client: OpenAI) -> None:
     """The clients' types want one, but vLLM does not."""
     for path, body in (
