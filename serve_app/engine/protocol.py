@@ -28,6 +28,8 @@ Clock = Callable[[], float]
 """Returns monotonic seconds."""
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
+GRAMMAR_FAILED = "its grammar: "
+"""Begins the ``error`` of a request that its own grammar ended, not the engine."""
 
 SaveOutcome = Literal["saved", "present", "over_budget", "too_large", "too_short", "failed", "off"]
 """Result of a save: "present" if it existed already; the last five are warnings ("off": no cache)."""

@@ -133,8 +133,8 @@ def queue_full(retry_after_s: float) -> RateLimited:
     return RateLimited("Every replica's queue is full; send the request again later.", retry_after_s=retry_after_s)
 
 
-def raise_for(chunk: wire.GenerateChunk) -> None:
-    """Raise the client's error for a chunk with an error."""
+def raise_for(chunk: wire.GenerateChunk, grammar_field: str) -> None:
+    """Raise the client's error for a chunk with an error. ``grammar_field``: the request's that has its grammar."""
     error: WarmpathError
     match chunk.error:
         case "":
@@ -145,6 +145,8 @@ def raise_for(chunk: wire.GenerateChunk) -> None:
             error = queue_full(chunk.retry_after_s)
         case "invalid":
             error = InvalidRequest(chunk.message)
+        case "grammar":
+            error = InvalidRequest(f"{grammar_field} cannot be followed: {chunk.message}.", param=grammar_field)
         case "timeout":
             error = GenerationFailed(chunk.message, code="timeout")
         case _:

@@ -106,7 +106,7 @@ class Dispatcher:
                             reservation.end(load=chunk.load)
                             rerouted += 1
                             break
-                        raise_for(chunk)
+                        raise_for(chunk, generation.grammar_field)
                         received.extend(chunk.token_ids)
                         first = None if begun else chunk.first
                         begun = begun or first is not None

@@ -18,7 +18,7 @@ class Generation:
 
     ``deadline_s``: by ``time.perf_counter``. ``interval_s``: minimum time between two chunks of its tokens, except the
     first and the last. ``store_kv``: whether its KV may stay in the cache. ``grammar``: in llguidance's form;
-    ``warning``: what it leaves out. The last
+    ``grammar_field``: the request's with it; ``warning``: what it leaves out. The last
     ``resumed_tokens`` of the prompt are the answer's first ones. ``echo``: the prompt, if the answer repeats it.
     ``saves``: an explicit one, then those of cache breakpoints, the shortest first. ``prompt_ref``: the version of its
     registered prompt. ``model``: its name in usage; ``charged``: whether its prompt is charged, once for all choices.
@@ -41,6 +41,7 @@ class Generation:
     interval_s: float = 0.0
     store_kv: bool = True
     grammar: str = ""
+    grammar_field: str = ""
     warning: str = ""
     resumed_tokens: int = 0
     echo: str = ""

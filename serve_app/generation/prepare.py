@@ -133,6 +133,7 @@ class Preparer:
                         interval_s=0.0 if request.stream or request.stop else WHOLE_INTERVAL_S,
                         store_kv=store_kv,
                         grammar=grammar,
+                        grammar_field=request.grammar.field if request.grammar is not None else "",
                         warning=warning,
                         echo=echo,
                         prompt_ref=request.prompt_ref or "",

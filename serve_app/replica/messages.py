@@ -12,7 +12,7 @@ from router.protocol.block_hash import TokenArray
 from router.protocol.events import LoadReport
 from serve_app.engine.protocol import EngineRequest, FinishReason, FirstToken, TokenLogprob
 
-ChunkError = Literal["", "too_long", "queue_full", "invalid", "failed", "unavailable", "timeout", "rerouted"]
+ChunkError = Literal["", "too_long", "queue_full", "invalid", "grammar", "failed", "unavailable", "timeout", "rerouted"]
 
 
 class ReplyTo(msgspec.Struct, frozen=True, array_like=True):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ray.exceptions import RayError
 
-from serve_app.engine.protocol import EngineOutput, Prefilled
+from serve_app.engine.protocol import GRAMMAR_FAILED, EngineOutput, Prefilled
 from serve_app.ray_compat import find_serve_actor
 from serve_app.replica import messages as wire
 from serve_app.replica.token_channel import Addressed, TokenSender, TokenStream
@@ -179,6 +179,8 @@ class RunningCalls:
     def _chunk(self, output: EngineOutput, call: RunningCall) -> wire.GenerateChunk:
         if output.finish_reason == "timeout":
             return self._failure("timeout", output.error, call)
+        if output.finish_reason == "error" and output.error.startswith(GRAMMAR_FAILED):
+            return self._failure("grammar", output.error.removeprefix(GRAMMAR_FAILED), call)
         if output.finish_reason == "error":
             # A stopping replica fails its unfinished requests; another replica can take them over.
             return self._failure("unavailable" if self.closed else "failed", output.error, call)

@@ -162,7 +162,7 @@ def test_a_grammar_is_followed_and_continued(both: Both) -> None:
     assert run_all(both.vllm, [asked("b", begun, 3)]).tokens["b"] == wanted.tokens["a"][3:]
     wrong = run_all(both.vllm, [asked("c", np.concatenate([prompt, prompt[:3]]), 3), request("d", prompt)])
     assert wrong.finish == {"c": "error", "d": "length"}
-    assert "does not match its grammar" in wrong.errors["c"]
+    assert "its grammar: the answer so far does not match" in wrong.errors["c"]
 
 
 def test_how_answers_end(both: Both) -> None:

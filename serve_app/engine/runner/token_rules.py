@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from router.protocol.block_hash import TokenArray, common_tokens
+from serve_app.engine.protocol import GRAMMAR_FAILED
 from serve_app.engine.runner.sampling import to_device
 from serve_app.engine.sampling_params import SamplingParams, TokenLogprob, TokenRules
 from serve_app.engine.step import History
@@ -31,12 +32,13 @@ def apply_rules(logits: torch.Tensor, ruled: Sequence[Ruled]) -> dict[int, str]:
             try:
                 mask = history.matcher.allowed(history.answer)
             except ValueError as error:
-                failed[row] = str(error)
+                failed[row] = f"{GRAMMAR_FAILED}{error}"
                 continue
-            if mask is not None:
+            if mask is not None and mask.any():
                 allowed = _allowed(mask, logits.shape[-1])
             elif not history.guessed:
-                failed[row] = "the answer so far does not match its grammar"
+                why = "the answer so far does not match it" if mask is None else "nothing can follow the answer so far"
+                failed[row] = GRAMMAR_FAILED + why
                 continue
         if params.rules is not None:
             kept = history.kept

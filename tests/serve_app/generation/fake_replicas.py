@@ -118,6 +118,7 @@ def generation(max_tokens: int = 6, public_blocks: int = 0) -> Generation:
         sampling=SamplingParams(max_tokens=max_tokens, temperature=0.7, seed=11),
         order=7,
         session="s",
+        grammar_field="response_format",
     )
 
 

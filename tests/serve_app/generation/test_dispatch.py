@@ -14,7 +14,7 @@ from router.protocol.block_hash import extend_chain
 from router.protocol.events import LoadReport
 from router.protocol.request import RoutedRequest
 from serve_app.engine.protocol import FirstToken, TokenLogprob
-from serve_app.errors import ContextLengthExceeded, GenerationFailed, Overloaded
+from serve_app.errors import ContextLengthExceeded, GenerationFailed, InvalidRequest, Overloaded
 from serve_app.generation.dispatch import MAX_ATTEMPTS
 from serve_app.generation.generation import Tokens
 from serve_app.replica import messages as wire
@@ -184,6 +184,21 @@ def test_refusals_and_faults_become_client_errors(chunks: Chunks, error: type[Ex
         run(handle)
     assert "secret" not in str(caught.value)
     assert len(handle.calls) == 1
+
+
+@pytest.mark.parametrize("received", [0, 2])
+def test_a_grammar_that_fails_in_the_answer_is_the_clients_to_change(received: int) -> None:
+    """The error names the request's field; no other replica is asked."""
+
+    async def chunks(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
+        if received:
+            yield wire.GenerateChunk(token_ids=(5,) * received, replica_id=replica, first=FirstToken(0))
+        yield wire.GenerateChunk(error="grammar", message="it takes too much work")
+
+    handle = FakeHandle(chunks)
+    with pytest.raises(InvalidRequest, match="response_format cannot be followed: it takes too much work") as caught:
+        run(handle)
+    assert (caught.value.param, len(handle.calls)) == ("response_format", 1)
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 6])

@@ -20,7 +20,7 @@ from serve_app.api.openai.response import CHAT, COMPLETION
 from serve_app.config.app import AppConfig
 from serve_app.config.tenants import TenantConfig
 from serve_app.engine.protocol import FirstToken, SamplingParams
-from serve_app.errors import GenerationFailed, Overloaded, RateLimited
+from serve_app.errors import GenerationFailed, InvalidRequest, Overloaded, RateLimited
 from serve_app.fairness.front_door import FrontDoor
 from serve_app.fairness.rate_limits import TenantLimits
 from serve_app.fairness.shares import Budget, Shares
@@ -273,6 +273,21 @@ def test_events_are_the_same_for_either_path_of_tokens(
     before = script.taken
     assert events(offers=True) == events(offers=False) != ""
     assert script.taken > before
+
+
+@pytest.mark.parametrize("text", ["", "It rains"])
+@pytest.mark.parametrize("api", WAYS)
+def test_a_grammar_that_fails_in_an_answer_is_an_error_of_the_api(
+    hermes: tuple[str, Script], script: Script, api: str, text: str
+) -> None:
+    """A 400 that names the field; in a stream that has begun, an event."""
+    path, body = WAYS[api]
+    script.text, script.fails = text, InvalidRequest("f cannot be followed: x.", param="f")
+    for stream in (False, True):
+        asked = {"model": "demo", "stream": stream, **body}
+        found = httpx.post(f"{hermes[0]}/v1/{path}", json=asked, timeout=PATIENCE_S)
+        assert found.status_code == (200 if stream and text else 400)
+        assert "invalid_request_error" in found.text and "f cannot be followed: x." in found.text
 
 
 def test_each_token_after_the_first_is_a_gap_between_tokens() -> None:

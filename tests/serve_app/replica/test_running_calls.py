@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.exceptions import RpcError
 
-from serve_app.engine.protocol import EngineOutput, FirstToken, Prefilled
+from serve_app.engine.protocol import GRAMMAR_FAILED, EngineOutput, FirstToken, Prefilled
 from serve_app.replica import running_calls
 from serve_app.replica.messages import GenerateChunk, ReplyTo
 from serve_app.replica.running_calls import STOPPING, RunningCalls, actor_lives
@@ -87,10 +87,11 @@ async def test_calls_of_a_full_ingress_end_and_can_be_sent_elsewhere() -> None:
 async def test_failures_are_ends_and_no_message() -> None:
     """The failures are an engine's error and a timeout; a leaving replica breaks off running calls."""
     calls, sender, cancelled = opened()
-    running = {name: calls.begin(name, INGRESSES[0], TokenStream()) for name in ("a", "b", "c")}
+    running = {name: calls.begin(name, INGRESSES[0], TokenStream()) for name in ("a", "b", "c", "g")}
     failed = [
         EngineOutput("a", finish_reason="error", error="broken"),
         EngineOutput("b", finish_reason="timeout", error="too long"),
+        EngineOutput("g", finish_reason="error", error=f"{GRAMMAR_FAILED}too much work"),
         EngineOutput("unknown", (1,)),
     ]
     calls.deliver(failed)
@@ -99,6 +100,7 @@ async def test_failures_are_ends_and_no_message() -> None:
     ends = {name: call.end.result() for name, call in running.items()}
     assert {name: (end.error, end.message) for name, end in ends.items()} == {
         "a": ("failed", "broken"), "b": ("timeout", "too long"), "c": ("unavailable", STOPPING),
+        "g": ("grammar", "too much work"),
     }  # fmt: skip
     assert not calls and "c" in cancelled
     late = calls.begin("d", INGRESSES[0], TokenStream())

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,18 @@ def test_a_hostile_grammar_ends_within_its_limits(grammar: Grammar, fate: str, c
     if matcher is not None:
         assert (2 in answer) == (fate == "ended")
         assert allowed_ids(matcher, np.empty(0, dtype=np.int32)), "it starts again"
+
+
+def test_a_grammar_may_fail_later_than_its_trial(compiler: GrammarCompiler, tokenizer: PromptTokenizer) -> None:
+    """The trial is short. The answer then ends with a GrammarError, as at any other limit."""
+    late = {"const": "xq" * 100}, {"type": "string", "pattern": "^(.*a.{5,60}b.*)(c.{3,80}d.*){9}$"}
+    schema = {"type": "object", "properties": dict(zip("ab", late, strict=True)), "required": ["a", "b"]}
+    form, _ = compiler.checked(Grammar.json_schema(schema, "f"))
+    matcher, answer, rng = AnswerMatcher(compiler.compile(form), clock=lambda: 0.0), [], random.Random(0)
+    with pytest.raises(GrammarError, match="takes too much work here"):
+        for _ in range(3000):
+            answer.append(rng.choice(sorted(allowed_ids(matcher, np.array(answer, dtype=np.int32)) - {0, 2})))
+    assert len(answer) > len(tokenizer.encode("xq" * 100, b"r" * 16).token_ids)
 
 
 def test_a_tenant_compiles_its_own_grammars(demo_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

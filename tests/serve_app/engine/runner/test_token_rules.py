@@ -177,7 +177,7 @@ def test_a_gpu_applies_the_same_rules(device: torch.device) -> None:
 
 
 def test_a_matcher_that_fails_fails_its_row_alone() -> None:
-    """A history outside the grammar fails too; a wrong guess gets no mask, because its tokens are discarded."""
+    """Outside the grammar or at its dead end, too. A wrong guess gets no mask: its tokens are dropped."""
 
     class Failing(Bits):
         def allowed(self, answer: NDArray[np.int32]) -> NDArray[np.uint8]:
@@ -188,13 +188,19 @@ def test_a_matcher_that_fails_fails_its_row_alone() -> None:
             return None
 
     ids = np.zeros(1, dtype=np.int32)
-    logits = torch.randn(4, SMALL)
+    logits = torch.randn(5, SMALL)
     before = logits.clone()
     params = SamplingParams(1)
-    histories = [History(ids, ids, matcher) for matcher in (Failing(set()), Wrong(set()), Wrong(set()), Bits({3}))]
+    histories = [
+        History(ids, ids, matcher) for matcher in (Failing(set()), Wrong(set()), Wrong(set()), Bits({3}), Bits(set()))
+    ]
     histories[2] = histories[2].guess([5])
     failed = apply_rules(logits, [(row, params, history) for row, history in enumerate(histories)])
-    assert failed == {0: "too much work", 1: "the answer so far does not match its grammar"}
+    assert failed == {
+        0: "its grammar: too much work",
+        1: "its grammar: the answer so far does not match it",
+        4: "its grammar: nothing can follow the answer so far",
+    }
     assert torch.equal(logits[:3], before[:3])
     assert torch.isfinite(logits[3]).nonzero().flatten().tolist() == [3]
 
