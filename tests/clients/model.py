@@ -75,11 +75,8 @@ def pieces(text: str) -> list[str]:
     return [text[at : at + PIECE_CHARS] for at in range(0, len(text), PIECE_CHARS)]
 
 
-def trained(errands: Sequence[Script], source: Path, target: Path, vocabulary: int = 0) -> Path:
-    """Train a model for some errands and return its checkpoint, with the tokenizer and template of ``source``.
-
-    ``vocabulary``: at least so many token ids.
-    """
+def trained(errands: Sequence[Script], source: Path, target: Path) -> Path:
+    """Train a model for some errands and return its checkpoint, with the tokenizer and template of ``source``."""
     import torch  # slow to import, so skipped tests avoid it
     from tokenizers import AddedToken, Tokenizer
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -91,7 +88,7 @@ def trained(errands: Sequence[Script], source: Path, target: Path, vocabulary: i
     torch.manual_seed(7)
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=max(vocabulary, tokenizer.get_vocab_size()),
+            vocab_size=tokenizer.get_vocab_size(),
             hidden_size=WIDTH,
             intermediate_size=512,
             num_hidden_layers=1,
