@@ -12,6 +12,8 @@ from serve_app.errors import InvalidRequest
 
 MAX_GRAMMAR_BYTES = 64 << 10
 """The maximum size of one grammar, as JSON or text."""
+MAX_TOOLS_BYTES = 4 * MAX_GRAMMAR_BYTES
+"""The maximum size of the grammar of calls: about half a second of compiling."""
 MAX_GRAMMAR_DEPTH = 64
 """The maximum levels of objects, lists and brackets, because grammars are parsed recursively."""
 MAX_CHOICES = 1024
@@ -48,8 +50,20 @@ class Grammar:
     def json_schema(
         cls, schema: Mapping[str, Any], field: str, *, strict: bool = False, tools: Sequence[ToolPart] = ()
     ) -> Grammar:
-        """Return the grammar of JSON that matches a schema. Raises InvalidRequest if it is too large or deep."""
-        return cls("json", _bounded(_encode(schema).decode(), field), field, strict, tuple(tools))
+        """Return the grammar of JSON that matches a schema. Raises InvalidRequest if it is too large or deep.
+
+        ``tools``: their schemas have a bounded depth of their own, and a larger size.
+        """
+        text = _encode(schema).decode()
+        if not tools:
+            text = _bounded(text, field)
+        elif len(text) > MAX_TOOLS_BYTES:
+            raise InvalidRequest(
+                f"The schemas of tools that must be called have at most {MAX_TOOLS_BYTES} characters without "
+                f"descriptions; these have {len(text)}. Send fewer, name those allowed, or use tool_choice auto.",
+                param=field,
+            )
+        return cls("json", text, field, strict, tuple(tools))
 
     @classmethod
     def json_text(cls, schema: str, field: str) -> Grammar:

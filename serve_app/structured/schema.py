@@ -33,10 +33,8 @@ _SINGLE = (
 )  # fmt: skip
 _APPLICATORS = {"allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas", "dependencies", "$dynamicRef", "not"}
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-_ANNOTATIONS = {
-    "title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$comment",
-    "$schema", "$id", "id",
-}  # fmt: skip
+_TEXTS = {"title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$comment"}
+_ANNOTATIONS = {*_TEXTS, "$schema", "$id", "id"}
 _URI = re.compile(r"[\w.~:/?#\[\]@!$&'()*+,;=%-]*", re.ASCII)
 _STANDARD = re.compile(
     r"http://json-schema\.org/draft-0[467]/schema#?|https://json-schema\.org/draft/20(19-09|20-12)/schema#?"
@@ -80,6 +78,21 @@ def followable(schema: dict[str, Any], level: Level = "usual", levels: Mapping[s
     endless = _Walk(root, found, levels).endless()
     found.schema = False if "#" in endless else _Walk(root, found, levels, endless).part(root, "#", level)
     return found
+
+
+def without_texts(schema: Any) -> Any:
+    """Return a schema without its titles, descriptions, defaults and examples, which constrain nothing."""
+    if not isinstance(schema, dict):
+        return schema
+    return {name: _parts_without(name, part) for name, part in schema.items() if name not in _TEXTS}
+
+
+def _parts_without(name: str, value: Any) -> Any:
+    if name in _MAPS and isinstance(value, dict):
+        return {key: without_texts(part) for key, part in value.items()}
+    if name in _LISTS and isinstance(value, list):
+        return [without_texts(part) for part in value]
+    return without_texts(value) if name in _SINGLE else value
 
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:

@@ -13,7 +13,7 @@ from serve_app.errors import InvalidRequest
 
 _INDEX = re.compile(r"\[\d+\]")
 MAX_TOOLS = 128
-MAX_TOOL_VALUES = 1 << 14
+MAX_TOOL_VALUES = 1 << 15
 """Values in all tools of a request, nested ones included."""
 MAX_TOOL_DEPTH = 32
 MAX_ARGUMENT_VALUES = 1 << 17

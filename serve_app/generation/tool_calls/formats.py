@@ -16,6 +16,7 @@ from serve_app.api.tool_calls import CallBegun, CallEnded
 from serve_app.generation.tool_calls.marked import Keys, Marks, read_marked
 from serve_app.generation.tool_calls.source import MakeId, Source, Steps, json_call, stream_arguments
 from serve_app.structured.grammar import Grammar, ToolPart
+from serve_app.structured.schema import without_texts
 
 Reading = Callable[[Source, MakeId, Mapping[str, Any]], Steps[None]]
 """(text, ids for calls, schemas of the tools' arguments by name) -> text to show and calls."""
@@ -286,7 +287,7 @@ def forced_calls(use: ToolUse) -> Grammar:
 def _call(tool: Tool, place: str) -> dict[str, Any]:
     """Return the schema of a call; ``place``: its location in the whole, for references inside the tool's own."""
     function = tool["function"]
-    parameters = _moved(function.get("parameters", {}), f"{place}/properties/parameters")
+    parameters = _moved(without_texts(function.get("parameters", {})), f"{place}/properties/parameters")
     parameters.pop("$id", None)  # the references no longer start there
     return {
         "type": "object",

@@ -176,6 +176,7 @@ def scripted(
     customers: Sequence[TenantConfig] = (),
     backend: Database | None = None,
     max_body_bytes: int = 8 << 20,
+    max_model_len: int = 8192,
 ) -> Iterator[tuple[str, Script]]:
     """Serve a checkpoint's tokenizer on loopback, to everybody or to customers; yield the base URL and the script.
 
@@ -188,7 +189,7 @@ def scripted(
     )
     script, secret = Script(tokenizer), b"s" * 32
     tenants, metrics, drain, shares = Tenants(customers, secret), IngressMetrics(), Drain(), Shares({})
-    preparer = Preparer(info, tokenizer, tenants, secret, AdapterRegistry("demo"), Limits(8192, 64))
+    preparer = Preparer(info, tokenizer, tenants, secret, AdapterRegistry("demo"), Limits(max_model_len, 64))
     workers, readers = FairWorkers(shares), AnswerReaders(tokenizer, "auto")
     counted = counters(
         FrontDoor(shares, places=lambda: 8, max_waiting=64, max_bytes=1 << 26),

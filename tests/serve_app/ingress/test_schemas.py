@@ -1,5 +1,6 @@
 """Schemas over a real socket, on every API: what cannot be followed is told before the answer, or in its header."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,14 @@ SAID: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content"
 @pytest.fixture(scope="module")
 def served(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Script]]:
     with scripted(family("hermes", demo_model_path, tmp_path_factory.mktemp("schemas") / "hermes")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def large_served(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Script]]:
+    """Serve a context that has room for large tools."""
+    path = family("hermes", demo_model_path, tmp_path_factory.mktemp("large") / "hermes")
+    with scripted(path, max_model_len=1 << 21) as found:
         yield found
 
 
@@ -64,6 +73,43 @@ def test_a_tool_that_cannot_be_followed_is_named(served: tuple[str, Script], ask
     assert refused.status_code == 400 and "tool f: `not` at #/properties/a" in refused.text
     plain = post(RECORD, "required", True)
     assert plain.status_code == 200 and "x-warmpath-warning" not in plain.headers
+
+
+def large(number: int) -> dict[str, Any]:
+    """Return the schema of a tool as editors and MCP servers send it."""
+    told = {"description": "What it does, when to use it and what to avoid. " * 6}
+    kinds: list[dict[str, Any]] = [
+        {"type": "string", "default": "/"},
+        {"type": "integer", "minimum": 0, "exclusiveMinimum": number},
+        {"type": "string", "enum": ["content", "files_with_matches", "count"]},
+        {"type": "array", "items": {"type": "object", "properties": {"path": {"type": "string", **told}}}},
+    ]
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "type": "object",
+        "properties": {f"option_{at}": {**kinds[at % 4], **told} for at in range(20)},
+        "required": ["option_0"],
+        "additionalProperties": False,
+    }
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("asked", [chat, responses, messages])
+def test_a_hundred_large_tools_are_taken(large_served: tuple[str, Script], asked: Any, choice: str) -> None:
+    """Only schemas that constrain an answer are bounded, without their descriptions."""
+    url, script = large_served
+    key = "arguments" if choice == "auto" else "parameters"
+    call = json.dumps({"name": "f7", key: {"option_0": "x", "option_3": [{"path": "y"}]}})
+    script.text = f"<tool_call>\n{call}\n</tool_call>" if choice == "auto" else f"[{call}]"
+    path, body = asked(large(0), choice)
+    (tool,) = body["tools"]
+    of = tool.get("function", tool)
+    schema = "input_schema" if "input_schema" in of else "parameters"
+    several = [{**of, "name": f"f{at}", "description": "Does it. " * 300, schema: large(at)} for at in range(100)]
+    body["tools"] = [{**tool, "function": one} if "function" in tool else one for one in several]
+    answer = httpx.post(url + path, json=body, timeout=60)
+    assert answer.status_code == 200
+    assert '"f7"' in answer.text and "x-warmpath-warning" not in answer.headers
 
 
 @pytest.mark.parametrize("stream", [False, True])

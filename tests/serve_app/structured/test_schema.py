@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.api.request import ToolUse
+from serve_app.errors import InvalidRequest
 from serve_app.generation.tool_calls.formats import forced_calls
 from serve_app.structured.compiler import GrammarCompiler, GrammarError
 from serve_app.structured.grammar import Grammar
@@ -153,6 +154,21 @@ def test_a_tool_that_cannot_be_followed_fails_no_request(
     strict = ToolUse(use.tools, must_call=True, strict=frozenset({"odd"}))
     with pytest.raises(GrammarError, match="tool odd: "):
         compiler.checked(forced_calls(strict))
+
+
+def test_only_what_constrains_calls_counts_towards_their_size(compiler: GrammarCompiler) -> None:
+    """A property may be named like an annotation."""
+    told = {"title": "T" * 200_000, "default": {"a": [1] * 10}, "examples": ["e"]}
+    said = tool("f", properties={"description": {**TEXT, **told}, "default": INTEGER}, required=["description"], **told)
+    grammar = forced_calls(ToolUse((said,), must_call=True))
+    parameters = json.loads(grammar.text)["items"]["properties"]["parameters"]
+    bare = {"type": "object", "properties": {"description": TEXT, "default": INTEGER}, "required": ["description"]}
+    assert parameters == bare
+    assert compiler.checked(grammar)[1] == ()
+    many = tuple(tool(f"f{at}", properties={"a": {"enum": ["x" * 99] * 99}}) for at in range(30))
+    with pytest.raises(InvalidRequest, match=r"at most 262144 characters.*use tool_choice auto") as caught:
+        forced_calls(ToolUse(many, must_call=True))
+    assert caught.value.param == "tools"
 
 
 CALL = ToolUse((tool("f", properties={"ok": {"type": "boolean"}}, required=["ok"], additionalProperties=False),))
