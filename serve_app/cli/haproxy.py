@@ -103,7 +103,7 @@ def _frontend_rules(bounds: PortBounds) -> str:
         bounds=bounds,
         crowded=bounds.connections * 3 // 4,
         full=bounds.connections * 7 // 8,
-        few=most // 8,
+        few=max(1, most // 8),
         refused=_answer(429, too_many),
         broken_off=_answer(502, broken_off),
         errors="\n".join(f"    http-error {_answer(status, error)}" for status, error in errors.items()),

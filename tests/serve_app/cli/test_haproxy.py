@@ -169,9 +169,10 @@ def test_idle_connections_shut_nobody_out(tmp_path: Path, asked_before: bool, so
             assert asked(new, "/", b"abc")[2] == b"3"
 
 
-def test_addresses_that_fill_the_port_shut_nobody_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("each", [4, 8])
+def test_addresses_that_fill_the_port_shut_nobody_out(tmp_path: Path, each: int) -> None:
     """Some idle connections of each are cut without an answer: room stays for an address that has none."""
-    with _haproxy(tmp_path, PortBounds(8, connections=64, header_timeout_s=60)) as port, ExitStack() as ending:
+    with _haproxy(tmp_path, PortBounds(each, connections=64, header_timeout_s=60)) as port, ExitStack() as ending:
         for source in range(2, 7):
             for _ in range(64):
                 with suppress(ConnectionError):  # cut before this process could look
