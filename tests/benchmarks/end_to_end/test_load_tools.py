@@ -1,0 +1,87 @@
+"""The comparison of load tools with /metrics: a tool of ours against a real instance, and what is said of tools."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.common.report import BenchmarkError
+from benchmarks.common.server import ROOT
+from benchmarks.end_to_end.load_tools import Load, Seen, agrees, differences, said_of, seen_between
+from tests.integration.conftest import START, eventually
+
+BENCH = f"""#!{sys.executable}
+import json, sys
+from pathlib import Path
+import httpx
+url, count = sys.argv[sys.argv.index("--base-url") + 1], int(sys.argv[sys.argv.index("--num-prompts") + 1])
+folder = sys.argv[sys.argv.index("--result-dir") + 1]
+usages = []
+for number in range(count):
+    body = {{"model": "served", "prompt": f"{{number}} is a number", "max_tokens": 5, "ignore_eos": True}}
+    usages.append(httpx.post(url + "/v1/completions", json=body, timeout=120).raise_for_status().json()["usage"])
+prompts, outputs = (sum(usage[name] for usage in usages) for name in ("prompt_tokens", "completion_tokens"))
+found = {{"completed": count, "mean_ttft_ms": 1e9, "mean_tpot_ms": 1e9}}
+found |= {{"total_input_tokens": prompts, "total_output_tokens": outputs}}
+(Path(folder) / "result.json").write_text(json.dumps(found))
+"""
+"""In place of `vllm bench serve`; it measures no times."""
+OURS = Seen(10.0, 2.0, 1000.0, 320.0, 310.0)
+
+
+def test_tokens_and_gaps_agree_and_a_tool_that_fails_costs_no_other_row(tmp_path: Path) -> None:
+    """Three answers of five tokens have twelve gaps; wrong times are told, as is a tool that does not run."""
+    tool, out = tmp_path / "bench", tmp_path / "load_tools.json"
+    tool.write_text(BENCH)
+    tool.chmod(0o755)
+    command = [sys.executable, "-m", "benchmarks", "load_tools", "--model", "demo", "--requests", "3"]
+    with START:
+        done = subprocess.run(
+            [*command, "--vllm", tool, "--guidellm", "/bin/false", "--json", out],
+            cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=280,
+        )  # fmt: skip
+    results = json.loads(out.read_text())["results"]
+    assert results["vllm"]["metrics"]["output_tokens"] == 15
+    assert results["vllm"]["metrics"]["gaps"] == 12
+    assert [results["vllm"]["differences"][name] for name in ("prompt_tokens", "output_tokens", "gaps")] == [0, 0, 0]
+    assert results["vllm"]["differences"]["ttft_ms"] > 1
+    assert "status 1" in results["guidellm"]["not_measured"]
+    assert done.returncode == 1 and "guidellm was not measured" in done.stderr
+
+
+def test_a_tool_is_stopped_with_its_processes(tmp_path: Path) -> None:
+    script = "sleep 1000 & echo $! > child; wait"
+    load = Load("", tmp_path, "/bin/sh", tmp_path, 1, 1, 1, 1, within_s=5)
+    with pytest.raises(BenchmarkError, match="none in 5 s"):
+        load.run("-c", script)
+    child = int((tmp_path / "child").read_text())
+    eventually(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "agreed", "said"),
+    [
+        (Seen(10.4, 1.95, 1000.0, 320.0, 310.0), True, "tool: all within 5%."),
+        (Seen(10.6, 2.0, 1000.0, 320.0, 310.0), False, "tool: ttft_ms +6.0%."),
+        (Seen(10.0, 2.0, 1000.0, 300.0, 310.0), False, "tool: output_tokens -6.2%."),
+        (Seen(None, None, 1000.0, None, None), True, "tool: all within 5%."),
+    ],
+)
+def test_differences_beyond_the_bar_are_told(theirs: Seen, agreed: bool, said: str) -> None:
+    result = {"differences": differences(theirs, OURS)}
+    assert agrees(result, 0.05) is agreed
+    assert said_of({"tool": result}, 0.05) == said
+
+
+def test_means_are_of_the_time_between_two_readings() -> None:
+    before = {
+        "warmpath_time_to_first_token_seconds_sum": 5.0, "warmpath_time_to_first_token_seconds_count": 1.0,
+        "warmpath_inter_token_latency_seconds_sum": 1.0, "warmpath_inter_token_latency_seconds_count": 9.0,
+        "warmpath_tenant_prompt_tokens_total": 7.0, "warmpath_tenant_completion_tokens_total": 10.0,
+    }  # fmt: skip
+    more = dict(zip(before, (0.3, 3.0, 8.7, 87.0, 30.0, 90.0), strict=True))
+    seen = seen_between(before, {name: value + more[name] for name, value in before.items()})
+    assert seen == Seen(pytest.approx(100.0), pytest.approx(100.0), 30.0, 90.0, 87.0)
