@@ -1,4 +1,8 @@
-"""Settings of one router, stored as JSON in a deployment's ``request_router_kwargs``: names, defaults, checks."""
+"""Settings of one router, stored as JSON in a deployment's ``request_router_kwargs``: names, defaults, checks.
+
+The defaults of these settings stand here alone. A deployment's config, the engines and the simulation take them from
+``DEFAULTS``.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ class PolicySettings:
     """
 
     shortest_first: bool = True
-    min_pull_tokens: int = 1024
+    min_pull_tokens: int = 512
     max_holders: int = 16
 
 
@@ -34,7 +38,7 @@ class RouterSettings:
 
     policy: str = DEFAULT_POLICY
     block_size: int = 16
-    max_blocks: int = 4_000_000
+    max_blocks: int = 2_000_000
     no_replica_wait_s: float = 5.0
     scoring: PolicySettings = field(default_factory=PolicySettings)
 
@@ -47,3 +51,6 @@ class RouterSettings:
         """Build settings from a JSON object, in which ``scoring`` is an object. Raises ValueError or TypeError."""
         values = dict(values)
         return cls(scoring=PolicySettings(**values.pop("scoring", {})), **values)
+
+
+DEFAULTS = RouterSettings()

@@ -16,7 +16,7 @@ table number value string method returns object class function error list item f
 @cache
 def tokenizer_of(model_path: Path) -> PromptTokenizer:
     """Return a checkpoint's tokenizer, loaded once."""
-    return PromptTokenizer(model_path, cache_bytes=64 * 1024 * 1024, block_size=16)
+    return PromptTokenizer(model_path, cache_bytes=64 * 1024 * 1024)
 
 
 @cache

@@ -24,7 +24,8 @@ from router.settings import POLICY_NAMES
 from serve_app.checkpoints.kv_planner import kv_room
 from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.cli.bench.client import Answer, chat_body, stream_chat
-from serve_app.config.engine import VLLM_CPU_BLOCK_SIZE
+from serve_app.config.app import AppConfig
+from serve_app.config.engine import EngineName
 
 MODES = ("off", "on")
 DTYPE = "float32"
@@ -62,9 +63,9 @@ def summary(results: dict[str, dict[str, Any]]) -> str:
     return f"Repeated prompts served from the cache, KV pulled for that, and their TTFT (p50 and p90). {rows}."
 
 
-def block_size(engine: str) -> int:
+def block_size(engine: EngineName) -> int:
     """Return the tokens per block of an engine's pool."""
-    return VLLM_CPU_BLOCK_SIZE if engine == "vllm" else 16
+    return AppConfig(engine=engine).block_size
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from benchmarks.common.report import BenchmarkError
 from benchmarks.common.server import MARK
 from benchmarks.gpu.shapes import Shape
 from cluster.local import LocalCluster, application
+from router.settings import DEFAULTS
 from serve_app.config.engine import VLLM_CPU_BLOCK_SIZE
 from serve_app.tenants.tenants import make_api_key
 
@@ -50,7 +51,7 @@ class Card(NamedTuple):
     @property
     def block_size(self) -> int:
         """The tokens of a KV block."""
-        return 16 if self.name else VLLM_CPU_BLOCK_SIZE
+        return DEFAULTS.block_size if self.name else VLLM_CPU_BLOCK_SIZE
 
     def kv_bytes(self, shape: Shape) -> int:
         """Return the KV of each of two engines that share the card. Raises BenchmarkError if the model is too large."""

@@ -9,7 +9,9 @@ from pathlib import Path
 from random import Random
 from statistics import quantiles
 
-BLOCK_SIZE = 16
+from router.settings import DEFAULTS
+
+BLOCK_SIZE = DEFAULTS.block_size
 PROMPT_TOKENS = 10_007
 PROMPT_BLOCKS = PROMPT_TOKENS // BLOCK_SIZE
 HOLDERS = 3

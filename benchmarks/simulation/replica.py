@@ -13,14 +13,14 @@ from router.policy.recheck import is_outdated
 from router.protocol.block_hash import HASH_BYTES, TokenArray, common_blocks
 from router.protocol.events import Event, LoadReport
 from router.protocol.request import Decision
-from router.settings import PolicySettings
+from router.settings import DEFAULTS
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.scheduling.scheduler import AGING_SHARE, PREFILL_S
 from serve_app.replica.reporter import NEWS_PAUSE_S
 from serve_app.sessions.admission import Admission
 from serve_app.sessions.sessions import Sessions
 
-MIN_PULL_TOKENS = PolicySettings().min_pull_tokens
+MIN_PULL_TOKENS = DEFAULTS.scoring.min_pull_tokens
 
 
 @dataclass(slots=True)

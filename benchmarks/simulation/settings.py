@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from benchmarks.common.trace import token_ids_of
 from router.protocol.block_hash import PrefixScope, hash_blocks, split_chain
+from router.settings import DEFAULTS
 from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, TraceRequest
 from serve_app.config.app import RoutingSection
 from serve_app.config.cache import CacheSection
@@ -30,7 +31,7 @@ class ClusterSettings:
     decode_weight: float = 0.01
     decode_token_s: float = 0.02
     pull_tokens_per_s: float = 60_000.0
-    max_holders: int = 16
+    max_holders: int = DEFAULTS.scoring.max_holders
     routers: int = 1
     feed_delay_s: float = 0.0
     report_interval_s: float = RoutingSection().load_report_interval_s

@@ -14,6 +14,7 @@ from router.directory.holder_sets import HolderSets, ReplicaSlots, bits
 from router.directory.key_table import MAX_ENTRIES, VALUE_BITS, VALUE_MASK, KeyTable, block_keys
 from router.protocol.block_hash import HASH_BYTES
 from router.protocol.events import ENDS_TIER, BlocksRemoved, BlocksStored, CacheCleared, CacheDigest, Event
+from router.settings import DEFAULTS
 
 _MEMO_ENTRIES = 4096
 _MAX_TIERS = 8
@@ -25,7 +26,7 @@ DriftKind = Literal["extra", "missing", "altered"]
 class Directory:
     """Block holders by replica. Not thread-safe. A call's work is bounded, apart from the blocks passed to it."""
 
-    def __init__(self, block_size: int, max_blocks: int = 4_000_000) -> None:
+    def __init__(self, block_size: int, max_blocks: int = DEFAULTS.max_blocks) -> None:
         if block_size < 1 or not 1 <= max_blocks <= MAX_ENTRIES:
             raise ValueError(f"block_size and max_blocks must be at least 1, max_blocks at most {MAX_ENTRIES}")
         self.block_size = block_size

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from router.settings import DEFAULT_POLICY, PolicyName
+from router.settings import DEFAULT_POLICY, DEFAULTS, PolicyName
 from serve_app.config.cache import MIB, CacheSection, LifecycleSection
 from serve_app.config.engine import ENGINES, EngineSection, EngineTraits, LoraSection
 from serve_app.config.quantities import Bytes, Seconds
@@ -49,8 +49,12 @@ class RoutingSection(BaseModel):
     """The choice of a replica, and the requests that wait for one."""
 
     policy: PolicyName = Field(DEFAULT_POLICY, description="policy that chooses replicas (docs/explanation/routing.md)")
-    no_replica_wait_s: Seconds = Field(5.0, ge=0, le=600, description="a request's wait without any replica, then 503")
-    directory_max_blocks: int = Field(2_000_000, ge=1000, le=100_000_000, description="block hashes a router remembers")
+    no_replica_wait_s: Seconds = Field(
+        DEFAULTS.no_replica_wait_s, ge=0, le=600, description="a request's wait without any replica, then 503"
+    )
+    directory_max_blocks: int = Field(
+        DEFAULTS.max_blocks, ge=1000, le=100_000_000, description="block hashes a router remembers"
+    )
     max_queued_requests: int = Field(
         512, ge=1, description="most requests that wait in an ingress; a tenant over its share of them gets 429"
     )

@@ -5,6 +5,7 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, Field, model_validator
 
+from router.settings import DEFAULTS
 from serve_app.config.quantities import Bytes, InBytes, InSeconds, Seconds
 
 MIB = 1024 * 1024
@@ -15,7 +16,7 @@ CPU_POOL_BYTES = 512 * MIB
 class CacheSection(BaseModel):
     """The KV cache of a replica."""
 
-    block_size: int = Field(16, ge=1, le=1024, description="tokens in a KV block; vLLM on a CPU: 32")
+    block_size: int = Field(DEFAULTS.block_size, ge=1, le=1024, description="tokens in a KV block; vLLM on a CPU: 32")
     num_blocks: int | None = Field(None, ge=2, description="blocks in a replica's pool; default: from kv_cache_bytes")
     kv_cache_bytes: Annotated[int, Field(ge=MIB), InBytes] | None = Field(
         None, description="bytes of a replica's KV pool; default: 512 MiB, on a GPU from gpu_memory_utilization"
@@ -33,14 +34,20 @@ class CacheSection(BaseModel):
     kv_pull: bool = Field(True, description="copy a prefix from another replica if that is faster than computing it")
     max_pulls: int = Field(4, ge=1, le=64, description="prefixes that a replica copies at once")
     max_pull_bytes: Bytes = Field(256 * MIB, ge=MIB, description="most KV copied for one request")
-    min_pull_tokens: int = Field(512, ge=1, description="shorter missing prefixes are computed, not copied")
+    min_pull_tokens: int = Field(
+        DEFAULTS.scoring.min_pull_tokens, ge=1, description="shorter missing prefixes are computed, not copied"
+    )
     session_wait_s: Seconds = Field(
         3600.0,
         ge=0,
         description="longest wait of a new or cold request for space beside the contexts of sessions that will soon "
         "return; 0: no wait",
     )
-    max_holders: int = Field(16, ge=1, description="most replicas that hold one prefix; the number follows demand")
+    max_holders: int = Field(
+        DEFAULTS.scoring.max_holders,
+        ge=1,
+        description="most replicas that hold one prefix; the number follows demand",
+    )
     pin_budget: float = Field(
         0.25, ge=0, description="KV that explicit saves may keep: below 1 a fraction of the pool, else blocks"
     )

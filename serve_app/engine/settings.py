@@ -5,9 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from serve_app.cache.tiers.tiers import TierSettings
+from serve_app.config.cache import CacheSection
+from serve_app.config.engine import EngineSection, LoraSection
 
 STALL_AFTER_S = 120.0
 """An engine with live requests is unhealthy if no step ends for this long."""
+
+_CACHE, _ENGINE, _LORA = CacheSection(), EngineSection(), LoraSection()
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +22,12 @@ class EngineSettings:
     longest step that includes a decode.
     """
 
-    block_size: int = 16
+    block_size: int = _CACHE.block_size
     num_blocks: int = 4096
     max_model_len: int = 32768
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
-    max_waiting_requests: int = 256
+    max_num_seqs: int = _ENGINE.max_num_seqs
+    max_num_batched_tokens: int = _ENGINE.max_num_batched_tokens
+    max_waiting_requests: int = _ENGINE.max_waiting_requests
     max_itl_s: float = math.inf
     enable_prefix_caching: bool = True
     dtype: str = "auto"
@@ -31,8 +35,8 @@ class EngineSettings:
     num_threads: int = 0
     pin_budget_blocks: int = 0
     tenant_shares: Mapping[str, float] = field(default_factory=dict)
-    max_loras: int = 4
-    max_cpu_loras: int = 32
-    max_lora_rank: int = 64
+    max_loras: int = _LORA.max_loras
+    max_cpu_loras: int = _LORA.max_cpu_loras
+    max_lora_rank: int = _LORA.max_lora_rank
     model_fingerprint: str = ""
     tiers: TierSettings = field(default_factory=TierSettings)

@@ -17,6 +17,7 @@ import xxhash
 from transformers import AutoTokenizer
 
 from router.protocol.block_hash import HASH_BYTES, TokenArray, extend_chain, next_hashes
+from router.settings import DEFAULTS
 from serve_app.errors import InvalidRequest
 from serve_app.fairness.shares import Shares
 from serve_app.fairness.workers import FairWorkers
@@ -72,7 +73,7 @@ class PromptTokenizer:
         path: Path,
         *,
         cache_bytes: int = 64 << 20,
-        block_size: int = 16,
+        block_size: int = DEFAULTS.block_size,
         workers: FairWorkers | None = None,
         as_is: bool = False,
     ) -> None:

@@ -33,13 +33,13 @@ from benchmarks.common.agent_sessions import (
 from benchmarks.common.open_loop import Shot, fire, hit_rate
 from benchmarks.common.report import BenchmarkError, add_engine_flag, parser_of, percentile, spread, write
 from benchmarks.common.server import instance
-from benchmarks.end_to_end.replay.run import KV_BLOCK_TOKENS, with_tenants
+from benchmarks.end_to_end.replay.run import with_tenants
 from benchmarks.end_to_end.replay.shots import trace_shots
 from benchmarks.end_to_end.replay.text import TraceText
 from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, TraceRequest
 from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.cli.bench.client import Answer, RequestFailed, stream_answer
-from serve_app.config.engine import VLLM_CPU_BLOCK_SIZE
+from serve_app.config.app import AppConfig
 
 TIMEOUT_S = 600.0
 FLOODER, FLOOD_IDS, FLOOD_FROM = "flooder", 12, 1 << 30
@@ -238,7 +238,7 @@ def sentence(found: dict[str, Any], engine: str) -> str:
 def main() -> None:
     """Measure the reference, then both rows in alternation; write the JSON."""
     options = parse()
-    size = VLLM_CPU_BLOCK_SIZE if options.engine == "vllm" else KV_BLOCK_TOKENS
+    size = AppConfig(engine=options.engine).block_size
     text = TraceText(resolve_model(options.model), options.tokens_per_id)
     load = make_load(drawn(read_sessions(), options), text, options)
     common = ["--model", options.model, "--engine", options.engine, "--replicas", str(options.replicas), *load.flags]

@@ -19,10 +19,8 @@ from benchmarks.common.report import add_engine_flag, names_of, parser_of, write
 from benchmarks.common.server import instance
 from benchmarks.end_to_end.replay.shots import DEFAULT_MODEL, add_source_flags, read_keys, shots_of
 from router.settings import POLICY_NAMES
-from serve_app.config.engine import VLLM_CPU_BLOCK_SIZE
+from serve_app.config.app import AppConfig
 from serve_app.tenants.tenants import make_api_key
-
-KV_BLOCK_TOKENS = 16
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -73,7 +71,7 @@ def with_tenants(shots: Sequence[Shot]) -> tuple[list[Shot], list[str]]:
 
 def run_here(shots: Sequence[Shot], options: argparse.Namespace) -> dict[str, list[Result]]:
     """Replay through an instance on this machine, with each policy in turn."""
-    block_tokens = VLLM_CPU_BLOCK_SIZE if options.engine == "vllm" else KV_BLOCK_TOKENS
+    block_tokens = AppConfig(engine=options.engine).block_size
     engine = {"block_size": block_tokens, "num_blocks": options.blocks * options.tokens_per_id // block_tokens}
     if options.engine == "simulated":
         engine["simulated_prefill_tokens_per_s"] = options.prefill_rate

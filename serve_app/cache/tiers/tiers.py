@@ -20,9 +20,12 @@ from serve_app.cache.tiers.disk_files import BlockFiles, DiskSlot
 from serve_app.cache.tiers.disk_queue import DiskLoad, DiskQueue, Wake
 from serve_app.cache.tiers.host import HostTier
 from serve_app.cache.tiers.tier_index import TierEvent, TierIndex, account_key
+from serve_app.config.cache import CacheSection
 
 ReadRows = Callable[[Sequence[int], Sequence[Row]], None]
 """Copies the batch's blocks at these indices from the pool into the given rows."""
+
+_DEFAULTS = CacheSection()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +35,8 @@ class TierSettings:
     host_bytes: int = 0
     disk_bytes: int = 0
     disk_dir: Path | None = None
-    disk_queue_bytes: int = 256 * 1024 * 1024
-    load_ratio: float = 1.0
+    disk_queue_bytes: int = _DEFAULTS.disk_queue_bytes
+    load_ratio: float = _DEFAULTS.tier_load_ratio
     save_ttl_s: float | None = None
 
 

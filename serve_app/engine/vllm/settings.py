@@ -7,6 +7,8 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from serve_app.config.cache import CacheSection
+from serve_app.config.engine import VLLM_CPU_BLOCK_SIZE, EngineSection, LoraSection
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
 
 CONFIG_ENDS = "warmpath_end_token_ids"
@@ -23,6 +25,8 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 _CPU_MEMORY_PART = 0.05
 """``kv_cache_memory_bytes`` sizes the pool; vLLM refuses to start unless this part of a node's memory is free."""
+
+_CACHE, _ENGINE, _LORA = CacheSection(), EngineSection(), LoraSection()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +46,15 @@ class VllmSettings:
 
     model: str
     end_token_ids: tuple[int, ...] = ()
-    block_size: int = 32
+    block_size: int = VLLM_CPU_BLOCK_SIZE
     block_bytes: int = 0
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: float = _CACHE.gpu_memory_utilization
     max_model_len: int = 32768
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
-    max_waiting_requests: int = 256
+    max_num_seqs: int = _ENGINE.max_num_seqs
+    max_num_batched_tokens: int = _ENGINE.max_num_batched_tokens
+    max_waiting_requests: int = _ENGINE.max_waiting_requests
     enable_prefix_caching: bool = True
     dtype: str = "auto"
     model_fingerprint: str = ""
@@ -59,9 +63,9 @@ class VllmSettings:
     enforce_eager: bool = False
     num_threads: int = 1
     lora: bool = False
-    max_loras: int = 4
-    max_cpu_loras: int = 32
-    max_lora_rank: int = 64
+    max_loras: int = _LORA.max_loras
+    max_cpu_loras: int = _LORA.max_cpu_loras
+    max_lora_rank: int = _LORA.max_lora_rank
     num_speculative_tokens: int = 0
     tenant_shares: Mapping[str, float] = field(default_factory=dict)
     tensor_parallel_size: int = 1
