@@ -26,7 +26,7 @@ BEGIN, END = "<!-- figures: made by `make figures` -->\n", "\n<!-- end of figure
 Results = dict[str, Any]
 
 
-class Row(NamedTuple):
+class FigureRow(NamedTuple):
     """One row. ``cell``: makes its figure from the benchmark's results; ``flags``: the benchmark with its flags."""
 
     question: str
@@ -90,59 +90,59 @@ def _routing(found: Results) -> str:
     return f"**{ours:.0f} µs**; Ray's prefix tree: {ray:,.0f} µs"
 
 
-ROWS: dict[str, Row] = {
-    "ttft": Row(
+ROWS: dict[str, FigureRow] = {
+    "ttft": FigureRow(
         "Time to first token, 2,700 cached tokens",
         _ttft,
         "a long document is read once",
         "ttft --model smollm2 --prefix-tokens 2700",
     ),
-    "affinity": Row(
+    "affinity": FigureRow(
         "Repeated prompts found in a cache, 4 replicas",
         _affinity,
         "requests go where their prefix is",
         "affinity --policies estimated_ttft,power_of_two --pulls off",
     ),
-    "trace": Row(
+    "trace": FigureRow(
         "Mean time to first token, production trace (simulated)",
         _trace,
         "routing pays on real traffic",
         f"simulate --speed 2 --no-parts --policies estimated_ttft {RAY_PREFIX}",
     ),
-    "agents": Row(
+    "agents": FigureRow(
         "Job time of agents in half the memory (simulated; ideal: 1)",
         _agents,
         "a full cache does not collapse",
         "simulate --trace agents --replicas 2 --pools 0.5",
     ),
-    "flooding": Row(
+    "flooding": FigureRow(
         "Hit rate beside a flood (simulated; undisturbed: 1)",
         _flooding,
         "a neighbour cannot empty your cache",
         "flooding",
     ),
-    "predictions": Row(
+    "predictions": FigureRow(
         "Cached tokens exactly as predicted, over vLLM",
         _predictions,
         "the router knows the caches",
         "predictions --engine vllm --blocks 512",
         VLLM_PYTHON,
     ),
-    "vllm": Row(
+    "vllm": FigureRow(
         "One replica against plain vLLM (equal: 1)",
         _vllm,
         "tenants and routing cost no speed",
         "engine --threads 1 --systems warmpath_vllm,vllm_cpu --runs 5 --prefix-tokens 2000",
         VLLM_PYTHON,
     ),
-    "gpu": Row(
+    "gpu": FigureRow(
         "One replica on a GPU against `vllm serve`",
         _gpu,
         "known text is not read twice",
         "gpu",
         VLLM_PYTHON,
     ),
-    "routing": Row(
+    "routing": FigureRow(
         "One routing decision, 64 replicas, a million blocks",
         _routing,
         "the router is not the bottleneck",
@@ -171,7 +171,7 @@ def in_readme(readme: str, figures: dict[str, dict[str, str]]) -> str:
     )
 
 
-def measured(row: Row) -> dict[str, str]:
+def measured(row: FigureRow) -> dict[str, str]:
     """Run a row's benchmark; return its figure with date, commit and machine. Raises BenchmarkError."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"

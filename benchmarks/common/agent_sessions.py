@@ -22,7 +22,7 @@ AWAKE_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class AgentTurn:
     """One request. ``pause_s``: since the previous answer of its stream; ``hash_ids``: as in ``TraceRequest``.
 
     ``known_tokens``: the prompt's first tokens that an unlimited cache has from the stream's earlier turns.
@@ -36,19 +36,19 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class AgentStream:
     """Consecutive turns. ``after``: the parent's turn; this stream begins ``delay_s`` after that turn's end."""
 
-    turns: tuple[Turn, ...]
+    turns: tuple[AgentTurn, ...]
     after: int = -1
     delay_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class AgentSession:
     """A main stream, and its sub-agents' streams. ``opening_tokens``: tools and system prompt of the main stream."""
 
-    streams: tuple[Stream, ...]
+    streams: tuple[AgentStream, ...]
     opening_tokens: int
 
 
@@ -68,14 +68,14 @@ class _Ids:
         return self.openings[key]
 
 
-def read_sessions(path: Path = AGENT_TRACE) -> list[Session]:
+def read_sessions(path: Path = AGENT_TRACE) -> list[AgentSession]:
     """Read a gzipped trace. Raises OSError, and KeyError or ValueError for another format."""
     ids = _Ids()
     with gzip.open(path, "rt") as lines:
         return [_session(json.loads(line), ids) for line in lines]
 
 
-def job_s(session: Session, answer_s: Callable[[int, int], float], longest_pause_s: float = inf) -> float:
+def job_s(session: AgentSession, answer_s: Callable[[int, int], float], longest_pause_s: float = inf) -> float:
     """Return the seconds from a session's first request to its last token; ``answer_s``: by stream and turn."""
     ends: list[float] = []
     last_s = 0.0
@@ -103,17 +103,17 @@ def random_arrivals(ideal_s: Sequence[float], running: float, rng: Random) -> li
     return list(accumulate(rng.expovariate(running / fmean(ideal_s)) for _ in ideal_s))
 
 
-def working_set_tokens(sessions: Sequence[Session], ideal_s: Sequence[float], running: float) -> float:
+def working_set_tokens(sessions: Sequence[AgentSession], ideal_s: Sequence[float], running: float) -> float:
     """Return the mean size of the concurrent sessions' contexts: the longest prompt of each main stream."""
     longest = [max(turn.prompt_tokens for turn in session.streams[0].turns) for session in sessions]
     return running * sum(tokens * seconds for tokens, seconds in zip(longest, ideal_s, strict=True)) / sum(ideal_s)
 
 
-def _session(row: dict[str, Any], ids: _Ids) -> Session:
+def _session(row: dict[str, Any], ids: _Ids) -> AgentSession:
     size, tools, system = int(row["block_tokens"]), int(row["tool_tokens"] or 0), int(row["system_tokens"] or 0)
     ids.opening(tools, 0)
     main = [turn for turn in row["turns"] if "in" in turn]
-    streams = [Stream(_turns(main, size, ids.opening(tools, system), ids))]
+    streams = [AgentStream(_turns(main, size, ids.opening(tools, system), ids))]
     before = -1
     for turn in row["turns"]:
         if "in" in turn:
@@ -124,12 +124,12 @@ def _session(row: dict[str, Any], ids: _Ids) -> Session:
         parent = main[max(before, 0)]
         delay_s = max(0.0, turn["t"] - parent["t"] - (parent["api"] or 0.0))
         if agent["turns"]:
-            streams.append(Stream(_turns(agent["turns"], size, opening, ids), max(before, 0), delay_s))
-    return Session(tuple(streams), (tools + system) // TRACE_BLOCK_TOKENS * TRACE_BLOCK_TOKENS)
+            streams.append(AgentStream(_turns(agent["turns"], size, opening, ids), max(before, 0), delay_s))
+    return AgentSession(tuple(streams), (tools + system) // TRACE_BLOCK_TOKENS * TRACE_BLOCK_TOKENS)
 
 
-def _turns(rows: list[dict[str, Any]], size: int, opening: list[int], ids: _Ids) -> tuple[Turn, ...]:
-    made: list[Turn] = []
+def _turns(rows: list[dict[str, Any]], size: int, opening: list[int], ids: _Ids) -> tuple[AgentTurn, ...]:
+    made: list[AgentTurn] = []
     for row in rows:
         tokens = max(1, int(row["in"]))
         blocks = -(-tokens // TRACE_BLOCK_TOKENS)
@@ -142,11 +142,11 @@ def _turns(rows: list[dict[str, Any]], size: int, opening: list[int], ids: _Ids)
             beginning, known = list(source.hash_ids[:shared]), shared * TRACE_BLOCK_TOKENS
         fresh = [next(ids.fresh) for _ in range(blocks - len(beginning))]
         pause_s, out = float(row["think"] or 0.0), int(row["out"] or 1)
-        made.append(Turn(tokens, out, pause_s, (*beginning, *fresh), known))
+        made.append(AgentTurn(tokens, out, pause_s, (*beginning, *fresh), known))
     return tuple(made)
 
 
-def requests_of(sessions: Sequence[Session], tenants: int) -> dict[tuple[int, int, int], TraceRequest]:
+def requests_of(sessions: Sequence[AgentSession], tenants: int) -> dict[tuple[int, int, int], TraceRequest]:
     """Return the requests by session, stream and turn; sessions are assigned to tenants in turn."""
     return {
         (number, at, place): TraceRequest(

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from benchmarks.common.report import percentile
-from serve_app.cli.bench.client import Answer, RequestFailed, stream_answer
+from serve_app.cli.bench.client import RequestFailed, TimedAnswer, stream_answer
 
 REFUSED = (429, 503)
 UNKNOWN = "unknown"
@@ -32,7 +32,7 @@ class Result:
 
     shot: Shot
     late_s: float
-    answer: Answer | None = None
+    answer: TimedAnswer | None = None
     status: int = 200
     reason: str = ""
 
@@ -71,7 +71,7 @@ async def fire(url: str, shots: Sequence[Shot], timeout_s: float, progress: Call
         return [await tasks[place] for place in range(len(shots))]
 
 
-def hit_rate(answers: Sequence[Answer]) -> float | str:
+def hit_rate(answers: Sequence[TimedAnswer]) -> float | str:
     """Return the ratio of cached to all prompt tokens; "unknown" if the server does not report them."""
     counted = [answer for answer in answers if answer.cached_told and answer.prompt_tokens]
     if not counted:

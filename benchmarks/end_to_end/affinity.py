@@ -23,7 +23,7 @@ from benchmarks.common.server import instance
 from router.settings import POLICY_NAMES
 from serve_app.checkpoints.kv_planner import kv_room
 from serve_app.checkpoints.sources.resolve import resolve_model
-from serve_app.cli.bench.client import Answer, chat_body, stream_chat
+from serve_app.cli.bench.client import TimedAnswer, chat_body, stream_chat
 from serve_app.config.app import AppConfig
 from serve_app.config.engine import EngineName
 
@@ -97,8 +97,8 @@ async def measure(url: str, name: str, arguments: argparse.Namespace) -> dict[st
     order = [prompt for prompt in range(arguments.prompts) for _ in range(arguments.rounds)]
     random.Random(1).shuffle(order)
     seen: set[int] = set()
-    first: list[Answer] = []
-    repeats: list[Answer] = []
+    first: list[TimedAnswer] = []
+    repeats: list[TimedAnswer] = []
     turns = iter(progress(list(enumerate(order)), name))
     async with httpx.AsyncClient(timeout=300) as client:
 

@@ -21,7 +21,7 @@ from benchmarks.common.report import BenchmarkError, parser_of, percentile, prog
 from benchmarks.common.server import MARK, instance, marked_processes
 from benchmarks.peers.vllm_serve import CPU_ENVIRONMENT, vllm_server
 from serve_app.checkpoints.sources.resolve import resolve_model
-from serve_app.cli.bench.client import Answer, RequestFailed, chat_body, stream_chat
+from serve_app.cli.bench.client import RequestFailed, TimedAnswer, chat_body, stream_chat
 
 KINDS = (
     ("ingress", r"ServeReplica:.*:Ingress"),
@@ -78,7 +78,7 @@ async def measure(url: str, mark: str, arguments: argparse.Namespace, run: int) 
             """Return the CPU time per token, or per request with one token, with ``together`` concurrent requests."""
             free = asyncio.Semaphore(together)
 
-            async def ask(text: str) -> Answer:
+            async def ask(text: str) -> TimedAnswer:
                 async with free:
                     body = chat_body(arguments.model, max_tokens, text, system)
                     return await stream_chat(client, url, {**body, "ignore_eos": True})

@@ -18,7 +18,7 @@ from benchmarks.common.prompts import text_of
 from benchmarks.common.report import names_of, parser_of, progress, spread, write
 from benchmarks.peers.ray_llm import ENGINE, MODEL, ROUTERS, application, ray_llm
 from serve_app.checkpoints.sources.resolve import resolve_model
-from serve_app.cli.bench.client import Answer, RequestFailed, chat_body, stream_answer
+from serve_app.cli.bench.client import RequestFailed, TimedAnswer, chat_body, stream_answer
 
 BLOCK = ENGINE["block_size"]
 REPLICAS = 2
@@ -69,8 +69,8 @@ async def measure(url: str, name: str, run: int, arguments: argparse.Namespace) 
     random.Random(run).shuffle(order)
     turns = iter(progress(list(enumerate(order)), name))
     seen: set[int] = set()
-    answered: list[Answer] = []
-    repeats: list[Answer] = []
+    answered: list[TimedAnswer] = []
+    repeats: list[TimedAnswer] = []
     errors = 0
     async with httpx.AsyncClient(timeout=300) as client:
 

@@ -15,7 +15,7 @@ from benchmarks.common.prompts import text_of
 from benchmarks.common.report import add_engine_flag, parser_of, progress, spread, write
 from benchmarks.common.server import instance
 from serve_app.checkpoints.sources.resolve import resolve_model
-from serve_app.cli.bench.client import Answer, chat_body, stream_chat
+from serve_app.cli.bench.client import TimedAnswer, chat_body, stream_chat
 
 
 def main() -> None:
@@ -54,8 +54,8 @@ def body_of(model_path: Path, arguments: argparse.Namespace, prompt: int, questi
 
 async def measure(url: str, model_path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the times in ms of every prompt, first cold, then warm."""
-    cold: list[Answer] = []
-    warm: list[Answer] = []
+    cold: list[TimedAnswer] = []
+    warm: list[TimedAnswer] = []
     async with httpx.AsyncClient(timeout=300) as client:
         # Warm up the connection and the tokenizer.
         await stream_chat(client, url, {**body_of(model_path, arguments, 99, 0), "max_tokens": 1})

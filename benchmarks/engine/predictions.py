@@ -147,7 +147,7 @@ class Talk:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PredictedRequest:
     """A running request. ``number``: the number of the last event batch before its prediction."""
 
     talk: Talk
@@ -240,7 +240,7 @@ def _ask_all(engine: Engine, routed: Routed, talks: Talks, arguments: argparse.N
     }
 
 
-def _ask(engine: Engine, routed: Routed, one: tuple[Talk, EngineRequest], outputs: OutputCollector) -> Asked:
+def _ask(engine: Engine, routed: Routed, one: tuple[Talk, EngineRequest], outputs: OutputCollector) -> PredictedRequest:
     talk, request = one
     chain = extend_chain(request.root, request.scope.public_blocks, request.token_ids, BLOCK)
     number = routed.number()
@@ -249,10 +249,10 @@ def _ask(engine: Engine, routed: Routed, one: tuple[Talk, EngineRequest], output
     decision = routed.core.decide(route)
     assert decision is not None
     engine.submit(request, outputs)
-    return Asked(talk, request, chain, decision.selected_cached_tokens, number)
+    return PredictedRequest(talk, request, chain, decision.selected_cached_tokens, number)
 
 
-def _abort_one(engine: Engine, talks: Talks, asked: Asked, done: Counter[str]) -> None:
+def _abort_one(engine: Engine, talks: Talks, asked: PredictedRequest, done: Counter[str]) -> None:
     """Abort a request of a burst at a random time, or not at all."""
     if talks.chance(0.5):
         time.sleep(0.01 if talks.chance(0.5) else 0.08)
@@ -260,7 +260,7 @@ def _abort_one(engine: Engine, talks: Talks, asked: Asked, done: Counter[str]) -
         done["aborts"] += 1
 
 
-def _compared(routed: Routed, asked: Asked, delivered: int) -> str:
+def _compared(routed: Routed, asked: PredictedRequest, delivered: int) -> str:
     """Return "exact", or the reason for a difference from the prediction."""
     if delivered == asked.predicted:
         return "exact"

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple, Self
 import httpx
 
 from benchmarks.gpu.systems import Target
-from serve_app.cli.bench.client import Answer, stream_answer, stream_events
+from serve_app.cli.bench.client import TimedAnswer, stream_answer, stream_events
 
 CHAT = "/v1/chat/completions"
 TIMEOUT_S = 300.0
 Body = Mapping[str, Any]
 
 
-class Stream(NamedTuple):
+class StreamedAnswer(NamedTuple):
     """A streamed answer; ``pause_s``: the longest time between two of its pieces."""
 
     text: str
@@ -32,22 +32,22 @@ def new_client() -> httpx.AsyncClient:
     return httpx.AsyncClient(timeout=TIMEOUT_S, limits=httpx.Limits(max_connections=None), verify=False)  # noqa: S501
 
 
-async def ask(client: httpx.AsyncClient, target: Target, body: Body) -> Answer:
+async def ask(client: httpx.AsyncClient, target: Target, body: Body) -> TimedAnswer:
     """Send a chat. Raises RequestFailed or httpx.HTTPError."""
     return await stream_answer(client, target.url + CHAT, dict(body), dict(target.headers))
 
 
-def answers(target: Target, bodies: Sequence[Body]) -> list[Answer]:
+def answers(target: Target, bodies: Sequence[Body]) -> list[TimedAnswer]:
     """Send chats together from this process. Raises like ``ask``."""
 
-    async def together() -> list[Answer]:
+    async def together() -> list[TimedAnswer]:
         async with new_client() as client:
             return await asyncio.gather(*(ask(client, target, body) for body in bodies))
 
     return asyncio.run(together())
 
 
-async def timed_stream(client: httpx.AsyncClient, target: Target, body: Body) -> Stream:
+async def timed_stream(client: httpx.AsyncClient, target: Target, body: Body) -> StreamedAnswer:
     """Send a chat, and time its pieces. Raises like ``ask``."""
     times, parts, tokens = [], [], 0
     asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
@@ -57,7 +57,9 @@ async def timed_stream(client: httpx.AsyncClient, target: Target, body: Body) ->
                 times.append(perf_counter())
                 parts.append(content)
         tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
-    return Stream("".join(parts), tokens, max((after - before for before, after in pairwise(times)), default=0.0))
+    return StreamedAnswer(
+        "".join(parts), tokens, max((after - before for before, after in pairwise(times)), default=0.0)
+    )
 
 
 class Clients:
@@ -74,7 +76,7 @@ class Clients:
             process.kill()
         self._pool.shutdown(cancel_futures=True)
 
-    def answers(self, target: Target, bodies: Sequence[Body]) -> list[Answer]:
+    def answers(self, target: Target, bodies: Sequence[Body]) -> list[TimedAnswer]:
         """Send chats together, from all processes. Raises like ``ask``."""
         parts = [list(bodies[number :: self._count]) for number in range(min(self._count, len(bodies)))]
         return [answer for found in self._pool.map(answers, [target] * len(parts), parts) for answer in found]

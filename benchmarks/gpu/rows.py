@@ -10,7 +10,7 @@ from benchmarks.end_to_end.front_door import cpu_s, cpu_used_s
 from benchmarks.gpu.clients import Body, Clients, answers
 from benchmarks.gpu.shapes import Shape, text_of
 from benchmarks.gpu.systems import MODEL, Target
-from serve_app.cli.bench.client import Answer, chat_body
+from serve_app.cli.bench.client import TimedAnswer, chat_body
 
 Figures = dict[str, Any]
 Row = tuple[Figures, str]
@@ -100,7 +100,9 @@ def _told(rows: Figures, form: str) -> str:
     return ", ".join(f"{name} {form.format(**row)}" for name, row in rows.items())
 
 
-def _with_cpu_us(target: Target, measure: Callable[[], list[Answer]]) -> tuple[list[Answer], dict[str, float]]:
+def _with_cpu_us(
+    target: Target, measure: Callable[[], list[TimedAnswer]]
+) -> tuple[list[TimedAnswer], dict[str, float]]:
     """Return answers, and the CPU time of the system's kinds of processes for each of their tokens."""
     before = cpu_s(target.mark)
     done = measure()

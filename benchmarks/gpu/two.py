@@ -22,12 +22,12 @@ from benchmarks.common.trace import DEFAULT_TRACE
 from benchmarks.end_to_end.replay import agents
 from benchmarks.end_to_end.replay.shots import trace_shots
 from benchmarks.end_to_end.replay.text import TraceText
-from benchmarks.gpu.clients import TIMEOUT_S, Stream, answers, ask, new_client, timed_stream
+from benchmarks.gpu.clients import TIMEOUT_S, StreamedAnswer, answers, ask, new_client, timed_stream
 from benchmarks.gpu.rows import QUESTION_TOKENS, SYSTEM_TOKENS, Bench, Figures, Row
 from benchmarks.gpu.shapes import text_of
 from benchmarks.gpu.systems import FLOODER, MODEL, TENANTS, Target, Warmpath
 from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, read_trace
-from serve_app.cli.bench.client import Answer, RequestFailed, chat_body
+from serve_app.cli.bench.client import RequestFailed, TimedAnswer, chat_body
 
 POLICIES = ("estimated_ttft", "power_of_two", "round_robin")
 FEED_S = 0.1
@@ -63,7 +63,7 @@ def routing(bench: Bench, ours: Warmpath) -> Iterator[tuple[str, Row]]:
     ours.wait()
 
 
-def _sessions(text: TraceText, keys: Mapping[str, str], rate: float) -> tuple[agents.Load, list[float]]:
+def _sessions(text: TraceText, keys: Mapping[str, str], rate: float) -> tuple[agents.ReplayLoad, list[float]]:
     """Return sessions and their times of arrival; ``rate``: prefilled tokens per second."""
     options = agents.parse(["--sessions", "12", "--turns", "6", "--model", MODEL, "--speed", "1"])
     options.longest_pause_s = float("inf")
@@ -75,7 +75,7 @@ def _sessions(text: TraceText, keys: Mapping[str, str], rate: float) -> tuple[ag
     chosen = agents.drawn(read_sessions(), options)
     asked = requests_of(chosen, len(keys))
     shots = _exact(trace_shots(list(asked.values()), text, options, dict(keys)))
-    load = agents.Load(chosen, dict(zip(asked, shots, strict=True)), [], [])
+    load = agents.ReplayLoad(chosen, dict(zip(asked, shots, strict=True)), [], [])
     return load, random_arrivals([needed_s] * len(chosen), len(chosen), Random(0))
 
 
@@ -97,7 +97,7 @@ def copy(bench: Bench, ours: Warmpath) -> Row:
     ours.wait()
     target, found = ours.target(TENANTS[0]), Figures()
     for tokens in bench.shape.prompts:
-        before, pairs = ours.metrics(), list[list[Answer]]()
+        before, pairs = ours.metrics(), list[list[TimedAnswer]]()
         for run in range(bench.shape.runs):
             body = bench.chat(f"copy {run}", 1, bench.text(tokens, f"copy {tokens} {run}"))
             pairs.append([])
@@ -133,7 +133,7 @@ def flood(bench: Bench, ours: Warmpath) -> Row:
     polite = ours.target(TENANTS[0])
     ours.reset()
 
-    async def ask_politely(part: str) -> list[Answer]:
+    async def ask_politely(part: str) -> list[TimedAnswer]:
         bodies = [bench.chat(f"{part} {n}", 8, systems[n % len(systems)]) for n in range(bench.shape.polite)]
         async with new_client() as client:
             return [await ask(client, polite, body) for body in bodies]
@@ -219,7 +219,7 @@ def kill(bench: Bench, ours: Warmpath) -> Row:
     target = ours.target(TENANTS[1])
     bodies = [bench.chat(f"kill {number}", 4 * bench.shape.answer_tokens) for number in range(KILLED_STREAMS)]
 
-    async def stream(kill_after_s: float | None = None) -> list[Stream]:
+    async def stream(kill_after_s: float | None = None) -> list[StreamedAnswer]:
         async with new_client() as client:
             tasks = [asyncio.create_task(timed_stream(client, target, body)) for body in bodies]
             if kill_after_s is not None:

@@ -87,7 +87,7 @@ class FloodWorkload:
 
 
 @dataclass(slots=True)
-class Counts:
+class SideCounts:
     """Figures of one side's requests."""
 
     requests: int = 0
@@ -115,7 +115,7 @@ class Sides:
     """Counts the quiet tenants' requests and the flooder's; at most ``flood_waiting`` of the latter may wait."""
 
     def __init__(self, flood_waiting: int) -> None:
-        self.quiet, self.flooder = Counts(), Counts()
+        self.quiet, self.flooder = SideCounts(), SideCounts()
         self._flood_waiting = flood_waiting
         self._waiting = 0
 
@@ -137,7 +137,7 @@ class Sides:
         counts.cached_tokens += cached_tokens
         counts.queue_s.append(queue_s)
 
-    def of(self, request: EngineRequest) -> Counts:
+    def of(self, request: EngineRequest) -> SideCounts:
         """Return the figures of a request's side."""
         return self.flooder if request.scope.salt == FLOODER.encode() else self.quiet
 

@@ -10,7 +10,7 @@ from random import Random
 
 from benchmarks.common.agent_sessions import (
     AWAKE_S,
-    Session,
+    AgentSession,
     job_figures,
     job_s,
     random_arrivals,
@@ -25,17 +25,19 @@ from router.settings import DEFAULT_POLICY
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class SimulatedLoad:
     """Prepared sessions with their arrivals. ``requests``: by session, stream and turn."""
 
-    sessions: Sequence[Session]
+    sessions: Sequence[AgentSession]
     arrivals_s: Sequence[float]
     requests: dict[tuple[int, int, int], SimulatedRequest]
     ideal_s: Sequence[float]
     working_set_blocks: int
 
 
-def make_load(sessions: Sequence[Session], settings: ClusterSettings, running: float, tenants: int) -> Load:
+def make_load(
+    sessions: Sequence[AgentSession], settings: ClusterSettings, running: float, tenants: int
+) -> SimulatedLoad:
     """Let sessions arrive at random, so that about ``running`` would run concurrently on an unlimited cache."""
     rng = Random(settings.seed)
     chosen = list(sessions)
@@ -46,10 +48,10 @@ def make_load(sessions: Sequence[Session], settings: ClusterSettings, running: f
     traced = requests_of(chosen, tenants)
     requests = dict(zip(traced, prepare(list(traced.values()), settings.block_size), strict=True))
     blocks = round(working_set_tokens(chosen, awake_s, running) / settings.block_size)
-    return Load(chosen, arrivals_s, requests, ideal_s, blocks)
+    return SimulatedLoad(chosen, arrivals_s, requests, ideal_s, blocks)
 
 
-def _ideal_s(session: Session, settings: ClusterSettings, longest_pause_s: float = inf) -> float:
+def _ideal_s(session: AgentSession, settings: ClusterSettings, longest_pause_s: float = inf) -> float:
     """Return a session's time on an unlimited cache without a queue."""
 
     def answer_s(at: int, number: int) -> float:
@@ -64,7 +66,7 @@ def _ideal_s(session: Session, settings: ClusterSettings, longest_pause_s: float
 class Agents:
     """Runs a load on a cluster, once."""
 
-    def __init__(self, cluster: Cluster, load: Load) -> None:
+    def __init__(self, cluster: Cluster, load: SimulatedLoad) -> None:
         self._cluster = cluster
         self._load = load
         self._began_s: dict[int, float] = {}

@@ -7,7 +7,7 @@ from random import Random
 
 from benchmarks.common.report import percentile
 from benchmarks.common.virtual_clock import VirtualClock
-from benchmarks.simulation.front_door import RAY_PREFIX, FrontDoor, RayPrefixTree
+from benchmarks.simulation.front_door import RAY_PREFIX, RayPrefixTree, SimulatedRouter
 from benchmarks.simulation.replica import Job, SimulatedReplica
 from benchmarks.simulation.settings import ClusterSettings, Contender, SimulatedRequest
 from router.protocol.events import Event, LoadReport
@@ -64,7 +64,7 @@ class Cluster:
         names = list(self.replicas)
         tree = RayPrefixTree(names) if contender.policy == RAY_PREFIX else None
         self.doors = {
-            name: FrontDoor(name, names, settings, contender, self.clock, tree)
+            name: SimulatedRouter(name, names, settings, contender, self.clock, tree)
             for name in (f"router-{number}" for number in range(settings.routers))
         }
         for name, replica in self.replicas.items():

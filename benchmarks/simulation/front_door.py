@@ -54,7 +54,7 @@ class RayPrefixTree:
                 self._tokens[replica_id] += block_size
 
 
-class FrontDoor:
+class SimulatedRouter:
     """One router. ``tree``: the tree of Ray's prefix rule, shared by all routers."""
 
     def __init__(

@@ -21,7 +21,7 @@ RESERVATION_TTL_S = 120.0
 
 _EXPIRED_A_CALL = 64
 
-ACTIVE_S = 30.0
+ROUTER_ACTIVE_S = 30.0
 """Another router counts as inactive after this many seconds without a request."""
 
 Floats = npt.NDArray[np.float64]
@@ -245,7 +245,7 @@ class PeerRouters:
                 self._active_at_s[name] = now_s
         if now_s - self._looked_at_s > 1.0:
             self._looked_at_s = now_s
-            for name in [name for name, at_s in self._active_at_s.items() if now_s - at_s > ACTIVE_S]:
+            for name in [name for name, at_s in self._active_at_s.items() if now_s - at_s > ROUTER_ACTIVE_S]:
                 del self._active_at_s[name]
         self.active = len(self._active_at_s) + (self.router_id not in self._active_at_s)
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from ray.serve.config import AutoscalingContext
 
 from router.protocol.autoscaling import IngressFigures, ReplicaFigures
-from serve_app.autoscaling.policy import CONTROL_PERIOD_S, Decision, State, decide
+from serve_app.autoscaling.policy import CONTROL_PERIOD_S, ScalingDecision, State, decide
 from serve_app.autoscaling.signals import signals
 from serve_app.notices import post
 
@@ -89,7 +89,7 @@ class Board:
         self._tell(current, decision)
         return decision.target
 
-    def _tell(self, current: int, decision: Decision) -> None:
+    def _tell(self, current: int, decision: ScalingDecision) -> None:
         news = decision.reason if decision.reason in ("hold", "starting", "floor") else ""
         if decision.target == current and news == self._last:
             return

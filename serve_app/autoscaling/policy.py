@@ -74,7 +74,7 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class ScalingDecision:
     """``target``: replicas; ``needed``: before delays, bounds and rounding; ``why``: an explanation for people."""
 
     target: int
@@ -83,12 +83,12 @@ class Decision:
     why: str
 
 
-def decide(state: State | None, now: Signals, now_s: float) -> tuple[Decision, State]:
+def decide(state: State | None, now: Signals, now_s: float) -> tuple[ScalingDecision, State]:
     """Return the decision, and the state for the next one. ``state``: None the first time."""
     if now.fault or now.bounds is None:
         state = state or State(now_s, now_s)
         state = replace(state, since_s=now_s, decided_s=now_s, wants=(), wanted_since_s=inf)
-        return Decision(now.target, 0.0, "hold", now.fault), state
+        return ScalingDecision(now.target, 0.0, "hold", now.fault), state
     bounds = now.bounds
     state = _taken_in(state or State(now_s, now_s), now, bounds, now_s)
     work = _work(state, now, bounds, now_s)
@@ -107,17 +107,17 @@ def decide(state: State | None, now: Signals, now_s: float) -> tuple[Decision, S
 
 def _decision(
     state: State, now: Signals, bounds: Bounds, needed: float, cause: Reason, why: str, now_s: float
-) -> Decision:
+) -> ScalingDecision:
     target = now.target
     least, most = int(bounds.min_replicas), int(bounds.max_replicas)
     if not least <= target <= most:
         bounded = min(max(target, least), most)
-        return Decision(bounded, needed, "bounds", f"between {least} and {most} replicas are allowed")
+        return ScalingDecision(bounded, needed, "bounds", f"between {least} and {most} replicas are allowed")
     if now_s - state.wanted_since_s >= bounds.upscale_delay_s and target < most:
         if now.running < target and now_s - state.grown_s >= START_PATIENCE_S:
-            return Decision(target, needed, "starting", f"{target - now.running} replicas do not start; {why}")
+            return ScalingDecision(target, needed, "starting", f"{target - now.running} replicas do not start; {why}")
         # A deploy may have raised the target meanwhile.
-        return Decision(max(target, min(int(state.wants[0][1]), most)), needed, cause, why)
+        return ScalingDecision(max(target, min(int(state.wants[0][1]), most)), needed, cause, why)
     highest = state.needs[0][1]
     enough = ceil(SHRINK_MARGIN * highest)
     if enough < target and _past(max(state.since_s, state.grown_s), bounds, now_s):
@@ -125,10 +125,12 @@ def _decision(
         wanted = min(max(enough, floor, least), target)
         if wanted < target:
             said = f"at most {highest:.2f} were needed for {bounds.downscale_delay_s:g} s"
-            return Decision(wanted, needed, "load_fell", said if floor <= enough else f"{said}; {floor} for {purpose}")
+            return ScalingDecision(
+                wanted, needed, "load_fell", said if floor <= enough else f"{said}; {floor} for {purpose}"
+            )
         if floor > max(enough, least):
-            return Decision(target, needed, "floor", f"{enough} are enough, but {floor} are kept for {purpose}")
-    return Decision(target, needed, "steady", why)
+            return ScalingDecision(target, needed, "floor", f"{enough} are enough, but {floor} are kept for {purpose}")
+    return ScalingDecision(target, needed, "steady", why)
 
 
 def _taken_in(state: State, now: Signals, bounds: Bounds, now_s: float) -> State:

@@ -87,7 +87,7 @@ class SeenPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class FirstDifference:
     """A prompt's first difference. ``line``: from 1. ``found``: the text there, at most 64 characters."""
 
     part: Literal["system", "messages"]
@@ -103,7 +103,7 @@ class Miss:
 
     reason: Reason
     lost_tokens: int
-    first_difference: Place | None = None
+    first_difference: FirstDifference | None = None
 
     def shown(self) -> dict[str, Any]:
         """Return the miss as fields of an answer, without another prompt's text."""
@@ -169,7 +169,7 @@ def _grams(ids: TokenArray) -> npt.NDArray[np.uint64]:
     return hashes
 
 
-def _difference(prompt: SeenPrompt, seen: SeenPrompt, token: int, decode: Decode) -> tuple[Reason, Place]:
+def _difference(prompt: SeenPrompt, seen: SeenPrompt, token: int, decode: Decode) -> tuple[Reason, FirstDifference]:
     start = max(0, token - BEFORE_TOKENS)
     before = decode(prompt.ids[:start].tolist())
     new, old = (decode(known.ids[start : token + BEHIND_TOKENS].tolist()) for known in (prompt, seen))
@@ -178,4 +178,4 @@ def _difference(prompt: SeenPrompt, seen: SeenPrompt, token: int, decode: Decode
     line = before.count("\n") + new.count("\n", 0, at) + 1
     part: Literal["system", "messages"] = "system" if char < prompt.system_chars else "messages"
     # A reader looks for the beginning of the value, not for its first changed digit.
-    return classify(new, old, at), Place(part, token, char, line, value_there(new, at))
+    return classify(new, old, at), FirstDifference(part, token, char, line, value_there(new, at))

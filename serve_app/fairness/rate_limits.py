@@ -19,7 +19,7 @@ _LEAST = 1e-6
 """Smaller amounts count as zero, because sums of floats are not exact."""
 
 
-class Bucket:
+class TokenBucket:
     """A bucket of size ``most`` that refills by ``per_s``. In T seconds it grants at most ``most`` + ``per_s`` x T.
 
     A full bucket also grants an amount above ``most``, and is then in debt.
@@ -75,8 +75,8 @@ class _Tenant:
     """One tenant's counts in one ingress. ``mean_s``: the mean duration of its requests."""
 
     config: TenantConfig
-    requests: Bucket | None = None
-    tokens: Bucket | None = None
+    requests: TokenBucket | None = None
+    tokens: TokenBucket | None = None
     running: int = 0
     mean_s: float = 1.0
 
@@ -186,14 +186,14 @@ class Allowance:
             tenant.tokens.take((0 if refused else self._used) - self._reserved, now_s)
 
 
-def _sized(bucket: Bucket | None, most: float, per_s: float, now_s: float) -> Bucket:
+def _sized(bucket: TokenBucket | None, most: float, per_s: float, now_s: float) -> TokenBucket:
     if bucket is None:
-        return Bucket(most, per_s, now_s)
+        return TokenBucket(most, per_s, now_s)
     bucket.resize(most, per_s, now_s)
     return bucket
 
 
-def _left(bucket: Bucket, limit: int, everywhere: int, now_s: float) -> Left:
+def _left(bucket: TokenBucket, limit: int, everywhere: int, now_s: float) -> Left:
     return Left(limit, min(limit, everywhere), bucket.wait_s(bucket.most, now_s))
 
 

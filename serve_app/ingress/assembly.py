@@ -51,7 +51,7 @@ from serve_app.prompts.registry import Prompts
 from serve_app.prompts.traffic import PromptTraffic
 from serve_app.ray_compat import on_head_node
 from serve_app.replica.token_channel import TokenReceiver
-from serve_app.stored.databases import URL_VARIABLE, Bounds, open_database
+from serve_app.stored.databases import URL_VARIABLE, StorageLimits, open_database
 from serve_app.stored.responses import StoredResponses
 from serve_app.tenants.secret import load_secret, own_state_dir
 from serve_app.tenants.tenants import Tenants
@@ -164,7 +164,7 @@ async def stored_responses(config: AppConfig, secret: bytes, workers: FairWorker
             f"${URL_VARIABLE} to a Redis or Postgres, or store_responses to false"
         )
         return None
-    bounds = Bounds(config.responses_ttl_s, config.responses_max_bytes)
+    bounds = StorageLimits(config.responses_ttl_s, config.responses_max_bytes)
     file = (given or own_state_dir() / "responses.sqlite").expanduser()
     return StoredResponses(await asyncio.to_thread(open_database, url, file, bounds), secret, workers, bounds)
 

@@ -20,7 +20,7 @@ class Use(NamedTuple):
     chat: bool
 
 
-class Figures(NamedTuple):
+class VersionCounts(NamedTuple):
     """The figures of one version. ``warm_requests``: requests that found all of it in the cache."""
 
     requests: int = 0
@@ -28,9 +28,9 @@ class Figures(NamedTuple):
     cached_tokens: int = 0
     warm_requests: int = 0
 
-    def plus(self, other: Figures) -> Figures:
+    def plus(self, other: VersionCounts) -> VersionCounts:
         """Return the sum of both."""
-        return Figures(*map(operator.add, self, other))
+        return VersionCounts(*map(operator.add, self, other))
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures for operators."""
@@ -46,14 +46,14 @@ class PromptTraffic:
 
     def __init__(self, least_tokens: Callable[[str], int] = lambda _: 1) -> None:
         self._least_tokens = least_tokens
-        self._figures: dict[str, Figures] = {}
+        self._figures: dict[str, VersionCounts] = {}
         self._uses: dict[str, OrderedDict[Use, Use]] = {}
 
     def add(self, ref: str, prompt_tokens: int, cached_tokens: int) -> None:
         """Count one answered request."""
         warm = cached_tokens >= max(1, self._least_tokens(ref))
-        counted = Figures(1, prompt_tokens, cached_tokens, int(warm))
-        self._figures[ref] = self._figures.get(ref, Figures()).plus(counted)
+        counted = VersionCounts(1, prompt_tokens, cached_tokens, int(warm))
+        self._figures[ref] = self._figures.get(ref, VersionCounts()).plus(counted)
 
     def add_use(self, ref: str, use: Use, *, public: bool) -> None:
         """Record a use of a prompt. A public prompt's KV is the same for all tenants and salts."""
@@ -64,12 +64,12 @@ class PromptTraffic:
         if len(uses) > 16:
             uses.popitem(last=False)
 
-    def report(self) -> tuple[dict[str, Figures], dict[str, list[Use]]]:
+    def report(self) -> tuple[dict[str, VersionCounts], dict[str, list[Use]]]:
         """Return the figures by version, and each name's uses, the latest last."""
         return dict(self._figures), {name: list(uses.values()) for name, uses in self._uses.items()}
 
 
-def version_samples(report: Mapping[str, Figures]) -> Iterable[Sample]:
+def version_samples(report: Mapping[str, VersionCounts]) -> Iterable[Sample]:
     """Yield the tokens of each version."""
     for ref, figures in report.items():
         labels = (("prompt", ref),)
@@ -77,10 +77,10 @@ def version_samples(report: Mapping[str, Figures]) -> Iterable[Sample]:
         yield "warmpath_prompt_version_cached_tokens_total", labels, float(figures.cached_tokens)
 
 
-def merged(reports: Iterable[Mapping[str, Figures]]) -> dict[str, Figures]:
+def merged(reports: Iterable[Mapping[str, VersionCounts]]) -> dict[str, VersionCounts]:
     """Return the summed figures of several ingresses."""
-    totals: dict[str, Figures] = {}
+    totals: dict[str, VersionCounts] = {}
     for report in reports:
         for ref, figures in report.items():
-            totals[ref] = totals.get(ref, Figures()).plus(figures)
+            totals[ref] = totals.get(ref, VersionCounts()).plus(figures)
     return totals

@@ -23,7 +23,7 @@ from router.serve.core_registry import router_for
 from router.serve.request_router import deployment_key
 from serve_app.errors import RateLimited
 from serve_app.ingress.observe.metrics import render, replica_samples
-from serve_app.ingress.routes.event_stream import EventStream
+from serve_app.ingress.routes.event_stream import LiveEventStream
 from serve_app.ingress.routes.page import page_response
 from serve_app.live.live import Live
 from serve_app.live.prefix_table import Answered, PrefixTable
@@ -78,7 +78,7 @@ class CacheApp:
                 return Response(encoded(await live.snapshot(viewer)).payload, media_type="application/json")
             if live.watchers >= MAX_WATCHERS:
                 raise HTTPException(429, f"there are {MAX_WATCHERS} event streams already; close one first")
-            return EventStream(live, viewer, await live.watch(viewer), lambda: True)
+            return LiveEventStream(live, viewer, await live.watch(viewer), lambda: True)
         if viewer is not None:
             raise HTTPException(403, f"this needs the operator's key: set {OPERATOR_KEY} for this application, send it")
         if path == "v1/cache/state":

@@ -12,7 +12,7 @@ from serve_app.tokenization.tokenizer import EncodedPrompt, PromptTokenizer
 _TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
 
 
-class Prompts:
+class PromptEncoder:
     """Renders and tokenizes requests by their bodies' fields. ``source``: a directory, or a repository's name."""
 
     def __init__(self, source: str, block_size: int) -> None:

@@ -177,9 +177,9 @@ class WarmRouter(CacheAwareRouter):
             scopes = Scopes(facts.model, facts.tenant_header)
             if scopes.check != facts.secret_check:
                 raise ValueError("the replicas have another secret: set WARMPATH_SECRET to one value on every node")
-            from serve_app.ray_llm.prompts import Prompts
+            from serve_app.ray_llm.prompts import PromptEncoder
 
-            prompts = await asyncio.to_thread(Prompts, facts.source, facts.block_size)
+            prompts = await asyncio.to_thread(PromptEncoder, facts.source, facts.block_size)
             self._scopes = scopes
             self._prompts = prompts  # last: its presence tells another thread that everything is loaded
         except Exception:

@@ -74,7 +74,7 @@ class StoreError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class StorageLimits:
     """The limits of storage: ``ttl_s`` of each response, ``max_bytes`` of each tenant. ``now_s``: since 1970."""
 
     ttl_s: float
@@ -91,7 +91,7 @@ class SqlDatabase:
     def __init__(
         self,
         connect: Callable[[], Any],
-        bounds: Bounds,
+        bounds: StorageLimits,
         failures: tuple[type[Exception], ...],
         mark: str = "?",
         remedy: Callable[[Exception], str] = lambda error: "",
@@ -152,7 +152,7 @@ class SqlDatabase:
 class RedisDatabase:
     """Has the methods of ``SqlDatabase``. Durability depends on the server's settings (``appendfsync always``)."""
 
-    def __init__(self, url: str, bounds: Bounds) -> None:
+    def __init__(self, url: str, bounds: StorageLimits) -> None:
         import redis
 
         self.failures: tuple[type[Exception], ...] = (redis.RedisError, OSError)
@@ -182,7 +182,7 @@ class RedisDatabase:
 Database = SqlDatabase | RedisDatabase
 
 
-def open_database(url: str | None, file: Path, bounds: Bounds) -> Database:
+def open_database(url: str | None, file: Path, bounds: StorageLimits) -> Database:
     """Return the database at a URL, connected on first use, or else the SQLite ``file``.
 
     Raises StoreError for an invalid URL, a missing client library, or an unusable file.
@@ -200,7 +200,7 @@ def open_database(url: str | None, file: Path, bounds: Bounds) -> Database:
         raise StoreError(f"${URL_VARIABLE} needs a client library: pip install '.[{match[1]}]'") from error
 
 
-def _sqlite(file: Path, bounds: Bounds) -> SqlDatabase:
+def _sqlite(file: Path, bounds: StorageLimits) -> SqlDatabase:
     """Return the database of a file, created as private if missing. Raises StoreError."""
 
     def connect() -> sqlite3.Connection:
@@ -227,7 +227,7 @@ def _sqlite(file: Path, bounds: Bounds) -> SqlDatabase:
     return database
 
 
-def _postgres(url: str, bounds: Bounds) -> SqlDatabase:
+def _postgres(url: str, bounds: StorageLimits) -> SqlDatabase:
     import psycopg
 
     begin = f"""

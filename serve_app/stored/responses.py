@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from serve_app.errors import Overloaded, RequestTooLarge, ResponseDamaged
 from serve_app.fairness.workers import QUANTUM_BYTES, FairWorkers
-from serve_app.stored.databases import Bounds, Database
+from serve_app.stored.databases import Database, StorageLimits
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Document(msgspec.Struct):
 class StoredResponses:
     """All tenants' responses. A lookup needs tenant and id, so another tenant's id does not exist."""
 
-    def __init__(self, database: Database, secret: bytes, workers: FairWorkers, bounds: Bounds) -> None:
+    def __init__(self, database: Database, secret: bytes, workers: FairWorkers, bounds: StorageLimits) -> None:
         self._database = database
         self._secret = secret
         self._workers = workers

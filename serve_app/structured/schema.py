@@ -47,7 +47,7 @@ _MAX_PAIRS = 20_000
 
 
 @dataclass(slots=True)
-class Place:
+class SchemaKeyword:
     """A keyword in a schema, and its JSON pointer as a URI fragment."""
 
     keyword: str
@@ -66,8 +66,8 @@ class Followable:
     """
 
     schema: Any = None
-    left_out: list[Place] = field(default_factory=list)
-    without_form: list[Place] = field(default_factory=list)
+    left_out: list[SchemaKeyword] = field(default_factory=list)
+    without_form: list[SchemaKeyword] = field(default_factory=list)
     leaves: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
@@ -130,13 +130,15 @@ class _Walk:
         schema = self._said(self._named(dict(schema), path), path)
         for name in WITHOUT_FORM:
             if name in schema and level == "free":
-                self._found.left_out.append(Place(name, path))
+                self._found.left_out.append(SchemaKeyword(name, path))
                 del schema[name]
             elif name in schema:
-                self._found.without_form.append(Place(name, path))
+                self._found.without_form.append(SchemaKeyword(name, path))
         options = schema.get("oneOf")
         if isinstance(options, list) and not self._exclusive(options):
-            (self._found.without_form if level == "strict" else self._found.left_out).append(Place("oneOf", path))
+            (self._found.without_form if level == "strict" else self._found.left_out).append(
+                SchemaKeyword("oneOf", path)
+            )
         self._found.leaves[path] = {
             name: dict.fromkeys(part, True) if name == "patternProperties" and isinstance(part, dict) else part
             for name, part in schema.items()
@@ -161,7 +163,7 @@ class _Walk:
         if "format" in schema and not (isinstance(asked, str) and asked in FORMATS):
             del schema["format"]
             if _may_be(schema, "string") and isinstance(asked, str):
-                self._found.left_out.append(Place(f"format: {asked[:40]}", path))
+                self._found.left_out.append(SchemaKeyword(f"format: {asked[:40]}", path))
         standard = schema.get("$schema")
         if isinstance(standard, str) and not _STANDARD.fullmatch(standard):
             del schema["$schema"]
@@ -213,7 +215,7 @@ class _Walk:
                 del names["type"]  # all names are strings
             if (asked := names.get("format")) is not None and asked not in FORMATS:
                 del names["format"]
-                self._found.left_out.append(Place(f"format: {str(asked)[:40]}", f"{path}/propertyNames"))
+                self._found.left_out.append(SchemaKeyword(f"format: {str(asked)[:40]}", f"{path}/propertyNames"))
             if names.get("minLength") == 0:
                 del names["minLength"]
         without = {name: part for name, part in schema.items() if name != "propertyNames"}

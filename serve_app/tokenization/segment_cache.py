@@ -14,7 +14,7 @@ ENTRY_BYTES = 320
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Segment:
+class TokenizedSegment:
     """One segment of one conversation: its token ids, and the packed hashes of the blocks completed in it."""
 
     ids: TokenArray
@@ -46,11 +46,11 @@ class SegmentCache:
         self.lock = Lock()
         self._capacity_bytes = capacity_bytes
         self._bytes = 0
-        self._segments: OrderedDict[bytes, Segment] = OrderedDict()
+        self._segments: OrderedDict[bytes, TokenizedSegment] = OrderedDict()
         self._hits = 0
         self._misses = 0
 
-    def get(self, keys: list[bytes]) -> list[Segment | None]:
+    def get(self, keys: list[bytes]) -> list[TokenizedSegment | None]:
         """Return one conversation's cached segments, and count hits and misses. Its beginning is evicted last."""
         segments = [self._segments.get(key) for key in keys]
         for key, segment in zip(reversed(keys), reversed(segments), strict=True):
@@ -61,7 +61,7 @@ class SegmentCache:
         self._hits += len(segments) - misses
         return segments
 
-    def put(self, segments: Iterable[tuple[bytes, Segment]]) -> None:
+    def put(self, segments: Iterable[tuple[bytes, TokenizedSegment]]) -> None:
         """Add segments, with the last as most recent, and evict to the limit. A segment over the limit is not kept."""
         for key, segment in segments:
             if segment.charge > self._capacity_bytes:

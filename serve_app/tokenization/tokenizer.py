@@ -23,7 +23,7 @@ from serve_app.fairness.shares import Shares
 from serve_app.fairness.workers import FairWorkers
 from serve_app.tokenization.chat_template import ChatTemplate, RenderedPrompt
 from serve_app.tokenization.detokenizer import Detokenizer, TokenTexts
-from serve_app.tokenization.segment_cache import PublicTokens, Segment, SegmentCache, SegmentCacheStats
+from serve_app.tokenization.segment_cache import PublicTokens, SegmentCache, SegmentCacheStats, TokenizedSegment
 from serve_app.tokenization.segmenter import Segmenter, longest_token_chars
 
 INLINE_BYTES = 4096
@@ -57,7 +57,7 @@ class _Lookup:
     public_root: bytes
     public: PublicTokens
     keys: list[bytes]
-    segments: list[Segment | None]
+    segments: list[TokenizedSegment | None]
     missing: list[bytes]
 
 
@@ -264,11 +264,11 @@ class PromptTokenizer:
             return next_hashes(root, public_blocks, token_ids[:end], self.block_size, done, last)
 
         chain, end = bytearray(), len(prefix)
-        new: list[tuple[bytes, Segment]] = []
+        new: list[tuple[bytes, TokenizedSegment]] = []
         for key, segment, segment_ids in zip(lookup.keys, lookup.segments, ids, strict=True):
             end += len(segment_ids)
             if segment is None:
-                segment = Segment(segment_ids, next_hashes_to(end))
+                segment = TokenizedSegment(segment_ids, next_hashes_to(end))
                 new.append((key, segment))
             chain += segment.block_hashes
         if new:

@@ -21,7 +21,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.request import Request, RequestStatus
 
-from serve_app.cache.prefix.quota import ACTIVE_S
+from serve_app.cache.prefix.quota import CACHE_ACTIVE_S
 from serve_app.engine.vllm.scheduling.free_queue import TenantFreeQueue
 
 SIZE = 4
@@ -67,7 +67,7 @@ class Watched(TenantFreeQueue):
         self.seen_s: dict[str, float] = {}
 
     def excess(self, tenant: str) -> float:
-        if self.now_s - self.seen_s.get(tenant, 0.0) > ACTIVE_S:
+        if self.now_s - self.seen_s.get(tenant, 0.0) > CACHE_ACTIVE_S:
             return float("inf")
         return Counter(self.owner.values())[tenant] / WEIGHTS[tenant]
 

@@ -8,7 +8,7 @@ from vllm import SamplingParams
 from vllm.v1.request import Request
 
 from serve_app.engine.vllm.scheduling.tenant import order_of, tenant_args, tenant_of
-from serve_app.engine.vllm.scheduling.waiting_line import WaitingLine
+from serve_app.engine.vllm.scheduling.waiting_line import FairRequestQueue
 
 STEPS = st.lists(
     st.one_of(st.tuples(st.sampled_from("abc"), st.integers(-2, 2)), st.just("start"), st.just("preempt")),
@@ -20,7 +20,7 @@ STEPS = st.lists(
 
 def run(steps: list[Any], *, ordered: bool) -> list[Any]:
     """Return the started requests, in turn. Not ``ordered``: as if all had the usual order."""
-    line, started = WaitingLine(), []
+    line, started = FairRequestQueue(), []
     for number, step in enumerate([*steps, *(["start"] * len(steps))]):
         if step == "start":
             if line:

@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.common.agent_sessions import (
-    Session,
-    Stream,
+    AgentSession,
+    AgentStream,
     job_figures,
     job_s,
     random_arrivals,
@@ -38,7 +38,7 @@ from benchmarks.end_to_end.replay.shots import trace_shots
 from benchmarks.end_to_end.replay.text import TraceText
 from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, TraceRequest
 from serve_app.checkpoints.sources.resolve import resolve_model
-from serve_app.cli.bench.client import Answer, RequestFailed, stream_answer
+from serve_app.cli.bench.client import RequestFailed, TimedAnswer, stream_answer
 from serve_app.config.app import AppConfig
 
 TIMEOUT_S = 600.0
@@ -73,11 +73,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def drawn(sessions: Sequence[Session], options: argparse.Namespace) -> list[Session]:
+def drawn(sessions: Sequence[AgentSession], options: argparse.Namespace) -> list[AgentSession]:
     """Return the sessions to replay, with limited turns and scaled pauses. Raises BenchmarkError if too few match."""
     speed, longest_s = float(options.speed), float(options.longest_pause_s)
 
-    def scaled(stream: Stream) -> Stream:
+    def scaled(stream: AgentStream) -> AgentStream:
         turns = [replace(turn, pause_s=min(turn.pause_s / speed, longest_s)) for turn in stream.turns[: options.turns]]
         return replace(stream, turns=tuple(turns), delay_s=min(stream.delay_s / speed, longest_s))
 
@@ -92,7 +92,7 @@ def drawn(sessions: Sequence[Session], options: argparse.Namespace) -> list[Sess
     return Random(options.seed).sample(found, options.sessions)
 
 
-async def play(session: Session, ask: Callable[[Place], Awaitable[object]]) -> float:
+async def play(session: AgentSession, ask: Callable[[Place], Awaitable[object]]) -> float:
     """Send every turn at its time, sub-agents' in parallel with the parent's; return the job's seconds."""
     started_s = time.perf_counter()
 
@@ -113,16 +113,16 @@ async def play(session: Session, ask: Callable[[Place], Awaitable[object]]) -> f
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ReplayLoad:
     """Sessions, and their requests by session, stream and turn; ``flood``: the flooder's requests."""
 
-    sessions: Sequence[Session]
+    sessions: Sequence[AgentSession]
     shots: dict[tuple[int, int, int], Shot]
     flood: Sequence[Shot]
     flags: Sequence[str]
 
 
-def make_load(sessions: Sequence[Session], text: TraceText, options: argparse.Namespace) -> Load:
+def make_load(sessions: Sequence[AgentSession], text: TraceText, options: argparse.Namespace) -> ReplayLoad:
     """Return the requests with their tenants' keys, and the flags of a server with these tenants."""
     requests = requests_of(sessions, options.tenants)
     traced = list(requests.values())
@@ -132,10 +132,10 @@ def make_load(sessions: Sequence[Session], text: TraceText, options: argparse.Na
         traced.append(TraceRequest(0.0, FLOOD_IDS * TRACE_BLOCK_TOKENS, 1, ids, FLOODER))
     shots, flags = with_tenants(trace_shots(traced, text, options, {}))
     shots = [replace(shot, body=shot.body | {"ignore_eos": True}) for shot in shots]
-    return Load(sessions, dict(zip(requests, shots, strict=False)), shots[len(requests) :], flags)
+    return ReplayLoad(sessions, dict(zip(requests, shots, strict=False)), shots[len(requests) :], flags)
 
 
-async def ideal_times(url: str, load: Load) -> tuple[list[float], float]:
+async def ideal_times(url: str, load: ReplayLoad) -> tuple[list[float], float]:
     """Return each session's seconds without a queue, from answers one after the other, and their hit rate."""
     async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
         await _answer(client, url, next(iter(load.shots.values())))  # a warm-up
@@ -146,17 +146,17 @@ async def ideal_times(url: str, load: Load) -> tuple[list[float], float]:
                 answers[key] = await _answer(client, url, shot)
                 progress.advance(bar)
 
-    def ideal_s(number: int, session: Session) -> float:
+    def ideal_s(number: int, session: AgentSession) -> float:
         return job_s(session, lambda at, turn: answers[number, at, turn].total_s)
 
     return [ideal_s(*numbered) for numbered in enumerate(load.sessions)], _hit_rate(list(answers.values()))
 
 
 async def replay(
-    url: str, load: Load, arrivals_s: Sequence[float], ideal_s: Sequence[float], name: str, *, flood: bool
+    url: str, load: ReplayLoad, arrivals_s: Sequence[float], ideal_s: Sequence[float], name: str, *, flood: bool
 ) -> dict[str, float]:
     """Start all sessions at their times; return the figures of the run."""
-    answers: list[Answer] = []
+    answers: list[TimedAnswer] = []
     limits = httpx.Limits(max_connections=None)
     began_s = time.perf_counter()
     with Progress(console=Console(stderr=True)) as progress:
@@ -186,13 +186,13 @@ async def replay(
     }
 
 
-def _hit_rate(answers: Sequence[Answer]) -> float:
+def _hit_rate(answers: Sequence[TimedAnswer]) -> float:
     rate = hit_rate(answers)
     assert isinstance(rate, float), "warmpath reports cached tokens"
     return rate
 
 
-async def _answer(client: httpx.AsyncClient, url: str, shot: Shot) -> Answer:
+async def _answer(client: httpx.AsyncClient, url: str, shot: Shot) -> TimedAnswer:
     headers = {"authorization": f"Bearer {shot.api_key}"} if shot.api_key else {}
     try:
         return await stream_answer(client, url + shot.path, shot.body, headers)

@@ -26,7 +26,7 @@ _BY = {"tool_use": "assistant", "tool_result": "user"}
 BLOCK_FIELDS = tuple(f"messages[].content[].{name}" for name in sorted(frozenset().union(*_FIELDS.values())))
 
 
-class Conversation:
+class ConversationReader:
     """Reads a conversation by blocks: tools, then the system prompt, then messages. Methods raise InvalidRequest.
 
     ``breakpoints``: the ends of prefixes to keep in the KV cache. ``ignored``: paths of unread fields.

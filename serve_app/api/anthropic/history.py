@@ -23,7 +23,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestDigests:
     """Digests of a request. ``messages``: one digest for each prefix of the messages, shortest first.
 
     ``previous_id`` names the message to compare with; None: no comparison.
@@ -56,16 +56,16 @@ class MessageHistory:
 
     def __init__(self, *, complete: bool = True) -> None:
         self._complete = complete
-        self._rooms: OrderedDict[str, OrderedDict[str, tuple[Asked, int, int]]] = OrderedDict()
+        self._rooms: OrderedDict[str, OrderedDict[str, tuple[RequestDigests, int, int]]] = OrderedDict()
 
-    def compare(self, tenant: str, message_id: str, asked: Asked, usage: Usage) -> dict[str, Any] | None:
+    def compare(self, tenant: str, message_id: str, asked: RequestDigests, usage: Usage) -> dict[str, Any] | None:
         """Store a request; return its ``diagnostics``, None if it continues the previous one unchanged."""
         room = self._rooms.setdefault(tenant, OrderedDict())
         self._rooms.move_to_end(tenant)
         if len(self._rooms) > MAX_TENANTS:
             self._rooms.popitem(last=False)
         before = room.get(asked.previous_id or "")
-        last = Asked(asked.model, asked.system, asked.tools, asked.messages[-1:])
+        last = RequestDigests(asked.model, asked.system, asked.tools, asked.messages[-1:])
         room[message_id] = last, len(asked.messages), usage.prompt_tokens
         if len(room) > MAX_MESSAGES:
             room.popitem(last=False)

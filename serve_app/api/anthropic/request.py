@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from pydantic import Field
 
-from serve_app.api.anthropic.conversation import BLOCK_FIELDS, Conversation
-from serve_app.api.anthropic.history import Asked, digest, digests
+from serve_app.api.anthropic.conversation import BLOCK_FIELDS, ConversationReader
+from serve_app.api.anthropic.history import RequestDigests, digest, digests
 from serve_app.api.json_body import (
     MAX_ID_CHARS,
     JsonBody,
@@ -126,7 +126,7 @@ class CountTokensBody(JsonBody):
 
     def request(self) -> ChatRequest:
         """Return the validated request. Raises InvalidRequest for fields that contradict each other."""
-        read = Conversation()
+        read = ConversationReader()
         read.add_tools(tool.cache_control for tool in self.tools)
         read.add_system(self.system)
         for index, message in enumerate(self.messages):
@@ -214,11 +214,11 @@ class MessagesBody(CountTokensBody):
             repeated={"diagnostics": self._asked(prompt)},
         )
 
-    def _asked(self, prompt: ChatRequest) -> Asked:
+    def _asked(self, prompt: ChatRequest) -> RequestDigests:
         """Return the digests that the answer's format compares with an earlier request."""
         messages = prompt.messages
         at = 1 if messages[0]["role"] == "system" else 0
-        return Asked(
+        return RequestDigests(
             digest([self.model, self.cache_salt]),
             digest([prompt.prompt_ref, *messages[:at]]),
             digest(prompt.tool_use.tools),

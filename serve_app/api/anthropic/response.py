@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from serve_app.api.anthropic.history import Asked
+from serve_app.api.anthropic.history import RequestDigests
 from serve_app.api.format import AnswerHead, AnswerStream, Choice, ErrorAnswer, FinishReason, ToldToken, Usage
 from serve_app.api.json_body import CALL_PREFIX
 from serve_app.api.sse import named_event
@@ -67,7 +67,7 @@ def anthropic_models(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-Compare = Callable[[str, Asked, Usage], dict[str, Any] | None]
+Compare = Callable[[str, RequestDigests, Usage], dict[str, Any] | None]
 """(tenant's message id, request, usage) -> ``diagnostics``; also stores the request for later comparisons."""
 
 
@@ -180,7 +180,7 @@ class _Stream:
 def message_head(head: AnswerHead, usage: Usage, compare: Compare) -> dict[str, Any]:
     """Return the fields of a message that precede its content; this also compares and stores the request."""
     message_id, asked = f"msg_{head.answer_id}", head.repeated["diagnostics"]
-    assert isinstance(asked, Asked)
+    assert isinstance(asked, RequestDigests)
     return {
         "id": message_id,
         "type": "message",

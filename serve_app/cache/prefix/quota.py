@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 from serve_app.cache.eviction import EvictionQueue, Standing
 
-ACTIVE_S = 600.0
+CACHE_ACTIVE_S = 600.0
 """After this many seconds without a request, a tenant has no share and its blocks are evicted first."""
 
 PUBLIC = "(public)"
@@ -174,7 +174,7 @@ class PoolShares(Accounts[Q]):
     def __init__(
         self, total_blocks: int, weights: Mapping[str, float], clock: Callable[[], float], queue: Callable[[], Q]
     ) -> None:
-        super().__init__(weights, clock, ACTIVE_S, queue)
+        super().__init__(weights, clock, CACHE_ACTIVE_S, queue)
         self._total_blocks = total_blocks
         self._changed: set[Account[Q]] = set()
         """The accounts whose protected blocks may be others than ``kept``."""

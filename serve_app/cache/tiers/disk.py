@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 SCAN_LIMIT_S = 10.0
 """The time limit for reading headers at the start. Files not reached by then, the least recently used, are dropped."""
 
-ACTIVE_S = 86400.0
+DISK_ACTIVE_S = 86400.0
 """After this many seconds without a request, a tenant has no share here. A disk cache should last for a day."""
 
 
@@ -40,7 +40,7 @@ class DiskTier:
         """Index the files that a previous run left in the directory."""
         self.capacity_bytes = capacity_bytes
         self.refused_files = 0
-        self.index: TierIndex[Entry] = TierIndex("disk", shares or {}, clock, ACTIVE_S)
+        self.index: TierIndex[Entry] = TierIndex("disk", shares or {}, clock, DISK_ACTIVE_S)
         self.life = 0
         """The number of resets."""
         self._files = files

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from serve_app.cache.kv_chain import Row
-from serve_app.cache.prefix.quota import ACTIVE_S
+from serve_app.cache.prefix.quota import CACHE_ACTIVE_S
 from serve_app.cache.prefix_digest import TierBlock
 from serve_app.cache.tiers.tier_index import Entry, TierIndex
 
@@ -32,7 +32,7 @@ class HostTier(TierIndex[HostEntry]):
         shares: Mapping[str, float],
         clock: Callable[[], float],
     ) -> None:
-        super().__init__("host", shares, clock, ACTIVE_S)
+        super().__init__("host", shares, clock, CACHE_ACTIVE_S)
         self.size_bytes = size_bytes
         self.capacity_blocks = capacity_bytes // size_bytes
         # Untouched pages of an empty array use no memory, so the slab grows with its use.

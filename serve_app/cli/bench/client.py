@@ -10,7 +10,7 @@ import httpx
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TimedAnswer:
     """One streamed answer; times since the request was sent. ``cached_told``: the server reported cached tokens."""
 
     ttft_s: float
@@ -78,14 +78,14 @@ async def stream_events(
         raise StreamCut(500, "the stream ended early")
 
 
-async def stream_chat(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> Answer:
+async def stream_chat(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> TimedAnswer:
     """Send one streamed chat completion. Raises RequestFailed on any error."""
     return await stream_answer(client, f"{url}/v1/chat/completions", body)
 
 
 async def stream_answer(
     client: httpx.AsyncClient, url: str, body: dict[str, Any], headers: dict[str, str] | None = None
-) -> Answer:
+) -> TimedAnswer:
     """Send one streamed completion; without usage, chunks count as tokens. Raises RequestFailed on any error."""
     payload = {**body, "stream": True, "stream_options": {"include_usage": True}}
     started_s = time.perf_counter()
@@ -104,7 +104,7 @@ async def stream_answer(
         usage = event.get("usage") or usage
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     ended_s = time.perf_counter()
-    return Answer(
+    return TimedAnswer(
         ttft_s=(first_s or ended_s) - started_s,
         total_s=ended_s - started_s,
         text="".join(parts),

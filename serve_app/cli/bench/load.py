@@ -11,7 +11,7 @@ from uuid import uuid4
 import httpx
 from rich.progress import track
 
-from serve_app.cli.bench.client import Answer, RequestFailed, stream_chat
+from serve_app.cli.bench.client import RequestFailed, TimedAnswer, stream_chat
 from serve_app.cli.console import console, fail
 
 Body = dict[str, Any]
@@ -50,12 +50,12 @@ def texts(count: int, words: int, seed: int) -> list[str]:
     return [f"{uuid4().hex} " + " ".join(draw.choices(WORDS, k=words)) for _ in range(count)]
 
 
-async def answers(server: Server, bodies: Sequence[Body], at_once: int, told: str) -> list[Answer]:
+async def answers(server: Server, bodies: Sequence[Body], at_once: int, told: str) -> list[TimedAnswer]:
     """Send requests, ``at_once`` of them concurrently. Exits with an error if one fails."""
     gate = asyncio.Semaphore(at_once)
     async with server.client() as client:
 
-        async def one(body: Body) -> Answer:
+        async def one(body: Body) -> TimedAnswer:
             async with gate:
                 return await stream_chat(client, server.url, body)
 
@@ -78,7 +78,7 @@ def percentiles(values: Iterable[float]) -> tuple[float, float]:
     return cuts[4], cuts[8]
 
 
-def row(name: str, found: Sequence[Answer]) -> list[str]:
+def row(name: str, found: Sequence[TimedAnswer]) -> list[str]:
     """Return a table's row: TTFT (p50, p90), an answer's tokens per second, the cached part of the prompts."""
     first, late = percentiles(answer.ttft_s for answer in found)
     decode = [1 / answer.tpot_s for answer in found if answer.completion_tokens > 1 and answer.tpot_s > 0]

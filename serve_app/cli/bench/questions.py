@@ -12,7 +12,7 @@ import httpx
 import typer
 from rich.table import Table
 
-from serve_app.cli.bench.client import Answer, RequestFailed, chat_body, stream_chat
+from serve_app.cli.bench.client import RequestFailed, TimedAnswer, chat_body, stream_chat
 from serve_app.cli.bench.load import Body, Server, answers, row, texts
 from serve_app.cli.console import console, fail
 
@@ -98,7 +98,7 @@ def neighbour(
                 await stream_chat(client, flooded.url, new())
             begun.set()
 
-    async def both() -> list[tuple[str, list[Answer]]]:
+    async def both() -> list[tuple[str, list[TimedAnswer]]]:
         for each, body in ((server, bodies[0]), (flooded, new())):
             await answers(each, [body], 1, "warm-up")
         rows, begun = await _in_turn(server, 1, {"alone": bodies}), asyncio.Event()
@@ -114,7 +114,7 @@ def neighbour(
     _show(asyncio.run(both()))
 
 
-async def _in_turn(server: Server, at_once: int, sets: Mapping[str, list[Body]]) -> list[tuple[str, list[Answer]]]:
+async def _in_turn(server: Server, at_once: int, sets: Mapping[str, list[Body]]) -> list[tuple[str, list[TimedAnswer]]]:
     return [(told, await answers(server, bodies, at_once, told)) for told, bodies in sets.items()]
 
 
@@ -126,7 +126,7 @@ def _chat(line: str, model: str) -> Body:
     return body | {"model": model, "temperature": 0, "max_tokens": body.get("max_tokens") or 32}
 
 
-def _show(rows: list[tuple[str, list[Answer]]]) -> None:
+def _show(rows: list[tuple[str, list[TimedAnswer]]]) -> None:
     table = Table("", "requests", "TTFT p50", "TTFT p90", "tokens/s of an answer", "prompt from the cache")
     for name, found in rows:
         table.add_row(*row(name, found))

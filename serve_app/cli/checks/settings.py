@@ -23,7 +23,7 @@ from serve_app.engine.runner.kv_size import kv_bytes_per_block
 from serve_app.generation.tool_calls.vllm_reader import PARSERS, check_parser
 from serve_app.prompts.registry import Prompts
 from serve_app.replica.engine_factory import MAKERS, served_fields
-from serve_app.stored.databases import URL_VARIABLE, Bounds, open_database
+from serve_app.stored.databases import URL_VARIABLE, StorageLimits, open_database
 from serve_app.tenants.secret import load_secret
 
 Place = Literal["start", "here", "elsewhere"]
@@ -112,7 +112,8 @@ def _fit(settings: AppConfig, place: Place) -> Iterator[Refusal]:
     if place == "start" or (secret is not None and _looks_into(secret, place)):
         yield from _refusal("secret_file", lambda: load_secret(secret_file=secret))
     if place == "start" and settings.store_responses and (url := os.environ.get(URL_VARIABLE)):
-        yield from _refusal("store_responses", lambda: open_database(url, Path(), Bounds(1, 1)))  # does not connect
+        limits = StorageLimits(1, 1)
+        yield from _refusal("store_responses", lambda: open_database(url, Path(), limits))  # does not connect
 
 
 def _there(settings: AppConfig, place: Place) -> bool:

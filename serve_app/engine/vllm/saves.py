@@ -20,11 +20,11 @@ from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.pin_keeper import PinKeeper, WantedPin
 from serve_app.engine.protocol import Clock, EngineRequest, SaveResult
 from serve_app.engine.vllm.settings import VllmSettings
-from serve_app.engine.vllm.transfer.job import Job
+from serve_app.engine.vllm.transfer.job import TransferJob
 
 _log = logging.getLogger(__name__)
 
-Run = Callable[[Job, Sequence[int], bytes, str], Awaitable[int]]
+Run = Callable[[TransferJob, Sequence[int], bytes, str], Awaitable[int]]
 """``JobRunner.run``."""
 
 Pinned = Literal["saved", "present", "over_budget", "failed"]
@@ -132,7 +132,7 @@ class VllmSaves:
         ids = [*prefix.token_ids[: len(blocks) * self._size].tolist(), 0]
         try:
             public = min(prefix.scope.public_blocks, len(blocks))
-            job = Job("pin", key.hex(), 0, len(blocks), prefix.tenant, public * self._size)
+            job = TransferJob("pin", key.hex(), 0, len(blocks), prefix.tenant, public * self._size)
             await self._run(job, ids, root, prefix.scope.lora)
         except Exception:
             _log.exception("a prefix of %d blocks could not be kept", len(blocks))
@@ -150,7 +150,7 @@ class VllmSaves:
     async def _let_go(self, key: bytes) -> None:
         if self.pins.remove(key):
             try:
-                await self._run(Job("unpin", key.hex()), [0], bytes(HASH_BYTES), "")
+                await self._run(TransferJob("unpin", key.hex()), [0], bytes(HASH_BYTES), "")
             except Exception:
                 _log.exception("vLLM did not release kept blocks")
 

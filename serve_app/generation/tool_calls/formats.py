@@ -13,7 +13,7 @@ from typing import Any
 
 from serve_app.api.request import Tool, ToolUse
 from serve_app.api.tool_calls import CallBegun, CallEnded
-from serve_app.generation.tool_calls.marked import Keys, Marks, read_marked
+from serve_app.generation.tool_calls.marked import ArgumentMarks, Marks, read_marked
 from serve_app.generation.tool_calls.source import MakeId, Source, Steps, json_call, stream_arguments
 from serve_app.structured.grammar import Grammar, ToolPart
 from serve_app.structured.schema import without_texts
@@ -206,11 +206,15 @@ FORMATS = {
             ">",
             ("</function>",),
             HERMES_CLOSES,
-            Keys("<parameter=", ">", "</parameter>", pad="\n"),
+            ArgumentMarks("<parameter=", ">", "</parameter>", pad="\n"),
         )
     ),
     "glm45": _marked(
-        Marks(HERMES_OPENS, ends=(HERMES_CLOSES,), keys=Keys("<arg_key>", "</arg_key>", "</arg_value>", "<arg_value>"))
+        Marks(
+            HERMES_OPENS,
+            ends=(HERMES_CLOSES,),
+            keys=ArgumentMarks("<arg_key>", "</arg_key>", "</arg_value>", "<arg_value>"),
+        )
     ),
     "kimi_k2": _marked(
         Marks(
@@ -242,7 +246,7 @@ FORMATS = {
             '">',
             ("</invoke>",),
             "</minimax:tool_call>",
-            Keys('<parameter name="', '">', "</parameter>"),
+            ArgumentMarks('<parameter name="', '">', "</parameter>"),
         )
     ),
     "seed_oss": _marked(
@@ -252,7 +256,7 @@ FORMATS = {
             ">",
             ("</function>",),
             "</seed:tool_call>",
-            Keys("<parameter=", ">", "</parameter>"),
+            ArgumentMarks("<parameter=", ">", "</parameter>"),
         )
     ),
     "minicpm5": _marked(
@@ -260,7 +264,7 @@ FORMATS = {
             begin='<function name="',
             named='">',
             ends=("</function>",),
-            keys=Keys('<param name="', '">', "</param>", cdata=True),
+            keys=ArgumentMarks('<param name="', '">', "</param>", cdata=True),
         )
     ),
     "granite": ToolFormat(granite, frozenset({PHI4_OPENS, HERMES_OPENS, HERMES_CLOSES})),

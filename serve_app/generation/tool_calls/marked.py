@@ -21,7 +21,7 @@ MAX_LITERAL_CHARS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
+class ArgumentMarks:
     """Marks of an argument: before its key, behind it, and behind its value. ``value``: one more before the value.
 
     ``pad``: white space that the family puts around each value. ``cdata``: strings may stand in ``<![CDATA[...]]>``.
@@ -48,7 +48,7 @@ class Marks:
     named: str = ""
     ends: tuple[str, ...] = ()
     closes: str = ""
-    keys: Keys | None = None
+    keys: ArgumentMarks | None = None
     names_id: bool = False
     special: bool = False
     parts: frozenset[str] = frozenset()
@@ -178,7 +178,7 @@ def _text(source: Source, mark: str) -> Steps[str | None]:
             parts.append(part)
 
 
-def _value(source: Source, key: Keys, following: tuple[str, ...], types: frozenset[str]) -> Steps[None]:
+def _value(source: Source, key: ArgumentMarks, following: tuple[str, ...], types: frozenset[str]) -> Steps[None]:
     """Read a value and the mark behind it; yield its JSON, a string's as it arrives. One that is cut has no end.
 
     A mark is part of the value unless one of ``following`` comes behind it.

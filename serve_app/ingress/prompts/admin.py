@@ -17,12 +17,12 @@ from serve_app.ingress.prompts.warming import Warm, Warmer
 from serve_app.prompts.cutover import Cutover, Cutovers, write_cutovers
 from serve_app.prompts.lock import Prompt, PromptDirectory, PromptError
 from serve_app.prompts.registry import Prompts
-from serve_app.prompts.traffic import Figures, PromptTraffic, Use, merged
+from serve_app.prompts.traffic import PromptTraffic, Use, VersionCounts, merged
 from serve_app.tokenization.tokenizer import PromptTokenizer
 
 logger = logging.getLogger(__name__)
 
-Report = tuple[dict[str, Figures], dict[str, list[Use]]]
+Report = tuple[dict[str, VersionCounts], dict[str, list[Use]]]
 
 
 class PromptBody(JsonBody):
@@ -172,7 +172,7 @@ class PromptAdmin:
         (shown,) = (await self.status(name))["data"]
         return {**shown, "warm": [{"tokens": way.tokens, "replicas": list(way.replica_ids)} for way in warm]}
 
-    def _shown(self, versions: Sequence[Prompt], figures: Mapping[str, Figures]) -> dict[str, Any]:
+    def _shown(self, versions: Sequence[Prompt], figures: Mapping[str, VersionCounts]) -> dict[str, Any]:
         name = versions[0].name
         cutover = self.prompts.cutovers.names.get(name, Cutover(""))
         return {
@@ -185,7 +185,7 @@ class PromptAdmin:
                     "version": prompt.version,
                     "digest": prompt.digest or None,
                     "tokens": self.prompts.tokens(prompt.ref),
-                    **figures.get(prompt.ref, Figures()).to_json(),
+                    **figures.get(prompt.ref, VersionCounts()).to_json(),
                 }
                 for prompt in versions
             ],

@@ -19,7 +19,7 @@ WAIT_S = 1.0
 """After this time without an event, a comment shows that the stream is alive."""
 
 
-class EventStream(StreamingResponse):
+class LiveEventStream(StreamingResponse):
     """The answer to one watcher; it ends the watcher in every case. ``allowed``: whether the stream may continue."""
 
     def __init__(self, live: Live, viewer: str | None, watcher: Watcher, allowed: Callable[[], bool]) -> None:

@@ -6,7 +6,7 @@ from starlette.responses import Response
 
 from serve_app.errors import InvalidRequest, WarmpathError
 from serve_app.ingress.http import json_response
-from serve_app.ingress.routes.event_stream import EventStream
+from serve_app.ingress.routes.event_stream import LiveEventStream
 from serve_app.ingress.routes.handler import Front, guarded
 
 router = APIRouter(tags=["operations"])
@@ -95,4 +95,4 @@ async def events(request: Request, services: Front) -> Response:
         except WarmpathError:
             return False
 
-    return EventStream(services.live, viewer, await services.live.watch(viewer), allowed)
+    return LiveEventStream(services.live, viewer, await services.live.watch(viewer), allowed)

@@ -30,7 +30,7 @@ LoadAdapter = Callable[[AdapterSpec], Awaitable[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PrefixPart:
     """Blocks ``first`` to ``last`` - 1 of the prefix at the end of a run; ``after``: the index of the piece before."""
 
     offer: HotPrefixes
@@ -56,7 +56,7 @@ class Piece:
         return self.last - self.first
 
 
-def plan(offers: Mapping[str, HotPrefixes], most_blocks: int) -> list[Piece]:
+def plan(offers: Mapping[str, HotPrefixes], most_blocks: int) -> list[PrefixPart]:
     """Return the pieces to copy in order: saves, public prompts, then by heat; each block once, parents first."""
     holders: dict[bytes, list[str]] = {}
     for peer, hot in offers.items():
@@ -69,7 +69,7 @@ def plan(offers: Mapping[str, HotPrefixes], most_blocks: int) -> list[Piece]:
         for peer, hot in offers.items()
         for number, run in enumerate(hot.runs)
     )
-    pieces: list[Piece] = []
+    pieces: list[PrefixPart] = []
     brought: dict[bytes, int] = {}
     room = most_blocks
     for (_, _, number), peer in order:
@@ -86,7 +86,7 @@ def plan(offers: Mapping[str, HotPrefixes], most_blocks: int) -> list[Piece]:
         last_hash = hashes[known + count - 1]
         for block_hash in hashes[known : known + count]:
             brought[block_hash] = len(pieces)
-        pieces.append(Piece(hot, number, first, first + count, tuple(holders[last_hash]), after))
+        pieces.append(PrefixPart(hot, number, first, first + count, tuple(holders[last_hash]), after))
         room -= count
     return pieces
 
@@ -145,12 +145,12 @@ class Prewarm:
             else:
                 self.receipt.adapters += 1
 
-    async def _copy_all(self, pieces: Sequence[Piece], peers: Sequence[str]) -> None:
+    async def _copy_all(self, pieces: Sequence[PrefixPart], peers: Sequence[str]) -> None:
         self._open = dict.fromkeys(peers, 0)
         self._planned = sum(piece.blocks for piece in pieces)
         turns, copies = asyncio.Semaphore(PULLS_AT_ONCE), list[asyncio.Task[int]]()
 
-        async def copy(piece: Piece) -> int:
+        async def copy(piece: PrefixPart) -> int:
             if piece.after is not None and await copies[piece.after] < piece.first:
                 self._skip("parent_missing", piece.blocks)
                 return 0
@@ -161,7 +161,7 @@ class Prewarm:
             for piece in pieces:
                 copies.append(group.create_task(copy(piece)))
 
-    async def _copy(self, piece: Piece) -> int:
+    async def _copy(self, piece: PrefixPart) -> int:
         """Copy one piece, trying other holders after a failure; return how many leading blocks are then held."""
         at, prefix = piece.first, piece.prefix
         reason: Skipped | None = None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.common.agent_sessions import Session, read_sessions
+from benchmarks.common.agent_sessions import AgentSession, read_sessions
 from benchmarks.simulation.agents import CONTENDERS, Agents, make_load
 from benchmarks.simulation.cluster import Cluster
 from benchmarks.simulation.settings import ClusterSettings
@@ -10,11 +10,11 @@ from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS
 
 
 @pytest.fixture(scope="module")
-def sessions() -> list[Session]:
+def sessions() -> list[AgentSession]:
     return read_sessions()
 
 
-def test_a_turn_begins_as_the_one_that_it_continues(sessions: list[Session]) -> None:
+def test_a_turn_begins_as_the_one_that_it_continues(sessions: list[AgentSession]) -> None:
     assert len(sessions) == 200
     turns = 0
     for session in sessions:
@@ -27,7 +27,7 @@ def test_a_turn_begins_as_the_one_that_it_continues(sessions: list[Session]) -> 
     assert turns > 12_000, "nearly all turns continue the previous one"
 
 
-def test_a_session_alone_takes_the_time_of_an_unlimited_cache(sessions: list[Session]) -> None:
+def test_a_session_alone_takes_the_time_of_an_unlimited_cache(sessions: list[AgentSession]) -> None:
     settings = ClusterSettings(replicas=1, blocks=4000, decode_weight=0.0)
     load = make_load(sessions[:1], settings, running=1.0, tenants=1)
     row = Agents(Cluster(settings, CONTENDERS["warmpath"]), load).run()
@@ -35,7 +35,7 @@ def test_a_session_alone_takes_the_time_of_an_unlimited_cache(sessions: list[Ses
     assert row["job_time_mean"] == pytest.approx(1.0, abs=0.01)
 
 
-def test_sessions_that_do_not_fit_take_longer(sessions: list[Session]) -> None:
+def test_sessions_that_do_not_fit_take_longer(sessions: list[AgentSession]) -> None:
     settings = ClusterSettings(replicas=1, blocks=1500)
     load = make_load(sessions[:6], settings, running=4.0, tenants=2)
     ours, first_come = (

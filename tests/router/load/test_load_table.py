@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.load.load_table import ACTIVE_S, LoadTable
+from router.load.load_table import ROUTER_ACTIVE_S, LoadTable
 from router.protocol.events import LoadReport
 
 
@@ -209,7 +209,7 @@ ROUTERS = ("me", "you", "them")
         st.tuples(
             st.sampled_from([*"ab", "-a", "-b"]),
             st.dictionaries(st.sampled_from(ROUTERS), st.integers(0, 3)),
-            st.sampled_from([0.0, 2.0, ACTIVE_S, 40.0]),
+            st.sampled_from([0.0, 2.0, ROUTER_ACTIVE_S, 40.0]),
         ),
         max_size=30,
     )
@@ -229,7 +229,7 @@ def test_active_routers_are_those_whose_numbers_rose_lately(steps: list[tuple[st
             loads.report(name, told, now_s)
             rose_s |= {router: now_s for router, number in admitted.items() if number > numbers[name].get(router, 0)}
             numbers[name] = admitted
-            active = {router for router, at_s in rose_s.items() if now_s - at_s <= ACTIVE_S}
+            active = {router for router, at_s in rose_s.items() if now_s - at_s <= ROUTER_ACTIVE_S}
             assert loads.active_routers == len({"me", *active})
         assert {name: dict(told) for name, told in loads._peers._admitted.items() if told} == {
             name: told for name, told in numbers.items() if told

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.protocol.autoscaling import Bounds
-from serve_app.autoscaling.policy import CONTROL_PERIOD_S, Decision, State, decide
+from serve_app.autoscaling.policy import CONTROL_PERIOD_S, ScalingDecision, State, decide
 from serve_app.autoscaling.signals import Signals
 
 BOUNDS = Bounds(1, 64, 2.0, 10.0, 600.0)
@@ -45,7 +45,7 @@ class Deployment:
         self.now_s = 1000.0
         self.starts = starts
 
-    def tick(self, work: float, periods: int = 1, **changed: object) -> list[Decision]:
+    def tick(self, work: float, periods: int = 1, **changed: object) -> list[ScalingDecision]:
         """Advance by some control periods, with this many replicas' worth of incoming work."""
         decided = []
         for _ in range(periods):

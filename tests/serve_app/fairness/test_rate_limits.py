@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from serve_app.api.openai.response import openai_limits
 from serve_app.config.tenants import TenantConfig
 from serve_app.errors import RateLimited
-from serve_app.fairness.rate_limits import Allowance, Bucket, Left, LimitsLeft, TenantLimits
+from serve_app.fairness.rate_limits import Allowance, Left, LimitsLeft, TenantLimits, TokenBucket
 from tests.router.cores import Clock
 
 
@@ -46,7 +46,7 @@ def test_no_stretch_of_time_gives_out_more_than_the_limit(
     docs: tenants
     """
     now_s, used, debt = 0.0, 0.0, 0.0
-    bucket = Bucket(most, per_s, now_s)
+    bucket = TokenBucket(most, per_s, now_s)
     for pause_s, amount, used_part in asked:
         now_s += pause_s
         wait_s = bucket.wait_s(amount, now_s)

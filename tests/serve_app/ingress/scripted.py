@@ -40,7 +40,7 @@ from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.routes.application import make_application
 from serve_app.ingress.services import Services
 from serve_app.prompts.traffic import PromptTraffic
-from serve_app.stored.databases import Bounds, Database
+from serve_app.stored.databases import Database, StorageLimits
 from serve_app.stored.responses import StoredResponses
 from serve_app.tenants.tenants import Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer
@@ -48,7 +48,7 @@ from serve_app.tracing.tracer import Tracer
 from serve_app.usage.ledger import Ledger
 
 PATIENCE_S = 30
-BOUNDS = Bounds(ttl_s=3600, max_bytes=1 << 30)
+BOUNDS = StorageLimits(ttl_s=3600, max_bytes=1 << 30)
 """The bounds of stored responses."""
 
 GENERATION = Generation(

@@ -16,7 +16,7 @@ from secrets import token_hex
 
 from serve_app.fairness.shares import Shares
 from serve_app.fairness.workers import FairWorkers
-from serve_app.stored.databases import Bounds, open_database
+from serve_app.stored.databases import StorageLimits, open_database
 from serve_app.stored.responses import Document, StoredResponses
 
 WRITERS = 2
@@ -26,7 +26,7 @@ LONG = random.Random(7).randbytes(300_000).hex()
 
 
 def opened(file: Path) -> StoredResponses:
-    bounds = Bounds(3600, 1 << 32)
+    bounds = StorageLimits(3600, 1 << 32)
     return StoredResponses(open_database(None, file, bounds), b"s" * 32, FairWorkers(Shares({})), bounds)
 
 

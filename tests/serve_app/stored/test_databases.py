@@ -10,7 +10,7 @@ from secrets import token_bytes
 
 import pytest
 
-from serve_app.stored.databases import Bounds, Database, StoreError, open_database
+from serve_app.stored.databases import Database, StorageLimits, StoreError, open_database
 from tests.serve_app.stored.conftest import SERVERS
 
 NOW_S = 1_800_000_000.0
@@ -29,7 +29,7 @@ def clock() -> Clock:
 @pytest.fixture
 def opened(url: str | None, tmp_path: Path, clock: Clock) -> Open:
     """Opens the same database again and again: 1,000 bytes per tenant, for 50 s."""
-    return lambda: open_database(url, tmp_path / "responses.sqlite", Bounds(50, 1000, lambda: clock.now_s))
+    return lambda: open_database(url, tmp_path / "responses.sqlite", StorageLimits(50, 1000, lambda: clock.now_s))
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_expired_data_is_deleted(backend: Database, clock: Clock) -> None:
 
 def test_sql_forgets_tenants_that_store_no_more(tmp_path: Path, clock: Clock) -> None:
     """Any tenant's next write deletes their data."""
-    backend = open_database(None, tmp_path / "responses.sqlite", Bounds(50, 1000, lambda: clock.now_s))
+    backend = open_database(None, tmp_path / "responses.sqlite", StorageLimits(50, 1000, lambda: clock.now_s))
     tenant, key = token_bytes(32), token_bytes(32)
     backend.put(tenant, key, b"x")
     clock.now_s += 51
@@ -118,7 +118,7 @@ def test_a_file_is_private_and_an_impossible_one_is_named(tmp_path: Path) -> Non
     """SQLite's files next to it are private too, under any umask. (docs: isolation)"""
     file, before = tmp_path / "made" / "responses.sqlite", os.umask(0)
     try:
-        backend = open_database(None, file, Bounds(50, 1000))
+        backend = open_database(None, file, StorageLimits(50, 1000))
         backend.put(b"t", b"k", b"x")
     finally:
         os.umask(before)
@@ -127,7 +127,7 @@ def test_a_file_is_private_and_an_impossible_one_is_named(tmp_path: Path) -> Non
         f"responses.sqlite{end}": 0o600 for end in ("", "-wal", "-shm")
     }
     with pytest.raises(StoreError, match="responses_file"):
-        open_database(None, Path("/proc/nowhere/responses.sqlite"), Bounds(50, 1000))
+        open_database(None, Path("/proc/nowhere/responses.sqlite"), StorageLimits(50, 1000))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_a_file_is_private_and_an_impossible_one_is_named(tmp_path: Path) -> Non
 def test_a_url_that_names_no_database_is_not_quoted(url: str, tmp_path: Path) -> None:
     """It may contain a password, and errors are logged. (docs: isolation)"""
     with pytest.raises(StoreError) as caught:
-        open_database(url, tmp_path / "f", Bounds(50, 1000))
+        open_database(url, tmp_path / "f", StorageLimits(50, 1000))
     assert "postgresql://HOST" in str(caught.value)
     assert "hunter2" not in str(caught.value)
 
@@ -148,14 +148,14 @@ def test_a_client_library_that_is_missing_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(StoreError, match=rf"pip install '\.\[{'redis' if module == 'redis' else 'postgres'}\]'"):
-        open_database(f"{scheme}://user:password@127.0.0.1:1/x", tmp_path / "f", Bounds(50, 1000))
+        open_database(f"{scheme}://user:password@127.0.0.1:1/x", tmp_path / "f", StorageLimits(50, 1000))
 
 
 @pytest.mark.parametrize("kind", SERVERS)
 def test_a_server_that_comes_back_is_used_again(kind: str, tmp_path: Path) -> None:
     """A server crash keeps acknowledged data; meanwhile there are errors, but no broken connection remains."""
     with SERVERS[kind]() as server:
-        backend = open_database(server.url, tmp_path / "f", Bounds(3600, 1 << 20))
+        backend = open_database(server.url, tmp_path / "f", StorageLimits(3600, 1 << 20))
         stored: list[bytes] = []
         for _ in range(3):
             for _ in range(5):

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from serve_app.errors import Overloaded, RequestTooLarge, ResponseDamaged
 from serve_app.fairness.shares import Shares
 from serve_app.fairness.workers import FairWorkers
-from serve_app.stored.databases import Bounds, StoreError, open_database
+from serve_app.stored.databases import StorageLimits, StoreError, open_database
 from serve_app.stored.responses import Document, StoredResponses
 
 SECRET = b"s" * 32
-BOUNDS = Bounds(3600, 1 << 20)
+BOUNDS = StorageLimits(3600, 1 << 20)
 
 TENANTS = st.sampled_from(["acme", "acm", "acme.x", "default"])
 IDS = st.sampled_from(["resp_1", "resp_2", "e\0resp_1", "x\0resp_1", ""]) | st.text(max_size=8)
@@ -35,7 +35,7 @@ def with_stored(
     file: Path,
     work: Callable[[StoredResponses], Awaitable[Any]],
     secret: bytes = SECRET,
-    bounds: Bounds = BOUNDS,
+    bounds: StorageLimits = BOUNDS,
 ) -> Any:
     """Return the result of ``work`` with the responses of a file."""
 
@@ -129,12 +129,12 @@ def test_a_file_that_is_damaged_says_what_to_do(tmp_path: Path, caplog: pytest.L
 
     with_stored(file, damaged)
     with pytest.raises(StoreError, match="name another responses_file"):
-        open_database(None, file, Bounds(50, 1000))
+        open_database(None, file, StorageLimits(50, 1000))
 
 
 def test_a_response_is_there_for_its_time_even_if_nothing_removes_it(tmp_path: Path) -> None:
     now = [1000.0]
-    bounds = Bounds(50, 1 << 20, lambda: now[0])
+    bounds = StorageLimits(50, 1 << 20, lambda: now[0])
 
     async def work(stored: StoredResponses) -> None:
         await stored.put("acme", document("resp_1", created_s=now[0]))
@@ -148,7 +148,7 @@ def test_a_response_is_there_for_its_time_even_if_nothing_removes_it(tmp_path: P
 
 def test_a_response_that_cannot_be_stored_is_refused_whole(tmp_path: Path) -> None:
     """A response above its tenant's bound, or an unreachable database, is an error with advice."""
-    small = Bounds(50, 100)
+    small = StorageLimits(50, 100)
     with pytest.raises(RequestTooLarge, match="store: false"):
         with_stored(tmp_path / "a.sqlite", lambda stored: stored.put("acme", document("resp_1", "x")), bounds=small)
 

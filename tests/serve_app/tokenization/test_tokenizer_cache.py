@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.protocol.block_hash import hash_blocks
-from serve_app.tokenization.segment_cache import ENTRY_BYTES, PublicTokens, Segment, SegmentCache
+from serve_app.tokenization.segment_cache import ENTRY_BYTES, PublicTokens, SegmentCache, TokenizedSegment
 from serve_app.tokenization.tokenizer import EncodedPrompt, PromptTokenizer
 from tests.serve_app.tokenization.variants import conversation
 
@@ -138,7 +138,7 @@ def test_it_charges_the_sum_and_evicts_in_order_of_use(
 ) -> None:
     """The model is a list in order of use: puts replace; a look-up moves hits to the end, the first segment last."""
     cache = SegmentCache(capacity)
-    model: list[tuple[bytes, Segment]] = []
+    model: list[tuple[bytes, TokenizedSegment]] = []
     hits = misses = 0
 
     def charged() -> int:
@@ -152,7 +152,7 @@ def test_it_charges_the_sum_and_evicts_in_order_of_use(
             hits, misses = hits + len(found), misses + len(keys) - len(found)
             model = [pair for pair in model if pair[0] not in keys] + found
         else:
-            segment = Segment(np.zeros(size[0], dtype=np.int32), bytes(16 * size[1]))
+            segment = TokenizedSegment(np.zeros(size[0], dtype=np.int32), bytes(16 * size[1]))
             cache.put((key, segment) for key in keys)
             for key in keys if segment.charge <= capacity else ():
                 model = [pair for pair in model if pair[0] != key] + [(key, segment)]

@@ -15,7 +15,7 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 
-from serve_app.engine.vllm.sampling.rows import Row, TokenChoice, choose_rows, late_checks
+from serve_app.engine.vllm.sampling.rows import SamplingRow, TokenChoice, choose_rows, late_checks
 from serve_app.engine.vllm.settings import CONFIG_ENDS
 from serve_app.structured.compiler import GrammarCompiler
 from serve_app.structured.matcher import Matchers
@@ -51,7 +51,7 @@ class BatchRows(LogitsProcessor):  # type: ignore[misc]
     def __init__(self, vllm_config: Any) -> None:
         model, end_token_ids = vllm_config.model_config, vllm_config.additional_config[CONFIG_ENDS]
         self._matchers = Matchers(GrammarCompiler(Path(model.model), model.get_vocab_size(), end_token_ids))
-        self.rows: dict[int, Row] = {}
+        self.rows: dict[int, SamplingRow] = {}
 
     def is_argmax_invariant(self) -> bool:
         """Return True: it changes nothing."""
@@ -65,9 +65,9 @@ class BatchRows(LogitsProcessor):  # type: ignore[misc]
         """Return the logits unchanged."""
         return logits
 
-    def _new_row(self, params: Any, prompt: list[int] | None, output: list[int]) -> Row | None:
+    def _new_row(self, params: Any, prompt: list[int] | None, output: list[int]) -> SamplingRow | None:
         choice = TokenChoice.from_extra_args(params.extra_args)
-        return None if choice is None else Row(choice, prompt or (), output, self._matchers)
+        return None if choice is None else SamplingRow(choice, prompt or (), output, self._matchers)
 
 
 class PositionSampler(Sampler):  # type: ignore[misc]
@@ -76,7 +76,7 @@ class PositionSampler(Sampler):  # type: ignore[misc]
     ``late``: a GPU is not waited for unless a row has rules, so that vLLM plans the next step meanwhile.
     """
 
-    def __init__(self, replaced: Any, rows: dict[int, Row], *, late: bool = False) -> None:
+    def __init__(self, replaced: Any, rows: dict[int, SamplingRow], *, late: bool = False) -> None:
         super().__init__(replaced.logprobs_mode, replaced.use_fp64_gumbel)
         self.rows = rows
         self._late = late

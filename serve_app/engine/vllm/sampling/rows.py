@@ -97,7 +97,7 @@ def vllm_sampling(sampling: SamplingParams, choice: TokenChoice, told: Mapping[s
     }
 
 
-class Row:
+class SamplingRow:
     """``prompt``'s last ``resumed_tokens`` are the answer's; ``output``: vLLM's own list of generated tokens."""
 
     def __init__(self, choice: TokenChoice, prompt: Sequence[int], output: Sequence[int], matchers: Matchers) -> None:
@@ -141,12 +141,14 @@ class Row:
             _log.exception("a failed request cannot be reported (%s)", reason)
 
 
-def choose_rows(rows: Mapping[int, Row], logits: torch.Tensor, drafts: Sequence[Sequence[int]]) -> list[list[int]]:
+def choose_rows(
+    rows: Mapping[int, SamplingRow], logits: torch.Tensor, drafts: Sequence[Sequence[int]]
+) -> list[list[int]]:
     """Return each request's next tokens: its drafts as long as they equal the chosen tokens, and one token more.
 
     ``logits`` [requests + drafts, vocab], float32, changed by rules: a request's row and one after each of its drafts,
-    then the next request's. A draft below 0 is padding, which no chosen token equals. A request without a ``Row``, or
-    with an ended one, gets the likeliest token; the reason of a failure is in the request's file.
+    then the next request's. A draft below 0 is padding, which no chosen token equals. A request without a row, or with
+    an ended one, gets the likeliest token; the reason of a failure is in the request's file.
     """
     rows = {at: row for at, row in rows.items() if not row.ended}  # a grammar would fail the token after its end
     asked = [(rows.get(i), guess[:end]) for i, guess in enumerate(drafts) for end in range(len(guess) + 1)]
@@ -181,9 +183,9 @@ class LateChecks:
     """
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[Any, list[Row | None], torch.Tensor]] = deque()
+        self._steps: deque[tuple[Any, list[SamplingRow | None], torch.Tensor]] = deque()
 
-    def choose(self, rows: Mapping[int, Row], logits: torch.Tensor) -> torch.Tensor:
+    def choose(self, rows: Mapping[int, SamplingRow], logits: torch.Tensor) -> torch.Tensor:
         """Return the tokens [n] of rows without rules, on the GPU and without waiting for it."""
         chosen_for = [rows.get(i) for i in range(len(logits))]
         params = [_LIKELIEST if row is None else row.choice.sampling for row in chosen_for]

@@ -17,7 +17,7 @@ from serve_app.engine.vllm.scheduling.hooks import check_hooks
 from serve_app.engine.vllm.scheduling.scoped_blocks import ScopedBlocks
 from serve_app.engine.vllm.scheduling.tenant import shares_of, tells_prompt, tenant_of
 from serve_app.engine.vllm.scheduling.turns import Need, Plan, TenantTurns
-from serve_app.engine.vllm.scheduling.waiting_line import WaitingLine
+from serve_app.engine.vllm.scheduling.waiting_line import FairRequestQueue
 
 
 class TenantScheduler(Scheduler):  # type: ignore[misc]
@@ -32,7 +32,7 @@ class TenantScheduler(Scheduler):  # type: ignore[misc]
         self._pool_queue = TenantFreeQueue(pool.free_block_queue.get_all_free_blocks(), pool.num_gpu_blocks)
         pool.free_block_queue = self._pool_queue
         self._blocks = ScopedBlocks(pool, self._pool_queue, self.cache_config.prefix_caching_hash_algo)
-        self.waiting = WaitingLine()
+        self.waiting = FairRequestQueue()
         self._turns = TenantTurns(
             self.max_num_scheduled_tokens, self.max_num_active_reqs, pool.num_gpu_blocks - 1, self.block_size
         )

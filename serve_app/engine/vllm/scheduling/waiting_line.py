@@ -9,7 +9,7 @@ from vllm.v1.core.sched.request_queue import PriorityRequestQueue
 from serve_app.engine.vllm.scheduling.tenant import order_of, tenant_of
 
 
-class WaitingLine(PriorityRequestQueue):  # type: ignore[misc]
+class FairRequestQueue(PriorityRequestQueue):  # type: ignore[misc]
     """vLLM's queue by priority and arrival; ``chosen``: requests that may start now, in order (None: any)."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""vLLM's KV connector: copies whole blocks between its pool and files, and keeps some, as ``Job``s request.
+"""vLLM's KV connector: copies whole blocks between its pool and files, and keeps some, as ``TransferJob``s request.
 
 One half lives with vLLM's scheduler and knows a request's blocks; the other, with its worker, copies around a step.
 """
@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
 from serve_app.cache.kv_chain import KvPart
 from serve_app.engine.vllm.transfer.block_rows import BlockRows
-from serve_app.engine.vllm.transfer.job import LAYOUT_FILE, Job, rank_file
+from serve_app.engine.vllm.transfer.job import LAYOUT_FILE, TransferJob, rank_file
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class WarmpathConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._parallel = vllm_config.parallel_config
         self._directory = Path(vllm_config.kv_transfer_config.kv_connector_extra_config["directory"])
         self._loading: dict[str, int] = {}
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, TransferJob] = {}
         self._pins: dict[str, list[Any]] = {}
         self._pool: Any = None
         self._rows: BlockRows | None = None
@@ -57,7 +57,7 @@ class WarmpathConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def on_new_request(self, request: Any) -> None:
         """Note a request's job."""
-        job = Job.of_params(request.kv_transfer_params)
+        job = TransferJob.of_params(request.kv_transfer_params)
         if job is None:
             return
         if job.kind == "unpin":

@@ -29,7 +29,7 @@ _FIRST = -1
 _SAMPLING = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "detokenize": False, "logprobs": None}
 
 
-class Job(msgspec.Struct, frozen=True):
+class TransferJob(msgspec.Struct, frozen=True):
     """``kind``, for the prompt's blocks ``first`` to ``end`` - 1 of ``tenant``. ``file``: their rows, a file per rank.
 
     ``public_tokens``: number of the prompt's public tokens.
@@ -48,7 +48,7 @@ class Job(msgspec.Struct, frozen=True):
         return {"kv_transfer_params": {"warmpath": msgspec.to_builtins(self)}, **tenant_args(self.tenant)}
 
     @classmethod
-    def of_params(cls, params: Mapping[str, Any] | None) -> Job | None:
+    def of_params(cls, params: Mapping[str, Any] | None) -> TransferJob | None:
         """Return the job in a request's ``kv_transfer_params``; None for an ordinary request."""
         packed = (params or {}).get("warmpath")
         return None if packed is None else msgspec.convert(packed, cls)
@@ -63,7 +63,7 @@ class JobRunner:
         self._begins = begins
         self._numbers = count()
 
-    def wait(self, job: Job, token_ids: Sequence[int], root: bytes, lora: str) -> int:
+    def wait(self, job: TransferJob, token_ids: Sequence[int], root: bytes, lora: str) -> int:
         """Run a job to its end (any thread but the loop's); results and errors as in ``run``."""
         return self._frontend.call(self.run(job, token_ids, root, lora)).result()
 
@@ -75,7 +75,7 @@ class JobRunner:
         told = {} if shares is None else {"extra_args": shares_args(shares)}
         self._frontend.call(self._run(told, _FIRST, [0], bytes(HASH_BYTES), "")).result()
 
-    async def run(self, job: Job, token_ids: Sequence[int], root: bytes, lora: str) -> int:
+    async def run(self, job: TransferJob, token_ids: Sequence[int], root: bytes, lora: str) -> int:
         """Run a job; return how many tokens were cached. ``root`` as in ``EngineRequest``.
 
         Raises EngineError or LookupError.

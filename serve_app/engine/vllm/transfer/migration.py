@@ -25,9 +25,9 @@ from serve_app.engine.protocol import CacheRoom, Clock
 from serve_app.engine.vllm.frontend import ModelFacts
 from serve_app.engine.vllm.saves import block_number
 from serve_app.engine.vllm.settings import VllmSettings
-from serve_app.engine.vllm.transfer.job import LAYOUT_FILE, Job, rank_file
+from serve_app.engine.vllm.transfer.job import LAYOUT_FILE, TransferJob, rank_file
 
-RunJob = Callable[[Job, Sequence[int], bytes, str], int]
+RunJob = Callable[[TransferJob, Sequence[int], bytes, str], int]
 """``JobRunner.wait``."""
 
 
@@ -86,7 +86,7 @@ class VllmMigration:
         if not root or extend_chain(root, public, ids[: end * size], size) != held_chain:
             return None
         file = str(self.directory / f"kv-{next(self._file_numbers)}")
-        job = Job("export", file, first, end, prefix.tenant, public * size)
+        job = TransferJob("export", file, first, end, prefix.tenant, public * size)
         try:
             self.run_job(job, [*ids[: end * size].tolist(), 0], root, scope.lora)
             rows = [
@@ -119,7 +119,7 @@ class VllmMigration:
         if not root or extend_chain(root, public, token_ids[: end * size], size) != prefix.chain[: end * HASH_BYTES]:
             raise WrongChain("its root is not that of the requested tokens")
         file = str(self.directory / f"kv-{next(self._file_numbers)}")
-        job = Job("import", file, first, end, prefix.tenant, public * size)
+        job = TransferJob("import", file, first, end, prefix.tenant, public * size)
         try:
             rows = np.split(part.payload, list(itertools.accumulate(self._format.part_bytes))[:-1], axis=1)
             for path, own in zip(self._parts(file), rows, strict=True):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.common.agent_sessions import Session, Stream, Turn, job_s, read_sessions
+from benchmarks.common.agent_sessions import AgentSession, AgentStream, AgentTurn, job_s, read_sessions
 from benchmarks.common.report import BenchmarkError
 from benchmarks.end_to_end.replay.agents import Place, compared, drawn, make_load, parse, play, sentence
 from benchmarks.end_to_end.replay.text import TraceText
@@ -14,7 +14,7 @@ from serve_app.checkpoints.sources.resolve import resolve_model
 
 
 @pytest.fixture(scope="module")
-def trace() -> list[Session]:
+def trace() -> list[AgentSession]:
     return read_sessions()
 
 
@@ -27,15 +27,15 @@ def options(*flags: str) -> argparse.Namespace:
     return parse(["--model", "demo", "--sessions", "6", *flags])
 
 
-def session(pauses_s: list[float], child_after: int = -1, child_pauses_s: tuple[float, ...] = ()) -> Session:
-    def turns(seconds: list[float]) -> tuple[Turn, ...]:
-        return tuple(Turn(512, 1, pause_s, (number,), 0) for number, pause_s in enumerate(seconds))
+def session(pauses_s: list[float], child_after: int = -1, child_pauses_s: tuple[float, ...] = ()) -> AgentSession:
+    def turns(seconds: list[float]) -> tuple[AgentTurn, ...]:
+        return tuple(AgentTurn(512, 1, pause_s, (number,), 0) for number, pause_s in enumerate(seconds))
 
-    children = (Stream(turns(list(child_pauses_s)), child_after, 5.0),) if child_pauses_s else ()
-    return Session((Stream(turns(pauses_s)), *children), 0)
+    children = (AgentStream(turns(list(child_pauses_s)), child_after, 5.0),) if child_pauses_s else ()
+    return AgentSession((AgentStream(turns(pauses_s)), *children), 0)
 
 
-def test_drawn_sessions_are_cut_and_their_pauses_scaled(trace: list[Session]) -> None:
+def test_drawn_sessions_are_cut_and_their_pauses_scaled(trace: list[AgentSession]) -> None:
     chosen = drawn(
         trace, options("--turns", "4", "--speed", "10", "--longest-pause-s", "3", "--longest-prompt", "90000")
     )
@@ -54,7 +54,7 @@ def test_drawn_sessions_are_cut_and_their_pauses_scaled(trace: list[Session]) ->
     assert chosen != drawn(trace, options("--turns", "4", "--seed", "1"))
 
 
-def test_a_sub_agent_of_a_turn_that_is_cut_off_is_not_drawn(trace: list[Session]) -> None:
+def test_a_sub_agent_of_a_turn_that_is_cut_off_is_not_drawn(trace: list[AgentSession]) -> None:
     parents = [found for found in trace if len(found.streams) > 1]
     for turns in (2, 16):
         chosen = drawn(parents, options("--sessions", "5", "--turns", str(turns), "--longest-prompt", "2000000"))
@@ -63,7 +63,7 @@ def test_a_sub_agent_of_a_turn_that_is_cut_off_is_not_drawn(trace: list[Session]
         assert all(stream.after < turns and len(stream.turns) <= turns for stream in children)
 
 
-def test_too_few_sessions_are_an_error(trace: list[Session]) -> None:
+def test_too_few_sessions_are_an_error(trace: list[AgentSession]) -> None:
     with pytest.raises(BenchmarkError, match="0 sessions match, but 6 are needed"):
         drawn(trace, options("--longest-prompt", "100"))
 
@@ -86,7 +86,7 @@ def test_a_turn_begins_after_the_answer_before_and_a_sub_agent_beside_its_parent
             assert place[1] == 0 or (place[0], place[1] - 1) in ended
             ended.append(place)
 
-        quick = Session((session([0, 0]).streams[0], Stream(session([0, 0]).streams[0].turns, 0)), 0)
+        quick = AgentSession((session([0, 0]).streams[0], AgentStream(session([0, 0]).streams[0].turns, 0)), 0)
         await asyncio.wait_for(play(quick, ask), 60)
 
     asyncio.run(run())
@@ -100,7 +100,9 @@ def test_a_job_takes_its_pauses_its_answers_and_its_longest_stream() -> None:
     assert job_s(beside, lambda at, turn: 10.0) == 10 + 5 + 10 + 20 + 10
 
 
-def test_prompts_repeat_as_the_trace_says_and_tenants_have_their_own_keys(trace: list[Session], model: Path) -> None:
+def test_prompts_repeat_as_the_trace_says_and_tenants_have_their_own_keys(
+    trace: list[AgentSession], model: Path
+) -> None:
     flags = options("--flood", "3", "--tokens-per-id", "8")
     sessions = drawn(trace, flags)
     load = make_load(sessions, TraceText(model, 8), flags)

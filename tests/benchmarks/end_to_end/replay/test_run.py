@@ -16,7 +16,7 @@ from benchmarks.end_to_end.replay.shots import read_keys, shots_of
 from benchmarks.end_to_end.replay.text import TraceText
 from serve_app.checkpoints.reuse import TraceRequest
 from serve_app.checkpoints.sources.resolve import resolve_model
-from serve_app.cli.bench.client import Answer
+from serve_app.cli.bench.client import TimedAnswer
 
 IDS = st.lists(st.integers(0, 1 << 30), min_size=1, max_size=6)
 
@@ -97,8 +97,8 @@ def test_keys_come_from_a_file_and_the_environment(tmp_path: Path, monkeypatch: 
 def test_figures_count_answers_refusals_and_failures_apart() -> None:
     """TTFT includes time lost in the client; refused and failed requests have no TTFT."""
     shot = Shot(1.0, "/v1/completions", {})
-    quick = Answer(0.1, 1.1, "x", 100, 80, 11)
-    slow = Answer(2.0, 3.0, "x", 100, 0, 1)
+    quick = TimedAnswer(0.1, 1.1, "x", 100, 80, 11)
+    slow = TimedAnswer(2.0, 3.0, "x", 100, 0, 1)
     results = [Result(shot, 0.1, quick), Result(shot, 0.0, slow)]
     results += [Result(shot, 0.0, None, 429, "busy"), Result(shot, 0.0, None, 500, "bad"), Result(shot, 0.0, None, 0)]
     row = summary(results, ttft_slo_s=1.0)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.api.anthropic.conversation import Conversation
+from serve_app.api.anthropic.conversation import ConversationReader
 from serve_app.api.anthropic.request import parse_messages
 from serve_app.api.request import ChatRequest, reasoning_fields
 from serve_app.errors import InvalidRequest
@@ -93,7 +93,7 @@ def test_many_blocks_are_not_copied_for_each_that_follows() -> None:
             copied += len(before)
             return before + str(self)
 
-    read = Conversation()
+    read = ConversationReader()
     read.add_system([text(Words("abc")) for _ in range(100)])
     read.add_message({"role": "user", "content": [text(Words("abc")) for _ in range(100)]}, 0)
     assert [message["content"] for message in read.messages] == ["abc" * 100] * 2

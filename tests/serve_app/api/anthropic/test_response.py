@@ -8,14 +8,14 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.api.anthropic.history import MAX_MESSAGES, Asked, MessageHistory, digest, digests
+from serve_app.api.anthropic.history import MAX_MESSAGES, MessageHistory, RequestDigests, digest, digests
 from serve_app.api.anthropic.response import MessagesFormat
 from serve_app.api.format import AnswerHead, Choice, FinishReason, Usage
 from serve_app.api.tool_calls import CallArguments, CallBegun, CallEnded, ToolCall
 from serve_app.engine.protocol import Save
 from serve_app.generation.request_usage import kept_tokens
 
-ASKED = Asked(b"m", b"s", b"t", (b"1",))
+ASKED = RequestDigests(b"m", b"s", b"t", (b"1",))
 HEAD = AnswerHead("1", 0, "demo", repeated={"diagnostics": ASKED})
 ARGUMENTS = st.dictionaries(st.text(max_size=5), st.integers(), max_size=3)
 
@@ -110,8 +110,8 @@ def test_every_token_of_a_prompt_is_counted_once(
 def test_messages_changed_unless_they_continue(before: list[int], now: list[int]) -> None:
     """A conversation that begins with all of the earlier one has no reason to miss the cache."""
     history = MessageHistory()
-    history.compare("acme", "msg_1", Asked(b"m", b"s", b"t", digests(before)), Usage(100, 1, 0))
-    told = history.compare("acme", "msg_2", Asked(b"m", b"s", b"t", digests(now), "msg_1"), Usage(120, 1, 64))
+    history.compare("acme", "msg_1", RequestDigests(b"m", b"s", b"t", digests(before)), Usage(100, 1, 0))
+    told = history.compare("acme", "msg_2", RequestDigests(b"m", b"s", b"t", digests(now), "msg_1"), Usage(120, 1, 64))
     changed = {"cache_miss_reason": {"type": "messages_changed", "cache_missed_input_tokens": 36}}
     assert told == (None if now[: len(before)] == before else changed)
 
@@ -123,7 +123,7 @@ def test_reasons_come_in_the_order_of_the_prompt_and_histories_are_bounded() -> 
 
     def reason(changed: bytes = b"", previous: str = "msg_1", history: MessageHistory = history) -> str:
         fields = [b"x" if field in changed else bytes([field]) for field in b"mst"]
-        told = history.compare("acme", "msg_2", Asked(*fields, (b"1",), previous), Usage(10, 1, 0))
+        told = history.compare("acme", "msg_2", RequestDigests(*fields, (b"1",), previous), Usage(10, 1, 0))
         return str(told and told["cache_miss_reason"]["type"])
 
     reasons = [reason(changed) for changed in (b"mst", b"st", b"t", b"")]

@@ -11,7 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from router.protocol.block_hash import HASH_BYTES, PrefixScope, extend_chain, split_chain, xor_of_words
 from router.protocol.events import BlocksStored, CacheCleared
 from serve_app.cache.prefix.prefix_cache import PrefixCache
-from serve_app.cache.prefix.quota import ACTIVE_S, PUBLIC
+from serve_app.cache.prefix.quota import CACHE_ACTIVE_S, PUBLIC
 from tests.serve_app.cache.prefix.naive_cache import NaiveCache, NaivePins
 
 BLOCKS, SIZE, PIN_BUDGET = 12, 2, 5
@@ -101,7 +101,7 @@ class CacheMachine(RuleBasedStateMachine):
         fresh = cache.allocate(count, tenant)
         lost = Counter(self.owner[block] for block in fresh if block in self.owner)
         assert lost.total() == max(0, count - free)
-        active = [name for name, seen_s in self.seen_s.items() if self.now_s - seen_s <= ACTIVE_S]
+        active = [name for name, seen_s in self.seen_s.items() if self.now_s - seen_s <= CACHE_ACTIVE_S]
         for name in lost:
             left = held[name] - lost[name]
             share = BLOCKS * self.shares[name] / sum(self.shares[other] for other in active) if name in active else 0.0
@@ -169,7 +169,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.pins.shares = pin_shares(new)
         self.cache.set_shares(new)
 
-    @rule(seconds=st.sampled_from([1.0, 3.0, ACTIVE_S + 1]))
+    @rule(seconds=st.sampled_from([1.0, 3.0, CACHE_ACTIVE_S + 1]))
     def time_passes(self, seconds: float) -> None:
         self.now_s += seconds
         self.cache.expire_pins()

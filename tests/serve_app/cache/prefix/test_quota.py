@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from router.protocol.block_hash import PrefixScope
 from serve_app.cache.prefix.prefix_cache import PrefixCache
-from serve_app.cache.prefix.quota import ACTIVE_S, GUARD_S, PUBLIC, Account, Quota
+from serve_app.cache.prefix.quota import CACHE_ACTIVE_S, GUARD_S, PUBLIC, Account, Quota
 
 
 class Bench:
@@ -69,7 +69,7 @@ def test_a_public_prompt_has_a_share_as_long_as_it_is_read(read: bool) -> None:
     bench = Bench(24, flood=1.0, small=1.0)
     bench.fill("flood", 4, 1, public=4)
     for number in range(4):
-        bench.now_s += ACTIVE_S / 2
+        bench.now_s += CACHE_ACTIVE_S / 2
         bench.fill("small", 4, 50 + number, public=4 * read)
     for number in range(2, 30):
         bench.fill("flood", 3, number)
@@ -81,9 +81,9 @@ def test_an_inactive_tenant_loses_blocks_first_until_it_returns() -> None:
     bench = Bench(10)
     bench.fill("gone", 5)
     bench.fill("here", 5)
-    bench.now_s = ACTIVE_S
+    bench.now_s = CACHE_ACTIVE_S
     assert bench.cache.quota.fraction("here") == 0.5
-    bench.now_s = ACTIVE_S + 1
+    bench.now_s = CACHE_ACTIVE_S + 1
     bench.fill("here", 1, 1)
     assert (bench.held("gone"), bench.held("here")) == (4, 6)
     assert bench.cache.quota.fraction("here") == 1.0
@@ -124,7 +124,7 @@ def test_tenants_that_left_leave_nothing_behind() -> None:
     for number in range(1000):
         bench.fill(f"t{number}", 1)
         bench.now_s += 100.0
-    assert len(bench.cache.quota._accounts) <= 64 + ACTIVE_S / 100 + 1
+    assert len(bench.cache.quota._accounts) <= 64 + CACHE_ACTIVE_S / 100 + 1
 
 
 def naive_protected(quota: Quota, tenant: str) -> int:
@@ -156,8 +156,10 @@ def naive_furthest(quota: Quota) -> str | None:
 ACTIONS = st.one_of(
     st.tuples(st.just("fill"), st.sampled_from("abcd"), st.integers(1, 6), st.booleans()),
     st.tuples(st.just("release"), st.integers(0, 9)),
-    st.tuples(st.just("touch"), st.sampled_from("abcde"), st.sampled_from([0.0, 30.0, ACTIVE_S, ACTIVE_S + 50.0])),
-    st.tuples(st.just("pass"), st.sampled_from([1.0, 100.0, ACTIVE_S])),
+    st.tuples(
+        st.just("touch"), st.sampled_from("abcde"), st.sampled_from([0.0, 30.0, CACHE_ACTIVE_S, CACHE_ACTIVE_S + 50.0])
+    ),
+    st.tuples(st.just("pass"), st.sampled_from([1.0, 100.0, CACHE_ACTIVE_S])),
     st.tuples(st.just("weigh"), st.sampled_from("abcd"), st.sampled_from([0.5, 1.0, 3.0])),
 )
 

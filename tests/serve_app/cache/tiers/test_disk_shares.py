@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from serve_app.cache.prefix_digest import TierBlock
-from serve_app.cache.tiers.disk import ACTIVE_S, DiskTier
+from serve_app.cache.tiers.disk import DISK_ACTIVE_S, DiskTier
 from serve_app.cache.tiers.disk_files import BlockFiles
 from serve_app.cache.tiers.tier_index import UNKNOWN, account_key
 from tests.serve_app.cache.tiers.test_disk import FILE
@@ -104,7 +104,7 @@ def test_shares_hold_after_a_restart_too(tmp_path: Path) -> None:
     disk = Disk(tmp_path, files=4, now_s=now_s)
     assert disk.held() == [6, 7, 20, 21]
     assert disk.tier.index.used_bytes == sum(file.stat().st_size for file in tmp_path.iterdir()) == 4 * FILE
-    disk = Disk(later, now_s=now_s + ACTIVE_S + 1)
+    disk = Disk(later, now_s=now_s + DISK_ACTIVE_S + 1)
     disk.seen("a")
     disk.store("a", 10, 11, 12)
     assert disk.held() == [1, 2, 3, 4, 5, 6, 7, 10, 11, 12]

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from serve_app.cache.prefix.quota import ACTIVE_S
+from serve_app.cache.prefix.quota import CACHE_ACTIVE_S
 from serve_app.cache.prefix_digest import TierBlock
 from serve_app.cache.tiers import disk as disk_tier
 from serve_app.cache.tiers.tier_index import account_key
@@ -95,7 +95,7 @@ class ShareMachine(TierMachine):
         self.now_s = 0.0
         self.directory = Path(tempfile.mkdtemp(prefix="shares-"))
         self.disk, self.blocks = disk, blocks
-        self.naive = NaiveTier(blocks, disk_tier.ACTIVE_S if disk else ACTIVE_S)
+        self.naive = NaiveTier(blocks, disk_tier.DISK_ACTIVE_S if disk else CACHE_ACTIVE_S)
         self.live()
 
     def live(self) -> None:
@@ -176,7 +176,7 @@ class ShareMachine(TierMachine):
         self.naive.shares = dict(zip(SHARES, weights, strict=True))
         self.tiers.set_shares(self.naive.shares)
 
-    @rule(seconds=st.sampled_from([1.0, ACTIVE_S + 1, disk_tier.ACTIVE_S + 1]))
+    @rule(seconds=st.sampled_from([1.0, CACHE_ACTIVE_S + 1, disk_tier.DISK_ACTIVE_S + 1]))
     def time_passes(self, seconds: float) -> None:
         self.now_s += seconds
 

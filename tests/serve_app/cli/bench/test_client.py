@@ -8,17 +8,17 @@ import httpx
 import pytest
 
 from benchmarks.common.open_loop import UNKNOWN, hit_rate
-from serve_app.cli.bench.client import Answer, StreamCut, stream_answer
+from serve_app.cli.bench.client import StreamCut, TimedAnswer, stream_answer
 
 TEXT = [{"choices": [{"text": "a"}]}, {"choices": [{"text": "b", "finish_reason": "length"}]}]
 USAGE = {"prompt_tokens": 10, "completion_tokens": 5}
 
 
-def answer_of(*events: dict[str, Any] | str) -> Answer:
+def answer_of(*events: dict[str, Any] | str) -> TimedAnswer:
     lines = [event if isinstance(event, str) else json.dumps(event) for event in events]
     stream = "".join(f"data: {line}\n\n" for line in lines)
 
-    async def ask() -> Answer:
+    async def ask() -> TimedAnswer:
         transport = httpx.MockTransport(lambda request: httpx.Response(200, text=stream))
         async with httpx.AsyncClient(transport=transport) as client:
             return await stream_answer(client, "http://any/v1/completions", {})

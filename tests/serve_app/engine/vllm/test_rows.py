@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.engine.protocol import SamplingParams, TokenRules
-from serve_app.engine.vllm.sampling.rows import NOT_NUMBERS, Row, TokenChoice, choice_of, choose_rows, vllm_sampling
+from serve_app.engine.vllm.sampling.rows import (
+    NOT_NUMBERS,
+    SamplingRow,
+    TokenChoice,
+    choice_of,
+    choose_rows,
+    vllm_sampling,
+)
 from serve_app.structured.compiler import GrammarCompiler, llguidance_form
 from serve_app.structured.grammar import Grammar
 from serve_app.structured.matcher import Matchers
@@ -30,7 +37,7 @@ def matchers(demo_model_path: Path) -> Matchers:
     return Matchers(GrammarCompiler(info.path, info.vocab_size, info.eos_token_ids))
 
 
-def sample(rows: dict[int, Row], logits: torch.Tensor) -> list[int]:
+def sample(rows: dict[int, SamplingRow], logits: torch.Tensor) -> list[int]:
     return [token for (token,) in choose_rows(rows, logits, [()] * len(logits))]
 
 
@@ -58,11 +65,11 @@ def test_the_same_tokens_as_the_built_in_engine(
     model = AutoModelForCausalLM.from_pretrained(checkpoints["qwen3"])
     texts = {name: [*PROMPT, *wanted.tokens[name][:resumed]] for name in ASKED}
     outputs: dict[str, list[int]] = {name: [] for name in ASKED}
-    rows: dict[int, Row] = {}
+    rows: dict[int, SamplingRow] = {}
     for index, (name, asked) in enumerate(ASKED.items()):
         sampling = replace(asked, max_tokens=12 - resumed)
         asking = replace(request(name, texts[name]), sampling=sampling, resumed_tokens=len(texts[name]) - len(PROMPT))
-        rows[index] = Row(choice_of(asking, ""), texts[name], outputs[name], matchers)
+        rows[index] = SamplingRow(choice_of(asking, ""), texts[name], outputs[name], matchers)
     for _ in range(12 - resumed):
         with torch.no_grad():
             ids = torch.tensor([[*texts[name], *outputs[name]] for name in ASKED])
@@ -83,7 +90,7 @@ def test_a_grammar_is_followed(matchers: Matchers, tmp_path: Path, demo_model_pa
 
     def next_token(prompt: Sequence[int], resumed: int, output: list[int]) -> int:
         choice = TokenChoice(params, resumed, text, str(tmp_path / "failed"))
-        return sample({0: Row(choice, prompt, output, matchers)}, torch.zeros(1, info.vocab_size))[0]
+        return sample({0: SamplingRow(choice, prompt, output, matchers)}, torch.zeros(1, info.vocab_size))[0]
 
     while not tokens or tokens[-1] not in info.eos_token_ids:
         tokens.append(next_token(PROMPT, 0, tokens))
@@ -116,8 +123,8 @@ def test_drafts_change_no_token(names: list[str], seed: int, data: st.DataObject
     def logits_of(text: Sequence[int]) -> torch.Tensor:
         return torch.randn(150, generator=torch.Generator().manual_seed(seed + sum(text[-2:]))) * 2
 
-    def row(name: str, output: list[int]) -> Row:
-        return Row(TokenChoice(DRAFTED[name], 0, "", ""), PROMPT, output, matchers)
+    def row(name: str, output: list[int]) -> SamplingRow:
+        return SamplingRow(TokenChoice(DRAFTED[name], 0, "", ""), PROMPT, output, matchers)
 
     wanted: list[list[int]] = [[] for _ in names]
     for name, output in zip(names, wanted, strict=True):
@@ -146,7 +153,7 @@ def test_a_row_without_numbers_fails_alone(temperature: float, matchers: Matcher
     """The file exists with its token; the first reason stays, and other rows get their usual tokens."""
     params = SamplingParams(4, temperature, seed=9, stop_token_ids=(17,))
     rows = {
-        index: Row(TokenChoice(params, 0, "", str(tmp_path / name)), PROMPT, [], matchers)
+        index: SamplingRow(TokenChoice(params, 0, "", str(tmp_path / name)), PROMPT, [], matchers)
         for index, name in enumerate(("broken", "fine"))
     }
     logits = torch.zeros(3, VOCAB)
@@ -181,7 +188,7 @@ def test_the_worker_compiles_a_grammar_for_its_tenant(matchers: Matchers) -> Non
         choice = TokenChoice.from_extra_args(choice_of(asked, "/file").to_extra_args())
         assert choice is not None
         assert choice.tenant == tenant
-        Row(choice, PROMPT, [], matchers)
+        SamplingRow(choice, PROMPT, [], matchers)
     assert matchers._compiled.cache_info().currsize == 2
 
 

@@ -17,7 +17,7 @@ from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.protocol import EngineError, EngineRequest, Save, SaveResult
 from serve_app.engine.vllm.saves import VllmSaves, block_number
 from serve_app.engine.vllm.settings import VllmSettings
-from serve_app.engine.vllm.transfer.job import Job
+from serve_app.engine.vllm.transfer.job import TransferJob
 from tests.router.vllm_events.pool_model import hold
 from tests.serve_app.engine.tiny import prompt, request, root_of
 
@@ -32,10 +32,10 @@ class Vllm:
 
     def __init__(self) -> None:
         self.kept: dict[str, list[int]] = {}
-        self.jobs: list[Job] = []
+        self.jobs: list[TransferJob] = []
         self.fails: set[int] = set()
 
-    async def run(self, job: Job, token_ids: Sequence[int], root: bytes, lora: str) -> int:
+    async def run(self, job: TransferJob, token_ids: Sequence[int], root: bytes, lora: str) -> int:
         self.jobs.append(job)
         number = len(self.jobs) - 1
         if job.kind == "unpin":  # on the request's arrival

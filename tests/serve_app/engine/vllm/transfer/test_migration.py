@@ -20,7 +20,7 @@ from serve_app.engine.vllm.frontend import ModelFacts
 from serve_app.engine.vllm.saves import block_number
 from serve_app.engine.vllm.settings import VllmSettings
 from serve_app.engine.vllm.transfer.block_rows import BlockRows
-from serve_app.engine.vllm.transfer.job import LAYOUT_FILE, Job, rank_file
+from serve_app.engine.vllm.transfer.job import LAYOUT_FILE, TransferJob, rank_file
 from serve_app.engine.vllm.transfer.migration import VllmMigration
 from tests.router.vllm_events.pool_model import hold
 from tests.serve_app.engine.tiny import VOCAB, prompt, root_of
@@ -61,7 +61,7 @@ class Pool:
                 part = KvPart("float32", (1, *own.shape), axes=f"vllm 0.32.0 on AVX2: layers {own.names}; block")
                 Path(rank_file(str(directory / LAYOUT_FILE), rank)).write_bytes(msgspec.json.encode(part))
         self.directory = directory or Path("/none")
-        self.held, self.pins, self.jobs = VllmPool(SIZE, 100, lambda: self.now_s), Pins(BLOCKS), list[Job]()
+        self.held, self.pins, self.jobs = VllmPool(SIZE, 100, lambda: self.now_s), Pins(BLOCKS), list[TransferJob]()
         self.migration = self.make(transfer=directory is not None)
 
     def make(self, *, transfer: bool) -> VllmMigration:
@@ -81,7 +81,7 @@ class Pool:
             self.migration.note_owner(root_of(prefix.scope), prefix.scope, prefix.tenant)
         hold(self.held, root_of(prefix.scope), prefix.token_ids, SIZE)
 
-    def run(self, job: Job, token_ids: Sequence[int], root: bytes, lora: str) -> int:
+    def run(self, job: TransferJob, token_ids: Sequence[int], root: bytes, lora: str) -> int:
         self.jobs.append(job)
         assert len(token_ids) == job.end * SIZE + 1
         ids = np.array(token_ids, np.int32)
@@ -195,11 +195,11 @@ def test_rows_that_do_not_fit_change_nothing() -> None:
 
 
 def test_a_job_crosses_to_the_core() -> None:
-    job = Job("import", "/file", 2, 9)
+    job = TransferJob("import", "/file", 2, 9)
     params = job.to_extra_args()["kv_transfer_params"]
-    assert Job.of_params(msgspec.msgpack.decode(msgspec.msgpack.encode(params))) == job
-    assert Job.of_params(None) is None
-    assert Job.of_params({"other": 1}) is None
+    assert TransferJob.of_params(msgspec.msgpack.decode(msgspec.msgpack.encode(params))) == job
+    assert TransferJob.of_params(None) is None
+    assert TransferJob.of_params({"other": 1}) is None
 
 
 @given(blocks=st.integers(1, 6), first=st.integers(0, 6), most=st.none() | st.integers(0, 6))
