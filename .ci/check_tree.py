@@ -1,14 +1,23 @@
 """Finds faults that would break a fresh clone: tracked links, tracked but ignored files, and a wrong package name.
 
-PyPI's `warmpath` is another project; ours is `warmpath-serve`. `make lint` runs this in the root of the checkout.
+PyPI's `warmpath` is another project; ours is `warmpath-serve`. Also finds a public class name that two classes share,
+so that a name says which one is meant. `make lint` runs this in the root of the checkout.
 """
 
+import ast
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 INSTALLS = re.compile(r"""pip3? install[^`&|;\n]*[\s"']warmpath(?!-serve)(?=[\s"'`\[=<>~]|$)""")
+PACKAGES = ("router/", "serve_app/", "benchmarks/", "cluster/")
+
+
+def public_classes(source: str) -> list[tuple[str, int]]:
+    """Return the name and the line of each class, nested ones too, whose name has no leading underscore."""
+    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
+    return [(node.name, node.lineno) for node in found if not node.name.startswith("_")]
 
 
 def problems(root: Path) -> list[str]:
@@ -23,17 +32,22 @@ def problems(root: Path) -> list[str]:
     ignored = git("ls-files", "-ciz", "--exclude-standard")
     wrong = [f"{path}: a tracked link leads nowhere in another clone; remove it from git" for path in links]
     wrong += [f"{path}: tracked, though .gitignore names it; remove it from git" for path in ignored]
+    classes: dict[str, str] = {}
     for _, _, _, path in staged:
         file = root / path
         if path in links or not file.is_file():
             continue
         try:
-            lines = file.read_text().splitlines()
+            text = file.read_text()
         except UnicodeDecodeError:
             continue
+        if path.endswith(".py") and path.startswith(PACKAGES):
+            for name, line in public_classes(text):
+                if (first := classes.setdefault(name, f"{path}:{line}")) != f"{path}:{line}":
+                    wrong.append(f"{path}:{line}: {first} has a class {name}, too; give one of them another name")
         wrong += [
             f"{path}:{number}: PyPI's warmpath is another project; write pip install . or '.[EXTRA]'"
-            for number, line in enumerate(lines, 1)
+            for number, line in enumerate(text.splitlines(), 1)
             if INSTALLS.search(line)
         ]
     return wrong

@@ -1,6 +1,6 @@
 """The wheel has all files of the tree, with data files, and works without the tree.
 
-`make lint` refuses mistakes that break a fresh clone, and the name of another project on PyPI.
+`make lint` refuses mistakes that break a fresh clone, the name of another project on PyPI, and a class name used twice.
 """
 
 import os
@@ -186,3 +186,14 @@ def test_another_projects_name_is_refused(clone: Path, line: str) -> None:
     (clone / "page.md").write_text(f"\n{line.format('warmpath')}\n")
     [problem] = add(clone)
     assert problem.startswith("page.md:2: PyPI's warmpath is another project")
+
+
+def test_a_public_class_name_is_used_once(clone: Path) -> None:
+    for package, source in (("router", "class Row: ...\nclass _Own: ..."), ("tests", "class Row: ...")):
+        (clone / package).mkdir()
+        (clone / package / "rows.py").write_text(source)
+    assert add(clone) == []
+    (clone / "serve_app").mkdir()
+    (clone / "serve_app" / "table.py").write_text("class _Own: ...\nclass Table:\n    class Row: ...\n")
+    [problem] = add(clone)
+    assert problem.startswith("serve_app/table.py:3: router/rows.py:1 has a class Row, too")
