@@ -25,7 +25,7 @@ exec(compile(sys.stdin.read(), "settings.py", "exec"), module.__dict__)
 from benchmarks.common.virtual_clock import VirtualClock
 from benchmarks.end_to_end.affinity import block_size
 from benchmarks.routing.workload import BLOCK_SIZE
-from benchmarks.simulation.front_door import FrontDoor
+from benchmarks.simulation.front_door import SimulatedRouter
 from benchmarks.simulation.replica import MIN_PULL_TOKENS
 from benchmarks.simulation.settings import ClusterSettings, Contender
 from router.core import RoutingCore
@@ -41,7 +41,7 @@ def routing(settings):
             scoring.min_pull_tokens, scoring.max_holders]
 
 cluster = ClusterSettings()
-door = FrontDoor("one", ["a"], cluster, Contender("lmetric"), VirtualClock())
+door = SimulatedRouter("one", ["a"], cluster, Contender("lmetric"), VirtualClock())
 rows = [row.split("|")[1:4] for row in settings_page().splitlines() if row.startswith("| `")]
 print(json.dumps({
     "router": routing(RoutingCore("one").settings),
