@@ -13,7 +13,7 @@ from typing import Any
 from router.directory.directory import Directory
 from router.known_replicas import KnownReplicas
 from router.observe.counters import RouterCounters
-from router.observe.demand import RecentTimes, RequestTimes, TtftOverhead, WorkingSet
+from router.observe.demand import RecentTimes, RequestTimes, WorkingSet
 from router.observe.explain import explain
 from router.observe.state import regret_state, router_state, sane_stats
 from router.policy.candidates import RoutingView
@@ -49,7 +49,6 @@ class RoutingCore:
         self._known = KnownReplicas(router_id, self.settings.block_size, self.settings.max_blocks)
         self.loads, self.drift = self._known.loads, self._known.drift
         self._policy = self._new_policy(self.settings.policy)
-        self._overhead = TtftOverhead()
         self._times = RequestTimes()
         self._working_set = WorkingSet()
 
@@ -180,7 +179,6 @@ class RoutingCore:
                 self._known.computed(decision.replica_id, chain)
             if decision.estimated_ttft_s > 0.0:
                 self._counted.estimates.add(decision.estimated_ttft_s, ttft_s)
-                self._overhead.add(decision.work_s, ttft_s)
 
     def stats(self) -> dict[str, StatsReport]:
         """Return each replica's latest StatsReport, without invalid samples."""
@@ -202,7 +200,6 @@ class RoutingCore:
                 "router_id": self.router_id,
                 "policy": self.settings.policy,
                 **router_state(self.directory, self.drift, self.loads, self._known.away, self._clock()),
-                "ttft_overhead_s": round(self._overhead.seconds, 6),
                 "regret": regret_state(self.counters),
             }
 
@@ -215,7 +212,7 @@ class RoutingCore:
             self.counters.all_full += 1
             return None
         replica_id, _, reason = chosen
-        selected, uncached, pull_from, pull_tokens, work_s, ttft_s = estimate(view, replica_id)
+        selected, uncached, pull_from, pull_tokens, ttft_s = estimate(view, replica_id)
         queued: int | None = None
         if self._may_reroute(request, replica_id, reason):
             queued = self.loads.queue_ahead(replica_id)
@@ -225,14 +222,13 @@ class RoutingCore:
         best = view.best_tokens
         if not request.rerouted:  # a rerouted request was counted at its first decision
             # Autoscaling counts only the work that more replicas would speed up.
-            self._times.add(work_s, uncached * self.loads.replicas[replica_id].seconds_per_token, now_s)
+            self._times.add(ttft_s, uncached * self.loads.replicas[replica_id].seconds_per_token, now_s)
             if best:
                 self._working_set.add(request.block_hashes, best // self.settings.block_size, now_s)
             self._counted.by_reason[reason].add_decision(request.prompt_tokens, best, selected)
         self.counters.decisions_by_replica[replica_id] += 1
         return Decision(
-            replica_id, self.router_id, number, best, selected, reason, work_s, ttft_s, pull_from, pull_tokens, queued,
-            now_s,
+            replica_id, self.router_id, number, best, selected, reason, ttft_s, pull_from, pull_tokens, queued, now_s,
         )  # fmt: skip
 
     def _may_reroute(self, request: RoutedRequest, replica_id: str, reason: Reason) -> bool:
@@ -255,10 +251,10 @@ class RoutingCore:
             match.pop(name, None)
             pending.pop(name, None)
         adapter_s = known.adapters.wait_s(request.adapter, self.loads)
-        scoring, closed, overhead_s = self.settings.scoring, self._closed(blocked), self._overhead.seconds
+        scoring, closed = self.settings.scoring, self._closed(blocked)
         return RoutingView(
-            request, match, self.loads, self._turn, self._rng, scoring, closed, pending, None, adapter_s, overhead_s,
-            now_s, not request.rerouted, known.quiet,
+            request, match, self.loads, self._turn, self._rng, scoring, closed, pending, None, adapter_s, now_s,
+            not request.rerouted, known.quiet,
         )  # fmt: skip
 
     def _closed(self, blocked: Collection[str]) -> Collection[str]:

@@ -5,7 +5,6 @@ A decision only records times and hashes, which are evaluated later. Memory is b
 
 from collections import Counter, deque
 from dataclasses import dataclass
-from statistics import median
 
 import numpy as np
 
@@ -19,12 +18,6 @@ _REUSED = 3
 _FIRST_SHIFT = 6
 _MAX_SAMPLED = 2048
 _PENDING_BLOCKS = 8192
-
-WINDOW = 64
-"""The number of latest requests that the overhead is computed from."""
-
-LEAST = 8
-"""With fewer requests the overhead is 0, because the first ones also pay for connections and kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,23 +98,3 @@ class WorkingSet:
             for _, uses in self._slices:
                 for block in [block for block in uses if block & mask]:
                     del uses[block]
-
-
-class TtftOverhead:
-    """The part of a TTFT beside the work that the router knows: calls, the step in progress, a step's fixed cost.
-
-    It changes no decision. It is the median of actual time - work over the quarter of the latest requests with the
-    least work. For the other requests, the difference mainly shows errors of the prefill rate.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._latest: deque[tuple[float, float]] = deque(maxlen=WINDOW)
-
-    def add(self, work_s: float, ttft_s: float) -> None:
-        """Learn from one first token. ``work_s``: its estimate without this overhead."""
-        self._latest.append((work_s, ttft_s - work_s))
-        if len(self._latest) >= LEAST:
-            least_s = sorted(work_s for work_s, _ in self._latest)[len(self._latest) // 4 - 1]
-            # All requests with that little work, not only the fastest of them.
-            self.seconds = max(0.0, median(beyond_s for work_s, beyond_s in self._latest if work_s <= least_s))

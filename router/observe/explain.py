@@ -36,7 +36,6 @@ def explain(
     return {
         "prompt_tokens": view.request.prompt_tokens,
         "best_cached_tokens": view.best_tokens,
-        "ttft_overhead_s": view.overhead_s,
         "winners": {policy: _winner(policy, ranked, estimates, view) for policy, ranked in rankings.items()},
         "replicas": [
             {
@@ -69,8 +68,7 @@ def _winner(
         "replica_id": first.replica_id,
         "reason": first.reason,
         "because": f"{first.replica_id} would get the request, because {because}; "
-        f"its first token is expected in {_seconds(expected.estimated_ttft_s)}, "
-        f"{_seconds(expected.work_s)} of that is work in the replica.",
+        f"the work until its first token is estimated at {_seconds(expected.estimated_ttft_s)}.",
     }
 
 

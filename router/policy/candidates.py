@@ -39,8 +39,7 @@ class RoutingView(NamedTuple):
     ``turn`` rises by one with each decision. ``blocked``: replicas that cannot accept a request for reasons known only
     to the caller. ``pending``: tokens by replica that an unfinished prefill of the same prefix will cache. ``closed``:
     further rows that cannot accept it. ``adapter_s``: by row, the request's wait in seconds for its LoRA adapter; None:
-    no wait, or the same wait everywhere. ``overhead_s``: the part of a TTFT beside the work, equal for all replicas;
-    estimates include it, scores do not. ``now_s``: the router's clock. ``counted``: False if the same request was
+    no wait, or the same wait everywhere. ``now_s``: the router's clock. ``counted``: False if the same request was
     counted before. ``quiet``: replicas that send nothing while others do.
     """
 
@@ -54,7 +53,6 @@ class RoutingView(NamedTuple):
     pending: Match = _NOTHING
     closed: npt.NDArray[np.bool_] | None = None
     adapter_s: Floats | None = None
-    overhead_s: float = 0.0
     now_s: float = 0.0
     counted: bool = True
     quiet: Collection[str] = ()

@@ -99,15 +99,13 @@ def plan_pull(view: RoutingView, replica_id: str, held_tokens: int) -> tuple[str
 class Estimate(NamedTuple):
     """``cached_tokens``: by the directory; ``uncached_tokens``: to compute after hits, prefills in progress and pulls.
 
-    ``work_s``: seconds of work in the replica until the first token, including the work ahead of the request.
-    ``estimated_ttft_s``: ``work_s`` plus ``RoutingView.overhead_s``.
+    ``estimated_ttft_s``: seconds of work in the replica until the first token, including the work ahead of the request.
     """
 
     cached_tokens: int
     uncached_tokens: int
     pull_from: str
     pull_tokens: int
-    work_s: float
     estimated_ttft_s: float
 
 
@@ -133,5 +131,4 @@ def estimate(view: RoutingView, replica_id: str) -> Estimate:
     wait_s = (ahead + uncached) * replica.seconds_per_token
     if view.adapter_s is not None:
         wait_s += float(view.adapter_s[replica.row])
-    work_s = wait_s + pull_s
-    return Estimate(cached, uncached, pull_from, pull_tokens, work_s, work_s + view.overhead_s)
+    return Estimate(cached, uncached, pull_from, pull_tokens, wait_s + pull_s)

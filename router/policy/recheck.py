@@ -23,4 +23,4 @@ def is_outdated(decision: Decision, load: LoadReport) -> bool:
         return False
     unseen_tokens = load.queued_prefill_tokens - decision.queued_tokens
     unseen_s = unseen_tokens / (load.prefill_tokens_per_s or DEFAULT_PREFILL_TOKENS_PER_S)
-    return unseen_s > max(WORTH_ASKING_S, _WORTH_ASKING * decision.work_s)
+    return unseen_s > max(WORTH_ASKING_S, _WORTH_ASKING * decision.estimated_ttft_s)

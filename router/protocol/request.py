@@ -49,11 +49,11 @@ class RoutedRequest(msgspec.Struct, frozen=True, gc=False):
 class Decision(msgspec.Struct, frozen=True, gc=False):
     """The chosen replica and the reason. Token counts are predictions from the directory.
 
-    ``best_cached_tokens``: of the best holder; ``work_s``: in the replica until the first token; ``estimated_ttft_s``:
-    with the overhead beside that work; ``reservation``: the number that ``LoadReport.admitted`` returns. ``pull_from``:
-    the replica that supplies the KV of the first ``pull_tokens``, "" if computing is faster. A failed pull only costs
-    time. ``queued_tokens``: the expected queue. The replica returns the request if it is far too low; None: it accepts
-    the request in any case. ``decided_s``: on the router's monotonic clock.
+    ``best_cached_tokens``: of the best holder; ``estimated_ttft_s``: of work in the replica until the first token;
+    ``reservation``: the number that ``LoadReport.admitted`` returns. ``pull_from``: the replica that supplies the KV of
+    the first ``pull_tokens``, "" if computing is faster. A failed pull only costs time. ``queued_tokens``: the expected
+    queue. The replica returns the request if it is far too low; None: it accepts the request in any case.
+    ``decided_s``: on the router's monotonic clock.
     """
 
     replica_id: str
@@ -62,7 +62,6 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     best_cached_tokens: int
     selected_cached_tokens: int
     reason: Reason
-    work_s: float = 0.0
     estimated_ttft_s: float = 0.0
     pull_from: str = ""
     pull_tokens: int = 0

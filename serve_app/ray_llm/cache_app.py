@@ -138,7 +138,7 @@ class CacheApp:
             for request_id, tenant, chain, prompt_tokens, cached, ttft_s in answers:
                 self._live.figures.answered(tenant, ttft_s)
                 reason: Reason = "cached" if cached else "cold"
-                decision = Decision(replica, "ray", 0, cached, cached, reason, 0.0, 0.0, "", 0, None, time.monotonic())
+                decision = Decision(replica, "ray", 0, cached, cached, reason, 0.0, "", 0, None, time.monotonic())
                 self._live.answered(Answered(request_id, tenant, chain, prompt_tokens, cached, ttft_s, decision))
         return []
 

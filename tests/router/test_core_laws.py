@@ -133,6 +133,6 @@ def test_a_replica_that_the_caller_saw_die_is_as_good_as_empty(key: bytes, which
         decisions.append(core.decide(ask(1, chain=chain, key=key, dead=("a",))))
     one, other = decisions
     assert one is not None and other is not None
-    assert (one.best_cached_tokens, one.selected_cached_tokens, one.pull_from, one.work_s, one.reason) == (
-        other.best_cached_tokens, other.selected_cached_tokens, other.pull_from, other.work_s, other.reason,
+    assert (one.best_cached_tokens, one.selected_cached_tokens, one.pull_from, one.estimated_ttft_s, one.reason) == (
+        other.best_cached_tokens, other.selected_cached_tokens, other.pull_from, other.estimated_ttft_s, other.reason,
     )  # fmt: skip

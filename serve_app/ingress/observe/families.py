@@ -256,10 +256,8 @@ warmpath_router_queued_tokens: ingress replica
 # Routing: estimated and actual times
 The accuracy of the times that routing uses.
 warmpath_router_ttft_actual_to_estimated_ratio: ingress policy (histogram)
-    Actual / estimated time from the routing decision to the first token; 1 is a perfect estimate.
-warmpath_router_ttft_overhead_seconds: ingress
-    Overhead of a first token, learned from the latest 64 requests: calls, the running step, a step's own cost. It is
-    equal for all replicas, so it changes estimates and no decision.
+    Actual time from the routing decision to the first token / estimated work until then. Calls, the running step and
+    a step's own cost are not estimated, since they are equal for all replicas; so short requests are above 1.
 
 # Routing: directory and feed
 A router's knowledge of the replicas' caches, and its source.

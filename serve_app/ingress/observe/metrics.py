@@ -134,7 +134,6 @@ def router_samples(core: RoutingCore) -> list[Sample]:
             "warmpath_directory_blocks": directory["blocks"],
             "warmpath_directory_refused_blocks_total": directory["refused_blocks"],
             "warmpath_directory_checks_total": directory["checks"],
-            "warmpath_router_ttft_overhead_seconds": state["ttft_overhead_s"],
             "warmpath_router_replicas": len(state["replicas"]),
         }
     )

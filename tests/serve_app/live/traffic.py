@@ -44,7 +44,7 @@ def generation(
 
 
 def decision(replica: str = "r1", cached_tokens: int = 0) -> Decision:
-    return Decision(replica, "router", 1, cached_tokens, cached_tokens, "cached", 0.1, 0.125, queued_tokens=7)
+    return Decision(replica, "router", 1, cached_tokens, cached_tokens, "cached", 0.125, queued_tokens=7)
 
 
 def answered(tenant: str, chain: bytes, prompt_tokens: int, cached_tokens: int, **more: Any) -> Answered:

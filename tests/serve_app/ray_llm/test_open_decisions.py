@@ -13,7 +13,7 @@ STEPS = st.lists(st.tuples(st.booleans(), st.sampled_from("ab"), st.sampled_from
 
 
 def decision(number: int) -> Decision:
-    return Decision("a", "me", number, 0, 0, "cold", 0.0, 0.0, "", 0, None, 0.0)
+    return Decision("a", "me", number, 0, 0, "cold", 0.0, "", 0, None, 0.0)
 
 
 @dataclass
