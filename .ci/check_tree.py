@@ -1,7 +1,7 @@
 """Finds faults that would break a fresh clone: tracked links, tracked but ignored files, and a wrong package name.
 
-PyPI's `warmpath` is another project; ours is `warmpath-serve`. Also finds a public class name that two classes share,
-so that a name says which one is meant. `make lint` runs this in the root of the checkout.
+PyPI's `warmpath` is another project; ours is `warmpath-serve`. Also finds a public name that two classes or aliases
+of types share: a name says which one is meant. `make lint` runs this in the root of the checkout.
 """
 
 import ast
@@ -14,10 +14,13 @@ INSTALLS = re.compile(r"""pip3? install[^`&|;\n]*[\s"']warmpath(?!-serve)(?=[\s"
 PACKAGES = ("router/", "serve_app/", "benchmarks/", "cluster/")
 
 
-def public_classes(source: str) -> list[tuple[str, int]]:
-    """Return the name and the line of each class, nested ones too, whose name has no leading underscore."""
-    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
-    return [(node.name, node.lineno) for node in found if not node.name.startswith("_")]
+def public_types(source: str) -> list[tuple[str, int]]:
+    """Return the name and the line of each public class, nested ones too, and of each module's own alias of a type."""
+    tree = ast.parse(source)
+    names = [(node.name, node.lineno) for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    aliases = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
+    names += [(alias.id, alias.lineno) for alias in aliases if isinstance(alias, ast.Name) and not alias.id.isupper()]
+    return [(name, line) for name, line in names if name[0].isupper()]
 
 
 def problems(root: Path) -> list[str]:
@@ -42,9 +45,9 @@ def problems(root: Path) -> list[str]:
         except UnicodeDecodeError:
             continue
         if path.endswith(".py") and path.startswith(PACKAGES):
-            for name, line in public_classes(text):
+            for name, line in public_types(text):
                 if (first := classes.setdefault(name, f"{path}:{line}")) != f"{path}:{line}":
-                    wrong.append(f"{path}:{line}: {first} has a class {name}, too; give one of them another name")
+                    wrong.append(f"{path}:{line}: {first} has a type {name}, too; give one of them another name")
         wrong += [
             f"{path}:{number}: PyPI's warmpath is another project; write pip install . or '.[EXTRA]'"
             for number, line in enumerate(text.splitlines(), 1)

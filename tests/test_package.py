@@ -1,6 +1,6 @@
 """The wheel has all files of the tree, with data files, and works without the tree.
 
-`make lint` refuses mistakes that break a fresh clone, the name of another project on PyPI, and a class name used twice.
+`make lint` refuses mistakes that break a fresh clone, the name of another project on PyPI, and two types of one name.
 """
 
 import os
@@ -188,12 +188,14 @@ def test_another_projects_name_is_refused(clone: Path, line: str) -> None:
     assert problem.startswith("page.md:2: PyPI's warmpath is another project")
 
 
-def test_a_public_class_name_is_used_once(clone: Path) -> None:
+def test_a_public_types_name_is_used_once(clone: Path) -> None:
     for package, source in (("router", "class Row: ...\nclass _Own: ..."), ("tests", "class Row: ...")):
         (clone / package).mkdir()
         (clone / package / "rows.py").write_text(source)
     assert add(clone) == []
     (clone / "serve_app").mkdir()
-    (clone / "serve_app" / "table.py").write_text("class _Own: ...\nclass Table:\n    class Row: ...\n")
-    [problem] = add(clone)
-    assert problem.startswith("serve_app/table.py:3: router/rows.py:1 has a class Row, too")
+    (clone / "serve_app" / "table.py").write_text("class _Own: ...\nclass Table:\n    class Row: ...\nROWS = row = 1\n")
+    (clone / "serve_app" / "view.py").write_text("ROWS = row = 1\nTable = dict[str, int]\n")
+    nested, alias = add(clone)
+    assert nested.startswith("serve_app/table.py:3: router/rows.py:1 has a type Row, too")
+    assert alias.startswith("serve_app/view.py:2: serve_app/table.py:2 has a type Table, too")

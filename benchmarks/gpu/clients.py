@@ -16,7 +16,7 @@ from serve_app.cli.bench.client import TimedAnswer, stream_answer, stream_events
 
 CHAT = "/v1/chat/completions"
 TIMEOUT_S = 300.0
-Body = Mapping[str, Any]
+RequestBody = Mapping[str, Any]
 
 
 class StreamedAnswer(NamedTuple):
@@ -32,12 +32,12 @@ def new_client() -> httpx.AsyncClient:
     return httpx.AsyncClient(timeout=TIMEOUT_S, limits=httpx.Limits(max_connections=None), verify=False)  # noqa: S501
 
 
-async def ask(client: httpx.AsyncClient, target: Target, body: Body) -> TimedAnswer:
+async def ask(client: httpx.AsyncClient, target: Target, body: RequestBody) -> TimedAnswer:
     """Send a chat. Raises RequestFailed or httpx.HTTPError."""
     return await stream_answer(client, target.url + CHAT, dict(body), dict(target.headers))
 
 
-def answers(target: Target, bodies: Sequence[Body]) -> list[TimedAnswer]:
+def answers(target: Target, bodies: Sequence[RequestBody]) -> list[TimedAnswer]:
     """Send chats together from this process. Raises like ``ask``."""
 
     async def together() -> list[TimedAnswer]:
@@ -47,7 +47,7 @@ def answers(target: Target, bodies: Sequence[Body]) -> list[TimedAnswer]:
     return asyncio.run(together())
 
 
-async def timed_stream(client: httpx.AsyncClient, target: Target, body: Body) -> StreamedAnswer:
+async def timed_stream(client: httpx.AsyncClient, target: Target, body: RequestBody) -> StreamedAnswer:
     """Send a chat, and time its pieces. Raises like ``ask``."""
     times, parts, tokens = [], [], 0
     asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
@@ -76,7 +76,7 @@ class Clients:
             process.kill()
         self._pool.shutdown(cancel_futures=True)
 
-    def answers(self, target: Target, bodies: Sequence[Body]) -> list[TimedAnswer]:
+    def answers(self, target: Target, bodies: Sequence[RequestBody]) -> list[TimedAnswer]:
         """Send chats together, from all processes. Raises like ``ask``."""
         parts = [list(bodies[number :: self._count]) for number in range(min(self._count, len(bodies)))]
         return [answer for found in self._pool.map(answers, [target] * len(parts), parts) for answer in found]

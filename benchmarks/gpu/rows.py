@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 from benchmarks.common.report import BenchmarkError, spread
 from benchmarks.end_to_end.front_door import cpu_s, cpu_used_s
-from benchmarks.gpu.clients import Body, Clients, answers
+from benchmarks.gpu.clients import Clients, RequestBody, answers
 from benchmarks.gpu.shapes import Shape, text_of
 from benchmarks.gpu.systems import MODEL, Target
 from serve_app.cli.bench.client import TimedAnswer, chat_body
 
-Figures = dict[str, Any]
-Row = tuple[Figures, str]
+RowFigures = dict[str, Any]
+MeasuredRow = tuple[RowFigures, str]
 Targets = Mapping[str, Target]
 SYSTEM_TOKENS, QUESTION_TOKENS = 512, 32
 
@@ -25,7 +25,9 @@ class Bench(NamedTuple):
     checkpoint: Path
     clients: Clients
 
-    def chat(self, seed: object, max_tokens: int, system: str | None = None, tokens: int = QUESTION_TOKENS) -> Body:
+    def chat(
+        self, seed: object, max_tokens: int, system: str | None = None, tokens: int = QUESTION_TOKENS
+    ) -> RequestBody:
         """Return a chat with a question that no other seed has; its answer has exactly ``max_tokens``."""
         return chat_body(MODEL, max_tokens, self.text(tokens, seed), system) | {"ignore_eos": True}
 
@@ -40,9 +42,9 @@ class Bench(NamedTuple):
         return tokens / median(answers(target, [body])[0].ttft_s for body in bodies)
 
 
-def first_token(bench: Bench, targets: Targets) -> Row:
+def first_token(bench: Bench, targets: Targets) -> MeasuredRow:
     """TTFT of long prompts, new and with all but the question cached, one at a time."""
-    found: Figures = {}
+    found: RowFigures = {}
     for tokens in bench.shape.prompts:
         rows = found[str(tokens)] = {name: {"cold_ms": [], "warm_ms": []} for name in targets}
         for run in range(-1, bench.shape.runs):  # the first one warms up
@@ -61,9 +63,9 @@ def first_token(bench: Bench, targets: Targets) -> Row:
     return found, f"First token: {said}."
 
 
-def decode(bench: Bench, targets: Targets) -> Row:
+def decode(bench: Bench, targets: Targets) -> MeasuredRow:
     """Tokens per second of concurrent streams, and the CPU time of each kind of process for a token."""
-    tokens, found = bench.shape.answer_tokens, Figures()
+    tokens, found = bench.shape.answer_tokens, RowFigures()
     for streams in bench.shape.streams:
         rates: dict[str, list[float]] = {name: [] for name in targets}
         cpu_us: dict[str, list[dict[str, float]]] = {name: [] for name in targets}
@@ -80,9 +82,9 @@ def decode(bench: Bench, targets: Targets) -> Row:
     return found, f"Tokens per second (prompts of {QUESTION_TOKENS} tokens, answers of {tokens}): {said}."
 
 
-def request(bench: Bench, targets: Targets) -> Row:
+def request(bench: Bench, targets: Targets) -> MeasuredRow:
     """CPU time and TTFT of short requests with a cached system prompt, one at a time."""
-    found: Figures = {}
+    found: RowFigures = {}
     bodies = [bench.chat(f"request {n}", 1, bench.text(SYSTEM_TOKENS, "")) for n in range(1 + 20 * bench.shape.runs)]
     for name, target in targets.items():
         answers(target, bodies[:1])
@@ -96,7 +98,7 @@ def request(bench: Bench, targets: Targets) -> Row:
     return found, f"A short request with a cached system prompt: {said}."
 
 
-def _told(rows: Figures, form: str) -> str:
+def _told(rows: RowFigures, form: str) -> str:
     return ", ".join(f"{name} {form.format(**row)}" for name, row in rows.items())
 
 

@@ -25,7 +25,7 @@ from benchmarks.common.server import MARK, leaving_on_sigterm, marked_processes
 from benchmarks.engine import compare
 from benchmarks.gpu import rows, two
 from benchmarks.gpu.clients import Clients
-from benchmarks.gpu.rows import Bench, Figures, Row
+from benchmarks.gpu.rows import Bench, MeasuredRow, RowFigures
 from benchmarks.gpu.shapes import SHAPES, Shape, make_checkpoint, write_weights
 from benchmarks.gpu.systems import MODEL, TENANTS, Card, Target, Warmpath, find_card, vllm_flags
 from benchmarks.peers.vllm_serve import CPU_ENVIRONMENT, vllm_server
@@ -58,7 +58,7 @@ class Report:
         self.rows: dict[str, Any] = {}
         self._head = {"settings": dict(settings), "versions": versions(), "card": card.name or "none: a rehearsal"}
 
-    def add(self, name: str, figures: Figures | None, said: str) -> None:
+    def add(self, name: str, figures: RowFigures | None, said: str) -> None:
         """Write a row; without figures it says why it was not measured."""
         row = {"not_measured": said} if figures is None else {"said": said, "figures": figures}
         self.rows[name] = row | {"at_s": round(time.monotonic() - self._began_s, 1)}
@@ -128,7 +128,9 @@ class Run:
             for name, measure in ALONE.items() if targets else ():
                 self._row(name, lambda: self._of_those_alive(measure, targets))  # noqa: B023
 
-    def _of_those_alive(self, measure: Callable[[Bench, rows.Targets], Row], targets: dict[str, Target]) -> Row:
+    def _of_those_alive(
+        self, measure: Callable[[Bench, rows.Targets], MeasuredRow], targets: dict[str, Target]
+    ) -> MeasuredRow:
         """Measure a row; if a server has ended, measure it again without that one."""
         while True:
             try:
@@ -141,7 +143,7 @@ class Run:
                     del targets[name]
                     self.report.add(name, None, f"it has ended: {error}")
 
-    def _built_in(self) -> Row:
+    def _built_in(self) -> MeasuredRow:
         """The built-in engine's first token and decode, beside those of vLLM that were measured."""
         with self._warmpath("torch", 1, write_weights(self._bench.checkpoint, self._work / "weights")) as ours:
             ours.wait(self._within_s())
@@ -155,7 +157,7 @@ class Run:
             raise Cut("the time (--minutes) was over")
         return Warmpath(self._shape, self._card, self._mark, checkpoint, engine, replicas)
 
-    def _row(self, name: str, measure: Callable[[], Row], most_s: float = ROW_S) -> None:
+    def _row(self, name: str, measure: Callable[[], MeasuredRow], most_s: float = ROW_S) -> None:
         """Measure a row, if it is wanted."""
         if name in self._wanted:
             with self._trying(name, most_s):
@@ -206,7 +208,7 @@ class Run:
             self._wanted.discard(name)
 
 
-def in_one_process(shape: Shape, checkpoint: Path) -> Row:
+def in_one_process(shape: Shape, checkpoint: Path) -> MeasuredRow:
     """Return what the engine under warmpath and vLLM alone need in one process, without Ray and HTTP."""
     workload = {
         "model": str(checkpoint), "vocab_size": shape.config["vocab_size"], "max_model_len": shape.max_model_len,

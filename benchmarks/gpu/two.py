@@ -23,7 +23,7 @@ from benchmarks.end_to_end.replay import agents
 from benchmarks.end_to_end.replay.shots import trace_shots
 from benchmarks.end_to_end.replay.text import TraceText
 from benchmarks.gpu.clients import TIMEOUT_S, StreamedAnswer, answers, ask, new_client, timed_stream
-from benchmarks.gpu.rows import QUESTION_TOKENS, SYSTEM_TOKENS, Bench, Figures, Row
+from benchmarks.gpu.rows import QUESTION_TOKENS, SYSTEM_TOKENS, Bench, MeasuredRow, RowFigures
 from benchmarks.gpu.shapes import text_of
 from benchmarks.gpu.systems import FLOODER, MODEL, TENANTS, Target, Warmpath
 from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, read_trace
@@ -35,7 +35,7 @@ FEED_S = 0.1
 FLOODING, KILLED_STREAMS = 64, 16
 
 
-def routing(bench: Bench, ours: Warmpath) -> Iterator[tuple[str, Row]]:
+def routing(bench: Bench, ours: Warmpath) -> Iterator[tuple[str, MeasuredRow]]:
     """Agents' sessions and the chat trace under each policy; yields what is known after each.
 
     The load is scaled by the measured prefill rate. Sessions arrive within the time that the card needs for their
@@ -48,7 +48,7 @@ def routing(bench: Bench, ours: Warmpath) -> Iterator[tuple[str, Row]]:
     needed_s = sum(text.prompt_tokens(request) for request in trace) / rate
     speed = (trace[-1].arrival_s - trace[0].arrival_s) * text.tokens_per_id / TRACE_BLOCK_TOKENS / needed_s
     chats = trace_shots(trace, text, agents.parse(["--model", MODEL, "--speed", str(speed)]), keys)
-    rows: dict[str, Figures] = {"agents": {}, "chats": {}}
+    rows: dict[str, RowFigures] = {"agents": {}, "chats": {}}
     for policy in POLICIES:
         ours.set_policy(policy)
         ours.wait()
@@ -83,7 +83,7 @@ def _exact(shots: list[Shot]) -> list[Shot]:
     return [replace(shot, body=shot.body | {"ignore_eos": True}) for shot in shots]
 
 
-def _policies(rows: Mapping[str, Figures]) -> str:
+def _policies(rows: Mapping[str, RowFigures]) -> str:
     return "; ".join(
         f"{policy} hit rate {row['hit_rate']:.1%}, TTFT {row['ttft_mean_s']:.3f} s on average, p90 "
         f"{row['ttft_p90_s']:.3f} s" + (f", job time {row['job_time_mean']:.2f} s" if "job_time_mean" in row else "")
@@ -91,11 +91,11 @@ def _policies(rows: Mapping[str, Figures]) -> str:
     )
 
 
-def copy(bench: Bench, ours: Warmpath) -> Row:
+def copy(bench: Bench, ours: Warmpath) -> MeasuredRow:
     """A prefix that only the other replica holds: copied, or computed if copying is expected to take longer."""
     ours.set_policy("round_robin")
     ours.wait()
-    target, found = ours.target(TENANTS[0]), Figures()
+    target, found = ours.target(TENANTS[0]), RowFigures()
     for tokens in bench.shape.prompts:
         before, pairs = ours.metrics(), list[list[TimedAnswer]]()
         for run in range(bench.shape.runs):
@@ -126,7 +126,7 @@ def copy(bench: Bench, ours: Warmpath) -> Row:
     return found, f"First token: {said}."
 
 
-def flood(bench: Bench, ours: Warmpath) -> Row:
+def flood(bench: Bench, ours: Warmpath) -> MeasuredRow:
     """A tenant's requests with four system prompts, alone and beside another tenant with 64 new prompts at a time."""
     long = bench.shape.prompts[0] // 2
     systems = [bench.text(long // 2, f"polite {number}") for number in range(4)]
@@ -180,7 +180,7 @@ def _flood(target: Target, checkpoint: Path, tokens: int, begun: Any) -> None:
     asyncio.run(together())
 
 
-def predictions(bench: Bench, ours: Warmpath) -> Row:
+def predictions(bench: Bench, ours: Warmpath) -> MeasuredRow:
     """Three tenants' conversations at once: is each answer's number of cached tokens what the router had said?"""
     counts: Counter[str] = Counter()
     each = bench.shape.predictions // len(TENANTS)
@@ -211,7 +211,7 @@ def predictions(bench: Bench, ours: Warmpath) -> Row:
     return {"exact_share": exact, **counts}, f"Cached tokens exactly as predicted: {said}."
 
 
-def kill(bench: Bench, ours: Warmpath) -> Row:
+def kill(bench: Bench, ours: Warmpath) -> MeasuredRow:
     """A replica is killed while 16 answers stream; the same answers undisturbed, twice, say what equal can mean.
 
     In 16-bit numbers, an answer's tokens depend a little on what is computed beside it.

@@ -8,7 +8,7 @@ import os
 from importlib import import_module
 from typing import Any
 
-from benchmarks.peers.workload import Prompt, serve
+from benchmarks.peers.workload import TokenPrompt, serve
 
 
 class VllmCpu:
@@ -31,7 +31,7 @@ class VllmCpu:
             load_format=workload.get("load_format", "auto"),
         )
 
-    def generate(self, prompts: list[Prompt], max_tokens: int) -> None:
+    def generate(self, prompts: list[TokenPrompt], max_tokens: int) -> None:
         """Answer all prompts in one call."""
         sampling = self._vllm.SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
         self._llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.output_collector import OutputCollector
-from benchmarks.peers.workload import Prompt, serve
+from benchmarks.peers.workload import TokenPrompt, serve
 from router import __version__
 from router.protocol.block_hash import PrefixScope
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
@@ -26,7 +26,7 @@ class WarmpathEngine:
         self._engine.start()
         self._numbers = iter(range(1 << 40))
 
-    def generate(self, prompts: list[Prompt], max_tokens: int) -> None:
+    def generate(self, prompts: list[TokenPrompt], max_tokens: int) -> None:
         """Submit all prompts and wait for their last tokens. Raises RuntimeError if one fails."""
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
         requests = [

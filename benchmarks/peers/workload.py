@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-Prompt = list[int]
+TokenPrompt = list[int]
 
 
 class System(Protocol):
     """A measured engine."""
 
-    def generate(self, prompts: list[Prompt], max_tokens: int) -> None:
+    def generate(self, prompts: list[TokenPrompt], max_tokens: int) -> None:
         """Answer all prompts at once, greedily, with ``max_tokens`` each."""
 
 
@@ -27,7 +27,7 @@ DECODE_ROWS, DECODE_PROMPT_TOKENS, DECODE_NEW_TOKENS = 16, 32, 64
 """The size of the decode measurement; all its sequences are new."""
 
 
-def prompts_of(count: int, tokens: int, vocab_size: int, seed: int) -> list[Prompt]:
+def prompts_of(count: int, tokens: int, vocab_size: int, seed: int) -> list[TokenPrompt]:
     """Return prompts of random ids, without the first few hundred, which are special tokens."""
     generator = random.Random(seed)
     return [[generator.randrange(300, vocab_size) for _ in range(tokens)] for _ in range(count)]
@@ -39,7 +39,7 @@ def measure(workload: dict[str, Any], system: System, progress: Callable[[str], 
     prefix, question = workload["prefix_tokens"], workload["question_tokens"]
     seed = iter(range(1, 1_000_000))
 
-    def timed(prompts: list[Prompt], max_tokens: int) -> float:
+    def timed(prompts: list[TokenPrompt], max_tokens: int) -> float:
         started_s = time.perf_counter()
         system.generate(prompts, max_tokens)
         return time.perf_counter() - started_s

@@ -10,7 +10,7 @@ from serve_app.api.tool_calls import CallEvent, ToolCall
 from serve_app.errors import WarmpathError
 from serve_app.fairness.rate_limits import LimitsLeft
 
-FinishReason = Literal["stop", "length", "tool_calls"]
+ApiFinishReason = Literal["stop", "length", "tool_calls"]
 """Why a choice ended; "tool_calls": it stopped after tool calls."""
 
 
@@ -104,7 +104,7 @@ class Choice:
     """
 
     text: str
-    finish_reason: FinishReason
+    finish_reason: ApiFinishReason
     calls: tuple[ToolCall, ...] = ()
     logprobs: tuple[ToldToken, ...] | None = None
     stop_sequence: str = ""
@@ -143,7 +143,7 @@ class AnswerStream(Protocol):
     def call(self, index: int, event: CallEvent) -> bytes:
         """Add a part of a tool call to a choice, if the API has tools."""
 
-    def finish(self, index: int, reason: FinishReason, stop_sequence: str = "") -> bytes:
+    def finish(self, index: int, reason: ApiFinishReason, stop_sequence: str = "") -> bytes:
         """End a choice. ``stop_sequence``: the stop string that ended it, "" for none."""
 
     def usage(self, usage: Usage) -> bytes:

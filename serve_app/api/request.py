@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from serve_app.api.unknown import UnknownField
 from serve_app.structured.grammar import Grammar
 
-Prompt = str | tuple[int, ...]
+PromptInput = str | tuple[int, ...]
 """Text to tokenize, or token ids (not yet checked against a vocabulary)."""
 
 Tool = Mapping[str, Any]
@@ -194,7 +194,7 @@ class CompletionRequest(RequestFields):
 
     prompt_field = "prompt"
 
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[PromptInput, ...]
     echo: bool = False
     tool_use: ClassVar[ToolUse] = NO_TOOLS
     repeated: ClassVar[Mapping[str, Any]] = {}

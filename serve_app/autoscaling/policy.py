@@ -41,7 +41,7 @@ START_PATIENCE_S = 300.0
 _LEAST_REQUESTS = 10
 REQUESTS_S = 60.0
 
-Reason = Literal[
+ScalingReason = Literal[
     "hold", "steady", "bounds", "work", "backlog", "ttft", "decode_slots", "kv_pool", "load_fell", "floor", "starting"
 ]
 """Stable words for logs, notices and metrics. ``floor``: the load needs fewer replicas than the caches."""
@@ -79,7 +79,7 @@ class ScalingDecision:
 
     target: int
     needed: float
-    reason: Reason
+    reason: ScalingReason
     why: str
 
 
@@ -106,7 +106,7 @@ def decide(state: State | None, now: Signals, now_s: float) -> tuple[ScalingDeci
 
 
 def _decision(
-    state: State, now: Signals, bounds: Bounds, needed: float, cause: Reason, why: str, now_s: float
+    state: State, now: Signals, bounds: Bounds, needed: float, cause: ScalingReason, why: str, now_s: float
 ) -> ScalingDecision:
     target = now.target
     least, most = int(bounds.min_replicas), int(bounds.max_replicas)
@@ -159,13 +159,18 @@ def _work(state: State, now: Signals, bounds: Bounds, now_s: float) -> float:
     return _rate(state.work, now_s, window_s)
 
 
-def _needed(state: State, now: Signals, bounds: Bounds, work: float) -> tuple[float, Reason, str]:
+def _needed(state: State, now: Signals, bounds: Bounds, work: float) -> tuple[float, ScalingReason, str]:
     """Return the number of replicas that the current load needs, and the reason."""
     spare = state.beta * sqrt(work)
     behind = work + max(now.backlog_s - now.target * bounds.target_ttft_s, 0.0) / DRAIN_S
     slots = now.decoding / now.slots / SLOTS_FILLED if now.slots else 0.0
     pool = now.used_tokens / now.pool_tokens / POOL_FILLED if now.pool_tokens else 0.0
-    needs: dict[Reason, float] = {"work": work + spare, "backlog": behind, "decode_slots": slots, "kv_pool": pool}
+    needs: dict[ScalingReason, float] = {
+        "work": work + spare,
+        "backlog": behind,
+        "decode_slots": slots,
+        "kv_pool": pool,
+    }
     cause = max(needs, key=lambda one: needs[one])
     needed = needs[cause]
     if cause == "work" and state.beta > FIRST_BETA and ceil(work + FIRST_BETA * sqrt(work)) < ceil(needed):

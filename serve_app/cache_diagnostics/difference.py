@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Literal
 
-Kind = Literal["time", "id"]
+DifferenceKind = Literal["time", "id"]
 """The kind of a value that changes between requests: a date, time or timestamp; a UUID, or a separate number."""
-Difference = Kind | Literal["whitespace", "reordered", "text"]
+Difference = DifferenceKind | Literal["whitespace", "reordered", "text"]
 
 VALUE_CHARS = 80
 """The maximum length of a value."""
@@ -30,7 +30,7 @@ _TIMES = (
 )
 # A separate number: not part of a version, price, percentage or phone number.
 _NUMBER = r"(?<![\w.,:$€£¥+/-])\d{1,9}(?!\w)(?![.,:/-]\d)(?!\s?[%€$£°])"
-_PATTERNS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
+_PATTERNS: tuple[tuple[DifferenceKind, re.Pattern[str]], ...] = (
     ("id", re.compile(r"(?<![0-9a-f])[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}(?![0-9a-f])", re.I)),
     ("id", re.compile(r"(?<![0-9A-Za-z])0[0-7][0-9A-HJKMNP-TV-Z]{24}(?![0-9A-Za-z])")),  # a ULID
     *(("time", re.compile(rf"(?<![a-su-z0-9.:]){pattern}", re.I)) for pattern in _TIMES),
@@ -41,7 +41,7 @@ _WORDS = re.compile(r"\w+|[^\w\s,]")
 _WORD_THERE = re.compile(r"\s*\S+|\s+")
 
 
-def _values_at(text: str, place: int) -> Iterator[tuple[Kind, int, str]]:
+def _values_at(text: str, place: int) -> Iterator[tuple[DifferenceKind, int, str]]:
     """Yield kind, start and text of the values that contain the character at ``place``, or end there."""
     begin = max(0, place - VALUE_CHARS)
     for kind, pattern in _PATTERNS:

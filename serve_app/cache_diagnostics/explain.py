@@ -12,7 +12,7 @@ from serve_app.cache_diagnostics.difference import Difference, classify, value_t
 from serve_app.generation.request_usage import RequestUsage
 from serve_app.prompts.lock import first_difference
 
-Reason = Difference | Literal["adapter", "salt", "evicted", "reasoning", "never_seen", "not_compared"]
+MissReason = Difference | Literal["adapter", "salt", "evicted", "reasoning", "never_seen", "not_compared"]
 
 MAX_PROMPT_TOKENS = 32_768
 """The maximum of one prompt's tokens that is remembered and compared."""
@@ -41,7 +41,7 @@ _LARGEST = np.iinfo(np.uint64).max
 Decode = Callable[[Sequence[int]], str]
 """Token ids -> their text, special tokens included."""
 
-REMEDIES: dict[Reason, str] = {
+REMEDIES: dict[MissReason, str] = {
     "time": "Move the date or time after the parts that stay the same, best into the last user message, or remove it "
     "from the prompt.",
     "id": "Remove changing ids and numbers from the prompt, or move them into the last user message.",
@@ -101,7 +101,7 @@ class FirstDifference:
 class Miss:
     """The reason for a miss. ``lost_tokens``: recomputed, although an earlier prompt had them in this order."""
 
-    reason: Reason
+    reason: MissReason
     lost_tokens: int
     first_difference: FirstDifference | None = None
 
@@ -169,7 +169,7 @@ def _grams(ids: TokenArray) -> npt.NDArray[np.uint64]:
     return hashes
 
 
-def _difference(prompt: SeenPrompt, seen: SeenPrompt, token: int, decode: Decode) -> tuple[Reason, FirstDifference]:
+def _difference(prompt: SeenPrompt, seen: SeenPrompt, token: int, decode: Decode) -> tuple[MissReason, FirstDifference]:
     start = max(0, token - BEFORE_TOKENS)
     before = decode(prompt.ids[:start].tolist())
     new, old = (decode(known.ids[start : token + BEHIND_TOKENS].tolist()) for known in (prompt, seen))

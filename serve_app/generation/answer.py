@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 from msgspec.structs import replace
 
-from serve_app.api.format import FinishReason, RankedPrompt, RankedToken, ShownToken, ToldToken
+from serve_app.api.format import ApiFinishReason, RankedPrompt, RankedToken, ShownToken, ToldToken
 from serve_app.api.tool_calls import CallEnded, CallEvent
 from serve_app.engine.protocol import FirstToken, TokenLogprob
 from serve_app.errors import GenerationFailed
@@ -44,7 +44,7 @@ class Piece(msgspec.Struct, frozen=True):
     text: str
     new_tokens: int = 0
     first: FirstToken | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: ApiFinishReason | None = None
     calls: tuple[CallEvent, ...] = ()
     logprobs: tuple[ToldToken, ...] = ()
     stop_sequence: str = ""
@@ -77,7 +77,7 @@ def in_pieces(piece: Piece, events: list[str | CallEvent], *, called: bool, para
 
     ``called``: the choice has begun a call. Without ``parallel`` it ends with its first call.
     """
-    reason: FinishReason | None = piece.finish_reason
+    reason: ApiFinishReason | None = piece.finish_reason
     if not parallel:
         end = next((i for i, event in enumerate(events, 1) if isinstance(event, CallEnded)), None)
         if end is not None:
@@ -227,7 +227,7 @@ class ChoiceReader:
             text, taken, stopped = self._read_one_by_one(tokens)
         else:
             text, taken, stopped = self._decoder.push(tokens.token_ids), len(tokens.token_ids), False
-        reason: FinishReason | None = None
+        reason: ApiFinishReason | None = None
         if not stopped and tokens.finish_reason is not None:
             if tokens.finish_reason not in ("stop", "length"):
                 raise GenerationFailed("The generation was broken off; send the request again.")

@@ -37,7 +37,7 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
 Delivered = Callable[[Generation, Decision, FirstToken, float], None]
 """Called with the seconds from the call to the first token."""
 
-Left = Callable[[str, str, Generation | None], None]
+OnAbandoned = Callable[[str, str, Generation | None], None]
 """Called with the id of a replica, that of an abandoned call there, and its generation if it has no first token."""
 
 
@@ -58,7 +58,7 @@ class Dispatcher:
     inbox: TokenInbox
     tracer: Tracer | None = None
     delivered: Delivered | None = None
-    left: Left | None = None
+    left: OnAbandoned | None = None
     _ends: set[asyncio.Future[bytes]] = field(default_factory=set)
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from serve_app.api.format import FinishReason, ToldToken
+from serve_app.api.format import ApiFinishReason, ToldToken
 from serve_app.generation.answer import Piece, SplitPiece
 from serve_app.tokenization.detokenizer import held_back
 
@@ -113,7 +113,7 @@ class ReasoningReader:
     def _calls_within(self, piece: Piece, inside: SplitPiece) -> list[Piece] | None:
         """Look for calls in a piece's reasoning; return None without any, and set what is left of the reasoning."""
         ended = self._stage != "inside"
-        reason: FinishReason | None = (piece.finish_reason or "stop") if ended else None
+        reason: ApiFinishReason | None = (piece.finish_reason or "stop") if ended else None
         read = inside.split(replace(piece, text=piece.reasoning, reasoning="", logprobs=(), finish_reason=reason))
         at = next((at for at, part in enumerate(read) if part.calls), len(read))
         thought = self._space + "".join(part.text for part in read[: at + 1])
@@ -155,7 +155,7 @@ class ReasoningReader:
             elif self._spaces:
                 text = text.lstrip()
             self._spaces = self._spaces and not text
-            reason: FinishReason | None = "tool_calls" if piece.finish_reason == "stop" else piece.finish_reason
+            reason: ApiFinishReason | None = "tool_calls" if piece.finish_reason == "stop" else piece.finish_reason
             shown.append(replace(piece, text=text, finish_reason=reason))
         return shown
 

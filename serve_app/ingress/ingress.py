@@ -15,10 +15,10 @@ from serve_app.checkpoints.adapter_registry import AdapterEntry
 from serve_app.live.others import Batch
 from serve_app.prompts.cutover import Cutovers
 from serve_app.reconfigure import LiveSettings
-from serve_app.usage.report import Rows
+from serve_app.usage.report import UsageRows
 
 if TYPE_CHECKING:
-    from serve_app.ingress.prompts.admin import Report
+    from serve_app.ingress.prompts.admin import PromptReport
     from serve_app.ingress.prompts.warming import Warm
 
 
@@ -80,11 +80,11 @@ class Ingress:
         """Apply another ingress' cut-overs of prompts if they are newer; return the resulting state here."""
         return await self._services.prompt_admin.exchange(cutovers)
 
-    async def prompt_report(self) -> Report:
+    async def prompt_report(self) -> PromptReport:
         """Return the usage of prompts at this ingress."""
         return self._services.prompt_admin.traffic.report()
 
-    async def usage(self, first_day: str, last_day: str, tenant: str | None) -> tuple[str, Rows]:
+    async def usage(self, first_day: str, last_day: str, tenant: str | None) -> tuple[str, UsageRows]:
         """Return the usage in this ingress' file; the ingress that serves /v1/usage calls this."""
         return await self._services.usage.here(first_day, last_day, tenant)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from router.background import run_in_background
 from serve_app.usage.ledger import FLUSH_S, Ledger
-from serve_app.usage.report import Rows, merged
+from serve_app.usage.report import UsageRows, merged
 
 
 class Ledgers:
@@ -17,11 +17,11 @@ class Ledgers:
         self._ingresses = ingresses
         self._writing = run_in_background(self._write)
 
-    async def here(self, first_day: str, last_day: str, tenant: str | None) -> tuple[str, Rows]:
+    async def here(self, first_day: str, last_day: str, tenant: str | None) -> tuple[str, UsageRows]:
         """Return the id of this ingress' file, and its rows from one day to another, of a tenant or (None) all."""
         return self._ledger.file_id, await asyncio.to_thread(self._ledger.read, first_day, last_day, tenant)
 
-    async def everywhere(self, first_day: str, last_day: str, tenant: str | None) -> Rows:
+    async def everywhere(self, first_day: str, last_day: str, tenant: str | None) -> UsageRows:
         """Return the rows of all ingresses."""
         asked = first_day, last_day, tenant
         return merged(await self._ingresses("usage", *asked) or [await self.here(*asked)])

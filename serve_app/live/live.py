@@ -20,12 +20,12 @@ from serve_app.engine.protocol import FirstToken
 from serve_app.errors import RateLimited
 from serve_app.generation.generation import Generation
 from serve_app.live.figures import BUCKETS, Figures, joined
-from serve_app.live.nodes import Rows, node_rows
+from serve_app.live.nodes import NodeRows, node_rows
 from serve_app.live.others import FRESH_BUCKETS, Batch, Others
 from serve_app.live.prefix_table import Answered, PrefixTable
-from serve_app.live.replicas import Activity, Roster, Row, came_and_went, replica_rows
-from serve_app.live.view import Board, Facts, Occurrence, Total, View, decision_row, encoded, handed_over
-from serve_app.live.watcher import Event, Watcher
+from serve_app.live.replicas import Activity, ReplicaRow, Roster, came_and_went, replica_rows
+from serve_app.live.view import Facts, NoticesByKind, Occurrence, Total, View, decision_row, encoded, handed_over
+from serve_app.live.watcher import LiveEvent, Watcher
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class _Seen:
     def __init__(self, others: Others) -> None:
         self.facts = Facts()
         self.looked_s: float | None = None
-        self.board: Board = {}
+        self.board: NoticesByKind = {}
         self.board_s: float | None = None
         self.others = others
         self.activity = Activity()
@@ -66,8 +66,8 @@ class Live:
     name: str
     core: RoutingCore
     table: PrefixTable
-    about: Callable[[], Row]
-    read_board: Callable[[], Board]
+    about: Callable[[], ReplicaRow]
+    read_board: Callable[[], NoticesByKind]
     ingresses: Callable[..., Awaitable[list[Any]]]
     figures: Figures = field(default_factory=Figures)
     count_dropped: Callable[[int], None] = lambda _: None
@@ -79,7 +79,7 @@ class Live:
     _number: int = 0
     _closed: bool = False
     _roster: Roster = field(default_factory=Roster)
-    _incidents: deque[Row] = field(default_factory=lambda: deque(maxlen=KEPT_INCIDENTS))
+    _incidents: deque[ReplicaRow] = field(default_factory=lambda: deque(maxlen=KEPT_INCIDENTS))
     _rates: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -133,7 +133,7 @@ class Live:
         if self._watched():
             self._tell(Occurrence("reset", at_s, None, body))
 
-    async def snapshot(self, viewer: str | None) -> Row:
+    async def snapshot(self, viewer: str | None) -> ReplicaRow:
         """Return a viewer's snapshot."""
         await self._look(LOOK_S)
         view = self._views.get(viewer) or View(viewer, self._seen.facts)
@@ -168,7 +168,7 @@ class Live:
             self._seen = _Seen(Others(self.name, self.ingresses))
             self._watched()
 
-    def resync(self, viewer: str | None, watcher: Watcher) -> list[Event]:
+    def resync(self, viewer: str | None, watcher: Watcher) -> list[LiveEvent]:
         """Return the events for a watcher that lost some: their number, and a new snapshot."""
         dropped, watcher.dropped = watcher.dropped, 0
         self.count_dropped(dropped)
@@ -266,7 +266,7 @@ class Live:
         rooms = self.table.rooms.items()
         return {tenant: (room.requests, room.prompt_tokens, room.cached_tokens) for tenant, room in rooms}
 
-    def _rows(self) -> Rows:
+    def _rows(self) -> NodeRows:
         return node_rows(self.table, self._holders)
 
     def _holders(self, chain: bytes) -> Mapping[str, int]:

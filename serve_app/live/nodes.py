@@ -32,11 +32,11 @@ class NodeRow:
     holders: Mapping[str, int]
 
 
-Rows = Mapping[tuple[str, str], NodeRow]
+NodeRows = Mapping[tuple[str, str], NodeRow]
 """By tenant and id."""
 
 
-def node_rows(table: PrefixTable, match: Callable[[bytes], Mapping[str, int]]) -> Rows:
+def node_rows(table: PrefixTable, match: Callable[[bytes], Mapping[str, int]]) -> NodeRows:
     """Return one ingress' rows. ``match``: maps a chain to the leading tokens that each replica can reuse."""
     most = max(LEAST_NODES, SHOWN_NODES // max(1, table.tenants()))
     return {
@@ -64,7 +64,7 @@ def _row(tenant: str, key: bytes, node: Node, size: int, held_tokens: Mapping[st
     )
 
 
-def shown(sources: Iterable[Rows], viewer: str | None) -> dict[str, NodeRow]:
+def shown(sources: Iterable[NodeRows], viewer: str | None) -> dict[str, NodeRow]:
     """Return a viewer's (None: an operator's) rows by id, merged and limited to the most recently used ones."""
     merged: dict[str, NodeRow] = {}
     for rows in sources:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from serve_app.live.figures import Rings, joined
-from serve_app.live.nodes import Rows
+from serve_app.live.nodes import NodeRows
 from serve_app.live.view import Occurrence, Total
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ class Batch:
     ingress: str
     number: int
     news: Sequence[Occurrence]
-    rows: Rows
+    rows: NodeRows
     totals: Mapping[str, Total]
     figures: Rings
 

@@ -7,7 +7,7 @@ from typing import Any
 from router.protocol.events import ENDS_TIER, POOL_TIER
 from router.protocol.samples import Sample
 
-Row = dict[str, Any]
+ReplicaRow = dict[str, Any]
 Reports = Mapping[str, Sequence[Sample]]
 """Samples by replica."""
 
@@ -23,12 +23,14 @@ _PULLS = "warmpath_kv_pulls_total"
 _PULLED = "warmpath_kv_pulled_tokens_total"
 
 
-def replica_rows(states: Iterable[Mapping[str, Any]], reports: Reports, about: Mapping[str, Any]) -> dict[str, Row]:
+def replica_rows(
+    states: Iterable[Mapping[str, Any]], reports: Reports, about: Mapping[str, Any]
+) -> dict[str, ReplicaRow]:
     """Return the rows by replica. ``states``: from ``RoutingCore.state``; ``about``: the instance."""
     return {state["replica_id"]: _row(state, reports.get(state["replica_id"], ()), about) for state in states}
 
 
-def _row(state: Mapping[str, Any], samples: Sequence[Sample], about: Mapping[str, Any]) -> Row:
+def _row(state: Mapping[str, Any], samples: Sequence[Sample], about: Mapping[str, Any]) -> ReplicaRow:
     blocks: dict[str, int] = {}
     place: dict[str, str] = {}
     for name, labels, value in samples:
@@ -59,7 +61,7 @@ def _row(state: Mapping[str, Any], samples: Sequence[Sample], about: Mapping[str
     }
 
 
-def changed(before: Row | None, after: Row) -> bool:
+def changed(before: ReplicaRow | None, after: ReplicaRow) -> bool:
     """Return whether a row has news. A report's age always changes, and matters only once it is old."""
     if before is None or before.keys() != after.keys():
         return True
@@ -75,7 +77,7 @@ class Roster:
         self._last = 0
         self._leaving: dict[str, float | None] = {}
 
-    def note(self, rows: Mapping[str, Row], handed_over: Collection[str], now_s: float) -> None:
+    def note(self, rows: Mapping[str, ReplicaRow], handed_over: Collection[str], now_s: float) -> None:
         """Add the numbers, and set the state "lost" for silent leaving replicas: a stopped one reports until its end.
 
         ``handed_over``: replicas that reported their handover.
@@ -97,14 +99,14 @@ class Roster:
         return self._last
 
 
-def left(name: str, row: Row, at_s: float) -> Row:
+def left(name: str, row: ReplicaRow, at_s: float) -> ReplicaRow:
     """Return the event for a replica that is gone. ``row``: its last one. ``lost``: it died, perhaps while leaving."""
     more = {key: row[key] for key in ("report_age_s",) if key in row}
     lost = row["state"] != "leaving"
     return {"type": "replica_left", "at_s": at_s, "replica": name, "number": row["number"], "lost": lost, **more}
 
 
-def came_and_went(before: Mapping[str, Row], after: Mapping[str, Row], at_s: float) -> list[Row]:
+def came_and_went(before: Mapping[str, ReplicaRow], after: Mapping[str, ReplicaRow], at_s: float) -> list[ReplicaRow]:
     """Return events for replicas that are gone, and for those that serve for the first time."""
     gone = [left(name, row, at_s) for name, row in before.items() if name not in after]
     new = [
@@ -122,11 +124,11 @@ class Activity:
         self._before: dict[str, Counter[str]] = {}
         self._looked_s = 0.0
 
-    def look(self, reports: Reports, now_s: float) -> list[tuple[str, Row]]:
+    def look(self, reports: Reports, now_s: float) -> list[tuple[str, ReplicaRow]]:
         """Return evictions and pulls since the last look, by event type, without replicas that are new since then."""
         counts = {replica: _counts(samples) for replica, samples in reports.items()}
         seconds = round(now_s - self._looked_s, 3)
-        events: list[tuple[str, Row]] = []
+        events: list[tuple[str, ReplicaRow]] = []
         for replica, now in counts.items():
             more = now - self._before.get(replica, now)
             blocks, tokens = more.pop(_EVICTED, 0), more.pop(_PULLED, 0)

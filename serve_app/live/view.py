@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 
 from serve_app.live.figures import Bucket, Rings, rows_of
-from serve_app.live.nodes import NodeRow, Rows, shown
+from serve_app.live.nodes import NodeRow, NodeRows, shown
 from serve_app.live.prefix_table import Answered, node_id
-from serve_app.live.replicas import TENANTS_FIELDS, Row, changed, left
-from serve_app.live.watcher import Event, Watcher
+from serve_app.live.replicas import TENANTS_FIELDS, ReplicaRow, changed, left
+from serve_app.live.watcher import LiveEvent, Watcher
 
 RECENT_DECISIONS = 50
 DECISIONS_A_LOOK = 20
@@ -23,7 +23,7 @@ TENANTS_INCIDENTS = ("joined", "replica_left")
 
 SHOWN_MOVES = 16
 
-Board = Mapping[str, Sequence[Row]]
+NoticesByKind = Mapping[str, Sequence[ReplicaRow]]
 """Notices by kind."""
 
 Total = tuple[int, int, int]
@@ -37,13 +37,13 @@ class Facts:
     ``heard``: the number of ingresses that answer, or None if the others cannot be asked.
     """
 
-    about: Row = field(default_factory=dict)
-    replicas: Mapping[str, Row] = field(default_factory=dict)
-    sources: Sequence[Rows] = ()
+    about: ReplicaRow = field(default_factory=dict)
+    replicas: Mapping[str, ReplicaRow] = field(default_factory=dict)
+    sources: Sequence[NodeRows] = ()
     totals: Sequence[Mapping[str, Total]] = ()
     figures: Sequence[Rings] = ()
-    board: Board = field(default_factory=dict)
-    incidents: Sequence[Row] = ()
+    board: NoticesByKind = field(default_factory=dict)
+    incidents: Sequence[ReplicaRow] = ()
     heard: int | None = 1
     at_s: float = 0.0
 
@@ -55,23 +55,23 @@ class Occurrence:
     type: str
     at_s: float
     tenant: str | None
-    body: Row
+    body: ReplicaRow
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
     """One viewer's part of the facts. ``operators``: the fields of the snapshot that only operators see."""
 
-    replicas: Mapping[str, Row]
+    replicas: Mapping[str, ReplicaRow]
     nodes: Mapping[str, NodeRow]
-    totals: list[Row]
-    figures: Mapping[int, Row]
+    totals: list[ReplicaRow]
+    figures: Mapping[int, ReplicaRow]
     minute: Bucket
-    incidents: Sequence[Row]
-    operators: Row = field(default_factory=dict)
+    incidents: Sequence[ReplicaRow]
+    operators: ReplicaRow = field(default_factory=dict)
 
 
-def decision_row(answered: Answered, key: bytes, rate: float | None) -> Row:
+def decision_row(answered: Answered, key: bytes, rate: float | None) -> ReplicaRow:
     """Return the fields of a decision. ``key``: of its node, or b"" for none. ``rate``: the replica's prefill rate."""
     decision, cached_tokens, ttft_s = answered.decision, answered.cached_tokens, answered.ttft_s
     return {
@@ -93,7 +93,7 @@ def decision_row(answered: Answered, key: bytes, rate: float | None) -> Row:
     }
 
 
-def moves_of(board: Board) -> list[Row]:
+def moves_of(board: NoticesByKind) -> list[ReplicaRow]:
     """Return the latest joins and leaves, oldest first."""
     rows = [
         {"kind": kind, "replica": notice["replica_id"], **{k: v for k, v in notice.items() if k != "replica_id"}}
@@ -103,9 +103,9 @@ def moves_of(board: Board) -> list[Row]:
     return sorted(rows, key=lambda row: row["at_s"])[-SHOWN_MOVES:]
 
 
-def refusals_of(board: Board) -> list[Row]:
+def refusals_of(board: NoticesByKind) -> list[ReplicaRow]:
     """Return the messages of replicas and ingresses about the newest ``user_config``, each message once."""
-    rows: dict[str, Row] = {}
+    rows: dict[str, ReplicaRow] = {}
     for notice in board.get("configuration", ()):
         row = rows.setdefault(notice["why"], {"accepted": notice["accepted"], "why": notice["why"], "processes": 0})
         row["processes"] += 1
@@ -113,7 +113,7 @@ def refusals_of(board: Board) -> list[Row]:
     return list(rows.values())
 
 
-def handed_over(board: Board) -> list[str]:
+def handed_over(board: NoticesByKind) -> list[str]:
     """Return the replicas that reported their handover."""
     return [notice["replica_id"] for notice in board.get("handover", ()) if notice.get("state") != "returned"]
 
@@ -149,7 +149,7 @@ def picture_of(facts: Facts, viewer: str | None) -> Picture:
     return Picture(replicas, nodes, rows, figures, minute, incidents)
 
 
-def visible(occurrence: Occurrence, viewer: str | None) -> Row | None:
+def visible(occurrence: Occurrence, viewer: str | None) -> ReplicaRow | None:
     """Return the event as a viewer sees it, or None if it must not see it."""
     body = occurrence.body
     if viewer is not None:
@@ -159,9 +159,9 @@ def visible(occurrence: Occurrence, viewer: str | None) -> Row | None:
     return {"type": occurrence.type, "at_s": occurrence.at_s, **body}
 
 
-def difference(before: Picture, after: Picture, at_s: float) -> list[Row]:
+def difference(before: Picture, after: Picture, at_s: float) -> list[ReplicaRow]:
     """Return the events that turn one picture into the other."""
-    events: list[Row] = [
+    events: list[ReplicaRow] = [
         {"type": "replica", "at_s": at_s, **row}
         for name, row in after.replicas.items()
         if changed(before.replicas.get(name), row)
@@ -197,10 +197,10 @@ class View:
         self.watchers: set[Watcher] = set()
         self._about = facts.about
         self._picture = picture_of(facts, viewer)
-        self._decisions: deque[Row] = deque(maxlen=RECENT_DECISIONS)
+        self._decisions: deque[ReplicaRow] = deque(maxlen=RECENT_DECISIONS)
         self._new_decisions = 0
 
-    def snapshot(self, at_s: float) -> Row:
+    def snapshot(self, at_s: float) -> ReplicaRow:
         """Return the snapshot event."""
         operator, picture = self.viewer is None, self._picture
         return {
@@ -242,12 +242,12 @@ class View:
                     continue
             self._send([body])
 
-    def _send(self, bodies: Iterable[Row]) -> None:
+    def _send(self, bodies: Iterable[ReplicaRow]) -> None:
         for event in map(encoded, bodies):
             for watcher in self.watchers:
                 watcher.offer(event)
 
 
-def encoded(body: Mapping[str, Any]) -> Event:
+def encoded(body: Mapping[str, Any]) -> LiveEvent:
     """Return an event in its wire form."""
-    return Event(body["type"], msgspec.json.encode(body))
+    return LiveEvent(body["type"], msgspec.json.encode(body))

@@ -15,7 +15,7 @@ LAST_EVENT_S = 1.0
 """The time that a watcher has to read the end of its stream."""
 
 
-class Event(NamedTuple):
+class LiveEvent(NamedTuple):
     """``payload``: JSON on one line."""
 
     type: str
@@ -29,11 +29,11 @@ class Watcher:
         self.dropped = 0
         self.ended: End | None = None
         self.limit: asyncio.Timeout | None = None
-        self._queue: deque[Event] = deque()
+        self._queue: deque[LiveEvent] = deque()
         self._bytes = 0
         self._ready = asyncio.Event()
 
-    def offer(self, event: Event) -> None:
+    def offer(self, event: LiveEvent) -> None:
         """Add an event. If the queue is full, drop the oldest ones."""
         self._queue.append(event)
         self._bytes += len(event.payload)
@@ -50,7 +50,7 @@ class Watcher:
             if self.limit is not None:
                 self.limit.reschedule(asyncio.get_running_loop().time() + LAST_EVENT_S)
 
-    async def take(self, timeout_s: float) -> list[Event]:
+    async def take(self, timeout_s: float) -> list[LiveEvent]:
         """Return the queued events, after at most ``timeout_s``, or none after a loss: they are outdated then."""
         if not self._queue and self.ended is None:
             try:

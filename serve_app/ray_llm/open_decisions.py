@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 from router.protocol.request import Decision
 
-Key = tuple[str, bytes]
+DecisionKey = tuple[str, bytes]
 """A replica's id, and the ``request_key`` of a prompt."""
 
 
@@ -15,13 +15,13 @@ class OpenDecisions:
     def __init__(self, most: int, ttl_s: float) -> None:
         self._most = most
         self._ttl_s = ttl_s
-        self._by_age: OrderedDict[int, tuple[float, Key]] = OrderedDict()
-        self._by_key: dict[Key, dict[int, Decision]] = {}
+        self._by_age: OrderedDict[int, tuple[float, DecisionKey]] = OrderedDict()
+        self._by_key: dict[DecisionKey, dict[int, Decision]] = {}
 
     def __len__(self) -> int:
         return len(self._by_age)
 
-    def add(self, key: Key, decision: Decision, now_s: float) -> list[Decision]:
+    def add(self, key: DecisionKey, decision: Decision, now_s: float) -> list[Decision]:
         """Add a decision, and return those that are dropped for it, the oldest first."""
         self._by_age[decision.reservation] = now_s, key
         self._by_key.setdefault(key, {})[decision.reservation] = decision
@@ -37,11 +37,11 @@ class OpenDecisions:
     def _oldest_s(self) -> float:
         return next(iter(self._by_age.values()))[0]
 
-    def of(self, key: Key) -> Collection[Decision]:
+    def of(self, key: DecisionKey) -> Collection[Decision]:
         """Return a prompt's decisions."""
         return self._by_key.get(key, {}).values()
 
-    def take(self, key: Key) -> Collection[Decision]:
+    def take(self, key: DecisionKey) -> Collection[Decision]:
         """Remove and return a prompt's decisions."""
         decisions = self._by_key.pop(key, {})
         for number in decisions:

@@ -3,7 +3,7 @@
 from collections import deque
 from hashlib import sha256
 
-Answer = tuple[str, str, bytes, int, int, float]
+RecentAnswer = tuple[str, str, bytes, int, int, float]
 """Request id, tenant, the hashes of the prompt's whole blocks, prompt tokens, cached tokens, TTFT in seconds."""
 
 KEPT = 256
@@ -14,16 +14,16 @@ class RecentAnswers:
 
     def __init__(self) -> None:
         self.number = 0
-        self._kept: deque[Answer] = deque(maxlen=KEPT)
+        self._kept: deque[RecentAnswer] = deque(maxlen=KEPT)
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: RecentAnswer) -> None:
         """Keep an answer. The id of a response, which may open its text, is replaced by a digest."""
         if answer[0].startswith("resp_"):
             answer = (sha256(answer[0].encode()).hexdigest()[:32], *answer[1:])
         self.number += 1
         self._kept.append(answer)
 
-    def since(self, number: int) -> list[Answer]:
+    def since(self, number: int) -> list[RecentAnswer]:
         """Return the kept answers after the one with this number, the oldest first."""
         new = min(self.number - number, len(self._kept))
         return list(self._kept)[len(self._kept) - new :] if new > 0 else []

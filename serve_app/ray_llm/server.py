@@ -14,7 +14,7 @@ from ray.serve.llm import LLMServer
 from router.feed import FeedPublisher
 from router.serve.request_router import FEED_METADATA
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
-from serve_app.ray_llm.recent_answers import Answer
+from serve_app.ray_llm.recent_answers import RecentAnswer
 from serve_app.ray_llm.scopes import DEFAULT_TENANT_HEADER, METADATA, TENANT_HEADER, EngineFacts, Scopes
 from serve_app.ray_llm.tenant_header import TenantMiddleware
 
@@ -67,7 +67,7 @@ class WarmLLMServer(LLMServer):  # type: ignore[misc]
         if not self._feed.healthy():
             raise RuntimeError("the feed publishes nothing: routers do not know the blocks of this replica")
 
-    async def recent_answers(self, numbers: dict[str, int]) -> tuple[str, int, list[Answer]]:
+    async def recent_answers(self, numbers: dict[str, int]) -> tuple[str, int, list[RecentAnswer]]:
         """Return this replica's name, its last answer's number, and the answers after its own of ``numbers``."""
         answers = self.engine.answers
         return self._name, answers.number, answers.since(numbers.get(self._name, 0))

@@ -17,7 +17,7 @@ from router.protocol.request import NoReplicaLeft
 from router.serve.core_registry import running_replicas
 from router.serve.request_router import deployment_key
 from serve_app.cache.kv_chain import KvChain
-from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, Kind, SavedPrefix
+from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, HotPrefixKind, SavedPrefix
 from serve_app.engine.protocol import AdapterSpec, CacheRoom
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class Peers:
         """Ask how much of these runs of blocks a peer holds, and for its free space."""
         return cast(Survey, await self._ask("survey_cache", peer, runs))
 
-    async def take(self, peer: str, prefix: HashedTokens, first: int, part: KvChain, kind: Kind) -> int:
+    async def take(self, peer: str, prefix: HashedTokens, first: int, part: KvChain, kind: HotPrefixKind) -> int:
         """Give a peer blocks; return how many leading ones of the prefix it then holds, -1 if it refused them."""
         reference = await asyncio.to_thread(ray.put, part)
         return cast(int, await self._ask("take_kv", peer, prefix, first, [reference], kind))

@@ -41,15 +41,15 @@ If that one is slow, it ends when computing would have ended, and the next is tr
 _EXPECTED_WEIGHT_S = 0.01
 _MEMORY_S = 60.0
 
-Refusal = Literal["off", "held", "short", "slow", "busy"]
+PullRefusal = Literal["off", "held", "short", "slow", "busy"]
 """Why a planned pull was not begun: switched off, already here, too little, slower than computing, too many pulls."""
 
-Outcome = Literal["whole", "part", "late", "gone", "holder_busy", "holder_lost", "no_room", "invalid", "failed"]
+PullOutcome = Literal["whole", "part", "late", "gone", "holder_busy", "holder_lost", "no_room", "invalid", "failed"]
 """How a pull ended: "part" brought less than planned because the holder had no more; others may have brought some."""
 
 _BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
-Fetch = Callable[[str, WantedPart], Awaitable[PulledPart]]
+FetchPart = Callable[[str, WantedPart], Awaitable[PulledPart]]
 """Requests a part from a replica. Raises HolderLost; may be cancelled."""
 
 
@@ -98,8 +98,8 @@ class PullMeters:
     """Counters of one replica since its start. Belongs to its event loop."""
 
     def __init__(self) -> None:
-        self.refused: Counter[Refusal] = Counter()
-        self.ended: Counter[Outcome] = Counter()
+        self.refused: Counter[PullRefusal] = Counter()
+        self.ended: Counter[PullOutcome] = Counter()
         self.begun = 0
         self.joined = 0
         self.tokens = 0
@@ -126,7 +126,7 @@ class PullMeters:
 class Puller:
     """One replica's pulls."""
 
-    def __init__(self, engine: Engine, fetch: Fetch, config: AppConfig, *, clock: Clock = time.monotonic) -> None:
+    def __init__(self, engine: Engine, fetch: FetchPart, config: AppConfig, *, clock: Clock = time.monotonic) -> None:
         self.meters = PullMeters()
         self._engine = engine
         self._fetch = fetch
@@ -189,7 +189,7 @@ class Puller:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _refusal(self, tokens: int, prefill_tokens_per_s: float) -> Refusal | None:
+    def _refusal(self, tokens: int, prefill_tokens_per_s: float) -> PullRefusal | None:
         if not self._enabled:
             return "off"
         if tokens <= 0:
@@ -202,7 +202,7 @@ class Puller:
 
     async def _run(self, pull: _Pull) -> None:
         started_s = self._clock()
-        outcome: Outcome = "failed"
+        outcome: PullOutcome = "failed"
         try:
             async with asyncio.timeout(pull.deadline_s):
                 outcome = await self._copy(pull)
@@ -230,7 +230,7 @@ class Puller:
             pull.remote_kv.end()
             self._engine.wake()
 
-    async def _copy(self, pull: _Pull) -> Outcome:
+    async def _copy(self, pull: _Pull) -> PullOutcome:
         """Copy piece after piece; ``pull.held`` tracks the progress."""
         request = pull.request
         prefix = HashedTokens(request.scope, request.token_ids, request.block_hashes, request.tenant)
@@ -249,7 +249,7 @@ class Puller:
 
 async def copy_part(
     engine: Engine,
-    fetch: Fetch,
+    fetch: FetchPart,
     holder: str,
     prefix: HashedTokens,
     first: int,

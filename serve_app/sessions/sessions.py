@@ -33,7 +33,7 @@ DEFAULT_PACE = 20_000.0
 RETURNS = 256
 """The number of a tenant's last pauses that are remembered."""
 
-State = Literal["running", "paused", "waiting", "left"]
+SessionState = Literal["running", "paused", "waiting", "left"]
 
 _JOB_BUCKETS_S = (10.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0)
 
@@ -228,7 +228,7 @@ class Sessions:
         """Return the time at which the last answer ended; infinite while a request runs."""
         return inf if any(not session.waits for session in self._by_request.values()) else self._ended_s
 
-    def state(self, session: Session, pace: float) -> State:
+    def state(self, session: Session, pace: float) -> SessionState:
         """Return a session's current state."""
         if session.running:
             return "waiting" if session.waits else "running"

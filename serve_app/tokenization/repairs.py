@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from serve_app.errors import InvalidRequest
 
-Message = Mapping[str, Any]
-Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], str]
+TemplateMessage = Mapping[str, Any]
+Render = Callable[[Sequence[TemplateMessage], Sequence[Mapping[str, Any]]], str]
 """Renders messages and tools. Raises InvalidRequest."""
 
 _BETWEEN = "\n\n"
@@ -28,7 +28,7 @@ _SEEN_CHARS = 256
 class Chat(NamedTuple):
     """A conversation's messages and tools."""
 
-    messages: Sequence[Message]
+    messages: Sequence[TemplateMessage]
     tools: Sequence[Mapping[str, Any]] = ()
 
 
@@ -36,7 +36,7 @@ class Repair(NamedTuple):
     """Another form of messages, or of a ``tool``. ``said``: what the template does, and what is done about it."""
 
     said: str
-    mend: Callable[[Sequence[Message]], Sequence[Message]] = lambda messages: messages
+    mend: Callable[[Sequence[TemplateMessage]], Sequence[TemplateMessage]] = lambda messages: messages
     tool: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda tool: tool
 
 
@@ -112,7 +112,7 @@ def _mended(chat: Chat, names: frozenset[str]) -> Chat:
     return Chat(messages, tools)
 
 
-def left_out(messages: Sequence[Message], text: str) -> int | None:
+def left_out(messages: Sequence[TemplateMessage], text: str) -> int | None:
     """Return the number of the first message of which a prompt shows nothing, None if there is none.
 
     A guard for what no probe foresees: it looks for a longer word of each message, and each call's name.
@@ -134,15 +134,15 @@ def left_out(messages: Sequence[Message], text: str) -> int | None:
     return None
 
 
-def _joined(first: Message, second: Message) -> Message:
+def _joined(first: TemplateMessage, second: TemplateMessage) -> TemplateMessage:
     """Return one message of two neighbours."""
     parts = [part for part in (first.get("content"), second.get("content")) if part]
     calls = [*(first.get("tool_calls") or ()), *(second.get("tool_calls") or ())]
     return {**second, **first, "content": _BETWEEN.join(parts), **({"tool_calls": calls} if calls else {})}
 
 
-def _join_neighbours(messages: Sequence[Message]) -> list[Message]:
-    told: list[Message] = []
+def _join_neighbours(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
+    told: list[TemplateMessage] = []
     for message in messages:
         if told and told[-1]["role"] == message["role"] in ("user", "assistant"):
             told[-1] = _joined(told[-1], message)
@@ -151,11 +151,11 @@ def _join_neighbours(messages: Sequence[Message]) -> list[Message]:
     return told
 
 
-def _leading(messages: Sequence[Message]) -> list[Message]:
+def _leading(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
     return [*takewhile(lambda message: message["role"] == "system", messages)]
 
 
-def _join_systems(messages: Sequence[Message]) -> list[Message]:
+def _join_systems(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
     leading = _leading(messages)
     if len(leading) < 2:
         return [*messages]
@@ -163,13 +163,13 @@ def _join_systems(messages: Sequence[Message]) -> list[Message]:
     return [{**leading[0], "content": text}, *messages[len(leading) :]]
 
 
-def _later_systems_to_users(messages: Sequence[Message]) -> list[Message]:
+def _later_systems_to_users(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
     leading = len(_leading(messages))
     later = ({**one, "role": "user"} if one["role"] == "system" else one for one in messages[leading:])
     return [*messages[:leading], *later]
 
 
-def _with_a_user(messages: Sequence[Message]) -> list[Message]:
+def _with_a_user(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
     """Put an empty user message after the leading system messages, if no user's follows them."""
     leading = _leading(messages)
     rest = messages[len(leading) :]
@@ -177,7 +177,7 @@ def _with_a_user(messages: Sequence[Message]) -> list[Message]:
     return [*leading, *begun, *rest]
 
 
-def _systems_to_user(messages: Sequence[Message]) -> list[Message]:
+def _systems_to_user(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
     """Put the leading system messages before the first user message, in one message with it."""
     leading = _leading(messages)
     if not leading:
@@ -190,9 +190,9 @@ def _systems_to_user(messages: Sequence[Message]) -> list[Message]:
     return [system, *rest]
 
 
-def _bridged(messages: Sequence[Message]) -> list[Message]:
+def _bridged(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
     """Put empty messages between, so that users and assistants alternate, a user first; calls do not count."""
-    told: list[Message] = []
+    told: list[TemplateMessage] = []
     before = "assistant"
     for message in messages:
         role = message["role"]
@@ -204,9 +204,9 @@ def _bridged(messages: Sequence[Message]) -> list[Message]:
     return told
 
 
-def _calls_one_by_one(messages: Sequence[Message]) -> list[Message]:
+def _calls_one_by_one(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
     """Give each call a message of its own, with its results behind it."""
-    told: list[Message] = []
+    told: list[TemplateMessage] = []
     index = 0
     while index < len(messages):
         message = messages[index]
@@ -227,8 +227,8 @@ def _calls_one_by_one(messages: Sequence[Message]) -> list[Message]:
     return told
 
 
-def _text_before_calls(messages: Sequence[Message]) -> list[Message]:
-    told: list[Message] = []
+def _text_before_calls(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
+    told: list[TemplateMessage] = []
     for message in messages:
         if message.get("tool_calls") and message.get("content"):
             told.append({name: value for name, value in message.items() if name != "tool_calls"})
@@ -237,7 +237,7 @@ def _text_before_calls(messages: Sequence[Message]) -> list[Message]:
     return told
 
 
-def _names_of_calls(messages: Sequence[Message]) -> Iterator[tuple[Message, str]]:
+def _names_of_calls(messages: Sequence[TemplateMessage]) -> Iterator[tuple[TemplateMessage, str]]:
     """Yield each message, with the name of the function whose result it is."""
     names: dict[Any, str] = {}
     last = ""
@@ -247,12 +247,12 @@ def _names_of_calls(messages: Sequence[Message]) -> Iterator[tuple[Message, str]
         yield message, names.get(message.get("tool_call_id"), last) if message["role"] == "tool" else ""
 
 
-def _name_results(messages: Sequence[Message]) -> list[Message]:
+def _name_results(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
     return [{"name": name, **message} if name else message for message, name in _names_of_calls(messages)]
 
 
-def _calls_to_text(messages: Sequence[Message]) -> list[Message]:
-    told: list[Message] = []
+def _calls_to_text(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
+    told: list[TemplateMessage] = []
     for message, name in _names_of_calls(messages):
         if message["role"] == "tool":
             told.append({"role": "user", "content": f"{name or 'A tool'} returned:\n{message['content']}"})
@@ -265,7 +265,7 @@ def _calls_to_text(messages: Sequence[Message]) -> list[Message]:
     return told
 
 
-def _arguments_to_text(messages: Sequence[Message]) -> list[Message]:
+def _arguments_to_text(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
     def change(call: dict[str, Any]) -> dict[str, Any]:
         function = call["function"]
         return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
@@ -284,9 +284,9 @@ def _short_id(call_id: str) -> str:
     return "".join(_ID_LETTERS[number // 62**place % 62] for place in range(_ID_CHARS))
 
 
-def _shorten_ids(messages: Sequence[Message]) -> list[Message]:
+def _shorten_ids(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
     """Give calls and results ids of nine letters and digits; a result without an id gets the next call's."""
-    told: list[Message] = []
+    told: list[TemplateMessage] = []
     unanswered: list[str] = []
     for number, message in enumerate(messages):
         if message.get("tool_calls"):
@@ -301,9 +301,9 @@ def _shorten_ids(messages: Sequence[Message]) -> list[Message]:
     return told
 
 
-def _name_ids(messages: Sequence[Message]) -> list[Message]:
+def _name_ids(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
     """Make ids of functions' names and a call's number; results get their call's."""
-    told, ids, number = list[Message](), dict[Any, str](), 0
+    told, ids, number = list[TemplateMessage](), dict[Any, str](), 0
     for message in messages:
         if message.get("tool_calls"):
             calls = []
@@ -319,7 +319,7 @@ def _name_ids(messages: Sequence[Message]) -> list[Message]:
     return told
 
 
-def _contents_to_parts(messages: Sequence[Message]) -> list[Message]:
+def _contents_to_parts(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
     return [{**message, "content": [{"type": "text", "text": message.get("content") or ""}]} for message in messages]
 
 
@@ -361,7 +361,7 @@ REPAIRS: Mapping[str, Repair] = {
 """All repairs, in the order in which they are made."""
 
 
-def _told(role: str, mark: str, **more: Any) -> Message:
+def _told(role: str, mark: str, **more: Any) -> TemplateMessage:
     return {"role": role, "content": mark, **more}
 
 
@@ -371,7 +371,7 @@ def _call(number: int = 1) -> Mapping[str, Any]:
     return {"id": f"call_9f8e7d6c5b4a{number}", "type": "function", "function": function}
 
 
-def _result(number: int = 1) -> Message:
+def _result(number: int = 1) -> TemplateMessage:
     return _told("tool", f"qzresult{number}", tool_call_id=_call(number)["id"])
 
 

@@ -12,7 +12,7 @@ from serve_app.usage.ledger import KEPT_DAYS, Counts, UsageKey
 
 DEFAULT_DAYS = 30
 
-Rows = list[tuple[UsageKey, Counts]]
+UsageRows = list[tuple[UsageKey, Counts]]
 
 
 def days(start: str | None, end: str | None, today: date) -> tuple[str, str]:
@@ -24,7 +24,7 @@ def days(start: str | None, end: str | None, today: date) -> tuple[str, str]:
     return first.isoformat(), last.isoformat()
 
 
-def merged(readings: Iterable[tuple[str, Rows]]) -> Rows:
+def merged(readings: Iterable[tuple[str, UsageRows]]) -> UsageRows:
     """Merge the rows of several ledgers. Readings with one file id are of the same counters."""
     files: dict[str, dict[UsageKey, Counts]] = {}
     for file_id, rows in readings:
@@ -38,7 +38,7 @@ def merged(readings: Iterable[tuple[str, Rows]]) -> Rows:
     return sorted(total.items())
 
 
-def usage_document(first_day: str, last_day: str, rows: Rows) -> dict[str, Any]:
+def usage_document(first_day: str, last_day: str, rows: UsageRows) -> dict[str, Any]:
     """Return the body of ``/v1/usage``."""
     return {
         "object": "usage",
@@ -49,7 +49,7 @@ def usage_document(first_day: str, last_day: str, rows: Rows) -> dict[str, Any]:
     }
 
 
-def usage_csv(rows: Rows) -> str:
+def usage_csv(rows: UsageRows) -> str:
     """Return the rows as CSV with a header."""
     text = io.StringIO()
     writer = csv.DictWriter(text, [*UsageKey._fields, *_shown(Counts())])

@@ -45,7 +45,7 @@ TIMEOUT_S = 600.0
 FLOODER, FLOOD_IDS, FLOOD_FROM = "flooder", 12, 1 << 30
 """A flooding session sends one prompt of ``FLOOD_IDS`` ids from ``FLOOD_FROM`` on, which the trace does not have."""
 
-Place = tuple[int, int]
+TurnIndex = tuple[int, int]
 """The numbers of a session's stream and of its turn."""
 
 
@@ -92,7 +92,7 @@ def drawn(sessions: Sequence[AgentSession], options: argparse.Namespace) -> list
     return Random(options.seed).sample(found, options.sessions)
 
 
-async def play(session: AgentSession, ask: Callable[[Place], Awaitable[object]]) -> float:
+async def play(session: AgentSession, ask: Callable[[TurnIndex], Awaitable[object]]) -> float:
     """Send every turn at its time, sub-agents' in parallel with the parent's; return the job's seconds."""
     started_s = time.perf_counter()
 
@@ -164,7 +164,7 @@ async def replay(
         async with httpx.AsyncClient(timeout=TIMEOUT_S, limits=limits) as client:
 
             async def job(number: int) -> float:
-                async def ask(place: Place) -> None:
+                async def ask(place: TurnIndex) -> None:
                     answers.append(await _answer(client, url, load.shots[number, *place]))
                     progress.advance(bar)
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from serve_app.api.anthropic.history import RequestDigests
-from serve_app.api.format import AnswerHead, AnswerStream, Choice, ErrorAnswer, FinishReason, ToldToken, Usage
+from serve_app.api.format import AnswerHead, AnswerStream, ApiFinishReason, Choice, ErrorAnswer, ToldToken, Usage
 from serve_app.api.json_body import CALL_PREFIX
 from serve_app.api.sse import named_event
 from serve_app.api.tool_calls import CallArguments, CallBegun, CallEvent
@@ -143,7 +143,7 @@ class _Stream:
             return self._delta({"type": "input_json_delta", "partial_json": event.json})
         return self._end()
 
-    def finish(self, index: int, reason: FinishReason, stop_sequence: str = "") -> bytes:
+    def finish(self, index: int, reason: ApiFinishReason, stop_sequence: str = "") -> bytes:
         self._stop = _stop(reason, stop_sequence)
         return self._end()
 
@@ -199,7 +199,7 @@ def _with_miss(diagnostics: dict[str, Any] | None, usage: Usage) -> dict[str, An
     return {"cache_miss_reason": {**reason, "details": usage.cache_miss}}
 
 
-def _stop(reason: FinishReason, stop_sequence: str) -> dict[str, Any]:
+def _stop(reason: ApiFinishReason, stop_sequence: str) -> dict[str, Any]:
     shown = {"length": "max_tokens", "tool_calls": "tool_use"}.get(reason, "end_turn")
     if reason == "stop" and stop_sequence:
         shown = "stop_sequence"

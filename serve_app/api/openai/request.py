@@ -23,7 +23,7 @@ from serve_app.api.openai.tools import (
     check_arguments,
     tool_use,
 )
-from serve_app.api.request import ChatRequest, CompletionRequest, Prompt, ToolUse, thinking_switches
+from serve_app.api.request import ChatRequest, CompletionRequest, PromptInput, ToolUse, thinking_switches
 from serve_app.errors import InvalidRequest
 
 INT64 = 2**63
@@ -38,7 +38,7 @@ BOUNDED = {
 }
 
 
-def _prompts(value: Any) -> tuple[Prompt, ...]:
+def _prompts(value: Any) -> tuple[PromptInput, ...]:
     if isinstance(value, str) or (isinstance(value, list) and value and not isinstance(value[0], str | list)):
         value = [value]
     if not isinstance(value, list) or not 1 <= len(value) <= MAX_PROMPTS:
@@ -46,7 +46,7 @@ def _prompts(value: Any) -> tuple[Prompt, ...]:
     return tuple(map(_prompt, value))
 
 
-def _prompt(value: Any) -> Prompt:
+def _prompt(value: Any) -> PromptInput:
     if isinstance(value, str):
         if not value:
             raise PydanticCustomError("must_be", "text that is not empty")
@@ -60,7 +60,7 @@ def _prompt(value: Any) -> Prompt:
     return tuple(value)
 
 
-Tokens = Annotated[int | None, Field(ge=1, le=MAX_TOKENS), Whole]
+TokenLimit = Annotated[int | None, Field(ge=1, le=MAX_TOKENS), Whole]
 
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS), Whole]
 
@@ -195,8 +195,8 @@ class ChatBody(GenerationBody):
         Field(min_length=1, fail_fast=True),
         Must("a list of at least one message"),
     ]
-    max_tokens: Tokens = Field(None, description="default: the deployment's")
-    max_completion_tokens: Tokens = Field(None, description="the newer name of max_tokens; it takes precedence")
+    max_tokens: TokenLimit = Field(None, description="default: the deployment's")
+    max_completion_tokens: TokenLimit = Field(None, description="the newer name of max_tokens; it takes precedence")
     logprobs: bool = Field(False, description="report the log-probability of each token")
     top_logprobs: TopLogprobs = Field(0, description="report this many of the likeliest tokens at each place, too")
     return_token_ids: bool | None = Field(
@@ -294,7 +294,7 @@ class CompletionBody(GenerationBody):
     }
 
     prompt: Annotated[
-        tuple[Prompt, ...],
+        tuple[PromptInput, ...],
         Field(description="text or token ids, one prompt or many"),
         PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
         Must(f"a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of either"),

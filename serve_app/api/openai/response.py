@@ -14,9 +14,9 @@ import msgspec
 from serve_app.api.format import (
     AnswerHead,
     AnswerStream,
+    ApiFinishReason,
     Choice,
     ErrorAnswer,
-    FinishReason,
     RankedPrompt,
     RankedToken,
     ShownToken,
@@ -243,7 +243,7 @@ class _Stream:
             return b""
         return self._chunk(index, b'"delta":{"tool_calls":[%b]}' % _encode(delta), b"null")
 
-    def finish(self, index: int, reason: FinishReason, stop_sequence: str = "") -> bytes:
+    def finish(self, index: int, reason: ApiFinishReason, stop_sequence: str = "") -> bytes:
         return self._chunk(index, self._chunks.finish, _encode(reason))
 
     def usage(self, usage: Usage) -> bytes:

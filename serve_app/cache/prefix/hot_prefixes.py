@@ -19,10 +19,10 @@ from serve_app.cache.prefix.block_index import CachedBlock
 from serve_app.cache.prefix.pins import Pin
 from serve_app.cache.prefix.quota import PUBLIC
 
-Kind = Literal["save", "public", "prefix"]
+HotPrefixKind = Literal["save", "public", "prefix"]
 """Pinned by an explicit save; part of a public prompt; any other prefix."""
 
-KINDS: tuple[Kind, ...] = ("save", "public", "prefix")
+KINDS: tuple[HotPrefixKind, ...] = ("save", "public", "prefix")
 """In list order."""
 
 
@@ -45,7 +45,7 @@ class PrefixRun:
     token_ids: bytes
     scope: PrefixScope
     tenant: str
-    kind: Kind
+    kind: HotPrefixKind
     heat: float
 
     @property
@@ -103,7 +103,7 @@ class _Run:
     """A run under construction."""
 
     parent: int | None
-    kind: Kind
+    kind: HotPrefixKind
     entries: list[CachedBlock]
 
 
@@ -134,7 +134,7 @@ def list_hot(entries: Sequence[CachedBlock], pins: Sequence[Pin], now_s: float) 
     runs: list[_Run] = []
     run_of: dict[int, int] = {}
 
-    def goes_on(run: _Run, entry: CachedBlock, kind: Kind) -> bool:
+    def goes_on(run: _Run, entry: CachedBlock, kind: HotPrefixKind) -> bool:
         last = run.entries[-1]
         return (
             last.block == entry.parent
@@ -147,7 +147,7 @@ def list_hot(entries: Sequence[CachedBlock], pins: Sequence[Pin], now_s: float) 
         )
 
     for entry in entries:
-        kind: Kind = "save" if entry.block in pinned else "public" if entry.tenant == PUBLIC else "prefix"
+        kind: HotPrefixKind = "save" if entry.block in pinned else "public" if entry.tenant == PUBLIC else "prefix"
         parent = None if entry.parent is None else run_of[entry.parent]
         if parent is not None and goes_on(runs[parent], entry, kind):
             run_of[entry.block] = parent

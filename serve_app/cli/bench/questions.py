@@ -18,9 +18,9 @@ from serve_app.cli.console import console, fail
 
 app = typer.Typer(no_args_is_help=True, help="Measure a running server: speed, cache, neighbour.")
 
-Url = Annotated[str, typer.Option(envvar="WARMPATH_URL", help="the server's URL, without /v1")]
-Key = Annotated[str, typer.Option(envvar="WARMPATH_API_KEY", help="a tenant's key, if the server needs one")]
-ModelName = Annotated[str | None, typer.Option(help="default: the first one that the server lists")]
+ServerUrl = Annotated[str, typer.Option(envvar="WARMPATH_URL", help="the server's URL, without /v1")]
+ApiKey = Annotated[str, typer.Option(envvar="WARMPATH_API_KEY", help="a tenant's key, if the server needs one")]
+ServedModel = Annotated[str | None, typer.Option(help="default: the first one that the server lists")]
 Requests = Annotated[int, typer.Option(min=1, help="requests in each row")]
 AtOnce = Annotated[int, typer.Option(min=1, help="concurrent requests")]
 PromptWords = Annotated[int, typer.Option(min=1, help="words in each prompt")]
@@ -30,9 +30,9 @@ HERE = "http://127.0.0.1:8000"
 
 @app.command()
 def speed(
-    url: Url = HERE,
-    api_key: Key = "",
-    model: ModelName = None,
+    url: ServerUrl = HERE,
+    api_key: ApiKey = "",
+    model: ServedModel = None,
     requests: Requests = 16,
     at_once: AtOnce = 4,
     words: PromptWords = 500,
@@ -48,9 +48,9 @@ def speed(
 @app.command()
 def cache(
     file: Annotated[Path, typer.Argument(help="chat requests, one JSON object per line; OpenAI's batch files, too")],
-    url: Url = HERE,
-    api_key: Key = "",
-    model: ModelName = None,
+    url: ServerUrl = HERE,
+    api_key: ApiKey = "",
+    model: ServedModel = None,
     at_once: AtOnce = 1,
 ) -> None:
     """Measure the cache's benefit for your prompts: each one alone, then all of them in the order of the file."""
@@ -73,9 +73,9 @@ def neighbour(
     flood_api_key: Annotated[
         str, typer.Option(envvar="WARMPATH_FLOOD_API_KEY", help="the key of a second tenant, which floods")
     ],
-    url: Url = HERE,
-    api_key: Key = "",
-    model: ModelName = None,
+    url: ServerUrl = HERE,
+    api_key: ApiKey = "",
+    model: ServedModel = None,
     requests: Requests = 30,
     flood_at_once: Annotated[int, typer.Option(min=1, help="the flood's concurrent requests")] = 64,
     words: PromptWords = 500,

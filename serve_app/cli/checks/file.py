@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import yaml
 from pydantic import ValidationError
 
-from serve_app.cli.checks.settings import Place, before_model, template_notes, with_model
+from serve_app.cli.checks.settings import RunPlace, before_model, template_notes, with_model
 from serve_app.config.files import rooted
 from serve_app.config.live import BadSettings, Location, app_config, overlaid
 
@@ -26,10 +26,10 @@ class Mistake(NamedTuple):
     minor: bool = False
 
 
-def mistakes_in(text: str, directory: Path | None = None, *, place_of_run: Place = "elsewhere") -> list[Mistake]:
+def mistakes_in(text: str, directory: Path | None = None, *, place_of_run: RunPlace = "elsewhere") -> list[Mistake]:
     """Return the mistakes in a file's text. Raises ValueError if it is not YAML.
 
-    ``directory``: the base of relative paths in a settings file. ``place_of_run``: see ``Place``.
+    ``directory``: the base of relative paths in a settings file. ``place_of_run``: see ``RunPlace``.
     """
     document = _Document(text)
     values = document.values
@@ -87,7 +87,7 @@ def _ray_service(document: _Document) -> Iterator[Mistake]:
     yield from _serve_config(inner, "elsewhere")
 
 
-def _serve_config(document: _Document, place_of_run: Place) -> Iterator[Mistake]:
+def _serve_config(document: _Document, place_of_run: RunPlace) -> Iterator[Mistake]:
     from ray.serve.schema import ServeDeploySchema  # takes seconds, which a settings file does not need
 
     try:
@@ -108,7 +108,7 @@ def _serve_config(document: _Document, place_of_run: Place) -> Iterator[Mistake]
             yield from _application(document, ("applications", number), app, place_of_run)
 
 
-def _application(document: _Document, place: Location, app: Any, place_of_run: Place) -> Iterator[Mistake]:
+def _application(document: _Document, place: Location, app: Any, place_of_run: RunPlace) -> Iterator[Mistake]:
     args = list(_settings(document, (*place, "args"), app.get("args") or {}, place_of_run))
     yield from args
     user_configs: dict[str, Any] = {}
@@ -134,7 +134,7 @@ def _application(document: _Document, place: Location, app: Any, place_of_run: P
                 yield document.mistake((*where, *inner), sentence)
 
 
-def _settings(document: _Document, place: Location, values: Any, place_of_run: Place) -> Iterator[Mistake]:
+def _settings(document: _Document, place: Location, values: Any, place_of_run: RunPlace) -> Iterator[Mistake]:
     try:
         config = app_config(values)
     except BadSettings as error:

@@ -26,10 +26,10 @@ from serve_app.replica.engine_factory import MAKERS, served_fields
 from serve_app.stored.databases import URL_VARIABLE, StorageLimits, open_database
 from serve_app.tenants.secret import load_secret
 
-Place = Literal["start", "here", "elsewhere"]
+RunPlace = Literal["start", "here", "elsewhere"]
 """The place of an instance: here and now, with its model fetched; this machine; other machines with other files."""
 
-Refusal = tuple[str, str]
+SettingRefusal = tuple[str, str]
 """A setting, and a sentence with the reason and the remedy."""
 
 _ENGINE_ARGS = """
@@ -62,7 +62,7 @@ except (ValueError, OSError) as error:
 """
 
 
-def before_model(settings: AppConfig, place: Place = "start") -> Iterator[Refusal]:
+def before_model(settings: AppConfig, place: RunPlace = "start") -> Iterator[SettingRefusal]:
     """Yield the problems that are visible before the model is fetched: changed prompts, a missing engine."""
     directory = settings.prompts_dir
     if directory is None or _looks_into(directory, place):
@@ -72,7 +72,7 @@ def before_model(settings: AppConfig, place: Place = "start") -> Iterator[Refusa
         yield "engine", missing
 
 
-def with_model(settings: AppConfig, place: Place = "start") -> Iterator[Refusal]:
+def with_model(settings: AppConfig, place: RunPlace = "start") -> Iterator[SettingRefusal]:
     """Yield the other problems: settings that do not fit each other, the engine, the model or the machine."""
     yield from _fit(settings, place)
     yield from _model(settings, place)
@@ -81,13 +81,13 @@ def with_model(settings: AppConfig, place: Place = "start") -> Iterator[Refusal]
         yield from _written_files(settings)
 
 
-def _looks_into(path: Path, place: Place) -> bool:
+def _looks_into(path: Path, place: RunPlace) -> bool:
     """Return whether to check a file of the settings; relative paths of a Serve config start elsewhere."""
     path = path.expanduser()
     return place == "start" or path.exists() or (place == "here" and path.is_absolute())
 
 
-def _refusal(setting: str, ask: Callable[[], object]) -> Iterator[Refusal]:
+def _refusal(setting: str, ask: Callable[[], object]) -> Iterator[SettingRefusal]:
     """Yield the message of the error that ``ask`` raises."""
     try:
         ask()
@@ -95,7 +95,7 @@ def _refusal(setting: str, ask: Callable[[], object]) -> Iterator[Refusal]:
         yield setting, str(error)
 
 
-def _fit(settings: AppConfig, place: Place) -> Iterator[Refusal]:
+def _fit(settings: AppConfig, place: RunPlace) -> Iterator[SettingRefusal]:
     """Check that settings fit each other and the engine, and that adapters and the secret are usable."""
     if settings.autoscaling is not None and "replicas" in settings.model_fields_set:
         yield "replicas", "replicas has no effect beside autoscaling: leave it out, min_replicas and max_replicas count"
@@ -116,14 +116,14 @@ def _fit(settings: AppConfig, place: Place) -> Iterator[Refusal]:
         yield from _refusal("store_responses", lambda: open_database(url, Path(), limits))  # does not connect
 
 
-def _there(settings: AppConfig, place: Place) -> bool:
+def _there(settings: AppConfig, place: RunPlace) -> bool:
     """Return whether to look at the checkpoint now."""
     path = Path(settings.model).expanduser()
     by_name = settings.model in BUILT_IN or is_hub_id(settings.model)
     return place == "start" or path.is_dir() or not (by_name or path.is_file() or not _looks_into(path, place))
 
 
-def _model(settings: AppConfig, place: Place) -> Iterator[Refusal]:
+def _model(settings: AppConfig, place: RunPlace) -> Iterator[SettingRefusal]:
     """Check that the checkpoint exists and fits, with its budgets. A name to fetch does not count as missing."""
     if not _there(settings, place):
         return
@@ -143,7 +143,7 @@ def _model(settings: AppConfig, place: Place) -> Iterator[Refusal]:
         yield from _memory(settings, info)
 
 
-def template_notes(settings: AppConfig, place: Place) -> Iterator[str]:
+def template_notes(settings: AppConfig, place: RunPlace) -> Iterator[str]:
     """Yield what the model's chat template does not take, and what is done about it. Raises ValueError, OSError."""
     if place == "elsewhere" or not _there(settings, place):
         return
@@ -152,7 +152,7 @@ def template_notes(settings: AppConfig, place: Place) -> Iterator[str]:
         yield from sentences.splitlines()
 
 
-def _said(setting: str, program: str, argument: str) -> Iterator[Refusal]:
+def _said(setting: str, program: str, argument: str) -> Iterator[SettingRefusal]:
     """Yield the sentence that a program prints, in a separate process, because its imports take seconds."""
     command = [sys.executable, *path_flags(), "-c", program, argument]
     asked = subprocess.run(  # noqa: S603  # our own program
@@ -162,7 +162,7 @@ def _said(setting: str, program: str, argument: str) -> Iterator[Refusal]:
         yield setting, sentence
 
 
-def _blocks(settings: AppConfig, fields: dict[str, object]) -> Iterator[Refusal]:
+def _blocks(settings: AppConfig, fields: dict[str, object]) -> Iterator[SettingRefusal]:
     """Check that each budget holds one KV block of minimum size."""
     dtype = "bfloat16" if settings.dtype == "auto" else settings.dtype
     try:
@@ -175,7 +175,7 @@ def _blocks(settings: AppConfig, fields: dict[str, object]) -> Iterator[Refusal]
             yield name, f"{name}={budget_bytes} cannot hold one KV block of {block_bytes} bytes"
 
 
-def _memory(settings: AppConfig, info: CheckpointInfo) -> Iterator[Refusal]:
+def _memory(settings: AppConfig, info: CheckpointInfo) -> Iterator[SettingRefusal]:
     """Check that the replicas fit this machine's memory."""
     if settings.engine_traits.simulated or settings.replica_num_gpus:
         return
@@ -191,7 +191,7 @@ def _memory(settings: AppConfig, info: CheckpointInfo) -> Iterator[Refusal]:
         )
 
 
-def _written_files(settings: AppConfig) -> Iterator[Refusal]:
+def _written_files(settings: AppConfig) -> Iterator[SettingRefusal]:
     """Check that the files of usage and of stored responses can be created or written."""
     for name in ("usage_file", "responses_file"):
         if (given := getattr(settings, name)) is not None:
@@ -200,7 +200,7 @@ def _written_files(settings: AppConfig) -> Iterator[Refusal]:
                 yield name, f"{name}={file} is no file that this user may write; name another one"
 
 
-def _disk_tier(settings: AppConfig) -> Iterator[Refusal]:
+def _disk_tier(settings: AppConfig) -> Iterator[SettingRefusal]:
     """Check that the disk tier's directory can be created and written, and its disk is large enough."""
     if not settings.disk_cache_bytes or settings.disk_cache_dir is None:
         return

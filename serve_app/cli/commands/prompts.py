@@ -19,7 +19,7 @@ TIMEOUT_S = 1800.0
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Versions of system prompts: lock, verify, switch.")
 
 Ref = Annotated[str, typer.Argument(help="NAME@VERSION")]
-Directory = Annotated[Path, typer.Option("--dir", help=f"the directory of the prompts and {LOCK}")]
+PromptsDirectory = Annotated[Path, typer.Option("--dir", help=f"the directory of the prompts and {LOCK}")]
 Cold = Annotated[bool, typer.Option(help="switch at once, without computing the version first")]
 Url = Annotated[
     str,
@@ -67,7 +67,7 @@ def add(
     tenant: Annotated[
         str | None, typer.Option(help="its only tenant; default: that of its other versions, else public")
     ] = None,
-    directory: Directory = Path("prompts"),
+    directory: PromptsDirectory = Path("prompts"),
 ) -> None:
     """Lock a version: from now on, every client gets exactly these bytes."""
     try:
@@ -78,7 +78,7 @@ def add(
 
 
 @app.command()
-def verify(directory: Directory = Path("prompts")) -> None:
+def verify(directory: PromptsDirectory = Path("prompts")) -> None:
     """Compare every prompt with its digest; exits with 1 if one has changed since it was locked."""
     try:
         shelf = PromptDirectory(directory)

@@ -28,7 +28,7 @@ SMALL_TABLE_BLOCKS = 16
 GATHER_TOKENS = 128 * 1024
 """Tokens copied at once, unless one sequence has more: 512 MiB for 8 heads of 128 in bfloat16."""
 
-Rows = torch.Tensor | slice
+RowIndex = torch.Tensor | slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Read:
     ``partial``: the result is merged with other reads of these rows.
     """
 
-    rows: Rows
+    rows: RowIndex
     place: torch.Tensor | slice | None
     tokens: int
     mask: torch.Tensor | None = None
@@ -156,7 +156,7 @@ def _copied_tokens(table: _Table, block_size: int) -> int:
     return len(table.blocks) * block_size - unused
 
 
-def _index(rows: Sequence[int], device: torch.device | None = None) -> Rows:
+def _index(rows: Sequence[int], device: torch.device | None = None) -> RowIndex:
     """Return row numbers; neighbours become a slice, which costs no indexing kernel."""
     if list(rows) == list(range(rows[0], rows[0] + len(rows))):
         return slice(rows[0], rows[0] + len(rows))

@@ -9,7 +9,7 @@ from typing import TypeVar
 from serve_app.engine.protocol import Clock, EngineError
 
 T = TypeVar("T")
-Call = Callable[[], None]
+Command = Callable[[], None]
 
 
 class EngineLoop:
@@ -22,7 +22,7 @@ class EngineLoop:
         self, run: Callable[[], None], deliver: Callable[[], None], clock: Clock, stall_after_s: float
     ) -> None:
         self.changed = threading.Condition()
-        self.calls: list[Call] = []
+        self.calls: list[Command] = []
         self.stopping = False
         self._closed = False
         self._run = run
@@ -56,7 +56,7 @@ class EngineLoop:
         started = self._step_started_s
         return started is None or self._clock() - started < self._stall_after_s
 
-    def post(self, call: Call) -> None:
+    def post(self, call: Command) -> None:
         """Run ``call``, which must not raise, between two steps (any thread)."""
         with self.changed:
             self.calls.append(call)

@@ -17,7 +17,7 @@ from serve_app.engine.settings import EngineSettings
 from serve_app.engine.step import AdapterSlots, ceil_div
 from serve_app.fairness.shares import UNBORROWED_PART
 
-Verdict = Literal["admitted", "parked", "no_room", "over_share"]
+AdmissionVerdict = Literal["admitted", "parked", "no_room", "over_share"]
 
 GROWTH_BLOCKS = 4
 """Blocks allocated at once for generated tokens: longer contiguous runs, and at most three blocks held early."""
@@ -86,7 +86,7 @@ class RunningSet:
         self._pending = pending
         self._adapters = adapters
 
-    def verdict(self, tenant: str, needed: int, idle_hits: int) -> Verdict:
+    def verdict(self, tenant: str, needed: int, idle_hits: int) -> AdmissionVerdict:
         """Return whether ``needed`` blocks can be reserved besides the hits, of which ``idle_hits`` are idle now."""
         cache = self._cache
         room = cache.available_blocks - idle_hits - self.reserved_blocks

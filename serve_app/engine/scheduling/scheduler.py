@@ -16,7 +16,7 @@ import msgspec
 from router.protocol.block_hash import HASH_BYTES, hash_at
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.scheduling.fair_queue import LEAST_STEP_TOKENS, QUANTUM_TOKENS, FairQueue
-from serve_app.engine.scheduling.running_set import PendingBlocks, RunningSet, Verdict, blocks_to_reserve
+from serve_app.engine.scheduling.running_set import AdmissionVerdict, PendingBlocks, RunningSet, blocks_to_reserve
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
 from serve_app.engine.step import AdapterSlots
@@ -283,7 +283,7 @@ class Scheduler:
             hint = self._cache.index.count_held(chain, limit)
         sequence.held_blocks_hint = hint
 
-    def _admit(self, sequence: SequenceState) -> Verdict:
+    def _admit(self, sequence: SequenceState) -> AdmissionVerdict:
         """Admit a waiting sequence, park it behind another's block or a load, or return the missing resource."""
         cache = self._cache
         limit = sequence.reusable_blocks(cache)

@@ -24,7 +24,7 @@ from serve_app.engine.vllm.transfer.job import TransferJob
 
 _log = logging.getLogger(__name__)
 
-Run = Callable[[TransferJob, Sequence[int], bytes, str], Awaitable[int]]
+RunTransfer = Callable[[TransferJob, Sequence[int], bytes, str], Awaitable[int]]
 """``JobRunner.run``."""
 
 Pinned = Literal["saved", "present", "over_budget", "failed"]
@@ -43,7 +43,7 @@ class VllmSaves:
         settings: VllmSettings,
         num_blocks: int,
         pool: VllmPool,
-        run: Run,
+        run: RunTransfer,
         meters: EngineMeters,
         clock: Clock = time.monotonic,
     ) -> None:

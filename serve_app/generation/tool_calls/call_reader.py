@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from serve_app.api.format import Choice, FinishReason, RankedPrompt, ToldToken
+from serve_app.api.format import ApiFinishReason, Choice, RankedPrompt, ToldToken
 from serve_app.api.tool_calls import CallArguments, CallBegun, CallEnded, CallEvent, ToolCall
 from serve_app.generation.answer import Piece, in_pieces
 from serve_app.generation.tool_calls.formats import Reading
@@ -76,7 +76,7 @@ class WholeChoice:
         self._calls: list[ToolCall] = []
         self._call_id = self._name = ""
         self._arguments: list[str] = []
-        self._reason: FinishReason = "length"
+        self._reason: ApiFinishReason = "length"
         self._stop_sequence = ""
         self._prompt: RankedPrompt | None = None
         self._token_ids: list[int] = []
@@ -101,7 +101,7 @@ class WholeChoice:
 
     def choice(self) -> Choice:
         """Return the choice that the pieces form together."""
-        reason: FinishReason = "stop" if self._reason == "tool_calls" and not self._calls else self._reason
+        reason: ApiFinishReason = "stop" if self._reason == "tool_calls" and not self._calls else self._reason
         told = None if self._told is None else tuple(self._told)
         text, reasoning = "".join(self._texts), "".join(self._reasoning)
         calls, token_ids = tuple(self._calls), tuple(self._token_ids)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from serve_app.api.format import FinishReason
+from serve_app.api.format import ApiFinishReason
 from serve_app.api.request import Tool, ToolUse
 from serve_app.config.engine import vllm_missing
 from serve_app.errors import InvalidRequest
@@ -30,7 +30,7 @@ VLLMS = {
 
 logger = logging.getLogger(__name__)
 
-Call = tuple[str, dict[str, Any]]
+NamedArguments = tuple[str, dict[str, Any]]
 """Name and arguments."""
 
 
@@ -43,7 +43,7 @@ MADE_UP = (
     _tool("get_weather", city={"type": "string"}, days={"type": "integer"}),
     _tool("find_places", near={"type": "array", "items": {"type": "string"}}, open={"type": "boolean"}),
 )
-CALLS: tuple[Call, ...] = (
+CALLS: tuple[NamedArguments, ...] = (
     ("get_weather", {"city": 'Oslo, "north" \\ 59°', "days": 2}),
     ("find_places", {"near": ["sea", "a wood"], "open": True}),
 )
@@ -52,7 +52,9 @@ _WORDS = "\ue000"
 """The content of a turn without calls: a private-use character, which no template contains."""
 
 
-def written_turns(template: ChatTemplate, make_id: Callable[[str, int], str]) -> Iterator[tuple[Sequence[Call], str]]:
+def written_turns(
+    template: ChatTemplate, make_id: Callable[[str, int], str]
+) -> Iterator[tuple[Sequence[NamedArguments], str]]:
     """Yield calls with what a template writes for a turn of them, without the text around any turn.
 
     One call, then two at once if the template takes both. Nothing if it refuses calls or leaves them out.
@@ -67,7 +69,7 @@ def written_turns(template: ChatTemplate, make_id: Callable[[str, int], str]) ->
         yield calls, text
 
 
-def _turn(template: ChatTemplate, calls: Sequence[Call], make_id: Callable[[str, int], str]) -> str:
+def _turn(template: ChatTemplate, calls: Sequence[NamedArguments], make_id: Callable[[str, int], str]) -> str:
     def rendered(*more: dict[str, Any], **options: Any) -> str:
         return template.render([_QUESTION, *more], MADE_UP, **{"add_generation_prompt": False, **options}).text
 
@@ -143,7 +145,7 @@ def _read_back(
     tokenizer: PromptTokenizer,
     shown: frozenset[str],
     reader: Callable[[], SplitPiece],
-    calls: Sequence[Call],
+    calls: Sequence[NamedArguments],
     text: str,
     *,
     cut: bool = False,
@@ -158,7 +160,7 @@ def _read_back(
         for at, token_id in enumerate(ids[:end], 1):
             last = at == end
             decoded = decoder.push((token_id,)) + (decoder.flush() if last else "")
-            reason: FinishReason | None = None if not last else "stop" if end == len(ids) else "length"
+            reason: ApiFinishReason | None = None if not last else "stop" if end == len(ids) else "length"
             for piece in split.split(Piece(0, decoded, 1, None, reason, token_ids=(token_id,))):
                 whole.add(piece)
         choice = whole.choice()

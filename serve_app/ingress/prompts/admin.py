@@ -22,7 +22,7 @@ from serve_app.tokenization.tokenizer import PromptTokenizer
 
 logger = logging.getLogger(__name__)
 
-Report = tuple[dict[str, VersionCounts], dict[str, list[Use]]]
+PromptReport = tuple[dict[str, VersionCounts], dict[str, list[Use]]]
 
 
 class PromptBody(JsonBody):
@@ -165,7 +165,7 @@ class PromptAdmin:
         await self.exchange(cutovers)
         await self.ingresses("exchange_cutovers", cutovers)
 
-    async def _reports(self) -> list[Report]:
+    async def _reports(self) -> list[PromptReport]:
         return await self.ingresses("prompt_report") or [self.traffic.report()]
 
     async def _done(self, name: str, warm: Sequence[Warm]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from serve_app.api import sse
 from serve_app.ingress.http import until_gone
 from serve_app.live.live import Live
 from serve_app.live.view import encoded
-from serve_app.live.watcher import Event, Watcher
+from serve_app.live.watcher import LiveEvent, Watcher
 
 CHECK_S = 2.0
 """The interval between checks of a watcher's key."""
@@ -68,5 +68,5 @@ class LiveEventStream(StreamingResponse):
             yield _frame(number, end)
 
 
-def _frame(number: int, event: Event) -> bytes:
+def _frame(number: int, event: LiveEvent) -> bytes:
     return b"id: %d\n" % number + sse.named_event(event.type, event.payload)

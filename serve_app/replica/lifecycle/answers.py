@@ -13,7 +13,7 @@ import numpy as np
 
 from router.protocol.block_hash import HASH_BYTES
 from serve_app.cache.kv_chain import KvChain, TransferError
-from serve_app.cache.prefix.hot_prefixes import HashedTokens, Kind, SavedPrefix, within
+from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixKind, SavedPrefix, within
 from serve_app.engine.protocol import AdapterSpec, Engine
 from serve_app.replica.lifecycle.receipt import MoveMeters
 from serve_app.replica.peers import HotOffer, PulledPart, Survey, WantedPart
@@ -73,7 +73,9 @@ class PeerAnswers:
 
         return await asyncio.to_thread(look)
 
-    async def take_kv(self, prefix: HashedTokens, first: int, part: Sequence[Awaitable[KvChain]], kind: Kind) -> int:
+    async def take_kv(
+        self, prefix: HashedTokens, first: int, part: Sequence[Awaitable[KvChain]], kind: HotPrefixKind
+    ) -> int:
         """Import blocks of a prefix from ``first`` on; return how many leading ones are then held, -1: refused.
 
         ``part``: one reference, in a list because Ray would fetch a bare one before its turn.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from router.protocol.block_hash import HASH_BYTES, split_chain
-from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, Kind, PrefixRun, SavedPrefix
+from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, HotPrefixKind, PrefixRun, SavedPrefix
 from serve_app.engine.protocol import CacheRoom, Engine
 from serve_app.replica.lifecycle.receipt import Receipt, Skipped
 from serve_app.replica.peers import HolderLost, Peers, ask_all
@@ -167,7 +167,7 @@ class HandOver:
         return [receiver for receiver in self._receivers if receiver.fails is None]
 
     def _next_receiver(
-        self, path: list[int], kind: Kind, *, whole: bool, without: Collection[str] = ()
+        self, path: list[int], kind: HotPrefixKind, *, whole: bool, without: Collection[str] = ()
     ) -> _Receiver | None:
         """Return the peer that lacks fewest blocks, then has most space (``whole``: for all); None: none fits."""
         heat = self._heat(path[-1], kind)
@@ -180,13 +180,13 @@ class HandOver:
                 fits.append((lacks, -room, receiver))
         return min(fits, key=lambda each: each[:2])[2] if fits else None
 
-    def _heat(self, number: int, kind: Kind) -> float:
+    def _heat(self, number: int, kind: HotPrefixKind) -> float:
         return self._hot.runs[number].heat if kind == "prefix" else math.inf
 
     def _lacks(self, receiver: _Receiver, path: Sequence[int]) -> int:
         return sum(self._hot.runs[i].blocks - receiver.known[i] for i in path)
 
-    async def _give(self, receiver: _Receiver, path: list[int], kind: Kind) -> Skipped | None:
+    async def _give(self, receiver: _Receiver, path: list[int], kind: HotPrefixKind) -> Skipped | None:
         """Send a peer the blocks that it lacks of a prefix, as far as they fit; return the reason of a failure."""
         promised = min(receiver.room_for(self._heat(path[-1], kind)), self._lacks(receiver, path))
         receiver.used += promised

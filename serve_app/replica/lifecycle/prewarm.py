@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from router.protocol.block_hash import split_chain
 from serve_app.cache.kv_chain import TransferError
-from serve_app.cache.prefix.hot_prefixes import KINDS, HashedTokens, HotPrefixes, Kind
+from serve_app.cache.prefix.hot_prefixes import KINDS, HashedTokens, HotPrefixes, HotPrefixKind
 from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import AdapterSpec, Engine
 from serve_app.replica.lifecycle.receipt import Receipt, Skipped
@@ -46,7 +46,7 @@ class PrefixPart:
         return self.offer.prefix(self.run)
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> HotPrefixKind:
         """The run's kind."""
         return self.offer.runs[self.run].kind
 

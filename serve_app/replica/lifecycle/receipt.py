@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from router.protocol.samples import Labels, Sample
-from serve_app.cache.prefix.hot_prefixes import Kind
+from serve_app.cache.prefix.hot_prefixes import HotPrefixKind
 
 Skipped = Literal["no_peers", "held_by_peer", "no_room", "peer_lost", "refused", "gone", "parent_missing", "time"]
 """Why a block was not moved, in order: there are no peers; a peer has it; it does not fit (nothing colder, a full pool,
@@ -30,10 +30,10 @@ class Receipt:
     bytes: int = 0
     seconds: float = 0.0
     state: Literal["running", "done", "returned"] = "running"
-    blocks: Counter[Kind] = field(default_factory=Counter)
+    blocks: Counter[HotPrefixKind] = field(default_factory=Counter)
     skipped: Counter[Skipped] = field(default_factory=Counter)
 
-    def moved(self, kind: Kind, blocks: int, block_bytes: int) -> None:
+    def moved(self, kind: HotPrefixKind, blocks: int, block_bytes: int) -> None:
         """Count blocks that arrived."""
         if blocks:
             self.blocks[kind] += blocks
@@ -62,7 +62,7 @@ class MoveMeters:
     """Counters of one replica: ``joined`` is its own pre-warm's receipt; the rest counts hand-overs from peers."""
 
     joined: Receipt | None = None
-    taken_blocks: Counter[Kind] = field(default_factory=Counter)
+    taken_blocks: Counter[HotPrefixKind] = field(default_factory=Counter)
     taken_bytes: int = 0
     refused_blocks: int = 0
     taken_saves: Counter[str] = field(default_factory=Counter)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.protocol.request import Decision
-from serve_app.ray_llm.open_decisions import Key, OpenDecisions
+from serve_app.ray_llm.open_decisions import DecisionKey, OpenDecisions
 
 MOST, TTL_S = 5, 10.0
 STEPS = st.lists(st.tuples(st.booleans(), st.sampled_from("ab"), st.sampled_from("xy"), st.integers(0, 6)), max_size=40)
@@ -20,16 +20,16 @@ def decision(number: int) -> Decision:
 class Naive:
     """All in one list, each with its time and key."""
 
-    kept: list[tuple[float, Key, Decision]] = field(default_factory=list)
+    kept: list[tuple[float, DecisionKey, Decision]] = field(default_factory=list)
 
-    def add(self, key: Key, one: Decision, now_s: float) -> list[Decision]:
+    def add(self, key: DecisionKey, one: Decision, now_s: float) -> list[Decision]:
         self.kept.append((now_s, key, one))
         first = max(0, len(self.kept) - MOST)
         dropped = [row for at, row in enumerate(self.kept) if at < first or now_s - row[0] >= TTL_S]
         self.kept = [row for row in self.kept if row not in dropped]
         return [row[2] for row in dropped]
 
-    def take(self, key: Key) -> list[Decision]:
+    def take(self, key: DecisionKey) -> list[Decision]:
         taken = [row for row in self.kept if row[1] == key]
         self.kept = [row for row in self.kept if row[1] != key]
         return [row[2] for row in taken]

@@ -1,9 +1,9 @@
 """A replica's latest answers are numbered, bounded, and open nothing."""
 
-from serve_app.ray_llm.recent_answers import KEPT, Answer, RecentAnswers
+from serve_app.ray_llm.recent_answers import KEPT, RecentAnswer, RecentAnswers
 
 
-def answer(request_id: str) -> Answer:
+def answer(request_id: str) -> RecentAnswer:
     return request_id, "t", b"chain", 100, 32, 0.1
 
 

@@ -18,7 +18,7 @@ from serve_app.engine.protocol import Prefilled
 from serve_app.errors import InvalidRequest
 from serve_app.ingress.observe.answer_meter import charge_unanswered
 from serve_app.usage.ledger import Counts, Ledger, LedgerError, UsageKey
-from serve_app.usage.report import Rows, days, merged, usage_csv, usage_document
+from serve_app.usage.report import UsageRows, days, merged, usage_csv, usage_document
 from tests.serve_app.ingress.scripted import GENERATION
 
 DAY = datetime(2027, 1, 31, tzinfo=UTC)
@@ -28,7 +28,7 @@ def ledger_of(file: Path | None, now: Callable[[], datetime] = lambda: DAY) -> L
     return Ledger(file, 16, now=now)
 
 
-def everything(ledger: Ledger, tenant: str | None = None) -> Rows:
+def everything(ledger: Ledger, tenant: str | None = None) -> UsageRows:
     return ledger.read("0000-00-00", "9999-99-99", tenant)
 
 

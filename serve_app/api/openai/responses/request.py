@@ -7,7 +7,7 @@ from pydantic import Field
 
 from serve_app.api.json_body import JsonBody, Must, Refused, Text128, Text1024, Whole
 from serve_app.api.kinds import RESPONSE_TOOLS
-from serve_app.api.openai.request import BOUNDED, Effort, GenerationBody, StreamOptions, Tokens, TopLogprobs
+from serve_app.api.openai.request import BOUNDED, Effort, GenerationBody, StreamOptions, TokenLimit, TopLogprobs
 from serve_app.api.openai.responses.items import ITEM_PATHS, messages_of
 from serve_app.api.openai.sampling import INSTEAD, REFUSED, of_format
 from serve_app.api.openai.tools import (
@@ -164,7 +164,7 @@ class ResponsesBody(GenerationBody):
     previous_response_id: Text128 = Field(None, description="a stored response; input continues its conversation")
     store: bool = Field(True, description="store the response, if the deployment stores responses")
     instructions: Annotated[str | None, Must("a string")] = Field(None, description="a system message before the input")
-    max_output_tokens: Tokens = Field(None, description="default: the deployment's")
+    max_output_tokens: TokenLimit = Field(None, description="default: the deployment's")
     stream_options: ResponseStreamOptions | None = None
     text: Annotated[TextConfig, Must("an object with format")] = Field(
         TextConfig(), description="format: text, json_object or json_schema"

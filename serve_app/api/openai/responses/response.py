@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import Field
 
-from serve_app.api.format import AnswerHead, AnswerStream, Choice, FinishReason, ToldToken, Usage
+from serve_app.api.format import AnswerHead, AnswerStream, ApiFinishReason, Choice, ToldToken, Usage
 from serve_app.api.json_body import JsonBody, Must
 from serve_app.api.openai.response import cache_miss, openai_error, told_tokens
 from serve_app.api.openai.responses.items import text_part
@@ -105,7 +105,7 @@ class _Stream:
         self._told: list[dict[str, Any]] = []
         self._open = False
         self._number = 0
-        self._reason: FinishReason = "length"
+        self._reason: ApiFinishReason = "length"
 
     def opening(self, index: int, usage: Usage) -> bytes:
         begun = _response(self._head, [], None, None)
@@ -147,7 +147,7 @@ class _Stream:
         self._parts, self._told = [text], told
         return events + self._close(item["status"])
 
-    def finish(self, index: int, reason: FinishReason, stop_sequence: str = "") -> bytes:
+    def finish(self, index: int, reason: ApiFinishReason, stop_sequence: str = "") -> bytes:
         self._reason = reason
         events = b"" if self._output else self._open_parts(self._items.message(""))
         return events + self._close("incomplete" if reason == "length" else "completed")
@@ -213,7 +213,7 @@ class _Stream:
 
 
 def _response(
-    head: AnswerHead, output: list[dict[str, Any]], reason: FinishReason | None, usage: Usage | None
+    head: AnswerHead, output: list[dict[str, Any]], reason: ApiFinishReason | None, usage: Usage | None
 ) -> dict[str, Any]:
     """Return a response; with ``reason`` None it is in progress."""
     cut = reason == "length"

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.common.agent_sessions import AgentSession, AgentStream, AgentTurn, job_s, read_sessions
 from benchmarks.common.report import BenchmarkError
-from benchmarks.end_to_end.replay.agents import Place, compared, drawn, make_load, parse, play, sentence
+from benchmarks.end_to_end.replay.agents import TurnIndex, compared, drawn, make_load, parse, play, sentence
 from benchmarks.end_to_end.replay.text import TraceText
 from serve_app.checkpoints.sources.resolve import resolve_model
 
@@ -70,13 +70,13 @@ def test_too_few_sessions_are_an_error(trace: list[AgentSession]) -> None:
 
 def test_a_turn_begins_after_the_answer_before_and_a_sub_agent_beside_its_parent() -> None:
     """The parent's second answer waits for the sub-agent's first: run one after the other, they would never end."""
-    began: list[Place] = []
-    ended: list[Place] = []
+    began: list[TurnIndex] = []
+    ended: list[TurnIndex] = []
 
     async def run() -> None:
         child_asked = asyncio.Event()
 
-        async def ask(place: Place) -> None:
+        async def ask(place: TurnIndex) -> None:
             began.append(place)
             if place == (1, 0):
                 child_asked.set()

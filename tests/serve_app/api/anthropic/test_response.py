@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from serve_app.api.anthropic.history import MAX_MESSAGES, MessageHistory, RequestDigests, digest, digests
 from serve_app.api.anthropic.response import MessagesFormat
-from serve_app.api.format import AnswerHead, Choice, FinishReason, Usage
+from serve_app.api.format import AnswerHead, ApiFinishReason, Choice, Usage
 from serve_app.api.tool_calls import CallArguments, CallBegun, CallEnded, ToolCall
 from serve_app.engine.protocol import Save
 from serve_app.generation.request_usage import kept_tokens
@@ -59,7 +59,7 @@ def built(raw: bytes) -> dict[str, Any]:
     st.integers(1, 9),
 )
 def test_a_stream_builds_the_whole_answer(
-    text: str, called: list[tuple[str, dict[str, int]]], reason: FinishReason, stop: str, step: int
+    text: str, called: list[tuple[str, dict[str, int]]], reason: ApiFinishReason, stop: str, step: int
 ) -> None:
     usage = Usage(100, 7, 32, 16, 16)
     stream = fresh_format().stream(HEAD)

@@ -30,7 +30,7 @@ from serve_app.ingress.routes.handler import BODIES
 from serve_app.ingress.services import Services
 from serve_app.tenants.tenants import Tenants, make_api_key
 from serve_app.usage.ledger import Counts, UsageKey
-from serve_app.usage.report import Rows
+from serve_app.usage.report import UsageRows
 from tests.serve_app.ingress.scripted import partial_services, scripted
 
 (OPERATOR, OPERATOR_DIGEST), (KEY, DIGEST) = make_api_key(), make_api_key()
@@ -214,7 +214,7 @@ def test_the_version_is_told_to_everybody() -> None:
 def test_usage_is_a_tenants_own_and_the_operators_to_see_whole() -> None:
     asked: list[tuple[str, str, str | None]] = []
 
-    async def everywhere(first_day: str, last_day: str, tenant: str | None) -> Rows:
+    async def everywhere(first_day: str, last_day: str, tenant: str | None) -> UsageRows:
         asked.append((first_day, last_day, tenant))
         return [(UsageKey(last_day, tenant or "all", "demo", ""), Counts(requests=1))]
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from router.protocol.block_hash import PrefixScope, extend_chain, split_chain
 from serve_app.cache.kv_chain import KvChain
-from serve_app.cache.prefix.hot_prefixes import HashedTokens, Kind
+from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixKind
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
 from serve_app.engine.settings import EngineSettings
@@ -85,7 +85,7 @@ class Local(Peers):
         self.asked.append((holder, wanted))
         return await super().fetch(holder, wanted)
 
-    async def take(self, peer: str, prefix: HashedTokens, first: int, part: KvChain, kind: Kind) -> int:
+    async def take(self, peer: str, prefix: HashedTokens, first: int, part: KvChain, kind: HotPrefixKind) -> int:
         reference = asyncio.get_running_loop().create_future()
         reference.set_result(part)
         held: int = await self._ask("take_kv", peer, prefix, first, [reference], kind)
