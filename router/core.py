@@ -18,7 +18,7 @@ from router.observe.explain import explain
 from router.observe.state import regret_state, router_state, sane_stats
 from router.policy.candidates import RoutingView
 from router.policy.costs import estimate
-from router.policy.policies import POLICIES, Policy, least_loaded
+from router.policy.policies import POLICIES, least_loaded
 from router.policy.recheck import MAX_REROUTES
 from router.protocol.block_hash import HASH_BYTES
 from router.protocol.events import Event, LoadReport, StatsReport
@@ -48,7 +48,7 @@ class RoutingCore:
         self._counted = self.counters.by_policy[self.settings.policy]
         self._known = KnownReplicas(router_id, self.settings.block_size, self.settings.max_blocks)
         self.loads, self.drift = self._known.loads, self._known.drift
-        self._policy = self._new_policy(self.settings.policy)
+        self._policy = POLICIES[self.settings.policy]
         self._times = RequestTimes()
         self._working_set = WorkingSet()
 
@@ -84,8 +84,7 @@ class RoutingCore:
         with self._lock:
             before, self.settings = self.settings, settings
             self._counted = self.counters.by_policy[settings.policy]
-            if (before.policy, before.block_size) != (settings.policy, settings.block_size):
-                self._policy = self._new_policy(settings.policy)
+            self._policy = POLICIES[settings.policy]
             if (before.block_size, before.max_blocks) != (settings.block_size, settings.max_blocks):
                 self._known.forget_blocks(settings.block_size, settings.max_blocks)
 
@@ -156,11 +155,8 @@ class RoutingCore:
             now_s = self._clock()
             self._known.expire(now_s)
             view = self._view_of(request, self._blocked(), now_s)
-            acting = {self.settings.policy: self._policy}
             rankings = {
-                name: (acting.get(name) or self._new_policy(name)).rank(
-                    view._replace(turn=self._turn + 1, rng=copy(self._rng))
-                )
+                name: POLICIES[name].rank(view._replace(turn=self._turn + 1, rng=copy(self._rng)), None)
                 for name in policies
             }
             tiers = self.directory.tiers(self._reusable_chain(request), view.match)
@@ -207,11 +203,11 @@ class RoutingCore:
         self._known.expire(now_s)
         self._turn += 1
         view = self._view_of(request, blocked, now_s)
-        chosen = self._policy.choose(view)
-        if chosen is None:
+        ranked = self._policy.rank(view, 1)
+        if not ranked:
             self.counters.all_full += 1
             return None
-        replica_id, _, reason = chosen
+        replica_id, _, reason = ranked[0]
         selected, uncached, pull_from, pull_tokens, ttft_s = estimate(view, replica_id)
         queued: int | None = None
         if self._may_reroute(request, replica_id, reason):
@@ -254,7 +250,7 @@ class RoutingCore:
         scoring, closed = self.settings.scoring, self._closed(blocked)
         return RoutingView(
             request, match, self.loads, self._turn, self._rng, scoring, closed, pending, None, adapter_s, now_s,
-            not request.rerouted, known.quiet,
+            known.quiet,
         )  # fmt: skip
 
     def _closed(self, blocked: Collection[str]) -> Collection[str]:
@@ -268,6 +264,3 @@ class RoutingCore:
         usable = max(request.prompt_tokens - 1, 0) // self.settings.block_size * HASH_BYTES
         chain = request.block_hashes
         return chain[:usable] if len(chain) > usable else chain
-
-    def _new_policy(self, name: str) -> Policy:
-        return POLICIES[name](self.settings.block_size)

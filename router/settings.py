@@ -24,7 +24,7 @@ class PolicySettings:
 
     ``shortest_first``: replicas run the least uncached work first, so a short request overtakes queued long ones;
     False: scores assume a first-come, first-served queue. ``min_pull_tokens``: a shorter pull is not worth its setup.
-    ``max_holders``: the maximum of replicas that hold one prefix; 1: a hot prefix gets no more holders.
+    ``max_holders``: the maximum of replicas that hold one prefix; load decides how many do.
     """
 
     shortest_first: bool = True

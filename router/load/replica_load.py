@@ -16,8 +16,9 @@ DEFAULT_PREFILL_TOKENS_PER_S = 5000.0
 DECODE_WEIGHT = 0.01
 """The slowdown of prefill by each running sequence, as a fraction."""
 
-PULL_PRICE = 2.0
-"""The cost of a second of pulling, in seconds: a copy takes space from other prefixes and the link from other pulls."""
+PULL_PRICE = 1.4
+"""The cost of a second of pulling, in seconds: a copy takes space from other prefixes and the link from other pulls.
+More makes a hot prefix's requests wait, less copies more for nothing (benchmarks/log/routing.md, 2026-11-27)."""
 
 MAX_TOKENS = 1 << 40
 MAX_SEQUENCES = 1 << 20

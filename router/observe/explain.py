@@ -13,7 +13,6 @@ _BECAUSE = {
     "power_of_two": "of two replicas drawn at random it has fewer requests",
     "placement": "it comes first in the rendezvous order of the prompt's placement key and is within its load bound",
     "fallback": "it has the least queued work",
-    "hot_prefix": "the prefix has more demand than its holders should carry, so it becomes one more holder",
     "bounded_hash load_spill": "the replicas before it in the placement key's rendezvous order are over their bound",
 }
 

@@ -39,8 +39,8 @@ class RoutingView(NamedTuple):
     ``turn`` rises by one with each decision. ``blocked``: replicas that cannot accept a request for reasons known only
     to the caller. ``pending``: tokens by replica that an unfinished prefill of the same prefix will cache. ``closed``:
     further rows that cannot accept it. ``adapter_s``: by row, the request's wait in seconds for its LoRA adapter; None:
-    no wait, or the same wait everywhere. ``now_s``: the router's clock. ``counted``: False if the same request was
-    counted before. ``quiet``: replicas that send nothing while others do.
+    no wait, or the same wait everywhere. ``now_s``: the router's clock. ``quiet``: replicas that send nothing while
+    others do.
     """
 
     request: RoutedRequest
@@ -54,7 +54,6 @@ class RoutingView(NamedTuple):
     closed: npt.NDArray[np.bool_] | None = None
     adapter_s: Floats | None = None
     now_s: float = 0.0
-    counted: bool = True
     quiet: Collection[str] = ()
 
     @property

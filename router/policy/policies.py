@@ -5,11 +5,12 @@ most ``limit`` eligible replicas, best first. An empty list means "wait".
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import ceil
 
 from router.policy.candidates import Candidate, RoutingView, listed, open_rows, rendezvous, scored, uncached_tokens
 from router.policy.costs import TIE_TOLERANCE, ttft_scores
-from router.policy.replication import Replication
+from router.policy.holder_bound import closed_to_holders
 
 BOUNDED_LOAD = 1.25
 """Bounded hashing: a replica's maximum number of requests, relative to the mean."""
@@ -33,9 +34,19 @@ def estimated_ttft(view: RoutingView, limit: int | None = None) -> list[Candidat
     places cold prompts stably while replicas are idle. A replica without the request's LoRA adapter costs its load time
     in addition, because loading also takes memory from another adapter. Simultaneous decisions of several routers do
     not see each other. A replica with more work than its router knew therefore returns the request (``recheck``).
+    A replica beyond the prefix's ``max_holders`` comes first only if all others are full or quiet.
     """
     scores_s, work = ttft_scores(view)
-    return scored(scores_s, work, view, limit, TIE_TOLERANCE)
+    ranked = scored(scores_s, work, view, limit, TIE_TOLERANCE)
+    if not ranked or not view.request.store_kv:  # a request that stores nothing creates no holder
+        return ranked
+    closed = closed_to_holders(view, ranked[0].replica_id)
+    if closed is None:
+        return ranked
+    within = scored(scores_s, work, view._replace(closed=closed), 1, TIE_TOLERANCE)
+    if not within or within[0].replica_id in view.quiet:
+        return ranked
+    return [within[0], *(other for other in ranked if other.replica_id != within[0].replica_id)][:limit]
 
 
 def lmetric(view: RoutingView, limit: int | None = None) -> list[Candidate]:
@@ -105,52 +116,21 @@ def sglang(view: RoutingView, limit: int | None = None) -> list[Candidate]:
     return scored(scores, uncached, view, limit)
 
 
+@dataclass(frozen=True, slots=True)
 class Policy:
     """A stateless rule. ``may_reroute``: whether a replica with more work than expected may return its requests."""
 
-    may_reroute = False
-
-    def __init__(self, rule: Rule) -> None:
-        self._rule = rule
-
-    def rank(self, view: RoutingView, limit: int | None = None) -> list[Candidate]:
-        """Return the ranking of a request that will not be sent."""
-        return self._rule(view, limit)
-
-    def choose(self, view: RoutingView) -> Candidate | None:
-        """Choose for a request that will be sent there, or return None while no replica can accept it."""
-        return next(iter(self.rank(view, 1)), None)
+    rank: Rule
+    may_reroute: bool = False
 
 
-class EstimatedTtft(Policy):
-    """The default: ``estimated_ttft``, and more holders for prefixes in high demand."""
-
-    may_reroute = True
-
-    def __init__(self, block_size: int) -> None:
-        super().__init__(estimated_ttft)
-        self._replication = Replication(block_size)
-
-    def rank(self, view: RoutingView, limit: int | None = None) -> list[Candidate]:
-        """Return the ranking, beginning with the choice of ``choose``, without counting demand."""
-        first = self._replication.choose(view._replace(counted=False)) if view.match else None
-        if first is None:
-            return super().rank(view, limit)
-        others = (other for other in super().rank(view, None) if other.replica_id != first.replica_id)
-        return [first, *others][:limit]
-
-    def choose(self, view: RoutingView) -> Candidate | None:
-        """Choose a replica, and count the demand for the request's prefix."""
-        return self._replication.choose(view) if view.match else super().choose(view)
-
-
-POLICIES: dict[str, Callable[[int], Policy]] = {
-    "estimated_ttft": EstimatedTtft,
-    "lmetric": lambda _: Policy(lmetric),
-    "bounded_hash": lambda _: Policy(bounded_hash),
-    "sglang": lambda _: Policy(sglang),
-    "power_of_two": lambda _: Policy(power_of_two),
-    "round_robin": lambda _: Policy(round_robin),
-    "least_loaded": lambda _: Policy(least_loaded),
+POLICIES: dict[str, Policy] = {
+    "estimated_ttft": Policy(estimated_ttft, may_reroute=True),
+    "lmetric": Policy(lmetric),
+    "bounded_hash": Policy(bounded_hash),
+    "sglang": Policy(sglang),
+    "power_of_two": Policy(power_of_two),
+    "round_robin": Policy(round_robin),
+    "least_loaded": Policy(least_loaded),
 }
-"""The factory of each policy by name. Its argument is the block size in tokens."""
+"""The policies by name."""

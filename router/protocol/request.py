@@ -9,7 +9,6 @@ Reason = Literal[
     "in_flight",
     "cold",
     "load_spill",
-    "hot_prefix",
     "only_replica",
     "round_robin",
     "power_of_two",

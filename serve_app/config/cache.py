@@ -46,7 +46,7 @@ class CacheSection(BaseModel):
     max_holders: int = Field(
         DEFAULTS.scoring.max_holders,
         ge=1,
-        description="most replicas that hold one prefix; the number follows demand",
+        description="most replicas that hold one prefix; load decides how many do",
     )
     pin_budget: float = Field(
         0.25, ge=0, description="KV that explicit saves may keep: below 1 a fraction of the pool, else blocks"

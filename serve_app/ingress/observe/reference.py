@@ -43,9 +43,9 @@ LABELS = {
     "outcome": "one of a few words; the family's text explains unclear ones",
     "tier": "`host` or `disk`",
     "reason": "one of a few words. For decisions, `cached`: the replica holds the longest prefix; `in_flight`: it is "
-    "computing the same prefix; `cold`: no replica holds any; `load_spill`: the holder is too busy; `hot_prefix`: the "
-    "prefix needs one more holder; `only_replica`: no other replica is available; others name the policy's rule. For "
-    "misses: see [misses](../how-to/misses.md#reasons)",
+    "computing the same prefix; `cold`: no replica holds any; `load_spill`: the holder is too busy; `only_replica`: "
+    "no other replica is available; others name the policy's rule. For misses: see "
+    "[misses](../how-to/misses.md#reasons)",
     "prompt": "NAME@VERSION of a registered prompt",
     "kind": "`save`, `public`, `prefix`",
     "policy": "a policy's name",

@@ -7,7 +7,6 @@ const REASONS = {
   in_flight: "It was already computing a prompt with the same prefix.",
   cold: "No replica held any part of the prompt, and this one scored best.",
   load_spill: "The replicas that held more of the prompt were too busy.",
-  hot_prefix: "The prefix is in high demand, so one more replica takes it.",
   only_replica: "It was the only replica that could take the request.",
   round_robin: "It was next in turn.",
   power_of_two: "It had fewer requests than another randomly chosen replica.",

@@ -66,7 +66,7 @@ def test_a_pull_takes_its_time_and_saves_the_rest() -> None:
 
 @pytest.mark.parametrize("routers", [1, 4])
 def test_a_very_hot_prefix_is_spread_by_copying(routers: int) -> None:
-    """At three times one replica's work, the prefix is computed once and copied early, and no request queues."""
+    """At three times one replica's work, the prefix is computed once and copied, and few requests queue."""
     opening = tuple(range(16))
     trace = [TraceRequest(0.0, 8704, 1, (*opening, 999))]
     trace += [TraceRequest(5.0 + n / 30, 8704, 1, (*opening, 1000 + n)) for n in range(600)]

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.load.load_table import ROUTER_ACTIVE_S, LoadTable
+from router.load.replica_load import PULL_PRICE
 from router.protocol.events import LoadReport
 
 
@@ -182,9 +183,9 @@ def test_a_rate_that_no_replica_has_measured_is_the_usual_one() -> None:
     loads.report("a", report(), 0.0)
     assert loads.seconds_per_token[0] == 1 / 100, "another's rate is not its own"
     assert [loads.replicas[name].pull_pace for name in "ab"] == [inf, 0.05]
-    assert (loads.num_pulling, loads.pull_shares.tolist()) == (1, [1.0, 0.1])
+    assert (loads.num_pulling, loads.pull_shares.tolist()) == (1, [1.0, 0.05 * PULL_PRICE])
     loads.remove_replica("a")
-    assert loads.pull_shares.tolist() == [0.1]
+    assert loads.pull_shares.tolist() == [0.05 * PULL_PRICE]
 
 
 @given(order=st.permutations(range(6)), queued=st.lists(st.integers(0, 1000), min_size=6, max_size=6))

@@ -1,7 +1,6 @@
 """Explanations name the winner of the next decision, under every policy, and asking changes nothing."""
 
 import json
-from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -115,19 +114,3 @@ def test_a_spill_of_bounded_hashing_names_the_bound_even_where_nobody_holds_anyt
     assert {winner["replica_id"] for winner in winners} == {"b"}
     assert {winner["reason"] for winner in winners} == {"load_spill", "placement"}
     assert all(("over their bound" in w["because"]) == (w["reason"] == "load_spill") for w in winners)
-
-
-def test_a_hot_prefix_is_explained_as_it_is_decided_and_asking_does_not_heat_it() -> None:
-    """Asking does not raise the demand; once decisions have, the winner is the next holder."""
-    chain = Random(9).randbytes(16 * 200)
-    core = core_of(dict.fromkeys(NAMES, load(pull_tokens_per_s=9000.0)), {"b": chain})
-    reasons = []
-    for number in range(30):
-        asked = ask(number, chain, 3500)
-        for _ in range(3):
-            said = core.explain(asked, ["estimated_ttft"])["winners"]["estimated_ttft"]
-        core.release(decision := decided(core, asked))
-        assert (said["replica_id"], said["reason"]) == (decision.replica_id, decision.reason)
-        reasons.append(decision.reason)
-    assert reasons[0] == "cached"
-    assert "hot_prefix" in reasons

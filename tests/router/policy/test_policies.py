@@ -43,7 +43,7 @@ def rank(
 ) -> list[Candidate]:
     facts = {"turn": 1, "rng": Random(7), **context}
     view = RoutingView(asked or request(), match or {}, loads, **facts)  # type: ignore[arg-type]
-    return POLICIES[policy](16).rank(view, limit)
+    return POLICIES[policy].rank(view, limit)
 
 
 def estimated_s(loads: LoadTable, held: int, settings: PolicySettings | None = None, in_flight: int = 0) -> float:
