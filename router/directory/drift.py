@@ -16,11 +16,11 @@ LAST_PAUSE_S = 600.0
 
 
 class DriftChecks:
-    """Comparisons of one router since its start. ``found``: differences by replica and kind."""
+    """Comparisons of one router since its start. ``differences``: their number by replica and kind."""
 
     def __init__(self) -> None:
         self.checks = 0
-        self.found: dict[str, Counter[DriftKind]] = {}
+        self.differences: dict[str, Counter[DriftKind]] = {}
         self._next_s: dict[str, tuple[float, float]] = {}
 
     def compare(self, directory: Directory, replica_id: str, digest: CacheDigest, now_s: float) -> bool:
@@ -32,7 +32,7 @@ class DriftChecks:
             if now_s >= next_s:
                 self._next_s.pop(replica_id, None)
             return False
-        self.found.setdefault(replica_id, Counter())[kind] += 1
+        self.differences.setdefault(replica_id, Counter())[kind] += 1
         if now_s < next_s:
             return False
         self._next_s[replica_id] = (now_s + pause_s, min(2 * pause_s, LAST_PAUSE_S))
@@ -41,5 +41,5 @@ class DriftChecks:
 
     def forget(self, replica_id: str) -> None:
         """Forget a removed replica. Unknown ids are ignored."""
-        self.found.pop(replica_id, None)
+        self.differences.pop(replica_id, None)
         self._next_s.pop(replica_id, None)

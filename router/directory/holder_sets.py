@@ -62,10 +62,10 @@ class HolderSets:
         self._ids[mask] = fresh
         return fresh
 
-    def count(self, changes: Iterable[Change], asked: Iterable[int]) -> None:
-        """Count entries that moved between ids, then free the unused ones of the old and the ``asked`` ids."""
+    def count(self, changes: Iterable[Change], ids: Iterable[int]) -> None:
+        """Count entries that moved between ids, then free the unused ones of the old and the passed ``ids``."""
         refs = self._refs
-        touched = set(asked)
+        touched = set(ids)
         for old, new, entries in changes:
             refs[old] -= entries
             refs[new] += entries

@@ -50,7 +50,7 @@ def router_state(
                 "replica_id": replica_id,
                 "away": replica_id in away,
                 "blocks": dict(directory.blocks_held(replica_id)),
-                "drift": dict(drift.found.get(replica_id, {})),
+                "drift": dict(drift.differences.get(replica_id, {})),
             }
             | replica_load_state(replica_id, loads, now_s)
             for replica_id in loads.replica_ids

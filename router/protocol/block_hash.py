@@ -103,12 +103,12 @@ def extend_chain(
     public_blocks: int,
     token_ids: TokenArray,
     block_size: int,
-    known: bytes = b"",
+    first: bytes = b"",
     hasher: ChainHasher = hash_blocks,
 ) -> bytes:
-    """Return a prompt's chain that begins with ``known``. ``root``: the private root, after a public one if any."""
-    done = len(known) // HASH_BYTES
-    return known + next_hashes(root, public_blocks, token_ids, block_size, done, known[-HASH_BYTES:], hasher)
+    """Return a prompt's chain that begins with ``first``. ``root``: the private root, after a public one if any."""
+    done = len(first) // HASH_BYTES
+    return first + next_hashes(root, public_blocks, token_ids, block_size, done, first[-HASH_BYTES:], hasher)
 
 
 def next_hashes(
@@ -162,18 +162,18 @@ def xor_of_words(chain: bytes) -> int:
     return int(np.bitwise_xor.reduce((keys >> np.uint64(WORD_BITS)) * (keys & np.uint64(WORD_MASK))))
 
 
-def count_leading(chain: bytes, blocks: int, known: Callable[[bytes], bool]) -> int:
+def count_leading(chain: bytes, blocks: int, is_known: Callable[[bytes], bool]) -> int:
     """Return the number of known hashes among the first ``blocks``. Every known hash must have a known parent."""
-    return bisect_left(range(blocks), True, key=lambda i: not known(hash_at(chain, i)))
+    return bisect_left(range(blocks), True, key=lambda i: not is_known(hash_at(chain, i)))
 
 
-def common_blocks(one: bytes, other: bytes) -> int:
+def common_blocks(chain: bytes, other: bytes) -> int:
     """Return the number of leading hashes that two chains share. An equal hash implies equal blocks before it."""
-    low, high = 0, min(len(one), len(other)) // HASH_BYTES
+    low, high = 0, min(len(chain), len(other)) // HASH_BYTES
     while low < high:
         middle = (low + high) // 2
         at = middle * HASH_BYTES
-        if one[at : at + HASH_BYTES] == other[at : at + HASH_BYTES]:
+        if chain[at : at + HASH_BYTES] == other[at : at + HASH_BYTES]:
             low = middle + 1
         else:
             high = middle

@@ -122,7 +122,7 @@ class VllmPool:
         self._clear([])
         return [CacheCleared()]
 
-    def known(self, chain: bytes, most: int) -> int:
+    def count_held(self, chain: bytes, most: int) -> int:
         """Return the number of held blocks among a packed chain's first ``most``. With holes it is only a hint."""
         most = min(most, len(chain) // HASH_BYTES)
         if self.tier == POOL_TIER:
@@ -130,8 +130,8 @@ class VllmPool:
         return next((blocks for blocks in range(most, 0, -1) if hash_at(chain, blocks - 1) in self._told), 0)
 
     def hit(self, chain: bytes, most: int) -> int:
-        """Return ``known`` for a request that will use these blocks, and count the hit."""
-        blocks = self.known(chain, most)
+        """Return ``count_held`` for a request that will use these blocks, and count the hit."""
+        blocks = self.count_held(chain, most)
         held = self._blocks.get(hash_at(chain, blocks - 1)) if blocks else None
         if held is not None:
             now_s = self._clock()
@@ -147,7 +147,7 @@ class VllmPool:
         firsts = [self._blocks.get(hash_at(chain, index)) for index in sorted({0, public_blocks})]
         return b"".join(first.root for first in firsts if first is not None)
 
-    def held(self) -> Iterator[tuple[bytes, HeldBlock]]:
+    def blocks(self) -> Iterator[tuple[bytes, HeldBlock]]:
         """Yield the blocks that can be hit, with parents before children."""
         for block_hash in list(self._told):
             held = self._blocks.get(block_hash)

@@ -132,7 +132,7 @@ class EventStream(Response):
 
 async def whole(answer: Answer) -> Response:
     """Return an answer as one body. Raises a ``WarmpathError``."""
-    meter, wanted = answer.meter, answer.meter.wanted
+    meter, wanted = answer.meter, answer.meter.request
     choices = [WholeChoice(tells_logprobs=wanted.logprobs is not None) for _ in meter.generations]
     async with answer, answer.deadline.limit():
         async for piece in answer.pieces:
@@ -167,6 +167,6 @@ def _headers(answer: Answer, save: SaveResult | None) -> dict[str, str]:
     meter = answer.meter
     prompt = meter.generations[0].prompt_ref
     unenforced = meter.generations[0].warning
-    warnings = save_warning(save, meter.usage.asked_by), ignored_fields(meter.wanted.unknown), unenforced
+    warnings = save_warning(save, meter.usage.asked_by), ignored_fields(meter.request.unknown), unenforced
     headers = {"x-warmpath-prompt": prompt, WARNING: "; ".join(filter(None, warnings))}
     return {name: value for name, value in headers.items() if value}

@@ -18,7 +18,7 @@ class Drain:
     """Stops an ingress. ``begun``: requests are refused; ``over``: running ones end; ``limits``: their timeouts."""
 
     def __init__(self) -> None:
-        self.begun = False
+        self.stopping = False
         self.over = False
         self.limits: set[asyncio.Timeout] = set()
         self._answers = 0
@@ -27,7 +27,7 @@ class Drain:
 
     def refuse(self) -> None:
         """Raise Overloaded once the stop has begun."""
-        if self.begun:
+        if self.stopping:
             raise Overloaded("The server is stopping; send the request again later.", code=CODE, retry_after_s=5)
 
     @contextmanager
@@ -44,7 +44,7 @@ class Drain:
 
     async def run(self, timeout_s: float) -> int:
         """Refuse requests from now on; return when no answer is running, with the number of answers ended early."""
-        self.begun = True
+        self.stopping = True
         if await self._idle_within(timeout_s):
             return 0
         self.over = True

@@ -43,7 +43,7 @@ def replay(lines: list[Line]) -> Checker:
         elif "request" in line:
             ids, cached = line["request"]["token_ids"], line["request"]["cached_tokens"]
             chain = hash_blocks(bytes.fromhex(line["request"]["root"]), np.array(ids, dtype=np.int32), size)
-            predicted = size * pool.known(chain, (len(ids) - 1) // size)
+            predicted = size * pool.count_held(chain, (len(ids) - 1) // size)
             if predicted != cached:
                 raise BrokenLaw(f"prediction: of {len(ids)} tokens {cached} were cached, and {predicted} by the events")
         else:

@@ -117,7 +117,7 @@ class Served:
     def start(self, one: Live) -> None:
         """Read the cached blocks, which must be the predicted ones and its own, and compute the rest."""
         hit, cached, _ = self.manager.get_computed_blocks(one.request)
-        assert cached == SIZE * self.pool.known(one.chain(), (len(one.ids) - 1) // SIZE)
+        assert cached == SIZE * self.pool.count_held(one.chain(), (len(one.ids) - 1) // SIZE)
         for index, block in enumerate(hit.get_block_ids()[0] if cached else ()):
             self.reads += 1
             self.of_others += self.writers[block] != one.tenant

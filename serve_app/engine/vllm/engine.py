@@ -195,7 +195,7 @@ class VllmEngine:
 
     def known_blocks(self, block_hashes: bytes, most: int) -> int:
         """Return how many of a chain's first ``most`` blocks are cached, as of vLLM's last events (any thread)."""
-        return self._pool.known(block_hashes, most)
+        return self._pool.count_held(block_hashes, most)
 
     def wake(self) -> None:
         """Check again whether the KV that requests wait for has arrived (any thread)."""
@@ -237,7 +237,7 @@ class VllmEngine:
                 live.woken.clear()
             if request.remote_kv is not None:  # part of the KV to be copied may not have arrived
                 size, prompt_tokens = self.settings.block_size, len(request.token_ids)
-                known = self._pool.known(request.block_hashes, (prompt_tokens - 1) // size)
+                known = self._pool.count_held(request.block_hashes, (prompt_tokens - 1) // size)
                 with self._lock:
                     live.uncached_tokens = prompt_tokens - known * size
             self._saves.renew(request)

@@ -63,7 +63,7 @@ class VllmSaves:
         """Restart the time of the pins that a request reads, and release those unread for their time."""
         if self.pins.next_expiry_s is not None:
             now_s, chain = self._clock(), request.block_hashes
-            held = self._pool.known(chain, len(chain) // HASH_BYTES)
+            held = self._pool.count_held(chain, len(chain) // HASH_BYTES)
             self.pins.read([block_number(hash_at(chain, i)) for i in range(held)], now_s)
             for key in self.pins.expired(now_s):
                 self._spawn(self._unpin(key))
@@ -86,7 +86,7 @@ class VllmSaves:
         blocks = len(prefix.chain) // HASH_BYTES
         root = self._pool.roots_of(prefix.chain, prefix.scope.public_blocks)
         over = (saved.ttl_s or math.inf) <= saved.unread_s
-        if not root or over or self._pool.known(prefix.chain, blocks) < blocks:
+        if not root or over or self._pool.count_held(prefix.chain, blocks) < blocks:
             return None
         owned = replace(prefix, tenant=saved.tenant)  # the last block may be public
         outcome = await asyncio.shield(self._spawn(self._take_over(saved, owned, root)))

@@ -34,7 +34,7 @@ class AnswerMeter:
     """Counts one answer. ``body_bytes``: its request's size; ``allowance``: its part of its tenant's limits."""
 
     counters: Counters
-    wanted: GenerateRequest
+    request: GenerateRequest
     generations: list[Generation]
     arrived_s: float
     body_bytes: int
@@ -44,7 +44,7 @@ class AnswerMeter:
     _last_s: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.usage = RequestUsage(self.wanted.n, self.generations)
+        self.usage = RequestUsage(self.request.n, self.generations)
         self._tenant = self.generations[0].tenant
         self._inter_token_s = self.counters.metrics.inter_token_s[self._tenant]
         self.counters.metrics.in_flight.inc()
@@ -68,13 +68,13 @@ class AnswerMeter:
 
     def sent(self, piece: Piece) -> None:
         """Explain a cache miss after the first piece was sent, so that no first token waits for the explanation."""
-        misses, wanted = self.counters.misses, self.wanted
-        if misses is None or piece.first is None or piece.index % wanted.n:
+        misses, request = self.counters.misses, self.request
+        if misses is None or piece.first is None or piece.index % request.n:
             return
         generation = self.generations[piece.index]
         cached_tokens, now_s = piece.first.cached_tokens, self._last_s[piece.index]
         miss = misses.observe(generation, cached_tokens, self.arrived_s, now_s, self.usage)
-        if miss is not None and wanted.cache_diagnostics and piece.index == 0:
+        if miss is not None and request.cache_diagnostics and piece.index == 0:
             self.usage.miss = miss
 
     def client_left(self) -> None:
@@ -89,21 +89,21 @@ class AnswerMeter:
         counters, answered = self.counters, bool(self._last_s)
         counters.metrics.in_flight.dec()
         refusal = error if isinstance(error, WarmpathError) else None
-        if answered and self.wanted.stream and refusal is not None:  # its HTTP status was a good one
+        if answered and self.request.stream and refusal is not None:  # its HTTP status was a good one
             counters.metrics.figures.refused(self._tenant, refusal.status)
         used = self.usage.total()
         if self.trace is not None:
             if refusal is not None:
                 self.trace.failed(refusal.code or type(refusal).__name__)
-            self.trace.used(self.wanted.answering_model, used)
+            self.trace.used(self.request.answering_model, used)
         self.allowance.end(refused=refusal is not None and not answered)
         if answered:  # without an answer, the cost is unknown, though not zero
-            model, ref = self.wanted.answering_model, self.generations[0].prompt_ref
+            model, ref = self.request.answering_model, self.generations[0].prompt_ref
             counters.ledger.answer(self._tenant, model, ref, used.completion_tokens)
             counters.front_door.learn(self._tenant, self.body_bytes, self._uncached_tokens)
 
     def _first_token(self, generation: Generation, index: int, cached_tokens: int, now_s: float) -> None:
-        counters, wanted, tenant = self.counters, self.wanted, self._tenant
+        counters, request, tenant = self.counters, self.request, self._tenant
         metrics, prompt_tokens = counters.metrics, len(generation.token_ids)
         ttft_s, ref = now_s - self.arrived_s, generation.prompt_ref
         self._uncached_tokens += prompt_tokens - cached_tokens
@@ -112,16 +112,16 @@ class AnswerMeter:
         metrics.ttft_s.labels(tenant).observe(ttft_s)
         metrics.prompt_tokens.labels(tenant).inc(prompt_tokens)
         metrics.cached_tokens.labels(tenant).inc(cached_tokens)
-        if index % wanted.n:
+        if index % request.n:
             return
         written_tokens = counters.ledger.prompt(
-            tenant, wanted.answering_model, ref, prompt_tokens, cached_tokens, stored=generation.store_kv
+            tenant, request.answering_model, ref, prompt_tokens, cached_tokens, stored=generation.store_kv
         )
         metrics.written_tokens.labels(tenant).inc(written_tokens)
         if ref:
             counters.prompts.add(ref, prompt_tokens, cached_tokens)
             if generation.store_kv:
-                counters.prompts.add_use(ref, use_of(wanted, tenant), public=generation.public)
+                counters.prompts.add_use(ref, use_of(request, tenant), public=generation.public)
 
 
 def charge_unanswered(ledger: Ledger, generation: Generation, prefilled: Prefilled) -> None:
@@ -131,7 +131,7 @@ def charge_unanswered(ledger: Ledger, generation: Generation, prefilled: Prefill
         ledger.prompt(tenant, model, ref, *prefilled, stored=generation.store_kv, answered=False)
 
 
-def use_of(wanted: GenerateRequest, tenant: str) -> Use:
+def use_of(request: GenerateRequest, tenant: str) -> Use:
     """Return the form in which a request uses its prompt."""
-    chat = isinstance(wanted, ChatRequest) and wanted.apply_chat_template
-    return Use(tenant, wanted.model, wanted.lora_name, wanted.cache_salt, chat)
+    chat = isinstance(request, ChatRequest) and request.apply_chat_template
+    return Use(tenant, request.model, request.lora_name, request.cache_salt, chat)

@@ -143,7 +143,7 @@ def router_samples(core: RoutingCore) -> list[Sample]:
     for replica_id, decisions in list(counters.decisions_by_replica.items()):
         samples += samples_of({"warmpath_router_replica_decisions_total": decisions}, ("replica", replica_id))
     for replica in state["replicas"]:
-        found = core.drift.found.get(replica["replica_id"]) or Counts[DriftKind]()
+        found = core.drift.differences.get(replica["replica_id"]) or Counts[DriftKind]()
         for kind in get_args(DriftKind):
             drifts = {"warmpath_directory_drift_total": found[kind]}
             samples += samples_of(drifts, ("replica", replica["replica_id"]), ("kind", kind))

@@ -60,9 +60,9 @@ def guarded(endpoint: str, api: Api | None = OPENAI, *, operator: bool = False) 
     return wrap
 
 
-def warnings(wanted: GenerateRequest) -> dict[str, str]:
+def warnings(request: GenerateRequest) -> dict[str, str]:
     """Return the header that names a request's ignored fields, if there are any."""
-    told = ignored_fields(wanted.unknown)
+    told = ignored_fields(request.unknown)
     return {WARNING: told} if told else {}
 
 

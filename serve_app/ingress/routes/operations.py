@@ -88,7 +88,7 @@ async def health(request: Request, services: Front) -> Response:
 
     For operators it also reports why a ``user_config`` is not in force.
     """
-    ready, stopping = services.ready(), services.drain.begun
+    ready, stopping = services.ready(), services.drain.stopping
     status = "stopping" if stopping else "ok" if ready else "starting"
     body = {"status": status, "replicas": len(services.core.replica_ids)}
     if services.refused_settings and services.guard.sees_all(request):

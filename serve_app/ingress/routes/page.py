@@ -39,13 +39,13 @@ def page_files() -> dict[str, bytes]:
     return {path.relative_to(_FOLDER).as_posix(): path.read_bytes() for path in found}
 
 
-def page_response(path: str, known: str | None = None) -> Response:
-    """Return one file. ``known``: the browser's tags (``If-None-Match``). Raises HTTPException: 404."""
+def page_response(path: str, etags: str | None = None) -> Response:
+    """Return one file. ``etags``: the browser's tags (``If-None-Match``). Raises HTTPException: 404."""
     content = page_files().get(path)
     if content is None:
         raise HTTPException(404)
     headers = {**HEADERS, "etag": f'"{hashlib.sha256(content).hexdigest()[:32]}"'}
-    if known is not None and headers["etag"] in known:
+    if etags is not None and headers["etag"] in etags:
         return Response(status_code=304, headers=headers)
     return Response(content, headers=headers, media_type=_TYPES[path.rpartition(".")[2]])
 

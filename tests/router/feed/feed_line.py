@@ -101,7 +101,7 @@ class Replica:
 
     @property
     def found(self) -> int:
-        return sum(kinds.total() for kinds in self.core.drift.found.values())
+        return sum(kinds.total() for kinds in self.core.drift.differences.values())
 
 
 numbers = st.lists(st.integers(0, NUMBERS - 1), max_size=6)

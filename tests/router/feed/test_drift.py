@@ -147,7 +147,7 @@ def test_blocks_refused_at_the_bound_are_no_drift_until_there_is_space() -> None
     while line.core.directory.sweep():
         pass
     line.hears(line.does(["digest"]))
-    assert line.core.drift.found == {"a": {"missing": 1}}
+    assert line.core.drift.differences == {"a": {"missing": 1}}
     line.settle()
     assert line.known() == line.held
 
@@ -203,11 +203,11 @@ def test_a_digest_that_never_agrees_is_asked_about_ever_more_rarely() -> None:
     asked = [at_s for at_s in range(0, 7200, 5) if checks.compare(directory, "a", false, float(at_s))]
     assert asked[:3] == [0, FIRST_PAUSE_S, 3 * FIRST_PAUSE_S]
     assert len(asked) <= 7 + 7200 / LAST_PAUSE_S
-    assert checks.found == {"a": {"missing": 1440}}
+    assert checks.differences == {"a": {"missing": 1440}}
     assert not checks.compare(directory, "a", CacheDigest(()), 8000.0)
     assert checks.compare(directory, "a", false, 8001.0)
     checks.forget("a")
-    assert not checks.found
+    assert not checks.differences
 
 
 @given(events=st.lists(changes, max_size=20), wrong=st.integers(1, 2**63))

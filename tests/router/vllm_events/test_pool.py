@@ -156,7 +156,7 @@ class PoolMachine(RuleBasedStateMachine):
             lora = next(lora for scope, lora in SCOPES if scope.root(b"k") == root)
             hit = len(self.pool.match(Request(root, lora, tokens), len(tokens)))
             assert self.directory.match(chain).get("r", 0) == hit * SIZE
-            assert self.held.known(chain, len(tokens)) == hit
+            assert self.held.count_held(chain, len(tokens)) == hit
 
     @invariant()
     def reports_its_blocks(self) -> None:
@@ -261,10 +261,10 @@ def test_a_block_is_reported_while_all_its_ancestors_are_held() -> None:
     assert told(pool, both) == [BlocksStored(public + behind)]
     assert pool.roots_of(public + behind, 1) == ROOT + private
     assert told(pool, BlockRemoved([b"1"])) == [BlocksRemoved(last + first + public)]
-    assert (pool.known(public + behind, 3), len(pool), pool.xor) == (0, 0, 0)
+    assert (pool.count_held(public + behind, 3), len(pool), pool.xor) == (0, 0, 0)
     assert told(pool, BlockRemoved([b"3"])) == []
     assert told(pool, STORED) == [BlocksStored(public + first)]
-    assert [held.root for _, held in pool.held()] == [ROOT, private]
+    assert [held.root for _, held in pool.blocks()] == [ROOT, private]
 
 
 def test_more_blocks_than_the_pool_has_mean_that_removals_were_lost() -> None:
@@ -315,14 +315,14 @@ def test_a_prompt_is_served_as_far_as_every_group_continues() -> None:
     """With states, a block counts while each group holds its own part, reported in any order."""
     pool = VllmPool(2, 20, states=True)
     assert told(pool, state(b"3"), LEADING) == [ends(1, 2, 3, 4, 5, 6)]
-    assert [pool.known(PROMPT, most) for most in (3, 2)] == [3, 0]
+    assert [pool.count_held(PROMPT, most) for most in (3, 2)] == [3, 0]
     assert told(pool, state(b"2")) == [ends(1, 2, 3, 4)]
-    assert [pool.known(PROMPT, most) for most in (3, 2, 1)] == [3, 2, 0]
+    assert [pool.count_held(PROMPT, most) for most in (3, 2, 1)] == [3, 2, 0]
     assert told(pool, state(group=2)) == []
     assert told(pool, state(b"3", group=2), BlockRemoved([b"2"], "GPU", 0)) == [
         BlocksRemoved(chain(1, 2, 3, 4)[-16:], ENDS_TIER)
     ]
-    assert pool.known(PROMPT, 3) == 3
+    assert pool.count_held(PROMPT, 3) == 3
     assert told(pool, BlockRemoved([b"3"], "GPU", 1)) == [BlocksRemoved(PROMPT[-16:], ENDS_TIER)]
     assert pool.held_blocks == 4
     assert told(pool, AllBlocksCleared()) == [CacheCleared()]
@@ -335,7 +335,7 @@ def test_nothing_is_reported_of_a_model_with_a_window_beside_states() -> None:
     window = msgspec.structs.replace(LEADING, group_idx=2, kv_cache_spec_kind="sliding_window")
     assert told(pool, state(b"3"), LEADING, window) == []
     assert told(pool, state(b"2")) == []
-    assert (pool.known(PROMPT, 3), pool.unplaced) == (0, 3)
+    assert (pool.count_held(PROMPT, 3), pool.unplaced) == (0, 3)
 
 
 @given(
@@ -362,7 +362,7 @@ def test_a_window_continues_from_any_whole_window(needed: int, steps: list[tuple
         directory.apply("r", events)
         for other, ids in tokens.items():
             hit = _vllm_window_hit([block in held for block in names[other]], needed)
-            assert pool.known(chain(*ids), 10) == hit
+            assert pool.count_held(chain(*ids), 10) == hit
             assert directory.match(chain(*ids)).get("r", 0) == 2 * hit
         assert directory.drift("r", CacheDigest((TierDigest(ENDS_TIER, len(pool), pool.xor),))) is None
 

@@ -50,7 +50,7 @@ async def test_answers_that_end_in_time_are_waited_for_and_others_end_with_an_er
             event.set()
     assert await stop == (0 if in_time else 2)
     await asyncio.gather(*answers)
-    assert (drain.begun, drain.over) == (True, not in_time)
+    assert (drain.stopping, drain.over) == (True, not in_time)
     assert errors == ([] if in_time else ["server_stopping"] * 4)
     with pytest.raises(Overloaded) as refused:
         drain.refuse()

@@ -80,7 +80,7 @@ class VllmMigration:
             return None
         size, ids = kv_format.block_size, np.ascontiguousarray(prefix.token_ids, dtype=np.int32)
         most = self._most_blocks if most_blocks is None else min(first + most_blocks, self._most_blocks)
-        end = self.pool.known(prefix.chain, min(most, len(ids) // size))
+        end = self.pool.count_held(prefix.chain, min(most, len(ids) // size))
         public, held_chain = min(scope.public_blocks, end), prefix.chain[: end * HASH_BYTES]
         root = self.pool.roots_of(held_chain, public) if end > first else b""
         if not root or extend_chain(root, public, ids[: end * size], size) != held_chain:
@@ -158,7 +158,7 @@ class VllmMigration:
             owners = dict(self._owners)
         numbers: dict[bytes, int] = {}
         entries: list[CachedBlock] = []
-        for block_hash, held in self.pool.held():
+        for block_hash, held in self.pool.blocks():
             parent = numbers.get(held.under)
             above = None if parent is None else (entries[parent].scope, entries[parent].tenant)
             owner = owners.get(held.root) if held.root else above

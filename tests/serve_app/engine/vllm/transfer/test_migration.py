@@ -85,7 +85,7 @@ class Pool:
         self.jobs.append(job)
         assert len(token_ids) == job.end * SIZE + 1
         ids = np.array(token_ids, np.int32)
-        held = self.held.known(extend_chain(root, 0, ids, SIZE), job.end)
+        held = self.held.count_held(extend_chain(root, 0, ids, SIZE), job.end)
         chain = split_chain(hold(self.held, root, ids, SIZE))
         numbers = {block_hash: number for number, block_hash in enumerate(self.held)}
         blocks = [numbers[block_hash] for block_hash in chain]
@@ -247,7 +247,7 @@ def test_foreign_blocks_never_reach_vllm(tmp_path: Path) -> None:
             asker.migration.import_part(wrong, prefix, first)
     assert not asker.jobs
     asker.migration.import_part(part, own, 0)
-    assert asker.held.known(own.chain, 6) == 6
+    assert asker.held.count_held(own.chain, 6) == 6
     assert asker.migration.hot_prefixes().runs[0].hashes == own.chain, "it can be handed on"
     assert not list(asker.directory.glob("kv-[0-9]*"))
     closed = asker.make(transfer=False)
