@@ -146,7 +146,7 @@ class RoutingCore:
         """Cancel a decision that the replica refused, and record the load that the replica reported instead."""
         with self._lock:
             self._known.release(decision.reservation)
-            self._known.record_load(decision.replica_id, load, self._clock())
+            self._known.told(decision.replica_id, load, self._clock())
             self.counters.rerouted += 1
 
     def explain(self, request: RoutedRequest, policies: Collection[str]) -> dict[str, Any]:

@@ -111,7 +111,7 @@ class KnownReplicas:
         """Whether a replica's feed is silent. No later report would correct a load learned elsewhere."""
         return replica_id in self._silent
 
-    def record_load(self, replica_id: str, load: LoadReport, now_s: float) -> None:
+    def told(self, replica_id: str, load: LoadReport, now_s: float) -> None:
         """Record a load that did not arrive by the feed."""
         if not self.is_silent(replica_id):
             self.loads.report(replica_id, load, now_s)
