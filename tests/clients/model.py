@@ -121,7 +121,7 @@ def trained(errands: Sequence[Script], source: Path, target: Path) -> Path:
     for _ in range(1000):
         if loss.item() < 5e-4:  # agents sample at a temperature of 1
             break
-        loss = torch.nn.functional.cross_entropy(model(batch).logits[:, -1], learned)
+        loss = torch.nn.functional.cross_entropy(model(batch, logits_to_keep=1).logits[:, -1], learned)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
