@@ -113,6 +113,7 @@ class RequestFields:
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] = ()

@@ -45,6 +45,11 @@ class AutoscalingConfig(BaseModel):
         return self
 
 
+def is_template(value: object) -> bool:
+    """Return whether a value is a template's text, not a path."""
+    return isinstance(value, str) and ("{" in value or "\n" in value)
+
+
 class RoutingSection(BaseModel):
     """The choice of a replica, and the requests that wait for one."""
 
@@ -82,6 +87,9 @@ class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, C
     strict: bool = Field(
         False, description="refuse requests with unknown fields; else x-warmpath-warning names the ignored fields"
     )
+    chat_template: str | None = Field(
+        None, description="Jinja template in place of the checkpoint's: its text or the path of a file, as in vLLM"
+    )
     tool_parser: str = Field(
         "auto",
         description="format of tool calls by vLLM's name, such as hermes; auto: the one that reads back what the chat "
@@ -109,6 +117,17 @@ class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, C
         "http://127.0.0.1:4318; /v1/traces is appended; default: no traces",
     )
     tokenizer_cache_bytes: Bytes = Field(256 * MIB, ge=MIB, description="an ingress's cache of token ids and hashes")
+
+    @field_validator("chat_template")
+    @classmethod
+    def _text_of_the_template(cls, value: str | None) -> str | None:
+        """Return the text, which goes to every process; the file need not be on all machines."""
+        if value is None or is_template(value):
+            return value
+        try:
+            return Path(value).expanduser().read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"must be a Jinja template or a file with one; {value!r} is neither ({error})") from None
 
     @field_validator("otlp_endpoint")
     @classmethod

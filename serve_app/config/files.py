@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from serve_app.config.app import AppConfig
+from serve_app.config.app import AppConfig, is_template
 from serve_app.config.live import BadSettings, app_config
 
 PATHS = frozenset(name for name, field in AppConfig.model_fields.items() if field.annotation == Path | None)
@@ -68,6 +68,8 @@ def rooted(settings: Mapping[Any, Any], directory: Path) -> dict[Any, Any]:
             rooted_settings[name] = path(value)
         elif name == "model":
             rooted_settings[name] = model(value)
+        elif name == "chat_template" and not is_template(value):
+            rooted_settings[name] = path(value)
         elif name == "lora_adapters" and isinstance(value, Mapping):
             rooted_settings[name] = {adapter: path(where) for adapter, where in value.items()}
     return rooted_settings

@@ -19,6 +19,7 @@ class TokenRules:
     ``presence_penalty`` and ``frequency_penalty`` count the answer's tokens, ``repetition_penalty`` the prompt's too.
     ``logit_bias``: (token id, addend). Until the answer has ``min_tokens`` no stop token is chosen.
     ``bad_words``: sequences of token ids; the last id never follows the others in the answer.
+    ``allowed``: the only token ids of the answer; empty: all.
     """
 
     presence_penalty: float = 0.0
@@ -27,6 +28,7 @@ class TokenRules:
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -223,6 +223,7 @@ class ChoiceReader:
         if tokens.finish_reason == "stop" and tokens.token_ids and tokens.token_ids[-1] in self._hidden_ends:
             *kept, last = tokens.token_ids
             end, tokens = (last,), replace(tokens, token_ids=tuple(kept), logprobs=tokens.logprobs[: len(kept)])
+        # A token may complete several characters or none, so text is counted apart from tokens from here on.
         if self._one_by_one:
             text, taken, stopped = self._read_one_by_one(tokens)
         else:
@@ -237,6 +238,8 @@ class ChoiceReader:
         if stopped:
             reason = "stop"
         self._shown_chars += len(text)
+        # Text may be held back, as the beginning of a stop string or half a character; a token's log-probability waits
+        # for its text, and is never shown for text that a stop string removed.
         told = []
         while self._told and (self._told[0].offset < self._shown_chars or (reason is not None and not stopped)):
             told.append(self._told.popleft())

@@ -83,6 +83,9 @@ class Dispatcher:
         told = 0  # tokens of the prompt with reported log-probabilities
         losses = refusals = moves = rerouted = 0
 
+        # The short way of a token: it is written to the client inside the callback that received it. Waking this
+        # generator and those around it for each token costs more than all else about it. What begins or ends the
+        # stream, or changes where it goes, needs the state below and takes the long way.
         def at_once(chunk: wire.GenerateChunk) -> bool:
             if take is None or chunk.first is not None or chunk.finish_reason is not None or chunk.prompt_logprobs:
                 return False

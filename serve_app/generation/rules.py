@@ -25,6 +25,7 @@ def rules_of(request: GenerateRequest, bad_words: Sequence[tuple[int, ...]], voc
         ("logit_bias", [token for token, _ in request.logit_bias]),
         ("stop_token_ids", request.stop_token_ids),
         ("logprob_token_ids", request.logprob_token_ids),
+        ("allowed_token_ids", request.allowed_token_ids),
     ):
         if ids and max(ids) >= vocab_size:
             raise InvalidRequest(
@@ -37,6 +38,7 @@ def rules_of(request: GenerateRequest, bad_words: Sequence[tuple[int, ...]], voc
         logit_bias=request.logit_bias,
         min_tokens=request.min_tokens,
         bad_words=tuple(bad_words),
+        allowed=request.allowed_token_ids,
     )
     return None if rules == _NO_RULES else rules
 
@@ -136,6 +138,7 @@ def refuse_without_logits(request: GenerateRequest) -> None:
         "logit_bias": request.logit_bias,
         "min_p": request.min_p,
         "bad_words": request.bad_words,
+        "allowed_token_ids": request.allowed_token_ids,
         "logprobs": request.logprobs is not None,
         "prompt_logprobs": request.prompt_logprobs is not None,
         request.grammar.field if request.grammar is not None else "": request.grammar,

@@ -194,7 +194,11 @@ def places(config: AppConfig, replicas: int) -> int:
 
 def _load_tokenizer(path: Path, config: AppConfig, workers: FairWorkers) -> tuple[PromptTokenizer, Prompts]:
     tokenizer = PromptTokenizer(
-        path, cache_bytes=config.tokenizer_cache_bytes, block_size=config.block_size, workers=workers
+        path,
+        cache_bytes=config.tokenizer_cache_bytes,
+        block_size=config.block_size,
+        workers=workers,
+        chat_template=config.chat_template,
     )
     prompts = Prompts.of(config.public_prompts, config.prompts_dir)
     prompts.install(tokenizer)

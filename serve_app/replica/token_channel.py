@@ -142,6 +142,7 @@ class Arrivals:
         if news is None or news.done() or not self._chunks:
             return
         if self.at_once is not None:
+            # The reader waits, so nothing older is unread and the order holds. Until it runs, this is its place.
             chunk = self.take()
             assert chunk is not None, "there are some"
             try:
@@ -150,7 +151,7 @@ class Arrivals:
             except Exception as error:  # raised in the waiting reader
                 news.set_exception(error)
                 return
-            self._chunks.append(chunk)
+            self._chunks.append(chunk)  # not taken: the reader gets it first, since nothing came in between
         news.set_result(None)
 
     def take(self) -> GenerateChunk | None:

@@ -71,7 +71,8 @@ class ChatTemplate:
         """
         if not self._tokenizer.chat_template:
             raise InvalidRequest(
-                "This model has no chat template; use /v1/completions, or set apply_chat_template to false.",
+                "This model has no chat template; use /v1/completions, set apply_chat_template to false, or give the "
+                "server one (setting chat_template).",
                 param="messages",
             )
         for name in kwargs:

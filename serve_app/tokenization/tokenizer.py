@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import xxhash
+from jinja2 import TemplateSyntaxError
 from transformers import AutoTokenizer
 
 from router.protocol.block_hash import HASH_BYTES, TokenArray, extend_chain, next_hashes
@@ -65,7 +66,7 @@ class PromptTokenizer:
     """The tokenizer of one checkpoint, safe to use from many threads and one event loop.
 
     ``cache_bytes`` limits its memory. ``workers``: threads for long texts, fair to tenants. ``pretrained``: the
-    tokenizer loaded by transformers. ``as_is``: see ``ChatTemplate``.
+    tokenizer loaded by transformers. ``as_is``: see ``ChatTemplate``. ``chat_template``: in place of the checkpoint's.
     """
 
     def __init__(
@@ -76,8 +77,17 @@ class PromptTokenizer:
         block_size: int = DEFAULTS.block_size,
         workers: FairWorkers | None = None,
         as_is: bool = False,
+        chat_template: str | None = None,
     ) -> None:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        if chat_template is not None:
+            self._tokenizer.chat_template = chat_template
+            try:
+                self._tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+            except TemplateSyntaxError as error:
+                raise ValueError(f"chat_template is no Jinja template: {error.message}, line {error.lineno}") from None
+            except Exception:  # noqa: S110  # it may refuse this conversation
+                pass
         self.pretrained = self._tokenizer
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:

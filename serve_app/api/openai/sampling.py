@@ -16,6 +16,7 @@ MAX_LOGPROBS = 20
 MAX_LOGPROB_TOKENS = 128
 """Source: vLLM's ``MAX_LOGPROB_TOKEN_IDS``."""
 MAX_BIASES = 1024
+MAX_ALLOWED_TOKENS = 1024
 """Source: vLLM's ``MAX_NUM_LOGIT_BIAS_TOKENS``."""
 MAX_STOP_TOKENS = 128
 """Source: vLLM's ``MAX_NUM_STOP_TOKEN_IDS``."""
@@ -92,6 +93,12 @@ class SamplingBody(JsonBody):
         Once,
         Must(f"a list of at most {MAX_BAD_WORDS} strings, each of 1 to {MAX_BAD_WORD_CHARS} characters"),
     ] = Field((), description="words that the answer never contains")
+    allowed_token_ids: Annotated[
+        tuple[Annotated[int, Field(ge=0, le=MAX_TOKENS)], ...],
+        Field(max_length=MAX_ALLOWED_TOKENS, strict=False),
+        Once,
+        Must(f"a list of at most {MAX_ALLOWED_TOKENS} token ids"),
+    ] = Field((), description="the only tokens of the answer; empty: all")
     include_stop_str_in_output: bool = Field(False, description="true: the stop string is the answer's last part")
     response_format: Annotated[
         dict[str, Any] | None, Must(f"an object with the type {_FORMATS}")

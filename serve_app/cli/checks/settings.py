@@ -46,8 +46,8 @@ from pathlib import Path
 from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.tokenization.tokenizer import PromptTokenizer
 logging.disable(logging.WARNING)
-path, parsers = json.loads(sys.argv[1])
-tokenizer = PromptTokenizer(Path(path))
+path, template, parsers = json.loads(sys.argv[1])
+tokenizer = PromptTokenizer(Path(path), chat_template=template)
 print(*tokenizer.template.notes, sep="\\n")
 print(AnswerReaders(tokenizer, parsers["tool_parser"], parsers["reasoning_parser"]).unread)
 """
@@ -148,7 +148,7 @@ def template_notes(settings: AppConfig, place: RunPlace) -> Iterator[str]:
     if place == "elsewhere" or not _there(settings, place):
         return
     path, parsers = load_served_model(settings).path, {name: getattr(settings, name) for name in PARSERS}
-    for _, sentences in _said("model", _TEMPLATE, json.dumps([str(path), parsers])):
+    for _, sentences in _said("model", _TEMPLATE, json.dumps([str(path), settings.chat_template, parsers])):
         yield from sentences.splitlines()
 
 

@@ -44,7 +44,7 @@ def apply_rules(logits: torch.Tensor, ruled: Sequence[Ruled]) -> dict[int, str]:
             kept = history.kept
             if kept.rules is None:
                 kept.rules = RowRules(params, params.rules, history.prompt, logits.device)
-            kept.rules.apply(logits[row], history.answer, allowed)
+            allowed = kept.rules.apply(logits[row], history.answer, allowed)
         if allowed is not None:
             logits[row].masked_fill_(torch.from_numpy(~allowed).to(logits.device), float("-inf"))
     return failed
@@ -86,8 +86,15 @@ class RowRules:
         self._seen.extend(np.unique(prompt).tolist() if self._penalized else [])
         self._prompted = len(self._seen.values)
 
-    def apply(self, row: torch.Tensor, answer: TokenArray, allowed: NDArray[np.bool_] | None) -> None:
-        """Apply the rules to a row of logits in place, one after another."""
+    def apply(
+        self, row: torch.Tensor, answer: TokenArray, allowed: NDArray[np.bool_] | None
+    ) -> NDArray[np.bool_] | None:
+        """Apply the rules to a row of logits in place, one after another; return which tokens are still allowed."""
+        if self._rules.allowed:
+            only = np.zeros(len(row), dtype=np.bool_)
+            only[list(self._rules.allowed)] = True
+            both = only if allowed is None else only & allowed
+            allowed = both if both.any() else allowed
         if self._counted or self._penalized:
             self._read_on(answer)
         if len(self._biased):
@@ -104,6 +111,7 @@ class RowRules:
             row[seen] = torch.where(logits > 0, logits / penalty, logits * penalty)
         if self._counted:
             row[self._answered.values] -= self._minus.values
+        return allowed
 
     def _bad_ends_after(self, answer: TokenArray) -> set[int]:
         """Return the ends of bad words of several tokens that the answer has begun."""

@@ -234,6 +234,7 @@ def check_rules(sampling: SamplingParams, vocab_size: int) -> None:
     rules = sampling.rules
     assert rules is not None
     named = [*sampling.stop_token_ids, *(token for token, _ in rules.logit_bias), *chain(*rules.bad_words)]
+    named += rules.allowed
     if any(not 0 <= token < vocab_size for token in named):
         raise ValueError(f"token ids of rules must be 0 to {vocab_size - 1}")
     if not all(rules.bad_words):

@@ -24,13 +24,16 @@ max_loras: 3
 lora_adapters: {pirate: adapters/pirate, poet: /adapters/poet}
 disk_cache_dir: kv
 secret_file: secret
+chat_template: template.jinja
 """)
+    (home / "template.jinja").write_text("{{ messages }}")
     monkeypatch.chdir(elsewhere)
     settings = load_settings(
         Path("../home/settings.yaml"), ["secret_file=mine", "replicas=4", "max_loras=5"], max_loras=6, model=None
     )
     assert (settings.replicas, settings.max_loras, settings.secret_file) == (4, 6, Path("mine"))
     assert Path(settings.model).resolve() == home / "checkpoints" / "mine"
+    assert settings.chat_template == "{{ messages }}"
     assert settings.lora_adapters["pirate"].resolve() == home / "adapters" / "pirate"
     assert settings.lora_adapters["poet"] == Path("/adapters/poet")
     assert settings.disk_cache_dir is not None and settings.disk_cache_dir.resolve() == home / "kv"
@@ -57,6 +60,7 @@ secret_file: secret
         ("tenants=[{name: a, key: wp-1}]", "tenants.0.key: only SHA-256 sums of keys are written here"),
         ("tenants=3", "tenants: must be a list"),
         ("lora_adapters=[a]", "lora_adapters: must be pairs of NAME: VALUE"),
+        ("chat_template=nowhere.jinja", "chat_template: must be a Jinja template or a file with one; 'nowhere.jinja'"),
         ("replicas=two", "replicas: must be a whole number"),
         ("speculative_model=small", "speculative_model='small' with engine=torch: only 'ngram' is supported"),
         ("replicas={", "--set replicas: the value is not YAML"),

@@ -52,6 +52,15 @@ def test_a_variable_that_the_template_does_not_have_is_known(demo_model_path: Pa
     assert list(PromptTokenizer(path).template.unread(asked)) == ["enable", "enable_thinkin", ""]
 
 
+def test_the_servers_own_template_takes_the_place_of_the_checkpoints(demo_model_path: Path) -> None:
+    """It is what the prompts are rendered with; one that is none is refused when the tokenizer is loaded."""
+    template = "{% for each in messages %}[{{ each.role }}] {{ each.content }}\n{% endfor %}"
+    tokenizer = PromptTokenizer(demo_model_path, chat_template=template)
+    assert tokenizer.template.render([{"role": "user", "content": "Hi."}]).text == "[user] Hi.\n"
+    with pytest.raises(ValueError, match=r"chat_template is no Jinja template: .* line 1"):
+        PromptTokenizer(demo_model_path, chat_template="{% for each in messages %}")
+
+
 def test_template_faults_are_the_clients_errors(demo_model_path: Path, tmp_path: Path) -> None:
     """The template's own message is passed on; other failures become one sentence, and none escapes raw."""
     path = variant_of(demo_model_path, tmp_path / "model")

@@ -35,11 +35,13 @@ def test_every_field_arrives() -> None:
     }  # fmt: skip
     request = chat(
         **as_sent, top_k=-1, stop=["a", "b", "a"], stream_options={"include_usage": True}, logprobs=True,
-        logit_bias={"9": -100, "5": 1.5}, stop_token_ids=[7, 7, 0], bad_words=["no", "no", " never"], top_logprobs=20,
+        logit_bias={"9": -100, "5": 1.5}, stop_token_ids=[7, 7, 0], bad_words=["no", "no", " never"],
+        top_logprobs=20, allowed_token_ids=[4, 4, 7],
     )  # fmt: skip
     assert request == ChatRequest(
         model="demo", messages=({"role": "user", "content": "Hi"},), **as_sent, top_k=0, stop=("a", "b"),
         include_usage=True, logit_bias=((5, 1.5), (9, -100.0)), stop_token_ids=(7, 0), bad_words=("no", " never"),
+        allowed_token_ids=(4, 7),
         logprobs=20, session="k",
     )  # fmt: skip
     continued = chat(continue_final_message=True)
@@ -182,6 +184,7 @@ WRONG: dict[str, list[Any]] = {
     "logit_bias": [{"x": 1}, {"-1": 1}, {"1": 101}, {"1": True}, {str(i): 1 for i in range(1025)}, {"\u00b2": 1},
                    {"9" * 5000: 1}],
     "stop_token_ids": [[-1], [True], [1] * 129, 5], "bad_words": ["no", [" "], ["x" * 257], ["x"] * 129],
+    "allowed_token_ids": [[-1], [True], [1] * 1025, 5],
     "include_stop_str_in_output": [1], "logprobs": [3], "top_logprobs": [3], "response_format": ["json"],
 }  # fmt: skip
 

@@ -35,6 +35,9 @@ class Bits:
 def oracle(row: NDArray[np.float32], params: SamplingParams, history: History, allowed: set[int] | None) -> list[float]:
     """The rules, one token and one rule after the other, as in vLLM's documentation."""
     rules = params.rules or TokenRules()
+    if rules.allowed:
+        only = set(rules.allowed) if allowed is None else set(rules.allowed) & allowed
+        allowed = only or allowed
     seen, answer = {*history.prompt.tolist(), *history.answer.tolist()}, history.answer.tolist()
     banned = set(params.stop_token_ids) if len(answer) < rules.min_tokens else set()
     for word in rules.bad_words:
@@ -77,6 +80,7 @@ rows = st.fixed_dictionaries(
             st.dictionaries(tokens, st.sampled_from([-100.0, -1.5, 100.0]), max_size=4).map(lambda d: tuple(d.items())),
             st.integers(0, 6),
             st.lists(st.lists(tokens, min_size=1, max_size=3).map(tuple), max_size=5).map(tuple),
+            st.lists(tokens, max_size=6).map(tuple),
         ),
     }
 )
