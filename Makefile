@@ -7,7 +7,7 @@ VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed
 PYTHON_GPU ?= $(if $(wildcard $(VLLM_BIN)/python),$(VLLM_BIN),$(BIN))/python
 
-.PHONY: serve test lint venv figures docs clean help venv-vllm test-vllm test-ray-llm test-gpu test-schemas test-templates test-clients test-peer
+.PHONY: serve test test-long lint venv figures docs clean help venv-vllm test-vllm test-ray-llm test-gpu test-schemas test-templates test-clients test-peer
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -28,8 +28,13 @@ $(STAMP): pyproject.toml constraints.txt
 serve: $(STAMP)  ## start http://127.0.0.1:8000 with two replicas of SmolLM2-135M (ARGS="--replicas 4 ...")
 	@$(BIN)/warmpath serve $(ARGS)
 
-test: $(STAMP)  ## run the whole test suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+
+test: $(STAMP)  ## run the tests: every law and package, and a walk through a real server
+	$(PYTEST) -m "not long" $(ARGS)
+
+test-long: $(STAMP)  ## run the other tests: kills, storms, starts and documentation against real servers
+	$(PYTEST) -m long $(ARGS)
 
 lint: $(STAMP)  ## run ruff, strict mypy, and checks of import layers and of a fresh clone
 	$(BIN)/ruff check .

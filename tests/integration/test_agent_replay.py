@@ -9,6 +9,8 @@ import pytest
 from benchmarks.end_to_end.replay import agents
 from tests.integration.conftest import START
 
+pytestmark = [pytest.mark.integration, pytest.mark.long]
+
 FLAGS = "--engine simulated --model demo --sessions 3 --turns 3 --tenants 2 --tokens-per-id 2 --speed 1000 --pool 2"
 
 

@@ -23,7 +23,7 @@ from tests.integration.conftest import (
     workers_of,
 )
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 SETTINGS = "{min_replicas: 1, max_replicas: 3, target_ttft_s: 0.5, upscale_delay_s: 1, downscale_delay_s: 10}"
 

@@ -15,7 +15,7 @@ from benchmarks.common.server import instance
 from tests.clients.model import Errand, trained
 from tests.integration.conftest import HTTP, PATIENCE_S, alone
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 MODEL = "errands"
 BLOCK = 16

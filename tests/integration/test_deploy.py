@@ -34,7 +34,7 @@ from tests.integration.conftest import (
     wait_until_cached,
 )
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent

@@ -15,7 +15,7 @@ from serve_app.checkpoints.sources.resolve import resolve_model
 from tests.integration.conftest import alone
 from tests.serve_app.tokenization.variants import variant_of
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

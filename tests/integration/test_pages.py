@@ -14,7 +14,7 @@ from benchmarks.common.server import instance
 from tests.integration.conftest import alone
 from tests.pages import README, ROOT, WRITTEN, Block, blocks_of
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 PRINTED = "127.0.0.1:8000"
 SAME = {"make serve": "warmpath serve"}

@@ -21,6 +21,8 @@ from serve_app.cli.local_ray import held_port
 from serve_app.cli.processes import descendants
 from tests.integration.conftest import HTTP, PATIENCE_S, START, cache_state, eventually, metric
 
+pytestmark = [pytest.mark.integration, pytest.mark.long]
+
 CHAT = "/v1/chat/completions"
 SIMULATED = "--model demo --engine simulated --replicas 1 --set simulated_decode_step_s=0.1".split()
 SECRET = {"WARMPATH_SECRET": "a secret of the test's own"}

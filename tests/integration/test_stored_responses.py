@@ -18,7 +18,7 @@ import pytest
 from benchmarks.common.server import MARK, instance, marked_processes
 from tests.integration.conftest import HTTP, alone, clients, eventually, workers_of
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 RESPONSES = "/v1/responses"
 INGRESSES = 2

@@ -11,7 +11,7 @@ import pytest
 from serve_app.cli.bench.client import stream_events
 from tests.integration.conftest import HTTP, clients, eventually, replicas_of, wait_for_replicas
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 UNDISTURBED = "undisturbed"

@@ -10,7 +10,7 @@ import pytest
 from tests.integration.conftest import HTTP, clients
 from tests.integration.faults.raw_http import KINDS, make_case, run_cases
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 CHAT = "/v1/chat/completions"
 GOOD = {"model": "demo", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "seed": 5}

@@ -15,7 +15,7 @@ import pytest
 
 from tests.integration.conftest import cache_state, clients, eventually, metric, replicas_of, workers_of
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 MAX_TOKENS = 30_000
 CLIENTS, BURST = 400, 100

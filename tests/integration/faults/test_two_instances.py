@@ -11,7 +11,7 @@ from tests.integration.conftest import HTTP, cache_state, eventually, wait_until
 from tests.integration.faults.conftest import EXPORTER, Second
 from tests.serve_app.tracing.spans import Seen
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 CHAT = "/v1/chat/completions"
 PREFIX_TOKENS, REQUESTS = 6000, 12

@@ -24,7 +24,7 @@ from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.cli.bench.client import RequestFailed, stream_events
 from tests.integration.conftest import HTTP, alone, clients, eventually, replicas_of
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 REPLICAS, INGRESSES, REQUESTS = 3, 2, 4
 SETTINGS: dict[str, Any] = {

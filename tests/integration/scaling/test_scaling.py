@@ -37,7 +37,7 @@ from tests.integration.scaling.stage import (
     wait_left,
 )
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 DRAIN_S, NO_DRAIN_S = 8, 3
 """The first is enough for a hand-over, but not for a long stream; the second is enough for neither."""
