@@ -204,7 +204,7 @@ def main() -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", metavar="PATH", help=help_)
     parser.add_argument("--requests", type=int, default=20)
     parser.add_argument("--concurrency", type=int, default=1)
-    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--prompt-tokens", type=int, default=2048)
     parser.add_argument("--output-tokens", type=int, default=32)
     parser.add_argument("--timeout-s", type=float, default=300, help="for each tool")
     parser.add_argument("--within", type=float, default=0.05, help="largest relative difference")
