@@ -70,6 +70,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
     "min_p": {"temperature": 1.2, "min_p": 0.05, "seed": 11},
     "penalties": {"temperature": 0.9, "seed": 5, "rules": TokenRules(1.0, 0.5, 1.3)},
     "bias": {"rules": TokenRules(logit_bias=((5, 100.0),), bad_words=((5, 5),))},
+    "allowed": {"temperature": 1.0, "seed": 13, "rules": TokenRules(allowed=(5, 6, 7, 90))},
     "logprobs": {"temperature": 1.0, "seed": 9, "logprobs": 3},
 }
 
