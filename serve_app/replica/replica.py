@@ -275,8 +275,11 @@ class Replica:
             return wire.GenerateChunk(
                 replica_id=self._replica_id, error="queue_full", message=str(error), retry_after_s=error.retry_after_s
             )
-        kind: wire.ChunkError = "grammar" if isinstance(error, GrammarError) else "invalid"
-        kind = "too_long" if isinstance(error, RequestTooLong) else kind
+        kind: wire.ChunkError = "invalid"
+        if isinstance(error, RequestTooLong):
+            kind = "too_long"
+        elif isinstance(error, GrammarError):
+            kind = "grammar"
         return wire.GenerateChunk(replica_id=self._replica_id, error=kind, message=str(error))
 
     async def _warm_up(self, tokens: int, vocab_size: int) -> None:

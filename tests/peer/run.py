@@ -67,7 +67,7 @@ def plugins(cache: Path) -> Path:
     return target
 
 
-def stand_in(cache: Path) -> Path:
+def trained_stand_in(cache: Path) -> Path:
     """Return the checkpoint that tests talk to, trained if needed."""
     recipe = Path(__file__).with_name("model.py").read_bytes() + Path(model.__file__).read_bytes()
     folder = cache / ("model-" + sha256(recipe).hexdigest()[:8])
@@ -81,14 +81,13 @@ def stand_in(cache: Path) -> Path:
     return folder
 
 
-def as_hub(cache: Path, tests: Path) -> Path:
+def as_hub(hub: Path, stand_in: Path, tests: Path) -> Path:
     """Return a hub's cache in which each model that vLLM's tests name is the stand-in, and each adapter a random one.
 
     So tokenizers and configurations load without a network.
     """
-    hub = cache / "hub"
     shutil.rmtree(hub, ignore_errors=True)
-    talks, adapter = stand_in(cache) / "talker", stand_in(cache) / "adapter-0"
+    talks, adapter = stand_in / "talker", stand_in / "adapter-0"
     text = "\n".join(path.read_text() for path in tests.rglob("*.py"))
     for name, source in _repositories(text, talks, adapter):
         folder = hub / f"models--{name.replace('/', '--')}"
@@ -111,12 +110,13 @@ def main() -> int:
     cache = default_cache_dir().parent / "peer"
     sources = fetched(cache)
     tests = sources / "tests/entrypoints"
+    stand_in = trained_stand_in(cache)
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, (plugins(cache), sources, ROOT, ROOT / "tests/peer"))),
-        "PEER_TALKER": str(stand_in(cache) / "talker"),
+        "PEER_TALKER": str(stand_in / "talker"),
         "PEER_WRITER": str(resolve_model("smollm2")),
-        "HF_HUB_CACHE": str(as_hub(cache, tests)),
+        "HF_HUB_CACHE": str(as_hub(cache / "hub", stand_in, tests)),
         "HF_HUB_OFFLINE": "1",
         "VLLM_TARGET_DEVICE": "cpu",
     }

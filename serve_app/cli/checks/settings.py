@@ -51,6 +51,16 @@ tokenizer = PromptTokenizer(Path(path), chat_template=template)
 print(*tokenizer.template.notes, sep="\\n")
 print(AnswerReaders(tokenizer, parsers["tool_parser"], parsers["reasoning_parser"]).unread)
 """
+_OWN_TEMPLATE = """
+import json, sys
+from pathlib import Path
+from serve_app.tokenization.tokenizer import PromptTokenizer
+path, template = json.loads(sys.argv[1])
+try:
+    PromptTokenizer(Path(path), chat_template=template)
+except ValueError as error:
+    print(error)
+"""
 _ARCHITECTURE = """
 import sys
 from pathlib import Path
@@ -139,6 +149,8 @@ def _model(settings: AppConfig, place: RunPlace) -> Iterator[SettingRefusal]:
     yield from _blocks(settings, fields.get("text_config", fields))
     if settings.engine_traits.built_in and settings.model not in BUILT_IN:
         yield from _said("model", _ARCHITECTURE, str(info.path))
+    if settings.chat_template is not None:
+        yield from _said("chat_template", _OWN_TEMPLATE, json.dumps([str(info.path), settings.chat_template]))
     if place == "start":
         yield from _memory(settings, info)
 

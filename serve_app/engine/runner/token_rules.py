@@ -70,6 +70,7 @@ class RowRules:
         always = {word[-1] for word in rules.bad_words if len(word) == 1}
         self._banned = _Banned(always, device)
         self._banned_at_first = _Banned(always | set(params.stop_token_ids), device)
+        self._only: NDArray[np.bool_] | None = None  # made with the first row, which has the width
         self._bad_ends: dict[tuple[int, ...], set[int]] = {}
         for word in rules.bad_words:
             if len(word) > 1:
@@ -91,9 +92,10 @@ class RowRules:
     ) -> NDArray[np.bool_] | None:
         """Apply the rules to a row of logits in place, one after another; return which tokens are still allowed."""
         if self._rules.allowed:
-            only = np.zeros(len(row), dtype=np.bool_)
-            only[list(self._rules.allowed)] = True
-            both = only if allowed is None else only & allowed
+            if self._only is None:
+                self._only = np.zeros(len(row), dtype=np.bool_)
+                self._only[list(self._rules.allowed)] = True
+            both = self._only if allowed is None else self._only & allowed
             allowed = both if both.any() else allowed
         if self._counted or self._penalized:
             self._read_on(answer)

@@ -293,6 +293,15 @@ async def test_a_waiting_request_can_be_cancelled_and_stopping_ends_pulls(make_e
     assert engine.load().queued_prefill_tokens == 0
 
 
+def test_a_fast_replica_tries_one_copy_and_learns_that_it_is_slow() -> None:
+    """The figures of an H100 with an 8B model: a rate that is never measured would keep it from copying for ever."""
+    rate, computed_per_s = PullRate(16, 16 * 131_072), 33_000
+    assert rate.tokens_per_s(0.0) > computed_per_s
+    rate.observe(768, 0.67, 1.0)
+    assert rate.tokens_per_s(1.0) < computed_per_s
+    assert rate.tokens_per_s(1000.0) > computed_per_s
+
+
 def test_the_rate_is_learned_and_forgotten() -> None:
     """It moves to the measured rate, and back to the expectation long after the measurement. (docs: routing)"""
     rate = PullRate(16, 40_000_000)

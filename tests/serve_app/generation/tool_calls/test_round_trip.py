@@ -206,6 +206,15 @@ def test_check_and_doctor_tell_that_calls_are_not_read(demo_model_path: Path, tm
     assert said in CliRunner().invoke(app, ["doctor", "--model", str(tmp_path / "model")]).output.lower()
 
 
+def test_check_refuses_a_template_that_is_none(demo_model_path: Path, tmp_path: Path) -> None:
+    """It would end the start of every ingress."""
+    (tmp_path / "broken.jinja").write_text("{% for each in messages %}")
+    file = tmp_path / "settings.yaml"
+    file.write_text(f"model: {demo_model_path}\nchat_template: broken.jinja\n")
+    checked = CliRunner().invoke(app, ["check", str(file)])
+    assert checked.exit_code != 0 and "chat_template is no Jinja template" in checked.output.replace("\n", " ")
+
+
 @pytest.mark.parametrize(
     ("template", "tokens", "parser"),
     [
