@@ -258,8 +258,7 @@ def compared(load: Load, name: str) -> dict[str, Any]:
     """Run a tool; return what it saw, what /metrics say of the same time, and the relative differences."""
     before = metrics_of(load.url)
     theirs = TOOLS[name][0](load)
-    time.sleep(2)  # the last counts
-    ours = seen_between(before, metrics_of(load.url))
+    ours = seen_between(before, settled_metrics(load.url))
     return {"tool": asdict(theirs), "metrics": asdict(ours), "differences": differences(theirs, ours)}
 
 
@@ -270,6 +269,15 @@ def differences(theirs: Seen, ours: Seen) -> dict[str, float]:
         for what, value in asdict(ours).items()
         if value and getattr(theirs, what) is not None
     }
+
+
+def settled_metrics(url: str) -> dict[str, float]:
+    """Return the sums and counts once they no longer change: the last ones arrive beside the answers."""
+    before, after = dict[str, float](), metrics_of(url)
+    while before != after:
+        time.sleep(1)
+        before, after = after, metrics_of(url)
+    return after
 
 
 def metrics_of(url: str) -> dict[str, float]:
