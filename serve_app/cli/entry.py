@@ -2,11 +2,8 @@
 
 import signal
 import sys
-from collections.abc import Iterable
-from pathlib import Path
 
-CODE = Path(__file__).parents[2]
-PACKAGES = ("router", "serve_app")
+from serve_app.cli.shadow import CODE, PACKAGES, shadow
 
 
 def main() -> None:
@@ -27,15 +24,6 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(2)
-
-
-def shadow(name: str, places: Iterable[str]) -> Path | None:
-    """Return the module that Python would import by a name from ``places``, None if it is this code's own."""
-    for place in places:
-        for module in (Path(place, name, "__init__.py"), Path(place, f"{name}.py")):
-            if module.is_file():
-                return None if module.parent.resolve() == (CODE / name).resolve() else module
-    return None
 
 
 if __name__ == "__main__":

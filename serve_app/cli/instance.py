@@ -23,7 +23,8 @@ from serve_app.checkpoints.checkpoint import CheckpointError
 from serve_app.checkpoints.demo_model import RECIPES
 from serve_app.checkpoints.sources.resolve import resolve_model, with_local_model
 from serve_app.checkpoints.sources.smollm2 import SMOLLM2
-from serve_app.cli.checks.settings import with_model
+from serve_app.cli.checks.finding import Look
+from serve_app.cli.checks.run import findings
 from serve_app.cli.local_ray import answers, keep_token_private, local_environment
 from serve_app.cli.processes import end_descendants
 from serve_app.cli.supervisor import Launch
@@ -113,7 +114,7 @@ def _usable(settings: AppConfig, console: Console) -> AppConfig:
         settings = with_local_model(settings, console.print)
     except CheckpointError as error:
         raise StartFailed(str(error), status=2) from error
-    if sentences := [sentence for _, sentence in with_model(settings)]:
+    if sentences := [one.sentence for one in findings(Look("start", settings), "model", "files")]:
         raise StartFailed(*sentences, status=2)
     console.print(f"[1/4] model {settings.model_name}: {resolve_model(settings.model)}")
     return settings

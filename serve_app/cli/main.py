@@ -9,12 +9,11 @@ from typer.core import TyperCommand
 
 from router import __version__
 from serve_app.cli.bench import questions
-from serve_app.cli.checks.file import mistakes_in
-from serve_app.cli.checks.gpus import gpu_count, replica_gpus
-from serve_app.cli.checks.machine import address
-from serve_app.cli.checks.settings import before_model
+from serve_app.cli.checks.finding import Look
+from serve_app.cli.checks.machine import gpu_count, replica_gpus
+from serve_app.cli.checks.run import findings
 from serve_app.cli.commands import keys, prompts
-from serve_app.cli.commands.doctor import doctor
+from serve_app.cli.commands.check import check, doctor
 from serve_app.cli.commands.infer import infer
 from serve_app.cli.commands.plan import plan
 from serve_app.cli.console import console, fail
@@ -134,16 +133,18 @@ def serve(
             engine=engine,
         )
         settings = load()
-        for _, sentence in before_model(settings):
-            fail(sentence)
-        if settings.engine_traits.ranks:
-            gpus, said = replica_gpus(settings, gpu_count)
-            console.print(said)
-            settings = load(replica_num_gpus=gpus or None)
+        for finding in findings(Look("start", settings, (host, port)), "settings", "port"):
+            if finding.state == "problem":
+                fail(finding.sentence)
+        gpus, seen = replica_gpus(settings, gpu_count)
+        if seen.state == "problem":
+            fail(seen.sentence)
+        if seen.found:
+            console.print(seen.found)
+        if gpus:
+            settings = load(replica_num_gpus=gpus)
     except ValueError as error:
         fail(str(error))
-    if (listens := address(host, port)).advice:
-        fail(f"{listens.found}: {listens.advice}")
     if settings.allowed_hosts is None and not settings.tenants and host in ("127.0.0.1", "localhost", "::1"):
         # Pages of any site run in this machine's browser; only the name in Host distinguishes them from ours.
         settings.allowed_hosts = []
@@ -162,21 +163,4 @@ def list_settings(
     print(settings_yaml() if yaml else settings_text(words or []), end="")
 
 
-@app.command(rich_help_panel=TROUBLE)
-def check(
-    file: Annotated[Path, typer.Argument(help="a Serve config, a KubeRay RayService, or a settings file")],
-    elsewhere: Annotated[
-        bool, typer.Option(help="the instance runs on other machines: do not look for files and packages here")
-    ] = False,
-) -> None:
-    """Report the mistakes in a configuration before its deployment; exits with 1 if there are any."""
-    try:
-        mistakes = mistakes_in(file.read_text(), file.parent, place_of_run="elsewhere" if elsewhere else "here")
-    except (OSError, ValueError) as error:
-        fail(f"cannot read {file}: {error}")
-    for mistake in mistakes:
-        place = f"{mistake.place}: " if mistake.place else ""
-        print(f"{file}:{mistake.line}: {place}{'note: ' if mistake.minor else ''}{mistake.what}")
-    if not all(mistake.minor for mistake in mistakes):
-        raise typer.Exit(1)
-    print(f"{file}: nothing is wrong")
+app.command(rich_help_panel=TROUBLE)(check)

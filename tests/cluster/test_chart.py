@@ -80,7 +80,7 @@ def test_the_settings_are_right(values: list[str]) -> None:
     assert app["args"]["max_model_len"] == 4096
     assert ("kv_cache_bytes" in app["args"]) == (not values)
     wrong = helm("template", "w", str(CHART), "--set=settings.replica=4", "--show-only", "templates/rayservice.yaml")
-    assert "did you mean replicas?" in mistakes_in(wrong)[0].what
+    assert "did you mean replicas?" in mistakes_in(wrong)[0].found
 
 
 @pytest.mark.parametrize("values", [[], ["--set=existingSecret=mine"]], ids=["made", "given"])

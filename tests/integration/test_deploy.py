@@ -17,7 +17,8 @@ import pytest
 import yaml
 
 from serve_app.cli.bench.client import stream_events
-from serve_app.cli.checks.settings import with_model
+from serve_app.cli.checks.finding import Look
+from serve_app.cli.checks.run import findings
 from serve_app.cli.instance import innermost
 from serve_app.cli.local_ray import held_port
 from serve_app.config.live import BadSettings, app_config
@@ -158,7 +159,7 @@ def test_serve_status_has_the_errors_of_a_start(cluster: Cluster) -> None:
         app_config({"polcy": "sglang"})
     for args, sentence in (
         ({"polcy": "sglang"}, str(typo.value)),
-        (missing, next(with_model(app_config(missing)))[1]),
+        (missing, next(findings(Look("start", app_config(missing)), "model")).sentence),
     ):
         cluster.deploy_args(args)
         eventually(lambda sentence=sentence: sentence in map(innermost, cluster.messages()))

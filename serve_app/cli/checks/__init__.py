@@ -1,1 +1,1 @@
-"""Checks for problems that would keep an instance from working: for `warmpath serve`, `check FILE` and `doctor`."""
+"""Checks for problems that would keep an instance from working, one form for all: what was found, and the remedy."""

@@ -1,32 +1,22 @@
 """`warmpath check`: find mistakes in a Serve config, a RayService or a settings file, with line, place and remedy."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
-from serve_app.cli.checks.settings import RunPlace, before_model, template_notes, with_model
+from serve_app.cli.checks.finding import Finding, Look, RunPlace, problem
+from serve_app.cli.checks.run import findings
 from serve_app.config.files import rooted
 from serve_app.config.live import BadSettings, Location, app_config, overlaid
 
 IMPORT_PATHS = "serve_app:build_app", "serve_app:app", "serve_app.app:build_app"
 
 
-class Mistake(NamedTuple):
-    """A mistake in a file. ``line``: from 1; ``place``: a path of names and numbers, "" for the whole file.
-
-    ``minor``: good to know; the file can be deployed.
-    """
-
-    line: int
-    place: str
-    what: str
-    minor: bool = False
-
-
-def mistakes_in(text: str, directory: Path | None = None, *, place_of_run: RunPlace = "elsewhere") -> list[Mistake]:
+def mistakes_in(text: str, directory: Path | None = None, *, place_of_run: RunPlace = "elsewhere") -> list[Finding]:
     """Return the mistakes in a file's text. Raises ValueError if it is not YAML.
 
     ``directory``: the base of relative paths in a settings file. ``place_of_run``: see ``RunPlace``.
@@ -34,7 +24,7 @@ def mistakes_in(text: str, directory: Path | None = None, *, place_of_run: RunPl
     document = _Document(text)
     values = document.values
     if not isinstance(values, Mapping):
-        return [Mistake(1, "", "the file holds no NAME: VALUE pairs")]
+        return [replace(problem("", "the file holds no NAME: VALUE pairs"), line=1)]
     if values.get("kind") == "RayService":
         return list(_ray_service(document))
     if "applications" in values:
@@ -54,10 +44,14 @@ class _Document:
         self.before = before
         self.as_written = as_written
 
-    def mistake(self, place: Location, sentence: str) -> Mistake:
-        """Return a mistake at a place, with the line of the nearest existing node."""
+    def mistake(self, place: Location, sentence: str) -> Finding:
+        """Return a mistake at a place."""
+        return self.at(place, problem("", sentence))
+
+    def at(self, place: Location, finding: Finding) -> Finding:
+        """Return a finding at a place, with the line of the nearest existing node."""
         line = self.nearest(place)[0] + 1 if self.as_written else 0
-        return Mistake(self.before + line, ".".join(map(str, place)), sentence)
+        return replace(finding, subject=".".join(map(str, place)), line=self.before + line)
 
     def nearest(self, place: Location) -> tuple[int, Any]:
         """Return the line and the node at a place, or of the place's nearest existing parent."""
@@ -75,7 +69,7 @@ class _Document:
         return line, node
 
 
-def _ray_service(document: _Document) -> Iterator[Mistake]:
+def _ray_service(document: _Document) -> Iterator[Finding]:
     place: Location = ("spec", "serveConfigV2")
     line, node = document.nearest(place)
     spec = document.values.get("spec")
@@ -87,7 +81,7 @@ def _ray_service(document: _Document) -> Iterator[Mistake]:
     yield from _serve_config(inner, "elsewhere")
 
 
-def _serve_config(document: _Document, place_of_run: RunPlace) -> Iterator[Mistake]:
+def _serve_config(document: _Document, place_of_run: RunPlace) -> Iterator[Finding]:
     from ray.serve.schema import ServeDeploySchema  # takes seconds, which a settings file does not need
 
     try:
@@ -108,7 +102,7 @@ def _serve_config(document: _Document, place_of_run: RunPlace) -> Iterator[Mista
             yield from _application(document, ("applications", number), app, place_of_run)
 
 
-def _application(document: _Document, place: Location, app: Any, place_of_run: RunPlace) -> Iterator[Mistake]:
+def _application(document: _Document, place: Location, app: Any, place_of_run: RunPlace) -> Iterator[Finding]:
     args = list(_settings(document, (*place, "args"), app.get("args") or {}, place_of_run))
     yield from args
     user_configs: dict[str, Any] = {}
@@ -134,15 +128,16 @@ def _application(document: _Document, place: Location, app: Any, place_of_run: R
                 yield document.mistake((*where, *inner), sentence)
 
 
-def _settings(document: _Document, place: Location, values: Any, place_of_run: RunPlace) -> Iterator[Mistake]:
+def _settings(document: _Document, place: Location, values: Any, place_of_run: RunPlace) -> Iterator[Finding]:
     try:
         config = app_config(values)
     except BadSettings as error:
         for where, sentence in error.found:
             yield document.mistake((*place, *where), sentence)
         return
-    found = (*before_model(config, place_of_run), *with_model(config, place_of_run))
-    for setting, sentence in found:
-        yield document.mistake((*place, setting), sentence)
-    for sentence in template_notes(config, place_of_run) if not found else ():
-        yield document.mistake((*place, "model"), f"the chat template: {sentence}")._replace(minor=True)
+    look = Look(place_of_run, config)
+    found = list(findings(look, "settings", "model"))
+    for finding in found:
+        yield document.at((*place, finding.subject), finding)
+    for note in () if found else findings(look, "template"):
+        yield document.at((*place, "model"), replace(note, found=f"the chat template: {note.found}"))

@@ -1,4 +1,4 @@
-"""Find unusable settings before a start, with the error messages of replicas and ingresses."""
+"""Checks of settings before a start, with the error messages of replicas and ingresses."""
 
 import json
 import os
@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal
 
 from serve_app.checkpoints.adapter_registry import configured_adapters
 from serve_app.checkpoints.checkpoint import CheckpointInfo
 from serve_app.checkpoints.limits import max_model_len
 from serve_app.checkpoints.sources.resolve import BUILT_IN, load_served_model
+from serve_app.cli.checks.finding import Finding, Look, RunPlace, problem
 from serve_app.cli.checks.machine import GIB, memory_bytes, writable_place
 from serve_app.cli.supervisor import path_flags
 from serve_app.config.app import AppConfig, is_hub_id
@@ -25,12 +25,6 @@ from serve_app.prompts.registry import Prompts
 from serve_app.replica.engine_factory import MAKERS, served_fields
 from serve_app.stored.databases import URL_VARIABLE, StorageLimits, open_database
 from serve_app.tenants.secret import load_secret
-
-RunPlace = Literal["start", "here", "elsewhere"]
-"""The place of an instance: here and now, with its model fetched; this machine; other machines with other files."""
-
-SettingRefusal = tuple[str, str]
-"""A setting, and a sentence with the reason and the remedy."""
 
 _ENGINE_ARGS = """
 import json, sys
@@ -72,23 +66,18 @@ except (ValueError, OSError) as error:
 """
 
 
-def before_model(settings: AppConfig, place: RunPlace = "start") -> Iterator[SettingRefusal]:
-    """Yield the problems that are visible before the model is fetched: changed prompts, a missing engine."""
-    directory = settings.prompts_dir
-    if directory is None or _looks_into(directory, place):
-        yield from _refusal("prompts_dir", lambda: Prompts.of(settings.public_prompts, directory))
-    missing = settings.engine_traits.missing()
-    if missing and place != "elsewhere":
-        yield "engine", missing
+def prompts(look: Look) -> Iterator[Finding]:
+    """Check that the prompts' files can be read, and are unchanged."""
+    directory = look.settings.prompts_dir
+    if directory is None or _looks_into(directory, look.place):
+        yield from _refusal("prompts_dir", lambda: Prompts.of(look.settings.public_prompts, directory))
 
 
-def with_model(settings: AppConfig, place: RunPlace = "start") -> Iterator[SettingRefusal]:
-    """Yield the other problems: settings that do not fit each other, the engine, the model or the machine."""
-    yield from _fit(settings, place)
-    yield from _model(settings, place)
-    if place == "start":
-        yield from _disk_tier(settings)
-        yield from _written_files(settings)
+def engine(look: Look) -> Iterator[Finding]:
+    """Check that the engine is installed."""
+    missing = look.settings.engine_traits.missing()
+    if missing and look.place != "elsewhere":
+        yield problem("engine", missing)
 
 
 def _looks_into(path: Path, place: RunPlace) -> bool:
@@ -97,20 +86,22 @@ def _looks_into(path: Path, place: RunPlace) -> bool:
     return place == "start" or path.exists() or (place == "here" and path.is_absolute())
 
 
-def _refusal(setting: str, ask: Callable[[], object]) -> Iterator[SettingRefusal]:
+def _refusal(setting: str, ask: Callable[[], object]) -> Iterator[Finding]:
     """Yield the message of the error that ``ask`` raises."""
     try:
         ask()
     except (ValueError, OSError) as error:
-        yield setting, str(error)
+        yield problem(setting, str(error))
 
 
-def _fit(settings: AppConfig, place: RunPlace) -> Iterator[SettingRefusal]:
+def fit(look: Look) -> Iterator[Finding]:
     """Check that settings fit each other and the engine, and that adapters and the secret are usable."""
+    settings, place = look.settings, look.place
     if settings.autoscaling is not None and "replicas" in settings.model_fields_set:
-        yield "replicas", "replicas has no effect beside autoscaling: leave it out, min_replicas and max_replicas count"
+        advice = "leave it out, min_replicas and max_replicas count"
+        yield problem("replicas", "replicas has no effect beside autoscaling", advice)
     for sentence in MAKERS[settings.engine].refused_settings(settings, on_cpu=not settings.replica_num_gpus):
-        yield "engine", sentence
+        yield problem("engine", sentence)
     arguments = settings.to_json()["engine_args"]
     if arguments and place != "elsewhere" and not settings.engine_traits.missing():
         yield from _said("engine_args", _ENGINE_ARGS, json.dumps(arguments))
@@ -133,18 +124,19 @@ def _there(settings: AppConfig, place: RunPlace) -> bool:
     return place == "start" or path.is_dir() or not (by_name or path.is_file() or not _looks_into(path, place))
 
 
-def _model(settings: AppConfig, place: RunPlace) -> Iterator[SettingRefusal]:
+def model(look: Look) -> Iterator[Finding]:
     """Check that the checkpoint exists and fits, with its budgets. A name to fetch does not count as missing."""
+    settings, place = look.settings, look.place
     if not _there(settings, place):
         return
     try:
         info = load_served_model(settings)
     except (ValueError, OSError) as error:
-        yield "model", str(error)
+        yield problem("model", str(error))
         return
     fields, on_cpu = served_fields(settings, info.path), not settings.replica_num_gpus
     refused = MAKERS[settings.engine].refused_model(fields, settings, on_cpu=on_cpu)
-    yield from (("model", sentence) for sentence in refused)
+    yield from (problem("model", sentence) for sentence in refused)
     yield from _refusal("max_model_len", lambda: max_model_len(settings, info))
     yield from _blocks(settings, fields.get("text_config", fields))
     if settings.engine_traits.built_in and settings.model not in BUILT_IN:
@@ -155,26 +147,36 @@ def _model(settings: AppConfig, place: RunPlace) -> Iterator[SettingRefusal]:
         yield from _memory(settings, info)
 
 
-def template_notes(settings: AppConfig, place: RunPlace) -> Iterator[str]:
-    """Yield what the model's chat template does not take, and what is done about it. Raises ValueError, OSError."""
-    if place == "elsewhere" or not _there(settings, place):
+def template(look: Look) -> Iterator[Finding]:
+    """Find what the model's chat template does not take, and what is done about it."""
+    settings = look.settings
+    if look.place == "elsewhere" or not _there(settings, look.place):
         return
-    path, parsers = load_served_model(settings).path, {name: getattr(settings, name) for name in PARSERS}
-    for _, sentences in _said("model", _TEMPLATE, json.dumps([str(path), settings.chat_template, parsers])):
-        yield from sentences.splitlines()
+    try:
+        path = load_served_model(settings).path
+    except (ValueError, OSError) as error:
+        yield problem("chat template", str(error), "give --model a checkpoint's directory")
+        return
+    parsers = {name: getattr(settings, name) for name in PARSERS}
+    for note in _printed(_TEMPLATE, json.dumps([str(path), settings.chat_template, parsers])).splitlines():
+        yield Finding("chat template", note)
 
 
-def _said(setting: str, program: str, argument: str) -> Iterator[SettingRefusal]:
-    """Yield the sentence that a program prints, in a separate process, because its imports take seconds."""
+def _said(setting: str, program: str, argument: str) -> Iterator[Finding]:
+    if sentence := _printed(program, argument):
+        yield problem(setting, sentence)
+
+
+def _printed(program: str, argument: str) -> str:
+    """Return what a program prints, in a separate process, because its imports take seconds."""
     command = [sys.executable, *path_flags(), "-c", program, argument]
     asked = subprocess.run(  # noqa: S603  # our own program
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False
     )
-    if sentence := asked.stdout.strip():
-        yield setting, sentence
+    return asked.stdout.strip()
 
 
-def _blocks(settings: AppConfig, fields: dict[str, object]) -> Iterator[SettingRefusal]:
+def _blocks(settings: AppConfig, fields: dict[str, object]) -> Iterator[Finding]:
     """Check that each budget holds one KV block of minimum size."""
     dtype = "bfloat16" if settings.dtype == "auto" else settings.dtype
     try:
@@ -184,10 +186,10 @@ def _blocks(settings: AppConfig, fields: dict[str, object]) -> Iterator[SettingR
     for name in ("kv_cache_bytes", "host_cache_bytes", "disk_cache_bytes"):
         budget_bytes = getattr(settings, name)
         if budget_bytes and budget_bytes < block_bytes:
-            yield name, f"{name}={budget_bytes} cannot hold one KV block of {block_bytes} bytes"
+            yield problem(name, f"{name}={budget_bytes} cannot hold one KV block of {block_bytes} bytes")
 
 
-def _memory(settings: AppConfig, info: CheckpointInfo) -> Iterator[SettingRefusal]:
+def _memory(settings: AppConfig, info: CheckpointInfo) -> Iterator[Finding]:
     """Check that the replicas fit this machine's memory."""
     if settings.engine_traits.simulated or settings.replica_num_gpus:
         return
@@ -195,7 +197,7 @@ def _memory(settings: AppConfig, info: CheckpointInfo) -> Iterator[SettingRefusa
     pool_bytes = 0 if settings.num_blocks else settings.kv_cache_bytes or CPU_POOL_BYTES
     needed_bytes = settings.first_replicas * (weights_bytes + pool_bytes + settings.host_cache_bytes)
     if needed_bytes > memory_bytes():
-        yield (
+        yield problem(
             "replicas",
             f"{settings.first_replicas} replicas need {needed_bytes / GIB:.1f} GiB for weights "
             f"({weights_bytes / GIB:.1f} each), kv_cache_bytes ({pool_bytes / GIB:.1f}) and host_cache_bytes "
@@ -203,28 +205,29 @@ def _memory(settings: AppConfig, info: CheckpointInfo) -> Iterator[SettingRefusa
         )
 
 
-def _written_files(settings: AppConfig) -> Iterator[SettingRefusal]:
+def written_files(look: Look) -> Iterator[Finding]:
     """Check that the files of usage and of stored responses can be created or written."""
     for name in ("usage_file", "responses_file"):
-        if (given := getattr(settings, name)) is not None:
+        if (given := getattr(look.settings, name)) is not None:
             file = given.expanduser().absolute()
             if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-                yield name, f"{name}={file} is no file that this user may write; name another one"
+                yield problem(name, f"{name}={file} is no file that this user may write; name another one")
 
 
-def _disk_tier(settings: AppConfig) -> Iterator[SettingRefusal]:
+def disk_tier(look: Look) -> Iterator[Finding]:
     """Check that the disk tier's directory can be created and written, and its disk is large enough."""
+    settings = look.settings
     if not settings.disk_cache_bytes or settings.disk_cache_dir is None:
         return
     directory = settings.disk_cache_dir.expanduser().absolute()
     try:
         place = writable_place(directory)
     except OSError as error:
-        yield "disk_cache_dir", f"disk_cache_dir={directory}: {error}"
+        yield problem("disk_cache_dir", f"disk_cache_dir={directory}: {error}")
         return
     needed_bytes, disk_bytes = settings.first_replicas * settings.disk_cache_bytes, shutil.disk_usage(place).total
     if needed_bytes > disk_bytes:
-        yield (
+        yield problem(
             "disk_cache_bytes",
             f"{settings.first_replicas} replicas with disk_cache_bytes={settings.disk_cache_bytes} need "
             f"{needed_bytes / GIB:.1f} GiB, and the disk of {place} has {disk_bytes / GIB:.1f} GiB",

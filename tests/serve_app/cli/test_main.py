@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from router import __version__
 from serve_app.cli import main
-from serve_app.cli.checks.machine import Finding
+from serve_app.cli.checks.run import findings
 from serve_app.cli.instance import greeting
 from serve_app.cli.main import app
 from serve_app.cli.supervisor import Launch, Supervisor
@@ -21,7 +21,7 @@ from serve_app.config.files import load_settings
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """The starts that `warmpath serve` would make; the port is not checked."""
     launches: list[Launch] = []
-    monkeypatch.setattr(main, "address", lambda *_: Finding("port", "not looked at"))
+    monkeypatch.setattr(main, "findings", lambda look, *_: findings(look, "settings"))
     monkeypatch.setattr(Supervisor, "run", lambda _, launch: launches.append(launch) or 0)
     return launches
 
@@ -110,7 +110,7 @@ def test_vllm_takes_the_gpus_of_the_machine(
     launched: list[Launch], monkeypatch: pytest.MonkeyPatch, gpus: int, block_size: int
 ) -> None:
     """The start reports this; its blocks are those of the device."""
-    monkeypatch.setattr(main, "before_model", lambda _: ())
+    monkeypatch.setattr(main, "findings", lambda *_: ())
     monkeypatch.setattr(main, "gpu_count", lambda: gpus)
     flags = ["--replicas=1", "--tensor-parallel-size=2", "--engine-arg=kv-cache-dtype=fp8"]
     told = CliRunner().invoke(app, ["serve", "demo", "--engine", "vllm", *flags])

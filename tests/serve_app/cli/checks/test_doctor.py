@@ -16,13 +16,26 @@ import pytest
 from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
-from serve_app.cli import entry
-from serve_app.cli.checks import machine, software
-from serve_app.cli.checks.machine import GIB, Finding, address
-from serve_app.cli.commands import doctor
+from serve_app.cli import shadow
+from serve_app.cli.checks import machine
+from serve_app.cli.checks.finding import Finding, Look, problem
+from serve_app.cli.checks.machine import GIB
+from serve_app.cli.commands import check
 from serve_app.cli.local_ray import held_port
 from serve_app.cli.main import app
 from serve_app.cli.processes import Holder
+
+HERE = Look()
+
+
+def address(host: str, port: int, *, start: bool = True) -> Finding:
+    [finding] = machine.address(Look("start" if start else "here", listens=(host, port)))
+    return finding
+
+
+def torch() -> Finding:
+    [finding] = machine.torch(HERE)
+    return finding
 
 
 def by_subject(findings: Iterable[Finding]) -> dict[str, Finding]:
@@ -30,10 +43,10 @@ def by_subject(findings: Iterable[Finding]) -> dict[str, Finding]:
 
 
 def test_a_problem_is_one_line_of_advice_and_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = [Finding("a", "fine"), Finding("b", "odd", "look", minor=True), Finding("c", "broken", "mend it")]
+    shown = [Finding("a", "fine"), Finding("b", "odd", "look", "warning"), problem("c", "broken", "mend it")]
 
     def run(findings: list[Finding], *arguments: str) -> Any:
-        monkeypatch.setattr(doctor, "_findings", lambda *_: iter(findings))
+        monkeypatch.setattr(check, "findings", lambda *_: iter(findings))
         return CliRunner().invoke(app, ["doctor", *arguments])
 
     result = run(shown)
@@ -46,7 +59,7 @@ def test_a_problem_is_one_line_of_advice_and_status_1(monkeypatch: pytest.Monkey
 
 
 def test_this_environment_is_as_pyproject_wants_it() -> None:
-    findings = by_subject((*software.installation(), *software.shadows()))
+    findings = by_subject((*machine.installation(HERE), *machine.shadows(HERE)))
     assert findings.keys() == {"warmpath", "python", "packages", "vllm"}
     assert all(finding.state == "ok" for finding in findings.values())
     assert "ray 2.60" in findings["packages"].found
@@ -54,11 +67,11 @@ def test_this_environment_is_as_pyproject_wants_it() -> None:
 
 @pytest.mark.parametrize(("needed", "words"), [("numpy<1", "is not in <1"), ("no-such-package>=2", "not installed")])
 def test_a_package_out_of_its_range_is_told_with_the_command(needed: str, words: str) -> None:
-    finding = software.package(Requirement(needed))
+    finding = machine.package(Requirement(needed))
     assert finding is not None and finding.state == "problem"
     assert words in finding.found
     assert finding.advice == f"pip install '{needed}'"
-    assert software.package(Requirement("numpy>=1")) is None
+    assert machine.package(Requirement("numpy>=1")) is None
 
 
 def test_without_an_installation_no_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +79,7 @@ def test_without_an_installation_no_packages_are_named(monkeypatch: pytest.Monke
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "distribution", missing)
-    [finding] = software.installation()
+    [finding] = machine.installation(HERE)
     assert (finding.subject, finding.state) == ("warmpath", "problem")
 
 
@@ -76,9 +89,9 @@ def test_a_module_with_one_of_our_names_is_found(tmp_path: Path, monkeypatch: py
     (tmp_path / module).parent.mkdir(exist_ok=True)
     (tmp_path / module).write_text("")
     monkeypatch.chdir(tmp_path)
-    (finding,) = software.shadows()
-    assert finding.found == f"{tmp_path / module} is imported in place of {entry.CODE / finding.subject}"
-    assert entry.shadow(finding.subject, [str(entry.CODE), str(tmp_path)]) is None, "ours is found first"
+    (finding,) = machine.shadows(HERE)
+    assert finding.found == f"{tmp_path / module} is imported in place of {shadow.CODE / finding.subject}"
+    assert shadow.shadow(finding.subject, [str(shadow.CODE), str(tmp_path)]) is None, "ours is found first"
 
 
 def test_an_import_that_a_stranger_spoils_is_one_sentence(tmp_path: Path) -> None:
@@ -100,15 +113,15 @@ def test_too_little_room_is_a_problem(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(machine, "default_cache_dir", lambda: tmp_path / "not" / "yet")
     usage = SimpleNamespace(total=100 * GIB, free=50 * GIB, used=50 * GIB)
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: usage)
-    found = by_subject(machine.room())
+    found = by_subject(machine.room(HERE))
     assert (found["model cache"].state, found["shared memory"].state) == ("ok", "ok")
     usage.free = 3 * GIB
-    full = by_subject(machine.room())["model cache"]
+    full = by_subject(machine.room(HERE))["model cache"]
     assert full.state == "problem" and "3.0 of 100.0 GiB" in full.found
     usage.free = 100 << 20
     monkeypatch.setattr(machine, "memory_bytes", lambda: GIB)
     (tmp_path / "not").touch()
-    found = by_subject(machine.room())
+    found = by_subject(machine.room(HERE))
     assert "--shm-size" in found["shared memory"].advice
     assert found["memory"].state == "problem"
     blocked = found["model cache"]
@@ -117,16 +130,16 @@ def test_too_little_room_is_a_problem(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_torch_that_cannot_be_imported_is_told_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_TORCH", "raise ImportError('libcudart.so.12: cannot open')")
-    assert "libcudart.so.12" in machine.torch().found
+    assert "libcudart.so.12" in torch().found
     monkeypatch.setattr(machine, "_TORCH", "")
-    assert machine.torch().state == "problem"
+    assert torch().state == "problem"
     monkeypatch.setattr(machine, "_TORCH", "import time; time.sleep(600)")
     with monkeypatch.context() as brief:
         brief.setattr(machine, "_TORCH_WITHIN_S", 0.1)
-        assert machine.torch().found == "does not answer within 0.1 s"
+        assert torch().found == "does not answer within 0.1 s"
     answer = '{"version": "2.99", "cuda": null, "gpus": ["NVIDIA H100"]}'
     monkeypatch.setattr(machine, "_TORCH", f"print('''{answer}''')")
-    assert machine.torch() == Finding("torch", "2.99 on NVIDIA H100")
+    assert torch() == Finding("torch", "2.99 on NVIDIA H100")
 
 
 @pytest.mark.parametrize(

@@ -62,8 +62,10 @@ def test_a_good_file_has_no_mistakes(text: str) -> None:
 def test_a_mistake_has_its_line_place_and_remedy(old: str, new: str, line: int, place: str, words: str) -> None:
     assert old in CONFIG
     mistakes = mistakes_in(CONFIG.replace(old, new))
-    assert [mistake for mistake in mistakes if (mistake.line, mistake.place) == (line, place) and words in mistake.what]
-    assert not any("wp-key" in mistake.what for mistake in mistakes)
+    assert [
+        mistake for mistake in mistakes if (mistake.line, mistake.subject) == (line, place) and words in mistake.found
+    ]
+    assert not any("wp-key" in mistake.found for mistake in mistakes)
 
 
 NAMES = st.sampled_from(["args", "name", "user_config", "deployments", "policy", "tenants", "public_prompts", "x", 7])
@@ -96,7 +98,7 @@ def test_any_file_is_answered(where: str, value: object) -> None:
         with suppress(ValueError):  # invalid YAML in a RayService's text
             for mistake in mistakes_in(text):
                 assert 1 <= mistake.line <= len(text.splitlines()) + 1
-                assert mistake.what
+                assert mistake.found
 
 
 def test_lines_of_a_ray_service_are_those_of_the_file() -> None:
@@ -107,7 +109,7 @@ def test_lines_of_a_ray_service_are_those_of_the_file() -> None:
     assert lines == {"polcy: lmetric"}
     assert mistakes_in("kind: RayService\nspec:\n  serveConfigV2: ''\n")[0].line == 3
     [missing] = mistakes_in("kind: RayService\nspec:\n  rayClusterConfig: {}\n")
-    assert (missing.line, missing.place) == (2, "spec.serveConfigV2")
+    assert (missing.line, missing.subject) == (2, "spec.serveConfigV2")
 
 
 def run(file: Path, text: str, *flags: str) -> tuple[int, str]:

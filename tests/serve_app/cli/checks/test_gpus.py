@@ -1,10 +1,11 @@
 """GPUs that replicas get by default, by the number of GPUs."""
 
+import re
 from typing import Any
 
 import pytest
 
-from serve_app.cli.checks.gpus import gpu_count, replica_gpus
+from serve_app.cli.checks.machine import gpu_count, replica_gpus
 from serve_app.config.app import AppConfig
 
 TWO = {"engine": "vllm", "replicas": 2}
@@ -25,7 +26,7 @@ TWO = {"engine": "vllm", "replicas": 2}
 def test_each_rank_gets_one(settings: dict[str, Any], gpus: int, each: int) -> None:
     found, said = replica_gpus(AppConfig.model_validate(settings), lambda: gpus)
     assert found == each
-    assert (str(gpus) in said) == bool(each)
+    assert (said.state, str(gpus) in said.found) == ("ok", bool(each))
 
 
 @pytest.mark.parametrize(
@@ -37,8 +38,8 @@ def test_each_rank_gets_one(settings: dict[str, Any], gpus: int, each: int) -> N
     ],
 )
 def test_more_replicas_than_gpus_are_refused(settings: dict[str, Any], gpus: int, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        replica_gpus(AppConfig.model_validate(settings), lambda: gpus)
+    _, found = replica_gpus(AppConfig.model_validate(settings), lambda: gpus)
+    assert found.state == "problem" and re.search(told, found.sentence)
 
 
 def test_torch_is_asked_for_the_gpus() -> None:
