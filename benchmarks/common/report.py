@@ -14,7 +14,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from serve_app.config.engine import ENGINES
+from serve_app.config.engine import ENGINES, Capability
 
 PACKAGES = ("warmpath-serve", "ray", "torch", "transformers", "tokenizers", "xxhash", "pyzmq", "openai", "numpy")
 
@@ -92,8 +92,11 @@ def names_of(known: Collection[str]) -> Callable[[str], list[str]]:
     return parse
 
 
-def add_engine_flag(parser: argparse.ArgumentParser, engines: Sequence[str], default: str) -> None:
-    """Add ``--engine`` with these choices; an engine that is not installed is refused."""
+def add_engine_flag(parser: argparse.ArgumentParser, default: str, *needs: Capability, simulated: bool = True) -> None:
+    """Add ``--engine`` for the engines that have what it ``needs``; one that is not installed is refused."""
+    engines = [
+        name for name, traits in ENGINES.items() if traits.can >= {*needs} and (simulated or not traits.simulated)
+    ]
 
     def installed(engine: str) -> str:
         missing = next((traits.missing() for name, traits in ENGINES.items() if name == engine), "")

@@ -34,7 +34,7 @@ DTYPE = "float32"
 def main() -> None:
     """Parse flags, run each router on fresh replicas, write the JSON."""
     parser = parser_of(__doc__, "demo")
-    add_engine_flag(parser, ["torch", "vllm", "simulated"], "torch")
+    add_engine_flag(parser, "torch", "copies")
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--prompt-tokens", type=int, default=1000)
@@ -80,9 +80,9 @@ def server(policy: str, pulls: str, arguments: argparse.Namespace) -> Iterator[s
         "num_blocks": math.ceil(blocks / (arguments.working_set * arguments.replicas)),
         "kv_pull": pulls == "on",
         "policy": policy,
+        "num_threads": 1,
+        "enforce_eager": True,
     }
-    if arguments.engine == "vllm":
-        config |= {"num_threads": 1, "enforce_eager": True}
     flags = [f"--set={key}={json.dumps(value) if isinstance(value, bool) else value}" for key, value in config.items()]
     with instance("--model", arguments.model, "--replicas", str(arguments.replicas), *flags) as url:
         yield url

@@ -21,7 +21,7 @@ from serve_app.cli.bench.client import TimedAnswer, chat_body, stream_chat
 def main() -> None:
     """Parse flags, run, write the JSON."""
     parser = parser_of(__doc__, "small")
-    add_engine_flag(parser, ["torch", "vllm"], "torch")
+    add_engine_flag(parser, "torch", "prefixes", simulated=False)
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--prefix-tokens", type=int, default=8000)
     parser.add_argument("--question-tokens", type=int, default=32)

@@ -31,7 +31,7 @@ from router.settings import RouterSettings
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.config.app import AppConfig
-from serve_app.config.engine import NGRAM, VLLM_CPU_BLOCK_SIZE
+from serve_app.config.engine import ENGINES, NGRAM, VLLM_CPU_BLOCK_SIZE
 from serve_app.engine.protocol import Engine, EngineRequest, SamplingParams, TokenRules
 from serve_app.replica.engine_factory import make_engine
 
@@ -45,7 +45,7 @@ _SECRET = b"predictions benchmark"
 def main() -> None:
     """Parse flags, run, write the JSON."""
     parser = parser_of(__doc__, "demo")
-    add_engine_flag(parser, ["torch", "vllm", "simulated"], "torch")
+    add_engine_flag(parser, "torch", "prefixes", "adapters")
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--blocks", type=int, default=256, help=f"blocks of {BLOCK} tokens in the pool")
     parser.add_argument("--conversations", type=int, default=24, help=f"each of up to {LONGEST_TOKENS} tokens")
@@ -86,7 +86,7 @@ def measure(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     routed = Routed()
     with tempfile.TemporaryDirectory(prefix="warmpath-predictions-") as directory, ExitStack() as stack:
         adapters = ["", ""]
-        specs = [] if arguments.engine == "simulated" else make_adapters(model, Path(directory), 2, rank=4)
+        specs = [] if ENGINES[arguments.engine].simulated else make_adapters(model, Path(directory), 2, rank=4)
         engine = stack.enter_context(running(make_engine(config, info, routed.events)))
         for spec in specs:
             engine.adapters.load(spec)

@@ -32,7 +32,7 @@ from benchmarks.peers.vllm_serve import CPU_ENVIRONMENT, vllm_server
 from cluster.local import ClusterError
 from serve_app.cli.bench.client import RequestFailed
 from serve_app.cli.local_ray import answers
-from serve_app.config.engine import VLLM_CPU_BLOCK_SIZE, vllm_missing
+from serve_app.config.engine import VLLM_CPU_BLOCK_SIZE, EngineName, vllm_missing
 
 ALONE = {"first_token": rows.first_token, "decode": rows.decode, "request": rows.request}
 """Rows of one replica beside `vllm serve`."""
@@ -152,7 +152,7 @@ class Run:
             (first, said), (decode, also) = rows.first_token(bench, target), rows.decode(bench, target)
         return {"first_token": first, "decode": decode}, f"{said} {also}"
 
-    def _warmpath(self, engine: str, replicas: int, checkpoint: Path) -> Warmpath:
+    def _warmpath(self, engine: EngineName, replicas: int, checkpoint: Path) -> Warmpath:
         if self._within_s() < END_S:
             raise Cut("the time (--minutes) was over")
         return Warmpath(self._shape, self._card, self._mark, checkpoint, engine, replicas)

@@ -17,7 +17,7 @@ from benchmarks.common.server import MARK
 from benchmarks.gpu.shapes import Shape
 from cluster.local import LocalCluster, application
 from router.settings import DEFAULTS
-from serve_app.config.engine import VLLM_CPU_BLOCK_SIZE
+from serve_app.config.engine import ENGINES, VLLM_CPU_BLOCK_SIZE, EngineName
 from serve_app.tenants.tenants import make_api_key
 
 MODEL = "model"
@@ -94,7 +94,9 @@ class Warmpath(LocalCluster):
     tenant waits for a long one; and they copy each other's KV.
     """
 
-    def __init__(self, shape: Shape, card: Card, mark: str, checkpoint: Path, engine: str, replicas: int) -> None:
+    def __init__(
+        self, shape: Shape, card: Card, mark: str, checkpoint: Path, engine: EngineName, replicas: int
+    ) -> None:
         super().__init__(1, env={MARK: mark}, gpus=int(bool(card.name)))
         made = {name: make_api_key() for name in (*TENANTS, FLOODER, OPERATOR)}
         self.keys = {name: key for name, (key, _) in made.items()}
@@ -111,7 +113,7 @@ class Warmpath(LocalCluster):
             "kv_cache_bytes": card.kv_bytes(shape), "max_waiting_requests": _MANY, "max_queued_requests": _MANY,
             "tenants": [{"name": name, "key_sha256": digests[name]} for name in (*TENANTS, FLOODER)],
             "operator_key_sha256": digests[OPERATOR], **(gpu if card.name else {"num_threads": 1}),
-            **(vllm if engine == "vllm" else {}), **(both if replicas > 1 else {}),
+            **(vllm if "ranks" in ENGINES[engine].can else {}), **(both if replicas > 1 else {}),
         }  # fmt: skip
         self._mark = mark
         headers = self.target(OPERATOR).headers

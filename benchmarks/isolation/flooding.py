@@ -23,6 +23,7 @@ from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.config.app import AppConfig
+from serve_app.config.engine import ENGINES
 from serve_app.engine.protocol import Engine, EngineOutput, EngineRequest, SamplingParams
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
 from serve_app.engine.scheduling.scheduler import Scheduler
@@ -267,11 +268,11 @@ def _request(name: str, tenant: str, ids: TokenArray, answer_tokens: int, *, pro
 def main() -> None:
     """Parse flags, run, write the JSON."""
     parser = parser_of(__doc__, "demo")
-    add_engine_flag(parser, ["torch", "vllm", "simulated"], "simulated")
+    add_engine_flag(parser, "simulated", "prefixes")
     parser.add_argument("--duration-s", type=float, help="duration of the requests, in each of three cases")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    workload, live = FloodWorkload(seed=arguments.seed), arguments.engine != "simulated"
+    workload, live = FloodWorkload(seed=arguments.seed), not ENGINES[arguments.engine].simulated
     model = resolve_model(arguments.model) if live else Path()
     if live:
         workload = replace(workload, **LIVE, vocab_size=load_checkpoint_info(model).vocab_size)

@@ -144,8 +144,11 @@ class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, C
 
     @model_validator(mode="after")
     def _defaults_of_the_engine(self) -> Self:
-        """Set the engine's own defaults. Given values that do not fit it are refused later."""
-        own = self.engine_traits.defaults | ({} if self.replica_num_gpus else self.engine_traits.cpu_defaults)
+        """Set the engine's own defaults. Given values that do not fit it are refused later (``lacking``)."""
+        traits = self.engine_traits
+        own = traits.defaults | ({} if self.replica_num_gpus else traits.cpu_defaults)
+        for needing in traits.lacks():
+            own |= needing.off
         for name in own.keys() - set(self.model_fields_set):
             setattr(self, name, own[name])
         return self
@@ -154,6 +157,16 @@ class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, C
     def engine_traits(self) -> EngineTraits:
         """The engine's traits."""
         return ENGINES[self.engine]
+
+    def lacking(self) -> list[str]:
+        """Return a sentence for each setting that needs a capability which the engine does not have."""
+        fields = type(self).model_fields
+        return [
+            f"{name}: engine={self.engine} has no {needing.what}; leave it out"
+            for needing in self.engine_traits.lacks()
+            for name in needing.names
+            if getattr(self, name) != needing.off.get(name, fields[name].get_default(call_default_factory=True))
+        ]
 
     @property
     def model_name(self) -> str:

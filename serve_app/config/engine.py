@@ -1,7 +1,7 @@
 """The engines and their settings. Each has an entry in ``ENGINES`` and in `replica/engine_factory.py`."""
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -29,34 +29,75 @@ def vllm_missing() -> bool:
     return importlib.util.find_spec("vllm") is None
 
 
-@dataclass(frozen=True, slots=True)
-class EngineTraits:
-    """Traits of an engine. ``simulated``: no model runs. ``built_in``: it loads models with transformers.
+Capability = Literal["prefixes", "copies", "saves", "tiers", "adapters", "step_time", "ranks", "ngram"]
+"""What an engine need not have: beside the settings in ``CAPABILITIES``, the methods with a body in
+``engine.protocol.Engine``. "ranks": several in a replica, and arguments of its own; "ngram": n-gram drafts."""
 
-    ``ranks``: it supports several ranks in a replica, and its own arguments. ``ngram``: it supports n-gram drafts.
-    ``missing``: the reason why it cannot be used in this environment, or "". ``defaults``, ``cpu_defaults`` (without
-    GPUs): its own defaults of settings.
+
+@dataclass(frozen=True, slots=True)
+class CapabilitySettings:
+    """The settings ``names`` that need a capability; ``what`` it is. ``off``: their values without it, if not defaults.
+
+    An engine without the capability gets these values, and any other value is refused.
     """
 
+    what: str
+    names: tuple[str, ...]
+    off: Mapping[str, Any] = field(default_factory=dict)
+
+
+CAPABILITIES: dict[Capability, CapabilitySettings] = {
+    "prefixes": CapabilitySettings(
+        "prefix cache",
+        ("enable_prefix_caching", "session_wait_s"),
+        {"enable_prefix_caching": False, "session_wait_s": 0.0},
+    ),
+    "copies": CapabilitySettings(
+        "copies of KV to or from other replicas",
+        ("kv_pull", "prewarm", "handover"),
+        {"kv_pull": False, "prewarm": False, "handover": False},
+    ),
+    "saves": CapabilitySettings("saved prompts", ("pin_budget", "save_ttl_s"), {"pin_budget": 0.0}),
+    "tiers": CapabilitySettings(
+        "tiers below its pool, so evicted blocks are lost",
+        ("host_cache_bytes", "disk_cache_bytes", "disk_cache_dir", "disk_queue_bytes", "tier_load_ratio"),
+    ),
+    "adapters": CapabilitySettings("LoRA adapters", ("lora_adapters", "allow_runtime_lora")),
+    "step_time": CapabilitySettings("steps sized by time, only by max_num_batched_tokens", ("max_itl_ms",)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTraits:
+    """An engine's traits. ``can``: its optional capabilities. ``simulated``: no model runs.
+
+    ``built_in``: it loads models with transformers. ``missing``: the reason why it cannot be used in this environment,
+    or "". ``defaults``, ``cpu_defaults`` (without GPUs): its own defaults of settings.
+    """
+
+    can: frozenset[Capability]
     simulated: bool = False
     built_in: bool = False
-    ranks: bool = False
-    ngram: bool = False
     missing: Callable[[], str] = str
     defaults: dict[str, Any] = field(default_factory=dict)
     cpu_defaults: dict[str, Any] = field(default_factory=dict)
 
+    def lacks(self) -> list[CapabilitySettings]:
+        """Return the settings of each capability that it does not have."""
+        return [needing for capability, needing in CAPABILITIES.items() if capability not in self.can]
+
+
+_BUILT_IN: frozenset[Capability] = frozenset({"prefixes", "copies", "saves", "tiers", "adapters", "step_time"})
 
 ENGINES: dict[EngineName, EngineTraits] = {
-    "torch": EngineTraits(built_in=True),
+    "torch": EngineTraits(_BUILT_IN, built_in=True),
     "vllm": EngineTraits(
-        ranks=True,
-        ngram=True,
+        frozenset({"prefixes", "copies", "saves", "adapters", "ranks", "ngram"}),
         missing=lambda: VLLM_MISSING if vllm_missing() else "",
         defaults={"kv_pull": False, "prewarm": False, "handover": False, "pin_budget": 0.0},
         cpu_defaults={"block_size": VLLM_CPU_BLOCK_SIZE},
     ),
-    "simulated": EngineTraits(simulated=True),
+    "simulated": EngineTraits(_BUILT_IN, simulated=True),
 }
 
 
@@ -127,18 +168,19 @@ class EngineSection(BaseModel):
 
     @model_validator(mode="after")
     def _engine_fits(self) -> Self:
-        if not ENGINES[self.engine].ranks and (self.ranks > 1 or self.engine_args):
+        can = ENGINES[self.engine].can
+        if "ranks" not in can and (self.ranks > 1 or self.engine_args):
             raise ValueError(
                 f"engine={self.engine} computes on one device and accepts no engine_args: set engine: vllm, or remove "
                 "tensor_parallel_size, pipeline_parallel_size and engine_args"
             )
-        if self.speculative_model is not None and (self.speculative_model != NGRAM or not ENGINES[self.engine].ngram):
+        if self.speculative_model is not None and (self.speculative_model != NGRAM or "ngram" not in can):
             raise ValueError(
                 f"speculative_model={self.speculative_model!r} with engine={self.engine}: only {NGRAM!r} is supported, "
                 "with engine: vllm"
             )
         wanted = self.ranks if max(self.ranks, self.replica_num_gpus) > 1 else self.replica_num_gpus
-        if ENGINES[self.engine].ranks and self.replica_num_gpus not in (0, wanted):
+        if "ranks" in can and self.replica_num_gpus not in (0, wanted):
             raise ValueError(
                 f"replica_num_gpus={self.replica_num_gpus:g}, but tensor_parallel_size x pipeline_parallel_size is "
                 f"{self.ranks}: each rank needs a GPU, so set replica_num_gpus: {self.ranks}"

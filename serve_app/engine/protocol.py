@@ -16,7 +16,7 @@ import numpy as np
 
 from router.protocol.block_hash import PrefixScope, TokenArray
 from router.protocol.events import Event, LoadReport, StatsReport
-from serve_app.cache.kv_chain import KvChain
+from serve_app.cache.kv_chain import KvChain, TransferError
 from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, SavedPrefix
 from serve_app.cache.prefix.pins import PinOutcome
 from serve_app.engine.sampling_params import SamplingParams as SamplingParams
@@ -257,7 +257,10 @@ class Adapters(Protocol):
 
 
 class Engine(Protocol):
-    """A continuous-batching engine with a prefix cache."""
+    """A continuous-batching engine. What has a body here is optional, and absent in an engine that inherits it.
+
+    ``config.engine.EngineTraits.can`` declares the same, because settings are checked before there is an engine.
+    """
 
     def start(self) -> None:
         """Start the loop thread."""
@@ -277,8 +280,12 @@ class Engine(Protocol):
     def stats(self) -> StatsReport:
         """Counters and gauges (any thread)."""
 
+    def healthy(self) -> bool:
+        """Return False once the loop has died or stalled."""
+
     def reset_prefix_cache(self, *, tiers: bool = True) -> bool:
         """Drop all cached blocks not in use, and those of the tiers if ``tiers``; False if blocks in use were kept."""
+        return True
 
     def tell_cache(self, *, anew: bool = False) -> None:
         """Send pending events and a ``CacheDigest`` to the event sink (any thread, waits); ``anew``: blocks first."""
@@ -291,24 +298,25 @@ class Engine(Protocol):
 
     @property
     def adapters(self) -> Adapters:
-        """The loaded LoRA adapters."""
+        """The loaded LoRA adapters; "adapters"."""
+        return NO_ADAPTERS
 
     @property
     def transfer(self) -> KvTransfer:
-        """Export and import of prefixes."""
+        """Export and import of prefixes; "copies", "saves"."""
+        return NO_TRANSFER
 
     @property
     def kv_block_bytes(self) -> int:
         """Bytes of one block's KV."""
+        return 0
 
     def known_blocks(self, block_hashes: bytes, most: int) -> int:
         """Return how many of a chain's first ``most`` blocks are cached or being computed (any thread; a hint)."""
+        return 0
 
     def wake(self) -> None:
         """Check again whether each request's ``remote_kv`` is done (any thread)."""
-
-    def healthy(self) -> bool:
-        """Return False once the loop has died or stalled."""
 
 
 class AdapterError(ValueError):
@@ -333,3 +341,46 @@ class AdapterSpec:
         """Return the spec with this ``key``."""
         name, _, digest = key.rpartition("@")
         return cls(name, digest, path)
+
+
+class NoAdapters:
+    """The ``Adapters`` of an engine without any."""
+
+    loaded: tuple[str, ...] = ()
+
+    def load(self, spec: AdapterSpec) -> None:
+        """Refuse."""
+        raise AdapterError("this engine has no LoRA adapters; use another one (docs/explanation/api.md)")
+
+    def unload(self, key: str) -> bool:
+        """Return False."""
+        return False
+
+
+class NoTransfer:
+    """The ``KvTransfer`` of an engine whose KV neither leaves nor enters."""
+
+    def export_prefix(
+        self, prefix: HashedTokens, first: int = 0, most_blocks: int | None = None, *, demote: bool = False
+    ) -> KvChain | None:
+        """Return None."""
+        return None
+
+    def import_part(self, part: KvChain, prefix: HashedTokens, first: int) -> int:
+        """Raise a TransferError."""
+        raise TransferError("this engine takes no KV from other replicas")
+
+    def hot_prefixes(self) -> HotPrefixes:
+        """Return none."""
+        return HotPrefixes()
+
+    def cache_room(self) -> CacheRoom:
+        """Return no space."""
+        return CacheRoom(0, b"")
+
+    def take_over_pin(self, saved: SavedPrefix, prefix: HashedTokens) -> PinOutcome | None:
+        """Return None."""
+        return None
+
+
+NO_ADAPTERS, NO_TRANSFER = NoAdapters(), NoTransfer()

@@ -34,7 +34,14 @@ _KINDS = {"layer_types", "layers_block_type"}
 
 def make_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) -> Engine:
     """Return the engine, not started. Raises ValueError for unfit settings, and the errors of ``load_runner``."""
+    if refused := config.lacking():
+        raise ValueError("; ".join(refused))
     return MAKERS[config.engine].build(config, info, event_sink)
+
+
+def refused_settings(config: AppConfig, *, on_cpu: bool) -> list[str]:
+    """Return a sentence for each setting that the engine cannot follow."""
+    return config.lacking() + MAKERS[config.engine].refused_settings(config, on_cpu=on_cpu)
 
 
 def _torch_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) -> Engine:

@@ -188,6 +188,24 @@ def test_serve_deploy_of_the_config_file(cluster: Cluster, tmp_path: Path) -> No
     assert cluster.chat("acme", max_tokens=4).json()["choices"] == before
 
 
+def test_an_engine_without_cache_copies_or_saves_answers_in_the_same_replica(cluster: Cluster) -> None:
+    """It is one small file (`tiny_engine.py`); what it lacks is off, and said."""
+    app = {"name": "warmpath", "route_prefix": "/", "import_path": "tests.integration.tiny_engine:build"}
+    args = {"model": "demo", "engine": "simulated", "replicas": 2}
+    cluster.serve("PUT", cluster.config({**app, "args": args, "runtime_env": {"env_vars": {"PYTHONPATH": str(ROOT)}}}))
+    cluster.wait_for_replicas(2)
+    for save in (False, True):
+        answer = cluster.chat("acme", save_system_prompt_kv_cache=save)
+        assert answer.status_code == 200, answer.text
+        usage = answer.json()["usage"]
+        assert (usage["completion_tokens"], usage["prompt_tokens_details"]["cached_tokens"]) == (100, 0)
+    assert "not saved" in answer.headers["x-warmpath-warning"]
+    for other in range(8):
+        body = {"messages": [{"role": "user", "content": f"{other} " * 50}]}
+        assert len(HTTP.post(f"{cluster.url}/v1/chat/completions", json={**CHAT, **body}).json()["choices"]) == 1
+    assert not any(replica["away"] for replica in cache_state(cluster.url)["replicas"])
+
+
 def tenant(name: str, **limits: object) -> dict[str, Any]:
     """Return a tenant's entry for a settings file."""
     return {"name": name, "key_sha256": [KEYS[name][1]], **limits}

@@ -52,7 +52,7 @@ TurnIndex = tuple[int, int]
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = parser_of(__doc__, "smollm2")
-    add_engine_flag(parser, ["torch", "vllm", "simulated"], "torch")
+    add_engine_flag(parser, "torch", "prefixes")
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--sessions", type=int, default=20, help="random sessions of the trace's 200")
     parser.add_argument(
@@ -242,8 +242,7 @@ def main() -> None:
     text = TraceText(resolve_model(options.model), options.tokens_per_id)
     load = make_load(drawn(read_sessions(), options), text, options)
     common = ["--model", options.model, "--engine", options.engine, "--replicas", str(options.replicas), *load.flags]
-    common += ["--max-connections-per-address", "4096", f"--set=block_size={size}"]
-    common += ["--set=enforce_eager=true"] if options.engine == "vllm" else []
+    common += ["--max-connections-per-address", "4096", f"--set=block_size={size}", "--set=enforce_eager=true"]
     common += [f"--set={pair}" for pair in options.set]
 
     everything = sum(len(shot.body["prompt"].split()) + shot.body["max_tokens"] + size for shot in load.shots.values())

@@ -20,6 +20,7 @@ from benchmarks.common.server import instance
 from benchmarks.end_to_end.replay.shots import DEFAULT_MODEL, add_source_flags, read_keys, shots_of
 from router.settings import POLICY_NAMES
 from serve_app.config.app import AppConfig
+from serve_app.config.engine import ENGINES
 from serve_app.tenants.tenants import make_api_key
 
 
@@ -28,7 +29,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--url", help="replay against this server instead of starting one")
     add_source_flags(parser)
-    add_engine_flag(parser, ["simulated", "torch", "vllm"], "simulated")
+    add_engine_flag(parser, "simulated", "prefixes")
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--blocks", type=int, default=1500, help="ids that a replica's cache holds")
     parser.add_argument("--prefill-rate", type=float, default=5000.0, help="simulated tokens/s of a replica")
@@ -73,7 +74,7 @@ def run_here(shots: Sequence[Shot], options: argparse.Namespace) -> dict[str, li
     """Replay through an instance on this machine, with each policy in turn."""
     block_tokens = AppConfig(engine=options.engine).block_size
     engine = {"block_size": block_tokens, "num_blocks": options.blocks * options.tokens_per_id // block_tokens}
-    if options.engine == "simulated":
+    if ENGINES[options.engine].simulated:
         engine["simulated_prefill_tokens_per_s"] = options.prefill_rate
     flags = [f"--set={key}={value}" for key, value in engine.items()] + [f"--set={pair}" for pair in options.set]
     flags += ["--model", options.model, "--engine", options.engine, "--replicas", str(options.replicas)]
@@ -96,7 +97,8 @@ def sentence(rows: dict[str, dict[str, Any]], engine: str) -> str:
         cached = hits if isinstance(hits, str) else f"{hits:.1%}"  # not every server reports cached tokens
         return f"{name} {row['ttft_mean_s']:.3g} s (from cache: {cached} of the prompts' tokens)"
 
-    simulated = " (simulated engines)" if engine == "simulated" else ""
+    unreal = {name for name, traits in ENGINES.items() if traits.simulated}
+    simulated = " (simulated engines)" if engine in unreal else ""
     return f"Mean TTFT{simulated}: {', '.join(figures(name, row) for name, row in rows.items())}."
 
 

@@ -214,7 +214,11 @@ def gpu_count() -> int:
 
 def replica_gpus(settings: AppConfig, gpu_count: Callable[[], int]) -> tuple[int, Finding]:
     """Return the number of GPUs for each replica, one for each rank, 0 if it is set or there are none here."""
-    if not settings.engine_traits.ranks or settings.device != "auto" or "replica_num_gpus" in settings.model_fields_set:
+    if (
+        "ranks" not in settings.engine_traits.can
+        or settings.device != "auto"
+        or "replica_num_gpus" in settings.model_fields_set
+    ):
         return 0, Finding("gpus", "")
     gpus, ranks, replicas = gpu_count(), settings.ranks, settings.first_replicas
     if not gpus:

@@ -22,7 +22,7 @@ from serve_app.config.cache import CPU_POOL_BYTES
 from serve_app.engine.runner.kv_size import kv_bytes_per_block
 from serve_app.generation.tool_calls.vllm_reader import PARSERS, check_parser
 from serve_app.prompts.registry import Prompts
-from serve_app.replica.engine_factory import MAKERS, served_fields
+from serve_app.replica.engine_factory import MAKERS, refused_settings, served_fields
 from serve_app.stored.databases import URL_VARIABLE, StorageLimits, open_database
 from serve_app.tenants.secret import load_secret
 
@@ -100,7 +100,7 @@ def fit(look: Look) -> Iterator[Finding]:
     if settings.autoscaling is not None and "replicas" in settings.model_fields_set:
         advice = "leave it out, min_replicas and max_replicas count"
         yield problem("replicas", "replicas has no effect beside autoscaling", advice)
-    for sentence in MAKERS[settings.engine].refused_settings(settings, on_cpu=not settings.replica_num_gpus):
+    for sentence in refused_settings(settings, on_cpu=not settings.replica_num_gpus):
         yield problem("engine", sentence)
     arguments = settings.to_json()["engine_args"]
     if arguments and place != "elsewhere" and not settings.engine_traits.missing():

@@ -31,19 +31,10 @@ class Refusal:
 
 TABLE = (
     Refusal(
-        ("host_cache_bytes", "disk_cache_bytes", "disk_cache_dir", "disk_queue_bytes", "tier_load_ratio"),
-        "blocks that vLLM evicts are lost, as there are no tiers below its pool",
-    ),
-    Refusal(
         ("save_ttl_s",),
         "saved prompts stay only within pin_budget, which is 0",
         lambda config: _changed(config, "save_ttl_s") and not config.pin_budget,
         instead="set pin_budget too",
-    ),
-    Refusal(
-        ("max_itl_ms",),
-        "vLLM sizes its steps in tokens",
-        instead="lower max_num_batched_tokens",
     ),
     Refusal(
         ("num_speculative_tokens",),

@@ -47,7 +47,7 @@ def test_vllm_is_taken_only_where_it_is_installed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parser = argparse.ArgumentParser()
-    report.add_engine_flag(parser, ["torch", "vllm"], "torch")
+    report.add_engine_flag(parser, "torch", simulated=False)
     monkeypatch.setattr(engine_config, "vllm_missing", lambda: False)
     assert (parser.parse_args([]).engine, parser.parse_args(["--engine", "vllm"]).engine) == ("torch", "vllm")
     monkeypatch.setattr(engine_config, "vllm_missing", lambda: True)

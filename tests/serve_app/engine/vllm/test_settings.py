@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from serve_app.config.app import AppConfig
+from serve_app.config.engine import ENGINES
 from serve_app.engine.protocol import AdapterError
 from serve_app.engine.vllm.adapters import VllmAdapters
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
-from serve_app.engine.vllm.refusals import TABLE, refused_model, refused_settings
+from serve_app.engine.vllm.refusals import TABLE, refused_model
 from serve_app.engine.vllm.settings import EXECUTOR, VllmSettings, engine_arguments, lora_rank, set_environment
+from serve_app.replica.engine_factory import refused_settings
 from tests.serve_app.engine.adapters import described, save_plain
 
 
@@ -68,12 +70,17 @@ CHANGED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", [name for refusal in TABLE for name in refusal.settings])
+@pytest.mark.parametrize("name", CHANGED)
 def test_a_setting_without_effect_is_refused_by_its_name(name: str) -> None:
     config = AppConfig.model_validate({"engine": "vllm", "block_size": 32, **CHANGED[name]})
     assert name in [sentence.split(":")[0] for sentence in refused_settings(config, on_cpu=True)]
     reread = AppConfig.model_validate(config.to_json())
     assert refused_settings(reread, on_cpu=True) == refused_settings(config, on_cpu=True), "in every process alike"
+
+
+def test_every_setting_that_vllm_refuses_is_tried() -> None:
+    lacking = [name for needing in ENGINES["vllm"].lacks() for name in needing.names]
+    assert CHANGED.keys() == {*lacking, *(name for refusal in TABLE for name in refusal.settings)}
 
 
 MOVES = {"kv_pull": True, "prewarm": True, "handover": True, "pin_budget": 0.5, "save_ttl_s": 60}
