@@ -115,7 +115,7 @@ class Arrival:
         not leave half of the tenant's queue capacity to its other requests.
         """
         room = self._door._requests
-        if flex and not room.within(self._tenant, room.share(self._tenant) // 2):
+        if flex and not room.claim(self._tenant, room.share(self._tenant) // 2).within:
             raise self._door._refusal(self._tenant, "requests", own=True, code="resource_unavailable")
         cost = max(choices, self._door.cost_tokens(self._tenant, self.body_bytes))
         self._place = await self._door._line.enter(self._tenant, choices, cost, order)

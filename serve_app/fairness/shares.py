@@ -1,12 +1,15 @@
-"""The rules for tenants' shares, borrowing and turns, used in replicas and ingresses.
+"""The rule for tenants' shares, borrowing and turns, used in replicas and ingresses: one formula for all resources.
 
-Within its share a tenant takes free capacity. Beyond its share it must leave an eighth to the others. Not thread-safe.
+A share is a tenant's weight, divided by the weights of all that compete (``Shares.fraction``). Within its share a
+tenant takes free capacity. Beyond its share it borrows, and must leave a reserve to the others (``verdict``). Not
+thread-safe.
 """
 
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping
-from typing import Literal
+from math import fsum, inf
+from typing import Literal, NamedTuple
 
 ACTIVE_S = 60.0
 """After this many seconds without a request, a tenant has no share until its next request."""
@@ -18,22 +21,40 @@ Verdict = Literal["granted", "no_room", "over_share"]
 
 
 class Shares:
-    """Parts of a whole by weight, among the recently active tenants.
+    """Parts of a whole by weight, 1.0 by default. ``weights``: of every possible tenant, if that is known.
 
-    ``weights``: of every possible tenant. If there are several, a lone active tenant counts as one of two, so that a
-    share is ready for the next tenant.
+    ``active_s``: a tenant competes for this long after a request: a place is empty at once, but blocks of KV are worth
+    something for longer, and files for a day. ``outside``: tenants that narrow nobody's share.
     """
 
-    def __init__(self, weights: Mapping[str, float], clock: Callable[[], float] = time.monotonic) -> None:
-        self._weights = dict(weights)
+    def __init__(
+        self,
+        weights: Mapping[str, float],
+        clock: Callable[[], float] = time.monotonic,
+        active_s: float = ACTIVE_S,
+        outside: Collection[str] = (),
+    ) -> None:
+        self._weights = checked_weights(weights)
         self._clock = clock
-        self._seen_s: OrderedDict[str, float] = OrderedDict()
-        self._active_weight = 0.0
+        self._active_s = active_s
+        self._outside = frozenset(outside)
+        self._seen_s: dict[str, float] = {}
+        self._next_idle_s = inf
+        """No tenant was seen before this time."""
+        self._sums: tuple[int, float] | None = None
+        self.changes = 0
+        """Changes of the fractions so far, as of the last question."""
+        self.ends = 0
+        """Those of them that took a tenant's share away, or gave other weights."""
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
-        """Use new weights from now on."""
-        self._weights = dict(weights)
-        self._active_weight = sum(map(self._weight, self._seen_s))
+        """Use new weights from now on. Raises ValueError."""
+        self._weights = checked_weights(weights)
+        self._changed(ends=True)
+
+    def weight(self, tenant: str) -> float:
+        """Return a tenant's weight."""
+        return self._weights.get(tenant, 1.0)
 
     @property
     def several(self) -> bool:
@@ -43,33 +64,82 @@ class Shares:
     @property
     def contested(self) -> bool:
         """Whether more than one tenant was active recently."""
-        return len(self._seen_s) > 1
+        return self._active()[0] > 1
 
-    def touch(self, tenant: str) -> None:
-        """Record a request of a tenant."""
-        now_s = self._clock()
+    def touch(self, tenant: str, ago_s: float = 0.0) -> None:
+        """Record a tenant's request that arrived ``ago_s`` seconds ago."""
         if tenant not in self._seen_s:
-            self._active_weight += self._weight(tenant)
-        self._seen_s[tenant] = now_s
-        self._seen_s.move_to_end(tenant)
-        while now_s - next(iter(self._seen_s.values())) > ACTIVE_S:
-            idle, _ = self._seen_s.popitem(last=False)
-            self._active_weight -= self._weight(idle)
+            self._changed()
+        seen_s = self._seen_s[tenant] = self._clock() - ago_s
+        self._next_idle_s = min(self._next_idle_s, seen_s)
 
-    def fraction(self, tenant: str) -> float:
-        """Return the share of ``tenant`` among tenants active in the last ``ACTIVE_S``, above 0 and at most 1."""
-        weight = self._weight(tenant)
-        others = self._active_weight - (weight if tenant in self._seen_s else 0.0)
-        if self.several and len(self._seen_s) <= 1:
-            others = max(others, 1.0)
-        return weight / (weight + max(others, 0.0))
+    def settle(self) -> None:
+        """Let tenants that are no longer active lose their shares. All questions do so first."""
+        since_s = self._clock() - self._active_s
+        if since_s > self._next_idle_s:
+            active = {tenant: seen_s for tenant, seen_s in self._seen_s.items() if seen_s >= since_s}
+            if len(active) < len(self._seen_s):
+                self._changed(ends=True)
+            self._seen_s = active
+            self._next_idle_s = min(active.values(), default=inf)
 
-    def _weight(self, tenant: str) -> float:
-        return self._weights.get(tenant, 1.0)
+    def fraction(self, tenant: str, among: Collection[str] | None = None) -> float:
+        """Return a tenant's share, above 0 and at most 1, beside all active tenants, or beside ``among``.
+
+        Beside no other active tenant, one of several counts as one of two, so that a share is ready for the next one.
+        ``among`` is for guarantees that do not depend on requests: of pins, and of the sessions that hold the pool.
+        """
+        weight = self.weight(tenant)
+        if among is not None:
+            return weight / (weight + fsum(self.weight(other) for other in among if other != tenant))
+        tenants, others = self._active()
+        if tenant in self._seen_s and tenant not in self._outside:
+            tenants, others = tenants - 1, others - weight
+        if not tenants:
+            others = 1.0 if self.several else 0.0
+        return weight / (weight + others)
+
+    def _active(self) -> tuple[int, float]:
+        """Return the number of active tenants, and the sum of their weights."""
+        self.settle()
+        if self._sums is None:
+            weights = [self.weight(tenant) for tenant in self._seen_s if tenant not in self._outside]
+            self._sums = len(weights), fsum(weights)
+        return self._sums
+
+    def _changed(self, *, ends: bool = False) -> None:
+        self._sums = None
+        self.changes += 1
+        self.ends += ends
+
+
+class Claim(NamedTuple):
+    """A tenant asks for ``amount`` of a resource beside what it has ``held``. ``free``: what nobody holds.
+
+    ``reserve``: what a tenant beyond its ``share`` must leave free. A tenant that holds nothing is within its share.
+    """
+
+    amount: int
+    held: int
+    share: float
+    free: float
+    reserve: int
+
+    @property
+    def within(self) -> bool:
+        """Whether the tenant would stay within its share."""
+        return not self.held or self.held + self.amount <= self.share
+
+
+def verdict(*claims: Claim) -> Verdict:
+    """Return whether a tenant may take all that it claims now. Who exceeds one share must leave every reserve."""
+    if all(claim.within for claim in claims):
+        return "granted" if all(claim.amount <= claim.free for claim in claims) else "no_room"
+    return "granted" if all(claim.free - claim.amount >= claim.reserve for claim in claims) else "over_share"
 
 
 class Budget:
-    """A bounded amount of a resource, held by tenants. ``total`` is called at every verdict."""
+    """A bounded amount of a resource, held by tenants. ``total`` is called at every question."""
 
     def __init__(self, shares: Shares, total: Callable[[], int]) -> None:
         self.shares = shares
@@ -85,19 +155,19 @@ class Budget:
         """Return what a tenant holds, None: what all hold."""
         return self.used if tenant is None else self._held[tenant]
 
-    def within(self, tenant: str, amount: int) -> bool:
-        """Return whether a tenant would stay within its share. A tenant that holds nothing always does."""
-        held = self._held[tenant]
-        return not held or held + amount <= self.share(tenant)
+    def claim(self, tenant: str, amount: int, kept: int = 0) -> Claim:
+        """Return a tenant's claim. ``kept``: more to leave for others than an eighth.
+
+        An amount above the total fits if nothing is in use.
+        """
+        total, fraction = self._total(), self.shares.fraction(tenant)
+        reserve = max(1, total // UNBORROWED_PART) + kept if fraction < 1.0 else 0  # nobody else can come
+        free = total - self.used if self.used else inf
+        return Claim(amount, self._held[tenant], max(1, int(total * fraction)), free, reserve)
 
     def verdict(self, tenant: str, amount: int) -> Verdict:
-        """Return whether a tenant may take ``amount`` now. An amount above the total fits if nothing is in use."""
-        total = self._total()
-        free = total - self.used
-        if self.within(tenant, amount):
-            return "granted" if amount <= free or not self.used else "no_room"
-        left = max(1, total // UNBORROWED_PART) if self.shares.several else 0
-        return "granted" if free - amount >= left else "over_share"
+        """Return whether a tenant may take ``amount`` now."""
+        return verdict(self.claim(tenant, amount))
 
     def take(self, tenant: str, amount: int) -> None:
         """Assign ``amount`` to a tenant."""
@@ -177,3 +247,10 @@ class Turns:
     def _forget_old_debts(self) -> None:
         while self._debts and self._clock() - next(iter(self._debts.values()))[2] > ACTIVE_S:
             self._debts.popitem(last=False)
+
+
+def checked_weights(weights: Mapping[str, float]) -> dict[str, float]:
+    """Return a copy. Raises ValueError for a weight that is not a finite number over 0."""
+    if any(not 0.0 < weight < inf for weight in weights.values()):
+        raise ValueError("a tenant's share must be a finite number over 0")
+    return dict(weights)

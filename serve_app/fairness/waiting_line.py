@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 
-from serve_app.fairness.shares import Budget, Turns
+from serve_app.fairness.shares import Budget, Turns, verdict
 
 QUANTUM = 512
 """The cost of a turn: the prompt tokens of a tenant's turn in a replica."""
@@ -147,12 +147,11 @@ class WaitingLine:
         borrowers: set[str] = set()
         owed = False
         for tenant in self._turns.credit:
-            units = self._units(tenant, self._lines[tenant][0])
-            verdict = budget.verdict(tenant, units)
-            within = budget.within(tenant, units)
-            owed = owed or (within and verdict == "no_room")
-            if verdict == "granted":
+            claim = budget.claim(tenant, self._units(tenant, self._lines[tenant][0]))
+            answer = verdict(claim)
+            owed = owed or answer == "no_room"
+            if answer == "granted":
                 able.append(tenant)
-                if not within:
+                if not claim.within:
                     borrowers.add(tenant)
         return [tenant for tenant in able if tenant not in borrowers] if owed else able

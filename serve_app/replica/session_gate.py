@@ -13,6 +13,7 @@ from typing import Any
 from router.protocol.samples import Sample
 from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import Clock, Engine, EngineRequest, RemoteKv
+from serve_app.fairness.shares import Shares
 from serve_app.replica.reporter import replica_figures
 from serve_app.sessions.admission import Admission
 from serve_app.sessions.report import session_report
@@ -37,7 +38,7 @@ class SessionGate:
             pinned_tokens=lambda: int(replica_figures(engine, 0, config).pinned_tokens),
             clock=clock,
             wait_s=config.session_wait_s,
-            shares=config.cache_shares,
+            shares=Shares(config.cache_shares),
         )
         self._held: dict[str, RemoteKv] = {}
         self._changed = asyncio.Event()
@@ -73,7 +74,7 @@ class SessionGate:
 
     def set_shares(self, shares: Mapping[str, float]) -> None:
         """Use these weights of tenants from now on."""
-        self._admission.shares = shares
+        self._admission.shares.set_weights(shares)
 
     def report(self, tenant: str | None) -> dict[str, Any]:
         """Return the report on sessions for a tenant, or for an operator (None)."""

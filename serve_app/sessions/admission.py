@@ -7,10 +7,11 @@ recomputes the blocks that the previous one evicted. Not thread-safe.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from router.protocol.samples import Histogram, Sample
+from serve_app.fairness.shares import Shares
 from serve_app.sessions.sessions import Session, Sessions
 
 SMALL_PART = 64
@@ -34,7 +35,7 @@ class _Waiting:
 class Admission:
     """One replica's admission, for a pool of ``pool_tokens``.
 
-    ``pinned_tokens``: returns the tokens kept by saves. ``shares``: weights of tenants, 1.0 for all others.
+    ``pinned_tokens``: returns the tokens kept by saves.
     """
 
     sessions: Sessions
@@ -42,7 +43,7 @@ class Admission:
     pinned_tokens: Callable[[], int]
     clock: Callable[[], float]
     wait_s: float
-    shares: Mapping[str, float] = field(default_factory=dict)
+    shares: Shares = field(default_factory=lambda: Shares({}))
     _waiting: dict[str, _Waiting] = field(default_factory=dict)
     _waits_s: Histogram = field(default_factory=lambda: Histogram(_BUCKETS_S))
 
@@ -79,19 +80,19 @@ class Admission:
         held = self.sessions.held()
         held_tokens = held.total()
         tenants = held.keys() | {waiting.session.tenant for waiting in self._waiting.values()}
-        weights = {tenant: self.shares.get(tenant, 1.0) for tenant in tenants}
-        total = sum(weights.values())
+        share = {tenant: room * self.shares.fraction(tenant, among=tenants) for tenant in tenants}
         aging = AGING_SHARE * pace
         line = sorted(self._waiting.items(), key=lambda item: item[1].arrival_s + item[1].needed_tokens / aging)
         started: list[str] = []
         for request_id, waiting in sorted(
-            line, key=lambda item: held[item[1].session.tenant] / weights[item[1].session.tenant]
+            line, key=lambda item: held[item[1].session.tenant] / self.shares.weight(item[1].session.tenant)
         ):
             session = waiting.session
             if session.turns == 1:  # another request may have computed the same prompt
                 session.shared_tokens = max(session.shared_tokens, waiting.cached_tokens())
             tenant, tokens = session.tenant, session.own_tokens
-            fits = held_tokens + tokens <= room or held[tenant] + tokens <= room * weights[tenant] / total
+            # Not ``verdict``: within its share it also takes the space of others' sessions that wait for their return.
+            fits = held_tokens + tokens <= room or held[tenant] + tokens <= share[tenant]
             if fits or not held or idle_s >= tokens / pace or waiting.arrival_s + self.wait_s <= now_s:
                 idle_s = 0.0
                 started.append(request_id)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Literal
 
+from serve_app.fairness.shares import Shares
+
 PinOutcome = Literal["pinned", "present", "over_budget"]
 
 
@@ -49,8 +51,8 @@ class Pins:
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Use new weights from now on. No pin is recalled before another tenant needs the space."""
-        total = sum(weights.values())
-        self._shares = {name: int(self.budget_blocks * weight / total) for name, weight in weights.items()}
+        shares = Shares(weights)
+        self._shares = {name: int(self.budget_blocks * shares.fraction(name, among=weights)) for name in weights}
 
     def of_others(self, tenants: Collection[str]) -> list[bytes]:
         """Return the keys of all pins of other tenants."""

@@ -1,9 +1,9 @@
 """Tenants' shares of a bounded space: the pool's blocks, or a tier's bytes.
 
-It owns the active tenants, their holdings, the tenant most over its share, and the account of each block of the pool.
-The tenant's queue owns the eviction order: ``cache.eviction``, or vLLM's own. Invariants: the accounts add up to the
-space in use; no tenant at or under its share loses a block while a tenant above has an evictable one; unneeded space
-can be borrowed. Not thread-safe, except ``holdings``.
+It owns the tenants' holdings, the tenant most over its share, and the account of each block of the pool; the shares are
+``fairness.Shares``. The tenant's queue owns the eviction order: ``cache.eviction``, or vLLM's own. Invariants: the
+accounts add up to the space in use; no tenant at or under its share loses a block while a tenant above has an evictable
+one; unneeded space can be borrowed. Not thread-safe, except ``holdings``.
 """
 
 import math
@@ -14,6 +14,7 @@ from itertools import count
 from typing import Generic, TypeVar
 
 from serve_app.cache.eviction import EvictionQueue, Standing
+from serve_app.fairness.shares import Shares
 
 CACHE_ACTIVE_S = 600.0
 """After this many seconds without a request, a tenant has no share and its blocks are evicted first."""
@@ -62,7 +63,8 @@ class Accounts(Generic[Q]):
     def __init__(
         self, weights: Mapping[str, float], clock: Callable[[], float], active_s: float, queue: Callable[[], Q]
     ) -> None:
-        self._weights = checked_weights(weights)
+        # Public blocks serve all tenants, so they narrow no tenant's share.
+        self.shares = Shares(weights, clock, active_s, outside=(PUBLIC,))
         self._clock = clock
         self._active_s = active_s
         self._queue = queue
@@ -70,15 +72,14 @@ class Accounts(Generic[Q]):
         self._numbers = count()
         self._ranking: list[tuple[float, int, int, Account[Q]]] = []
         """A heap by excess, the largest first. An entry counts if its account is ``listed`` with it."""
-        self._next_inactive_s = -math.inf
-        self._sums: tuple[int, float, float] | None = None
+        self._ranked_at = 0
+        """The number of ``shares.ends`` that the ranking knows."""
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Use new weights from now on."""
-        self._weights = checked_weights(weights)
+        self.shares.set_weights(weights)
         for tenant, account in self._accounts.items():
-            account.weight = self._weights.get(tenant, 1.0)
-        self._rank_all()
+            account.weight = self.shares.weight(tenant)
 
     def holdings(self) -> dict[str, int]:
         """Return each tenant's holdings (any thread)."""
@@ -95,10 +96,8 @@ class Accounts(Generic[Q]):
     def touch(self, tenant: str, ago_s: float = 0.0) -> Account[Q]:
         """Record a tenant's request that arrived ``ago_s`` seconds ago. The tenant is active from then on."""
         account = self.account(tenant)
-        was_s, account.used_s = account.used_s, self._clock() - ago_s
-        if was_s < self._active_since_s():
-            self._sums = None
-        self._next_inactive_s = min(self._next_inactive_s, account.used_s)
+        account.used_s = self._clock() - ago_s
+        self.shares.touch(tenant, ago_s)
         return account
 
     def furthest(self) -> Account[Q] | None:
@@ -131,16 +130,16 @@ class Accounts(Generic[Q]):
         """Return a tenant's account, created if missing. Inactive accounts without holdings are then dropped."""
         account = self._accounts.get(tenant)
         if account is None:
-            kept = {account.tenant for account in self._active()}
-            self._accounts = {name: other for name, other in self._accounts.items() if other.held or name in kept}
-            weight = self._weights.get(tenant, 1.0)
+            since_s = self._active_since_s()
+            kept = ((name, other) for name, other in self._accounts.items() if other.held or other.used_s >= since_s)
+            self._accounts = dict(kept)
+            weight = self.shares.weight(tenant)
             account = self._accounts[tenant] = Account(tenant, weight, self._queue(), next(self._numbers))
         return account
 
     def _rank_all(self) -> None:
         """Rank every account anew: some are inactive, or have other weights."""
-        since_s, self._sums = self._active_since_s(), None
-        self._next_inactive_s = min((account.used_s for account in self._active()), default=math.inf)
+        since_s, self._ranked_at = self._active_since_s(), self.shares.ends
         self._ranking = []
         for account in self._accounts.values():
             account.listed = account.excess(since_s) if account.queue else None
@@ -154,18 +153,13 @@ class Accounts(Generic[Q]):
 
     def _settled_since_s(self) -> float:
         """Return the time since which tenants are active, with the accounts that no longer are ranked as such."""
-        since_s = self._active_since_s()
-        if since_s > self._next_inactive_s:
+        self.shares.settle()
+        if self._ranked_at != self.shares.ends:
             self._rank_all()
-        return since_s
+        return self._active_since_s()
 
     def _active_since_s(self) -> float:
         return self._clock() - self._active_s
-
-    def _active(self) -> list[Account[Q]]:
-        """Return the accounts that have a share now."""
-        since_s = self._active_since_s()
-        return [account for account in self._accounts.values() if account.used_s >= since_s]
 
 
 class PoolShares(Accounts[Q]):
@@ -179,13 +173,9 @@ class PoolShares(Accounts[Q]):
         self._changed: set[Account[Q]] = set()
         """The accounts whose protected blocks may be others than ``kept``."""
         self._kept = 0
-        self._kept_by: float | None = None  # the sum of weights that it was computed with
+        self._kept_by = 0
+        """The number of ``shares.changes`` that it was computed with."""
         self._next_unguarded_s = -math.inf
-
-    def set_weights(self, weights: Mapping[str, float]) -> None:
-        """See ``Accounts.set_weights``."""
-        super().set_weights(weights)
-        self._kept_by = None  # their sum may be the same
 
     def touch(self, tenant: str, ago_s: float = 0.0) -> Account[Q]:
         """See ``Accounts.touch``."""
@@ -202,17 +192,6 @@ class PoolShares(Accounts[Q]):
         if held > 0:
             self.rank(account)
 
-    def fraction(self, tenant: str) -> float:
-        """Return the tenant's share of the pool among active tenants. A lone one of several counts as one of two."""
-        weight = self._weights.get(tenant, 1.0)
-        tenants, others, _ = self._active_sums()
-        account = self._accounts.get(tenant)
-        if tenant != PUBLIC and account is not None and account.used_s >= self._active_since_s():
-            tenants, others = tenants - 1, others - account.weight
-        if not tenants:
-            others = 1.0 if len(self._weights) > 1 else 0.0
-        return weight / (weight + others)
-
     def in_use(self, tenant: str) -> int:
         """Return the tenant's blocks that cannot be evicted now."""
         account = self._accounts.get(tenant)
@@ -221,37 +200,28 @@ class PoolShares(Accounts[Q]):
     def over_share(self, tenant: str) -> float:
         """Return the tenant's blocks in use, divided by its weight, if they exceed its share, else 0.0."""
         in_use = self.in_use(tenant)
-        if in_use <= self.fraction(tenant) * self._total_blocks:
+        if in_use <= self.shares.fraction(tenant) * self._total_blocks:
             return 0.0
         return in_use / self._accounts[tenant].weight
 
     def protected(self, tenant: str) -> int:
         """Return the idle blocks within the shares of other tenants seen in the last ``GUARD_S``."""
-        since_s, weights = self._clock() - GUARD_S, self._active_sums()[2]
-        if since_s > self._next_unguarded_s or weights != self._kept_by:
-            self._kept_by = weights
+        self.shares.settle()
+        since_s = self._clock() - GUARD_S
+        if since_s > self._next_unguarded_s or self.shares.changes != self._kept_by:
+            self._kept_by = self.shares.changes
             self._changed.update(self._accounts.values())
             guarded = (account.used_s for account in self._accounts.values() if account.used_s >= since_s)
             self._next_unguarded_s = min(guarded, default=math.inf)
         for account in self._changed:
             before, account.kept = account.kept, 0
             if account.used_s >= since_s:
-                within = int(self._total_blocks * account.weight / weights) - (account.held - account.idle)
-                account.kept = min(account.idle, max(0, within))
+                share = int(self._total_blocks * self.shares.fraction(account.tenant))
+                account.kept = min(account.idle, max(0, share - (account.held - account.idle)))
             self._kept += account.kept - before
         self._changed.clear()
         own = self._accounts.get(tenant)
         return self._kept - (own.kept if own is not None else 0)
-
-    def _active_sums(self) -> tuple[int, float, float]:
-        """Return the number of active tenants, and the sums of their weights and of all active accounts'."""
-        self._settled_since_s()
-        if self._sums is None:
-            # Public blocks serve all tenants, so they narrow no tenant's share.
-            active = self._active()
-            tenants = [account.weight for account in active if account.tenant != PUBLIC]
-            self._sums = len(tenants), math.fsum(tenants), math.fsum(account.weight for account in active)
-        return self._sums
 
 
 class Quota(PoolShares[EvictionQueue[int]]):
@@ -322,10 +292,3 @@ class Quota(PoolShares[EvictionQueue[int]]):
         account = self._owners[block]
         assert account is not None, f"block {block} has no owner"
         return account
-
-
-def checked_weights(weights: Mapping[str, float]) -> dict[str, float]:
-    """Return a copy. Raises ValueError for a weight that is not a finite number over 0."""
-    if any(not 0.0 < weight < math.inf for weight in weights.values()):
-        raise ValueError("a tenant's share must be a finite number over 0")
-    return dict(weights)

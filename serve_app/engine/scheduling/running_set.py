@@ -15,9 +15,9 @@ from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
 from serve_app.engine.step import AdapterSlots, ceil_div
-from serve_app.fairness.shares import UNBORROWED_PART
+from serve_app.fairness.shares import UNBORROWED_PART, Budget, Claim, Verdict, verdict
 
-AdmissionVerdict = Literal["admitted", "parked", "no_room", "over_share"]
+AdmissionVerdict = Literal[Verdict, "parked"]
 
 GROWTH_BLOCKS = 4
 """Blocks allocated at once for generated tokens: longer contiguous runs, and at most three blocks held early."""
@@ -79,39 +79,30 @@ class RunningSet:
     ) -> None:
         self.sequences: dict[str, SequenceState] = {}
         self.reserved_blocks = 0
-        self._slots = settings.max_num_seqs
-        self._running: Counter[str] = Counter()
+        self._slots = Budget(cache.quota.shares, lambda: settings.max_num_seqs)
         self._reserved: Counter[str] = Counter()
         self._cache = cache
         self._pending = pending
         self._adapters = adapters
 
-    def verdict(self, tenant: str, needed: int, idle_hits: int) -> AdmissionVerdict:
+    def verdict(self, tenant: str, needed: int, idle_hits: int) -> Verdict:
         """Return whether ``needed`` blocks can be reserved besides the hits, of which ``idle_hits`` are idle now."""
-        cache = self._cache
+        return verdict(self._slots.claim(tenant, 1), self._claim(tenant, needed, idle_hits))
+
+    def _claim(self, tenant: str, blocks: int, idle_hits: int = 0) -> Claim:
+        cache, total = self._cache, self._cache.pool.total_blocks
+        fraction = cache.quota.shares.fraction(tenant)
+        # With pins alone, which are in use too, it may start all that fits.
+        in_use = cache.quota.in_use(tenant) + self._reserved[tenant] if self._slots.held(tenant) else 0
+        reserve = cache.quota.protected(tenant) + total // UNBORROWED_PART if fraction < 1.0 else 0
         room = cache.available_blocks - idle_hits - self.reserved_blocks
-        running = self._running[tenant]
-        fraction = cache.quota.fraction(tenant) if running else 1.0
-        if fraction < 1.0:
-            total = cache.pool.total_blocks
-            in_use = cache.quota.in_use(tenant) + self._reserved[tenant]
-            if running + 1 > max(1.0, fraction * self._slots) or in_use + needed > fraction * total:
-                slots_left = self._slots - self._running.total() - 1
-                blocks_left = room - needed - cache.quota.protected(tenant)
-                may = slots_left >= max(1, self._slots // UNBORROWED_PART) and blocks_left >= total // UNBORROWED_PART
-                return "admitted" if may else "over_share"
-        return "admitted" if needed <= room else "no_room"
+        return Claim(blocks, in_use, fraction * total, room, reserve)
 
     def _growth_room(self, tenant: str) -> int:
         """Return how many blocks a running sequence of ``tenant`` may allocate beyond its reservation."""
-        cache = self._cache
-        room = cache.available_blocks - self.reserved_blocks
-        if self._running[tenant] > 1:
-            total, in_use = cache.pool.total_blocks, cache.quota.in_use(tenant) + self._reserved[tenant]
-            fraction = cache.quota.fraction(tenant)
-            if fraction < 1.0 and in_use + 1 > fraction * total:
-                room -= cache.quota.protected(tenant) + total // UNBORROWED_PART
-        return room
+        claim = self._claim(tenant, 1)
+        borrows = self._slots.held(tenant) > 1 and not claim.within  # a lone sequence is not held back
+        return int(claim.free) - (claim.reserve if borrows else 0)
 
     def start(self, sequence: SequenceState, matched: Sequence[int], reserved: int) -> None:
         """Run a sequence; ``reserved`` blocks besides the ``matched`` ones are known to fit."""
@@ -126,7 +117,7 @@ class RunningSet:
         if not sequence.preemptions:
             sequence.cached_tokens = sequence.computed
         sequence.reserved_blocks = reserved
-        self._running[sequence.request.tenant] += 1
+        self._slots.take(sequence.request.tenant, 1)
         self._reserve(sequence.request.tenant, reserved)
         self.sequences[sequence.request.request_id] = sequence
         # The whole prefill at once, so that it is contiguous where the pool allows it.
@@ -178,10 +169,9 @@ class RunningSet:
         tenant = sequence.request.tenant
         self._reserve(tenant, -sequence.reserved_blocks)
         sequence.reserved_blocks = 0
-        self._running[tenant] -= 1
-        if not self._running[tenant]:
-            # Nothing runs, so nothing is reserved: the tables stay as small as the running set.
-            del self._running[tenant], self._reserved[tenant]
+        self._slots.give_back(tenant, 1)
+        if not self._slots.held(tenant):
+            del self._reserved[tenant]  # nothing runs, so nothing is reserved: the table stays small
         if self._adapters is not None:
             self._adapters.release(sequence.request.scope.lora)
         self.resolve(sequence, sequence.prefill_tokens)

@@ -235,7 +235,7 @@ class Scheduler:
             claimant = self._waiting.get(self._slot_claim or "")
             if claimant is not None and claimant.request.tenant == tenant:
                 self._slot_claim = None
-        return verdict == "admitted"
+        return verdict == "granted"
 
     def _has_slot(self, sequence: SequenceState) -> bool:
         """Return whether a sequence needs no adapter slot or may take one; one that waits is not overtaken."""
@@ -294,7 +294,7 @@ class Scheduler:
         needed = blocks_to_reserve(sequence, cache.block_size) - hits
         idle_hits = sum(1 for block in matched if cache.pool.is_idle(block))
         verdict = self._running.verdict(sequence.request.tenant, needed, idle_hits)
-        if verdict != "admitted":
+        if verdict != "granted":
             return verdict
         if hits < limit and self._fetch is not None:
             fetched = self._fetch(sequence, matched)

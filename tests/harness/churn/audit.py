@@ -23,7 +23,7 @@ class Imbalance(Exception):
 EMPTY_WHEN_IDLE = (
     *("LoadReporter._arrived", "LiveRequests._deadlines_s", "Budget._held", "EngineLoop.calls"),
     *("Scheduler._waiting", "RunningSet.sequences", "PendingBlocks._computing", "PendingBlocks._parked"),
-    *("RunningSet._reserved", "RunningSet._running", "Outbox._batches"),
+    *("RunningSet._reserved", "Outbox._batches"),
     *("LoadedAdapters._live", "LoadedAdapters._running", "LoadedAdapters._retired", "TierLoader._fetches"),
 )
 """Tables, by their names in ``tables``, that are empty while the engine has no requests."""

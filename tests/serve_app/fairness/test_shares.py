@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.fairness.shares import ACTIVE_S, Budget, Shares, Turns
+from serve_app.fairness.shares import ACTIVE_S, Budget, Claim, Shares, Turns, verdict
 from tests.router.cores import Clock
 
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 1.0}
@@ -81,6 +81,24 @@ def test_budgets_conserve_and_keep_an_eighth(total: int, steps: list[tuple[str, 
                 held[tenant] += amount
         assert budget.used == held.total()
         assert {name: budget._held[name] for name in "abc"} == {name: held[name] for name in "abc"}
+
+
+@given(st.dictionaries(st.sampled_from("abcdef"), st.floats(0.1, 9), min_size=1), st.sampled_from("abc"))
+def test_shares_beside_named_tenants_do_not_depend_on_requests(weights: dict[str, float], seen: str) -> None:
+    """Those of pins and of sessions add up to the whole, whoever sends requests."""
+    shares = Shares(weights)
+    shares.touch(seen)
+    assert sum(shares.fraction(tenant, among=weights) for tenant in weights) == pytest.approx(1.0)
+    assert shares.fraction("new", among=()) == 1.0
+
+
+def test_who_exceeds_one_share_leaves_every_reserve() -> None:
+    """Slots and blocks are claimed together: blocks within a share are not free for a borrower of slots."""
+    within, beyond = Claim(1, 1, 2.0, 5, 1), Claim(1, 2, 2.0, 5, 1)
+    assert verdict(within, within) == verdict(within, beyond) == "granted"
+    assert verdict(within, Claim(6, 0, 2.0, 5, 1)) == "no_room", "who holds nothing is within its share"
+    assert verdict(Claim(5, 1, 9.0, 5, 1), within) == "granted"
+    assert verdict(Claim(5, 1, 9.0, 5, 1), beyond) == "over_share"
 
 
 def test_a_tenant_without_work_keeps_its_debt_for_a_while_but_no_credit() -> None:

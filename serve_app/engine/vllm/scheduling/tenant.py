@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from router.protocol.block_hash import HASH_BYTES
-from serve_app.cache.prefix.quota import checked_weights
+from serve_app.fairness.shares import checked_weights
 
 _TENANT = "warmpath.tenant"
 _ORDER = "warmpath.order"

@@ -1,7 +1,7 @@
 """Prompt tokens and starting requests of a step of vLLM while tenants compete.
 
 Uncached prompt tokens go by turns (``FairQueue``), within a tenant in the order of its queue; slots and blocks go by
-the rule of ``Budget``. Reads vLLM's requests and changes none.
+the rule of ``fairness.verdict``. Reads vLLM's requests and changes none.
 """
 
 import time
@@ -15,7 +15,7 @@ from serve_app.engine.scheduling.fair_queue import FairQueue
 from serve_app.engine.scheduling.running_set import RESERVED_TOKENS
 from serve_app.engine.step import ceil_div
 from serve_app.engine.vllm.scheduling.tenant import tenant_of
-from serve_app.fairness.shares import Budget, Shares
+from serve_app.fairness.shares import Budget, Shares, verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +138,10 @@ class _Step:
         if self.closed:
             return False
         need = self.pool.need_of(request)
-        # Beyond its share it must also leave the blocks that others have cached.
-        kept = 0 if self.blocks.within(tenant, need.blocks) else self.pool.protected(tenant)
-        verdicts = (self.places.verdict(tenant, 1), self.blocks.verdict(tenant, need.blocks + kept))
-        if "over_share" in verdicts:
-            return False
-        if "no_room" in verdicts:
-            self.closed = True
+        blocks = self.blocks.claim(tenant, need.blocks, kept=self.pool.protected(tenant))
+        answer = verdict(self.places.claim(tenant, 1), blocks)
+        if answer != "granted":
+            self.closed = answer == "no_room"
             return False
         self.places.take(tenant, 1)
         self.blocks.take(tenant, need.blocks)

@@ -60,7 +60,7 @@ def test_a_flood_does_not_evict_a_public_prompt() -> None:
     assert bench.held(PUBLIC) == 4
     assert bench.fill("small", 6, 50, public=4)[:4] == shared
     assert (bench.held("small"), bench.held(PUBLIC), bench.held("flood")) == (2, 4, 18)
-    assert bench.cache.quota.fraction("small") == 0.5, "a public prompt narrows nobody's share"
+    assert bench.cache.quota.shares.fraction("small") == 0.5, "a public prompt narrows nobody's share"
 
 
 @pytest.mark.parametrize("read", [True, False])
@@ -82,13 +82,13 @@ def test_an_inactive_tenant_loses_blocks_first_until_it_returns() -> None:
     bench.fill("gone", 5)
     bench.fill("here", 5)
     bench.now_s = CACHE_ACTIVE_S
-    assert bench.cache.quota.fraction("here") == 0.5
+    assert bench.cache.quota.shares.fraction("here") == 0.5
     bench.now_s = CACHE_ACTIVE_S + 1
     bench.fill("here", 1, 1)
     assert (bench.held("gone"), bench.held("here")) == (4, 6)
-    assert bench.cache.quota.fraction("here") == 1.0
+    assert bench.cache.quota.shares.fraction("here") == 1.0
     bench.cache.quota.touch("gone")
-    assert bench.cache.quota.fraction("here") == 0.5
+    assert bench.cache.quota.shares.fraction("here") == 0.5
     bench.fill("here", 1, 2)
     assert (bench.held("gone"), bench.held("here")) == (4, 6)
 
@@ -111,8 +111,8 @@ def test_protected_blocks_are_the_idle_ones_within_others_shares() -> None:
 
 def test_with_several_tenants_configured_a_lone_one_counts_as_one_of_two() -> None:
     """This keeps a share ready for a new tenant; if only one tenant exists, everything is its own."""
-    assert Bench(8, a=1.0, b=1.0).cache.quota.fraction("a") == 0.5
-    assert Bench(8).cache.quota.fraction("a") == 1.0
+    assert Bench(8, a=1.0, b=1.0).cache.quota.shares.fraction("a") == 0.5
+    assert Bench(8).cache.quota.shares.fraction("a") == 1.0
     for weight in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="share"):
             Quota(4, {"a": weight}, lambda: 0.0)
@@ -129,12 +129,10 @@ def test_tenants_that_left_leave_nothing_behind() -> None:
 
 def naive_protected(quota: Quota, tenant: str) -> int:
     """Look at every account."""
-    since_s, accounts = quota._clock() - GUARD_S, quota.all()
-    weights = sum(account.weight for account in accounts if account.used_s >= quota._active_since_s())
-    kept = 0
-    for account in accounts:
+    since_s, kept = quota._clock() - GUARD_S, 0
+    for account in quota.all():
         if account.used_s >= since_s and account.tenant != tenant:
-            within = int(quota._total_blocks * account.weight / weights) - (account.held - account.idle)
+            within = int(quota._total_blocks * naive_fraction(quota, account.tenant)) - (account.held - account.idle)
             kept += min(account.idle, max(0, within))
     return kept
 
@@ -143,8 +141,8 @@ def naive_fraction(quota: Quota, tenant: str) -> float:
     """Look at every account."""
     active = [account for account in quota.all() if account.used_s >= quota._active_since_s()]
     others = sum(account.weight for account in active if account.tenant not in (tenant, PUBLIC))
-    weight = quota._weights.get(tenant, 1.0)
-    return weight / (weight + (others or float(len(quota._weights) > 1)))
+    weight = quota.shares._weights.get(tenant, 1.0)
+    return weight / (weight + (others or float(len(quota.shares._weights) > 1)))
 
 
 def naive_furthest(quota: Quota) -> str | None:
@@ -196,7 +194,7 @@ def test_shares_are_those_that_a_look_at_every_tenant_finds(actions: list[Any]) 
         furthest = quota.furthest()
         assert (furthest.tenant if furthest else None) == naive_furthest(quota)
         for tenant in ("a", "d", "never seen", PUBLIC):
-            assert quota.fraction(tenant) == naive_fraction(quota, tenant)
+            assert quota.shares.fraction(tenant) == naive_fraction(quota, tenant)
             assert quota.protected(tenant) == naive_protected(quota, tenant)
     assert len(quota._ranking) <= 2 * 6 + 64
 

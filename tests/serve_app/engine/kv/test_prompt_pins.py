@@ -166,7 +166,7 @@ def test_other_tenants_take_effect_in_a_running_engine(make_simulated: MakeSimul
     engine.set_tenant_shares({"stays": 1.0, "new": 3.0})
     assert sample(engine, "warmpath_tenant_pinned_blocks", tenant="stays") == 6
     assert sample(engine, "warmpath_pinned_blocks") == 6
-    assert engine._cache.quota.fraction("new") == 0.6  # 3 of itself, of "stays" and of "gone", seen just now
+    assert engine._cache.quota.shares.fraction("new") == 0.6  # 3 of itself, of "stays" and of "gone", seen just now
     assert engine._live.waiting.shares.fraction("new") == 0.6
     with pytest.raises(ValueError, match="finite"):
         engine.set_tenant_shares({"stays": math.inf})
