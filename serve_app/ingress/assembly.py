@@ -45,7 +45,7 @@ from serve_app.ingress.prompts.admin import PromptAdmin
 from serve_app.ingress.prompts.warming import Warmer
 from serve_app.ingress.services import BODIES, Services, limits_of
 from serve_app.live.live import Live
-from serve_app.live.prefix_table import PrefixTable
+from serve_app.live.prefixes import PrefixTable
 from serve_app.notices import read_shown
 from serve_app.prompts.registry import Prompts
 from serve_app.prompts.traffic import PromptTraffic
@@ -104,8 +104,7 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
         lambda: about(services.config),
         partial(read_shown, app_name),
         broadcast.ingresses,
-        figures=metrics.figures,
-        count_dropped=metrics.dropped_events.inc,
+        metrics,
     )
     block_size = config.block_size if config.enable_prefix_caching else 0
     ledger = await asyncio.to_thread(Ledger, config.usage_file, block_size)
@@ -137,7 +136,7 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
         logger.warning("requests with tools are refused: %s", readers.unread)
     services = Services(
         config=config, app_name=app_name, name=name, tenants=tenants, adapters=adapters, tokenizer=tokenizer,
-        prompts=prompts, preparer=preparer, core=core, metrics=metrics, prefixes=prefixes, shares=shares, limits=limits,
+        prompts=prompts, preparer=preparer, core=core, metrics=metrics, shares=shares, limits=limits,
         front_door=front_door, broadcast=broadcast, prompt_admin=prompt_admin, drain=drain, live=live, tracer=tracer,
         receiver=receiver,
         base_model=model_body(config.model_name, int(time.time()), lengths.max_model_len),

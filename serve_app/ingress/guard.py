@@ -24,7 +24,7 @@ from serve_app.errors import (
 from serve_app.fairness.rate_limits import TenantLimits
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.http import credentials, error_headers, json_response, request_id_of
-from serve_app.ingress.observe.metrics import GENERATIONS, IngressMetrics
+from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.tenants.tenants import DEFAULT_TENANT, Tenant, Tenants
 
 logger = logging.getLogger(__name__)
@@ -103,15 +103,13 @@ class RouteGuard:
                 self.drain.refuse()
             response = api.named(await work(), request)
         except ClientDisconnect:
-            self.metrics.disconnects.inc()
+            self.metrics.add("warmpath_client_disconnects_total")
             response = api.named(Response(status_code=499), request)
         except Exception as error:
             response = api.refusal(_shown(error, request), request)
         tenant = _found(request)
         name = tenant.name if tenant is not None else DEFAULT_TENANT if self.tenants.open else "none"
         self.metrics.answered(endpoint, response.status_code, name)
-        if endpoint in GENERATIONS:
-            self.metrics.figures.refused(name, response.status_code)
         left = self.limits.left(tenant.name) if tenant is not None else None
         if left is not None:
             response.headers.update(api.limits(left))

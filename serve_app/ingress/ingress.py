@@ -12,7 +12,7 @@ from ray.serve.handle import DeploymentHandle
 
 from router.protocol.samples import Sample
 from serve_app.checkpoints.adapter_registry import AdapterEntry
-from serve_app.live.others import Batch
+from serve_app.live.live import Batch
 from serve_app.prompts.cutover import Cutovers
 from serve_app.reconfigure import LiveSettings
 from serve_app.usage.report import UsageRows
@@ -37,7 +37,7 @@ class Ingress:
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Apply other settings while requests run. Serve calls this; ``LiveSettings`` handles invalid settings."""
         if not await self._live.reconfigure(user_config, self._services.configure):
-            self._services.metrics.refused_configurations.inc()
+            self._services.metrics.add("warmpath_refused_configurations_total")
         self._services.refused_settings = self._live.why
 
     def __serve_build_asgi_app__(self) -> FastAPI:

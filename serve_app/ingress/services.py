@@ -32,7 +32,6 @@ from serve_app.ingress.observe.cache_state import cache_state
 from serve_app.ingress.observe.sessions import SessionList
 from serve_app.ingress.prompts.admin import PromptAdmin
 from serve_app.live.live import Live
-from serve_app.live.prefix_table import PrefixTable
 from serve_app.notices import read, read_shown
 from serve_app.prompts.registry import Prompts
 from serve_app.prompts.traffic import version_samples
@@ -67,7 +66,6 @@ class Services:
     preparer: Preparer
     core: RoutingCore
     metrics: figures.IngressMetrics
-    prefixes: PrefixTable
     guard: RouteGuard
     shares: Shares
     limits: TenantLimits
@@ -167,7 +165,9 @@ class Services:
         """Return the content of the caches, as this ingress' router sees it."""
         model, engine = self.config.model_name, self.config.engine
         notices = await asyncio.to_thread(read_shown, self.app_name)
-        return cache_state(self.core, self.prefixes, self.tokenizer.stats(), notices, model=model, engine=engine)
+        return cache_state(
+            self.core, self.metrics.totals(), self.tokenizer.stats(), notices, model=model, engine=engine
+        )
 
 
 def limits_of(config: AppConfig, model_len: int) -> Limits:

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +19,10 @@ from router.protocol.request import Decision, RoutedRequest
 from serve_app.engine.protocol import FirstToken
 from serve_app.errors import RateLimited
 from serve_app.generation.generation import Generation
-from serve_app.live.figures import BUCKETS, Figures, joined
-from serve_app.live.nodes import NodeRows, node_rows
-from serve_app.live.others import FRESH_BUCKETS, Batch, Others
-from serve_app.live.prefix_table import Answered, PrefixTable
+from serve_app.live.prefixes import Answered, NodeRows, PrefixTable, node_rows
 from serve_app.live.replicas import Activity, ReplicaRow, Roster, came_and_went, replica_rows
-from serve_app.live.view import Facts, NoticesByKind, Occurrence, Total, View, decision_row, encoded, handed_over
+from serve_app.live.tally import BUCKETS, Rings, Tally, Total, joined
+from serve_app.live.view import Facts, NoticesByKind, Occurrence, View, decision_row, encoded, handed_over
 from serve_app.live.watcher import LiveEvent, Watcher
 
 logger = logging.getLogger(__name__)
@@ -41,6 +39,57 @@ KEPT_EVENTS = 2048
 
 KEPT_INCIDENTS = 32
 """The limit of events about replicas and caches that are kept for later watchers."""
+
+ASK_TIMEOUT_S = 2.0
+FRESH_BUCKETS = 3
+"""The buckets of figures for an ingress that already has the earlier ones."""
+FAILURES = 2
+"""The failures in a row after which the others count as silent. A single one may come from a stopping ingress."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One ingress' answer to another: its current state, and ``news``, the last of which has this ``number``."""
+
+    ingress: str
+    number: int
+    news: Sequence[Occurrence]
+    rows: NodeRows
+    totals: Mapping[str, Total]
+    figures: Rings
+
+
+class Others:
+    """The other ingresses. ``batches``: the latest of each; ``figures``: all known ones of each."""
+
+    def __init__(self, name: str, ingresses: Callable[..., Awaitable[list[Any]]]) -> None:
+        """``name``: this ingress; ``ingresses``: calls a method of every ingress, and returns [] if there is one."""
+        self.batches: Sequence[Batch] = ()
+        self.figures: dict[str, Rings] = {}
+        self._name = name
+        self._ingresses = ingresses
+        self._failures = 0
+
+    @property
+    def heard(self) -> int | None:
+        """The number of ingresses that answer, including this one, or None if the others cannot be asked."""
+        return None if self._failures >= FAILURES else 1 + len(self.batches)
+
+    async def ask(self) -> list[Occurrence]:
+        """Ask the other ingresses, and return their new events, or none if they cannot be asked."""
+        numbers = {batch.ingress: batch.number for batch in self.batches}
+        try:
+            async with asyncio.timeout(ASK_TIMEOUT_S):
+                told: list[Batch] = await self._ingresses("recent_events", numbers, timeout_s=ASK_TIMEOUT_S)
+        except Exception:
+            logger.debug("the other ingresses did not send their events", exc_info=True)
+            self._failures += 1
+            return []
+        self._failures = 0
+        self.batches = [batch for batch in told if batch.ingress != self._name]
+        before = self.figures
+        self.figures = {batch.ingress: joined(before.get(batch.ingress, {}), batch.figures) for batch in self.batches}
+        return [occurrence for batch in self.batches for occurrence in batch.news]
 
 
 class _Seen:
@@ -60,7 +109,7 @@ class Live:
     """One ingress' events for all of its watchers. ``viewer`` is a tenant's name, or None for an operator.
 
     ``about``: returns a snapshot's facts about the instance; ``read_board``: returns notices by kind, and blocks;
-    ``ingresses``: see ``Others``; ``figures``: the caller counts them; ``count_dropped``: takes a number of events.
+    ``ingresses``: see ``Others``; ``counts``: those of this ingress, to which dropped events are added.
     """
 
     name: str
@@ -69,8 +118,7 @@ class Live:
     about: Callable[[], ReplicaRow]
     read_board: Callable[[], NoticesByKind]
     ingresses: Callable[..., Awaitable[list[Any]]]
-    figures: Figures = field(default_factory=Figures)
-    count_dropped: Callable[[int], None] = lambda _: None
+    counts: Tally = field(default_factory=Tally)
     _views: dict[str | None, View] = field(default_factory=dict)
     _looking: asyncio.Lock = field(default_factory=asyncio.Lock)
     _task: asyncio.Task[None] | None = None
@@ -171,7 +219,7 @@ class Live:
     def resync(self, viewer: str | None, watcher: Watcher) -> list[LiveEvent]:
         """Return the events for a watcher that lost some: their number, and a new snapshot."""
         dropped, watcher.dropped = watcher.dropped, 0
-        self.count_dropped(dropped)
+        self.counts.add("warmpath_dropped_events_total", dropped)
         snapshot = self._views[viewer].snapshot(_now_s())
         return [encoded({"type": "dropped", "at_s": snapshot["at_s"], "events": dropped}), encoded(snapshot)]
 
@@ -188,8 +236,8 @@ class Live:
         self._learn_rates(self.core.state())
         new = min(self._number - numbers.get(self.name, self._number), len(self._kept))
         news = list(self._kept)[len(self._kept) - new :]
-        figures = joined(self.figures.rings, {}, FRESH_BUCKETS if self.name in numbers else BUCKETS)
-        return Batch(self.name, self._number, news, self._rows(), self._totals(), figures)
+        figures = joined(self.counts.rings, {}, FRESH_BUCKETS if self.name in numbers else BUCKETS)
+        return Batch(self.name, self._number, news, self._rows(), self.counts.totals(), figures)
 
     def _watched(self) -> bool:
         """Return whether events have a receiver. Drop the events kept for other ingresses if none asks any more."""
@@ -240,8 +288,8 @@ class Live:
                 about,
                 rows,
                 [self._rows(), *(batch.rows for batch in seen.others.batches)],
-                [self._totals(), *(batch.totals for batch in seen.others.batches)],
-                [self.figures.rings, *seen.others.figures.values()],
+                [self.counts.totals(), *(batch.totals for batch in seen.others.batches)],
+                [self.counts.rings, *seen.others.figures.values()],
                 seen.board,
                 tuple(self._incidents),
                 seen.others.heard,
@@ -261,10 +309,6 @@ class Live:
 
     def _learn_rates(self, state: Mapping[str, Any]) -> None:
         self._rates = {row["replica_id"]: row["prefill_tokens_per_s"] for row in state["replicas"]}
-
-    def _totals(self) -> dict[str, Total]:
-        rooms = self.table.rooms.items()
-        return {tenant: (room.requests, room.prompt_tokens, room.cached_tokens) for tenant, room in rooms}
 
     def _rows(self) -> NodeRows:
         return node_rows(self.table, self._holders)

@@ -7,10 +7,9 @@ from typing import Any
 
 import msgspec
 
-from serve_app.live.figures import Bucket, Rings, rows_of
-from serve_app.live.nodes import NodeRow, NodeRows, shown
-from serve_app.live.prefix_table import Answered, node_id
+from serve_app.live.prefixes import Answered, NodeRow, NodeRows, node_id, shown
 from serve_app.live.replicas import TENANTS_FIELDS, ReplicaRow, changed, left
+from serve_app.live.tally import RATES, Bucket, Rings, Total, rows_of
 from serve_app.live.watcher import LiveEvent, Watcher
 
 RECENT_DECISIONS = 50
@@ -25,9 +24,6 @@ SHOWN_MOVES = 16
 
 NoticesByKind = Mapping[str, Sequence[ReplicaRow]]
 """Notices by kind."""
-
-Total = tuple[int, int, int]
-"""Requests, prompt tokens, cached tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +205,7 @@ class View:
             "viewer": "operator" if operator else "tenant",
             "tenant": self.viewer,
             **self._about,
+            "rates": RATES,
             "replicas": list(picture.replicas.values()),
             "prefixes": list(picture.nodes.values()),
             "totals": picture.totals,

@@ -26,7 +26,7 @@ from serve_app.ingress.observe.metrics import render, replica_samples
 from serve_app.ingress.routes.event_stream import LiveEventStream
 from serve_app.ingress.routes.page import page_response
 from serve_app.live.live import Live
-from serve_app.live.prefix_table import Answered, PrefixTable
+from serve_app.live.prefixes import Answered, PrefixTable
 from serve_app.live.view import encoded
 from serve_app.ray_compat import use_outside_of_replicas
 from serve_app.ray_llm.router import WarmRouter
@@ -133,13 +133,16 @@ class CacheApp:
         """Ask the replicas for their recent answers; only while clients watch."""
         assert self._handle is not None and self._live is not None
         found = await self._handle.broadcast("recent_answers", self._numbers).results_async(timeout_s=timeout_s)
+        counts = self._live.counts
         for replica, number, answers in found:
             self._numbers[replica] = number
             for request_id, tenant, chain, prompt_tokens, cached, ttft_s in answers:
-                self._live.figures.answered(tenant, ttft_s)
+                counts.first_token(tenant, ttft_s, prompt_tokens, cached)
+                counts.add("warmpath_requests_total", endpoint="chat", status="200", tenant=tenant)
                 reason: Reason = "cached" if cached else "cold"
                 decision = Decision(replica, "ray", 0, cached, cached, reason, 0.0, "", 0, None, time.monotonic())
                 self._live.answered(Answered(request_id, tenant, chain, prompt_tokens, cached, ttft_s, decision))
+        counts.keep(self._live.table.rooms)
         return []
 
 

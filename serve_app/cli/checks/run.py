@@ -6,9 +6,9 @@ from typing import Literal
 from serve_app.cli.checks import machine, settings
 from serve_app.cli.checks.finding import Finding, Look
 
-Need = Literal["installation", "port", "machine", "settings", "model", "files", "template"]
+CheckNeed = Literal["installation", "port", "machine", "settings", "model", "files", "template"]
 
-CHECKS: tuple[tuple[Need, Callable[[Look], Iterator[Finding]]], ...] = (
+CHECKS: tuple[tuple[CheckNeed, Callable[[Look], Iterator[Finding]]], ...] = (
     ("installation", machine.installation),
     ("installation", machine.shadows),
     ("port", machine.address),
@@ -25,7 +25,7 @@ CHECKS: tuple[tuple[Need, Callable[[Look], Iterator[Finding]]], ...] = (
 """In the order of their findings. "settings" are checked before a model is fetched."""
 
 
-def findings(look: Look, *needs: Need) -> Iterator[Finding]:
+def findings(look: Look, *needs: CheckNeed) -> Iterator[Finding]:
     """Yield the findings of the checks with one of these needs."""
     for need, check in CHECKS:
         if need in needs:

@@ -47,7 +47,8 @@ class AnswerMeter:
         self.usage = RequestUsage(self.request.n, self.generations)
         self._tenant = self.generations[0].tenant
         self._inter_token_s = self.counters.metrics.inter_token_s[self._tenant]
-        self.counters.metrics.in_flight.inc()
+        self._tokens = "warmpath_tenant_completion_tokens_total", (("tenant", self._tenant),)
+        self.counters.metrics.add("warmpath_requests_in_flight")
 
     def add(self, piece: Piece) -> None:
         """Count a piece that is about to be sent."""
@@ -56,7 +57,7 @@ class AnswerMeter:
         self.usage.add(piece)
         if new_tokens:
             self.allowance.generated(new_tokens)
-            self.counters.metrics.completion_tokens[self._tenant] += new_tokens
+            self.counters.metrics.values[self._tokens] += new_tokens
         if piece.first is not None:
             self._first_token(self.generations[index], index, piece.first.cached_tokens, now_s)
             if new_tokens > 1:
@@ -79,7 +80,7 @@ class AnswerMeter:
 
     def client_left(self) -> None:
         """Count a client that disconnected before the end."""
-        self.counters.metrics.disconnects.inc()
+        self.counters.metrics.add("warmpath_client_disconnects_total")
 
     def end(self, error: BaseException | None) -> None:
         """Finish the answer; a tenant pays nothing for one that was refused before its first piece.
@@ -87,10 +88,10 @@ class AnswerMeter:
         What was computed for one that was left before is charged once its replica tells (``charge_unanswered``).
         """
         counters, answered = self.counters, bool(self._last_s)
-        counters.metrics.in_flight.dec()
+        counters.metrics.add("warmpath_requests_in_flight", -1.0)
         refusal = error if isinstance(error, WarmpathError) else None
         if answered and self.request.stream and refusal is not None:  # its HTTP status was a good one
-            counters.metrics.figures.refused(self._tenant, refusal.status)
+            counters.metrics.add("warmpath_broken_streams_total", status=str(refusal.status), tenant=self._tenant)
         used = self.usage.total()
         if self.trace is not None:
             if refusal is not None:
@@ -105,19 +106,15 @@ class AnswerMeter:
     def _first_token(self, generation: Generation, index: int, cached_tokens: int, now_s: float) -> None:
         counters, request, tenant = self.counters, self.request, self._tenant
         metrics, prompt_tokens = counters.metrics, len(generation.token_ids)
-        ttft_s, ref = now_s - self.arrived_s, generation.prompt_ref
+        ref = generation.prompt_ref
         self._uncached_tokens += prompt_tokens - cached_tokens
-        if not self._last_s:
-            metrics.figures.answered(tenant, ttft_s)
-        metrics.ttft_s.labels(tenant).observe(ttft_s)
-        metrics.prompt_tokens.labels(tenant).inc(prompt_tokens)
-        metrics.cached_tokens.labels(tenant).inc(cached_tokens)
+        metrics.first_token(tenant, now_s - self.arrived_s, prompt_tokens, cached_tokens)
         if index % request.n:
             return
         written_tokens = counters.ledger.prompt(
             tenant, request.answering_model, ref, prompt_tokens, cached_tokens, stored=generation.store_kv
         )
-        metrics.written_tokens.labels(tenant).inc(written_tokens)
+        metrics.add("warmpath_tenant_written_prompt_tokens_total", written_tokens, tenant=tenant)
         if ref:
             counters.prompts.add(ref, prompt_tokens, cached_tokens)
             if generation.store_kv:

@@ -1,12 +1,12 @@
 """The document of /v1/cache/state: replicas, load, cached bytes and tokens, hit rates. It holds no prompt's text."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from router.core import RoutingCore
 from router.protocol.samples import Sample
-from serve_app.live.prefix_table import PrefixTable, TenantPrefixes
+from serve_app.live.tally import Total
 from serve_app.tokenization.segment_cache import SegmentCacheStats
 
 _STATES = {"used": "in_use", "cached": "cached", "free": "free"}
@@ -14,7 +14,7 @@ _STATES = {"used": "in_use", "cached": "cached", "free": "free"}
 
 def cache_state(
     core: RoutingCore,
-    prefixes: PrefixTable,
+    totals: Mapping[str, Total],
     tokenizer: SegmentCacheStats,
     notices: dict[str, list[dict[str, Any]]],
     *,
@@ -32,18 +32,14 @@ def cache_state(
         "engine": engine,
         **state,
         "tokenizer_cache": asdict(tokenizer),
-        "tenants": {tenant: _of_tenant(room) for tenant, room in prefixes.rooms.items()},
+        "tenants": {tenant: _of_tenant(*total) for tenant, total in totals.items()},
         "notices": notices,
     }
 
 
-def _of_tenant(room: TenantPrefixes) -> dict[str, Any]:
-    return {
-        "requests": room.requests,
-        "prompt_tokens": room.prompt_tokens,
-        "cached_tokens": room.cached_tokens,
-        "hit_rate": round(room.cached_tokens / room.prompt_tokens, 4) if room.prompt_tokens else 0.0,
-    }
+def _of_tenant(requests: int, prompt_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    counts = {"requests": requests, "prompt_tokens": prompt_tokens, "cached_tokens": cached_tokens}
+    return {**counts, "hit_rate": round(cached_tokens / prompt_tokens, 4) if prompt_tokens else 0.0}
 
 
 def _of_report(samples: Sequence[Sample], block_size: int) -> dict[str, Any]:

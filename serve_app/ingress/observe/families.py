@@ -25,6 +25,8 @@ warmpath_time_to_first_token_seconds: ingress tenant (histogram)
 warmpath_inter_token_latency_seconds: ingress tenant (histogram)
     Seconds from token to token, on arrival at the ingress: one value for each token after the first. Tokens that arrive
     together share their time; beside the first one they have none.
+warmpath_broken_streams_total: ingress status tenant
+    Streams that ended with an error after they had begun with status 200; status: the error's.
 warmpath_requests_in_flight: ingress
     Requests past the ingress' queue with an unfinished answer.
 warmpath_requests_waiting: ingress tenant

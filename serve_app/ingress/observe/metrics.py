@@ -4,14 +4,13 @@ Every decision is counted in three kinds of cached tokens: the best replica's, t
 directory, and the delivered ones. Their differences are regret: the price of load and of stale hints.
 """
 
-from collections import Counter as Counts
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from types import SimpleNamespace
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 
 from router.core import RoutingCore
@@ -20,50 +19,44 @@ from router.observe.counters import PolicyCounters
 from router.protocol.samples import Histogram as PlainHistogram
 from router.protocol.samples import Labels, Sample
 from serve_app.ingress.observe.families import FAMILIES, Family
-from serve_app.live.figures import Figures
+from serve_app.live.tally import GENERATIONS, TTFT_BUCKETS_S, Tally
 
-TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
+COMPLETION_TOKENS = "warmpath_tenant_completion_tokens_total"
 ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5)
 
 _TELLING = ("tenant", "prompt", "node")
 """Labels that reveal tenants or machines; a prompt may belong to one tenant."""
 
-GENERATIONS = frozenset({"chat", "completions", "messages", "responses"})
-"""The endpoints that generate. Only they are in the figures of requests."""
 EXPECTED_STATUSES = ("200", "429", "500", "503")
 MOST_EXPECTED = 64
 """The number of configured tenants with counters before their first request."""
 
-_Kind = TypeVar("_Kind", Counter, Gauge, Histogram)
+_WITHOUT_LABELS = (
+    "warmpath_requests_in_flight",
+    "warmpath_client_disconnects_total",
+    "warmpath_refused_configurations_total",
+    "warmpath_dropped_events_total",
+)
+_BY_TENANT = (
+    "warmpath_tenant_prompt_tokens_total",
+    "warmpath_tenant_cached_prompt_tokens_total",
+    "warmpath_tenant_written_prompt_tokens_total",
+    COMPLETION_TOKENS,
+)
+_TTFT_BOUNDS = {"+Inf", *(repr(bound) for bound in TTFT_BUCKETS_S)}
 
 
-class IngressMetrics:
-    """An ingress' own counters. The label ``tenant`` holds only configured names, so its values are bounded.
-
-    ``figures``: those of the last minutes, for the page.
-    """
+class IngressMetrics(Tally):
+    """An ingress' own counts. The label ``tenant`` holds only configured names, so its values are bounded."""
 
     def __init__(self) -> None:
-        self.figures = Figures()
-        self._registry = CollectorRegistry()
-        self.requests = self._new(Counter, "warmpath_requests_total")
-        self.in_flight = self._new(Gauge, "warmpath_requests_in_flight")
-        self.ttft_s = self._new(Histogram, "warmpath_time_to_first_token_seconds", buckets=TTFT_BUCKETS_S)
-        self.prompt_tokens = self._new(Counter, "warmpath_tenant_prompt_tokens_total")
-        self.cached_tokens = self._new(Counter, "warmpath_tenant_cached_prompt_tokens_total")
-        self.written_tokens = self._new(Counter, "warmpath_tenant_written_prompt_tokens_total")
-        self.disconnects = self._new(Counter, "warmpath_client_disconnects_total")
-        self.refused_configurations = self._new(Counter, "warmpath_refused_configurations_total")
-        self.dropped_events = self._new(Counter, "warmpath_dropped_events_total")
-        self._misses = self._new(Counter, "warmpath_cache_misses_total")
-        self._missed_tokens = self._new(Counter, "warmpath_cache_missed_tokens_total")
-        self._retries = self._new(Counter, "warmpath_request_retries_total")
-        for after_first_token in ("false", "true"):
-            self._retries.labels(after_first_token)
+        super().__init__()
         self._expected: set[tuple[str, str]] = set()
-        # These count every token; prometheus_client would take a lock for each.
         self.inter_token_s: defaultdict[str, PlainHistogram] = defaultdict(lambda: PlainHistogram(ITL_BUCKETS_S))
-        self.completion_tokens: defaultdict[str, int] = defaultdict(int)
+        for name in _WITHOUT_LABELS:
+            self.add(name, 0.0)
+        for after_first_token in ("false", "true"):
+            self.add("warmpath_request_retries_total", 0.0, after_first_token=after_first_token)
 
     def expect(self, tenants: Iterable[str]) -> None:
         """Show the counters of these tenants, of which a bounded number count, before their first event.
@@ -73,49 +66,42 @@ class IngressMetrics:
         for tenant in islice(tenants, MOST_EXPECTED):
             for endpoint in sorted(GENERATIONS):
                 self._expect(endpoint, tenant)
-            for family in (self.ttft_s, self.prompt_tokens, self.cached_tokens, self.written_tokens):
-                family.labels(tenant)
-            _ = self.completion_tokens[tenant], self.inter_token_s[tenant]
+            for status in ("500", "503"):
+                self.add("warmpath_broken_streams_total", 0.0, status=status, tenant=tenant)
+            for name in _BY_TENANT:
+                self.add(name, 0.0, tenant=tenant)
+            _ = self.ttft_s[tenant], self.inter_token_s[tenant]
 
     def answered(self, endpoint: str, status: int, tenant: str) -> None:
         """Count an HTTP request; ``tenant`` may be "none"."""
         if endpoint in GENERATIONS:
             self._expect(endpoint, tenant)
-        self.requests.labels(endpoint, str(status), tenant).inc()
+        self.add("warmpath_requests_total", endpoint=endpoint, status=str(status), tenant=tenant)
 
     def _expect(self, endpoint: str, tenant: str) -> None:
         if (endpoint, tenant) not in self._expected:
             self._expected.add((endpoint, tenant))
             for status in EXPECTED_STATUSES:
-                self.requests.labels(endpoint, status, tenant)
+                self.add("warmpath_requests_total", 0.0, endpoint=endpoint, status=status, tenant=tenant)
 
     def retried(self, after_first_token: bool) -> None:
         """Count a resent generation."""
-        self._retries.labels(str(after_first_token).lower()).inc()
+        self.add("warmpath_request_retries_total", after_first_token=str(after_first_token).lower())
 
     def missed(self, tenant: str, reason: str, lost_tokens: int) -> None:
         """Count a cache miss."""
-        self._misses.labels(tenant, reason).inc()
-        self._missed_tokens.labels(tenant, reason).inc(lost_tokens)
+        self.add("warmpath_cache_misses_total", tenant=tenant, reason=reason)
+        self.add("warmpath_cache_missed_tokens_total", lost_tokens, tenant=tenant, reason=reason)
 
     def samples(self) -> list[Sample]:
         """Return all metrics as flat samples, to merge with those of other ingresses and replicas."""
-        found = [
-            (sample.name, tuple(sorted(sample.labels.items())), float(sample.value))
-            for metric in self._registry.collect()
-            for sample in metric.samples
-            if not sample.name.endswith("_created")
-        ]
-        for tenant, tokens in self.completion_tokens.items():
-            found += samples_of({"warmpath_tenant_completion_tokens_total": tokens}, ("tenant", tenant))
+        found = [(name, labels, value) for (name, labels), value in self.values.items()]
+        for tenant, times in self.ttft_s.items():
+            cells = times.samples("warmpath_time_to_first_token_seconds", (("tenant", tenant),))
+            found += [one for one in cells if one[1][-1][0] != "le" or one[1][-1][1] in _TTFT_BOUNDS]
         for tenant, seconds in self.inter_token_s.items():
             found += seconds.samples("warmpath_inter_token_latency_seconds", (("tenant", tenant),))
         return found
-
-    def _new(self, kind: type[_Kind], name: str, **options: Any) -> _Kind:
-        family = FAMILIES[name]
-        labels = [label for label in family.labels if label not in ("ingress", "replica")]  # render's callers add them
-        return kind(name, family.help, labels, registry=self._registry, **options)
 
 
 def router_samples(core: RoutingCore) -> list[Sample]:
@@ -143,7 +129,7 @@ def router_samples(core: RoutingCore) -> list[Sample]:
     for replica_id, decisions in list(counters.decisions_by_replica.items()):
         samples += samples_of({"warmpath_router_replica_decisions_total": decisions}, ("replica", replica_id))
     for replica in state["replicas"]:
-        found = core.drift.differences.get(replica["replica_id"]) or Counts[DriftKind]()
+        found = core.drift.differences.get(replica["replica_id"]) or Counter[DriftKind]()
         for kind in get_args(DriftKind):
             drifts = {"warmpath_directory_drift_total": found[kind]}
             samples += samples_of(drifts, ("replica", replica["replica_id"]), ("kind", kind))

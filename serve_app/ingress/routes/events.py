@@ -53,9 +53,10 @@ async def events(request: Request, services: Front) -> Response:
 
     - **Snapshot**: `viewer` (operator, tenant), `tenant`, `model`, `engine`, `simulated` (times come from a cost
       model), `policy`, `block_size`, `ingresses`, `links` (paths that need no key: docs, metrics), `replicas`,
-      `prefixes`, `totals`, `figures`, `minute` (a FIGURE of the last minute), `decisions` (the last 50 with a
-      watcher present), `incidents` (the last 32 `joined`, `replica_left` and, *op*, `reset`); *op*: `moves` (the
-      last 16), `scale` (or null), `configuration`, `ingresses_heard` (how many answer; null: the others do not).
+      `prefixes`, `totals`, `figures`, `minute` (a FIGURE of the last minute), `rates` (names in a FIGURE that the
+      page shows by second, each with a label), `decisions` (the last 50 with a watcher present), `incidents` (the
+      last 32 `joined`, `replica_left` and, *op*, `reset`); *op*: `moves` (the last 16), `scale` (or null),
+      `configuration`, `ingresses_heard` (how many answer; null: the others do not).
     - **REPLICA**: `replica` (its id), `number` (in order of joining), `state`, `engine`, `simulated`; *op*: `node`,
       `gpu`, `blocks_total` = `blocks_used` (by running sequences) + `blocks_reusable` (cached) + `blocks_free`;
       `blocks_pinned`, `running`, `waiting`, `queued_tokens`, `full`, `prefill_tokens_per_s`, `tier_blocks`,
@@ -68,8 +69,9 @@ async def events(request: Request, services: Front) -> Response:
       by replica).
     - **TOTAL**, since the start: `tenant`, `requests`, `prompt_tokens`, `cached_tokens`.
     - **FIGURE**, of ten seconds, kept for 15 minutes even without watchers: `at_s` (its start), `requests` (answered),
-      `refused` (429), `failed` (5xx), `ttft_p50_s`, `ttft_p95_s` (as clients see it; error at most 7 %). Periods
-      without a request are absent.
+      `refused` (429), `failed` (5xx, or an error in a stream), `tokens` (generated), `ttft_p50_s`, `ttft_p95_s` (of
+      generations, as clients see it; error at most 7 %), all from the counters of `/metrics`. Periods without a request
+      are absent.
     - **DECISION**: `request` (the answer's id without its prefix, and a choice; of a response, the first half of that
       id's SHA-256), `tenant`, `ingress`, `replica`, `reason` (as in `/v1/cache/explain`), `node` (the deepest
       node that the prompt starts with, or null), `prompt_tokens`, `best_cached_tokens` (the most on any replica),

@@ -115,8 +115,8 @@ def test_errors_of_answers_are_in_the_figures_of_their_tenant() -> None:
     ):
         answered(guard, post(authorization=f"Bearer {KEY}"), fails=error, endpoint=endpoint)
     for name in (None, "acme"):
-        (bucket,) = metrics.figures.rings[name].values()
-        assert (bucket.refused, bucket.failed) == (1, 1)
+        (bucket,) = metrics.rings[name].values()
+        assert bucket.counts == {"refused": 1, "failed": 1}
 
 
 def test_answers_tell_a_tenant_its_own_remaining_limits() -> None:

@@ -32,16 +32,18 @@ async def test_figures_are_kept_without_watchers_and_sent_with_totals() -> None:
     ingresses = Ingresses("i1", "i2")
     one, two = ingresses.by_name.values()
     for live, tenant in ((one, "a"), (two, "a"), (two, "b")):
-        live.figures.answered(tenant, 0.25)
+        live.counts.add("warmpath_requests_total", endpoint="chat", status="200", tenant=tenant)
+        live.counts.first_token(tenant, 0.25, 17, 12)
     assert is_idle(one)
     operator, tenant = await one.watch(None), await one.watch("b")
     (of_all,), (own,) = decoded(await operator.take(1.0)), decoded(await tenant.take(1.0))
     assert [sum(row["requests"] for row in seen["figures"]) for seen in (of_all, own)] == [3, 1]
     assert [seen["minute"]["requests"] for seen in (of_all, own)] == [3, 1]
     assert of_all["minute"]["ttft_p95_s"] == pytest.approx(0.25, rel=0.08)
-    two.figures.refused("a", 429)
+    two.counts.add("warmpath_requests_total", endpoint="chat", status="429", tenant="a")
     told = await until(operator, "totals")
-    assert (told["totals"], told["figures"][-1]["refused"], told["minute"]["refused"]) == ([], 1, 1)
+    assert (told["figures"][-1]["refused"], told["minute"]["refused"]) == (1, 1)
+    assert [row["requests"] for row in told["totals"]] == [2, 1]
     one.leave(None, operator)
     one.leave("b", tenant)
 

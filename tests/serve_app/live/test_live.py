@@ -15,7 +15,7 @@ from serve_app.errors import RateLimited
 from serve_app.live import live as live_module
 from serve_app.live import watcher as watcher_module
 from serve_app.live.live import Live
-from serve_app.live.prefix_table import PrefixTable
+from serve_app.live.prefixes import PrefixTable
 from serve_app.live.watcher import Watcher
 from tests.serve_app.live.traffic import BLOCK, chain_of, decision, generation, is_idle
 
@@ -32,7 +32,6 @@ class Ingresses:
         self.notices: dict[str, list[dict[str, Any]]] = {}
         self.calls = self.failed = 0
         self.fails = False
-        self.dropped: list[int] = []
         self.by_name = {name: self._live(name) for name in names or ("i1",)}
         self.first = next(iter(self.by_name.values()))
 
@@ -45,8 +44,8 @@ class Ingresses:
                 raise ConnectionError
             return [each.recent(*arguments) for each in self.by_name.values()] if len(self.by_name) > 1 else []
 
-        table, count = PrefixTable(BLOCK, lambda: 2), self.dropped.append
-        return Live(name, self.core, table, lambda: dict(ABOUT), lambda: self.notices, ingresses, count_dropped=count)
+        table = PrefixTable(BLOCK, lambda: 2)
+        return Live(name, self.core, table, lambda: dict(ABOUT), lambda: self.notices, ingresses)
 
 
 @pytest.fixture(autouse=True)
@@ -81,6 +80,7 @@ def send(live: Live, tenant: str, *blocks: int, number: int = 0, cached: int = 0
     """Deliver a generation's first token."""
     asked = generation(tenant, blocks or (1, 2, 3), number=number, **more)
     live.delivered(asked, decision(cached_tokens=cached), FirstToken(cached), 0.5)
+    live.counts.first_token(tenant, 0.5, len(asked.token_ids), cached)
 
 
 async def test_an_operator_sees_replicas_prefixes_and_decisions() -> None:
@@ -96,6 +96,7 @@ async def test_an_operator_sees_replicas_prefixes_and_decisions() -> None:
     core.apply("r1", [BlocksStored(chain_of("a", [1, 2, 3])), report, StatsReport((*pool, place))])
     saved = SaveResult("saved")
     live.delivered(generation("a", [1, 2, 3, 4], 0, 2), decision(cached_tokens=12), FirstToken(12, save=saved), 0.5)
+    live.counts.first_token("a", 0.5, 17, 12)
     watcher = await live.watch(None)
     (snapshot,) = decoded(await watcher.take(1.0))
     assert (snapshot["type"], snapshot["viewer"], snapshot["simulated"]) == ("snapshot", "operator", True)
@@ -233,7 +234,7 @@ async def test_a_slow_watcher_loses_the_oldest_events_and_gets_a_snapshot(monkey
         send(live, "a", number=number)
     assert await watcher.take(1.0) == []
     dropped, snapshot = decoded(live.resync("a", watcher))
-    assert (dropped["type"], dropped["events"]) == ("dropped", sum(ingresses.dropped))
+    assert (dropped["type"], dropped["events"]) == ("dropped", live.counts.values["warmpath_dropped_events_total", ()])
     assert dropped["events"] >= 11
     assert [each["request"] for each in snapshot["decisions"]] == [f"a-{number}.0" for number in range(10)]
     send(live, "a", number=11)

@@ -6,8 +6,8 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.live.figures import Figures
-from serve_app.live.nodes import node_rows
+from serve_app.live.prefixes import node_rows
+from serve_app.live.tally import Tally
 from serve_app.live.view import Facts, Occurrence, View, difference, picture_of, visible
 from serve_app.live.watcher import Watcher
 from tests.serve_app.live.traffic import USES, Uses, filled
@@ -32,9 +32,9 @@ MOMENTS = st.builds(Moment, USES, st.sets(st.sampled_from(["r1", "r2", "r3"])), 
 def facts_of(moment: Moment) -> Facts:
     tables = [filled([use for use in moment.uses if use.at_s % 2 == which]) for which in (0, 1)]
     about = {"engine": "simulated", "simulated": True, "state": "serving", "report_age_s": 0.1}
-    figures = [Figures(lambda: float(AT_S)), Figures(lambda: float(AT_S))]
+    counts = [Tally(lambda: float(AT_S)), Tally(lambda: float(AT_S))]
     for use in moment.uses:
-        figures[use.at_s % 2].answered(use.tenant, 0.1 * (1 + use.at_s % 3))
+        counts[use.at_s % 2].first_token(use.tenant, 0.1 * (1 + use.at_s % 3), len(use.blocks), use.cached_tokens)
     scale = [] if moment.target is None else [{"target": moment.target, "at_s": 1.0}]
     refused = [{"name": f"Replica {at}", "accepted": False, "why": "rps", "at_s": 2.0} for at in range(moment.running)]
     return Facts(
@@ -44,11 +44,8 @@ def facts_of(moment: Moment) -> Facts:
             for name in moment.replicas
         },
         [node_rows(table, lambda chain: {"r1": len(chain) // 2}) for table in tables],
-        [
-            {tenant: (room.requests, room.prompt_tokens, room.cached_tokens) for tenant, room in table.rooms.items()}
-            for table in tables
-        ],
-        [each.rings for each in figures],
+        [each.totals() for each in counts],
+        [each.rings for each in counts],
         {"autoscaling": scale, "configuration": refused},
         [{"type": "reset"}, {"type": "replica_left", "replica": "r0"}],
         moment.running,

@@ -11,7 +11,7 @@ from router.protocol.request import Decision
 from serve_app.engine.protocol import SamplingParams
 from serve_app.generation.generation import Generation
 from serve_app.live.live import Live
-from serve_app.live.prefix_table import Answered, PrefixTable
+from serve_app.live.prefixes import Answered, PrefixTable
 
 BLOCK = 4
 

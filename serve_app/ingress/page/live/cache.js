@@ -41,6 +41,7 @@ export class Cache {
     this.totals = [];
     this.figures = new Map();
     this.minute = null;
+    this.rates = {};
     this.decisions = [];
     this.configuration = [];
     this.ingresses = { all: 1, heard: 1 };
@@ -152,12 +153,12 @@ export class Cache {
     return { cached, lately, reused: sum("prompt_tokens") ? sum("cached_tokens") / sum("prompt_tokens") : null };
   }
 
-  /** The numbers of answered, refused (429) and failed (5xx) requests of the last minute, and its length in seconds. */
+  /** The numbers of answered, refused (429) and failed (5xx) requests of the last minute, its length in seconds, and a sum of any field. */
   lastMinute() {
     const firstS = Math.floor(this.nowS / BUCKET_S) * BUCKET_S - (MINUTE_BUCKETS - 1) * BUCKET_S;
     const recent = [...this.figures.values()].filter(({ at_s: atS }) => atS >= firstS && atS <= this.nowS);
-    const sum = (field) => recent.reduce((total, row) => total + row[field], 0);
-    return { requests: sum("requests"), refused: sum("refused"), failed: sum("failed"), overS: Math.max(1, this.nowS - firstS) };
+    const sum = (field) => recent.reduce((total, row) => total + (row[field] ?? 0), 0);
+    return { requests: sum("requests"), refused: sum("refused"), failed: sum("failed"), overS: Math.max(1, this.nowS - firstS), sum };
   }
 
   /** `atS`: the time of the event. With the report's age it gives the time of the report. */
@@ -235,6 +236,7 @@ const HANDLERS = {
     cache.keepNodes(rows(event.prefixes));
     cache.totals = rows(event.totals);
     cache.keepFigures(event);
+    cache.rates = { ...event.rates };
     for (const decision of rows(event.decisions)) cache.keepDecision(decision);
     cache.configuration = refusals(rows(event.configuration), event);
     const moves = rows(event.moves).map((move) => ({ type: "move", ...move }));

@@ -1,10 +1,11 @@
 // The figures in the header: current ones, and the last 15 minutes from the server.
 
-import { byId, compact, count, percent, seconds } from "../dom.js";
+import { byId, compact, count, drawn, make, percent, seconds } from "../dom.js";
 import { draw } from "./spark.js";
 
 const BUCKET_S = 10;
 const BUCKETS = 90;
+const MAX_RATES = 8;
 
 /** Show the figures of a model. */
 export function drawVitals(cache) {
@@ -15,7 +16,7 @@ export function drawVitals(cache) {
   set("cached", known ? `${compact(cached)}${capacity ? ` of ${compact(capacity)}` : ""}` : "–", "tokens cached");
   set("reused", reused === null ? "–" : percent(reused), `prompts reused${reused === null ? "" : lately ? ", last minute" : ", since the start"}`);
   const buckets = quarter(cache);
-  const { requests, refused, failed, overS } = cache.lastMinute();
+  const { requests, refused, failed, overS, sum } = cache.lastMinute();
   const rate = requests / overS;
   set("rate", cache.figures.size ? number(rate) : "–", "requests/s");
   curve("rate", buckets, [(row, overBucketS) => (row ? row.requests : 0) / overBucketS], (most) => `at most ${number(most)} per second`);
@@ -26,6 +27,21 @@ export function drawVitals(cache) {
   byId("vital-errors").classList.toggle("wrong", refused + failed > 0);
   byId("spark-errors").classList.toggle("wrong", [...cache.figures.values()].some((row) => row.refused + row.failed));
   curve("errors", buckets, [(row) => (row ? row.refused + row.failed : 0)], (worst) => `at most ${count(worst)} in ${BUCKET_S} s`);
+  drawRates(cache, buckets, sum, overS);
+}
+
+/** Show counters as rates, each with its curve. The server names them and their labels. */
+function drawRates(cache, buckets, sum, overS) {
+  for (const old of document.querySelectorAll(".vital-more")) if (!(old.dataset.name in cache.rates)) old.remove();
+  for (const [name, label] of Object.entries(cache.rates).slice(0, MAX_RATES)) {
+    if (!byId(`vital-${name}`)) {
+      const svg = drawn("svg", { class: "spark", id: `spark-${name}`, role: "img", preserveAspectRatio: "none" });
+      const value = make("dd", {}, make("span", { id: `vital-${name}` }), " ", svg);
+      byId("vitals").append(make("div", { className: "vital-more", "data-name": name }, make("dt", { id: `vital-${name}-label` }), value));
+    }
+    set(name, cache.figures.size ? number(sum(name) / overS) : "–", String(label));
+    curve(name, buckets, [(row, overBucketS) => (row?.[name] ?? 0) / overBucketS], (most) => `at most ${number(most)} per second`);
+  }
 }
 
 /** The rows of the last 15 minutes (undefined: no requests), each with its duration in seconds. */

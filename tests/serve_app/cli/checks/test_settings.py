@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from serve_app.cli.checks import machine
 from serve_app.cli.checks.finding import Look, RunPlace
-from serve_app.cli.checks.run import Need, findings
+from serve_app.cli.checks.run import CheckNeed, findings
 from serve_app.config.app import AppConfig
 from serve_app.config.live import BadSettings, app_config
 from serve_app.engine.lora.peft_files import CONFIG_FILE, WEIGHTS_FILE
@@ -27,7 +27,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sentences(model: Path | str, place: RunPlace = "start", **settings: Any) -> list[str]:
     config = AppConfig.model_validate({"model": str(model), "engine": "simulated", **settings})
-    needs: tuple[Need, Need] = ("model", "files") if place == "start" else ("settings", "model")
+    needs: tuple[CheckNeed, CheckNeed] = ("model", "files") if place == "start" else ("settings", "model")
     found = findings(Look(place, config), *needs)
     return [finding.sentence for finding in found]
 

@@ -19,14 +19,12 @@ from serve_app.ingress.observe.cache_state import cache_state
 from serve_app.ingress.observe.families import FAMILIES, SECTIONS
 from serve_app.ingress.observe.metrics import IngressMetrics, render, router_samples, with_label, without_tenants
 from serve_app.ingress.observe.reference import LABELS, metrics_page
-from serve_app.live.prefix_table import PrefixTable
 from serve_app.replica.lifecycle.receipt import MoveMeters, Receipt
 from serve_app.replica.pull import PullMeters
 from serve_app.replica.session_gate import SessionGate
 from serve_app.tokenization.segment_cache import SegmentCacheStats
 from tests.serve_app.conftest import MakeEngine
 from tests.serve_app.engine.tiny import prompt, request, run_all
-from tests.serve_app.live.traffic import answered
 
 ROOT = Path(__file__).parents[4]
 PAGE = ROOT / "docs" / "reference" / "metrics.md"
@@ -135,8 +133,8 @@ def test_undescribed_samples_are_not_shown() -> None:
 def test_rendered_samples_parse_back() -> None:
     """Labels and values survive; a decision's best, selected and delivered cached tokens are there, by reason."""
     metrics = IngressMetrics()
-    metrics.requests.labels("chat", "200", "acme").inc(3)
-    metrics.ttft_s.labels("acme").observe(0.1)
+    metrics.add("warmpath_requests_total", 3, endpoint="chat", status="200", tenant="acme")
+    metrics.first_token("acme", 0.1, 40, 24)
     metrics.retried(after_first_token=True)
     core = RoutingCore("router")
     core.update_replicas(["a", "b"])
@@ -178,13 +176,12 @@ def test_without_tenants_only_sums_are_left() -> None:
 
 
 def test_the_state_has_each_tenants_tokens_and_each_replicas_blocks() -> None:
-    core, table = RoutingCore("router"), PrefixTable(16, lambda: 2)
+    core = RoutingCore("router")
     core.update_replicas(["a"])
     blocks: Sample = ("warmpath_kv_cache_blocks", (("state", "cached"),), 3.0)
     core.apply("a", [StatsReport((("warmpath_kv_cache_block_bytes", (), 64.0), blocks))])
-    for tenant, cached_tokens in (("acme", 0), ("acme", 32), ("zeta", 16)):
-        table.add(answered(tenant, b"", 40, cached_tokens), 0.0)
-    state = cache_state(core, table, SegmentCacheStats(0, 0, 0, 0, 0), {}, model="m", engine="torch")
+    totals = {"acme": (2, 80, 32), "zeta": (1, 40, 16)}
+    state = cache_state(core, totals, SegmentCacheStats(0, 0, 0, 0, 0), {}, model="m", engine="torch")
     assert state["tenants"] == {
         "acme": {"requests": 2, "prompt_tokens": 80, "cached_tokens": 32, "hit_rate": 0.4},
         "zeta": {"requests": 1, "prompt_tokens": 40, "cached_tokens": 16, "hit_rate": 0.4},

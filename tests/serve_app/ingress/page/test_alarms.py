@@ -115,6 +115,21 @@ def test_the_header_shows_the_last_15_minutes(page: Any, stage: Stage) -> None:
     assert page.locator("#vital-ttft").inner_text() == "–"
 
 
+def test_the_server_names_counters_that_are_shown_by_second(page: Any, stage: Stage) -> None:
+    """Each has a label and a curve. An older server, or recording, names none."""
+    now_s = time.time()
+    rows = [figure(now_s - 10 * at, tokens=600) for at in range(90)]
+    begin(page, stage, figures=rows, minute=rows[0], rates={"tokens": "tokens/s", "odd": "odd/s"})
+    assert re.fullmatch(r"6\d|7\d", page.locator("#vital-tokens").inner_text())
+    assert page.locator("#vital-tokens-label").inner_text() == "tokens/s"
+    assert "at most" in page.locator("#spark-tokens").get_attribute("aria-label")
+    assert page.locator("#vital-odd").inner_text() == "0.0"
+    stage.snapshots = {"": [snapshot(now_s, replicas=[replica("r1")])]}
+    page.reload()
+    page.locator("#vital-replicas-label", has_text="replica").wait_for()
+    assert page.locator(".vital-more").count() == 0
+
+
 def test_lists_are_separate_and_survive_a_reconnection(page: Any, stage: Stage) -> None:
     """Hundreds of requests do not hide an incident, and a new snapshot does not list events twice."""
     now_s = time.time()

@@ -38,7 +38,14 @@ def test_there_are_no_violations(page: Any, stage: Stage, axe: str, scheme: str,
     now_s = time.time()
     refused = [{"accepted": False, "why": "rps: there is no such setting", "processes": 3, "at_s": now_s}]
     row = figure(now_s, refused=3, failed=1)
-    more = {"configuration": refused, "figures": [row], "minute": row, "ingresses": 2, "links": ["docs", "metrics"]}
+    more = {
+        "configuration": refused,
+        "figures": [row],
+        "minute": row,
+        "rates": {"tokens": "tokens/s"},
+        "ingresses": 2,
+        "links": ["docs", "metrics"],
+    }
     told = [decision("one.0", now_s)]
     there = [replica(f"r{number}", now_s, node="berth-7", gpu="0") for number in range(1, replicas + 1)]
     left = {"type": "replica_left", "at_s": now_s, "replica": "r99", "number": 99, "lost": True}

@@ -1,11 +1,12 @@
-"""The prefixes of each tenant's prompts: public prompt, system prompt, conversation. Counts only, never text.
+"""The prefixes of each tenant's prompts, and their rows for a viewer. Counts only, never text.
 
 Each tenant has its own room, so its view does not depend on other tenants. Always kept. Not thread-safe.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Literal
 
 import xxhash
@@ -22,6 +23,12 @@ MAX_BYTES = 32 << 20
 
 FIRST_BLOCKS = 4
 """A conversation is recognized by its first blocks, because its later prompts start like the earlier ones."""
+
+SHOWN_NODES = 256
+"""The limit of nodes for one watcher."""
+
+LEAST_NODES = 16
+"""The minimum for each configured tenant. A tenant's rows do not show the number of other active tenants."""
 
 
 @dataclass(slots=True)
@@ -68,14 +75,11 @@ class Answered:
 
 
 class TenantPrefixes:
-    """One tenant's nodes by key, and totals of its generations. A parent is never older than its children."""
+    """One tenant's nodes by key. A parent is never older than its children."""
 
     def __init__(self) -> None:
         self.nodes: OrderedDict[bytes, Node] = OrderedDict()
         self.bytes = 0
-        self.requests = 0
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
 
     def touch(
         self, key: bytes, kind: Kind, parent: bytes, parent_blocks: int, chain: bytes, cached_blocks: int
@@ -112,9 +116,6 @@ class PrefixTable:
         self.rooms.move_to_end(told.tenant)
         while len(self.rooms) > tenants:  # tenants that are no longer configured
             self.rooms.popitem(last=False)
-        room.requests += 1
-        room.prompt_tokens += told.prompt_tokens
-        room.cached_tokens += told.cached_tokens
         chain, size = told.chain, self.block_size
         blocks, cached_blocks = len(chain) // HASH_BYTES, told.cached_tokens // size
         if cached_blocks >= (told.prompt_tokens - 1) // size:
@@ -162,3 +163,78 @@ def node_id(tenant: str, key: bytes) -> str:
     """Return a node's id in events: 16 hex digits. A public node has the same id for every tenant."""
     owner = "" if key[:1] == b"p" else tenant
     return f"{xxhash.xxh3_64_intdigest(owner.encode() + b'/' + key):016x}"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRow:
+    """A NODE of docs/reference/api.md, except that a public one has the tenant that used it."""
+
+    id: str
+    parent: str | None
+    kind: Kind
+    tenant: str | None
+    label: str
+    prefix_tokens: int
+    tokens: int
+    pinned: bool
+    requests: int
+    hits: int
+    last_used_at_s: float
+    holders: Mapping[str, int]
+
+
+NodeRows = Mapping[tuple[str, str], NodeRow]
+"""By tenant and id."""
+
+
+def node_rows(table: PrefixTable, match: Callable[[bytes], Mapping[str, int]]) -> NodeRows:
+    """Return one ingress' rows. ``match``: maps a chain to the leading tokens that each replica can reuse."""
+    most = max(LEAST_NODES, SHOWN_NODES // max(1, table.tenants()))
+    return {
+        (tenant, node_id(tenant, key)): _row(tenant, key, node, table.block_size, match(node.chain))
+        for tenant, room in table.rooms.items()
+        for key, node in islice(reversed(room.nodes.items()), most)
+    }
+
+
+def _row(tenant: str, key: bytes, node: Node, size: int, held_tokens: Mapping[str, int]) -> NodeRow:
+    tokens, before = len(node.chain) // HASH_BYTES * size, node.parent_blocks * size
+    return NodeRow(
+        id=node_id(tenant, key),
+        parent=node_id(tenant, node.parent) if node.parent else None,
+        kind=node.kind,
+        tenant=tenant,
+        label=node.label,
+        prefix_tokens=tokens,
+        tokens=tokens - before,
+        pinned=node.pinned,
+        requests=node.requests,
+        hits=node.hits,
+        last_used_at_s=round(node.last_used_at_s, 3),
+        holders={replica: held - before for replica, held in held_tokens.items() if held > before},
+    )
+
+
+def shown(sources: Iterable[NodeRows], viewer: str | None) -> dict[str, NodeRow]:
+    """Return a viewer's (None: an operator's) rows by id, merged and limited to the most recently used ones."""
+    merged: dict[str, NodeRow] = {}
+    for rows in sources:
+        for (tenant, name), row in rows.items():
+            if viewer in (None, tenant):
+                own = replace(row, tenant=None) if row.kind == "public" else row
+                merged[name] = _merged(merged[name], own) if name in merged else own
+    latest = sorted(merged.values(), key=lambda row: (-row.last_used_at_s, row.prefix_tokens))[:SHOWN_NODES]
+    ids = {row.id for row in latest}
+    # If an ingress dropped a parent before its children, the children move to the root.
+    return {row.id: row if row.parent is None or row.parent in ids else replace(row, parent=None) for row in latest}
+
+
+def _merged(one: NodeRow, other: NodeRow) -> NodeRow:
+    later = one if one.last_used_at_s >= other.last_used_at_s else other
+    return replace(
+        later,
+        label=one.label or other.label,
+        pinned=one.pinned or other.pinned,
+        requests=one.requests + other.requests,
+        hits=one.hits + other.hits,
+    )

@@ -3,15 +3,14 @@
 import pytest
 from hypothesis import given
 
-from serve_app.live import prefix_table
-from serve_app.live.nodes import LEAST_NODES, SHOWN_NODES, node_rows
-from serve_app.live.prefix_table import PrefixTable
+from serve_app.live import prefixes
+from serve_app.live.prefixes import LEAST_NODES, SHOWN_NODES, PrefixTable, node_rows
 from tests.serve_app.live.traffic import BLOCK, USES, Uses, answered, chain_of, filled
 
 
 @pytest.fixture(params=[("MAX_TENANT_NODES", 6), ("MAX_TENANT_BYTES", 2000)], ids=["nodes", "bytes"])
 def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_table, *request.param)
+    monkeypatch.setattr(prefixes, *request.param)
 
 
 def test_a_prompt_has_three_nodes() -> None:
@@ -52,8 +51,8 @@ def test_rooms_are_bounded_and_do_not_depend_on_other_tenants(uses: Uses) -> Non
     """For any number of requests, bytes are counted correctly, and a node's parent is present."""
     rooms, alone = filled(uses).rooms, filled([use for use in uses if use.tenant == "a"]).rooms
     for room in rooms.values():
-        assert len(room.nodes) <= prefix_table.MAX_TENANT_NODES
-        assert room.bytes <= prefix_table.MAX_TENANT_BYTES
+        assert len(room.nodes) <= prefixes.MAX_TENANT_NODES
+        assert room.bytes <= prefixes.MAX_TENANT_BYTES
         assert room.bytes == sum(node.bytes for node in room.nodes.values())
         for node in room.nodes.values():
             assert not node.parent or node.parent in room.nodes

@@ -1,0 +1,197 @@
+"""What an ingress counts, by metric and labels: the values of /metrics, and for the page those of the last 15 minutes.
+
+A page that opens later shows them too. Not thread-safe: one event loop makes all calls.
+"""
+
+import time
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from router.protocol.samples import Histogram, Labels
+
+BUCKET_S = 10
+BUCKETS = 90
+MINUTE = 6
+"""Buckets of the last minute, including the one that is filling now."""
+MAX_TENANTS = 256
+"""The limit of tenants with buckets, about 90 KB for each busy one. The most recently active ones stay."""
+TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
+_STEPS = 5
+_ENDS_S = (0.00015625, 0.0003125, 0.000625, 0.00125, 0.0025, *TTFT_BUCKETS_S, 160.0, 320.0, 640.0, 1280.0, 2560.0)
+_TTFT_CELLS_S = (
+    *(low * (high / low) ** (step / _STEPS) for low, high in pairwise(_ENDS_S) for step in range(_STEPS)),
+    _ENDS_S[-1],
+)
+"""The cells of times: /metrics shows every fifth, the page takes quantiles of all, with an error of at most 8 %."""
+
+GENERATIONS = frozenset({"chat", "completions", "messages", "responses"})
+"""The endpoints that generate. Only they are in the figures of requests."""
+
+
+def _outcome(labels: Mapping[str, str]) -> str:
+    status = labels["status"]
+    if labels.get("endpoint", "chat") not in GENERATIONS:
+        return ""
+    return "requests" if status == "200" else "refused" if status == "429" else "failed" if status >= "500" else ""
+
+
+FIGURES: dict[str, Callable[[Mapping[str, str]], str]] = {
+    "warmpath_requests_total": _outcome,
+    "warmpath_broken_streams_total": _outcome,
+    "warmpath_tenant_completion_tokens_total": lambda _: "tokens",
+}
+"""The page's counters by metric: maps labels, one of them the tenant, to the name in a FIGURE (docs: api), or to ""."""
+NAMES = ("requests", "refused", "failed", "tokens")
+RATES = {"tokens": "tokens/s"}
+"""The figures that the page shows as rates, each with a label, besides those that it words itself."""
+
+Total = tuple[int, int, int]
+"""Generations with a first token, their prompt tokens, and the cached ones of these."""
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Ten seconds. ``counts``: by the names of a FIGURE; ``ttft``: first tokens by cell of time."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    ttft: Counter[int] = field(default_factory=Counter)
+
+    def add(self, other: "Bucket") -> None:
+        """Add the counts of another bucket."""
+        self.counts.update(other.counts)
+        self.ttft.update(other.ttft)
+
+    def row(self, at_s: int) -> dict[str, Any]:
+        """Return the bucket as a FIGURE (docs: api). ``at_s``: its start."""
+        counts = {name: self.counts[name] for name in NAMES}
+        return {"at_s": at_s, **counts, "ttft_p50_s": self._quantile_s(0.5), "ttft_p95_s": self._quantile_s(0.95)}
+
+    def _quantile_s(self, share: float) -> float | None:
+        left = share * self.ttft.total()
+        for cell, times in sorted(self.ttft.items()):
+            left -= times
+            if left <= 0:
+                low, high = _TTFT_CELLS_S[max(0, cell - 1)], _TTFT_CELLS_S[min(cell, len(_TTFT_CELLS_S) - 1)]
+                return float(f"{(low * high) ** 0.5:.3g}")
+        return None
+
+
+Rings = Mapping[str | None, dict[int, Bucket]]
+"""By tenant (None: all requests, also without a known tenant) and bucket number: seconds since 1970 // BUCKET_S."""
+
+
+class Tally:
+    """Counters and gauges by name and labels, and times to first token by tenant, since the start.
+
+    ``clock``: wall-clock time, which all ingresses share.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self.values: defaultdict[tuple[str, Labels], float] = defaultdict(float)
+        self.ttft_s: defaultdict[str, Histogram] = defaultdict(lambda: Histogram(_TTFT_CELLS_S))
+        self._clock = clock
+        self._rings: OrderedDict[str | None, dict[int, Bucket]] = OrderedDict()
+        self._looked = self._number()
+        self._seen: dict[tuple[str, Labels], float] = {}
+        self._seen_ttft: dict[str, list[int]] = {}
+
+    def add(self, name: str, number: float = 1.0, **labels: str) -> None:
+        """Add to a counter or a gauge."""
+        self._look_at_end()
+        self.values[name, tuple(sorted(labels.items()))] += number
+
+    def first_token(self, tenant: str, ttft_s: float, prompt_tokens: int, cached_tokens: int) -> None:
+        """Count a generation at its first token."""
+        self.add("warmpath_tenant_prompt_tokens_total", prompt_tokens, tenant=tenant)
+        self.add("warmpath_tenant_cached_prompt_tokens_total", cached_tokens, tenant=tenant)
+        self.ttft_s[tenant].observe(ttft_s)
+
+    def totals(self) -> dict[str, Total]:
+        """Return what was counted at first tokens since the start, by tenant."""
+        return {
+            tenant: (
+                times.count,
+                int(self.values["warmpath_tenant_prompt_tokens_total", (("tenant", tenant),)]),
+                int(self.values["warmpath_tenant_cached_prompt_tokens_total", (("tenant", tenant),)]),
+            )
+            for tenant, times in self.ttft_s.items()
+            if times.count
+        }
+
+    def keep(self, tenants: Collection[str]) -> None:
+        """Forget all other tenants, of which there may be any number. Every value has a tenant."""
+        for key in [key for key in self.values if dict(key[1])["tenant"] not in tenants]:
+            del self.values[key]
+            self._seen.pop(key, None)
+        for tenant in self.ttft_s.keys() - set(tenants):
+            del self.ttft_s[tenant]
+            self._seen_ttft.pop(tenant, None)
+
+    @property
+    def rings(self) -> Rings:
+        """The last 15 minutes."""
+        self._look()
+        return self._rings
+
+    def _number(self) -> int:
+        return int(self._clock()) // BUCKET_S
+
+    def _look_at_end(self) -> None:
+        if self._number() != self._looked:
+            self._look()
+
+    def _look(self) -> None:
+        """Put what was counted since the last look into that look's bucket: a bucket's first count looks before."""
+        for key, value in self.values.items():
+            name, labels = key
+            if name not in FIGURES or (gained := value - self._seen.get(key, 0.0)) == 0.0:
+                continue
+            self._seen[key] = value
+            if figure := FIGURES[name](named := dict(labels)):
+                for bucket in self._buckets(named["tenant"]):
+                    bucket.counts[figure] += int(gained)
+        for tenant, times in self.ttft_s.items():
+            if (seen := self._seen_ttft.get(tenant)) != times.counts:
+                gained_by_cell = zip(times.counts, seen or [0] * len(times.counts), strict=True)
+                more = {cell: now - before for cell, (now, before) in enumerate(gained_by_cell) if now > before}
+                self._seen_ttft[tenant] = list(times.counts)
+                for bucket in self._buckets(tenant) if more else ():
+                    bucket.ttft.update(more)
+        self._looked = self._number()
+
+    def _buckets(self, tenant: str) -> list[Bucket]:
+        number = self._looked
+        for name in (None, tenant):
+            ring = self._rings.setdefault(name, {})
+            self._rings.move_to_end(name)
+            if number not in ring:
+                for other in [other for other in ring if not number - BUCKETS < other < number]:
+                    del ring[other]
+                ring[number] = Bucket()
+        if len(self._rings) > MAX_TENANTS:
+            self._rings.popitem(last=False)
+        return [self._rings[None][number], self._rings[tenant][number]]
+
+
+def joined(before: Rings, more: Rings, most: int = BUCKETS) -> Rings:
+    """Return the latest buckets of each ring. Buckets of ``more`` replace earlier ones, and its last is the last."""
+    both = {name: {**before.get(name, {}), **more.get(name, {})} for name in {**before, **more}}
+    last = {name: max(more.get(name) or both[name], default=0) for name in both}
+    return {
+        name: dict(sorted(each for each in ring.items() if each[0] <= last[name])[-most:])
+        for name, ring in both.items()
+    }
+
+
+def rows_of(sources: Iterable[Rings], viewer: str | None, now_s: float) -> tuple[dict[int, dict[str, Any]], Bucket]:
+    """Return a viewer's (None: an operator's) rows by time, and the sum of the last minute."""
+    number, sums, minute = int(now_s) // BUCKET_S, dict[int, Bucket](), Bucket()
+    for at, bucket in (each for rings in sources for each in rings.get(viewer, {}).items()):
+        if number - BUCKETS < at <= number + 1:
+            sums.setdefault(at, Bucket()).add(bucket)
+        if number - MINUTE < at <= number + 1:
+            minute.add(bucket)
+    return {at * BUCKET_S: bucket.row(at * BUCKET_S) for at, bucket in sorted(sums.items())}, minute

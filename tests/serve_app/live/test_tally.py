@@ -1,0 +1,175 @@
+"""Figures of the last 15 minutes: counts, viewers, and retention."""
+
+from math import ceil, isfinite
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.live import tally as module
+from serve_app.live.tally import BUCKET_S, BUCKETS, Bucket, Tally, joined, rows_of
+
+START_S = 1_790_000_000
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = float(START_S)
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def answer(counts: Tally, tenant: str, ttft_s: float = 0.1, status: int = 200) -> None:
+    counts.add("warmpath_requests_total", endpoint="chat", status=str(status), tenant=tenant)
+    if status == 200:
+        counts.first_token(tenant, ttft_s, 10, 5)
+
+
+@given(st.lists(st.floats(0.001, 100.0), min_size=1, max_size=200))
+def test_quantiles_are_close_to_the_exact_ones(times_s: list[float]) -> None:
+    """The p50 and the p95 have an error of at most one cell."""
+    counts = Tally()
+    for ttft_s in times_s:
+        answer(counts, "a", ttft_s)
+    row, ordered = merged(counts.rings[None]).row(0), sorted(times_s)
+    for name, share in (("ttft_p50_s", 0.5), ("ttft_p95_s", 0.95)):
+        true_s = ordered[ceil(share * len(ordered)) - 1]
+        assert true_s / 1.09 <= row[name] <= true_s * 1.09
+    assert row["requests"] == len(times_s)
+
+
+def merged(ring: dict[int, Bucket]) -> Bucket:
+    """Return the sum of the buckets, because the time may have reached the next one."""
+    total = Bucket()
+    for bucket in ring.values():
+        total.add(bucket)
+    return total
+
+
+def test_only_errors_of_the_server_are_counted(clock: Clock) -> None:
+    """Limits and faults have separate counts. Errors of the client, disconnections and other routes are not counted."""
+    counts = Tally(clock)
+    for status in (400, 401, 404, 413, 429, 429, 499, 500, 503):
+        answer(counts, "a", status=status)
+    counts.add("warmpath_requests_total", endpoint="metrics", status="200", tenant="a")
+    counts.add("warmpath_requests_total", endpoint="cache_events", status="429", tenant="a")
+    counts.add("warmpath_broken_streams_total", status="504", tenant="a")
+    counts.add("warmpath_tenant_completion_tokens_total", 7, tenant="a")
+    ((at_s, row),) = rows_of([counts.rings], None, clock())[0].items()
+    assert at_s == START_S
+    assert row == {
+        "at_s": START_S, "requests": 0, "refused": 2, "failed": 3, "tokens": 7, "ttft_p50_s": None, "ttft_p95_s": None
+    }  # fmt: skip
+
+
+def test_a_tenant_sees_its_own_figures_and_an_operator_all(clock: Clock) -> None:
+    """An operator also sees requests without a known tenant."""
+    counts = Tally(clock)
+    answer(counts, "a")
+    answer(counts, "b")
+    answer(counts, "none", status=503)
+    rows, minute = rows_of([counts.rings], "a", clock())
+    assert [(row["requests"], row["failed"]) for row in rows.values()] == [(1, 0)]
+    assert minute.row(0)["requests"] == 1
+    assert [(row["requests"], row["failed"]) for row in rows_of([counts.rings], None, clock())[0].values()] == [(2, 1)]
+    assert rows_of([counts.rings], "c", clock()) == ({}, Bucket())
+
+
+def test_figures_older_than_15_minutes_are_dropped(clock: Clock) -> None:
+    """Each ten seconds with a request have a bucket. The last minute has six of them."""
+    counts = Tally(clock)
+    for _ in range(2 * BUCKETS):
+        answer(counts, "a")
+        clock.now_s += BUCKET_S
+    assert {name: len(ring) for name, ring in counts.rings.items()} == {None: BUCKETS, "a": BUCKETS}
+    clock.now_s -= BUCKET_S
+    rows, minute = rows_of([counts.rings], None, clock())
+    assert list(rows) == list(range(int(clock()) - BUCKET_S * (BUCKETS - 1), int(clock()) + 1, BUCKET_S))
+    assert minute.row(0)["requests"] == 6
+    clock.now_s += BUCKET_S * BUCKETS
+    assert rows_of([counts.rings], None, clock()) == ({}, Bucket())
+
+
+def test_buckets_from_a_clock_that_was_ahead_are_dropped(clock: Clock) -> None:
+    """They would never become old; here, in another ingress' view of them, and in the rows, the present counts."""
+    counts = Tally(clock)
+    clock.now_s += 86_400.0
+    answer(counts, "a")
+    known = joined({}, counts.rings)
+    clock.now_s -= 86_400.0
+    assert rows_of([known], "a", clock()) == ({}, Bucket())
+    for _ in range(2 * BUCKETS):
+        answer(counts, "a")
+        known = joined(known, joined(counts.rings, {}, 2))
+        clock.now_s += BUCKET_S
+    clock.now_s -= BUCKET_S
+    assert {name: len(ring) for name, ring in counts.rings.items()} == {None: BUCKETS, "a": BUCKETS}
+    assert known == counts.rings
+    rows, minute = rows_of([known], "a", clock())
+    assert len(rows) == BUCKETS and minute.row(0)["requests"] == 6
+
+
+def test_the_number_of_tenants_is_limited(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The most recently active ones are kept, and the sum of all."""
+    monkeypatch.setattr(module, "MAX_TENANTS", 3)
+    counts = Tally(clock)
+    for tenant in "abcab":
+        answer(counts, tenant)
+        assert None in counts.rings
+    assert set(counts.rings) == {None, "a", "b"}
+
+
+def test_another_ingress_sends_its_latest_buckets_again(clock: Clock) -> None:
+    """Incomplete buckets are replaced, complete ones stay, and both ingresses are summed."""
+    here, there = Tally(clock), Tally(clock)
+    answer(here, "a")
+    answer(there, "a")
+    known = joined({}, joined(there.rings, {}))
+    answer(there, "a")
+    clock.now_s += BUCKET_S
+    answer(there, "b")
+    known = joined(known, joined(there.rings, {}, 1))
+    rows = rows_of([here.rings, known], None, clock())[0]
+    assert [row["requests"] for row in rows.values()] == [3, 1]
+    assert [row["requests"] for row in rows_of([known], "b", clock())[0].values()] == [1]
+
+
+@pytest.mark.parametrize("ttft_s", [0.0, -1.0, 1e9])
+def test_extreme_times_are_counted_too(ttft_s: float) -> None:
+    counts = Tally()
+    answer(counts, "a", ttft_s)
+    p50_s = merged(counts.rings[None]).row(0)["ttft_p50_s"]
+    assert p50_s > 0
+    assert isfinite(p50_s)
+
+
+def test_a_count_belongs_to_the_ten_seconds_in_which_it_was_made(clock: Clock) -> None:
+    """Also if nobody looks in between; what was counted once is not counted again."""
+    counts = Tally(clock)
+    for number in (1, 2, 3):
+        for _ in range(number):
+            answer(counts, "a")
+        clock.now_s += BUCKET_S
+    for _ in range(2):
+        assert [row["requests"] for row in rows_of([counts.rings], "a", clock())[0].values()] == [1, 2, 3]
+    assert counts.totals() == {"a": (6, 60, 30)}
+
+
+def test_only_kept_tenants_have_counts(clock: Clock) -> None:
+    """One that comes back starts at zero."""
+    counts = Tally(clock)
+    for tenant in "ab":
+        answer(counts, tenant)
+        assert counts.rings
+    counts.keep({"b"})
+    assert counts.totals().keys() == {"b"}
+    assert {dict(labels)["tenant"] for _, labels in counts.values} == {"b"}
+    answer(counts, "a")
+    assert counts.totals()["a"] == (1, 10, 5)
+    assert counts.rings["a"][START_S // BUCKET_S].counts["requests"] == 2
