@@ -134,14 +134,7 @@ def _torch_settings(config: AppConfig, info: CheckpointInfo, num_blocks: int) ->
         pin_budget_blocks=pin_budget_blocks(config, num_blocks) if config.enable_prefix_caching else 0,
         max_itl_s=math.inf if config.max_itl_ms is None else config.max_itl_ms / 1000,
         model_fingerprint=info.fingerprint,
-        tiers=TierSettings(
-            host_bytes=config.host_cache_bytes,
-            disk_bytes=config.disk_cache_bytes,
-            disk_dir=config.disk_cache_dir,
-            disk_queue_bytes=config.disk_queue_bytes,
-            load_ratio=config.tier_load_ratio,
-            save_ttl_s=config.save_ttl_s,
-        ),
+        tiers=TierSettings(**{name: getattr(config, name) for name in TierSettings.__dataclass_fields__}),
     )
 
 

@@ -6,13 +6,18 @@ Only the queue's thread stores, loads and marks. Any thread may look up. The exp
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
+from typing import Any
+
+import numpy as np
 
 from serve_app.cache.kv_chain import Row, TransferError, WrongChain
 from serve_app.cache.prefix_digest import TierBlock
-from serve_app.cache.tiers.disk_files import BlockFiles, FoundFile
-from serve_app.cache.tiers.tier_index import UNKNOWN, Entry, TierIndex
+from serve_app.cache.tiers.disk_files import BlockFiles, DiskSlot, FoundFile
+from serve_app.cache.tiers.tier import Tier, TierParts, Wanted
+from serve_app.cache.tiers.tier_index import UNKNOWN, Entry, TierCounts, TierIndex
+from serve_app.cache.tiers.tier_queue import TierQueue
 
 _log = logging.getLogger(__name__)
 
@@ -23,8 +28,35 @@ DISK_ACTIVE_S = 86400.0
 """After this many seconds without a request, a tenant has no share here. A disk cache should last for a day."""
 
 
+def open_disk(parts: TierParts, below: Tier | None) -> Tier | None:
+    """Return the tier in a slot of its own, or None if it is off. Raises DiskTierError or ValueError."""
+    settings = parts.settings
+    if not settings.disk_cache_bytes:
+        return None
+    parts.check_bound("disk_cache_bytes", settings.disk_cache_bytes)
+    if settings.disk_cache_dir is None:
+        raise ValueError("disk_cache_bytes needs disk_cache_dir")
+    slot = DiskSlot(settings.disk_cache_dir)
+    tier = DiskTier(
+        BlockFiles(slot.path, parts.format),
+        settings.disk_cache_bytes,
+        shares=parts.shares,
+        save_ttl_s=settings.save_ttl_s,
+        clock=parts.clock,
+        below=below,
+        on_close=slot.release,
+    )
+    return TierQueue(tier, settings.disk_queue_bytes, parts)
+
+
 class DiskTier:
-    """At most ``capacity_bytes`` of files. ``save_ttl_s``: the maximum remaining time of a previous run's saves."""
+    """At most ``capacity_bytes`` of files, a ``BlockStore``. ``below``: the tier that gets evicted blocks.
+
+    ``save_ttl_s``: the maximum remaining time of a previous run's saves.
+    """
+
+    name = "disk"
+    expected_bytes_per_s = 5e8
 
     def __init__(
         self,
@@ -36,27 +68,45 @@ class DiskTier:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         scan_limit_s: float = SCAN_LIMIT_S,
+        below: Tier | None = None,
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
         """Index the files that a previous run left in the directory."""
         self.capacity_bytes = capacity_bytes
         self.refused_files = 0
-        self.index: TierIndex[Entry] = TierIndex("disk", shares or {}, clock, DISK_ACTIVE_S)
+        self.index: TierIndex[Any] = TierIndex(self.name, shares or {}, clock, DISK_ACTIVE_S)
+        self.close = on_close
         self.life = 0
         """The number of resets."""
         self._files = files
+        self._below = below
         self._wall_clock = wall_clock
         self._inherited: dict[bytes, float] = {}
         """Expiring saves of a previous run, by Unix time, the soonest first. No caller will end them."""
         self._used_ns = 0
         self._scan(clock, scan_limit_s, save_ttl_s)
 
+    @property
+    def counts(self) -> TierCounts:
+        """Counters since the start."""
+        return self.index.counts
+
+    def known(self, block: TierBlock | Wanted) -> bool | None:
+        """Return whether a block is stored (any thread); False: another one has its hash."""
+        held = self.index.find(block.block_hash)
+        return None if held is None else held.prefix_digest == block.prefix_digest
+
+    def holds(self, wanted: Wanted | TierBlock) -> bool:
+        """Return whether a block is stored (any thread)."""
+        return self.known(wanted) is True
+
     def store(self, block: TierBlock, row: Row, saved_until_s: float | None = None, *, life: int | None = None) -> bool:
         """Write a block, after evictions if needed, and return whether it is stored. ``life``: when it was offered."""
         life = self.life if life is None else life
         block_hash = block.block_hash
-        known = self.index.find(block_hash)
+        known = self.known(block)
         if known is not None:
-            if known.prefix_digest != block.prefix_digest:
+            if not known:
                 return False
             self.touch([block_hash])
             return saved_until_s is None or self.mark([block_hash], saved_until_s) == 1
@@ -93,6 +143,14 @@ class DiskTier:
                 _log.warning("a KV block's file was dropped: %s", error)
                 self._files.remove(block_hash, filed.saved_until_s)
             return None
+
+    def read(self, wanted: Sequence[Wanted]) -> Iterator[tuple[TierBlock, Row]]:
+        """Yield the blocks that can be read, up to the first that cannot."""
+        for one in wanted:
+            block = self.load(one.block_hash)
+            if block is None:
+                return
+            yield block
 
     def touch(self, block_hashes: Iterable[bytes]) -> None:
         """Mark blocks as the most recently used, in the given order: children before their parents."""
@@ -158,8 +216,19 @@ class DiskTier:
                 if victim is None:
                     return False
                 self._forget(victim.block.block_hash)
-            self.index.counts.evicted_blocks += 1
+            self.counts.evicted_blocks += 1
+            self._give(victim)
             self._files.remove(victim.block.block_hash, victim.saved_until_s)
+
+    def _give(self, victim: Entry) -> None:
+        """Give an evicted block to the tier below."""
+        if self._below is not None:
+            try:
+                block, row = self._files.read(victim.block.block_hash, victim.saved_until_s)
+            except (OSError, TransferError):
+                self.refused_files += 1
+            else:
+                self._below.put([block], lambda _, rows: np.copyto(rows[0], row))
 
     def _forget(self, block_hash: bytes) -> bool:
         """Remove a block from the index, if it is indexed. The caller holds the lock."""

@@ -3,19 +3,19 @@
 import math
 from collections.abc import Mapping
 
-_EXPECTED_BYTES_PER_S = {"host": 4e9, "disk": 5e8}
 _EXPECTED_WEIGHT_S = 0.05
 _MEMORY_S = 1.0
 _FORGET = 0.99
 
 
 class LoadRule:
-    """Bandwidth by tier over about the last second of loading, with an expected initial value."""
+    """Bandwidth by tier over about the last second of loading, with an expected initial value in bytes per second."""
 
-    def __init__(self, ratio: float) -> None:
+    def __init__(self, ratio: float, expected_bytes_per_s: Mapping[str, float]) -> None:
         self.ratio = ratio
-        self._bytes = {tier: rate * _EXPECTED_WEIGHT_S for tier, rate in _EXPECTED_BYTES_PER_S.items()}
-        self._seconds = dict.fromkeys(_EXPECTED_BYTES_PER_S, _EXPECTED_WEIGHT_S)
+        self._expected = {tier: rate * _EXPECTED_WEIGHT_S for tier, rate in expected_bytes_per_s.items()}
+        self._bytes = dict(self._expected)
+        self._seconds = dict.fromkeys(expected_bytes_per_s, _EXPECTED_WEIGHT_S)
 
     def bytes_per_s(self, tier: str) -> float:
         """Return the current estimate of a tier's bandwidth."""
@@ -37,7 +37,6 @@ class LoadRule:
         if load_s <= self.ratio * tokens / prefill_tokens_per_s:
             return True
         for tier in bytes_of_tier:
-            expected = _EXPECTED_BYTES_PER_S[tier] * _EXPECTED_WEIGHT_S
-            self._bytes[tier] = _FORGET * self._bytes[tier] + (1 - _FORGET) * expected
+            self._bytes[tier] = _FORGET * self._bytes[tier] + (1 - _FORGET) * self._expected[tier]
             self._seconds[tier] = _FORGET * self._seconds[tier] + (1 - _FORGET) * _EXPECTED_WEIGHT_S
         return False

@@ -1,47 +1,29 @@
-"""The tiers below the pool as one: pool -> host memory -> disk.
+"""The tiers below the pool as one: a list, the fastest first. What a tier evicts goes to the next one.
 
-The engine's loop owns it. Only the disk queue has a thread. A batch has children first, so heads are evicted last.
+The engine's loop owns it. A batch has children first, so heads are evicted last.
 """
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from itertools import chain
 from typing import Any
-
-import numpy as np
 
 from router.protocol.events import TierDigest
 from router.protocol.samples import Labels, Sample
 from serve_app.cache.kv_chain import KvFormat, Row
 from serve_app.cache.prefix_digest import TierBlock
-from serve_app.cache.tiers.disk import DiskTier
-from serve_app.cache.tiers.disk_files import BlockFiles, DiskSlot
-from serve_app.cache.tiers.disk_queue import DiskLoad, DiskQueue, Wake
-from serve_app.cache.tiers.host import HostTier
+from serve_app.cache.tiers.disk import open_disk
+from serve_app.cache.tiers.host import open_host
+from serve_app.cache.tiers.tier import ReadRows, Tier, TierParts, Wake, Wanted
+from serve_app.cache.tiers.tier import TierSettings as TierSettings
 from serve_app.cache.tiers.tier_index import TierEvent, TierIndex, account_key
-from serve_app.config.cache import CacheSection
 
-ReadRows = Callable[[Sequence[int], Sequence[Row]], None]
-"""Copies the batch's blocks at these indices from the pool into the given rows."""
-
-_DEFAULTS = CacheSection()
-
-
-@dataclass(frozen=True, slots=True)
-class TierSettings:
-    """Bounds of the tiers; 0 bytes: off. ``save_ttl_s``: the maximum for a previous run's saves; None: no limit."""
-
-    host_bytes: int = 0
-    disk_bytes: int = 0
-    disk_dir: Path | None = None
-    disk_queue_bytes: int = _DEFAULTS.disk_queue_bytes
-    load_ratio: float = _DEFAULTS.tier_load_ratio
-    save_ttl_s: float | None = None
+OPENERS: tuple[Callable[[TierParts, Tier | None], Tier | None], ...] = (open_disk, open_host)
+"""Of all tiers, the slowest first; each gets the tier below. They raise OSError or ValueError."""
 
 
 class Tiers:
-    """Host memory and disk below one pool. ``size_bytes``: of a block. ``indexes``: of each tier, the fastest first."""
+    """The tiers below one pool. ``size_bytes``: of a block. ``indexes``: of tiers that tell routers their blocks."""
 
     def __init__(
         self,
@@ -54,30 +36,20 @@ class Tiers:
         clock: Callable[[], float] = time.monotonic,
         start: bool = True,
     ) -> None:
-        """Open the tiers. The disk keeps a previous run's files. Raises DiskTierError or ValueError."""
-        for name, bound in (("host_cache_bytes", settings.host_bytes), ("disk_cache_bytes", settings.disk_bytes)):
-            if 0 < bound < size_bytes:
-                raise ValueError(f"{name}={bound} cannot hold one KV block of {size_bytes} bytes")
+        """Open the tiers; those that keep have a previous run's blocks. Raises the errors of ``OPENERS``."""
+        parts = TierParts(settings, kv_format, size_bytes, wake, shares or {}, clock, start)
         self.size_bytes = size_bytes
-        self._row_bytes = kv_format.block_bytes
-        self.indexes: dict[str, TierIndex[Any]] = {}
-        self.host: HostTier | None = None
-        self.disk: DiskQueue | None = None
-        """The disk tier's queue, or None without a disk tier."""
-        self._slot: DiskSlot | None = None
-        if settings.host_bytes:
-            self.host = HostTier(settings.host_bytes, size_bytes, self._row_bytes, shares or {}, clock)
-            self.indexes["host"] = self.host
-        if settings.disk_bytes:
-            if settings.disk_dir is None:
-                raise ValueError("disk_cache_bytes needs disk_cache_dir")
-            self._slot = DiskSlot(settings.disk_dir)
-            files = BlockFiles(self._slot.path, kv_format)
-            tier = DiskTier(files, settings.disk_bytes, shares=shares, save_ttl_s=settings.save_ttl_s, clock=clock)
-            self.disk = DiskQueue(tier, settings.disk_queue_bytes, size_bytes, wake)
-            self.indexes["disk"] = tier.index
-            if start:
-                self.disk.start()
+        self.tiers: list[Tier] = []
+        below: Tier | None = None
+        for opener in OPENERS:
+            tier = opener(parts, below)
+            if tier is not None:
+                below = tier
+                self.tiers.insert(0, tier)
+        self.indexes: dict[str, TierIndex[Any]] = {
+            tier.name: tier.index for tier in self.tiers if tier.index is not None
+        }
+        self.keeping = [tier for tier in self.tiers if tier.keeps]
 
     @property
     def has_news(self) -> bool:
@@ -98,53 +70,39 @@ class Tiers:
             with index.lock:
                 index.set_weights(shares)
 
-    def find(self, block_hash: bytes) -> tuple[TierBlock, str] | None:
-        """Return a block's description and its fastest tier."""
-        held = self.host.find(block_hash) if self.host is not None else None
-        if held is not None:
-            return held, "host"
-        filed = self.disk.find(block_hash) if self.disk is not None else None
-        return (filed, "disk") if filed is not None else None
+    def holder(self, wanted: Wanted | TierBlock) -> Tier | None:
+        """Return the fastest tier that has a block, or may have it."""
+        return next((tier for tier in self.tiers if tier.holds(wanted)), None)
 
-    def row(self, block_hash: bytes) -> Row | None:
-        """Return the bytes of a block in host memory, a view until the next spill."""
-        return self.host.row(block_hash) if self.host is not None and block_hash in self.host else None
+    def row(self, wanted: Wanted | TierBlock) -> Row | None:
+        """Return the bytes of a block that needs no load, a view until the next spill."""
+        tier = self.holder(wanted)
+        return tier.row(wanted.block_hash) if tier is not None else None
 
     def use(self, hashes: Sequence[bytes]) -> None:
-        """Mark blocks in host memory (parents first) as needed, so that they are evicted last."""
-        for block_hash in reversed(hashes):
-            if self.host is not None and block_hash in self.host:
-                self.host.use(block_hash)
-
-    def load(self, hashes: Sequence[bytes]) -> DiskLoad:
-        """Start reading blocks from disk, parents first."""
-        assert self.disk is not None
-        return self.disk.load(hashes)
+        """Mark blocks that need no load (parents first) as needed, so that they are evicted last."""
+        for tier in self.tiers:
+            tier.use(hashes[::-1])
 
     def spill(self, blocks: Sequence[TierBlock], read: ReadRows) -> None:
         """Store blocks that leave the pool, children first. Blocks already held are only marked as used."""
-        if self.host is None:
-            self._to_disk(blocks, read)
-            return
-        step = self.host.capacity_blocks
-        for start in range(0, len(blocks), step):
-            self._to_host(self.host, blocks[start : start + step], start, read)
+        if self.tiers:
+            self.tiers[0].put(blocks, read)
 
     def save(self, blocks: Sequence[TierBlock], read: ReadRows, until_s: float) -> bool:
-        """Write or mark blocks (children first) on disk as saved until a Unix time; False: no disk or no space."""
-        return self._to_disk(blocks, read, until_s)
+        """Write or mark blocks (children first) as saved until a Unix time; False: no tier keeps them all."""
+        kept = [tier.put(blocks, read, until_s) for tier in self.keeping]
+        return any(kept)
 
     def end_save(self, hashes: Sequence[bytes]) -> None:
-        """Make saved blocks on disk ordinary blocks again."""
-        if self.disk is not None:
-            self.disk.mark(hashes, None)
+        """Make saved blocks ordinary blocks again."""
+        for tier in self.keeping:
+            tier.mark(hashes, None)
 
     def clear(self) -> None:
         """Forget all blocks, including saved ones."""
-        if self.host is not None:
-            self.host.clear()
-        if self.disk is not None:
-            self.disk.clear()
+        for tier in self.tiers:
+            tier.clear()
 
     def announce(self) -> None:
         """Announce all held blocks again, for routers that were told to forget the whole replica."""
@@ -165,100 +123,16 @@ class Tiers:
         return [index.digest for index in self.indexes.values()]
 
     def wait_for_room(self, blocks: int, deadline_s: float) -> None:
-        """Block until the disk's queue has space for ``blocks``, or is empty, or until ``deadline_s`` (monotonic)."""
-        while (disk := self.disk) is not None and disk.pending_blocks and disk.room() < blocks:
-            if time.monotonic() >= deadline_s:
-                return
-            time.sleep(0.002)
+        """Block until a spill of ``blocks`` loses none, as far as there ever is space, or until ``deadline_s``."""
+        for tier in self.tiers:
+            tier.wait_for_room(blocks, deadline_s)
 
     def close(self, deadline_s: float) -> None:
-        """Write blocks held only in host memory, end the thread at about ``deadline_s``, and release the directory."""
-        if self.disk is not None:
-            if self.host is not None:
-                for entry in self.host:
-                    self.wait_for_room(1, deadline_s)
-                    self._host_to_disk(self.host, entry.block)
-            self.disk.stop(max(0.0, deadline_s - time.monotonic()))
-            self.disk = None
-        if self._slot is not None:
-            self._slot.release()
+        """Write what would end with the process, until about ``deadline_s`` (monotonic), and end all threads."""
+        for tier in self.tiers:
+            tier.close(deadline_s)
+        self.keeping = []
 
     def samples(self, labels: Labels) -> Iterable[Sample]:
-        """Yield blocks, bytes and counters by tier."""
-        for tier, index in self.indexes.items():
-            by_tier, counts = (*labels, ("tier", tier)), index.counts
-            yield "warmpath_kv_tier_blocks", by_tier, float(len(index))
-            yield "warmpath_kv_tier_bytes", by_tier, float(index.used_bytes)
-            yield "warmpath_kv_tier_hits_total", by_tier, float(counts.hits)
-            yield "warmpath_kv_tier_stores_total", by_tier, float(counts.stores)
-            yield "warmpath_kv_tier_drops_total", by_tier, float(counts.drops)
-            yield "warmpath_kv_tier_evicted_blocks_total", by_tier, float(counts.evicted_blocks)
-        if self.disk is not None:
-            by_tier = (*labels, ("tier", "disk"))
-            yield "warmpath_kv_tier_refused_files_total", by_tier, float(self.disk.tier.refused_files)
-            yield "warmpath_kv_tier_pending_blocks", by_tier, float(self.disk.pending_blocks)
-
-    def _to_host(self, host: HostTier, batch: Sequence[TierBlock], base: int, read: ReadRows) -> None:
-        """Store a batch that fits the tier."""
-        for block in batch:
-            if block.block_hash in host:
-                host.use(block.block_hash)
-        fresh: dict[bytes, tuple[int, Row]] = {}
-        for i, block in enumerate(batch):
-            held = host.find(block.block_hash)
-            if held is None:
-                if host.full:
-                    victim = host.next_victim(block.owner)
-                    assert victim is not None, "nothing is saved in host memory"
-                    if victim.block.block_hash in fresh:  # from this batch: its owner has no other space
-                        self._fill(host, fresh, read)
-                    self._host_to_disk(host, victim.block)
-                    host.remove(victim.block.block_hash)
-                    host.counts.evicted_blocks += 1
-                fresh[block.block_hash] = (base + i, host.put(block))
-            elif held.prefix_digest == block.prefix_digest:
-                host.use(block.block_hash)
-            else:
-                host.counts.drops += 1
-        self._fill(host, fresh, read)
-
-    def _fill(self, host: HostTier, fresh: dict[bytes, tuple[int, Row]], read: ReadRows) -> None:
-        """Fill the new rows from the pool, and empty ``fresh``."""
-        if fresh:
-            wanted, rows = zip(*fresh.values(), strict=True)
-            read(wanted, rows)
-            host.counts.stores += len(rows)
-            fresh.clear()
-
-    def _host_to_disk(self, host: HostTier, block: TierBlock) -> None:
-        row = host.row(block.block_hash)
-        self._to_disk([block], lambda _, rows: np.copyto(rows[0], row))
-
-    def _to_disk(self, batch: Sequence[TierBlock], read: ReadRows, saved_until_s: float | None = None) -> bool:
-        """Offer a batch. If the queue has too little space, prefix heads are stored and tails dropped."""
-        disk = self.disk
-        if disk is None:
-            return False
-        fresh: list[int] = []
-        held: list[bytes] = []
-        foreign = 0
-        for i, block in enumerate(batch):
-            known = disk.find(block.block_hash)
-            if known is None:
-                fresh.append(i)
-            elif known.prefix_digest == block.prefix_digest:
-                held.append(block.block_hash)
-            else:
-                foreign += 1
-        if held:
-            disk.touch(held)
-            if saved_until_s is not None:
-                disk.mark(held, saved_until_s)
-        excess = max(0, len(fresh) - disk.room())
-        disk.tier.index.counts.drops += excess + foreign
-        fresh = fresh[excess:]
-        rows = list(np.empty((len(fresh), self._row_bytes), dtype=np.uint8))
-        if fresh:
-            read(fresh, rows)
-        taken = [disk.offer(batch[i], row, saved_until_s) for i, row in zip(fresh, rows, strict=True)]
-        return all(taken) and not excess and not foreign
+        """Return blocks, bytes, counters and load times by tier."""
+        return chain.from_iterable(tier.samples(labels) for tier in self.tiers)

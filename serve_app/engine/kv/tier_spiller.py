@@ -11,35 +11,35 @@ from dataclasses import dataclass
 from serve_app.cache.prefix.block_index import CachedBlock
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.cache.prefix_digest import TierBlock, next_digest, scope_digest
+from serve_app.cache.tiers.tier import ReadRows
 from serve_app.cache.tiers.tier_index import account_key
-from serve_app.cache.tiers.tiers import ReadRows, Tiers
+from serve_app.cache.tiers.tiers import Tiers
 from serve_app.engine.step import Runner
 
 CLOSE_S = 5.0
-"""How long a stopping engine may write blocks to disk that exist only in memory."""
+"""How long a stopping engine may write blocks that exist only in memory to tiers that keep them."""
 
 CLOSE_BLOCKS = 64
 
 
 @dataclass(eq=False)
 class TierSpiller:
-    """Spills and saves of one engine. ``clock``: the cache's; ``enabled``: whether there are tiers."""
+    """Spills and saves of one engine. ``clock``: the cache's."""
 
     cache: PrefixCache
     runner: Runner
     tiers: Tiers
     clock: Callable[[], float]
-    enabled: bool
     _noted_s: float = -math.inf
 
     def __post_init__(self) -> None:
-        if self.enabled:
+        if self.tiers.tiers:
             self.cache.on_evict = self.spill
             self.cache.pins.on_end = self.end_save
 
     def note_activity(self) -> None:
         """Give the tenants that the pool has seen since the last call their shares of the tiers."""
-        if not self.enabled:
+        if not self.tiers.indexes:
             return
         now_s = self.clock()
         self.tiers.seen(self.cache.quota.seen_since(self._noted_s))
@@ -51,19 +51,19 @@ class TierSpiller:
         self.tiers.spill(describe(self.cache, evicted), self._reader(evicted))
 
     def save(self, entries: Sequence[CachedBlock], ttl_s: float | None) -> bool:
-        """Save pool blocks, children first, to disk for ``ttl_s`` (None: forever); False if some were not written."""
+        """Save pool blocks, children first, below for ``ttl_s`` (None: forever); False if some were not written."""
         until_s = math.inf if ttl_s is None else float(math.floor(time.time() + ttl_s))
         return self.tiers.save(describe(self.cache, entries), self._reader(entries), until_s)
 
     def end_save(self, blocks: Sequence[int]) -> None:
-        """End a save: its blocks on disk can be evicted like others."""
+        """End a save: its blocks below the pool can be evicted like others."""
         entries = map(self.cache.index.of_block, blocks)
         self.tiers.end_save([entry.block_hash for entry in entries if entry is not None])
 
     def close(self) -> None:
-        """Write pool and host memory to the disk tier, if there is one; saves keep their remaining time."""
+        """Write pool and tiers to those that keep, if there are any; saves keep their remaining time."""
         cache, tiers = self.cache, self.tiers
-        if not self.enabled:
+        if not tiers.tiers:
             return
         cache.expire_pins()
         cache.pins.on_end = None
@@ -74,7 +74,7 @@ class TierSpiller:
             left_s = None if pin.expires_s == math.inf else pin.expires_s - self.clock()
             self.save([entry for entry in entries if entry is not None], left_s)
             cache.unpin(pin.key)
-        while tiers.disk is not None and cache.pool.idle_blocks:
+        while tiers.keeping and cache.pool.idle_blocks:
             tiers.wait_for_room(CLOSE_BLOCKS, deadline_s)
             cache.evict(min(CLOSE_BLOCKS, cache.pool.idle_blocks))
         cache.on_evict = None

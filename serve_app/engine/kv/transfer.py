@@ -82,7 +82,7 @@ class PrefixTransfer:
                 self.runner.read_blocks(held, rows[: len(held)])
             below: Sequence[Row] = ()
             if len(held) < len(rows):
-                below = self.tiers.host_rows(tokens, blocks, at + len(held), end)
+                below = self.tiers.rows(tokens, blocks, at + len(held), end)
                 for row, source in zip(rows[len(held) :], below, strict=False):
                     row[...] = source
             copied += len(held) + len(below)

@@ -9,6 +9,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from serve_app.cache.prefix.prefix_cache import PrefixCache
+from serve_app.cache.tiers.tier_queue import TierQueue
 from serve_app.engine.adapter_slots import LoadedAdapters
 from serve_app.engine.core.engine import TorchEngine
 
@@ -61,7 +62,8 @@ def settled(engine: TorchEngine) -> bool:
     tiers = engine._tier_loader.tiers
     if engine._cache._events or tiers.has_news:
         return False
-    return tiers.disk is None or (tiers.disk._work.empty() and not tiers.disk.pending_blocks)
+    queues = [tier for tier in tiers.tiers if isinstance(tier, TierQueue)]
+    return all(queue._work.empty() and not queue.pending_blocks for queue in queues)
 
 
 def tables(root: object) -> dict[str, int]:

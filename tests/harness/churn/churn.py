@@ -103,7 +103,9 @@ class Churn:
         self._specs = make_adapters(model, directory / "adapters", ADAPTERS, rank=4)
         shares = {f"tenant-{number}": 1.0 + number % 3 for number in range(TENANTS)}
         block_bytes = 4 * 2 * 16 * 2 * 64 * 4  # layers, keys and values, tokens, heads, head size, bytes
-        tiers = TierSettings(HOST_BLOCKS * block_bytes, DISK_BLOCKS * block_bytes, directory / "disk", load_ratio=1e9)
+        tiers = TierSettings(
+            HOST_BLOCKS * block_bytes, DISK_BLOCKS * block_bytes, directory / "disk", tier_load_ratio=1e9
+        )
         self._engine_settings = EngineSettings(
             num_blocks=NUM_BLOCKS,
             max_model_len=2048,

@@ -19,5 +19,5 @@ def test_settings_of_equal_names_have_equal_values(demo_model_path: Path) -> Non
     assert isinstance(engine, TorchEngine)
     settings = engine.settings
     assert (settings.max_num_seqs, settings.num_blocks, settings.num_threads) == (3, 50, 2)
-    assert (settings.pin_budget_blocks, settings.tiers.host_bytes) == (25, 1 << 20)
+    assert (settings.pin_budget_blocks, settings.tiers.host_cache_bytes) == (25, 1 << 20)
     assert settings.tenant_shares == config.cache_shares != {}

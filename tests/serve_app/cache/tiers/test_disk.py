@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,14 +20,20 @@ from serve_app.cache.kv_chain import KvFormat
 from serve_app.cache.prefix_digest import TierBlock
 from serve_app.cache.tiers.disk import DiskTier
 from serve_app.cache.tiers.disk_files import BlockFiles, DiskSlot, DiskTierError
-from serve_app.cache.tiers.disk_queue import DiskQueue
-from tests.serve_app.cache.tiers.tier_blocks import BYTES, FORMAT, content, held, path
+from serve_app.cache.tiers.tier import TierParts
+from serve_app.cache.tiers.tier_queue import TierQueue
+from serve_app.cache.tiers.tiers import TierSettings
+from tests.serve_app.cache.tiers.tier_blocks import BYTES, FORMAT, content, held, path, wanted
 
 FILE = len(BlockFiles(Path(), FORMAT).encode(path(1)[0], content(path(1)[0])))
 
 
 def tier(directory: Path, blocks: int = 100, kv_format: KvFormat = FORMAT) -> DiskTier:
     return DiskTier(BlockFiles(directory, kv_format), blocks * FILE)
+
+
+def queue_of(disk: DiskTier, blocks: int, wake: Callable[[], None] = lambda: None) -> TierQueue:
+    return TierQueue(disk, blocks * BYTES, TierParts(TierSettings(), FORMAT, BYTES, wake, start=False))
 
 
 def fill(disk: DiskTier, blocks: list[TierBlock], *, saved: bool = False) -> None:
@@ -188,18 +195,18 @@ def test_a_killed_writer_leaves_no_lie(tmp_path: Path) -> None:
 
 def test_the_queue_drops_excess_blocks_and_serves_pending_ones(tmp_path: Path) -> None:
     woken: list[None] = []
-    queue = DiskQueue(tier(tmp_path), 2 * BYTES, BYTES, lambda: woken.append(None))
+    queue = queue_of(tier(tmp_path), 2, lambda: woken.append(None))
     blocks = path(1, 2, 3)
     assert [queue.offer(block, content(block)) for block in blocks] == [True, True, False]
-    assert (queue.tier.index.counts.drops, queue.pending_blocks, queue.room()) == (1, 2, 0)
-    load = queue.load([block.block_hash for block in blocks])
+    assert (queue.counts.drops, queue.pending_blocks, queue.room()) == (1, 2, 0)
+    load = queue.load(wanted(blocks))
     assert queue.run()
     assert load.done
     assert list(load.blocks) == [block.block_hash for block in blocks[:2]]
     assert len(woken) == 1
     assert not any(tmp_path.iterdir())
-    queue.stop(1.0)
-    assert (queue.tier.index.counts.stores, queue.pending_blocks) == (2, 0)
+    queue.close(math.inf)
+    assert (queue.counts.stores, queue.pending_blocks) == (2, 0)
     assert not queue.offer(blocks[2], content(blocks[2]))
     assert len(tier(tmp_path).index) == 2
 
@@ -209,7 +216,7 @@ def test_a_reset_while_a_block_is_on_its_way_to_disk_leaves_no_trace_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     disk = tier(tmp_path)
-    queue = DiskQueue(disk, 100 * BYTES, BYTES, lambda: None)
+    queue = queue_of(disk, 100)
     owner, name = (disk, "store") if moment == "offered" else (disk._files, moment)
     begin = getattr(owner, name)
 
@@ -223,7 +230,7 @@ def test_a_reset_while_a_block_is_on_its_way_to_disk_leaves_no_trace_of_it(
     queue.offer(block, content(block))
     while queue.run():
         pass
-    assert (len(disk.index), queue.tier.index.counts.stores, disk.index.take_events()) == (0, 0, [])
+    assert (len(disk.index), queue.counts.stores, disk.index.take_events()) == (0, 0, [])
     assert not any(tmp_path.iterdir())
     queue.offer(block, content(block))
     assert queue.run()

@@ -17,7 +17,17 @@ from serve_app.cache.tiers import disk as disk_tier
 from serve_app.cache.tiers.tier_index import account_key
 from serve_app.cache.tiers.tiers import Tiers, TierSettings
 from tests.serve_app.cache.tiers.test_disk import FILE
-from tests.serve_app.cache.tiers.tier_blocks import BYTES, FORMAT, Source, TierMachine, content, held, path
+from tests.serve_app.cache.tiers.tier_blocks import (
+    BYTES,
+    FORMAT,
+    Source,
+    TierMachine,
+    content,
+    disk_of,
+    held,
+    path,
+    wanted,
+)
 
 SHARES = {"a": 1.0, "b": 2.0, "c": 1.0}
 OWNERS = {account_key(tenant): tenant for tenant in SHARES}
@@ -227,11 +237,12 @@ def test_a_batch_larger_than_its_owners_share_is_spilled_whole(tmp_path: Path) -
     theirs, batch = path(9, 9, 9, tenant="c")[::-1], path(*range(8), tenant="a")[::-1]
     for blocks in (theirs, batch):
         tiers.spill(blocks, Source(blocks))
-    rows = [tiers.row(block.block_hash) for block in (*theirs, *batch)]
+    rows = [tiers.row(block) for block in (*theirs, *batch)]
     assert [row is not None for row in rows] == [True] * 3 + [False] * 5 + [True] * 3
-    assert tiers.disk is not None
-    load = tiers.load([block.block_hash for block in batch[:5]])
-    while tiers.disk.run():
+    disk = disk_of(tiers)
+    assert disk is not None
+    load = disk.load(wanted(batch[:5]))
+    while disk.run():
         pass
     loaded = [load.blocks[block.block_hash][1] for block in batch[:5]]
     for block, row in zip((*theirs, *batch), rows[:3] + loaded + rows[8:], strict=True):

@@ -14,7 +14,17 @@ from router.protocol.events import BlocksStored
 from serve_app.cache.prefix_digest import TierBlock
 from serve_app.cache.tiers.tiers import Tiers, TierSettings
 from tests.serve_app.cache.tiers.test_disk import FILE
-from tests.serve_app.cache.tiers.tier_blocks import BYTES, FORMAT, Source, TierMachine, content, held, path
+from tests.serve_app.cache.tiers.tier_blocks import (
+    BYTES,
+    FORMAT,
+    Source,
+    TierMachine,
+    content,
+    disk_of,
+    held,
+    path,
+    wanted,
+)
 
 PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=4)
 
@@ -38,18 +48,21 @@ class Spills(TierMachine):
     def held_in(self, tier: str, *, saved: bool | None = None) -> set[bytes]:
         return held(self.tiers.indexes[tier], saved=saved) if tier in self.tiers.indexes else set()
 
+    def found(self, block_hash: bytes) -> bool:
+        return self.tiers.holder(self.known[block_hash]) is not None
+
     @rule(branches=PATHS)
     def spill(self, branches: list[int]) -> None:
         """Spill a prefix from the pool, tail first; with space on disk no known block is lost."""
         blocks = path(*branches)[::-1]
         self.known.update({block.block_hash: block for block in blocks})
-        before = {block_hash for block_hash in self.known if self.tiers.find(block_hash)}
+        before = {block_hash for block_hash in self.known if self.found(block_hash)}
         self.tiers.spill(blocks, Source(blocks))
         head = blocks[-1].block_hash
         if self.host_blocks or self.disk_blocks:
-            assert self.tiers.find(head) is not None or self.saved, "the head of a prefix is evicted last"
+            assert self.found(head) or self.saved, "the head of a prefix is evicted last"
         if self.disk_blocks >= 40:
-            assert all(self.tiers.find(block_hash) for block_hash in before | {block.block_hash for block in blocks})
+            assert all(map(self.found, before | {block.block_hash for block in blocks}))
 
     @rule(branches=PATHS)
     def use(self, branches: list[int]) -> None:
@@ -58,9 +71,10 @@ class Spills(TierMachine):
     @rule(branches=PATHS)
     def load(self, branches: list[int]) -> None:
         """Every loaded block is the requested one, byte for byte."""
-        if self.tiers.disk is None:
+        disk = disk_of(self.tiers)
+        if disk is None:
             return
-        load = self.tiers.load([block.block_hash for block in path(*branches)])
+        load = disk.load(wanted(path(*branches)))
         self.work()
         assert load.done
         for block_hash, (block, row) in load.blocks.items():
@@ -71,15 +85,15 @@ class Spills(TierMachine):
     def save(self, branches: list[int]) -> None:
         """Saved blocks are evicted after all others, as long as they fit."""
         blocks = path(*branches)[::-1]
-        wanted = {block.block_hash for block in blocks}
+        names = {block.block_hash for block in blocks}
         self.known.update({block.block_hash: block for block in blocks})
         self.work()
         complete = self.tiers.save(blocks, Source(blocks), math.inf)
-        assert complete == (self.tiers.disk is not None)
+        assert complete == bool(self.disk_blocks)
         self.work()
-        if len(self.saved | wanted) <= self.disk_blocks:
-            self.saved |= wanted
-            assert wanted <= self.held_in("disk", saved=True)
+        if len(self.saved | names) <= self.disk_blocks:
+            self.saved |= names
+            assert names <= self.held_in("disk", saved=True)
 
     @rule()
     def settle(self) -> None:
@@ -90,7 +104,7 @@ class Spills(TierMachine):
         self.tiers.clear()
         self.saved.clear()
         self.work()
-        assert all(self.tiers.find(block_hash) is None for block_hash in self.known)
+        assert not any(map(self.found, self.known))
 
     @rule()
     def restart(self) -> None:
@@ -99,7 +113,7 @@ class Spills(TierMachine):
         expected = self.held_in("disk") | self.held_in("host")
         self.tiers.close(1e9)
         self.live()
-        if self.tiers.disk is not None and len(expected) <= self.disk_blocks:
+        if self.disk_blocks and len(expected) <= self.disk_blocks:
             assert self.held_in("disk") == expected
 
     @invariant()
@@ -117,7 +131,7 @@ class Spills(TierMachine):
     @invariant()
     def rows_are_right(self) -> None:
         for block_hash in self.held_in("host"):
-            row = self.tiers.row(block_hash)
+            row = self.tiers.row(self.known[block_hash])
             assert row is not None
             assert np.array_equal(row, content(self.known[block_hash]))
 
@@ -168,7 +182,7 @@ class PoolAndHost(RuleBasedStateMachine):
     @invariant()
     def prefixes_are_whole(self) -> None:
         every = [p for n in range(1, 5) for p in np.ndindex(*(2,) * n)]
-        held = {p for p in every if p in self.pool or self.tiers.find(self.hash_of(p)) is not None}
+        held = {p for p in every if p in self.pool or self.tiers.holder(path(*p)[-1]) is not None}
         assert all(len(p) == 1 or p[:-1] in held for p in held)
 
 

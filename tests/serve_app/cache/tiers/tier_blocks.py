@@ -11,7 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine
 from router.protocol.block_hash import PrefixScope, hash_blocks
 from serve_app.cache.kv_chain import KvFormat, KvPart, Row
 from serve_app.cache.prefix_digest import TierBlock, extend_digests, scope_digest
+from serve_app.cache.tiers.tier import Wanted
 from serve_app.cache.tiers.tier_index import Entry, TierIndex, account_key
+from serve_app.cache.tiers.tier_queue import TierQueue
 from serve_app.cache.tiers.tiers import Tiers, TierSettings
 
 SIZE = 2
@@ -56,6 +58,16 @@ def held(index: TierIndex[Any], *, saved: bool | None = None) -> set[bytes]:
     return {e.block.block_hash for e in entries if saved is None or saved == (e.saved_until_s is not None)}
 
 
+def disk_of(tiers: Tiers) -> TierQueue | None:
+    """Return the disk tier, if there is one."""
+    return next((tier for tier in tiers.tiers if isinstance(tier, TierQueue)), None)
+
+
+def wanted(blocks: Sequence[TierBlock]) -> list[Wanted]:
+    """Return what a request for these blocks wants."""
+    return [Wanted(block.block_hash, block.prefix_digest, block.scope) for block in blocks]
+
+
 class TierMachine(RuleBasedStateMachine):
     """The common part of state machines over tiers: a directory, its tiers, the disk's work."""
 
@@ -67,7 +79,8 @@ class TierMachine(RuleBasedStateMachine):
 
     def work(self) -> None:
         """Let the disk's queue do all its pending work."""
-        while self.tiers.disk is not None and self.tiers.disk.run():
+        disk = disk_of(self.tiers)
+        while disk is not None and disk.run():
             pass
 
     def teardown(self) -> None:

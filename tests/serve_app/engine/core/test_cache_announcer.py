@@ -42,7 +42,7 @@ class Feed:
 def made(tmp_path: Path, make_simulated: MakeSimulated) -> tuple[Feed, TorchEngine]:
     """A small pool over a small host memory and a disk."""
     feed, size = Feed(), GatedRunner().block_bytes
-    below = TierSettings(host_bytes=12 * size, disk_bytes=1000 * size, disk_dir=tmp_path)
+    below = TierSettings(host_cache_bytes=12 * size, disk_cache_bytes=1000 * size, disk_cache_dir=tmp_path)
     return feed, make_simulated(sink=feed, num_blocks=24, max_num_seqs=4, max_num_batched_tokens=256, tiers=below)
 
 

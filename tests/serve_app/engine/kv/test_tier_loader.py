@@ -29,7 +29,7 @@ def tiers(kind: str, directory: Path, blocks: int = 400) -> TierSettings:
     """Return tiers that are always worth a load: "host", "disk" or twenty blocks of host memory over a disk."""
     host = {"host": blocks, "disk": 0, "both": 20}[kind] * BLOCK
     disk = 0 if kind == "host" else blocks * 2 * BLOCK
-    return TierSettings(host, disk, directory, load_ratio=1e9)
+    return TierSettings(host, disk, directory, tier_load_ratio=1e9)
 
 
 def settle(engine: TorchEngine) -> None:
@@ -167,7 +167,7 @@ def test_a_torn_file_is_computed_instead(tmp_path: Path, make_engine: MakeEngine
 
 def test_blocks_not_worth_a_load_are_computed(make_engine: MakeEngine) -> None:
     """A ratio of 0 never loads."""
-    engine = make_engine(tiers=TierSettings(400 * BLOCK, load_ratio=0.0), **SMALL)
+    engine = make_engine(tiers=TierSettings(400 * BLOCK, tier_load_ratio=0.0), **SMALL)
     spill(engine, prompt(200))
     assert run_all(engine, [request("again", prompt(200), 1)]).cached["again"] == 0
     assert sample(engine, "warmpath_kv_tier_hits_total") == 0
@@ -176,9 +176,9 @@ def test_blocks_not_worth_a_load_are_computed(make_engine: MakeEngine) -> None:
 
 def test_bounds_that_hold_no_block_and_a_missing_directory_are_refused(make_engine: MakeEngine) -> None:
     with pytest.raises(ValueError, match="host_cache_bytes"):
-        make_engine(tiers=TierSettings(host_bytes=10))
+        make_engine(tiers=TierSettings(host_cache_bytes=10))
     with pytest.raises(ValueError, match="disk_cache_dir"):
-        make_engine(tiers=TierSettings(disk_bytes=1 << 20))
+        make_engine(tiers=TierSettings(disk_cache_bytes=1 << 20))
 
 
 @pytest.mark.parametrize("first", [0, 3, 7])

@@ -10,6 +10,7 @@ import pytest
 from router.protocol.block_hash import PrefixScope
 from serve_app.cache.prefix.quota import PUBLIC
 from serve_app.cache.tiers.tier_index import account_key
+from serve_app.cache.tiers.tier_queue import TierQueue
 from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import EngineRequest
@@ -36,7 +37,7 @@ def engine_over(tmp_path: Path, make_simulated: MakeSimulated) -> Callable[..., 
             max_num_seqs=4,
             pin_budget_blocks=12,
             tenant_shares={"flood": 1.0, "small": 1.0},
-            tiers=TierSettings(host_blocks * BLOCK, disk_blocks * FILE, tmp_path, load_ratio=1e9),
+            tiers=TierSettings(host_blocks * BLOCK, disk_blocks * FILE, tmp_path, tier_load_ratio=1e9),
             clock=clock,
         )
 
@@ -48,7 +49,7 @@ def ask(engine: TorchEngine, tenant: str, seed: int, tokens: int = 150) -> int:
     scope = PrefixScope("tiny", salt=tenant.encode())
     name = f"{tenant} {seed}"
     got = run_all(engine, [request(name, prompt(tokens, seed), 1, scope=scope, tenant=tenant)])
-    if engine._tier_loader.tiers.disk is not None:
+    if engine._tier_loader.tiers.keeping:
         settle(engine)
     return got.cached[name] or 0
 
@@ -72,13 +73,13 @@ def test_a_flood_spares_a_tenant_within_its_share_of_the_tiers(
 
 
 def saved_on_disk(engine: TorchEngine) -> int:
-    tier_loader = engine._tier_loader
-    assert tier_loader.tiers.disk is not None
+    (disk,) = engine._tier_loader.tiers.keeping
+    assert isinstance(disk, TierQueue)
     settle(engine)
     done = threading.Event()
-    tier_loader.tiers.disk._enqueue(done.set)
+    disk._enqueue(done.set)
     assert done.wait(10)
-    return sum(entry.saved_until_s is not None for entry in tier_loader.tiers.disk.tier.index)
+    return sum(entry.saved_until_s is not None for entry in engine._tier_loader.tiers.indexes["disk"])
 
 
 def save(engine: TorchEngine, tenant: str, ttl_s: float | None = None, number: int = 1) -> str | None:
@@ -153,8 +154,7 @@ def test_public_blocks_below_the_pool_are_on_their_own_account(engine_over: Make
     run_all(engine, [request("public", prompt(150), 1, scope=scope, tenant="flood")])
     engine.stop()
     engine = engine_over(0, 80)
-    assert engine._tier_loader.tiers.disk is not None
-    index = engine._tier_loader.tiers.disk.tier.index
+    index = engine._tier_loader.tiers.indexes["disk"]
     assert index.holdings() == {
         account_key(tenant): sum(entry.size for entry in index if entry.block.owner == account_key(tenant))
         for tenant in (PUBLIC, "flood")

@@ -1,0 +1,149 @@
+"""A tier below the pool: the interface of all of them, and what one is opened with.
+
+A tier is a file here with a function that opens it, a line in ``tiers.OPENERS``, and its settings. The engine's loop
+calls a tier; only one behind a ``TierQueue`` has a thread. A batch has children first, so heads are evicted last.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from router.protocol.samples import Histogram, Labels, Sample
+from serve_app.cache.kv_chain import KvFormat, Row
+from serve_app.cache.prefix_digest import TierBlock
+from serve_app.cache.tiers.tier_index import TierCounts, TierIndex
+from serve_app.config.cache import CacheSection
+
+ReadRows = Callable[[Sequence[int], Sequence[Row]], None]
+"""Copies the batch's blocks at these indices from the tier above into the given rows."""
+
+Wake = Callable[[], None]
+
+_LOAD_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+_DEFAULTS = CacheSection()
+
+
+@dataclass(frozen=True, slots=True)
+class TierSettings:
+    """The deployment's settings of the same names. ``save_ttl_s`` also limits a previous run's saves."""
+
+    host_cache_bytes: int = 0
+    disk_cache_bytes: int = 0
+    disk_cache_dir: Path | None = None
+    disk_queue_bytes: int = _DEFAULTS.disk_queue_bytes
+    tier_load_ratio: float = _DEFAULTS.tier_load_ratio
+    save_ttl_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TierParts:
+    """What a tier is opened with. ``size_bytes``: of a block. ``wake``: called from a tier's thread after a result.
+
+    ``start`` False: no threads; call ``TierQueue.run``.
+    """
+
+    settings: TierSettings
+    format: KvFormat
+    size_bytes: int
+    wake: Wake
+    shares: Mapping[str, float] = field(default_factory=dict)
+    clock: Callable[[], float] = time.monotonic
+    start: bool = True
+
+    def check_bound(self, name: str, most_bytes: int) -> None:
+        """Raise ValueError if a bound holds no block."""
+        if most_bytes < self.size_bytes:
+            raise ValueError(f"{name}={most_bytes} cannot hold one KV block of {self.size_bytes} bytes")
+
+
+class Wanted(NamedTuple):
+    """A block that a request wants. ``prefix_digest`` proves it, where its hash might collide.
+
+    ``scope``: the digest of its scope. All fields are those of ``TierBlock``.
+    """
+
+    block_hash: bytes
+    prefix_digest: bytes
+    scope: bytes
+
+
+class TierLoad:
+    """A load of blocks of one prefix, parents first. Once ``done``, ``blocks`` has the longest readable run."""
+
+    def __init__(self, tier: "Tier", wanted: Sequence[Wanted]) -> None:
+        self.tier = tier
+        self.wanted = tuple(wanted)
+        self.names = frozenset(one.block_hash for one in wanted)
+        self.blocks: dict[bytes, tuple[TierBlock, Row]] = {}
+        self.duration_s = 0.0
+        self.observed = False
+        self.done = False
+
+
+class Tier:
+    """One tier. What has a body here is optional.
+
+    ``counts``: since the start. ``expected_bytes_per_s``: its bandwidth until measured. ``keeps``: blocks outlive the
+    process, and saves go there. ``below``: the next slower tier, which gets the blocks evicted here. ``index``: what
+    this replica holds here and tells routers; None: it tells nothing. ``load_seconds``: durations of loads.
+    """
+
+    name: str
+    counts: TierCounts
+    expected_bytes_per_s: float
+    keeps = False
+    index: TierIndex[Any] | None = None
+
+    def __init__(self, below: "Tier | None") -> None:
+        self.below = below
+        self.load_seconds = Histogram(_LOAD_BUCKETS_S)
+
+    def holds(self, wanted: Wanted | TierBlock) -> bool:
+        """Return whether a block is here, or worth a ``load`` that may find it."""
+        raise NotImplementedError
+
+    def row(self, block_hash: bytes) -> Row | None:
+        """Return the bytes of a block that needs no load, a view until the next ``put``."""
+        return None
+
+    def load(self, wanted: Sequence[Wanted]) -> TierLoad:
+        """Start reading blocks without a ``row``, parents first."""
+        raise NotImplementedError
+
+    def put(self, blocks: Sequence[TierBlock], read: ReadRows, saved_until_s: float | None = None) -> bool:
+        """Store a batch; blocks already here are only marked as used. Return whether all are or will be stored.
+
+        ``saved_until_s``: the expiry of their save (Unix time), for a tier that ``keeps``.
+        """
+        raise NotImplementedError
+
+    def use(self, hashes: Sequence[bytes]) -> None:
+        """Mark blocks with a ``row``, children first, as the most recently used."""
+
+    def mark(self, hashes: Sequence[bytes], saved_until_s: float | None) -> None:
+        """Set the expiry of blocks' saves; None: not saved."""
+
+    def clear(self) -> None:
+        """Forget all blocks, including saved ones."""
+        raise NotImplementedError
+
+    def wait_for_room(self, blocks: int, deadline_s: float) -> None:
+        """Block until ``put`` takes ``blocks``, or as many as it ever does, or until ``deadline_s`` (monotonic)."""
+
+    def close(self, deadline_s: float) -> None:
+        """Give what ends with the process to a tier that ``keeps``, until about ``deadline_s`` (monotonic)."""
+
+    def samples(self, labels: Labels) -> Iterable[Sample]:
+        """Yield blocks, bytes, counters and load times."""
+        labels = (*labels, ("tier", self.name))
+        if self.index is not None:
+            yield "warmpath_kv_tier_blocks", labels, float(len(self.index))
+            yield "warmpath_kv_tier_bytes", labels, float(self.index.used_bytes)
+        yield "warmpath_kv_tier_hits_total", labels, float(self.counts.hits)
+        yield "warmpath_kv_tier_stores_total", labels, float(self.counts.stores)
+        yield "warmpath_kv_tier_drops_total", labels, float(self.counts.drops)
+        yield "warmpath_kv_tier_evicted_blocks_total", labels, float(self.counts.evicted_blocks)
+        yield from self.load_seconds.samples("warmpath_kv_tier_load_seconds", labels)
