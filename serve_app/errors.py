@@ -3,23 +3,60 @@
 A message names the remedy. It never holds a stack trace, another tenant's data, or a path that is not an operator's.
 """
 
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Where = Literal["port", "ingress", "router", "session", "engine"]
+"""The places that refuse a request or let it wait: connections of one address, an ingress' limits and its queue, its
+router while no replica accepts more, a replica's sessions, and its engine's queue."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a request is refused or waits: the ``limit`` at a ``place``, by the setting's name.
+
+    The tenant itself has ``used`` so much of ``most``; None: the limit is not counted by tenant.
+    """
+
+    place: Where
+    limit: str
+    used: int | None = None
+    most: int | None = None
+
+    def shown(self, retry_after_s: float | None = None) -> dict[str, Any]:
+        """Return the reason as in errors, explanations and reports."""
+        told = {"place": self.place, "limit": self.limit, "used": self.used, "most": self.most}
+        return told if retry_after_s is None else {**told, "retry_after_s": round(retry_after_s, 3)}
+
 
 class WarmpathError(Exception):
-    """Base of all errors for clients. ``param`` names the offending field, if there is one."""
+    """Base of all errors for clients. ``param``: the offending field, if there is one; ``reason``: of a refusal."""
 
     status = 500
     type = "api_error"
     code: str | None = "internal_error"
 
     def __init__(
-        self, message: str, *, param: str | None = None, code: str | None = None, retry_after_s: float | None = None
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+        reason: Reason | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s
+        self.reason = reason
         if code is not None:
             self.code = code
+
+    @property
+    def shown_reason(self) -> dict[str, Any]:
+        """The field of an API's error with the reason of a refusal, if it is one."""
+        return {} if self.reason is None else {"reason": self.reason.shown(self.retry_after_s)}
 
 
 class InvalidRequest(WarmpathError):
@@ -89,7 +126,7 @@ class RequestTooLarge(WarmpathError):
 
 
 class RateLimited(WarmpathError):
-    """Every queue is full; retry after ``retry_after_s``."""
+    """A limit or a queue refuses the request, as ``reason`` tells; retry after ``retry_after_s``."""
 
     status = 429
     type = "rate_limit_error"

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from router.feed.messages import FeedCounters
-from router.protocol.samples import Histogram
+from router.protocol.samples import WAIT_BUCKETS_S, Histogram
 
 DECISION_BUCKETS_S = (5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 5e-3, 2.5e-2)
 TTFT_RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0, 100.0)
@@ -80,11 +80,12 @@ class PolicyCounters:
 
 @dataclass(slots=True)
 class RouterCounters:
-    """All counters of one router. ``decision_s``: the duration of each decision."""
+    """All counters of one router. ``decision_s``: the duration of each decision; ``wait_s``: waits for a replica."""
 
     by_policy: defaultdict[str, PolicyCounters] = field(default_factory=lambda: defaultdict(PolicyCounters))
     decisions_by_replica: Counter[str] = field(default_factory=Counter)
     decision_s: Histogram = field(default_factory=lambda: Histogram(DECISION_BUCKETS_S))
+    wait_s: Histogram = field(default_factory=lambda: Histogram(WAIT_BUCKETS_S))
     all_full: int = 0
     faults: int = 0
     rejected: int = 0

@@ -8,6 +8,10 @@ Labels = tuple[tuple[str, str], ...]
 Sample = tuple[str, Labels, float]
 
 
+WAIT_BUCKETS_S = (0.01, 0.1, 1.0, 10.0, 60.0, 300.0, 1800.0)
+"""The bounds of all waits for capacity, from a step to the longest wait of a session."""
+
+
 @dataclass(slots=True)
 class Histogram:
     """Counts of values by upper bound, the last for larger values. ``total``: the sum of values. One thread writes."""

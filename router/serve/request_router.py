@@ -53,7 +53,7 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
         self._by_name: dict[str, RunningReplica] = {}  # replaced, never changed: other threads read it
         self._away: dict[str, RunningReplica] = {}
         self._among_peers = _runs_in(self._deployment_id.app_name, self._deployment_id.name)
-        self._wait_queue = WaitQueue(self._pause)
+        self._wait_queue = WaitQueue(self._pause, self._core.counters.wait_s.observe)
         self._empty_since_s = time.monotonic()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:

@@ -1,6 +1,7 @@
 """A queue of requests that no replica can accept yet. Tenants take turns, and one request at a time asks again."""
 
 import asyncio
+import time
 from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
@@ -12,10 +13,16 @@ T = TypeVar("T")
 
 
 class WaitQueue:
-    """A queue for one event loop. ``pause`` waits for the next attempt, given the number of attempts so far."""
+    """A queue for one event loop. ``pause`` waits for the next attempt, given the number of attempts so far.
 
-    def __init__(self, pause: Callable[[int], Awaitable[None]]) -> None:
+    ``waited`` gets the seconds of each wait that ended with a result.
+    """
+
+    def __init__(
+        self, pause: Callable[[int], Awaitable[None]], waited: Callable[[float], None] = lambda _: None
+    ) -> None:
         self._pause = pause
+        self._waited = waited
         self._lines: OrderedDict[str, deque[tuple[float, asyncio.Event]]] = OrderedDict()
         self._asking: tuple[float, asyncio.Event] | None = None
 
@@ -28,7 +35,7 @@ class WaitQueue:
             found = choose()
             if found is not None:
                 return found
-        woken = asyncio.Event()
+        woken, began_s = asyncio.Event(), time.monotonic()
         place: tuple[float, asyncio.Event] = (-inf if ahead else order, woken)
         line = self._lines.setdefault(tenant, deque())
         if ahead:
@@ -46,6 +53,7 @@ class WaitQueue:
                 found = choose()
                 if found is not None:
                     self._lines.move_to_end(tenant)
+                    self._waited(time.monotonic() - began_s)
                     return found
                 await self._pause(attempt)
                 attempt += 1

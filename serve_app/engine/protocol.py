@@ -23,6 +23,7 @@ from serve_app.engine.sampling_params import SamplingParams as SamplingParams
 from serve_app.engine.sampling_params import TokenLogprob as TokenLogprob
 from serve_app.engine.sampling_params import TokenMatcher as TokenMatcher
 from serve_app.engine.sampling_params import TokenRules as TokenRules
+from serve_app.errors import Reason
 
 Clock = Callable[[], float]
 """Returns monotonic seconds."""
@@ -207,10 +208,11 @@ class UnknownAdapter(EngineError):
 
 
 class QueueFull(EngineError):
-    """The waiting queue is full; ``retry_after_s``: when to try again."""
+    """The waiting queue is full, or another limit (``reason``) is reached; ``retry_after_s``: when to try again."""
 
-    def __init__(self, message: str, retry_after_s: float) -> None:
-        super().__init__(message)
+    def __init__(self, reason: Reason, retry_after_s: float) -> None:
+        super().__init__(f"{reason.limit} is reached")
+        self.reason = reason
         self.retry_after_s = retry_after_s
 
 

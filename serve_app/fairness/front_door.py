@@ -6,10 +6,12 @@ It has an ingress's part of the replicas' places. One asyncio loop uses it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import ceil
 from types import TracebackType
+from typing import Any
 
+from router.protocol.samples import Sample
 from serve_app.errors import RateLimited
 from serve_app.fairness.rate_limits import Allowance, TenantLimits
 from serve_app.fairness.shares import Budget, Shares
@@ -40,14 +42,33 @@ class FrontDoor:
         self.max_waiting = max_waiting
         self.max_bytes = max_bytes
         self._shares = shares
-        self._requests = Budget(shares, lambda: self.max_waiting)
-        self._bytes = Budget(shares, lambda: self.max_bytes)
-        self._line = WaitingLine(Budget(shares, places))
+        self._requests = Budget(shares, lambda: self.max_waiting, "max_queued_requests")
+        self._bytes = Budget(shares, lambda: self.max_bytes, "max_body_bytes")
+        self._line = WaitingLine(Budget(shares, places, "max_num_seqs"))
         self._uncached: dict[str, float] = {}
 
     def waiting(self) -> Counter[str]:
         """Return the number of queued requests by tenant."""
         return self._line.waiting()
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield the number of queued requests by tenant, and the histogram of their waiting times."""
+        for tenant, requests in self.waiting().items():
+            yield "warmpath_requests_waiting", (("tenant", tenant),), float(requests)
+        yield from self._line.waits.samples("warmpath_wait_seconds", (("place", "ingress"),))
+
+    def outlook(self, tenant: str) -> dict[str, Any]:
+        """Return why a tenant's request would be refused if it arrived now, and why it would wait; None: it would not.
+
+        Nothing is counted.
+        """
+        try:
+            self._limits.refuse(tenant)
+            self._check(self._requests, tenant, 1)
+        except RateLimited as error:
+            return {"refusal": error.shown_reason["reason"], "wait": None}
+        reason = self._line.reason(tenant)
+        return {"refusal": None, "wait": None if reason is None else reason.shown()}
 
     def load(self, tenant: str | None) -> int:
         """Return the waiting requests and running generations of a tenant, None: of all."""
@@ -56,7 +77,7 @@ class FrontDoor:
     def arrive(self, tenant: str) -> Arrival:
         """Register a new request. Raises RateLimited if too many of its tenant's requests wait or have arrived."""
         self._shares.touch(tenant)
-        self._check(self._requests, tenant, 1, "requests")
+        self._check(self._requests, tenant, 1)
         return Arrival(self, tenant, self._limits.begin(tenant))
 
     def learn(self, tenant: str, body_bytes: int, uncached_tokens: int) -> None:
@@ -68,19 +89,19 @@ class FrontDoor:
         """Return the estimated uncached tokens of a tenant's body, from its earlier requests."""
         return int(self._uncached.get(tenant, _FIRST_GUESS) * body_bytes)
 
-    def _check(self, budget: Budget, tenant: str, amount: int, unit: str) -> None:
+    def _check(self, budget: Budget, tenant: str, amount: int) -> None:
         """Raise RateLimited unless a tenant may take ``amount``. The message blames the tenant or the total load."""
-        verdict = budget.verdict(tenant, amount)
-        if verdict != "granted":
-            raise self._refusal(tenant, unit, own=verdict == "over_share")
+        answer = budget.verdict(tenant, amount)
+        if answer != "granted":
+            raise self._refusal(budget, tenant, own=answer == "over_share")
 
-    def _refusal(self, tenant: str, unit: str, *, own: bool, code: str | None = None) -> RateLimited:
-        retry_after_s = self._line.retry_after_s(tenant)
+    def _refusal(self, budget: Budget, tenant: str, *, own: bool, code: str | None = None) -> RateLimited:
+        retry_after_s, unit = self._line.retry_after_s(tenant), "bytes" if budget is self._bytes else "requests"
         again = f"send this one again after {ceil(retry_after_s)} s"
         message = f"There is no capacity for your request: too many {unit} wait for an answer already; {again}."
         if own:
             message = f"Too many of your {unit} wait for an answer already; {again}, or send fewer at once."
-        return RateLimited(message, code=code, retry_after_s=retry_after_s)
+        return RateLimited(message, code=code, retry_after_s=retry_after_s, reason=budget.reason(tenant))
 
 
 class Arrival:
@@ -104,7 +125,7 @@ class Arrival:
 
     def grow(self, size_bytes: int) -> None:
         """Count bytes of the body before they are read. Raises RateLimited if too many of its tenant's bytes wait."""
-        self._door._check(self._door._bytes, self._tenant, size_bytes, "bytes")
+        self._door._check(self._door._bytes, self._tenant, size_bytes)
         self._door._bytes.take(self._tenant, size_bytes)
         self.body_bytes += size_bytes
 
@@ -116,7 +137,7 @@ class Arrival:
         """
         room = self._door._requests
         if flex and not room.claim(self._tenant, room.share(self._tenant) // 2).within:
-            raise self._door._refusal(self._tenant, "requests", own=True, code="resource_unavailable")
+            raise self._door._refusal(room, self._tenant, own=True, code="resource_unavailable")
         cost = max(choices, self._door.cost_tokens(self._tenant, self.body_bytes))
         self._place = await self._door._line.enter(self._tenant, choices, cost, order)
         self._stop_waiting()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from serve_app.config.tenants import TenantConfig
-from serve_app.errors import RateLimited
+from serve_app.errors import RateLimited, Reason
 
 _WEIGHT = 0.2
 """The weight of the newest request in the mean duration."""
@@ -61,6 +61,10 @@ class Left:
     remaining: int
     reset_s: float
 
+    def reason(self, name: str) -> Reason:
+        """Return the reason of a refusal by this limit. ``name``: of its setting."""
+        return Reason("ingress", name, self.limit - self.remaining, self.limit)
+
 
 @dataclass(frozen=True, slots=True)
 class LimitsLeft:
@@ -72,13 +76,39 @@ class LimitsLeft:
 
 @dataclass(slots=True, eq=False)
 class _Tenant:
-    """One tenant's counts in one ingress. ``mean_s``: the mean duration of its requests."""
+    """One tenant's counts in one of ``ingresses``. ``mean_s``: the mean duration of its requests."""
 
     config: TenantConfig
+    ingresses: int
     requests: TokenBucket | None = None
     tokens: TokenBucket | None = None
     running: int = 0
     mean_s: float = 1.0
+
+    def requests_left(self, now_s: float) -> Left | None:
+        """Return the remaining requests of this second, None without a limit."""
+        if self.requests is None or self.config.requests_per_second is None:
+            return None
+        here = int(max(0.0, self.requests.level(now_s)) + _LEAST)  # whole requests only
+        return _left(self.requests, max(1, int(self.config.requests_per_second)), here * self.ingresses, now_s)
+
+    def tokens_left(self, now_s: float) -> Left | None:
+        """Return the remaining tokens of this minute, None without a limit."""
+        if self.tokens is None or self.config.tokens_per_minute is None:
+            return None
+        everywhere = int(max(0.0, self.tokens.level(now_s)) * self.ingresses + _LEAST)
+        return _left(self.tokens, self.config.tokens_per_minute, everywhere, now_s)
+
+    def refuse(self, now_s: float) -> None:
+        """Raise RateLimited if a new request exceeds a limit now."""
+        if self.config.concurrent_requests is not None:
+            most = max(1, self.config.concurrent_requests // self.ingresses)
+            if self.running >= most:
+                reason = Reason("ingress", "concurrent_requests", self.running, most)
+                raise _refusal(reason, "requests at once", min(60.0, max(1.0, self.mean_s / most)))
+        left = self.requests_left(now_s)
+        if left is not None and self.requests is not None and (wait_s := self.requests.wait_s(1, now_s)):
+            raise _refusal(left.reason("requests_per_second"), "requests a second", wait_s)
 
 
 class TenantLimits:
@@ -97,7 +127,7 @@ class TenantLimits:
         now_s, parts = self._clock(), self._ingresses
         before, self._tenants = self._tenants, {}
         for config in tenants:
-            tenant = self._tenants[config.name] = before.get(config.name) or _Tenant(config)
+            tenant = self._tenants[config.name] = before.get(config.name) or _Tenant(config, parts)
             tenant.config = config
             rate, tokens = config.requests_per_second, config.tokens_per_minute
             requests, tokens_left = tenant.requests, tenant.tokens
@@ -107,34 +137,23 @@ class TenantLimits:
     def left(self, tenant: str) -> LimitsLeft | None:
         """Return a tenant's remaining limits, or None if its requests and tokens have no limit."""
         known, now_s = self._tenants.get(tenant), self._clock()
-        if known is None or (known.requests is None and known.tokens is None):
+        if known is None:
             return None
-        requests = tokens = None
-        if known.requests is not None and known.config.requests_per_second is not None:
-            here = int(max(0.0, known.requests.level(now_s)) + _LEAST)  # whole requests only
-            requests = _left(
-                known.requests, max(1, int(known.config.requests_per_second)), here * self._ingresses, now_s
-            )
-        if known.tokens is not None and known.config.tokens_per_minute is not None:
-            everywhere = int(max(0.0, known.tokens.level(now_s)) * self._ingresses + _LEAST)
-            tokens = _left(known.tokens, known.config.tokens_per_minute, everywhere, now_s)
-        return LimitsLeft(requests, tokens)
+        found = LimitsLeft(known.requests_left(now_s), known.tokens_left(now_s))
+        return found if found.requests or found.tokens else None
+
+    def refuse(self, tenant: str) -> None:
+        """Raise RateLimited if a new request exceeds a limit now."""
+        if (known := self._tenants.get(tenant)) is not None:
+            known.refuse(self._clock())
 
     def begin(self, tenant: str) -> Allowance:
         """Count a new request. Raises RateLimited, without counting it, if it exceeds a limit."""
         known = self._tenants.get(tenant)
-        if known is None:
-            return Allowance(None, self._clock)
-        config, now_s = known.config, self._clock()
-        if config.concurrent_requests is not None:
-            most = max(1, config.concurrent_requests // self._ingresses)
-            if known.running >= most:
-                raise _refusal(f"requests at once, at most {most} here", min(60.0, max(1.0, known.mean_s / most)))
-        if known.requests is not None:
-            wait_s = known.requests.wait_s(1, now_s)
-            if wait_s:
-                raise _refusal(f"requests, at most {config.requests_per_second:g} a second", wait_s)
-            known.requests.take(1, now_s)
+        if known is not None:
+            known.refuse(self._clock())
+            if known.requests is not None:
+                known.requests.take(1, self._clock())
         return Allowance(known, self._clock)
 
 
@@ -156,16 +175,17 @@ class Allowance:
         tenant = self._tenant
         if tenant is None or tenant.tokens is None:
             return
-        wanted, most = prompt_tokens + output_tokens, tenant.config.tokens_per_minute
-        if most is not None and wanted > most:
+        now_s, wanted = self._clock(), prompt_tokens + output_tokens
+        left, wait_s = tenant.tokens_left(now_s), tenant.tokens.wait_s(wanted, now_s)
+        if left is not None and wanted > left.limit:
             raise RateLimited(
-                f"This request asks for {wanted} tokens, {prompt_tokens} of prompt and {output_tokens} of answer; "
-                f"your limit is {most} a minute, so it can never be answered: shorten the prompt or lower max_tokens."
+                f"This request asks for {wanted} tokens, {prompt_tokens} of prompt and {output_tokens} of answer; your "
+                f"limit is {left.limit} a minute, so it can never be answered: shorten the prompt or lower max_tokens.",
+                reason=left.reason("tokens_per_minute"),
             )
-        now_s = self._clock()
-        wait_s = tenant.tokens.wait_s(wanted, now_s)
-        if wait_s:
-            raise _refusal(f"tokens, at most {most} a minute, and this request asks for {wanted}", wait_s)
+        if left is not None and wait_s:
+            unit = f"tokens a minute, and this request asks for {wanted}"
+            raise _refusal(left.reason("tokens_per_minute"), unit, wait_s)
         tenant.tokens.take(wanted, now_s)
         self._reserved, self._used = wanted, prompt_tokens
 
@@ -197,6 +217,7 @@ def _left(bucket: TokenBucket, limit: int, everywhere: int, now_s: float) -> Lef
     return Left(limit, min(limit, everywhere), bucket.wait_s(bucket.most, now_s))
 
 
-def _refusal(limit: str, wait_s: float) -> RateLimited:
-    sentence = f"Your limit is reached ({limit}); send the request again after {max(1, ceil(wait_s))} s."
-    return RateLimited(sentence, retry_after_s=wait_s)
+def _refusal(reason: Reason, unit: str, wait_s: float) -> RateLimited:
+    used = f"{reason.used} of {reason.most} {unit}"
+    sentence = f"Your limit {reason.limit} is reached ({used}); send the request again after {max(1, ceil(wait_s))} s."
+    return RateLimited(sentence, retry_after_s=wait_s, reason=reason)

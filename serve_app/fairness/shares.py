@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Mapping
 from math import fsum, inf
 from typing import Literal, NamedTuple
 
+from serve_app.errors import Reason, Where
+
 ACTIVE_S = 60.0
 """After this many seconds without a request, a tenant has no share until its next request."""
 
@@ -139,10 +141,17 @@ def verdict(*claims: Claim) -> Verdict:
 
 
 class Budget:
-    """A bounded amount of a resource, held by tenants. ``total`` is called at every question."""
+    """A bounded amount of a resource, held by tenants. ``total`` is called at every question.
 
-    def __init__(self, shares: Shares, total: Callable[[], int]) -> None:
+    ``limit``: the setting that bounds it, at ``place``, for the reasons of refusals and waits.
+    """
+
+    def __init__(
+        self, shares: Shares, total: Callable[[], int], limit: str = "threads", place: Where = "ingress"
+    ) -> None:
         self.shares = shares
+        self._limit = limit
+        self._place = place
         self.used = 0
         self._total = total
         self._held: Counter[str] = Counter()
@@ -168,6 +177,10 @@ class Budget:
     def verdict(self, tenant: str, amount: int) -> Verdict:
         """Return whether a tenant may take ``amount`` now."""
         return verdict(self.claim(tenant, amount))
+
+    def reason(self, tenant: str) -> Reason:
+        """Return why a tenant is refused or waits here: its own amount, of the whole."""
+        return Reason(self._place, self._limit, self._held[tenant], self._total())
 
     def take(self, tenant: str, amount: int) -> None:
         """Assign ``amount`` to a tenant."""

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 
+from router.protocol.samples import WAIT_BUCKETS_S, Histogram
+from serve_app.errors import Reason
 from serve_app.fairness.shares import Budget, Turns, verdict
 
 QUANTUM = 512
@@ -46,6 +48,7 @@ class _Waiter:
     cost: int
     granted: asyncio.Future[Place]
     order: int
+    arrival_s: float
 
 
 class WaitingLine:
@@ -56,6 +59,8 @@ class WaitingLine:
         self._turns = Turns(lambda _: quantum, clock)
         self._clock = clock
         self._lines: dict[str, deque[_Waiter]] = {}
+        self.waits = Histogram(WAIT_BUCKETS_S)
+        """The seconds that requests waited, if they had to."""
         self._pace_s: dict[str, float] = {}
         """By tenant, the recent average wait at the head of its queue. Time with an empty queue does not count."""
         self._first_since_s: dict[str, float] = {}
@@ -67,6 +72,11 @@ class WaitingLine:
     def running(self, tenant: str | None) -> int:
         """Return the units that a tenant holds, None: all that are held."""
         return self._budget.held(tenant)
+
+    def reason(self, tenant: str) -> Reason | None:
+        """Return why a tenant's request for one unit would wait now, None: it would start at once."""
+        free = not self._lines and self._budget.verdict(tenant, 1) == "granted"
+        return None if free else self._budget.reason(tenant)
 
     def retry_after_s(self, tenant: str) -> float:
         """Return the time for a tenant's queue at its recent pace, 1 to 60 s."""
@@ -82,7 +92,7 @@ class WaitingLine:
         """
         shares = self._budget.shares
         shares.touch(tenant)
-        waiter = _Waiter(units, cost, asyncio.get_running_loop().create_future(), order)
+        waiter = _Waiter(units, cost, asyncio.get_running_loop().create_future(), order, self._clock())
         if self._lines or self._budget.verdict(tenant, self._units(tenant, waiter)) != "granted":
             if tenant not in self._lines:
                 self._lines[tenant] = deque()
@@ -132,6 +142,7 @@ class WaitingLine:
             before = self._pace_s.get(tenant, waited_s)
             self._pace_s[tenant] = before + _WEIGHT * (waited_s - before)
             self._first_since_s[tenant] = now_s
+            self.waits.observe(now_s - waiter.arrival_s)
             self._start(tenant, waiter)
             self._turns.charge(tenant, waiter.cost)
             self._drop_if_empty(tenant)

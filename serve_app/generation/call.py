@@ -14,7 +14,14 @@ from router.protocol.events import LoadReport
 from router.protocol.request import Decision, NoReplicaLeft, RoutedRequest
 from router.serve.recent_decisions import RecentDecisions
 from serve_app.engine.protocol import FirstToken, Prefilled
-from serve_app.errors import ContextLengthExceeded, GenerationFailed, InvalidRequest, RateLimited, WarmpathError
+from serve_app.errors import (
+    ContextLengthExceeded,
+    GenerationFailed,
+    InvalidRequest,
+    RateLimited,
+    Reason,
+    WarmpathError,
+)
 from serve_app.generation.generation import Generation
 from serve_app.ray_compat import cancel_call
 from serve_app.replica import messages as wire
@@ -128,9 +135,13 @@ class ReplicaLeaves(ReplicaLost):
     """The replica itself reports that it is leaving."""
 
 
-def queue_full(retry_after_s: float) -> RateLimited:
-    """Return the error for full queues at every replica."""
-    return RateLimited("Every replica's queue is full; send the request again later.", retry_after_s=retry_after_s)
+def queue_full(retry_after_s: float, reason: Reason | None = None) -> RateLimited:
+    """Return the error for full queues at every replica. ``reason``: the last one's, None: the router's."""
+    return RateLimited(
+        "Every replica's queue is full; send the request again later.",
+        retry_after_s=retry_after_s,
+        reason=reason or Reason("router", "max_waiting_requests"),
+    )
 
 
 def raise_for(chunk: wire.GenerateChunk, grammar_field: str) -> None:
@@ -142,7 +153,7 @@ def raise_for(chunk: wire.GenerateChunk, grammar_field: str) -> None:
         case "too_long":
             error = ContextLengthExceeded(chunk.message, param="messages")
         case "queue_full":
-            error = queue_full(chunk.retry_after_s)
+            error = queue_full(chunk.retry_after_s, chunk.reason)
         case "invalid":
             error = InvalidRequest(chunk.message)
         case "grammar":

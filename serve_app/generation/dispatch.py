@@ -129,6 +129,7 @@ class Dispatcher:
                     raise
                 refusals += 1
                 await asyncio.sleep(pause_s)
+                self.core.counters.wait_s.observe(pause_s)
             except ReplicaLost as error:
                 lost = reservation.replica_id
                 logger.warning("replica %s lost request %s: %s", lost or "?", generation.request_id, error)

@@ -19,6 +19,7 @@ from serve_app.errors import (
     InvalidRequest,
     Overloaded,
     PermissionDenied,
+    Reason,
     WarmpathError,
 )
 from serve_app.fairness.rate_limits import TenantLimits
@@ -97,6 +98,7 @@ class RouteGuard:
         self, request: Request, endpoint: str, api: Api, work: Callable[[], Awaitable[Response]]
     ) -> Response:
         """Run a route's work, count the answer and add the tenant's limits; failures become errors of the API."""
+        reason: Reason | None = None
         try:
             refuse_foreign_page(request)
             if request.method == "POST":
@@ -106,10 +108,13 @@ class RouteGuard:
             self.metrics.add("warmpath_client_disconnects_total")
             response = api.named(Response(status_code=499), request)
         except Exception as error:
-            response = api.refusal(_shown(error, request), request)
+            shown = _shown(error, request)
+            response, reason = api.refusal(shown, request), shown.reason
         tenant = _found(request)
         name = tenant.name if tenant is not None else DEFAULT_TENANT if self.tenants.open else "none"
         self.metrics.answered(endpoint, response.status_code, name)
+        if reason is not None:
+            self.metrics.add("warmpath_refusals_total", tenant=name, place=reason.place, limit=reason.limit)
         left = self.limits.left(tenant.name) if tenant is not None else None
         if left is not None:
             response.headers.update(api.limits(left))

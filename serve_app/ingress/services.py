@@ -145,8 +145,7 @@ class Services:
         """Return the samples of this ingress and its router."""
         streams = figures.samples_of({"warmpath_event_streams": self.live.watchers})
         samples = [*self.metrics.samples(), *figures.router_samples(self.core), *streams]
-        for tenant, requests in self.front_door.waiting().items():
-            samples += figures.samples_of({"warmpath_requests_waiting": requests}, ("tenant", tenant))
+        samples += self.front_door.samples()
         versions, _ = self.prompt_admin.traffic.report()
         return [*samples, *version_samples(versions)]
 

@@ -38,10 +38,13 @@ def _outcome(labels: Mapping[str, str]) -> str:
     return "requests" if status == "200" else "refused" if status == "429" else "failed" if status >= "500" else ""
 
 
+_BY = "refused by "
+
 FIGURES: dict[str, Callable[[Mapping[str, str]], str]] = {
     "warmpath_requests_total": _outcome,
     "warmpath_broken_streams_total": _outcome,
     "warmpath_tenant_completion_tokens_total": lambda _: "tokens",
+    "warmpath_refusals_total": lambda labels: f"{_BY}{labels['place']}: {labels['limit']}",
 }
 """The page's counters by metric: maps labels, one of them the tenant, to the name in a FIGURE (docs: api), or to ""."""
 NAMES = ("requests", "refused", "failed", "tokens")
@@ -66,7 +69,9 @@ class Bucket:
 
     def row(self, at_s: int) -> dict[str, Any]:
         """Return the bucket as a FIGURE (docs: api). ``at_s``: its start."""
-        counts = {name: self.counts[name] for name in NAMES}
+        counts: dict[str, Any] = {name: self.counts[name] for name in NAMES}
+        refused_by = {name.removeprefix(_BY): more for name, more in self.counts.items() if name.startswith(_BY)}
+        counts |= {"refused_by": refused_by} if refused_by else {}
         return {"at_s": at_s, **counts, "ttft_p50_s": self._quantile_s(0.5), "ttft_p95_s": self._quantile_s(0.95)}
 
     def _quantile_s(self, share: float) -> float | None:

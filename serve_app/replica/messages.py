@@ -11,6 +11,7 @@ import numpy as np
 from router.protocol.block_hash import TokenArray
 from router.protocol.events import LoadReport
 from serve_app.engine.protocol import EngineRequest, FinishReason, FirstToken, TokenLogprob
+from serve_app.errors import Reason
 
 ChunkError = Literal["", "too_long", "queue_full", "invalid", "grammar", "failed", "unavailable", "timeout", "rerouted"]
 
@@ -46,7 +47,7 @@ class GenerateChunk(msgspec.Struct, frozen=True, array_like=True):
     """Tokens that were ready together. The chunk with the first token has ``replica_id`` and ``first``.
 
     ``seq``: number of earlier chunks of its call. A call returns a last chunk without tokens, with the finish reason or
-    an error. ``error`` names a class of failure, and ``message`` explains it to the client.
+    an error. ``error`` names a class of failure, and ``message`` explains it to the client; ``reason``: of a refusal.
     ``load``: the replica's load, if it exceeds the router's estimate ("rerouted"). ``logprobs``: one per token.
     ``prompt_logprobs``: of the prompt's next tokens, in chunks before the one with ``first``.
     """
@@ -58,6 +59,7 @@ class GenerateChunk(msgspec.Struct, frozen=True, array_like=True):
     error: ChunkError = ""
     message: str = ""
     retry_after_s: float = 0.0
+    reason: Reason | None = None
     load: LoadReport | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     seq: int = 0

@@ -273,7 +273,11 @@ class Replica:
     def _refusal(self, error: Exception) -> wire.GenerateChunk:
         if isinstance(error, QueueFull):
             return wire.GenerateChunk(
-                replica_id=self._replica_id, error="queue_full", message=str(error), retry_after_s=error.retry_after_s
+                replica_id=self._replica_id,
+                error="queue_full",
+                message=str(error),
+                retry_after_s=error.retry_after_s,
+                reason=error.reason,
             )
         kind: wire.ChunkError = "invalid"
         if isinstance(error, RequestTooLong):

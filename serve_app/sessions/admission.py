@@ -10,14 +10,12 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from router.protocol.samples import Histogram, Sample
+from router.protocol.samples import WAIT_BUCKETS_S, Histogram, Sample
 from serve_app.fairness.shares import Shares
 from serve_app.sessions.sessions import Session, Sessions
 
 SMALL_PART = 64
 """Requests that need less than this part of the pool never wait. They are the turns of active conversations."""
-
-_BUCKETS_S = (0.1, 1.0, 10.0, 60.0, 300.0, 1800.0)
 
 AGING_SHARE = 0.1
 """Shortest prefill first, but no request is overtaken by one that arrives after ten times its own computing time."""
@@ -45,7 +43,7 @@ class Admission:
     wait_s: float
     shares: Shares = field(default_factory=lambda: Shares({}))
     _waiting: dict[str, _Waiting] = field(default_factory=dict)
-    _waits_s: Histogram = field(default_factory=lambda: Histogram(_BUCKETS_S))
+    _waits_s: Histogram = field(default_factory=lambda: Histogram(WAIT_BUCKETS_S))
 
     def waits(self, session: Session, needed_tokens: int, cached_tokens: Callable[[], int]) -> bool:
         """Return whether a session's request waits until ``admitted`` returns it. ``needed_tokens``: to compute.
@@ -104,8 +102,8 @@ class Admission:
         return started
 
     def samples(self) -> Iterator[Sample]:
-        """Yield the histogram of wait times."""
-        return self._waits_s.samples("warmpath_session_wait_seconds")
+        """Yield the histogram of waiting times."""
+        return self._waits_s.samples("warmpath_wait_seconds", (("place", "session"),))
 
     def look_again_s(self) -> float:
         """Return the time at which more requests may start even if none ends; infinite without waiting requests."""

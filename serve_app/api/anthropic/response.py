@@ -225,7 +225,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 def _error_body(error: WarmpathError, status: int) -> dict[str, Any]:
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    return {"type": "error", "error": {"type": kind, "message": error.message, **error.shown_reason}}
 
 
 def _shown_id(call_id: str) -> str:

@@ -293,7 +293,8 @@ def cache_miss(usage: Usage) -> dict[str, Any]:
 
 
 def _error_body(error: WarmpathError) -> dict[str, Any]:
-    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
+    told = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
+    return {"error": {**told, **error.shown_reason}}
 
 
 def model_body(model: str, created: int, max_model_len: int) -> dict[str, Any]:

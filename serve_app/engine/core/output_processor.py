@@ -21,7 +21,8 @@ class LiveRequests:
     """Deadlines of live requests; ``waiting``: those not admitted yet. The loop's condition guards it."""
 
     def __init__(self, settings: EngineSettings, clock: Clock) -> None:
-        self.waiting = Budget(Shares(settings.tenant_shares, clock), lambda: settings.max_waiting_requests)
+        shares, limit = Shares(settings.tenant_shares, clock), "max_waiting_requests"
+        self.waiting = Budget(shares, lambda: settings.max_waiting_requests, limit, "engine")
         self.next_deadline_s = math.inf
         self._deadlines_s: dict[str, float] = {}
 
@@ -31,7 +32,7 @@ class LiveRequests:
             raise ValueError(f"request id {request_id!r} is in use")
         self.waiting.shares.touch(tenant)
         if self.waiting.verdict(tenant, 1) != "granted":
-            raise QueueFull(f"{self.waiting.used} requests are waiting", retry_after_s)
+            raise QueueFull(self.waiting.reason(tenant), retry_after_s)
 
     def add(self, sequence: SequenceState) -> None:
         """Add a checked request."""

@@ -55,7 +55,8 @@ class LoadMirror:
     """
 
     def __init__(self, settings: VllmSettings, meters: EngineMeters) -> None:
-        self.line = Budget(Shares(settings.tenant_shares), lambda: settings.max_waiting_requests)
+        shares, limit = Shares(settings.tenant_shares), "max_waiting_requests"
+        self.line = Budget(shares, lambda: settings.max_waiting_requests, limit, "engine")
         self._settings = settings
         self._turn_tokens = FairQueue(settings.max_num_batched_tokens).quantum_tokens
         self._meters = meters
@@ -87,7 +88,7 @@ class LoadMirror:
         self.line.shares.touch(tenant)
         if self.line.verdict(tenant, 1) != "granted":
             wait_s = retry_after_s(self.queued_tokens, self._meters.prefill_tokens_per_s)
-            raise QueueFull(f"{self.line.used} requests are waiting", wait_s)
+            raise QueueFull(self.line.reason(tenant), wait_s)
 
     def arrived(self, live: LiveRequest) -> None:
         """Count a checked request."""

@@ -12,6 +12,7 @@ from serve_app.api.openai.request import parse_chat, parse_completion
 from serve_app.api.openai.responses.request import parse_response_request
 from serve_app.api.request import GenerateRequest
 from serve_app.errors import InvalidRequest
+from serve_app.fairness.front_door import FrontDoor
 from serve_app.generation.dispatch import route_of
 from serve_app.generation.prepare import Preparer
 from serve_app.tenants.tenants import Tenant, Tenants
@@ -35,7 +36,9 @@ _PARSERS: dict[str, Callable[[bytes], GenerateRequest]] = {
 """The parser for each body's distinguishing field."""
 
 
-async def explanation(body: bytes, core: RoutingCore, preparer: Preparer, tenants: Tenants) -> dict[str, Any]:
+async def explanation(
+    body: bytes, core: RoutingCore, preparer: Preparer, tenants: Tenants, front_door: FrontDoor
+) -> dict[str, Any]:
     """Return the document for a body; each prompt is explained alone. Raises the errors of the request itself."""
     asked = ExplainBody.parse(body)
     policies = _policies(asked.policy, core.settings.policy)
@@ -53,6 +56,7 @@ async def explanation(body: bytes, core: RoutingCore, preparer: Preparer, tenant
         "tenant": tenant.name,
         "router_id": core.router_id,
         "policy": core.settings.policy,
+        **front_door.outlook(tenant.name),
         "prompts": [
             {"prefix": generation.placement_key.hex(), **core.explain(route_of(generation), policies)}
             for generation in generations[:: wanted.n]

@@ -52,6 +52,12 @@ warmpath_tenant_completion_tokens_total: ingress tenant
 warmpath_request_retries_total: ingress after_first_token
     Generations resent to another replica because theirs was lost. after_first_token true: the client already had a
     part, and got the rest.
+warmpath_refusals_total: ingress tenant place limit
+    Requests refused with a `reason`: the place, and the setting that is the limit there (docs: api).
+warmpath_wait_seconds: ingress replica place (histogram)
+    Time that requests waited for capacity, if they had to. place ingress: in its queue; router: while no replica took
+    more, pause by pause; session: for space beside live sessions, at most `session_wait_s`. The wait in a replica's
+    engine is warmpath_request_queue_time_seconds.
 warmpath_client_disconnects_total: ingress
     Clients that disconnected before the end of their answer.
 warmpath_event_streams: ingress
@@ -136,9 +142,6 @@ warmpath_sessions: replica state
 warmpath_session_returns_total: replica outcome
     Requests that continued a session. hit: at least nine tenths of their common prefix with its last prompt were
     still cached; missed: less, and the rest was computed again.
-warmpath_session_wait_seconds: replica (histogram)
-    Time that requests waited for capacity for their contexts beside live sessions, at most `session_wait_s`. Only
-    requests that had to ask for capacity count.
 warmpath_session_seconds: replica (histogram)
     Time from a session's first request to the end of its last answer, counted when the session is dropped.
 warmpath_session_unused_tokens_total: replica

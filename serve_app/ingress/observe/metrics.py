@@ -124,6 +124,7 @@ def router_samples(core: RoutingCore) -> list[Sample]:
         }
     )
     samples += counters.decision_s.samples("warmpath_router_decision_seconds")
+    samples += counters.wait_s.samples("warmpath_wait_seconds", (("place", "router"),))
     for policy, counted in list(counters.by_policy.items()):
         samples += _policy_samples(counted, ("policy", policy))
     for replica_id, decisions in list(counters.decisions_by_replica.items()):

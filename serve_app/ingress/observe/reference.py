@@ -46,6 +46,8 @@ LABELS = {
     "computing the same prefix; `cold`: no replica holds any; `load_spill`: the holder is too busy; `only_replica`: "
     "no other replica is available; others name the policy's rule. For misses: see "
     "[misses](../how-to/misses.md#reasons)",
+    "place": "`port`, `ingress`, `router`, `session`, `engine`",
+    "limit": "a setting's name, or `event_streams`",
     "prompt": "NAME@VERSION of a registered prompt",
     "kind": "`save`, `public`, `prefix`",
     "policy": "a policy's name",

@@ -147,9 +147,13 @@ async def sessions(request: Request, services: Front) -> Response:
 @router.post("/v1/cache/explain", tags=["operations"], **takes(ExplainBody))
 @guarded("cache_explain", operator=True)
 async def explain(request: Request, services: Front) -> Response:
-    """The replica that a request would go to now, and why; nothing is sent, reserved or counted."""
+    """The replica that a request would go to now, and why; nothing is sent, reserved or counted.
+
+    `refusal` and `wait`: the reason for which the ingress would refuse it or let it wait, or null.
+    """
     body = await services.body(request)
-    return json_response(await explanation(body, services.core, services.preparer, services.tenants))
+    door = services.completions.counters.front_door
+    return json_response(await explanation(body, services.core, services.preparer, services.tenants, door))
 
 
 @router.post("/reset_prefix_cache", tags=["operations"])

@@ -32,6 +32,9 @@ Made from the code by `make docs`.
 
 Send keys in `Authorization: Bearer KEY` or `x-api-key`. Errors have the shape of the called API. A server without
 tenants needs no key. [How the APIs behave](../explanation/api.md) explains single fields.
+
+The error of a refusal by a limit has a `reason`: `place` (port, ingress, router, session, engine), `limit` (its
+setting), `used` and `most` (the tenant's own numbers; null: not counted by tenant), `retry_after_s`.
 """
 
 _FIELDS = """\

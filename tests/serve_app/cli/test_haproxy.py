@@ -129,7 +129,7 @@ def asked(connection: HTTPConnection, path: str = "/", body: bytes = b"") -> tup
 def assert_apis_error(headers: Message, body: bytes) -> None:
     assert headers["content-type"] == "application/json"
     assert int(headers["retry-after"]) >= 1
-    assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+    assert set(json.loads(body)["error"]) - {"reason"} == {"message", "type", "param", "code"}
 
 
 def test_requests_over_an_address_bound_get_a_429(tmp_path: Path) -> None:
@@ -149,6 +149,7 @@ def test_requests_over_an_address_bound_get_a_429(tmp_path: Path) -> None:
             status, headers, body = asked(open_one())
         assert_apis_error(headers, body)
         assert b"--max-connections-per-address" in body
+        assert json.loads(body)["error"]["reason"]["limit"] == "max_connections_per_address"
         assert asked(open_one("127.0.0.1"))[0] == 200
         for connection in unfinished:
             connection.sock.sendall(b"x")

@@ -8,6 +8,9 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
+from serve_app.api.anthropic.response import anthropic_error
+from serve_app.api.format import RenderError
+from serve_app.api.openai.response import openai_error
 from serve_app.config.tenants import TenantConfig
 from serve_app.errors import (
     AuthenticationFailed,
@@ -15,6 +18,7 @@ from serve_app.errors import (
     Overloaded,
     PermissionDenied,
     RateLimited,
+    Reason,
     WarmpathError,
 )
 from serve_app.fairness.rate_limits import TenantLimits
@@ -117,6 +121,24 @@ def test_errors_of_answers_are_in_the_figures_of_their_tenant() -> None:
     for name in (None, "acme"):
         (bucket,) = metrics.rings[name].values()
         assert bucket.counts == {"refused": 1, "failed": 1}
+
+
+REASON = Reason("ingress", "concurrent_requests", 3, 3)
+
+
+@pytest.mark.parametrize("render", [openai_error, anthropic_error])
+def test_a_refusal_has_one_reason_everywhere(render: RenderError) -> None:
+    """It is the same in each API's error, the counter and the figures of the page; other errors have none."""
+    metrics = IngressMetrics()
+    guard = RouteGuard(Tenants([ACME], b"s" * 32), metrics, Drain())
+    told = {"place": "ingress", "limit": "concurrent_requests", "used": 3, "most": 3, "retry_after_s": 1.5}
+    for error in (RateLimited("later", retry_after_s=1.5, reason=REASON), InvalidRequest("no")):
+        assert render(error, "id").body["error"].get("reason") == (told if error.reason is REASON else None)
+        answered(guard, post(authorization=f"Bearer {KEY}"), fails=error, endpoint="chat")
+    counted = {labels: n for name, labels, n in metrics.samples() if name == "warmpath_refusals_total"}
+    assert counted == {(("limit", "concurrent_requests"), ("place", "ingress"), ("tenant", "acme")): 1.0}
+    (bucket,) = metrics.rings["acme"].values()
+    assert bucket.row(0)["refused_by"] == {"ingress: concurrent_requests": 1}
 
 
 def test_answers_tell_a_tenant_its_own_remaining_limits() -> None:

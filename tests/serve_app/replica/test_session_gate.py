@@ -76,7 +76,7 @@ async def test_a_context_waits_while_another_session_is_about_to_return(bench: B
     await bench.ended("small")
     await bench.ended("b")
     assert bench.engine.load().waiting_sequences == 0
-    assert bench.figure("warmpath_session_wait_seconds_sum") == 5.0 + PAUSE_S
+    assert bench.figure("warmpath_wait_seconds_sum", place="session") == 5.0 + PAUSE_S
 
 
 async def test_time_alone_lets_it_start(bench: Bench) -> None:

@@ -42,6 +42,7 @@ def test_each_state_is_told_with_its_times() -> None:
             **known, "state": "waiting", "tokens": 20_000, "own_tokens": 20_000, "age_s": 5.0, "idle_s": 0.0,
             "waited_s": 5.0,
             "why": "It waits for space: live sessions hold 55,000 of 63,000 tokens, and it needs 20,000.",
+            "reason": {"place": "session", "limit": "num_blocks", "used": 55_000, "most": 63_000},
         },
         {**known, "state": "paused", "tokens": 5_000, "own_tokens": 5_000, "age_s": 15.0, "idle_s": 15.0,
          "live_for_s": 105.0},
@@ -63,6 +64,7 @@ def test_a_tenant_is_told_nothing_that_depends_on_others() -> None:
     (row,) = told["rows"]
     assert (row["session"], row["state"]) == ("word", "waiting")
     assert row["why"] == "It waits for space: its 40,000 tokens do not fit beside live sessions."
+    assert row["reason"] == {"place": "session", "limit": "num_blocks", "used": 0, "most": None}
     assert set(told) == {"sessions", "live_tokens", "rows"} and told["live_tokens"] == 0
     assert session_report(bench.sessions, bench.admission, "c", 0.0)["rows"] == []
     assert len(rows(bench)) == 3

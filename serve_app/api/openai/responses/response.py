@@ -162,7 +162,7 @@ class _Stream:
     def error(self, error: WarmpathError) -> bytes:
         """End with an error: OpenAI documents the flat fields, and its clients raise the content of ``error``."""
         shown = {"code": error.code, "message": error.message, "param": error.param}
-        return self.event("error", **shown, error={"type": error.type, **shown})
+        return self.event("error", **shown, error={"type": error.type, **shown, **error.shown_reason})
 
     @property
     def _item(self) -> dict[str, Any]:

@@ -158,7 +158,9 @@ export class Cache {
     const firstS = Math.floor(this.nowS / BUCKET_S) * BUCKET_S - (MINUTE_BUCKETS - 1) * BUCKET_S;
     const recent = [...this.figures.values()].filter(({ at_s: atS }) => atS >= firstS && atS <= this.nowS);
     const sum = (field) => recent.reduce((total, row) => total + (row[field] ?? 0), 0);
-    return { requests: sum("requests"), refused: sum("refused"), failed: sum("failed"), overS: Math.max(1, this.nowS - firstS), sum };
+    const refusedBy = new Map();
+    for (const [by, count] of recent.flatMap((row) => Object.entries(row.refused_by ?? {}))) refusedBy.set(by, (refusedBy.get(by) ?? 0) + count);
+    return { requests: sum("requests"), refused: sum("refused"), refusedBy, failed: sum("failed"), overS: Math.max(1, this.nowS - firstS), sum };
   }
 
   /** `atS`: the time of the event. With the report's age it gives the time of the report. */

@@ -93,10 +93,11 @@ function missing({ ingresses: { all, heard } }) {
 }
 
 function errors(cache) {
-  const { refused: limited, failed } = cache.lastMinute();
+  const { refused: limited, refusedBy, failed } = cache.lastMinute();
   const lines = [];
   if (failed) lines.push({ id: "failed", level: "bad", text: `${plural(failed, "request")} failed (5xx) in the last minute.` });
-  if (limited) lines.push({ id: "refused", level: "warn", text: `${plural(limited, "request")} ${limited === 1 ? "was" : "were"} refused (429) in the last minute.` });
+  const by = [...refusedBy].map(([reason, number]) => `${number} by ${reason}`).join(", ");
+  if (limited) lines.push({ id: "refused", level: "warn", text: `${plural(limited, "request")} ${limited === 1 ? "was" : "were"} refused (429) in the last minute${by && `: ${by}`}.` });
   return lines;
 }
 

@@ -15,7 +15,9 @@ from serve_app.api.openai.request import parse_chat
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.config.tenants import TenantConfig
-from serve_app.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from serve_app.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, RateLimited
+from serve_app.fairness.front_door import FrontDoor
+from serve_app.fairness.shares import Shares
 from serve_app.generation.prepare import Limits, Preparer
 from serve_app.ingress.observe.explain import explanation
 from serve_app.tenants.tenants import Tenant, Tenants
@@ -31,13 +33,14 @@ class Desk:
         self.core = RoutingCore("me", RouterSettings(), clock=lambda: 0.0)
         self.core.update_replicas(["a", "b"])
         self.tenants = tenants
+        self.door = FrontDoor(Shares({}), places=lambda: 1, max_waiting=1, max_bytes=1 << 20)
         self.preparer = Preparer(
             load_checkpoint_info(path), PromptTokenizer(path), tenants, SECRET, AdapterRegistry("demo"), Limits(1024, 8)
         )
 
     def ask(self, body: Any) -> dict[str, Any]:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-        said = asyncio.run(explanation(raw, self.core, self.preparer, self.tenants))
+        said = asyncio.run(explanation(raw, self.core, self.preparer, self.tenants, self.door))
         answer: dict[str, Any] = json.loads(json.dumps(said))
         return answer
 
@@ -51,6 +54,29 @@ class Desk:
 @pytest.fixture
 def alone(demo_model_path: Path) -> Desk:
     return Desk(demo_model_path, Tenants([], SECRET))
+
+
+def test_the_limit_that_would_refuse_a_request_or_let_it_wait_is_named(alone: Desk) -> None:
+    """With the tenant's own numbers, as in an error; nothing is counted."""
+
+    async def run() -> None:
+        free = {"refusal": None, "wait": None}
+        assert alone.door.outlook("default") == free
+        with alone.door.arrive("default") as arrival:
+            full = {"place": "ingress", "limit": "max_queued_requests", "used": 1, "most": 1, "retry_after_s": 1.0}
+            assert alone.door.outlook("default") == {"refusal": full, "wait": None}
+            with pytest.raises(RateLimited) as refused:
+                alone.door.arrive("default")
+            assert refused.value.shown_reason == {"reason": full}
+            await arrival.turn(1)
+            place = arrival.hand_over()
+        taken = {"place": "ingress", "limit": "max_num_seqs", "used": 1, "most": 1}
+        assert alone.door.outlook("default") == {"refusal": None, "wait": taken}
+        place.give_back()
+        assert alone.door.outlook("default") == free
+
+    asyncio.run(run())
+    assert alone.ask(CHAT)["refusal"] is None
 
 
 def test_a_request_is_explained_as_it_would_be_routed(alone: Desk) -> None:

@@ -78,9 +78,9 @@ def test_an_operator_sees_each_problem(page: Any, stage: Stage) -> None:
     alarm(page, "1 of 2 ingresses answers").wait_for()
     stage.send(replica("r2", now_s, report_age_s=3.4))
     alarm(page, "Replica 2 has not reported since").wait_for()
-    row = figure(now_s, refused=12, failed=1)
+    row = figure(now_s, refused=12, failed=1, refused_by={"ingress: tokens_per_minute": 12})
     stage.send({"type": "totals", "at_s": now_s, "totals": [], "figures": [row], "minute": row})
-    alarm(page, "12 requests were refused (429) in the last minute").wait_for()
+    alarm(page, "12 requests were refused (429) in the last minute: 12 by ingress: tokens_per_minute.").wait_for()
     alarm(page, "1 request failed (5xx) in the last minute").wait_for()
     assert page.locator("#alarms li").count() == 5
     stage.send(
