@@ -12,7 +12,7 @@ router while no replica accepts more, a replica's sessions, and its engine's que
 
 
 @dataclass(frozen=True, slots=True)
-class Reason:
+class LimitReason:
     """Why a request is refused or waits: the ``limit`` at a ``place``, by the setting's name.
 
     The tenant itself has ``used`` so much of ``most``; None: the limit is not counted by tenant.
@@ -43,7 +43,7 @@ class WarmpathError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: float | None = None,
-        reason: Reason | None = None,
+        reason: LimitReason | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message

@@ -8,9 +8,9 @@ from serve_app.api.openai.response import openai_error
 from serve_app.errors import (
     GenerationFailed,
     InvalidRequest,
+    LimitReason,
     Overloaded,
     RateLimited,
-    Reason,
     RequestTimeout,
     WarmpathError,
 )
@@ -96,7 +96,7 @@ def _frontend_rules(bounds: PortBounds) -> str:
         "--max-connections-per-address.",
         code="too_many_connections",
         retry_after_s=1,
-        reason=Reason("port", "max_connections_per_address", most=most),
+        reason=LimitReason("port", "max_connections_per_address", most=most),
     )
     broken_off = Overloaded("The answer broke off before it began; send the request again.", retry_after_s=1)
     # HAProxy's own 400 and 408 for invalid or unfinished headers have a fixed text.

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from router.protocol.samples import Labels, Sample
 from serve_app.engine.protocol import AdapterSpec, QueueFull, UnknownAdapter
-from serve_app.errors import Reason
+from serve_app.errors import LimitReason
 
 W = TypeVar("W")
 
@@ -70,7 +70,7 @@ class LoadedAdapters(Generic[W]):
                 idle = next((key for key in self._loaded if not self._live[key]), None)
                 if idle is None:
                     self._on_forget(weights)
-                    raise QueueFull(Reason("engine", "max_cpu_loras"), retry_after_s=1.0)
+                    raise QueueFull(LimitReason("engine", "max_cpu_loras"), retry_after_s=1.0)
                 self._forget(idle)
                 self._evictions += 1
             self._loaded[spec.key] = weights

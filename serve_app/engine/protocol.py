@@ -23,7 +23,7 @@ from serve_app.engine.sampling_params import SamplingParams as SamplingParams
 from serve_app.engine.sampling_params import TokenLogprob as TokenLogprob
 from serve_app.engine.sampling_params import TokenMatcher as TokenMatcher
 from serve_app.engine.sampling_params import TokenRules as TokenRules
-from serve_app.errors import Reason
+from serve_app.errors import LimitReason
 
 Clock = Callable[[], float]
 """Returns monotonic seconds."""
@@ -210,7 +210,7 @@ class UnknownAdapter(EngineError):
 class QueueFull(EngineError):
     """The waiting queue is full, or another limit (``reason``) is reached; ``retry_after_s``: when to try again."""
 
-    def __init__(self, reason: Reason, retry_after_s: float) -> None:
+    def __init__(self, reason: LimitReason, retry_after_s: float) -> None:
         super().__init__(f"{reason.limit} is reached")
         self.reason = reason
         self.retry_after_s = retry_after_s

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from serve_app.config.tenants import TenantConfig
-from serve_app.errors import RateLimited, Reason
+from serve_app.errors import LimitReason, RateLimited
 
 _WEIGHT = 0.2
 """The weight of the newest request in the mean duration."""
@@ -61,9 +61,9 @@ class Left:
     remaining: int
     reset_s: float
 
-    def reason(self, name: str) -> Reason:
+    def reason(self, name: str) -> LimitReason:
         """Return the reason of a refusal by this limit. ``name``: of its setting."""
-        return Reason("ingress", name, self.limit - self.remaining, self.limit)
+        return LimitReason("ingress", name, self.limit - self.remaining, self.limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class _Tenant:
         if self.config.concurrent_requests is not None:
             most = max(1, self.config.concurrent_requests // self.ingresses)
             if self.running >= most:
-                reason = Reason("ingress", "concurrent_requests", self.running, most)
+                reason = LimitReason("ingress", "concurrent_requests", self.running, most)
                 raise _refusal(reason, "requests at once", min(60.0, max(1.0, self.mean_s / most)))
         left = self.requests_left(now_s)
         if left is not None and self.requests is not None and (wait_s := self.requests.wait_s(1, now_s)):
@@ -217,7 +217,7 @@ def _left(bucket: TokenBucket, limit: int, everywhere: int, now_s: float) -> Lef
     return Left(limit, min(limit, everywhere), bucket.wait_s(bucket.most, now_s))
 
 
-def _refusal(reason: Reason, unit: str, wait_s: float) -> RateLimited:
+def _refusal(reason: LimitReason, unit: str, wait_s: float) -> RateLimited:
     used = f"{reason.used} of {reason.most} {unit}"
     sentence = f"Your limit {reason.limit} is reached ({used}); send the request again after {max(1, ceil(wait_s))} s."
     return RateLimited(sentence, retry_after_s=wait_s, reason=reason)

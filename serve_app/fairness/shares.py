@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from math import fsum, inf
 from typing import Literal, NamedTuple
 
-from serve_app.errors import Reason, Where
+from serve_app.errors import LimitReason, Where
 
 ACTIVE_S = 60.0
 """After this many seconds without a request, a tenant has no share until its next request."""
@@ -178,9 +178,9 @@ class Budget:
         """Return whether a tenant may take ``amount`` now."""
         return verdict(self.claim(tenant, amount))
 
-    def reason(self, tenant: str) -> Reason:
+    def reason(self, tenant: str) -> LimitReason:
         """Return why a tenant is refused or waits here: its own amount, of the whole."""
-        return Reason(self._place, self._limit, self._held[tenant], self._total())
+        return LimitReason(self._place, self._limit, self._held[tenant], self._total())
 
     def take(self, tenant: str, amount: int) -> None:
         """Assign ``amount`` to a tenant."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from router.protocol.samples import WAIT_BUCKETS_S, Histogram
-from serve_app.errors import Reason
+from serve_app.errors import LimitReason
 from serve_app.fairness.shares import Budget, Turns, verdict
 
 QUANTUM = 512
@@ -73,7 +73,7 @@ class WaitingLine:
         """Return the units that a tenant holds, None: all that are held."""
         return self._budget.held(tenant)
 
-    def reason(self, tenant: str) -> Reason | None:
+    def reason(self, tenant: str) -> LimitReason | None:
         """Return why a tenant's request for one unit would wait now, None: it would start at once."""
         free = not self._lines and self._budget.verdict(tenant, 1) == "granted"
         return None if free else self._budget.reason(tenant)

@@ -18,8 +18,8 @@ from serve_app.errors import (
     ContextLengthExceeded,
     GenerationFailed,
     InvalidRequest,
+    LimitReason,
     RateLimited,
-    Reason,
     WarmpathError,
 )
 from serve_app.generation.generation import Generation
@@ -135,12 +135,12 @@ class ReplicaLeaves(ReplicaLost):
     """The replica itself reports that it is leaving."""
 
 
-def queue_full(retry_after_s: float, reason: Reason | None = None) -> RateLimited:
+def queue_full(retry_after_s: float, reason: LimitReason | None = None) -> RateLimited:
     """Return the error for full queues at every replica. ``reason``: the last one's, None: the router's."""
     return RateLimited(
         "Every replica's queue is full; send the request again later.",
         retry_after_s=retry_after_s,
-        reason=reason or Reason("router", "max_waiting_requests"),
+        reason=reason or LimitReason("router", "max_waiting_requests"),
     )
 
 

@@ -17,9 +17,9 @@ from serve_app.errors import (
     AuthenticationFailed,
     GenerationFailed,
     InvalidRequest,
+    LimitReason,
     Overloaded,
     PermissionDenied,
-    Reason,
     WarmpathError,
 )
 from serve_app.fairness.rate_limits import TenantLimits
@@ -98,7 +98,7 @@ class RouteGuard:
         self, request: Request, endpoint: str, api: Api, work: Callable[[], Awaitable[Response]]
     ) -> Response:
         """Run a route's work, count the answer and add the tenant's limits; failures become errors of the API."""
-        reason: Reason | None = None
+        reason: LimitReason | None = None
         try:
             refuse_foreign_page(request)
             if request.method == "POST":

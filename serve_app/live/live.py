@@ -17,7 +17,7 @@ from router.core import RoutingCore
 from router.protocol.block_hash import HASH_BYTES
 from router.protocol.request import Decision, RoutedRequest
 from serve_app.engine.protocol import FirstToken
-from serve_app.errors import RateLimited, Reason
+from serve_app.errors import LimitReason, RateLimited
 from serve_app.generation.generation import Generation
 from serve_app.live.prefixes import Answered, NodeRows, PrefixTable, node_rows
 from serve_app.live.replicas import Activity, ReplicaRow, Roster, came_and_went, replica_rows
@@ -254,7 +254,7 @@ class Live:
                 f"There are already {most} event streams of this viewer; close one first.",
                 code="too_many_streams",
                 retry_after_s=5.0,
-                reason=Reason("ingress", "event_streams", len(view.watchers), most),
+                reason=LimitReason("ingress", "event_streams", len(view.watchers), most),
             )
 
     def _tell(self, occurrence: Occurrence) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from router.protocol.block_hash import TokenArray
 from router.protocol.events import LoadReport
 from serve_app.engine.protocol import EngineRequest, FinishReason, FirstToken, TokenLogprob
-from serve_app.errors import Reason
+from serve_app.errors import LimitReason
 
 ChunkError = Literal["", "too_long", "queue_full", "invalid", "grammar", "failed", "unavailable", "timeout", "rerouted"]
 
@@ -59,7 +59,7 @@ class GenerateChunk(msgspec.Struct, frozen=True, array_like=True):
     error: ChunkError = ""
     message: str = ""
     retry_after_s: float = 0.0
-    reason: Reason | None = None
+    reason: LimitReason | None = None
     load: LoadReport | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     seq: int = 0

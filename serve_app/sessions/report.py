@@ -3,7 +3,7 @@
 from heapq import nsmallest
 from typing import Any
 
-from serve_app.errors import Reason
+from serve_app.errors import LimitReason
 from serve_app.sessions.admission import Admission
 from serve_app.sessions.sessions import Session, Sessions
 
@@ -36,7 +36,7 @@ def session_report(sessions: Sessions, admission: Admission, tenant: str | None,
         if state == "waiting":
             told["waited_s"] = round(admission.waited_s(session), 1)
             told["why"] = _why(session.own_tokens, live_tokens, **room)
-            reason = Reason("session", "num_blocks", held[session.tenant], room.get("room_tokens"))
+            reason = LimitReason("session", "num_blocks", held[session.tenant], room.get("room_tokens"))
             told["reason"] = reason.shown()
         return told
 

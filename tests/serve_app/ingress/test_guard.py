@@ -15,10 +15,10 @@ from serve_app.config.tenants import TenantConfig
 from serve_app.errors import (
     AuthenticationFailed,
     InvalidRequest,
+    LimitReason,
     Overloaded,
     PermissionDenied,
     RateLimited,
-    Reason,
     WarmpathError,
 )
 from serve_app.fairness.rate_limits import TenantLimits
@@ -123,7 +123,7 @@ def test_errors_of_answers_are_in_the_figures_of_their_tenant() -> None:
         assert bucket.counts == {"refused": 1, "failed": 1}
 
 
-REASON = Reason("ingress", "concurrent_requests", 3, 3)
+REASON = LimitReason("ingress", "concurrent_requests", 3, 3)
 
 
 @pytest.mark.parametrize("render", [openai_error, anthropic_error])
