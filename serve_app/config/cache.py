@@ -29,7 +29,17 @@ class CacheSection(BaseModel):
     host_cache_bytes: Bytes = Field(0, ge=0, description="host memory of a replica for blocks evicted from its pool")
     disk_cache_bytes: Bytes = Field(0, ge=0, description="disk of a replica for blocks evicted from the tier above")
     disk_cache_dir: Path | None = Field(None, description="directory of the disk tier, with one slot for each replica")
-    disk_queue_bytes: Bytes = Field(256 * MIB, ge=MIB, description="memory for blocks that wait to be written to disk")
+    disk_queue_bytes: Bytes = Field(
+        256 * MIB, ge=MIB, description="memory for blocks that wait to be written to disk; as much for the object tier"
+    )
+    object_cache_url: str | None = Field(
+        None,
+        description="object store or shared file system for blocks evicted from the tier above, for all replicas: an "
+        "fsspec URL such as s3://bucket/prefix (needs s3fs), gs://bucket/prefix (gcsfs) or file:///mnt/kv",
+    )
+    object_cache_bytes: Bytes = Field(
+        65_536 * MIB, ge=MIB, description="most bytes in the object tier, of all replicas; the oldest blocks go first"
+    )
     tier_load_ratio: float = Field(1.0, ge=0, description="longest load from a tier, relative to computing the KV")
     kv_pull: bool = Field(True, description="copy a prefix from another replica if that is faster than computing it")
     max_pulls: int = Field(4, ge=1, le=64, description="prefixes that a replica copies at once")
@@ -59,6 +69,8 @@ class CacheSection(BaseModel):
     def _budgets_fit(self) -> Self:
         if self.disk_cache_bytes and self.disk_cache_dir is None:
             raise ValueError("disk_cache_bytes needs disk_cache_dir")
+        if self.object_cache_url is not None and "://" not in self.object_cache_url:
+            raise ValueError("object_cache_url must be a URL, such as s3://bucket/prefix or file:///mnt/kv")
         if self.num_blocks is not None and self.pin_budget >= self.num_blocks:
             raise ValueError(f"pin_budget={self.pin_budget:g} leaves nothing of {self.num_blocks} blocks for requests")
         return self

@@ -91,6 +91,9 @@ class DiskTier:
         """Counters since the start."""
         return self.index.counts
 
+    def learn(self, scope: bytes, root: bytes) -> None:
+        """Do nothing: the files are this user's alone, and not encrypted."""
+
     def known(self, block: TierBlock | Wanted) -> bool | None:
         """Return whether a block is stored (any thread); False: another one has its hash."""
         held = self.index.find(block.block_hash)
@@ -116,6 +119,7 @@ class DiskTier:
         try:
             self._files.write(block_hash, content, saved_until_s, self._now_ns())
         except OSError as error:
+            self.counts.failures += 1
             _log.warning("a KV block could not be written to disk: %s", error.strerror)
             return False
         with self.index.lock:

@@ -36,6 +36,8 @@ class TierSettings:
     disk_queue_bytes: int = _DEFAULTS.disk_queue_bytes
     tier_load_ratio: float = _DEFAULTS.tier_load_ratio
     save_ttl_s: float | None = None
+    object_cache_url: str | None = None
+    object_cache_bytes: int = _DEFAULTS.object_cache_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,9 @@ class Tier:
         """
         raise NotImplementedError
 
+    def learn(self, scope: bytes, root: bytes) -> None:
+        """Note the keyed root of a scope, by the scope's digest, before any block of it is put or wanted."""
+
     def use(self, hashes: Sequence[bytes]) -> None:
         """Mark blocks with a ``row``, children first, as the most recently used."""
 
@@ -146,4 +151,5 @@ class Tier:
         yield "warmpath_kv_tier_stores_total", labels, float(self.counts.stores)
         yield "warmpath_kv_tier_drops_total", labels, float(self.counts.drops)
         yield "warmpath_kv_tier_evicted_blocks_total", labels, float(self.counts.evicted_blocks)
+        yield "warmpath_kv_tier_failures_total", labels, float(self.counts.failures)
         yield from self.load_seconds.samples("warmpath_kv_tier_load_seconds", labels)

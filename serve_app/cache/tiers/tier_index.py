@@ -52,6 +52,7 @@ class TierCounts:
     stores: int = 0
     drops: int = 0
     evicted_blocks: int = 0
+    failures: int = 0
 
 
 E = TypeVar("E", bound=Entry)

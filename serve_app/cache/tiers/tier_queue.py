@@ -43,6 +43,9 @@ class BlockStore(Protocol):
     def counts(self) -> TierCounts:
         """Counters since the start."""
 
+    def learn(self, scope: bytes, root: bytes) -> None:
+        """See ``Tier.learn`` (any thread)."""
+
     def known(self, block: TierBlock) -> bool | None:
         """Return whether a block is stored already (any thread); False: another one has its hash."""
 
@@ -69,11 +72,13 @@ class BlockStore(Protocol):
 
 
 class TierQueue(Tier):
-    """A queue of at most ``max_bytes`` before a store. Without ``start``, call ``run``."""
+    """A queue of at most ``max_bytes`` before a store, with ``threads``. Without ``start``, call ``run``."""
 
     keeps = True
 
-    def __init__(self, store: BlockStore, max_bytes: int, parts: TierParts, below: Tier | None = None) -> None:
+    def __init__(
+        self, store: BlockStore, max_bytes: int, parts: TierParts, below: Tier | None = None, *, threads: int = 1
+    ) -> None:
         super().__init__(below)
         self.store = store
         self.name, self.index, self.counts = store.name, store.index, store.counts
@@ -84,12 +89,13 @@ class TierQueue(Tier):
         self._work: PriorityQueue[tuple[int, int, Callable[[], object]]] = PriorityQueue()
         self._numbers = count()
         self._pending: dict[bytes, tuple[TierBlock, Row]] = {}
-        self._offering = threading.Lock()
+        self._offering, self._counting = threading.Lock(), threading.Lock()
         self._stopping = self._late = False
-        self._thread: threading.Thread | None = None
-        if parts.start:
-            self._thread = threading.Thread(target=self._loop, name=f"warmpath-{self.name}-tier", daemon=True)
-            self._thread.start()
+        name = f"warmpath-{self.name}-tier"
+        count_threads = threads if parts.start else 0
+        self._threads = [threading.Thread(target=self._loop, name=name, daemon=True) for _ in range(count_threads)]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def pending_blocks(self) -> int:
@@ -143,6 +149,10 @@ class TierQueue(Tier):
         self._enqueue(lambda: self._store(offered, saved_until_s, life))
         return True
 
+    def learn(self, scope: bytes, root: bytes) -> None:
+        """Note the root of a scope, by the scope's digest."""
+        self.store.learn(scope, root)
+
     def load(self, wanted: Sequence[Wanted]) -> TierLoad:
         """Start reading blocks of one prefix, parents first."""
         load = TierLoad(self, wanted)
@@ -169,20 +179,21 @@ class TierQueue(Tier):
 
     def wait_for_room(self, blocks: int, deadline_s: float) -> None:
         """Block until the queue has space for ``blocks``, or is empty, or until ``deadline_s`` (monotonic)."""
-        while self._thread is not None and self._pending and self.room() < blocks and time.monotonic() < deadline_s:
+        while self._threads and self._pending and self.room() < blocks and time.monotonic() < deadline_s:
             time.sleep(0.002)
 
     def close(self, deadline_s: float) -> None:
         """Refuse new blocks, write queued ones until about ``deadline_s``, end the thread, and release the store."""
         self._stopping = True
-        if self._thread is None:
-            while self.run():
-                pass
-        else:
+        while not self._threads and self.run():
+            pass
+        for _ in self._threads:
             self._enqueue(lambda: None, _END)
-            self._thread.join(max(0.0, deadline_s - time.monotonic()))
-            self._late = True
-            self._thread.join()
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        self._late = True
+        for thread in self._threads:
+            thread.join()
         self.store.close()
 
     def samples(self, labels: Labels) -> Iterable[Sample]:
@@ -207,10 +218,10 @@ class TierQueue(Tier):
     def _store(self, offered: tuple[TierBlock, Row], saved_until_s: float | None, life: int) -> None:
         block, row = offered
         try:
-            if not self._late and self.store.store(block, row, saved_until_s, life=life):
-                self.counts.stores += 1
-            else:
-                self.counts.drops += 1
+            stored = not self._late and self.store.store(block, row, saved_until_s, life=life)
+            with self._counting:
+                self.counts.stores += stored
+                self.counts.drops += not stored
         finally:
             if self._pending.get(block.block_hash) is offered:
                 del self._pending[block.block_hash]

@@ -14,11 +14,12 @@ from serve_app.cache.kv_chain import KvFormat, Row
 from serve_app.cache.prefix_digest import TierBlock
 from serve_app.cache.tiers.disk import open_disk
 from serve_app.cache.tiers.host import open_host
+from serve_app.cache.tiers.object import open_object
 from serve_app.cache.tiers.tier import ReadRows, Tier, TierParts, Wake, Wanted
 from serve_app.cache.tiers.tier import TierSettings as TierSettings
 from serve_app.cache.tiers.tier_index import TierEvent, TierIndex, account_key
 
-OPENERS: tuple[Callable[[TierParts, Tier | None], Tier | None], ...] = (open_disk, open_host)
+OPENERS: tuple[Callable[[TierParts, Tier | None], Tier | None], ...] = (open_object, open_disk, open_host)
 """Of all tiers, the slowest first; each gets the tier below. They raise OSError or ValueError."""
 
 
@@ -69,6 +70,11 @@ class Tiers:
         for index in self.indexes.values():
             with index.lock:
                 index.set_weights(shares)
+
+    def learn(self, scope: bytes, root: bytes) -> None:
+        """Note the keyed root of a scope, by the scope's digest, before any block of it is spilled or wanted."""
+        for tier in self.tiers:
+            tier.learn(scope, root)
 
     def holder(self, wanted: Wanted | TierBlock) -> Tier | None:
         """Return the fastest tier that has a block, or may have it."""

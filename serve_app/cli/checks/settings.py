@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+from serve_app.cache.tiers.object import file_system_of
 from serve_app.checkpoints.adapter_registry import configured_adapters
 from serve_app.checkpoints.checkpoint import CheckpointInfo
 from serve_app.checkpoints.limits import max_model_len
@@ -215,8 +216,10 @@ def written_files(look: Look) -> Iterator[Finding]:
 
 
 def disk_tier(look: Look) -> Iterator[Finding]:
-    """Check that the disk tier's directory can be created and written, and its disk is large enough."""
+    """Check the object tier's URL, and that the disk tier's directory can be written and its disk is large enough."""
     settings = look.settings
+    if settings.object_cache_url is not None:
+        yield from _refusal("object_cache_url", partial(file_system_of, settings.object_cache_url))
     if not settings.disk_cache_bytes or settings.disk_cache_dir is None:
         return
     directory = settings.disk_cache_dir.expanduser().absolute()

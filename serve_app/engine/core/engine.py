@@ -244,6 +244,7 @@ class TorchEngine:
         self._tier_loader.spiller.close()
 
     def _enter(self, sequence: SequenceState) -> None:
+        self._tier_loader.learn(sequence.request)
         self._scheduler.add(sequence)
         with self._loop.changed:
             self._load_reporter.entered(sequence)

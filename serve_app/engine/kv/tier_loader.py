@@ -3,14 +3,13 @@
 Called by the loop alone, except ``samples``. A block is loaded only if its prefix digest equals the request's.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from time import perf_counter
 from typing import NamedTuple
 
-from router.protocol.block_hash import hash_at
+from router.protocol.block_hash import HASH_BYTES, hash_at
 from router.protocol.samples import Labels, Sample
 from serve_app.cache.kv_chain import Row
 from serve_app.cache.prefix.hot_prefixes import HashedTokens
@@ -21,7 +20,7 @@ from serve_app.cache.tiers.tier import Tier, TierLoad, Wanted
 from serve_app.cache.tiers.tiers import Tiers, TierSettings
 from serve_app.engine.kv.tier_spiller import TierSpiller, describe
 from serve_app.engine.metrics import EngineMeters
-from serve_app.engine.protocol import Clock
+from serve_app.engine.protocol import Clock, EngineRequest
 from serve_app.engine.scheduling.scheduler import Fetched
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
@@ -45,7 +44,7 @@ class _Fetch:
     """The state of one request's loads. ``load``: the one it waits for."""
 
     load: TierLoad | None = None
-    worthwhile: bool | None = None
+    worthwhile: dict[str, bool] = field(default_factory=dict)
     loads: int = 0
 
 
@@ -91,6 +90,14 @@ class TierLoader:
         """Allow another step's worth of copying, and note the tenants active since the last step."""
         self.spiller.note_activity()
         self._room_blocks = self._step_blocks
+
+    def learn(self, request: EngineRequest) -> None:
+        """Tell the tiers the roots of a request's scopes."""
+        if self.tiers.tiers and request.root:
+            scope, root = request.scope, request.root
+            self.tiers.learn(scope_digest(scope.private), root[-HASH_BYTES:])
+            if scope.public_blocks:
+                self.tiers.learn(scope_digest(scope.public), root[:HASH_BYTES])
 
     def forget(self, request_id: str) -> None:
         """Drop the state of a request that ended."""
@@ -179,13 +186,16 @@ class TierLoader:
             yield Wanted(hash_at(tokens.chain, i), parent, scope_digest(scope))
 
     def _worthwhile(self, fetch: _Fetch, run: Sequence[_Found]) -> bool:
-        """Decide once per request, so that it never waits for a load and then computes the blocks anyway."""
-        if fetch.worthwhile is None:
-            blocks = Counter(found.tier.name for found in run)
-            sizes = {tier: count * self.tiers.size_bytes for tier, count in blocks.items()}
-            tokens = len(run) * self._cache.block_size
-            fetch.worthwhile = self._rule.worthwhile(sizes, tokens, self._meters.prefill_tokens_per_s)
-        return fetch.worthwhile
+        """Decide once per request and tier, so that it never waits for a load and then computes the blocks anyway.
+
+        A block in a faster tier is then not computed because others, or what another tier may hold, load slowly.
+        """
+        tier = run[0].tier.name
+        if tier not in fetch.worthwhile:
+            blocks = sum(1 for found in run if found.tier.name == tier)
+            size, tokens = blocks * self.tiers.size_bytes, blocks * self._cache.block_size
+            fetch.worthwhile[tier] = self._rule.worthwhile({tier: size}, tokens, self._meters.prefill_tokens_per_s)
+        return fetch.worthwhile[tier]
 
     def _await(self, fetch: _Fetch, run: Sequence[_Found]) -> Fetched:
         tier = run[0].tier

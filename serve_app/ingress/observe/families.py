@@ -148,7 +148,7 @@ warmpath_session_unused_tokens_total: replica
     Context tokens of dropped sessions that no request continued from, except those cached at the session's start.
 
 # Replicas: tiers below the pool
-Only with a configured tier; `tier` is `host` or `disk`.
+Only with a configured tier; `tier` is `host`, `disk` or `object` (the last without blocks and bytes).
 warmpath_kv_tier_blocks: replica engine tier
     Blocks of KV that the tier holds.
 warmpath_kv_tier_bytes: replica engine tier
@@ -164,9 +164,11 @@ warmpath_kv_tier_evicted_blocks_total: replica engine tier
 warmpath_kv_tier_load_seconds: replica engine tier (histogram)
     Time of one load from the tier, of any number of blocks.
 warmpath_kv_tier_refused_files_total: replica engine tier
-    Files on disk with unexpected content, which were not used.
+    Files and objects with unexpected content, which were not used.
 warmpath_kv_tier_pending_blocks: replica engine tier
-    Blocks waiting to be written to disk.
+    Blocks waiting to be written to the tier.
+warmpath_kv_tier_failures_total: replica engine tier
+    Failed writes to disk; calls of the object store that failed or were too late, after which it pauses.
 
 # Replicas: pulls
 KV copied from one replica to another instead of computing it.

@@ -64,6 +64,8 @@ CHANGED: dict[str, dict[str, Any]] = {
     "disk_cache_dir": {"disk_cache_dir": "x"},
     "disk_queue_bytes": {"disk_queue_bytes": "1MiB"},
     "tier_load_ratio": {"tier_load_ratio": 2},
+    "object_cache_url": {"object_cache_url": "file:///kv"},
+    "object_cache_bytes": {"object_cache_bytes": "1GiB"},
     "save_ttl_s": {"save_ttl_s": 60},
     "max_itl_ms": {"max_itl_ms": 50.0},
     "num_speculative_tokens": {"num_speculative_tokens": 2},
