@@ -1,4 +1,4 @@
-"""The rule for tenants' shares, borrowing and turns, used in replicas and ingresses: one formula for all resources.
+"""The rule for tenants' shares and borrowing, used in replicas and ingresses: one formula for all resources.
 
 A share is a tenant's weight, divided by the weights of all that compete (``Shares.fraction``). Within its share a
 tenant takes free capacity. Beyond its share it borrows, and must leave a reserve to the others (``verdict``). Not
@@ -6,7 +6,7 @@ thread-safe.
 """
 
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from math import fsum, inf
 from typing import Literal, NamedTuple
@@ -193,73 +193,6 @@ class Budget:
         self._held[tenant] -= amount
         if not self._held[tenant]:
             del self._held[tenant]
-
-
-class Turns:
-    """Deficit round robin: the order of turns among tenants with work, fair for work items of any cost.
-
-    With n tenants, one waits for at most a turn of each other tenant, plus the excess of its own last turn. ``credit``:
-    the ring of tenants with work; ``turn``: the credit of a tenant's next turn.
-    """
-
-    def __init__(self, turn: Callable[[str], int], clock: Callable[[], float] = time.monotonic) -> None:
-        self.credit: OrderedDict[str, int] = OrderedDict()
-        self._turn = turn
-        self._clock = clock
-        self._rounds = 0.0
-        self._served = ""
-        self._debts: OrderedDict[str, tuple[int, float, float]] = OrderedDict()
-        """By tenant without work: its credit below 0, and the rounds and the time when it left."""
-
-    def join(self, tenant: str) -> None:
-        """Add a tenant with work to the ring's end, unless it is already in the ring."""
-        if tenant in self.credit:
-            return
-        self._forget_old_debts()
-        credit, rounds, _ = self._debts.pop(tenant, (0, self._rounds, 0.0))
-        paid = int(max(0.0, self._rounds - rounds) * self._turn(tenant))
-        self.credit[tenant] = min(0, credit + paid)
-
-    def leave(self, tenant: str) -> None:
-        """Remove a tenant without work. Its credit is lost.
-
-        Its debt stays for ``ACTIVE_S``, or a tenant with one request at a time would never pay. The rounds of the
-        others reduce it as if it waited.
-        """
-        credit = self.credit.pop(tenant)
-        self._forget_old_debts()
-        if credit < 0:
-            # It has had its turn of the round in progress.
-            self._debts[tenant] = credit, self._rounds + (tenant == self._served), self._clock()
-
-    def next(self, able: Collection[str]) -> str:
-        """Return the next of the ``able`` tenants (in ring order). A turn adds credit; tenants in debt are skipped."""
-        credit = self.credit
-        # Apply all rounds in which every tenant stays in debt at once.
-        rounds = min(-credit[tenant] // self._turn(tenant) for tenant in able)
-        if rounds > 0:
-            self._rounds += rounds
-            for tenant in able:
-                credit[tenant] += rounds * self._turn(tenant)
-        for tenant in tuple(able):
-            if credit[tenant] <= 0:
-                self._rounds += 1 / len(able)
-                credit[tenant] += self._turn(tenant)
-            if credit[tenant] > 0:
-                break
-            credit.move_to_end(tenant)
-        return tenant
-
-    def charge(self, tenant: str, cost: int) -> None:
-        """Subtract the cost of started work from a tenant's credit. Without credit its turn ends."""
-        self.credit[tenant] -= cost
-        self._served = tenant
-        if self.credit[tenant] <= 0:
-            self.credit.move_to_end(tenant)
-
-    def _forget_old_debts(self) -> None:
-        while self._debts and self._clock() - next(iter(self._debts.values()))[2] > ACTIVE_S:
-            self._debts.popitem(last=False)
 
 
 def checked_weights(weights: Mapping[str, float]) -> dict[str, float]:

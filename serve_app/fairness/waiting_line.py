@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from bisect import insort
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 
 from router.protocol.samples import WAIT_BUCKETS_S, Histogram
 from serve_app.errors import LimitReason
-from serve_app.fairness.shares import Budget, Turns, verdict
+from serve_app.fairness.shares import Budget, verdict
+from serve_app.fairness.tenant_queue import TenantQueue
 
 QUANTUM = 512
 """The cost of a turn: the prompt tokens of a tenant's turn in a replica."""
@@ -56,9 +56,8 @@ class WaitingLine:
 
     def __init__(self, budget: Budget, quantum: int = QUANTUM, clock: Callable[[], float] = time.monotonic) -> None:
         self._budget = budget
-        self._turns = Turns(lambda _: quantum, clock)
+        self._queue: TenantQueue[_Waiter] = TenantQueue(lambda _: quantum, clock, attrgetter("order"))
         self._clock = clock
-        self._lines: dict[str, deque[_Waiter]] = {}
         self.waits = Histogram(WAIT_BUCKETS_S)
         """The seconds that requests waited, if they had to."""
         self._pace_s: dict[str, float] = {}
@@ -67,7 +66,7 @@ class WaitingLine:
 
     def waiting(self) -> Counter[str]:
         """Return the number of queued requests by tenant."""
-        return Counter({tenant: len(line) for tenant, line in self._lines.items()})
+        return Counter({tenant: len(line) for tenant, line in self._queue.lines.items()})
 
     def running(self, tenant: str | None) -> int:
         """Return the units that a tenant holds, None: all that are held."""
@@ -75,12 +74,12 @@ class WaitingLine:
 
     def reason(self, tenant: str) -> LimitReason | None:
         """Return why a tenant's request for one unit would wait now, None: it would start at once."""
-        free = not self._lines and self._budget.verdict(tenant, 1) == "granted"
+        free = not self._queue.lines and self._budget.verdict(tenant, 1) == "granted"
         return None if free else self._budget.reason(tenant)
 
     def retry_after_s(self, tenant: str) -> float:
         """Return the time for a tenant's queue at its recent pace, 1 to 60 s."""
-        pace_s, line = self._pace_s.get(tenant, 0.0), self._lines.get(tenant, ())
+        pace_s, line = self._pace_s.get(tenant, 0.0), self._queue.lines.get(tenant, ())
         if line:
             pace_s = max(pace_s, self._clock() - self._first_since_s[tenant])
         return min(60.0, max(1.0, pace_s * (1 + len(line))))
@@ -93,12 +92,10 @@ class WaitingLine:
         shares = self._budget.shares
         shares.touch(tenant)
         waiter = _Waiter(units, cost, asyncio.get_running_loop().create_future(), order, self._clock())
-        if self._lines or self._budget.verdict(tenant, self._units(tenant, waiter)) != "granted":
-            if tenant not in self._lines:
-                self._lines[tenant] = deque()
-                self._turns.join(tenant)
+        if self._queue.lines or self._budget.verdict(tenant, self._units(tenant, waiter)) != "granted":
+            if tenant not in self._queue.lines:
                 self._first_since_s[tenant] = self._clock()
-            insort(self._lines[tenant], waiter, key=attrgetter("order"))
+            self._queue.put(tenant, waiter)
             self._grant()
         else:
             self._start(tenant, waiter)
@@ -122,21 +119,14 @@ class WaitingLine:
         granted = waiter.granted
         if granted.done() and not granted.cancelled():
             granted.result().give_back()
-        elif waiter in (line := self._lines.get(tenant, deque[_Waiter]())):
-            line.remove(waiter)
-            self._drop_if_empty(tenant)
+        elif self._queue.discard(tenant, waiter):
             self._grant()
-
-    def _drop_if_empty(self, tenant: str) -> None:
-        if not self._lines[tenant]:
-            del self._lines[tenant], self._first_since_s[tenant]
-            self._turns.leave(tenant)
 
     def _grant(self) -> None:
         """Start all requests that fit, in turns."""
         while able := self._able():
-            tenant = self._turns.next(able)
-            waiter = self._lines[tenant].popleft()
+            tenant = self._queue.next(able)
+            waiter = self._queue.take(tenant, self._queue.lines[tenant][0].cost)
             now_s = self._clock()
             waited_s = now_s - self._first_since_s[tenant]
             before = self._pace_s.get(tenant, waited_s)
@@ -144,8 +134,6 @@ class WaitingLine:
             self._first_since_s[tenant] = now_s
             self.waits.observe(now_s - waiter.arrival_s)
             self._start(tenant, waiter)
-            self._turns.charge(tenant, waiter.cost)
-            self._drop_if_empty(tenant)
 
     def _able(self) -> list[str]:
         """Return the tenants with a first request that fits, in the order of their turns.
@@ -157,8 +145,8 @@ class WaitingLine:
         able: list[str] = []
         borrowers: set[str] = set()
         owed = False
-        for tenant in self._turns.credit:
-            claim = budget.claim(tenant, self._units(tenant, self._lines[tenant][0]))
+        for tenant in self._queue.credit:
+            claim = budget.claim(tenant, self._units(tenant, self._queue.lines[tenant][0]))
             answer = verdict(claim)
             owed = owed or answer == "no_room"
             if answer == "granted":

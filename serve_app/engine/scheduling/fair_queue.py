@@ -1,12 +1,13 @@
-"""The order in which tenants prefill: turns (``fairness.Turns``) that are shorter for tenants with high recent use.
+"""The order in which tenants prefill: a ``TenantQueue`` with turns that are shorter for tenants with high recent use.
 
 Owns each tenant's use in recent steps, decodes included: they are never held back, but they lengthen every step.
 Source: Sheng et al., Fairness in Serving Large Language Models (OSDI 2024), counts generated tokens as service too.
 """
 
+from collections import deque
 from collections.abc import Collection, Mapping
 
-from serve_app.fairness.shares import Turns
+from serve_app.fairness.tenant_queue import TenantQueue, W
 
 LEAST_STEP_TOKENS = 512
 """A step prefills at least this many tokens. Smaller steps cost more per token, as each step reads all weights."""
@@ -24,7 +25,7 @@ SHORTEST_TURN_PART = 16
 """A turn is at least this fraction (1/n) of a quantum: the heaviest tenant is slowed down, but never stopped."""
 
 
-class FairQueue(Turns):
+class FairQueue(TenantQueue[W]):
     """The tenants with prefill work in steps of up to ``max_num_batched_tokens``."""
 
     def __init__(self, max_num_batched_tokens: int) -> None:
@@ -46,25 +47,19 @@ class FairQueue(Turns):
             for tenant in tenants
         }
 
-    def begin(self, tenants: Collection[str], decodes: Mapping[str, int], awaited: Collection[str] = ()) -> None:
+    def begin(self, lines: dict[str, deque[W]], decodes: Mapping[str, int], awaited: Collection[str] = ()) -> None:
         """Start a step with these ``decodes`` by tenant. Known tenants keep their place; new ones join at the end.
 
         ``awaited``: tenants that others wait for; their turns are not shortened.
         """
         self._awaited = awaited
-        for tenant in self.credit.keys() - set(tenants):
+        for tenant in self.credit.keys() - lines.keys():
             self.leave(tenant)
-        for tenant in tenants:
+        for tenant in lines:
             self.join(tenant)
+        self.lines = lines
         self._used = self._recent(decodes)
         self._mean_used = _mean(self._used)
-
-    def head(self) -> tuple[str, int] | None:
-        """Return the tenant at the head and the tokens it may use; None when no tenant is left."""
-        if not self.credit:
-            return None
-        tenant = self.next(self.credit)
-        return tenant, self.credit[tenant]
 
     def is_heavy(self, tenant: str) -> bool:
         """Return whether a tenant's turns are short now because its recent use exceeds the mean."""

@@ -64,7 +64,7 @@ class Scheduler:
         self._waiting: dict[str, SequenceState] = {}
         self.pending = PendingBlocks()
         self._running = RunningSet(settings, cache, self.pending, adapters)
-        self.fair_queue = FairQueue(settings.max_num_batched_tokens)
+        self.fair_queue: FairQueue[SequenceState] = FairQueue(settings.max_num_batched_tokens)
         self._claim: SequenceState | None = None
         self._slot_claim: str | None = None
         self._stopped: set[str] = set()
@@ -188,15 +188,7 @@ class Scheduler:
         decoding = decodes.total()
         heavy = (tenant for tenant in lines if decoding > decodes[tenant] and self.fair_queue.is_heavy(tenant))
         left = dict.fromkeys(heavy, heavy_budget)
-        while budget > 0 and (turn := self.fair_queue.head()):
-            tenant, credit = turn
-            spent = self._serve(lines[tenant], min(budget, credit, left.get(tenant, budget)), plan)
-            budget -= spent
-            self.fair_queue.charge(tenant, spent)
-            if tenant in left:
-                left[tenant] -= spent
-            if not lines[tenant] or left.get(tenant) == 0:
-                self.fair_queue.leave(tenant)
+        self.fair_queue.hand_out(budget, lambda _, line, most: self._serve(line, most, plan), left)
         chosen.extend(plan.values())
 
     def _serve(self, line: deque[SequenceState], limit: int, plan: dict[SequenceState, Scheduled]) -> int:

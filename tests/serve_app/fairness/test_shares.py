@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.fairness.shares import ACTIVE_S, Budget, Claim, Shares, Turns, verdict
+from serve_app.fairness.shares import ACTIVE_S, Budget, Claim, Shares, verdict
+from serve_app.fairness.tenant_queue import TenantQueue
 from tests.router.cores import Clock
 
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 1.0}
@@ -104,7 +105,7 @@ def test_who_exceeds_one_share_leaves_every_reserve() -> None:
 def test_a_tenant_without_work_keeps_its_debt_for_a_while_but_no_credit() -> None:
     """The turns of others pay it back, as if it waited; nobody is remembered for ever."""
     clock = Clock()
-    turns = Turns(lambda _: 100, clock)
+    turns: TenantQueue[str] = TenantQueue(lambda _: 100, clock)
 
     def left(tenant: str, cost: int) -> None:
         turns.join(tenant)
@@ -146,7 +147,8 @@ def test_a_tenant_without_work_keeps_its_debt_for_a_while_but_no_credit() -> Non
 )
 def test_turns_differ_by_one_and_the_excess_of_one_request(costs: dict[str, int], turn: int) -> None:
     """Also where costs are exactly a turn, and nobody's credit is left."""
-    turns, used = Turns(lambda _: turn), Counter[str]()
+    turns: TenantQueue[str] = TenantQueue(lambda _: turn)
+    used = Counter[str]()
     for tenant in costs:
         turns.join(tenant)
     for _ in range(200):

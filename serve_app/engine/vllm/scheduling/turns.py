@@ -55,7 +55,7 @@ class TenantTurns:
         self._places = places
         self._blocks = blocks
         self._block_size = block_size
-        self._fair_queue = FairQueue(max_tokens)
+        self._fair_queue: FairQueue[Any] = FairQueue(max_tokens)
 
     def blocks_of(self, request: Any) -> int:
         """Return the blocks that a request needs in all: those of its tokens and of the answer's next ones."""
@@ -94,14 +94,7 @@ class TenantTurns:
         for tenant in lines.keys() | decodes.keys():
             self.shares.touch(tenant)
         self._fair_queue.begin(lines, decodes)
-        budget = self._max_tokens - decodes.total()
-        while budget > 0 and (turn := self._fair_queue.head()):
-            tenant, credit = turn
-            spent = step.serve(tenant, lines[tenant], min(budget, credit))
-            budget -= spent
-            self._fair_queue.charge(tenant, spent)
-            if not lines[tenant]:
-                self._fair_queue.leave(tenant)
+        self._fair_queue.hand_out(self._max_tokens - decodes.total(), step.serve)
         return step.plan
 
 

@@ -1,6 +1,6 @@
 """Deficit round robin: every tenant with work gets its turn, which is shorter after more recent use."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Mapping
 
 import pytest
@@ -11,24 +11,25 @@ from serve_app.engine.scheduling.fair_queue import QUANTUM_TOKENS, RECENT_STEPS,
 
 
 def serve(
-    queue: FairQueue,
+    queue: FairQueue[str],
     work: dict[str, int],
     budget: int,
     decodes: Mapping[str, int] | None = None,
     awaited: Collection[str] = (),
 ) -> list[tuple[str, int]]:
     """Run one step: spend ``budget`` on the tenants' remaining work; return (tenant, tokens) in order."""
-    queue.begin([tenant for tenant, left in work.items() if left], decodes or {}, awaited)
-    served = []
-    while budget and (turn := queue.head()):
-        tenant, credit = turn
-        tokens = min(credit, budget, work[tenant])
+    queue.begin({tenant: deque([tenant]) for tenant, left in work.items() if left}, decodes or {}, awaited)
+    served: list[tuple[str, int]] = []
+
+    def spend(tenant: str, line: deque[str], most: int) -> int:
+        tokens = min(most, work[tenant])
         work[tenant] -= tokens
-        budget -= tokens
         served.append((tenant, tokens))
-        queue.charge(tenant, tokens)
         if not work[tenant]:
-            queue.leave(tenant)
+            line.clear()
+        return tokens
+
+    queue.hand_out(budget, spend)
     return served
 
 
@@ -38,7 +39,7 @@ def serve(
 )
 def test_no_use_stops_a_tenant(decodes: list[int], steps: list[tuple[int, int]]) -> None:
     """A round serves all, by a sixteenth of a quantum at least and a quantum at most. (docs: routing)"""
-    queue = FairQueue(2048)
+    queue: FairQueue[str] = FairQueue(2048)
     tenants = [f"t{i}" for i in range(len(decodes))]
     for budget, only in steps:
         work = {tenant: 10**9 for tenant in tenants if only == 0 or tenant != tenants[only % len(tenants)]}
@@ -53,7 +54,7 @@ def test_no_use_stops_a_tenant(decodes: list[int], steps: list[tuple[int, int]])
     assert min(got.values()) >= got.total() / len(tenants) / (SHORTEST_TURN_PART + 1)
 
 
-def ratio(queue: FairQueue, steps: int, decodes: int = 0, awaited: Collection[str] = ()) -> float:
+def ratio(queue: FairQueue[str], steps: int, decodes: int = 0, awaited: Collection[str] = ()) -> float:
     """Serve two tenants with endless work; return the tokens of "a" divided by those of "b". ``decodes``: of "a"."""
     got: Counter[str] = Counter()
     work = {"a": 10**9, "b": 10**9}
@@ -65,7 +66,7 @@ def ratio(queue: FairQueue, steps: int, decodes: int = 0, awaited: Collection[st
 
 def test_a_tenant_of_little_use_comes_first_and_is_equal_soon() -> None:
     """Beside a tenant that was alone, it gets two thirds of its first steps, later half. (docs: routing)"""
-    queue = FairQueue(2048)
+    queue: FairQueue[str] = FairQueue(2048)
     for _ in range(3 * RECENT_STEPS):
         assert sum(tokens for _, tokens in serve(queue, {"a": 10**9}, 512, {"a": 64})) == 512, "alone it gets all"
     assert ratio(queue, 10) <= 0.5
@@ -93,12 +94,12 @@ def test_a_quantum_is_at_most_a_quarter_of_a_step() -> None:
 @settings(max_examples=10)
 def test_tenants_that_left_shorten_nobodys_turns_and_are_forgotten(passing: int, idle_steps: int) -> None:
     """Else the mean use would fall with each of them, and all tenants of equal use would count as heavy."""
-    queue = FairQueue(2048)
+    queue: FairQueue[str] = FairQueue(2048)
     for number in range(passing):
         serve(queue, {f"passing {number}": 10}, 10)
     equal = {"a": 4, "b": 4}
     for _ in range(idle_steps):
-        queue.begin([], equal)
+        queue.begin({}, equal)
     assert queue._used.keys() == equal.keys()
     assert queue.coming(list(equal), equal) == dict.fromkeys(equal, queue.quantum_tokens)
     assert not queue.is_heavy("a")
