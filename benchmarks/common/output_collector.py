@@ -26,7 +26,7 @@ class OutputCollector:
                 if output.first is not None:
                     self.cached_tokens[name] = output.first.cached_tokens
                 if output.error:
-                    self._failed.append(f"{name}: {output.error}")
+                    self._failed.append(f"{name}: {output.message}")
                 if output.finish_reason is not None:
                     self._ended.add(name)
             self._changed.notify_all()

@@ -193,7 +193,10 @@ class Talks:
         root = (scope.public.root(_SECRET) if scope.public_blocks else b"") + scope.private.root(_SECRET)
         stored = self._unstored == 0.0 or not self.chance(self._unstored)
         name = f"r{self._requests}"
-        return EngineRequest(name, talk.ids, scope, root, sampling, tenant=scope.salt.decode(), store_kv=stored)
+        tenant = scope.salt.decode()
+        return EngineRequest(
+            name, tenant=tenant, store_kv=stored, token_ids=talk.ids, scope=scope, root=root, sampling=sampling
+        )
 
     def _opening(self, scope: PrefixScope) -> TokenArray:
         public = self._public if scope.public_blocks else self._public[:0]

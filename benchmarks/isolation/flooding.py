@@ -172,14 +172,15 @@ def drive(workload: FloodWorkload, *, flood: bool, protected: bool = True) -> Si
                 sequence = item.sequence
                 sides.starts(sequence.request, sequence.cached_tokens, clock() - sequence.arrival_s)
         began_s, prefills = clock(), any(item.sequence.prefilling for item in chosen)
-        results = runner.execute([item.sequence.segment(item.tokens) for item in chosen])
+        segments = [item.sequence.segment(item.tokens) for item in chosen]
+        runner.execute(segments)
         decode_step_s = decode_step_s if prefills else clock() - began_s
-        for item, result in zip(chosen, results, strict=True):
+        for item, segment in zip(chosen, segments, strict=True):
             scheduler.computed(item)
-            if result.token is not None:
+            if segment.token is not None:
                 if item.sequence.generated_tokens == 0:
                     sides.of(item.sequence.request).ttft_s.append(clock() - item.sequence.arrival_s)
-                if item.sequence.append_token(result.token):
+                if item.sequence.append_token(segment.token):
                     sides.of(item.sequence.request).answer_s.append(clock() - item.sequence.arrival_s)
                     scheduler.remove(item.sequence)
         cache.take_events()
@@ -262,7 +263,14 @@ def measured(engine: str, run: Callable[..., Sides]) -> dict[str, Any]:
 def _request(name: str, tenant: str, ids: TokenArray, answer_tokens: int, *, protected: bool) -> EngineRequest:
     scope = PrefixScope("flooding", salt=tenant.encode())
     owner = tenant if protected else "everybody"
-    return EngineRequest(name, ids, scope, scope.root(SECRET), SamplingParams(answer_tokens), tenant=owner)
+    return EngineRequest(
+        name,
+        tenant=owner,
+        token_ids=ids,
+        scope=scope,
+        root=scope.root(SECRET),
+        sampling=SamplingParams(answer_tokens),
+    )
 
 
 def main() -> None:

@@ -30,7 +30,13 @@ class WarmpathEngine:
         """Submit all prompts and wait for their last tokens. Raises RuntimeError if one fails."""
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
         requests = [
-            EngineRequest(str(next(self._numbers)), np.asarray(prompt, dtype=np.int32), _SCOPE, _ROOT, sampling)
+            EngineRequest(
+                str(next(self._numbers)),
+                token_ids=np.asarray(prompt, dtype=np.int32),
+                scope=_SCOPE,
+                root=_ROOT,
+                sampling=sampling,
+            )
             for prompt in prompts
         ]
         OutputCollector().answer_all(self._engine, requests)

@@ -1,4 +1,4 @@
-"""A router's view of one request, and its decision, as passed through the Serve handle."""
+"""What a router reads of one request, and its decision."""
 
 from typing import Literal
 
@@ -16,33 +16,6 @@ Reason = Literal[
     "fallback",
 ]
 """The reason for a choice: stable words used by counters and documents."""
-
-
-class RoutedRequest(msgspec.Struct, frozen=True, gc=False):
-    """The routing view of one request, passed as the keyword argument ``route`` of the handle call.
-
-    ``block_hashes``: packed chain of the prompt's full blocks. ``placement_key``: 16 bytes that keep related
-    cold requests together (system-prompt key, or derived from a client's ``prompt_cache_key``).
-    ``avoid``: replicas that already failed this request; ``dead``: those that also lost their KV.
-    ``adapter``: the key of its LoRA adapter, "" for none.
-    ``tenant``: the request's tenant, for fair turns in the queue. ``rerouted``: the number of returns by replicas with
-    more queued work than the router expected. ``store_kv`` False: the request leaves nothing in a replica's cache.
-    ``order``: among the tenant's waiting requests, the lowest is first. ``reads_kv`` False: the request computes its
-    whole prompt anew.
-    """
-
-    request_id: str
-    block_hashes: bytes
-    prompt_tokens: int
-    placement_key: bytes
-    avoid: tuple[str, ...] = ()
-    adapter: str = ""
-    tenant: str = ""
-    rerouted: int = 0
-    store_kv: bool = True
-    dead: tuple[str, ...] = ()
-    order: int = 0
-    reads_kv: bool = True
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):
@@ -66,6 +39,35 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     pull_tokens: int = 0
     queued_tokens: int | None = None
     decided_s: float = 0.0
+
+
+class RoutedRequest(msgspec.Struct, frozen=True):
+    """The fields of a request that a router reads; an engine's request is one with more fields.
+
+    It is the first argument of the handle call, and reaches the replica with the router's ``decision``.
+    ``block_hashes``: packed chain of the prompt's full blocks. ``placement_key``: 16 bytes that keep related
+    cold requests together (system-prompt key, or derived from a client's ``prompt_cache_key``).
+    ``avoid``: replicas that already failed this request; ``dead``: those that also lost their KV.
+    ``adapter``: the key of its LoRA adapter, "" for none.
+    ``tenant``: the request's tenant, for fair turns in the queue. ``rerouted``: the number of returns by replicas with
+    more queued work than the router expected. ``store_kv`` False: the request leaves nothing in a replica's cache.
+    ``order``: among the tenant's waiting requests, the lowest is first. ``reads_kv`` False: the request computes its
+    whole prompt anew.
+    """
+
+    request_id: str
+    block_hashes: bytes = b""
+    prompt_tokens: int = 0
+    placement_key: bytes = b""
+    avoid: tuple[str, ...] = ()
+    adapter: str = ""
+    tenant: str = ""
+    rerouted: int = 0
+    store_kv: bool = True
+    dead: tuple[str, ...] = ()
+    order: int = 0
+    reads_kv: bool = True
+    decision: Decision | None = None
 
 
 class NoReplicaLeft(Exception):

@@ -1,8 +1,8 @@
 """The Serve adapter: Ray Serve's RequestRouter hooks around a RoutingCore.
 
 It maps Serve's replicas to the core's replica ids, and owns this loop's FeedSubscriber. It computes no scores and waits
-for no remote call. A call's routing view is the keyword argument ``route``. If the caller also passes
-``decision=None``, the replica receives the Decision there. Replicas call each other by ``target``.
+for no remote call. It routes calls with a ``RoutedRequest`` as first argument; the replica receives it with the
+router's ``decision``. Replicas call each other by ``target``.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 import msgspec
+from msgspec import structs
 from ray.serve import get_replica_context
 from ray.serve.exceptions import RayServeException
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -103,9 +104,9 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
         return [[replica] for replica in sorted(candidate_replicas, key=self._queue_length)]
 
     async def _route_of(self, pending_request: PendingRequest) -> RoutedRequest | None:
-        """Return a call's routing view, or None for a call without a prompt."""
-        route = pending_request.kwargs.get("route")
-        return route if isinstance(route, RoutedRequest) else None
+        """Return a call's request as a router sees it, or None for a call without a prompt."""
+        first = pending_request.args[0] if pending_request.args else None
+        return first if isinstance(first, RoutedRequest) else None
 
     def _choose(
         self, pending_request: PendingRequest, route: RoutedRequest | None, is_retry: bool
@@ -136,8 +137,8 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
                 self._core.release(decision)
                 raise asyncio.CancelledError
             self._decided(route, decision)
-            if "decision" in pending_request.kwargs:
-                pending_request.kwargs["decision"] = decision
+            if isinstance(pending_request.args[0], RoutedRequest):  # a router's subclass may read other arguments
+                pending_request.args = [structs.replace(route, decision=decision), *pending_request.args[1:]]
             return self._by_name[decision.replica_id]
         except Exception:
             self._fault("choosing a replica")

@@ -6,8 +6,9 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
+
+from msgspec import structs
 
 from serve_app.api.format import AnswerHead, ErrorAnswer
 from serve_app.api.unknown import ignored_fields
@@ -15,12 +16,11 @@ from serve_app.batch.batch_file import APIS, BatchRequest
 from serve_app.checkpoints.checkpoint import CheckpointInfo
 from serve_app.checkpoints.limits import max_model_len
 from serve_app.config.app import AppConfig
-from serve_app.engine.protocol import Engine, EngineError, EngineOutput
-from serve_app.errors import GenerationFailed, InvalidRequest, WarmpathError
+from serve_app.engine.protocol import Engine, EngineError, EngineOutput, EngineRequest
+from serve_app.errors import InvalidRequest, WarmpathError
 from serve_app.fairness.shares import Budget, Shares
 from serve_app.fairness.waiting_line import WaitingLine
-from serve_app.generation.answer import answer_pieces
-from serve_app.generation.generation import Generation, TakeTokens, Tokens, told_ids
+from serve_app.generation.answer import TakeOutput, answer_pieces, raise_for, told_ids
 from serve_app.generation.prepare import Limits, Preparer
 from serve_app.generation.request_usage import RequestUsage, save_warning
 from serve_app.generation.tool_calls.call_reader import WholeChoice
@@ -137,8 +137,10 @@ class _Batch:
         )
         return APIS[request.url][1].whole(head, [choice.choice() for choice in choices], usage.total())
 
-    async def generate(self, generation: Generation, *, take: TakeTokens | None = None) -> AsyncGenerator[Tokens, None]:
-        """Yield a sequence's tokens as they arrive; the last have a finish reason. Raises a ``WarmpathError``."""
+    async def generate(
+        self, generation: EngineRequest, *, take: TakeOutput | None = None
+    ) -> AsyncGenerator[EngineOutput, None]:
+        """Yield a request's outputs as they arrive; the last has a finish reason. Raises a ``WarmpathError``."""
         loop = asyncio.get_running_loop()
         stream, ready = TokenStream(generation.interval_s), asyncio.Queue[EngineOutput]()
 
@@ -149,20 +151,15 @@ class _Batch:
         grammar = generation.grammar
         ended = False
         try:
-            request = replace(
-                generation.engine_request(generation.request_id, time.perf_counter()),
-                block_hashes=generation.block_hashes,
-                matcher=await self._matchers.matcher(grammar, generation.tenant) if grammar else None,
-            )
-            await self._adapters.submit(request, generation.lora_path, deliver)
+            if grammar:
+                matcher = await self._matchers.matcher(grammar, generation.tenant)
+                generation = structs.replace(generation, matcher=matcher)
+            await self._adapters.submit(generation, deliver)
             while not ended:
                 output = await ready.get()
-                if output.finish_reason not in (None, "stop", "length"):
-                    raise GenerationFailed(output.error or "The engine failed this request.")
+                raise_for(output, generation.grammar_field)
                 ended = output.finish_reason is not None
-                yield Tokens(
-                    output.token_ids, output.first, output.finish_reason, output.logprobs, output.prompt_logprobs
-                )
+                yield output
         except (EngineError, ValueError) as error:
             raise InvalidRequest(str(error)) from error
         finally:

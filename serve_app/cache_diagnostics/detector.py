@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from serve_app.cache_diagnostics.explain import Decode, Miss, SeenPrompt, explain, is_miss
+from serve_app.engine.protocol import EngineRequest
 from serve_app.fairness.workers import FairWorkers
-from serve_app.generation.generation import Generation
 from serve_app.generation.request_usage import RequestUsage
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class MissDetector:
 
     def observe(
         self,
-        generation: Generation,
+        generation: EngineRequest,
         cached_tokens: int,
         arrived_s: float,
         now_s: float,

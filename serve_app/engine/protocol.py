@@ -9,13 +9,15 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
+from msgspec import structs
 
 from router.protocol.block_hash import PrefixScope, TokenArray
 from router.protocol.events import Event, LoadReport, StatsReport
+from router.protocol.request import RoutedRequest
 from serve_app.cache.kv_chain import KvChain, TransferError
 from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, SavedPrefix
 from serve_app.cache.prefix.pins import PinOutcome
@@ -29,9 +31,6 @@ Clock = Callable[[], float]
 """Returns monotonic seconds."""
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
-GRAMMAR_FAILED = "its grammar: "
-"""Begins the ``error`` of a request that its own grammar ended, not the engine."""
-
 SaveOutcome = Literal["saved", "present", "over_budget", "too_large", "too_short", "failed", "off"]
 """Result of a save: "present" if it existed already; the last five are warnings ("off": no cache)."""
 
@@ -68,45 +67,81 @@ class RemoteKv:
         self._ended.set()
 
 
-@dataclass(frozen=True, slots=True)
-class EngineRequest:
-    """One generation. ``token_ids``: the prompt, int32, at least one id.
+class ReplyTo(msgspec.Struct, frozen=True, array_like=True):
+    """The token address of an ingress. ``public_key``: its CURVE key (Z85 text), without which no peer can connect."""
 
-    Its last ``resumed_tokens`` are the answer's first tokens, which another replica generated.
-    ``matcher``: this answer's own grammar; where the rules leave no token, the grammar wins.
+    address: str = ""
+    public_key: str = ""
 
-    ``scope.lora`` names the LoRA adapter (``AdapterSpec.key``), "" the base model.
-    ``root`` is the scope's keyed root hash, behind the public scope's where ``scope.public_blocks`` is not 0.
-    ``block_hashes``: the packed chain of the prompt's full blocks under it (empty: the engine computes it).
-    ``router_id`` and ``reservation`` come back in the load report.
-    ``remote_kv``: KV in transit that the request waits for; it is queued, and counted as waiting, from submission.
-    ``timeout_s``: limit from submission to the end; an unfinished request then ends with "timeout".
-    ``saves``: the prefixes to keep, in the order in which they get space.
+
+class EngineRequest(RoutedRequest, frozen=True, kw_only=True, array_like=True, eq=False):
+    """One sequence to generate, from its ingress through router and replica to the engine, and while it is answered.
+
+    Each stage adds fields; ``to_wire`` is its only other form. Some of the router's fields follow from the others.
+
+    For the engine. ``token_ids``: the prompt, int32, at least one id. Its last ``resumed_tokens`` are the answer's
+    first tokens, which another replica generated. ``scope.lora`` names the LoRA adapter (``AdapterSpec.key``), "" the
+    base model. ``root`` is the scope's keyed root hash, behind the public scope's where ``scope.public_blocks`` is not
+    0. ``block_hashes``: the packed chain of the prompt's full blocks under it (empty: the engine computes it).
     ``order``: among a tenant's waiting requests the lowest starts first; it has no effect between tenants.
-    ``store_kv`` False: the request uses cached blocks, but its own are never shared and end with it.
+    ``store_kv`` False: the request uses cached blocks, but its own are never shared and end with it. ``saves``: the
+    prefixes to keep, an explicit one, then those of cache breakpoints, the shortest first: so they get space.
+    ``timeout_s``: limit from submission to the end; an unfinished request then ends with "timeout".
+
+    For the replica. ``reply_to``: the destination of its outputs, None for none. ``caller``: the name of the calling
+    Serve actor; the generation ends when it dies. ``lora_path``: path of the adapter for a replica that lacks it.
+    ``interval_s``: minimum time between two outputs, except the first and the last. ``grammar``: in llguidance's form.
+    ``session``: a ``session_key``. ``traceparent``: W3C's, of the parent's span. "" stands for none.
+
+    From the replica. ``matcher``: this answer's own grammar; where the rules leave no token, the grammar wins.
+    ``remote_kv``: KV in transit that the request waits for; it is queued, and counted as waiting, from submission.
+
+    For the ingress. ``deadline_s``: by its ``time.perf_counter``. ``grammar_field``: the client's with the grammar;
+    ``warning``: what it leaves out. ``echo``: the prompt, if the answer repeats it. ``prompt_ref``: the version of its
+    registered prompt. ``model``: its name in usage; ``charged``: whether its prompt is charged, once for all choices.
+    ``system_chars``: of the formatted system prompt; ``system_tokens``: those that the prompt has in common with it.
     """
 
-    request_id: str
+    tenant: str = "default"
     token_ids: TokenArray
     scope: PrefixScope
     root: bytes
     sampling: SamplingParams
-    block_hashes: bytes = b""
-    tenant: str = "default"
-    router_id: str = ""
-    reservation: int = 0
     saves: tuple[Save, ...] = ()
-    remote_kv: RemoteKv | None = None
     timeout_s: float = math.inf
-    store_kv: bool = True
     resumed_tokens: int = 0
-    order: int = 0
-    matcher: TokenMatcher | None = None
 
-    @property
-    def reads_kv(self) -> bool:
-        """Whether cached blocks are of use to it: tokens with reused KV have no log-probabilities."""
-        return self.sampling.prompt_logprobs is None
+    reply_to: ReplyTo | None = None
+    caller: str = ""
+    lora_path: str = ""
+    interval_s: float = 0.0
+    grammar: str = ""
+    session: str = ""
+    traceparent: str = ""
+
+    matcher: TokenMatcher | None = None
+    remote_kv: RemoteKv | None = None
+
+    deadline_s: float = math.inf
+    grammar_field: str = ""
+    warning: str = ""
+    echo: str = ""
+    prompt_ref: str = ""
+    model: str = ""
+    charged: bool = False
+    system_chars: int = 0
+    system_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        """Set the fields of ``RoutedRequest`` that follow from others."""
+        structs.force_setattr(self, "prompt_tokens", len(self.token_ids))
+        structs.force_setattr(self, "adapter", self.scope.lora)
+        # Tokens with reused KV have no log-probabilities.
+        structs.force_setattr(self, "reads_kv", self.sampling.prompt_logprobs is None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel as msgpack: Ray pickles a call's arguments, which takes several times as long for each field."""
+        return request_of_wire, (to_wire(self),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +182,21 @@ class Prefilled(NamedTuple):
     cached_tokens: int
 
 
-class EngineOutput(msgspec.Struct, frozen=True):  # one per token: a frozen dataclass takes several times as long
-    """Tokens of one request that became ready in one step.
+ErrorKind = Literal["", "too_long", "queue_full", "invalid", "grammar", "failed", "unavailable", "timeout", "rerouted"]
+"""Why a request has no answer, or no more of it. "grammar": its own grammar ended it. "unavailable": another replica
+can continue it. "rerouted": the replica has more load than the router knew."""
 
-    Only the output with a request's first token has ``first``. The last one has ``finish_reason`` and ``prefilled``,
-    and ``error`` explains "error" and "timeout". ``token_ids`` excludes the stop token unless it was requested.
-    ``logprobs``: one for each token, if requested; ``prompt_logprobs``: of the prompt's next tokens, in earlier
-    outputs.
+
+class EngineOutput(msgspec.Struct, array_like=True, gc=False):  # one per token
+    """Tokens of one request that became ready together, from the engine to the reader of its answer.
+
+    Only the output with a request's first token has ``first``. The last one has ``finish_reason`` and ``prefilled``;
+    ``error`` is its kind of failure, and ``message`` explains it to the client. ``token_ids`` excludes the stop token
+    unless it was requested. ``logprobs``: one for each token, if requested; ``prompt_logprobs``: of the prompt's next
+    tokens, in earlier outputs.
+
+    Its replica adds ``seq``, the number of earlier outputs of its call. A call also returns a last output, without
+    tokens. A refusal has ``retry_after_s`` and ``reason``; or ``load``, if it is more than the router estimated.
     """
 
     request_id: str
@@ -162,8 +205,38 @@ class EngineOutput(msgspec.Struct, frozen=True):  # one per token: a frozen data
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     first: FirstToken | None = None
     finish_reason: FinishReason | None = None
-    error: str = ""
+    error: ErrorKind = ""
+    message: str = ""
     prefilled: Prefilled | None = None
+    seq: int = 0
+    retry_after_s: float = 0.0
+    reason: LimitReason | None = None
+    load: LoadReport | None = None
+
+    def end(self, reason: FinishReason, error: ErrorKind = "failed", message: str = "") -> None:
+        """Make this the last output. ``error`` counts only for the reason "error"."""
+        self.finish_reason, self.message = reason, message
+        self.error = error if reason == "error" else "timeout" if reason == "timeout" else ""
+
+
+def _pack(token_ids: TokenArray) -> bytes:
+    return token_ids.astype("<i4", copy=False).tobytes()
+
+
+def _unpack(_: type, token_ids: bytes) -> TokenArray:
+    return np.frombuffer(token_ids, dtype="<i4")
+
+
+to_wire = msgspec.msgpack.Encoder(enc_hook=_pack).encode
+"""Encodes a request, an output or a list of outputs. Token ids travel as raw int32 bytes."""
+_requests = msgspec.msgpack.Decoder(EngineRequest, dec_hook=_unpack)
+output_of_wire = msgspec.msgpack.Decoder(EngineOutput).decode
+outputs_of_wire = msgspec.msgpack.Decoder(list[EngineOutput]).decode
+
+
+def request_of_wire(data: bytes) -> EngineRequest:
+    """Return the request that ``to_wire`` encoded."""
+    return _requests.decode(data)
 
 
 MAX_TOLD_TOKENS = 4096

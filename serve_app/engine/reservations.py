@@ -2,21 +2,24 @@
 
 from collections import OrderedDict
 
+from router.protocol.request import Decision
+
 ROUTERS_REMEMBERED = 256
 """Number of routers with a remembered reservation; the one silent for longest is dropped first."""
 
 
 class RouterReservations:
-    """The last reservation of each router that has arrived here; a request without a router has the router id ""."""
+    """The last reservation of each router that has arrived here."""
 
     def __init__(self) -> None:
         self._last: OrderedDict[str, int] = OrderedDict()
 
-    def arrived(self, router_id: str, reservation: int) -> None:
-        """Note a request of a router."""
-        if not router_id:
+    def arrived(self, decision: Decision | None) -> None:
+        """Note the arrival of a request that a router decided on; None: no router did."""
+        if decision is None:
             return
-        self._last[router_id] = max(self._last.get(router_id, 0), reservation)
+        router_id = decision.router_id
+        self._last[router_id] = max(self._last.get(router_id, 0), decision.reservation)
         self._last.move_to_end(router_id)
         if len(self._last) > ROUTERS_REMEMBERED:
             self._last.popitem(last=False)

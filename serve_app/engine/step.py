@@ -16,7 +16,7 @@ import numpy as np
 from router.protocol.block_hash import TokenArray
 from serve_app.cache.kv_chain import KvFormat, Row
 from serve_app.engine.adapter_slots import LoadedAdapters
-from serve_app.engine.protocol import SamplingParams, TokenLogprob, TokenMatcher
+from serve_app.engine.protocol import ErrorKind, SamplingParams, TokenLogprob, TokenMatcher
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class History:
         return replace(self, answer=answer, guessed=self.guessed + len(drafts))
 
 
-class Segment(msgspec.Struct, frozen=True):
+class Segment(msgspec.Struct):
     """A sequence's part of a step: ``token_ids`` enter at positions ``start``, ``start`` + 1, ...
 
     ``blocks`` and ``runs`` (the same blocks, as runs) hold the KV of positions 0 to ``end`` - 1. If ``sampling`` is
@@ -58,6 +58,9 @@ class Segment(msgspec.Struct, frozen=True):
     ``history``: None if nothing reads it. ``targets``: None, or the prompt's tokens at positions ``first_target``,
     ``first_target`` + 1, ... up to ``end`` or the prompt's end, whose log-probabilities are wanted with ``tops``
     likeliest ones.
+
+    The step adds the sampled ``token``, if any, with its ``logprob`` if requested, and ``prompt_logprobs``, one for
+    each target; or the kind of its failure, ``error``, with the reason.
     """
 
     token_ids: TokenArray
@@ -71,22 +74,20 @@ class Segment(msgspec.Struct, frozen=True):
     first_target: int = 0
     tops: int = 0
 
+    token: int | None = None
+    logprob: TokenLogprob | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    error: ErrorKind = ""
+    message: str = ""
+
     @property
     def end(self) -> int:
         """Position after the segment's last token."""
         return self.start + len(self.token_ids)
 
-
-class SegmentResult(msgspec.Struct, frozen=True):
-    """One segment's result: the sampled token, if any, or the reason of its failure.
-
-    ``logprob``: the token's, if requested. ``prompt_logprobs``: one for each of the segment's ``targets``.
-    """
-
-    token: int | None = None
-    error: str = ""
-    logprob: TokenLogprob | None = None
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    def fail(self, message: str, error: ErrorKind = "failed") -> None:
+        """Note a failure: no token counts."""
+        self.token, self.error, self.message = None, error, message
 
 
 AdapterSlots = LoadedAdapters[Any]
@@ -108,8 +109,8 @@ class Runner(Protocol):
     def adapters(self) -> AdapterSlots:
         """The LoRA adapters that a step may use."""
 
-    def execute(self, segments: Sequence[Segment]) -> list[SegmentResult]:
-        """Compute one step and return one result per segment. An exception concerns the whole step."""
+    def execute(self, segments: Sequence[Segment]) -> None:
+        """Compute one step; the results are in its segments. An exception concerns the whole step."""
 
     def read_blocks(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
         """Copy each block's KV into its row of ``kv_format.block_bytes`` bytes."""
@@ -138,22 +139,14 @@ def block_runs(blocks: Sequence[int]) -> list[BlockRun]:
     return runs
 
 
-def run_step(runner: Runner, segments: Sequence[Segment]) -> list[SegmentResult]:
+def run_step(runner: Runner, segments: Sequence[Segment]) -> None:
     """Run a step; if it raises, run each segment alone once, so that only the bad ones fail."""
     try:
-        return runner.execute(segments)
+        runner.execute(segments)
     except Exception as error:
         _log.warning("a step of %d sequences failed", len(segments), exc_info=True)
         if len(segments) == 1:
-            return [SegmentResult(error=_reason(error))]
-    results = []
-    for segment in segments:
-        try:
-            results.extend(runner.execute([segment]))
-        except Exception as error:
-            results.append(SegmentResult(error=_reason(error)))
-    return results
-
-
-def _reason(error: Exception) -> str:
-    return f"the forward failed: {type(error).__name__}"
+            segments[0].fail(f"the forward failed: {type(error).__name__}")
+            return
+        for segment in segments:
+            run_step(runner, [segment])

@@ -9,26 +9,74 @@ from typing import Protocol
 import msgspec
 from msgspec.structs import replace
 
-from serve_app.api.format import ApiFinishReason, RankedPrompt, RankedToken, ShownToken, ToldToken
+from serve_app.api.format import ApiFinishReason, RankedPrompt, RankedToken, ShownToken, TokenIds, ToldToken
+from serve_app.api.request import GenerateRequest
 from serve_app.api.tool_calls import CallEnded, CallEvent
-from serve_app.engine.protocol import FirstToken, TokenLogprob
-from serve_app.errors import GenerationFailed
+from serve_app.engine.protocol import EngineOutput, EngineRequest, FirstToken, TokenLogprob
+from serve_app.errors import (
+    ContextLengthExceeded,
+    GenerationFailed,
+    InvalidRequest,
+    LimitReason,
+    RateLimited,
+    WarmpathError,
+)
 from serve_app.fairness.waiting_line import Place
-from serve_app.generation.generation import Generation, TakeTokens, Tokens
 from serve_app.tokenization.detokenizer import Detokenizer, StopChecker, TokenTexts
 
 STARTED_AT_ONCE = 4
 """Choices of one request that start in one round of the loop: starting a hundred would delay all other requests."""
 
 
+TakeOutput = Callable[[EngineOutput], bool]
+"""Takes a request's outputs as they arrive, except its first and last, bypassing the generator; False: not now."""
+
+
 class TokenSource(Protocol):
     """Source of generated tokens."""
 
-    def generate(self, generation: Generation, *, take: TakeTokens | None = None) -> AsyncGenerator[Tokens, None]:
-        """Yield a sequence's tokens as they arrive, except those that ``take`` takes; the last has a finish reason.
+    def generate(
+        self, generation: EngineRequest, *, take: TakeOutput | None = None
+    ) -> AsyncGenerator[EngineOutput, None]:
+        """Yield a request's outputs as they arrive, except those that ``take`` takes; the last has a finish reason.
 
         Raises a ``WarmpathError``, or the error of ``take``.
         """
+
+
+def told_ids(request: GenerateRequest, generations: Sequence[EngineRequest]) -> TokenIds | None:
+    """Return the token ids that an answer reports, with those of the prompts, None if they are not requested."""
+    return TokenIds([made.token_ids.tolist() for made in generations]) if request.return_token_ids else None
+
+
+def queue_full(retry_after_s: float, reason: LimitReason | None = None) -> RateLimited:
+    """Return the error for full queues at every replica. ``reason``: the last one's, None: the router's."""
+    return RateLimited(
+        "Every replica's queue is full; send the request again later.",
+        retry_after_s=retry_after_s,
+        reason=reason or LimitReason("router", "max_waiting_requests"),
+    )
+
+
+def raise_for(output: EngineOutput, grammar_field: str) -> None:
+    """Raise the client's error for an output with an error. ``grammar_field``: the request's that has its grammar."""
+    error: WarmpathError
+    match output.error:
+        case "":
+            return
+        case "too_long":
+            error = ContextLengthExceeded(output.message, param="messages")
+        case "queue_full":
+            error = queue_full(output.retry_after_s, output.reason)
+        case "invalid":
+            error = InvalidRequest(output.message)
+        case "grammar":
+            error = InvalidRequest(f"{grammar_field} cannot be followed: {output.message}.", param=grammar_field)
+        case "timeout":
+            error = GenerationFailed(output.message, code="timeout")
+        case _:
+            error = GenerationFailed(output.message or "The engine failed this request.")
+    raise error
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -182,7 +230,7 @@ class ChoiceReader:
     def __init__(
         self,
         index: int,
-        generation: Generation,
+        generation: EngineRequest,
         decoder: Detokenizer,
         stop: tuple[str, ...] = (),
         split: SplitPiece | None = None,
@@ -211,7 +259,7 @@ class ChoiceReader:
         self._decoded_chars = self._shown_chars = len(self._before)
         self._told: deque[ToldToken] = deque()
 
-    def read(self, tokens: Tokens) -> list[Piece]:
+    def read(self, tokens: EngineOutput) -> list[Piece]:
         """Return the pieces that these tokens complete. Raises GenerationFailed if the generation broke off."""
         if tokens.prompt_logprobs and self._prompt is not None:
             self._prompt.add(tokens.prompt_logprobs)
@@ -265,18 +313,19 @@ class ChoiceReader:
             pieces[-1] = replace(pieces[-1], token_ids=pieces[-1].token_ids + end)
         return pieces
 
-    def _read_apart(self, tokens: Tokens) -> list[Piece]:
+    def _read_apart(self, tokens: EngineOutput) -> list[Piece]:
         """Read tokens one by one, as if each had arrived alone."""
         pieces: list[Piece] = []
         for at, token_id in enumerate(tokens.token_ids, 1):
             last, first = at == len(tokens.token_ids), tokens.first if at == 1 else None
             reason, told = tokens.finish_reason if last else None, tokens.logprobs[at - 1 : at]
-            pieces += self.read(Tokens((token_id,), first, reason, told))
+            alone = EngineOutput(tokens.request_id, (token_id,), told, first=first, finish_reason=reason)
+            pieces += self.read(alone)
             if pieces[-1].finish_reason is not None:
                 break
         return pieces
 
-    def _read_one_by_one(self, tokens: Tokens) -> tuple[str, int, bool]:
+    def _read_one_by_one(self, tokens: EngineOutput) -> tuple[str, int, bool]:
         """Return (text that is safe to show, number of tokens read for it, whether a stop string was found)."""
         shown = ""
         for taken, token_id in enumerate(tokens.token_ids, 1):
@@ -323,11 +372,11 @@ class _Ended(Exception):
 
 
 async def choice_pieces(
-    generation: Generation, source: TokenSource, reader: ChoiceReader, sink: PieceSink | None = None
+    generation: EngineRequest, source: TokenSource, reader: ChoiceReader, sink: PieceSink | None = None
 ) -> AsyncGenerator[Piece, None]:
     """Yield one choice's pieces, except those that ``sink`` accepted; closing it cancels the generation."""
 
-    def take(tokens: Tokens) -> bool:
+    def take(tokens: EngineOutput) -> bool:
         if sink is None or not sink.open():
             return False
         for piece in reader.read(tokens):
@@ -348,9 +397,9 @@ async def choice_pieces(
 
 
 async def answer_pieces(
-    generations: list[Generation],
+    generations: list[EngineRequest],
     source: TokenSource,
-    make_reader: Callable[[int, Generation], ChoiceReader],
+    make_reader: Callable[[int, EngineRequest], ChoiceReader],
     place: Place,
     sink: PieceSink | None = None,
 ) -> AsyncGenerator[Piece, None]:

@@ -11,20 +11,10 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from router.core import RoutingCore
 from router.protocol.events import LoadReport
-from router.protocol.request import Decision, NoReplicaLeft, RoutedRequest
+from router.protocol.request import Decision, NoReplicaLeft
 from router.serve.recent_decisions import RecentDecisions
-from serve_app.engine.protocol import FirstToken, Prefilled
-from serve_app.errors import (
-    ContextLengthExceeded,
-    GenerationFailed,
-    InvalidRequest,
-    LimitReason,
-    RateLimited,
-    WarmpathError,
-)
-from serve_app.generation.generation import Generation
+from serve_app.engine.protocol import EngineOutput, EngineRequest, FirstToken, Prefilled, output_of_wire
 from serve_app.ray_compat import cancel_call
-from serve_app.replica import messages as wire
 from serve_app.replica.token_channel import Arrivals
 from serve_app.tracing.request import CallTrace
 
@@ -40,10 +30,10 @@ TELL_AFTER_S = 0.5
 class Reservation:
     """The router's reservation for a call, until its first token or its end. ``decision``: the router's, once ended."""
 
-    def __init__(self, core: RoutingCore, decisions: RecentDecisions, route: RoutedRequest) -> None:
+    def __init__(self, core: RoutingCore, decisions: RecentDecisions, request: EngineRequest) -> None:
         self._core = core
         self._decisions = decisions
-        self._route = route
+        self._request = request
         self._ended = False
         self.decision: Decision | None = None
 
@@ -57,7 +47,7 @@ class Reservation:
         if not self._ended:
             self.end()
             if self.decision is not None:
-                hashes, stored = self._route.block_hashes, self._route.store_kv
+                hashes, stored = self._request.block_hashes, self._request.store_kv
                 self._core.record_delivered(self.decision, cached_tokens, ttft_s, hashes, stored=stored)
 
     def end(self, *, leaves: bool = False, load: LoadReport | None = None) -> None:
@@ -66,7 +56,7 @@ class Reservation:
             return
         self._ended = True
         take = self._decisions.leave if leaves else self._decisions.take
-        self.decision = take(self._route.request_id)
+        self.decision = take(self._request.request_id)
         if self.decision is None:
             return
         if load is None:
@@ -77,7 +67,7 @@ class Reservation:
 
 @dataclass(eq=False)
 class Call:
-    """One call's chunks as they arrive. ``answered``: its last chunk or an error was read; ``late``: its time was over.
+    """One call's outputs as they arrive. ``answered``: its last or an error was read; ``late``: its time was over.
 
     ``end``: the bytes of ``response``. ``first_token`` is called with the first token's facts.
     """
@@ -95,26 +85,26 @@ class Call:
         self.end.cancel()
         cancel_call(self.response)
 
-    async def chunk(self) -> wire.GenerateChunk:
-        """Wait for the next chunk. Raises ReplicaLost if tokens were lost in transit, and the call's own errors."""
-        chunk = self.arrivals.take()
-        while chunk is None:
+    async def output(self) -> EngineOutput:
+        """Wait for the next output. Raises ReplicaLost if tokens were lost in transit, and the call's own errors."""
+        output = self.arrivals.take()
+        while output is None:
             if self.end.done():
-                chunk = await self._last()
+                output = await self._last()
             else:
                 await self.arrivals.news()
-                chunk = self.arrivals.take()
-        if chunk.first is not None:
-            self.first_token(chunk.first)
+                output = self.arrivals.take()
+        if output.first is not None:
+            self.first_token(output.first)
         if self.trace is not None:
-            self.trace.saw(chunk.first, chunk.error or chunk.finish_reason)
-        self.answered = bool(chunk.error or chunk.finish_reason)
-        self.late = chunk.error == "timeout"
-        return chunk
+            self.trace.saw(output.first, output.error or output.finish_reason)
+        self.answered = bool(output.error or output.finish_reason)
+        self.late = output.error == "timeout"
+        return output
 
-    async def _last(self) -> wire.GenerateChunk | None:
-        """Return the call's result after all chunks sent before it; None if more chunks arrived first."""
-        last = wire.decode_chunk(self.end.result())
+    async def _last(self) -> EngineOutput | None:
+        """Return the call's result after all outputs sent before it; None if more outputs arrived first."""
+        last = output_of_wire(self.end.result())
         if last.seq == self.arrivals.received:
             if not last.error and last.finish_reason is None:
                 raise ReplicaLost("the stream ended without a finish reason")
@@ -135,36 +125,6 @@ class ReplicaLeaves(ReplicaLost):
     """The replica itself reports that it is leaving."""
 
 
-def queue_full(retry_after_s: float, reason: LimitReason | None = None) -> RateLimited:
-    """Return the error for full queues at every replica. ``reason``: the last one's, None: the router's."""
-    return RateLimited(
-        "Every replica's queue is full; send the request again later.",
-        retry_after_s=retry_after_s,
-        reason=reason or LimitReason("router", "max_waiting_requests"),
-    )
-
-
-def raise_for(chunk: wire.GenerateChunk, grammar_field: str) -> None:
-    """Raise the client's error for a chunk with an error. ``grammar_field``: the request's that has its grammar."""
-    error: WarmpathError
-    match chunk.error:
-        case "":
-            return
-        case "too_long":
-            error = ContextLengthExceeded(chunk.message, param="messages")
-        case "queue_full":
-            error = queue_full(chunk.retry_after_s, chunk.reason)
-        case "invalid":
-            error = InvalidRequest(chunk.message)
-        case "grammar":
-            error = InvalidRequest(f"{grammar_field} cannot be followed: {chunk.message}.", param=grammar_field)
-        case "timeout":
-            error = GenerationFailed(chunk.message, code="timeout")
-        case _:
-            error = GenerationFailed(chunk.message or "The engine failed this request.")
-    raise error
-
-
 class Aborts:
     """Tells replicas about abandoned calls. Used from one event loop.
 
@@ -173,14 +133,14 @@ class Aborts:
     """
 
     def __init__(
-        self, handle: DeploymentHandle, charge: Callable[[Generation, Prefilled], None] = lambda *_: None
+        self, handle: DeploymentHandle, charge: Callable[[EngineRequest, Prefilled], None] = lambda *_: None
     ) -> None:
         self._end_calls = handle.options(method_name="end_calls")
         self._charge = charge
-        self._by_replica: dict[str, list[tuple[str, Generation | None]]] = {}
+        self._by_replica: dict[str, list[tuple[str, EngineRequest | None]]] = {}
         self._telling: set[asyncio.Task[None]] = set()
 
-    def note(self, replica_id: str, request_id: str, unanswered: Generation | None = None) -> None:
+    def note(self, replica_id: str, request_id: str, unanswered: EngineRequest | None = None) -> None:
         """Tell a replica soon that a call is abandoned. ``unanswered``: its generation, if it has no first token."""
         if not self._by_replica:
             task = asyncio.get_running_loop().create_task(self._tell())
@@ -193,7 +153,7 @@ class Aborts:
         left, self._by_replica = self._by_replica, {}
         await asyncio.gather(*(self._tell_one(replica_id, calls) for replica_id, calls in left.items()))
 
-    async def _tell_one(self, replica_id: str, calls: list[tuple[str, Generation | None]]) -> None:
+    async def _tell_one(self, replica_id: str, calls: list[tuple[str, EngineRequest | None]]) -> None:
         try:
             async with asyncio.timeout(30):
                 done = await self._end_calls.remote([request_id for request_id, _ in calls], target=replica_id)

@@ -9,19 +9,19 @@ from dataclasses import dataclass, field, replace
 
 import grpc
 import numpy as np
+from msgspec import structs
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from router.core import RoutingCore
 from router.protocol.block_hash import extend_chain
-from router.protocol.request import Decision, NoReplicaLeft, RoutedRequest
+from router.protocol.request import Decision, NoReplicaLeft
 from router.serve.recent_decisions import RecentDecisions
-from serve_app.engine.protocol import FirstToken
+from serve_app.engine.protocol import EngineOutput, EngineRequest, FirstToken
 from serve_app.errors import GenerationFailed, Overloaded, RateLimited
-from serve_app.generation.call import Call, ReplicaLeaves, ReplicaLost, Reservation, queue_full, raise_for
-from serve_app.generation.generation import Generation, TakeTokens, Tokens
-from serve_app.replica import messages as wire
+from serve_app.generation.answer import TakeOutput, queue_full, raise_for
+from serve_app.generation.call import Call, ReplicaLeaves, ReplicaLost, Reservation
 from serve_app.replica.token_channel import TokenInbox
 from serve_app.tracing.request import call_trace
 from serve_app.tracing.tracer import Tracer
@@ -34,10 +34,10 @@ MAX_ATTEMPTS = 4
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
 """Range of the pauses before a generation is sent again while all queues are full or no replica exists."""
 
-Delivered = Callable[[Generation, Decision, FirstToken, float], None]
+Delivered = Callable[[EngineRequest, Decision, FirstToken, float], None]
 """Called with the seconds from the call to the first token."""
 
-OnAbandoned = Callable[[str, str, Generation | None], None]
+OnAbandoned = Callable[[str, str, EngineRequest | None], None]
 """Called with the id of a replica, that of an abandoned call there, and its generation if it has no first token."""
 
 
@@ -65,11 +65,11 @@ class Dispatcher:
         self.handle = self.handle.options(method_name="generate")
 
     async def generate(
-        self, generation: Generation, avoid: tuple[str, ...] = (), *, take: TakeTokens | None = None
-    ) -> AsyncGenerator[Tokens, None]:
-        """Yield the sequence's tokens as they arrive. ``avoid``: replicas to use only if no other can take it.
+        self, generation: EngineRequest, avoid: tuple[str, ...] = (), *, take: TakeOutput | None = None
+    ) -> AsyncGenerator[EngineOutput, None]:
+        """Yield the request's outputs as they arrive. ``avoid``: replicas to use only if no other can take it.
 
-        Tokens that ``take`` takes are not yielded; its errors are raised here.
+        Outputs that ``take`` takes are not yielded; its errors are raised here.
 
         After a replica's death another one gets the prompt and the tokens so far: a token depends only on (seed,
         position), so the stream continues. Full queues are tried again until the deadline, and so is a deployment
@@ -86,37 +86,42 @@ class Dispatcher:
         # The short way of a token: it is written to the client inside the callback that received it. Waking this
         # generator and those around it for each token costs more than all else about it. What begins or ends the
         # stream, or changes where it goes, needs the state below and takes the long way.
-        def at_once(chunk: wire.GenerateChunk) -> bool:
-            if take is None or chunk.first is not None or chunk.finish_reason is not None or chunk.prompt_logprobs:
+        def at_once(output: EngineOutput) -> bool:
+            if take is None or output.first is not None or output.finish_reason is not None or output.prompt_logprobs:
                 return False
-            taken = take(Tokens(chunk.token_ids, logprobs=chunk.logprobs))
+            taken = take(output)
             if taken:
-                received.extend(chunk.token_ids)
+                received.extend(output.token_ids)
             return taken
 
         while losses < MAX_ATTEMPTS:
-            current = _resumed(generation, received, self.block_size) if received else generation
-            route = route_of(current, losses + refusals + moves + rerouted, avoid, dead, rerouted)
-            reservation = Reservation(self.core, self.decisions, route)
+            attempt = structs.replace(
+                _resumed(generation, received, self.block_size) if received else generation,
+                request_id=f"{generation.request_id}.{losses + refusals + moves + rerouted}",
+                avoid=avoid, dead=dead, rerouted=rerouted,
+            )  # fmt: skip
+            reservation = Reservation(self.core, self.decisions, attempt)
             had, again = len(received), told
             try:
-                async with self._call(current, route, reservation, at_once) as call:
+                async with self._call(attempt, reservation, at_once) as call:
                     while True:
-                        chunk = await call.chunk()
-                        if chunk.error == "unavailable":
-                            raise ReplicaLeaves(chunk.message)
-                        if chunk.load is not None:
-                            reservation.end(load=chunk.load)
+                        output = await call.output()
+                        if output.error == "unavailable":
+                            raise ReplicaLeaves(output.message)
+                        if output.load is not None:
+                            reservation.end(load=output.load)
                             rerouted += 1
                             break
-                        raise_for(chunk, generation.grammar_field)
-                        received.extend(chunk.token_ids)
-                        first = None if begun else chunk.first
-                        begun = begun or first is not None
-                        news = chunk.prompt_logprobs[again:]
-                        again, told = max(0, again - len(chunk.prompt_logprobs)), told + len(news)
-                        yield Tokens(chunk.token_ids, first, chunk.finish_reason, chunk.logprobs, news)
-                        if chunk.finish_reason is not None:
+                        raise_for(output, generation.grammar_field)
+                        received.extend(output.token_ids)
+                        # What an earlier attempt has told is told once.
+                        output.first = None if begun else output.first
+                        begun = begun or output.first is not None
+                        news = output.prompt_logprobs[again:]
+                        again, told = max(0, again - len(output.prompt_logprobs)), told + len(news)
+                        output.prompt_logprobs = news
+                        yield output
+                        if output.finish_reason is not None:
                             return
             except (RateLimited, Overloaded) as error:
                 # The request was admitted, and its other choices may be running: this one waits for a replica. If
@@ -138,10 +143,10 @@ class Dispatcher:
                     if not isinstance(error, ReplicaLeaves):
                         dead = (*dead, lost)
                 if received and received[-1] in generation.sampling.shown_stop_token_ids:
-                    yield Tokens((), None, "stop")
+                    yield EngineOutput(generation.request_id, finish_reason="stop")
                     return
                 if len(received) >= generation.sampling.max_tokens and (begun or generation.reads_kv):
-                    yield Tokens((), None, "length")
+                    yield EngineOutput(generation.request_id, finish_reason="length")
                     return
                 if isinstance(error, ReplicaLeaves) and len(received) > had:
                     moves += 1
@@ -158,23 +163,19 @@ class Dispatcher:
     @asynccontextmanager
     async def _call(
         self,
-        generation: Generation,
-        route: RoutedRequest,
+        generation: EngineRequest,
         reservation: Reservation,
-        at_once: Callable[[wire.GenerateChunk], bool],
+        at_once: Callable[[EngineOutput], bool],
     ) -> AsyncIterator[Call]:
         """One call to one replica; ends its reservation at the first token, or when the call ends."""
         started_s = time.perf_counter()
-        trace = call_trace(self.tracer, generation.traceparent, route.request_id)
-        message = wire.GenerateCall(
-            request=generation.engine_request(route.request_id, started_s),
+        trace = call_trace(self.tracer, generation.traceparent, generation.request_id)
+        request = structs.replace(
+            generation,
             caller=self.caller,
             reply_to=self.inbox.reply_to,
-            lora_path=generation.lora_path,
-            interval_s=generation.interval_s,
-            grammar=generation.grammar,
+            timeout_s=generation.deadline_s - started_s,
             traceparent="" if trace is None else trace.traceparent,
-            session=generation.session,
         )
 
         unanswered = None if generation.resumed_tokens else generation
@@ -188,10 +189,10 @@ class Dispatcher:
                 self.delivered(generation, reservation.decision, first, ttft_s)
 
         call: Call | None = None
-        with self.inbox.arrivals(route.request_id) as arrivals:
+        with self.inbox.arrivals(request.request_id) as arrivals:
             arrivals.at_once = at_once
             try:
-                response = self.handle.remote(wire.encode(message), route=route, decision=None)
+                response = self.handle.remote(request)
                 end = asyncio.ensure_future(response)
                 self._ends.add(end)
                 end.add_done_callback(self._heard)
@@ -221,7 +222,7 @@ class Dispatcher:
                     reservation.end(leaves=True)
                 late = call is not None and call.late and unanswered is not None
                 if self.left is not None and reservation.replica_id and (late or not ended):
-                    self.left(reservation.replica_id, route.request_id, unanswered)
+                    self.left(reservation.replica_id, request.request_id, unanswered)
                 if trace is not None:
                     trace.end(reservation.decision)
 
@@ -231,37 +232,14 @@ class Dispatcher:
             end.exception()  # marks it as retrieved, so that an abandoned call's error is not logged
 
 
-def route_of(
-    generation: Generation,
-    attempt: int = 0,
-    avoid: tuple[str, ...] = (),
-    dead: tuple[str, ...] = (),
-    rerouted: int = 0,
-) -> RoutedRequest:
-    """Return a generation's routing view. ``dead``: lost ones of ``avoid``; ``rerouted``: times it was sent back."""
-    return RoutedRequest(
-        request_id=f"{generation.request_id}.{attempt}",
-        block_hashes=generation.block_hashes,
-        prompt_tokens=len(generation.token_ids),
-        placement_key=generation.placement_key,
-        avoid=avoid,
-        adapter=generation.scope.lora,
-        tenant=generation.tenant,
-        rerouted=rerouted,
-        store_kv=generation.store_kv,
-        dead=dead,
-        order=generation.order,
-        reads_kv=generation.reads_kv,
-    )
-
-
-def _resumed(generation: Generation, received: list[int], block_size: int) -> Generation:
+def _resumed(generation: EngineRequest, received: list[int], block_size: int) -> EngineRequest:
     """Return the generation with the received tokens moved into the prompt, and counted as the answer's."""
     token_ids = np.concatenate([generation.token_ids, np.asarray(received, dtype=np.int32)])
     public_blocks = generation.scope.public_blocks
     hashes = extend_chain(generation.root, public_blocks, token_ids, block_size, generation.block_hashes)
     left = generation.sampling.max_tokens - len(received)
     sampling = replace(generation.sampling, max_tokens=left, prompt_logprobs=None)  # the prompt's are told already
-    more = replace(generation, token_ids=token_ids, block_hashes=hashes, sampling=sampling)
-    # Its client is reading already: it waits no longer than one of the default order.
-    return replace(more, resumed_tokens=len(received), order=min(generation.order, 0))
+    return structs.replace(
+        generation, token_ids=token_ids, block_hashes=hashes, sampling=sampling, resumed_tokens=len(received),
+        order=min(generation.order, 0),  # its client is reading already: it waits no longer than the default order
+    )  # fmt: skip

@@ -14,11 +14,10 @@ from router.protocol.block_hash import TokenArray, common_tokens, system_prompt_
 from serve_app.api.request import CacheBreakpoint, ChatRequest, CompletionRequest, GenerateRequest, RequestFields
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import CheckpointInfo
-from serve_app.engine.protocol import AdapterSpec, Save
+from serve_app.engine.protocol import AdapterSpec, EngineRequest, Save
 from serve_app.errors import ContextLengthExceeded, InvalidRequest
 from serve_app.fairness.shares import Shares
 from serve_app.fairness.workers import FairWorkers
-from serve_app.generation.generation import Generation
 from serve_app.generation.keys import Keys, ScopeKeys, session_key
 from serve_app.generation.rules import (
     CheckedGrammars,
@@ -81,7 +80,7 @@ class Preparer:
 
     async def prepare(
         self, request: GenerateRequest, tenant: Tenant, request_id: str, deadline_s: float = math.inf
-    ) -> list[Generation]:
+    ) -> list[EngineRequest]:
         """Return prompts x n generations, a prompt's choices in a row. Raises NotFound, or InvalidRequest."""
         if self.simulated:
             refuse_without_logits(request)
@@ -93,7 +92,7 @@ class Preparer:
         session = session_key(tenant.name, request.session)
         rules = rules_of(request, bad_words, self.info.vocab_size)
         limits, end_token_ids = self.limits, self.info.eos_token_ids
-        generations: list[Generation] = []
+        generations: list[EngineRequest] = []
         numbers = 0
         async for encoded, system_text in self._encode(request, keys, tenant.name):
             sampling = sampling_of(
@@ -112,7 +111,7 @@ class Preparer:
                 check_told(request, numbers)
             for choice in range(request.n):
                 generations.append(
-                    Generation(
+                    EngineRequest(
                         request_id=f"{request_id}.{len(generations)}",
                         token_ids=encoded.token_ids,
                         block_hashes=encoded.block_hashes,

@@ -7,9 +7,8 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from serve_app.api.format import Usage
-from serve_app.engine.protocol import Save, SaveResult
+from serve_app.engine.protocol import EngineRequest, Save, SaveResult
 from serve_app.generation.answer import Piece
-from serve_app.generation.generation import Generation
 
 SAVE_FIELD = "save_system_prompt_kv_cache"
 
@@ -41,7 +40,7 @@ class RequestUsage:
     ``miss``: the reason of its cache miss.
     """
 
-    def __init__(self, n: int, generations: list[Generation]) -> None:
+    def __init__(self, n: int, generations: list[EngineRequest]) -> None:
         self._choices = n
         self._prompt_tokens = sum(len(generation.token_ids) for generation in generations[::n])
         self._completion_tokens = 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import TypeVar
 
+from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -19,8 +20,7 @@ from serve_app.config.app import AppConfig
 from serve_app.errors import InvalidRequest
 from serve_app.fairness.front_door import Arrival
 from serve_app.fairness.workers import FairWorkers
-from serve_app.generation.answer import PieceSink, TokenSource, answer_pieces
-from serve_app.generation.generation import told_ids
+from serve_app.generation.answer import PieceSink, TokenSource, answer_pieces, told_ids
 from serve_app.generation.prepare import Preparer
 from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.ingress.answers import Answer, streamed, whole
@@ -79,7 +79,7 @@ class Completions:
                     generations = self.readers.after_reasoning(wanted, generations)
                     stage("prepare")
                 if trace is not None:
-                    generations = [replace(made, traceparent=trace.traceparent) for made in generations]
+                    generations = [structs.replace(made, traceparent=trace.traceparent) for made in generations]
                 prompt_tokens = sum(len(generation.token_ids) for generation in generations[:: wanted.n])
                 allowance.reserve(prompt_tokens, sum(generation.sampling.max_tokens for generation in generations))
                 meter = AnswerMeter(self.counters, wanted, generations, arrived, body_bytes, allowance, trace)

@@ -16,9 +16,8 @@ from router.background import run_in_background
 from router.core import RoutingCore
 from router.protocol.block_hash import HASH_BYTES
 from router.protocol.request import Decision, RoutedRequest
-from serve_app.engine.protocol import FirstToken
+from serve_app.engine.protocol import EngineRequest, FirstToken
 from serve_app.errors import LimitReason, RateLimited
-from serve_app.generation.generation import Generation
 from serve_app.live.prefixes import Answered, NodeRows, PrefixTable, node_rows
 from serve_app.live.replicas import Activity, ReplicaRow, Roster, came_and_went, replica_rows
 from serve_app.live.tally import BUCKETS, Rings, Tally, Total, joined
@@ -140,7 +139,7 @@ class Live:
 
     def delivered(
         self,
-        generation: Generation,
+        generation: EngineRequest,
         decision: Decision,
         first: FirstToken,
         ttft_s: float,

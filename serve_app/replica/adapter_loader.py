@@ -60,16 +60,16 @@ class ReplicaAdapters:
             return str(error)
         return ""
 
-    async def submit(self, request: EngineRequest, lora_path: str, sink: OutputSink) -> None:
+    async def submit(self, request: EngineRequest, sink: OutputSink) -> None:
         """Submit a request, first loading a missing adapter. Raises the errors of ``submit`` and of the load."""
         for attempt in range(_TRIES):
             try:
                 self._engine.submit(request, sink)
                 return
             except UnknownAdapter:
-                if not lora_path or attempt == _TRIES - 1:
+                if not request.lora_path or attempt == _TRIES - 1:
                     raise
-            await self._load_once(AdapterSpec.of_key(request.scope.lora, lora_path))
+            await self._load_once(AdapterSpec.of_key(request.scope.lora, request.lora_path))
 
     async def _load_once(self, spec: AdapterSpec) -> None:
         task = self._loading.get(spec.key)

@@ -143,14 +143,14 @@ class Puller:
         """The rate reported to routers; 0.0 if this replica pulls nothing."""
         return self._rate.tokens_per_s(self._clock()) if self._enabled else 0.0
 
-    def begin(
-        self, request: EngineRequest, holder: str, tokens: int, trace: ReplicaTrace | None = None
-    ) -> RemoteKv | None:
-        """Decide again with local knowledge, and begin to copy a prompt's first ``tokens`` from ``holder``.
+    def begin(self, request: EngineRequest, trace: ReplicaTrace | None = None) -> RemoteKv | None:
+        """Decide again with local knowledge, and begin to copy the prefix that the router's decision names.
 
         Returns the KV that the request waits for, or None. A request with a prefix already in transit waits for that
-        pull, whether it names a holder or not.
+        pull, whether its decision names a holder or not.
         """
+        decision = request.decision
+        holder, tokens = ("", 0) if decision is None else (decision.pull_from, decision.pull_tokens)
         if not request.block_hashes or not (holder or self._under_way):
             return None
         size = self._size

@@ -10,13 +10,13 @@ import platform
 import zlib
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 import ray
+from msgspec import structs
 from ray import serve
 
 from router.background import run_in_background
@@ -24,7 +24,6 @@ from router.feed import FeedPublisher
 from router.policy.recheck import is_outdated
 from router.protocol.block_hash import PrefixScope
 from router.protocol.events import LoadReport, StatsReport, pack_adapters
-from router.protocol.request import Decision, RoutedRequest
 from router.protocol.samples import Sample
 from serve_app.checkpoints.adapter_registry import AdapterEntry
 from serve_app.checkpoints.limits import max_model_len, pin_budget_blocks
@@ -34,13 +33,14 @@ from serve_app.engine.protocol import (
     EngineError,
     EngineOutput,
     EngineRequest,
+    ErrorKind,
     Prefilled,
     QueueFull,
     RequestTooLong,
     SamplingParams,
+    to_wire,
 )
 from serve_app.reconfigure import LiveSettings
-from serve_app.replica import messages as wire
 from serve_app.replica.adapter_loader import ReplicaAdapters
 from serve_app.replica.grammars import ReplicaMatchers
 from serve_app.replica.lifecycle.answers import PeerAnswers
@@ -88,7 +88,7 @@ class Replica:
         self._ending.push_async_callback(asyncio.to_thread, self._engine.stop)
         sender = TokenSender()
         self._ending.push_async_callback(asyncio.to_thread, sender.close)
-        self._running = RunningCalls(self._replica_id, sender, self._engine.cancel)
+        self._running = RunningCalls(sender, self._engine.cancel)
         self._adapters = ReplicaAdapters(self._config, self._engine)
         self._matchers = ReplicaMatchers(self._config, info)
         self._puller = Puller(self._engine, peers.fetch, self._config)
@@ -180,39 +180,29 @@ class Replica:
         """Return the deployment's adapters, for an ingress that has just started."""
         return self._adapters.registry.entries()
 
-    async def generate(
-        self, payload: bytes, *, route: RoutedRequest | None = None, decision: Decision | None = None
-    ) -> bytes:
-        """Run one generation: its chunks go to the call's address, and its end is returned. Cancelling ends it."""
+    async def generate(self, request: EngineRequest) -> bytes:
+        """Run a request: its outputs go to its address, and its end is returned. Cancelling ends it."""
+        request_id, decision = request.request_id, request.decision
         if self._running.closed:
-            return wire.encode(wire.GenerateChunk(replica_id=self._replica_id, error="unavailable", message=STOPPING))
-        call = wire.decode_call(payload)
-        request_id = call.request.request_id
+            return to_wire(EngineOutput(request_id, error="unavailable", message=STOPPING))
         if decision is not None and decision.queued_tokens is not None and is_outdated(decision, self._engine.load()):
-            return wire.encode(wire.GenerateChunk(replica_id=self._replica_id, error="rerouted", load=self._load()))
+            return to_wire(EngineOutput(request_id, error="rerouted", load=self._load()))
         try:
-            request = replace(
-                call.request,
-                block_hashes=route.block_hashes if route is not None else b"",
-                router_id=decision.router_id if decision is not None else "",
-                reservation=decision.reservation if decision is not None else 0,
-                matcher=await self._matchers.matcher(call.grammar, call.request.tenant) if call.grammar else None,
-            )
+            matcher = await self._matchers.matcher(request.grammar, request.tenant) if request.grammar else None
         except GrammarError as error:
-            return wire.encode(self._refusal(error))
-        trace = replica_trace(self._tracer, call.traceparent, self._replica_id, len(request.token_ids))
-        running = self._running.begin(request_id, call.reply_to, TokenStream(call.interval_s, trace), call.caller)
+            return to_wire(self._refusal(request_id, error))
+        trace = replica_trace(self._tracer, request.traceparent, self._replica_id, request.prompt_tokens)
+        running = self._running.begin(request, TokenStream(request.interval_s, trace))
         ended = False
         try:
-            holder, tokens = (decision.pull_from, decision.pull_tokens) if decision is not None else ("", 0)
-            remote_kv = self._gate.begin(request, tokens if holder else 0, call.session)
+            remote_kv = self._gate.begin(request)
             if remote_kv is None and request.store_kv:  # a copy would stay in the cache
-                remote_kv = self._puller.begin(request, holder, tokens, trace)
-            if remote_kv is not None:
-                request = replace(request, remote_kv=remote_kv)
+                remote_kv = self._puller.begin(request, trace)
+            if matcher is not None or remote_kv is not None:
+                request = structs.replace(request, matcher=matcher, remote_kv=remote_kv)
             try:
                 if request.scope.lora:
-                    await self._adapters.submit(request, call.lora_path, self._on_outputs)
+                    await self._adapters.submit(request, self._on_outputs)
                 else:
                     self._engine.submit(request, self._on_outputs)
                 self._running.submitted(request_id)
@@ -221,10 +211,10 @@ class Replica:
                     trace.submitted()
             except (EngineError, ValueError) as error:
                 ended = True
-                return wire.encode(self._refusal(error))
+                return to_wire(self._refusal(request_id, error))
             end = await running.end
             ended = True
-            return wire.encode(end)
+            return to_wire(end)
         finally:
             self._gate.end(request_id, running.tokens)
             self._running.forget(request_id)
@@ -244,7 +234,7 @@ class Replica:
 
     def _load(self) -> LoadReport:
         """Return the engine's load with the replica's own fields."""
-        return msgspec.structs.replace(
+        return structs.replace(
             self._engine.load(),
             pull_tokens_per_s=self._puller.tokens_per_s,
             adapters=pack_adapters(self._engine.adapters.loaded),
@@ -270,25 +260,24 @@ class Replica:
         if any(output.first is not None for output in outputs):
             self._reporter.prefills_changed()
 
-    def _refusal(self, error: Exception) -> wire.GenerateChunk:
+    def _refusal(self, request_id: str, error: Exception) -> EngineOutput:
         if isinstance(error, QueueFull):
-            return wire.GenerateChunk(
-                replica_id=self._replica_id,
+            return EngineOutput(
+                request_id,
                 error="queue_full",
                 message=str(error),
                 retry_after_s=error.retry_after_s,
                 reason=error.reason,
             )
-        kind: wire.ChunkError = "invalid"
+        kind: ErrorKind = "invalid"
         if isinstance(error, RequestTooLong):
             kind = "too_long"
         elif isinstance(error, GrammarError):
             kind = "grammar"
-        return wire.GenerateChunk(replica_id=self._replica_id, error=kind, message=str(error))
+        return EngineOutput(request_id, error=kind, message=str(error))
 
     async def _warm_up(self, tokens: int, vocab_size: int) -> None:
         """Run one short generation, so that lazy set-up does not delay the first request and rates are known."""
-        running = self._running.begin("warm-up", None, TokenStream())
         scope = PrefixScope("warm-up", "", b"")
         request = EngineRequest(
             request_id="warm-up",
@@ -297,10 +286,11 @@ class Replica:
             root=scope.root(os.urandom(16)),
             sampling=SamplingParams(max_tokens=4, temperature=0.0),
         )
+        running = self._running.begin(request, TokenStream())
         self._engine.submit(request, self._on_outputs)
-        chunk = await asyncio.wait_for(running.end, 120)
+        end = await asyncio.wait_for(running.end, 120)
         self._running.forget("warm-up")
-        if chunk.error:
-            raise RuntimeError(f"the engine failed its warm-up: {chunk.message}")
+        if end.error:
+            raise RuntimeError(f"the engine failed its warm-up: {end.message}")
         # Keep the blocks that an earlier process left on disk.
         await asyncio.to_thread(partial(self._engine.reset_prefix_cache, tiers=False))

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 
 from ray.exceptions import RayError
 
-from serve_app.engine.protocol import GRAMMAR_FAILED, EngineOutput, Prefilled
+from serve_app.engine.protocol import EngineOutput, EngineRequest, Prefilled, ReplyTo
 from serve_app.ray_compat import find_serve_actor
-from serve_app.replica import messages as wire
-from serve_app.replica.token_channel import Addressed, TokenSender, TokenStream
+from serve_app.replica.token_channel import TokenSender, TokenStream
 
 logger = logging.getLogger(__name__)
 
@@ -47,30 +46,28 @@ def actor_lives(name: str) -> bool:
 
 @dataclass(slots=True, eq=False)
 class RunningCall:
-    """One generation. ``sent``: number of its chunks so far, ``tokens``: of their tokens. ``end``: its last chunk.
+    """A running request. ``sent``: number of its outputs so far, ``tokens``: of their tokens. ``end``: the call's."""
 
-    ``reply_to``: None if no ingress reads it. ``caller``: the calling Serve actor, "" if there is none.
-    """
-
-    reply_to: wire.ReplyTo | None
+    request: EngineRequest
     stream: TokenStream
-    caller: str
-    end: asyncio.Future[wire.GenerateChunk]
+    end: asyncio.Future[EngineOutput]
     sent: int = 0
     tokens: int = 0
 
-    def finish(self, chunk: wire.GenerateChunk) -> None:
-        """Set its end, unless it has ended before."""
+    def finish(self, last: EngineOutput) -> None:
+        """End the call, unless it has ended before. ``last``: an output; the caller has its tokens already."""
         if not self.end.done():
-            self.end.set_result(chunk)
+            self.end.set_result(EngineOutput(
+                self.request.request_id, finish_reason=last.finish_reason, error=last.error, message=last.message,
+                seq=self.sent,
+            ))  # fmt: skip
 
 
 class RunningCalls:
     """The generations of the replica's loop. ``cancel`` ends one in the engine; ``closed``: the replica is ending."""
 
-    def __init__(self, replica_id: str, sender: TokenSender, cancel: Callable[[str], None]) -> None:
+    def __init__(self, sender: TokenSender, cancel: Callable[[str], None]) -> None:
         self.closed = False
-        self._replica_id = replica_id
         self._sender = sender
         self._cancel = cancel
         self._calls: dict[str, RunningCall] = {}
@@ -80,10 +77,10 @@ class RunningCalls:
     def __bool__(self) -> bool:
         return bool(self._calls)
 
-    def begin(self, call_id: str, reply_to: wire.ReplyTo | None, stream: TokenStream, caller: str = "") -> RunningCall:
-        """Accept outputs of a generation that is about to be submitted."""
-        call = RunningCall(reply_to, stream, caller, asyncio.get_running_loop().create_future())
-        self._calls[call_id] = call
+    def begin(self, request: EngineRequest, stream: TokenStream) -> RunningCall:
+        """Accept outputs of a request that is about to be submitted."""
+        call = RunningCall(request, stream, asyncio.get_running_loop().create_future())
+        self._calls[request.request_id] = call
         return call
 
     def submitted(self, call_id: str) -> None:
@@ -122,9 +119,9 @@ class RunningCalls:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             self._end_left()
-            for caller in {call.caller for call in self._calls.values()}:
+            for caller in {call.request.caller for call in self._calls.values()}:
                 if not await asyncio.to_thread(lives, caller):
-                    ended = [call_id for call_id, call in self._calls.items() if call.caller == caller]
+                    ended = [call_id for call_id, call in self._calls.items() if call.request.caller == caller]
                     logger.warning("%s died; %d of its requests end", caller, len(ended))
                     for call_id in ended:
                         self._cancel(call_id)
@@ -135,11 +132,11 @@ class RunningCalls:
         calls, self._calls = self._calls, {}
         for call_id, call in calls.items():
             self._cancel(call_id)
-            call.finish(self._failure("unavailable", STOPPING, call))
+            call.finish(EngineOutput(call_id, error="unavailable", message=STOPPING))
 
     def deliver(self, outputs: Sequence[EngineOutput]) -> None:
         """Send a step's outputs to their ingresses; outputs of other requests are dropped."""
-        messages: dict[wire.ReplyTo, list[Addressed]] = {}
+        messages: dict[ReplyTo, list[EngineOutput]] = {}
         for output in outputs:
             if output.prefilled is not None:
                 end = self._prefilled.get(output.request_id)
@@ -150,49 +147,28 @@ class RunningCalls:
             if call is None or ready is None:
                 continue
             call.tokens += len(ready.token_ids)
-            chunk = self._chunk(ready, call)
-            if not chunk.error and call.reply_to is not None:
-                messages.setdefault(call.reply_to, []).append((output.request_id, chunk))
+            if ready.error == "failed" and self.closed:
+                # A stopping replica fails its unfinished requests; another replica can take them over.
+                ready.error = "unavailable"
+            if not ready.error and call.request.reply_to is not None:
+                ready.seq = call.sent
+                messages.setdefault(call.request.reply_to, []).append(ready)
                 call.sent += 1
-            if chunk.error or chunk.finish_reason is not None:
-                call.finish(wire.GenerateChunk(
-                    seq=call.sent, replica_id=self._replica_id, finish_reason=chunk.finish_reason,
-                    error=chunk.error, message=chunk.message,
-                ))  # fmt: skip
-        for reply_to, chunks in messages.items():
-            if not self._sender.send(reply_to, chunks):
-                for call_id, chunk in chunks:
-                    self._lost(call_id, chunk)
+            if ready.finish_reason is not None:
+                call.finish(ready)
+        for reply_to, sent in messages.items():
+            if not self._sender.send(reply_to, sent):
+                for output in sent:
+                    self._lost(output)
 
     def _end_left(self) -> None:
         for call_id in self._calls.keys() & self._left.keys():
             self._cancel(call_id)
 
-    def _lost(self, call_id: str, chunk: wire.GenerateChunk) -> None:
+    def _lost(self, output: EngineOutput) -> None:
         """End a generation with tokens that its ingress did not accept; it may ask another replica for the rest."""
-        call = self._calls[call_id]
+        call = self._calls[output.request_id]
         if not call.end.done():
-            call.sent = chunk.seq
-            call.finish(self._failure("unavailable", "its ingress does not read tokens in time", call))
-            self._cancel(call_id)
-
-    def _chunk(self, output: EngineOutput, call: RunningCall) -> wire.GenerateChunk:
-        if output.finish_reason == "timeout":
-            return self._failure("timeout", output.error, call)
-        if output.finish_reason == "error" and output.error.startswith(GRAMMAR_FAILED):
-            return self._failure("grammar", output.error.removeprefix(GRAMMAR_FAILED), call)
-        if output.finish_reason == "error":
-            # A stopping replica fails its unfinished requests; another replica can take them over.
-            return self._failure("unavailable" if self.closed else "failed", output.error, call)
-        return wire.GenerateChunk(
-            token_ids=output.token_ids,
-            seq=call.sent,
-            replica_id=self._replica_id if output.first is not None else "",
-            first=output.first,
-            finish_reason=output.finish_reason,
-            logprobs=output.logprobs,
-            prompt_logprobs=output.prompt_logprobs,
-        )
-
-    def _failure(self, error: wire.ChunkError, message: str, call: RunningCall) -> wire.GenerateChunk:
-        return wire.GenerateChunk(seq=call.sent, replica_id=self._replica_id, error=error, message=message)
+            call.sent = output.seq
+            call.finish(EngineOutput("", error="unavailable", message="its ingress does not read tokens in time"))
+            self._cancel(output.request_id)

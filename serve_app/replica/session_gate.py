@@ -43,11 +43,8 @@ class SessionGate:
         self._held: dict[str, RemoteKv] = {}
         self._changed = asyncio.Event()
 
-    def begin(self, request: EngineRequest, pulled_tokens: int = 0, name: str = "") -> RemoteKv | None:
-        """Note a request and how many of its prompt's tokens can be copied; return the KV to wait for, or None.
-
-        ``name``: the client's word for its session.
-        """
+    def begin(self, request: EngineRequest) -> RemoteKv | None:
+        """Note a request; return the KV to wait for, or None."""
         chain, prompt_tokens, size = request.block_hashes, len(request.token_ids), self._config.block_size
         if not chain or not request.store_kv or not request.reads_kv:  # its KV does not outlive it, or is not read
             return None
@@ -56,7 +53,9 @@ class SessionGate:
             return self._engine.known_blocks(chain, (prompt_tokens - 1) // size) * size
 
         known = cached_tokens()
-        session = self.sessions.begin(request.request_id, request.tenant, chain, prompt_tokens, known, name)
+        session = self.sessions.begin(request.request_id, request.tenant, chain, prompt_tokens, known, request.session)
+        decision = request.decision
+        pulled_tokens = decision.pull_tokens if decision is not None and decision.pull_from else 0
         if not self._admission.waits(session, prompt_tokens - max(known, pulled_tokens), cached_tokens):
             return None
         held = self._held[request.request_id] = RemoteKv(known)

@@ -15,8 +15,7 @@ import msgspec
 import zmq
 from msgspec import structs
 
-from serve_app.engine.protocol import EngineOutput
-from serve_app.replica.messages import GenerateChunk, ReplyTo
+from serve_app.engine.protocol import EngineOutput, ReplyTo, outputs_of_wire, to_wire
 from serve_app.tracing.replica import ReplicaTrace
 
 logger = logging.getLogger(__name__)
@@ -30,12 +29,6 @@ MAX_AT_ONCE = 64
 MAX_INGRESSES = 64
 """Number of connections that a replica keeps; those to replaced ingresses are dropped first."""
 
-Addressed = tuple[str, GenerateChunk]
-"""A call's id, and a chunk of its answer."""
-
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(list[Addressed]).decode
-
 
 class TokenSender:
     """The replica's end. Used from one thread."""
@@ -45,12 +38,12 @@ class TokenSender:
         self._public_key, self._secret_key = zmq.curve_keypair()
         self._sockets: OrderedDict[ReplyTo, zmq.Socket[bytes]] = OrderedDict()
 
-    def send(self, to: ReplyTo, chunks: Sequence[Addressed]) -> bool:
-        """Send chunks to an ingress; return False if it is too far behind, or its address is invalid."""
-        message = _encode(chunks)
-        if len(message) > MAX_MESSAGE_BYTES // 2 and len(chunks) > 1:  # long prompts' log-probabilities
-            half = len(chunks) // 2
-            return self.send(to, chunks[:half]) and self.send(to, chunks[half:])
+    def send(self, to: ReplyTo, outputs: Sequence[EngineOutput]) -> bool:
+        """Send outputs to an ingress; return False if it is too far behind, or its address is invalid."""
+        message = to_wire(outputs)
+        if len(message) > MAX_MESSAGE_BYTES // 2 and len(outputs) > 1:  # long prompts' log-probabilities
+            half = len(outputs) // 2
+            return self.send(to, outputs[:half]) and self.send(to, outputs[half:])
         try:
             self._socket(to).send(message, flags=zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -117,53 +110,53 @@ class TokenStream:
 
 
 class Arrivals:
-    """Unread chunks of one call. ``received``: number of chunks that arrived, up to the first lost one.
+    """Unread outputs of one call. ``received``: number of outputs that arrived, up to the first lost one.
 
-    ``at_once`` is offered chunks that arrive while a reader waits, before it wakes; it returns whether it took them.
+    ``at_once`` is offered outputs that arrive while a reader waits, before it wakes; it returns whether it took them.
     """
 
-    __slots__ = ("_chunks", "_news", "at_once", "received")
+    __slots__ = ("_news", "_outputs", "at_once", "received")
 
     def __init__(self) -> None:
-        self._chunks: deque[GenerateChunk] = deque()
+        self._outputs: deque[EngineOutput] = deque()
         self._news: asyncio.Future[None] | None = None
-        self.at_once: Callable[[GenerateChunk], bool] | None = None
+        self.at_once: Callable[[EngineOutput], bool] | None = None
         self.received = 0
 
-    def add(self, chunk: GenerateChunk) -> None:
-        """Add a chunk; chunks behind a lost one are useless."""
-        if chunk.seq == self.received:
+    def add(self, output: EngineOutput) -> None:
+        """Add an output; outputs behind a lost one are useless."""
+        if output.seq == self.received:
             self.received += 1
-            self._chunks.append(chunk)
+            self._outputs.append(output)
 
     def hand_on(self) -> None:
-        """Hand the added chunks to ``at_once``, or wake the waiting reader."""
+        """Hand the added outputs to ``at_once``, or wake the waiting reader."""
         news = self._news
-        if news is None or news.done() or not self._chunks:
+        if news is None or news.done() or not self._outputs:
             return
         if self.at_once is not None:
             # The reader waits, so nothing older is unread and the order holds. Until it runs, this is its place.
-            chunk = self.take()
-            assert chunk is not None, "there are some"
+            output = self.take()
+            assert output is not None, "there are some"
             try:
-                if self.at_once(chunk):
+                if self.at_once(output):
                     return
             except Exception as error:  # raised in the waiting reader
                 news.set_exception(error)
                 return
-            self._chunks.append(chunk)  # not taken: the reader gets it first, since nothing came in between
+            self._outputs.append(output)  # not taken: the reader gets it first, since nothing came in between
         news.set_result(None)
 
-    def take(self) -> GenerateChunk | None:
-        """Return all waiting chunks as one, None if there are none. So a slow ingress handles fewer, larger ones."""
-        if not self._chunks:
+    def take(self) -> EngineOutput | None:
+        """Return all waiting outputs as one, None if there are none. So a slow ingress handles fewer, larger ones."""
+        if not self._outputs:
             return None
-        first = last = self._chunks.popleft()
-        if not self._chunks:
+        first = last = self._outputs.popleft()
+        if not self._outputs:
             return first
         token_ids, logprobs, told = first.token_ids, first.logprobs, first.prompt_logprobs
-        while self._chunks:
-            last = self._chunks.popleft()
+        while self._outputs:
+            last = self._outputs.popleft()
             token_ids += last.token_ids
             logprobs += last.logprobs
             told += last.prompt_logprobs
@@ -179,8 +172,8 @@ class Arrivals:
             self._news.set_result(None)
 
     async def news(self) -> None:
-        """Wait for a chunk, or for ``wake``."""
-        if not self._chunks:
+        """Wait for an output, or for ``wake``."""
+        if not self._outputs:
             self._news = asyncio.get_running_loop().create_future()
             await self._news
 
@@ -194,21 +187,21 @@ class TokenInbox:
 
     @contextmanager
     def arrivals(self, call_id: str) -> Iterator[Arrivals]:
-        """Collect a call's chunks within the block; chunks of other calls are dropped."""
+        """Collect a call's outputs within the block; outputs of other calls are dropped."""
         arrivals = self._calls[call_id] = Arrivals()
         try:
             yield arrivals
         finally:
             del self._calls[call_id]
 
-    def deliver(self, *messages: Sequence[Addressed]) -> None:
-        """Hand chunks to their readers; a call's chunks from several messages go together."""
+    def deliver(self, *messages: Sequence[EngineOutput]) -> None:
+        """Hand outputs to their readers; a call's outputs from several messages go together."""
         came: dict[str, Arrivals] = {}
-        for call_id, chunk in chain.from_iterable(messages):
-            arrivals = self._calls.get(call_id)
+        for output in chain.from_iterable(messages):
+            arrivals = self._calls.get(output.request_id)
             if arrivals is not None:
-                arrivals.add(chunk)
-                came[call_id] = arrivals
+                arrivals.add(output)
+                came[output.request_id] = arrivals
         for arrivals in came.values():
             arrivals.hand_on()
 
@@ -247,7 +240,7 @@ class TokenReceiver:
             except zmq.Again:
                 break
             try:
-                messages.append(_decode(data))
+                messages.append(outputs_of_wire(data))
             except msgspec.MsgspecError:
                 logger.exception("a message of %d bytes is not from a replica", len(data))
         else:

@@ -1,12 +1,12 @@
 """Both engines on a GPU in bfloat16: hits, tenants, copies of KV, seeds, rules, adapters. One vLLM serves all tests."""
 
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from router.protocol.block_hash import PrefixScope, split_chain
 from serve_app.engine.protocol import Save, TokenRules
@@ -149,7 +149,7 @@ def test_answers_end_where_their_grammar_does(both: Both, engine: Any) -> None:
         request(f"r{i}", both.prompt(50, seed=60 + i), 60, temperature=1.0, seed=i, stop_token_ids=ends)
         for i in range(4)
     ]
-    asked = [replace(item, matcher=matchers.matcher(text)) for item in plain]
+    asked = [structs.replace(item, matcher=matchers.matcher(text)) for item in plain]
     found = run_all(engine, asked)
     assert found.finish == {f"r{i}": "stop" for i in range(4)}, found.errors
     for tokens in found.tokens.values():
@@ -174,7 +174,7 @@ def test_cancelling_frees_blocks(both: Both, engine: Any) -> None:
 
 def test_a_save_survives_floods(both: Both) -> None:
     ids = both.prompt(8 * both.block_size + 1, seed=80)
-    saved = replace(request("saved", ids, 1), saves=(Save(b"s" * 16, 8 * both.block_size),))
+    saved = structs.replace(request("saved", ids, 1), saves=(Save(b"s" * 16, 8 * both.block_size),))
     first = outputs_of(both.vllm, saved)[0].first
     assert first is not None and first.save is not None and first.save.outcome == "saved"
     run_all(both.vllm, [request(f"f{i}", both.prompt(900, seed=810 + i), 1) for i in range(5)])

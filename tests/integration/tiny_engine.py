@@ -33,7 +33,7 @@ class TinyEngine(Engine):
         self._waiting.put(None)
 
     def submit(self, request: EngineRequest, sink: OutputSink) -> None:
-        self._reservations.arrived(request.router_id, request.reservation)
+        self._reservations.arrived(request.decision)
         self._live.add(request.request_id)
         self._waiting.put((request, sink))
 

@@ -51,7 +51,7 @@ def test_a_simulated_replica_loads_neither_torch_nor_transformers(demo_model_pat
         "engine.start()\n"
         "scope, ended = PrefixScope('a', '', b''), threading.Event()\n"
         "ids, root = np.arange(64, dtype=np.int32), scope.root(b'k' * 16)\n"
-        "ask = EngineRequest('r', ids, scope, root, SamplingParams(max_tokens=2))\n"
+        "ask = EngineRequest('r', token_ids=ids, scope=scope, root=root, sampling=SamplingParams(max_tokens=2))\n"
         "engine.submit(ask, lambda outputs: ended.set() if outputs[-1].finish_reason else None)\n"
         "assert ended.wait(60)\n"
         "engine.stop()\n"

@@ -2,12 +2,12 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from router.protocol.block_hash import PrefixScope
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
@@ -116,10 +116,10 @@ def test_a_tenants_order_is_kept(tenants: Tenants) -> None:
     """The latest requests start before a dozen of a later order, without regard to the other tenant's."""
     collector, flex = Collector(), [f"flood {350 + number}" for number in range(12)]
     for number in range(12):
-        tenants.engine.submit(replace(tenants.asked("flood", 350 + number, 600, 4), order=2**32), collector)
+        tenants.engine.submit(structs.replace(tenants.asked("flood", 350 + number, 600, 4), order=2**32), collector)
     collector.wait_tokens(flex[0], 1)
     before = len(collector.finish)
-    urgent = [replace(tenants.asked("flood", 370, 600, 4), order=-1), tenants.asked("flood", 371, 600, 4)]
+    urgent = [structs.replace(tenants.asked("flood", 370, 600, 4), order=-1), tenants.asked("flood", 371, 600, 4)]
     for asked in urgent:
         tenants.engine.submit(asked, collector)
     collector.wait([*flex, *(asked.request_id for asked in urgent)], 120)

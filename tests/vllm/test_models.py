@@ -1,13 +1,14 @@
 """Models with several kinds of KV, tiny and random, one vLLM each: tokens equal those without a cache."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from transformers import AutoModelForCausalLM, GptOssConfig, Lfm2Config, MistralConfig
 
 from router.directory.directory import Directory
@@ -122,7 +123,7 @@ def test_predictions_are_delivered_and_no_token_changes(served: Served) -> None:
             if number % 7 == 6:
                 ids = ids[: len(ids) // 2]
             name, scope = f"{number} {at}", SCOPES[tenant]
-            asked.append(replace(request(name, ids, 6, scope=scope), tenant=tenant))
+            asked.append(structs.replace(request(name, ids, 6, scope=scope), tenant=tenant))
             chain, most = prefix_of(ids, scope).chain, (len(ids) - 1) // BLOCK
             predicted[name] = BLOCK * served.engine.known_blocks(chain, most)
             assert served.directory.match(chain[: 16 * most]).get("r", 0) == predicted[name]

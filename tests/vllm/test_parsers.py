@@ -1,23 +1,23 @@
 """vLLM's parsers by name, over given text: no engine starts."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from tokenizers import AddedToken, Tokenizer
 
 from serve_app.api.format import Choice
 from serve_app.api.openai.request import parse_chat
 from serve_app.engine.protocol import FinishReason
 from serve_app.engine.vllm import parsers
-from serve_app.generation.generation import Tokens
 from serve_app.generation.tool_calls.call_reader import WholeChoice
 from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.generation.tool_calls.round_trip import found_parser
 from serve_app.generation.tool_calls.vllm_reader import check_parser
 from serve_app.tokenization.tokenizer import PromptTokenizer
+from tests.serve_app.generation.outputs import output
 from tests.serve_app.ingress.scripted import GENERATION
 from tests.serve_app.tokenization.variants import variant_of
 from tests.serve_app.tool_templates.families import SEARCH, WEATHER, family
@@ -55,12 +55,12 @@ def answer(
 ) -> Choice:
     """Return the choice of an answer that arrives ``step`` tokens at a time."""
     body = {"model": "m", "messages": [{"role": "user", "content": "Rain?"}], **fields}
-    generation = replace(GENERATION, token_ids=tokenizer.encode(prompt, b"r" * 16).token_ids)
+    generation = structs.replace(GENERATION, token_ids=tokenizer.encode(prompt, b"r" * 16).token_ids)
     reader, whole = readers.of(parse_chat(json.dumps(body).encode()))(0, generation), WholeChoice()
     ids = tokenizer.encode(text, b"r" * 16).token_ids.tolist()
     for at in range(0, len(ids), step):
         ended = reason if at + step >= len(ids) else None
-        for piece in reader.read(Tokens(tuple(ids[at : at + step]), None, ended)):
+        for piece in reader.read(output(tuple(ids[at : at + step]), None, ended)):
             whole.add(piece)
     return whole.choice()
 

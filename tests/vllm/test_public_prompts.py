@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from router.protocol.block_hash import HASH_BYTES, PrefixScope, extend_chain, split_chain
 from serve_app.cache.prefix.hot_prefixes import HashedTokens
@@ -29,7 +30,7 @@ def asked(both: Both, tenant: str, name: str, seed: int = 1, salt: str = "", **f
     """Return a prompt of ten blocks and some tokens, of which the first six blocks are public."""
     scope = PrefixScope("tiny", salt=f"{tenant}/{salt}".encode(), public_blocks=6)
     ids = np.concatenate([both.prompt(6 * BLOCK + 10, seed=70), both.prompt(4 * BLOCK, seed=seed)])
-    return replace(request(name, ids, 6, scope=scope, tenant=tenant), **fields)
+    return structs.replace(request(name, ids, 6, scope=scope, tenant=tenant), **fields)
 
 
 def chain_of(item: EngineRequest) -> bytes:
@@ -56,7 +57,7 @@ def test_tenants_share_a_public_prompt_and_nothing_behind_it(both: Both) -> None
     first, second = asked(both, "a", "a"), asked(both, "b", "b")
     assert [cached(both, item) for item in (first, second, first, second)] == [0, 6, 10, 10]
     assert [cached(both, asked(both, "a", "salted", salt="own")) for _ in range(2)] == [6, 10]
-    plain = replace(first, request_id="plain", scope=first.scope.private, root=root_of(first.scope.private))
+    plain = structs.replace(first, request_id="plain", scope=first.scope.private, root=root_of(first.scope.private))
     assert cached(both, plain) == 0
     wanted = run_all(both.torch, [first]).tokens["a"]
     assert run_all(both.vllm, [first, second]).tokens == {"a": wanted, "b": wanted}
@@ -71,7 +72,7 @@ def test_a_request_that_stores_nothing_reads_and_leaves_nothing(both: Both) -> N
     assert cached(both, asked(both, "b", "stored")) == 0
     before = both.heard.held()
     assert [cached(both, unstored) for _ in range(2)] == [6, 6]
-    cached(both, replace(unstored, sampling=replace(unstored.sampling, max_tokens=3 * BLOCK)))
+    cached(both, structs.replace(unstored, sampling=replace(unstored.sampling, max_tokens=3 * BLOCK)))
     assert both.heard.held() == before >= set(split_chain(chain_of(unstored)[: 6 * HASH_BYTES]))
 
 
@@ -90,14 +91,14 @@ def test_public_blocks_stay_public_when_moved(both: Both) -> None:
         assert both.vllm.transfer.import_part(part, prefix, first) == blocks
         heard(both, prefix.chain)
         assert cached(both, asked(both, "b", "there", seed=2)) == 6
-        assert cached(both, replace(item, request_id="back")) == blocks
+        assert cached(both, structs.replace(item, request_id="back")) == blocks
 
 
 def test_a_save_behind_a_public_prompt_stays(both: Both) -> None:
     """So does a save of public blocks alone, which another replica's save brought."""
     reset(both)
     item = asked(both, "a", "saved", seed=4)
-    first = outputs_of(both.vllm, replace(item, saves=(Save(b"s" * 16, 10 * BLOCK),)))[0].first
+    first = outputs_of(both.vllm, structs.replace(item, saves=(Save(b"s" * 16, 10 * BLOCK),)))[0].first
     assert first is not None and first.save is not None and first.save.outcome == "saved"
     run_all(both.vllm, [request(f"f{i}", both.prompt(900, seed=80 + i), 1, scope=OTHER) for i in range(5)])
     assert cached(both, item) == 10

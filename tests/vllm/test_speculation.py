@@ -1,12 +1,12 @@
 """Drafts from the text itself in vLLM: fewer steps, but the tokens and the directory of an engine without drafts."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from serve_app.engine.protocol import TokenRules
 from serve_app.structured.compiler import GrammarCompiler, llguidance_form
@@ -56,7 +56,7 @@ def test_tokens_are_those_without_drafts_alone_in_a_batch_and_from_the_middle(bo
     for name, sampling in SAMPLED.items():
         assert tokens_of(both.vllm, name, ids, max_tokens=60, **sampling) == wanted[name], name
         begun = request(name, np.concatenate([ids, np.array(wanted[name][:10], dtype=np.int32)]), 50, **sampling)
-        assert run_all(both.vllm, [replace(begun, resumed_tokens=10)]).tokens[name] == wanted[name][10:], name
+        assert run_all(both.vllm, [structs.replace(begun, resumed_tokens=10)]).tokens[name] == wanted[name][10:], name
 
 
 def test_logprobs_are_given_for_drafts_too(both: Both) -> None:
@@ -98,7 +98,7 @@ def test_a_grammar_holds_at_every_draft(both: Both) -> None:
 
     def asked(name: str, seed: int) -> Any:
         wanted = request(name, repetitive(both, 50), 80, temperature=0.3, seed=seed, stop_token_ids=ends)
-        return replace(wanted, matcher=matchers.matcher(text))
+        return structs.replace(wanted, matcher=matchers.matcher(text))
 
     before = drafts(both)
     names = [asked(f"r{seed}", seed) for seed in range(4)]

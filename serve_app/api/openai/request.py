@@ -27,7 +27,7 @@ from serve_app.api.request import ChatRequest, CompletionRequest, PromptInput, T
 from serve_app.errors import InvalidRequest
 
 INT64 = 2**63
-Tier = Literal["auto", "default", "flex", "priority"]
+ServiceTier = Literal["auto", "default", "flex", "priority"]
 MAX_CHOICES = 16
 MAX_PROMPTS = 128
 """Bounds the prompts of a completion request, and the product of prompts and ``n``."""
@@ -124,7 +124,7 @@ class GenerationBody(SamplingBody):
     prompt_ref: Text256 = Field(None, description="NAME@VERSION or NAME of a registered prompt to prepend")
     service_tier: Annotated[
         Literal["default", "flex", "priority"],
-        BeforeValidator(lambda tier: "default" if tier == "auto" else tier, json_schema_input_type=Tier),
+        BeforeValidator(lambda tier: "default" if tier == "auto" else tier, json_schema_input_type=ServiceTier),
         Must("auto, default, flex or priority"),
     ] = Field("default", description="order of the tenant's own waiting requests: priority starts first, flex last")
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1), Whole] = Field(

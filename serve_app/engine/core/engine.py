@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
+from msgspec import structs
 
 from router.protocol.block_hash import ChainHasher, count_leading, hash_blocks
 from router.protocol.events import LoadReport, StatsReport
@@ -97,7 +98,7 @@ class TorchEngine:
         chain = b""
         if self._cache.enabled:
             chain = request.block_hashes or self._cache.prompt_chain(request.scope, request.root, ids)
-        sequence = SequenceState(replace(request, token_ids=ids), sink, chain, self._clock())
+        sequence = SequenceState(structs.replace(request, token_ids=ids), sink, chain, self._clock())
         sequence.held_blocks_hint = self._cache.index.count_held(chain, sequence.reusable_blocks(self._cache))
         with self._loop.changed:
             if self._loop.stopping:
@@ -216,14 +217,15 @@ class TorchEngine:
                     prompt_tokens += fresh
                     recomputed += again
             self._load_reporter.begin_step(chosen)
-        results = run_step(self._runner, [item.sequence.segment(item.tokens) for item in chosen])
+        segments = [item.sequence.segment(item.tokens) for item in chosen]
+        run_step(self._runner, segments)
         now = self._clock()
         self._meters.stepped(prefill_tokens, now - started)
         self._meters.computed_prompt_tokens += prompt_tokens
         self._meters.recomputed_tokens += recomputed
         with self._loop.changed:
-            for item, result in zip(chosen, results, strict=True):
-                self._outputs.process(item, result, now)
+            for item, segment in zip(chosen, segments, strict=True):
+                self._outputs.process(item, segment, now)
             self._load_reporter.update()
         self._deliver()
 
@@ -238,7 +240,7 @@ class TorchEngine:
             self._loop.stopping = True
             self._loop.run_calls(last=True)
             for sequence in [*self._scheduler.waiting, *self._scheduler.running]:
-                self._outputs.end(sequence, "error", error=reason)
+                self._outputs.end(sequence, "error", message=reason)
             self._load_reporter.update()
         self._deliver()
         self._tier_loader.spiller.close()

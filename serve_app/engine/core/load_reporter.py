@@ -53,7 +53,7 @@ class LoadReporter:
         self._arrived[request.request_id] = sequence
         self.waiting += 1
         self._add(sequence, _LAST, waits=True)
-        self._reservations.arrived(request.router_id, request.reservation)
+        self._reservations.arrived(request.decision)
 
     def entered(self, sequence: SequenceState) -> None:
         """Note that a request is in the scheduler now."""

@@ -3,17 +3,23 @@
 import math
 from dataclasses import dataclass, field
 
-from msgspec import structs
-
 from serve_app.engine.kv.prompt_pins import PromptPins
 from serve_app.engine.kv.tier_loader import TierLoader
 from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.outbox import Outbox
-from serve_app.engine.protocol import Clock, EngineOutput, FinishReason, FirstToken, QueueFull, prompt_outputs
+from serve_app.engine.protocol import (
+    Clock,
+    EngineOutput,
+    ErrorKind,
+    FinishReason,
+    FirstToken,
+    QueueFull,
+    prompt_outputs,
+)
 from serve_app.engine.scheduling.scheduler import Scheduled, Scheduler
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
-from serve_app.engine.step import AdapterSlots, SegmentResult
+from serve_app.engine.step import AdapterSlots, Segment
 from serve_app.fairness.shares import Budget, Shares
 
 
@@ -87,45 +93,54 @@ class OutputProcessor:
         self.meters.preempted(sequence.request.tenant)
         self.tier_loader.forget(sequence.request.request_id)
 
-    def process(self, item: Scheduled, result: SegmentResult, now: float) -> None:
-        """Process one segment's result: publish its blocks, append its token, or end its request."""
+    def process(self, item: Scheduled, segment: Segment, now: float) -> None:
+        """Process a computed segment: publish its blocks, append its token, or end its request."""
         sequence = item.sequence
-        if result.error:
-            self.end(sequence, "error", error=result.error)
+        if segment.error:
+            self.end(sequence, "error", error=segment.error, message=segment.message)
             return
         reason: FinishReason | None = "length"
         tokens: tuple[int, ...] = ()
-        if result.token is not None:
-            reason = sequence.append_token(result.token)
-            if reason != "stop" or result.token in sequence.request.sampling.shown_stop_token_ids:
-                tokens = (result.token,)
+        if segment.token is not None:
+            reason = sequence.append_token(segment.token)
+            if reason != "stop" or segment.token in sequence.request.sampling.shown_stop_token_ids:
+                tokens = (segment.token,)
             self.meters.generation_tokens += 1
         self.scheduler.computed(item)
-        if result.prompt_logprobs:
-            sequence.told_tokens += len(result.prompt_logprobs)
-            for part in prompt_outputs(sequence.request.request_id, result.prompt_logprobs):
+        if segment.prompt_logprobs:
+            sequence.told_tokens += len(segment.prompt_logprobs)
+            for part in prompt_outputs(sequence.request.request_id, segment.prompt_logprobs):
                 self.outbox.add(sequence.sink, part)
         if sequence.prefilling:
             return
-        told = (result.logprob,) if tokens and result.logprob is not None else ()
+        told = (segment.logprob,) if tokens and segment.logprob is not None else ()
         output = EngineOutput(sequence.request.request_id, tokens, told)
         if sequence.first_token_s is None:
-            output = self._first(sequence, output, now)
+            output.first = self._first(sequence, now)
         if reason is not None:
             self.end(sequence, reason, output)
         else:
             self.outbox.add(sequence.sink, output)
 
-    def cancel(self, request_id: str, reason: FinishReason = "cancelled", error: str = "") -> None:
+    def cancel(self, request_id: str, reason: FinishReason = "cancelled", message: str = "") -> None:
         """End a request; unknown ids are ignored."""
         sequence = self.scheduler.find(request_id)
         if sequence is not None:
-            self.end(sequence, reason, error=error)
+            self.end(sequence, reason, message=message)
 
     def end(
-        self, sequence: SequenceState, reason: FinishReason, output: EngineOutput | None = None, *, error: str = ""
+        self,
+        sequence: SequenceState,
+        reason: FinishReason,
+        output: EngineOutput | None = None,
+        *,
+        error: ErrorKind = "failed",
+        message: str = "",
     ) -> None:
-        """End a request and free its blocks. ``output``: its last one, if it ended by generating."""
+        """End a request and free its blocks. ``output``: its last one, if it ended by generating.
+
+        ``error``: the kind of failure of the reason "error".
+        """
         request, prefilled = sequence.request, sequence.prefilled
         self.scheduler.remove(sequence)
         self.tier_loader.forget(request.request_id)
@@ -133,13 +148,15 @@ class OutputProcessor:
         self.live.remove(sequence)
         self.meters.finished[reason] += 1
         last = output or EngineOutput(request.request_id)
-        self.outbox.add(sequence.sink, structs.replace(last, finish_reason=reason, error=error, prefilled=prefilled))
+        last.end(reason, error, message)
+        last.prefilled = prefilled
+        self.outbox.add(sequence.sink, last)
 
-    def _first(self, sequence: SequenceState, output: EngineOutput, now: float) -> EngineOutput:
-        """Pin the prefixes that a request asks to keep; return its first output with the facts reported once."""
+    def _first(self, sequence: SequenceState, now: float) -> FirstToken:
+        """Pin the prefixes that a request asks to keep; return the facts that are reported once."""
         assert sequence.scheduled_s is not None, "only a step makes a token"
         sequence.first_token_s = now
         self.meters.prefill_time.observe(now - sequence.scheduled_s)
         queue_s = sequence.scheduled_s - sequence.arrival_s
         save = self.pins.keep(sequence) if sequence.request.saves else None
-        return structs.replace(output, first=FirstToken(sequence.cached_tokens, queue_s, save))
+        return FirstToken(sequence.cached_tokens, queue_s, save)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from msgspec import structs
 from transformers import AutoModelForCausalLM
 
 from serve_app.cache.kv_chain import KvFormat, Row
@@ -26,7 +25,7 @@ from serve_app.engine.runner.prompt_logprobs import LEAST_ROWS, HiddenStates, te
 from serve_app.engine.runner.sampling import choose_tokens
 from serve_app.engine.runner.token_rules import apply_rules, token_logprobs
 from serve_app.engine.settings import EngineSettings
-from serve_app.engine.step import Segment, SegmentResult
+from serve_app.engine.step import Segment
 
 _KERNELS_KEPT = "4096"
 """oneDNN keeps 1,024 compiled kernels by default, fewer than a ragged workload has shapes."""
@@ -121,48 +120,46 @@ class ModelRunner:
         return logits
 
     @torch.inference_mode()
-    def execute(self, segments: Sequence[Segment]) -> list[SegmentResult]:
+    def execute(self, segments: Sequence[Segment]) -> None:
         """Compute one step and sample; a segment with logits that are not numbers fails alone."""
         step = plan_step(self.pool, segments, in_place=self.reads_in_place)
         self._lora.apply([segments[i] for i in step.order])
         told = any(segment.targets is not None for segment in segments)
         with self._hidden.kept() if told else nullcontext():
             logits = self.forward(step)
-        results = [SegmentResult()] * len(segments)
-        wanted = [i for i in step.order if segments[i].sampling is not None]
-        if wanted:
-            for i, result in zip(wanted, _choose(logits, [segments[i] for i in wanted]), strict=True):
-                results[i] = result
+        if wanted := [segments[i] for i in step.order if segments[i].sampling is not None]:
+            _choose(logits, wanted)
         if told:
             del logits
             for i, logprobs in tell_prompts(self._hidden, segments, step.order, self._rows_at_once).items():
                 if logprobs is None:
-                    results[i] = SegmentResult(error=_NO_NUMBERS)
+                    segments[i].fail(_NO_NUMBERS)
                 else:
-                    results[i] = structs.replace(results[i], prompt_logprobs=logprobs)
-        return results
+                    segments[i].prompt_logprobs = logprobs
 
 
-def _choose(logits: torch.Tensor, segments: Sequence[Segment]) -> list[SegmentResult]:
-    """Return the result of each row of ``logits`` [n, vocab], which the segments' rules change in place."""
+def _choose(logits: torch.Tensor, segments: Sequence[Segment]) -> None:
+    """Sample each segment's token from its row of ``logits`` [n, vocab], which its rules change in place."""
     params = [segment.sampling for segment in segments if segment.sampling is not None]
     wanted = [row for row, sampling in enumerate(params) if sampling.logprobs is not None]
     ruled = [(row, params[row], segment.history) for row, segment in enumerate(segments) if segment.history is not None]
     raw = torch.log_softmax(logits[wanted], dim=-1) if wanted else None
     failed = apply_rules(logits, ruled) if ruled else {}
     tokens = choose_tokens(logits, params, [segment.end for segment in segments])
-    results = []
-    for row, token in enumerate(tokens):
-        error = failed.get(row) or (_NO_NUMBERS if token is None else "")
-        results.append(SegmentResult(token=None if error else token, error=error))
+    for row, (segment, token) in enumerate(zip(segments, tokens, strict=True)):
+        if row in failed:
+            segment.fail(failed[row], "grammar")
+        elif token is None:
+            segment.fail(_NO_NUMBERS)
+        else:
+            segment.token = token
     if raw is not None:
         chosen, tops = (
             [tokens[row] for row in wanted],
             [params[row].logprob_token_ids or params[row].logprobs or 0 for row in wanted],
         )
         for row, logprob in zip(wanted, token_logprobs(raw, chosen, tops), strict=True):
-            results[row] = structs.replace(results[row], logprob=logprob)
-    return results
+            segments[row].logprob = logprob
 
 
 def load_model(path: str | Path, config: Any, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:

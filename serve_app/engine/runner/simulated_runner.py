@@ -12,7 +12,7 @@ from serve_app.engine.adapter_slots import LoadedAdapters
 from serve_app.engine.lora.peft_files import read_described
 from serve_app.engine.runner.position_random import position_uniform
 from serve_app.engine.settings import EngineSettings
-from serve_app.engine.step import Segment, SegmentResult
+from serve_app.engine.step import Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +54,13 @@ class SimulatedRunner:
         self.block_bytes = cost.block_bytes
         self._sleep = sleep
 
-    def execute(self, segments: Sequence[Segment]) -> list[SegmentResult]:
-        """Sleep for the step's simulated duration and return deterministic pseudo-random tokens."""
+    def execute(self, segments: Sequence[Segment]) -> None:
+        """Sleep for the step's simulated duration and add deterministic pseudo-random tokens."""
         decodes = sum(1 for segment in segments if segment.start > 0 and len(segment.token_ids) == 1)
         tokens = sum(len(segment.token_ids) for segment in segments)
         self._sleep(self.cost.step_s(tokens - decodes, decodes))
-        return [SegmentResult(token=self._token(s) if s.sampling else None) for s in segments]
+        for segment in segments:
+            segment.token = self._token(segment) if segment.sampling else None
 
     def read_blocks(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
         """Do nothing: simulated KV has no bytes."""

@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 
 from router.protocol.block_hash import TokenArray, common_tokens
-from serve_app.engine.protocol import GRAMMAR_FAILED
 from serve_app.engine.runner.sampling import to_device
 from serve_app.engine.sampling_params import SamplingParams, TokenLogprob, TokenRules
 from serve_app.engine.step import History
@@ -22,8 +21,8 @@ Ruled = tuple[int, SamplingParams, History]
 def apply_rules(logits: torch.Tensor, ruled: Sequence[Ruled]) -> dict[int, str]:
     """Change the given rows of ``logits`` [n, vocab], float32, in place.
 
-    Returns the error of each failed row, which stays unchanged. Where rules and grammar leave no token, the grammar
-    alone counts. Source: vLLM's order of logits processors.
+    Returns why a row's grammar failed, for each such row, which stays unchanged. Where rules and grammar leave no
+    token, the grammar alone counts. Source: vLLM's order of logits processors.
     """
     failed: dict[int, str] = {}
     for row, params, history in ruled:
@@ -32,13 +31,13 @@ def apply_rules(logits: torch.Tensor, ruled: Sequence[Ruled]) -> dict[int, str]:
             try:
                 mask = history.matcher.allowed(history.answer)
             except ValueError as error:
-                failed[row] = f"{GRAMMAR_FAILED}{error}"
+                failed[row] = str(error)
                 continue
             if mask is not None and mask.any():
                 allowed = _allowed(mask, logits.shape[-1])
             elif not history.guessed:
                 why = "the answer so far does not match it" if mask is None else "nothing can follow the answer so far"
-                failed[row] = GRAMMAR_FAILED + why
+                failed[row] = why
                 continue
         if params.rules is not None:
             kept = history.kept

@@ -25,6 +25,7 @@ from serve_app.engine.protocol import (
     EngineError,
     EngineOutput,
     EngineRequest,
+    ErrorKind,
     EventSink,
     FinishReason,
     FirstToken,
@@ -37,7 +38,7 @@ from serve_app.engine.vllm.adapters import VllmAdapters
 from serve_app.engine.vllm.event_endpoints import EventEndpoints
 from serve_app.engine.vllm.frontend import Generated, VllmFrontend
 from serve_app.engine.vllm.load_mirror import LiveRequest, LoadMirror
-from serve_app.engine.vllm.sampling.rows import choice_of, vllm_sampling
+from serve_app.engine.vllm.sampling.rows import NOT_NUMBERS, choice_of, vllm_sampling
 from serve_app.engine.vllm.saves import VllmSaves
 from serve_app.engine.vllm.scheduling.tenant import salt_of, scope_args, tenant_args
 from serve_app.engine.vllm.settings import VllmSettings
@@ -111,7 +112,7 @@ class VllmEngine:
         size = self.settings.block_size
         sampling = replace(request.sampling, max_tokens=request.sampling.max_tokens or 1)
         check_request(
-            replace(request, sampling=sampling),
+            structs.replace(request, sampling=sampling),
             vocab_size=self.facts.vocab_size,
             max_model_len=self.facts.max_model_len,
             max_blocks=self.facts.num_blocks - self._saves.pins.budget_blocks,
@@ -134,7 +135,7 @@ class VllmEngine:
             now_s = time.monotonic()
             if not self._load.live:
                 self._progress_s = now_s
-            asked = replace(request, token_ids=ids, block_hashes=chain)
+            asked = structs.replace(request, token_ids=ids, block_hashes=chain)
             live = LiveRequest(asked, sink, choice, now_s, len(ids) - known)
             self._load.arrived(live)
             self._frontend.loop.call_soon_threadsafe(self._begin, live)
@@ -258,15 +259,16 @@ class VllmEngine:
         if task.cancelled():
             self._end(live, "cancelled")
         elif isinstance(error, TimeoutError):
-            self._end(live, "timeout", error="The answer took too long; ask for fewer tokens.")
+            self._end(live, "timeout", message="The answer took too long; ask for fewer tokens.")
         else:
-            self._end(live, "error", error=f"vLLM failed: {type(error).__name__}" if error else "vLLM ended it")
+            self._end(live, "error", message=f"vLLM failed: {type(error).__name__}" if error else "vLLM ended it")
 
     def _take(self, live: LiveRequest, part: Generated) -> None:
         request, sampling = live.request, live.request.sampling
         self._progress_s = time.monotonic()
         if (failure := Path(live.choice.failure_file)).exists():
-            self._end(live, "error", error=failure.read_text())
+            why = failure.read_text()
+            self._end(live, "error", error="failed" if why == NOT_NUMBERS else "grammar", message=why)
             return
         for told in prompt_outputs(request.request_id, part.prompt_logprobs):
             self._outbox.add(live.sink, told)
@@ -279,16 +281,16 @@ class VllmEngine:
             ids = ids[:-1]
         output = EngineOutput(request.request_id, ids, part.logprobs[: len(ids)])
         if not live.begun and reason != "cancelled":
-            output = self._first(live, part, output)
+            output.first = self._first(live, part)
         if reason is None:
             self._outbox.add(live.sink, output)
             return
         for _ in range(part.preemptions):
             self._meters.preempted(request.tenant)
-        self._end(live, reason, output=output, error="vLLM ended it" if reason == "error" else "")
+        self._end(live, reason, output=output, message="vLLM ended it" if reason == "error" else "")
 
-    def _first(self, live: LiveRequest, part: Generated, output: EngineOutput) -> EngineOutput:
-        """Note a request's first part; return its output with the facts reported once."""
+    def _first(self, live: LiveRequest, part: Generated) -> FirstToken:
+        """Note a request's first part; return the facts that are reported once."""
         request = live.request
         self._meters.queue_time.observe(part.queue_s)
         self._meters.prefill_time.observe(max(0.0, time.monotonic() - live.arrival_s - part.queue_s))
@@ -297,10 +299,16 @@ class VllmEngine:
         )
         with self._lock:
             self._load.begun(live, part.cached_tokens)
-        return structs.replace(output, first=FirstToken(part.cached_tokens, part.queue_s, live.save))
+        return FirstToken(part.cached_tokens, part.queue_s, live.save)
 
     def _end(
-        self, live: LiveRequest, reason: FinishReason, *, output: EngineOutput | None = None, error: str = ""
+        self,
+        live: LiveRequest,
+        reason: FinishReason,
+        *,
+        output: EngineOutput | None = None,
+        error: ErrorKind = "failed",
+        message: str = "",
     ) -> None:
         """End a request once: release all that it holds, and report its end."""
         if live.ended:
@@ -311,11 +319,13 @@ class VllmEngine:
         self.adapters.unpin(request.scope.lora)
         Path(live.choice.failure_file).unlink(missing_ok=True)
         self._meters.finished[reason] += 1
-        last = structs.replace(output or EngineOutput(request.request_id), finish_reason=reason, error=error)
+        last = output or EngineOutput(request.request_id)
+        last.end(reason, error, message)
         if live in self._load.left:  # nobody waits for its tokens
             self._frontend.loop.call_later(LAST_STEP_S, self._report_left)
         else:
-            self._outbox.add(live.sink, structs.replace(last, prefilled=live.prefilled))
+            last.prefilled = live.prefilled
+            self._outbox.add(live.sink, last)
 
     def _report_left(self) -> None:
         """End the requests that were left, now that the step at that time is over."""
@@ -329,7 +339,7 @@ class VllmEngine:
         with self._lock:
             requests = list(self._load.live.values())
         for live in requests:
-            self._end(live, "error", error="the engine was stopped")
+            self._end(live, "error", message="the engine was stopped")
         tasks = [live.task for live in requests if live.task is not None]
         for task in tasks:
             task.cancel()

@@ -94,7 +94,7 @@ class LoadMirror:
         """Count a checked request."""
         request = live.request
         self.live[request.request_id] = self._prefills[request.request_id] = live
-        self._reservations.arrived(request.router_id, request.reservation)
+        self._reservations.arrived(request.decision)
         self.line.take(request.tenant, 1)
 
     def copies(self) -> None:

@@ -5,10 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace as with_fields
 from typing import TYPE_CHECKING, TypeVar
 
+from msgspec import structs
+
 from serve_app.api.request import ChatRequest, CompletionRequest, GenerateRequest, Tool, ToolUse
+from serve_app.engine.protocol import EngineRequest
 from serve_app.errors import InvalidRequest
 from serve_app.generation.answer import ChoiceReader, Gate, PromptTokens, SplitPiece
-from serve_app.generation.generation import Generation
 from serve_app.generation.reasoning import (
     REASONING_TAGS,
     ContentGate,
@@ -119,13 +121,13 @@ class AnswerReaders:
             raise InvalidRequest(self.unread, param="tools")
         return request
 
-    def after_reasoning(self, request: GenerateRequest, generations: list[Generation]) -> list[Generation]:
+    def after_reasoning(self, request: GenerateRequest, generations: list[EngineRequest]) -> list[EngineRequest]:
         """Return generations with grammars that apply only after the model's reasoning."""
         if self._harmony is not None and generations[0].grammar and isinstance(request, ChatRequest):
             if request.continue_final_message:
                 return generations
             grammar = harmony_grammar(generations[0].grammar, self._harmony.special)
-            return [with_fields(generation, grammar=grammar) for generation in generations]
+            return [structs.replace(generation, grammar=grammar) for generation in generations]
         tags = self._tags or (Tags(*self._theirs.tags) if self._theirs else None)
         if not tags or not all(tags[:2]) or not generations[0].grammar or not isinstance(request, ChatRequest):
             return generations
@@ -134,9 +136,9 @@ class AnswerReaders:
             return generations
         special, opened = self._tokenizer.ids_in_grammars(tags[:2]), tags.opened_by(prompt, continued)
         grammar = grammar_after(generations[0].grammar, tags, special, opened=opened)
-        return [with_fields(generation, grammar=grammar) for generation in generations]
+        return [structs.replace(generation, grammar=grammar) for generation in generations]
 
-    def of(self, request: GenerateRequest) -> Callable[[int, Generation], ChoiceReader]:
+    def of(self, request: GenerateRequest) -> Callable[[int, EngineRequest], ChoiceReader]:
         """Return a function that makes the reader of each choice of a request."""
         use, chat = request.tool_use, isinstance(request, ChatRequest)
         written, tags = self._format_of(use), self._tags if chat else None
@@ -148,7 +150,7 @@ class AnswerReaders:
         if self._harmony is not None and chat:
             shown = MARKS
 
-        def calls(generation: Generation) -> SplitPiece | None:
+        def calls(generation: EngineRequest) -> SplitPiece | None:
             split: SplitPiece | None = None
             if written is not None:
                 split = CallReader(written.reading, ids_of(written, request), use.schemas, parallel=use.parallel)
@@ -168,7 +170,7 @@ class AnswerReaders:
                 split = AllowedCalls(split, use.allowed)
             return split
 
-        def reader(index: int, generation: Generation) -> ChoiceReader:
+        def reader(index: int, generation: EngineRequest) -> ChoiceReader:
             decoder, include_stop = self._tokenizer.decoder(shown), request.include_stop_str_in_output
             split = calls(generation)
             gate: Gate | None = None
@@ -197,13 +199,13 @@ class AnswerReaders:
 
         return reader
 
-    def _push_of(self, request: ChatRequest, generation: Generation, tools: Sequence[Tool]) -> "Push":
+    def _push_of(self, request: ChatRequest, generation: EngineRequest, tools: Sequence[Tool]) -> "Push":
         """Return the function of vLLM's parser that reads an answer. ``tools``: none if calls are not read."""
         assert self._theirs is not None
         kwargs = {**request.thinking, **request.chat_template_kwargs}
         return self._theirs.parser(generation.token_ids.tolist(), tools, kwargs, thinks=self._they_think)
 
-    def _prompt_tokens(self, request: GenerateRequest, generation: Generation) -> PromptTokens:
+    def _prompt_tokens(self, request: GenerateRequest, generation: EngineRequest) -> PromptTokens:
         """Return the collector of what a request wants to know about its prompt's tokens."""
         return PromptTokens(
             generation.token_ids.tolist(),
@@ -214,7 +216,7 @@ class AnswerReaders:
             by_id=request.return_tokens_as_token_ids,
         )
 
-    def _ends_of(self, request: ChatRequest, generation: Generation) -> tuple[str, str]:
+    def _ends_of(self, request: ChatRequest, generation: EngineRequest) -> tuple[str, str]:
         """Return the end of a prompt's text, and the text of the answer that it continues, "" for none."""
         continued = str(request.messages[-1]["content"]) if request.continue_final_message else ""
         return self._tokenizer.text_of(generation.token_ids[-PROMPT_END_TOKENS:].tolist()), continued

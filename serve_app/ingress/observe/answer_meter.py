@@ -5,12 +5,11 @@ from dataclasses import dataclass, field
 
 from serve_app.api.request import ChatRequest, GenerateRequest
 from serve_app.cache_diagnostics.detector import MissDetector
-from serve_app.engine.protocol import Prefilled
+from serve_app.engine.protocol import EngineRequest, Prefilled
 from serve_app.errors import WarmpathError
 from serve_app.fairness.front_door import FrontDoor
 from serve_app.fairness.rate_limits import Allowance
 from serve_app.generation.answer import Piece
-from serve_app.generation.generation import Generation
 from serve_app.generation.request_usage import RequestUsage
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.prompts.traffic import PromptTraffic, Use
@@ -35,7 +34,7 @@ class AnswerMeter:
 
     counters: Counters
     request: GenerateRequest
-    generations: list[Generation]
+    generations: list[EngineRequest]
     arrived_s: float
     body_bytes: int
     allowance: Allowance
@@ -103,7 +102,7 @@ class AnswerMeter:
             counters.ledger.answer(self._tenant, model, ref, used.completion_tokens)
             counters.front_door.learn(self._tenant, self.body_bytes, self._uncached_tokens)
 
-    def _first_token(self, generation: Generation, index: int, cached_tokens: int, now_s: float) -> None:
+    def _first_token(self, generation: EngineRequest, index: int, cached_tokens: int, now_s: float) -> None:
         counters, request, tenant = self.counters, self.request, self._tenant
         metrics, prompt_tokens = counters.metrics, len(generation.token_ids)
         ref = generation.prompt_ref
@@ -118,10 +117,10 @@ class AnswerMeter:
         if ref:
             counters.prompts.add(ref, prompt_tokens, cached_tokens)
             if generation.store_kv:
-                counters.prompts.add_use(ref, use_of(request, tenant), public=generation.public)
+                counters.prompts.add_use(ref, use_of(request, tenant), public=generation.scope.public_blocks > 0)
 
 
-def charge_unanswered(ledger: Ledger, generation: Generation, prefilled: Prefilled) -> None:
+def charge_unanswered(ledger: Ledger, generation: EngineRequest, prefilled: Prefilled) -> None:
     """Count what a replica computed for a prompt whose client left before the first token."""
     if generation.charged and prefilled.tokens > prefilled.cached_tokens:
         tenant, model, ref = generation.tenant, generation.model, generation.prompt_ref

@@ -13,7 +13,6 @@ from serve_app.api.openai.responses.request import parse_response_request
 from serve_app.api.request import GenerateRequest
 from serve_app.errors import InvalidRequest
 from serve_app.fairness.front_door import FrontDoor
-from serve_app.generation.dispatch import route_of
 from serve_app.generation.prepare import Preparer
 from serve_app.tenants.tenants import Tenant, Tenants
 
@@ -58,7 +57,7 @@ async def explanation(
         "policy": core.settings.policy,
         **front_door.outlook(tenant.name),
         "prompts": [
-            {"prefix": generation.placement_key.hex(), **core.explain(route_of(generation), policies)}
+            {"prefix": generation.placement_key.hex(), **core.explain(generation, policies)}
             for generation in generations[:: wanted.n]
         ],
     }

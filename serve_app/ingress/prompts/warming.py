@@ -9,13 +9,14 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from msgspec import structs
+
 from router.core import RoutingCore
 from router.protocol.block_hash import HASH_BYTES
 from router.protocol.request import RoutedRequest
 from serve_app.api.request import ChatRequest, CompletionRequest, GenerateRequest
+from serve_app.engine.protocol import EngineOutput, EngineRequest
 from serve_app.errors import InvalidRequest, Overloaded, WarmpathError
-from serve_app.generation.dispatch import route_of
-from serve_app.generation.generation import Generation, Tokens
 from serve_app.generation.prepare import Preparer
 from serve_app.prompts.lock import Prompt
 from serve_app.prompts.registry import Prompts
@@ -37,7 +38,7 @@ _TRIES = 3
 _MAX_VERSIONS = 4
 _WORDS = "Hello"
 
-Generate = Callable[[Generation, tuple[str, ...]], AsyncGenerator[Tokens, None]]
+Generate = Callable[[EngineRequest, tuple[str, ...]], AsyncGenerator[EngineOutput, None]]
 
 
 class Warm(NamedTuple):
@@ -89,16 +90,15 @@ class Warmer:
     async def _warm(self, ref: str, use: Use, others: Sequence[str]) -> Warm:
         least = self._least_tokens(ref)
         generation = await self._prepared(ref, use)
-        route = route_of(generation)
         wanted: set[str] = set()
         for other in others[:_MAX_VERSIONS]:
             tokens = self._least_tokens(other)
             if tokens:
-                wanted |= self._holders(route_of(await self._prepared(other, use)), tokens)
+                wanted |= self._holders(await self._prepared(other, use), tokens)
         wanted &= set(self.core.replica_ids)
         for replica_id in sorted(wanted) or (None,):
-            await self._place(generation, route, least, replica_id)
-        held = self._holders(route, least)
+            await self._place(generation, least, replica_id)
+        held = self._holders(generation, least)
         missing = wanted & set(self.core.replica_ids) - held
         if missing or not held:
             count = f"{len(missing)} of {len(wanted)} replicas" if missing else "any replica"
@@ -106,13 +106,14 @@ class Warmer:
                 f"{ref} is not in the cache of {count} after it was computed there: the KV pool may be too small, or "
                 "prefix caching off. To use it all the same, send cold: true."
             )
+        route = RoutedRequest("", generation.block_hashes, generation.prompt_tokens)
         return Warm(route, least, tuple(sorted(held)))
 
-    async def _place(self, generation: Generation, route: RoutedRequest, least: int, replica_id: str | None) -> None:
+    async def _place(self, generation: EngineRequest, least: int, replica_id: str | None) -> None:
         """Compute a prompt on a replica, or (None) on the router's choice, unless that holds it already."""
 
         def held() -> bool:
-            holders = self._holders(route, least)
+            holders = self._holders(generation, least)
             return replica_id in holders or (replica_id is None and bool(holders))
 
         for _ in range(_TRIES):
@@ -122,12 +123,12 @@ class Warmer:
             await self._prefill(generation, () if replica_id is None else tuple(replica_ids - {replica_id}))
             await _becomes(held, HEARD_TIMEOUT_S / _TRIES)
 
-    async def _prefill(self, generation: Generation, avoid: tuple[str, ...]) -> None:
+    async def _prefill(self, generation: EngineRequest, avoid: tuple[str, ...]) -> None:
         """Compute a prompt in pieces, so that other requests at the replica wait for a piece, not for a whole step."""
         size = self.core.settings.block_size
         piece_tokens = max(1, PIECE_TOKENS // size) * size
         for end in (*range(piece_tokens, len(generation.token_ids), piece_tokens), None):
-            piece = replace(
+            piece = structs.replace(
                 generation,
                 request_id=f"warm-{uuid.uuid4().hex}",
                 deadline_s=time.perf_counter() + WARM_TIMEOUT_S,
@@ -136,7 +137,7 @@ class Warmer:
                 blocks = end // size
                 scope = replace(generation.scope, public_blocks=min(generation.scope.public_blocks, blocks))
                 hashes = generation.block_hashes[: blocks * HASH_BYTES]
-                piece = replace(piece, token_ids=piece.token_ids[:end], block_hashes=hashes, scope=scope)
+                piece = structs.replace(piece, token_ids=piece.token_ids[:end], block_hashes=hashes, scope=scope)
             async with aclosing(self.generate(piece, avoid)) as tokens:
                 async for _ in tokens:
                     pass
@@ -147,7 +148,7 @@ class Warmer:
     def _holders(self, route: RoutedRequest, tokens: int) -> set[str]:
         return {replica_id for replica_id, held in self.core.holders(route).items() if held >= tokens}
 
-    async def _prepared(self, ref: str, use: Use) -> Generation:
+    async def _prepared(self, ref: str, use: Use) -> EngineRequest:
         tenant = self.tenants.by_name.get(use.tenant)
         if tenant is None:
             raise InvalidRequest(f"There is no tenant {use.tenant[:64]!r} to compute {ref} for.", param="prompt_ref")
@@ -161,7 +162,7 @@ class Warmer:
         else:
             request = CompletionRequest(prompts=(_WORDS,), **fields)
         (generation,) = await self.preparer.prepare(request, tenant, "warm")
-        return replace(generation, charged=False)
+        return structs.replace(generation, charged=False)
 
     def _default_uses(self, prompt: Prompt) -> Iterable[Use]:
         tenants = [tenant for tenant in self.tenants.by_name.values() if tenant.store_kv]

@@ -15,10 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from msgspec import structs
 
 from benchmarks.common.random_adapters import make_adapters
 from router.protocol.block_hash import PrefixScope, TokenArray, hash_blocks, split_chain
 from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, Event
+from router.protocol.request import Decision
 from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
@@ -211,7 +213,7 @@ class Churn:
     def _submit(self, request: EngineRequest, *saves: Save) -> None:
         self.ledger.born(request.request_id)
         try:
-            self.engine.submit(replace(request, saves=saves), self.ledger.outputs)
+            self.engine.submit(structs.replace(request, saves=saves), self.ledger.outputs)
         except (QueueFull, RequestTooLong, UnknownAdapter) as refusal:
             self.ledger.stillborn(request.request_id)
             self.done[f"refused: {type(refusal).__name__}"] += 1
@@ -258,13 +260,12 @@ class Churn:
         self._numbers += 1
         return EngineRequest(
             f"request-{self._numbers}",
-            np.append(prefix, self._tokens(self._random.randrange(1, 60))),
-            scope,
-            scope.root(SECRET),
-            SamplingParams(self._random.choice([1, 1, 4, 8, 16, 120]), temperature=0.0),
+            token_ids=np.append(prefix, self._tokens(self._random.randrange(1, 60))),
+            scope=scope,
+            root=scope.root(SECRET),
+            sampling=SamplingParams(self._random.choice([1, 1, 4, 8, 16, 120]), temperature=0.0),
             tenant=tenant,
-            router_id=f"router-{self._numbers % 3}",
-            reservation=self._numbers,
+            decision=Decision("", f"router-{self._numbers % 3}", self._numbers, 0, 0, "cold"),
         )
 
     def _look(self) -> bool:
@@ -286,7 +287,8 @@ class Churn:
         self.ledger.canary.clear()
         self.ledger.born(CANARY)
         sampling = SamplingParams(16, temperature=0.0)
-        self.engine.submit(EngineRequest(CANARY, ids, scope, scope.root(SECRET), sampling), self.ledger.outputs)
+        canary = EngineRequest(CANARY, token_ids=ids, scope=scope, root=scope.root(SECRET), sampling=sampling)
+        self.engine.submit(canary, self.ledger.outputs)
         self.ledger.wait(0)
         answer = list(self.ledger.canary)
         if self._canary is None:

@@ -10,7 +10,6 @@ import asyncio
 import random
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -20,20 +19,25 @@ from ray.serve._private.common import RequestMetadata
 from ray.serve.handle import DeploymentResponse
 
 from router.core import RoutingCore
-from router.protocol.request import RoutedRequest
 from router.serve.recent_decisions import RecentDecisions
 from router.settings import RouterSettings
 from serve_app.api.openai.request import parse_chat, parse_completion
 from serve_app.api.request import GenerateRequest
-from serve_app.engine.protocol import Engine, EngineOutput
+from serve_app.engine.protocol import (
+    Engine,
+    EngineOutput,
+    EngineRequest,
+    ReplyTo,
+    outputs_of_wire,
+    request_of_wire,
+    to_wire,
+)
 from serve_app.errors import WarmpathError
 from serve_app.generation.answer import ChoiceReader, Piece, PieceSink, choice_pieces
 from serve_app.generation.dispatch import MAX_ATTEMPTS, Dispatcher
-from serve_app.generation.generation import Generation
 from serve_app.generation.prepare import Preparer
-from serve_app.replica import messages as wire
 from serve_app.replica.running_calls import RunningCalls
-from serve_app.replica.token_channel import Addressed, TokenInbox, TokenStream
+from serve_app.replica.token_channel import TokenInbox, TokenStream
 from serve_app.structured.matcher import Matchers
 from serve_app.tenants.tenants import DEFAULT_TENANT, Tenant
 from serve_app.tokenization.tokenizer import PromptTokenizer
@@ -65,10 +69,10 @@ class BreakingReplicas:
         self._random = rng
         self._breaks: dict[str, _Break] = {}
         self._running = {
-            name: RunningCalls(name, self, engine.cancel)  # type: ignore[arg-type]
+            name: RunningCalls(self, engine.cancel)  # type: ignore[arg-type]
             for name, engine in self._engines.items()
         }
-        self.inbox = TokenInbox(wire.ReplyTo())
+        self.inbox = TokenInbox(ReplyTo())
         self.decisions = RecentDecisions()
         self.breaks: dict[str, list[int]] = {}
         self.broken = 0
@@ -78,34 +82,34 @@ class BreakingReplicas:
         """Return the handle itself: the method is always the same."""
         return self
 
-    def remote(self, payload: bytes, *, route: RoutedRequest, decision: None) -> DeploymentResponse[bytes]:
+    def remote(self, request: EngineRequest) -> DeploymentResponse[bytes]:
         """Send a call to the engine that the router chooses."""
-        chosen = self._core.decide(route)
-        assert chosen is not None
-        self.decisions.add(route.request_id, chosen)
-        call = wire.decode_call(payload)
-        own = self.breaks.get(call.request.request_id.rpartition(".")[0], [])
-        result = _Result(self._answer(call, route, chosen.replica_id, own.pop(0) if own else None))
-        metadata = RequestMetadata(request_id=route.request_id, internal_request_id=route.request_id)
+        name, decision = request.request_id, self._core.decide(request)
+        assert decision is not None
+        self.decisions.add(name, decision)
+        call = request_of_wire(to_wire(structs.replace(request, decision=decision)))
+        own = self.breaks.get(name.rpartition(".")[0], [])
+        result = _Result(self._answer(call, decision.replica_id, own.pop(0) if own else None))
+        metadata = RequestMetadata(request_id=name, internal_request_id=name)
         assigned = asyncio.get_running_loop().create_task(result.assigned())
         return DeploymentResponse(assigned, metadata, _is_router_running_in_separate_loop=False)
 
-    def send(self, to: wire.ReplyTo, chunks: Sequence[Addressed]) -> bool:
-        """Deliver a step's chunks to the ingress, unless their calls are broken."""
+    def send(self, to: ReplyTo, outputs: Sequence[EngineOutput]) -> bool:
+        """Deliver a step's outputs to the ingress, unless their calls are broken."""
         assert to == self.inbox.reply_to
-        for call_id, chunk in chunks:
-            planned = self._breaks.get(call_id)
+        for output in outputs_of_wire(to_wire(outputs)):
+            planned = self._breaks.get(output.request_id)
             if planned is None:
-                self.inbox.deliver([(call_id, chunk)])
+                self.inbox.deliver([output])
             elif not planned.reached.is_set():
-                self.inbox.deliver([(call_id, kept) for kept in planned.pass_on(chunk)])
+                self.inbox.deliver(planned.pass_on(output))
         return True
 
-    async def _answer(self, call: wire.GenerateCall, route: RoutedRequest, replica_id: str, after: int | None) -> bytes:
+    async def _answer(self, call: EngineRequest, replica_id: str, after: int | None) -> bytes:
         """Return the replica's result of the call, or break the call after this many tokens."""
         engine, loop, calls = self._engines[replica_id], asyncio.get_running_loop(), self._running[replica_id]
-        call_id, planned = call.request.request_id, _Break(after or 0)
-        running = calls.begin(call_id, call.reply_to, TokenStream(call.interval_s))
+        call_id, planned = call.request_id, _Break(after or 0)
+        running = calls.begin(call, TokenStream(call.interval_s))
         if after is not None:
             self._breaks[call_id] = planned
 
@@ -116,14 +120,14 @@ class BreakingReplicas:
         waiting = asyncio.ensure_future(planned.reached.wait())
         try:
             matcher = self._matchers.matcher(call.grammar) if call.grammar else None
-            engine.submit(replace(call.request, block_hashes=route.block_hashes, matcher=matcher), hear)
+            engine.submit(structs.replace(call, matcher=matcher), hear)
             await asyncio.wait((waiting, running.end), return_when=asyncio.FIRST_COMPLETED)
             if planned.reached.is_set():
                 self._break(engine)
-                return wire.encode(wire.GenerateChunk(seq=planned.sent))
+                return to_wire(EngineOutput(call_id, seq=planned.sent))
             end = running.end.result()
             assert not end.error, end
-            return wire.encode(end)
+            return to_wire(end)
         finally:
             waiting.cancel()
             self._breaks.pop(call_id, None)
@@ -147,7 +151,7 @@ class _Break:
         self.sent = 0
         self._left = after
 
-    def pass_on(self, chunk: wire.GenerateChunk) -> list[wire.GenerateChunk]:
+    def pass_on(self, chunk: EngineOutput) -> list[EngineOutput]:
         """Return the part of a chunk that still arrives."""
         kept = chunk.token_ids[: self._left]
         self._left -= len(kept)
@@ -198,14 +202,14 @@ class CallCrashes:
             core, self.replicas.decisions, block_size, lambda _: None, "", self.replicas.inbox,
         )  # fmt: skip
 
-    async def prepare(self, question: Question) -> tuple[GenerateRequest, list[Generation]]:
+    async def prepare(self, question: Question) -> tuple[GenerateRequest, list[EngineRequest]]:
         """Return a question as the ingress parses it, with the seed that it gets."""
         parse = parse_chat if question.path == CHAT else parse_completion
         wanted = parse(msgspec.json.encode(dict(question.body)))
         return wanted, await self._preparer.prepare(wanted, Tenant(DEFAULT_TENANT), "prepared")
 
     async def answer(
-        self, wanted: GenerateRequest, generations: Sequence[Generation], breaks: Sequence[Sequence[int]] = ()
+        self, wanted: GenerateRequest, generations: Sequence[EngineRequest], breaks: Sequence[Sequence[int]] = ()
     ) -> Reply | Broken:
         """Answer. ``breaks``: for each choice, the tokens after which each of its calls breaks."""
         asked = []
@@ -214,7 +218,7 @@ class CallCrashes:
             request_id = f"call-{self._number}"
             if index < len(breaks):
                 self.replicas.breaks[request_id] = list(breaks[index][:MOST_BREAKS])
-            asked.append(replace(generation, request_id=request_id))
+            asked.append(structs.replace(generation, request_id=request_id))
         try:
             read = await asyncio.gather(
                 *(self._choice(index, generation, wanted) for index, generation in enumerate(asked))
@@ -228,7 +232,7 @@ class CallCrashes:
         prompt_tokens = sum(len(generation.token_ids) for generation in asked[:: wanted.n])
         return Reply(choices, prompt_tokens, sum(tokens for _, _, tokens in read))
 
-    async def _choice(self, index: int, generation: Generation, wanted: GenerateRequest) -> tuple[str, str, int]:
+    async def _choice(self, index: int, generation: EngineRequest, wanted: GenerateRequest) -> tuple[str, str, int]:
         text, reason, tokens = "", "", 0
 
         def write(piece: Piece) -> None:

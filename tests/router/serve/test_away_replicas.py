@@ -106,7 +106,7 @@ async def test_nothing_is_sent_for_a_caller_that_has_left() -> None:
     case = Case("leaves")
     decisions = decisions_for(deployment_key("app", "leaves"))
     route = RoutedRequest("r.0", bytes(16), 20, bytes(16))
-    pending: Any = SimpleNamespace(args=[], kwargs={"route": route, "decision": None})
+    pending: Any = SimpleNamespace(args=[route], kwargs={})
     waiting = asyncio.create_task(case.router._choose_replica_for_request(pending))
     await asyncio.sleep(0)
     decisions.leave("r.0")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from router.protocol.block_hash import PrefixScope
 from serve_app.cache_diagnostics import detector
@@ -20,17 +21,16 @@ from serve_app.cache_diagnostics.detector import (
     PromptMemory,
 )
 from serve_app.cache_diagnostics.explain import MAX_PROMPT_TOKENS, Miss, SeenPrompt, is_miss
-from serve_app.engine.protocol import SamplingParams
+from serve_app.engine.protocol import EngineRequest, SamplingParams
 from serve_app.fairness.shares import Shares
 from serve_app.fairness.workers import FairWorkers
-from serve_app.generation.generation import Generation
 
 REST = "and these are the rules that all of the answers have to follow, no exception: " * 4
 
 
-def generation(text: str, tenant: str = "a", lora: str = "", salt: str = "", *, store_kv: bool = True) -> Generation:
+def generation(text: str, tenant: str = "a", lora: str = "", salt: str = "", *, store_kv: bool = True) -> EngineRequest:
     """Return a generation in which each character is a token."""
-    return Generation(
+    return EngineRequest(
         request_id="r",
         token_ids=np.array([ord(char) for char in text], dtype=np.int32),
         block_hashes=b"",
@@ -57,12 +57,12 @@ class Bench:
         workers = FairWorkers(Shares({}), threads=2)
         self.detector = MissDetector(decode, workers, PromptMemory(lambda: 3), lambda *miss: self.counted.append(miss))
 
-    async def ask(self, wanted: Generation, cached_tokens: int = 0) -> Miss | None:
+    async def ask(self, wanted: EngineRequest, cached_tokens: int = 0) -> Miss | None:
         self.now_s += 1
         task = self.detector.observe(wanted, cached_tokens, self.now_s, self.now_s + 0.5)
         return None if task is None else await task
 
-    def run(self, *asked: tuple[Generation, int]) -> list[Miss | None]:
+    def run(self, *asked: tuple[EngineRequest, int]) -> list[Miss | None]:
         """Observe the requests one after the other."""
 
         async def all_of_them() -> list[Miss | None]:
@@ -82,7 +82,7 @@ def test_hits_and_requests_that_leave_nothing_are_not_explained() -> None:
     asked = bench.run((kept, len(REST) - 16), (kept, 0), (left_out, 0), (generation("Private. " + REST), 0))
     assert reasons(asked) == [None, "evicted", None, "text"]
     assert bench.counted[0] == ("a", "evicted", len(REST))
-    anew = replace(kept, sampling=replace(kept.sampling, prompt_logprobs=0))
+    anew = structs.replace(kept, sampling=replace(kept.sampling, prompt_logprobs=0))
     assert reasons(bench.run((anew, 0))) == [None], "it could not have read the cache"
     assert not is_miss(63, 0) and is_miss(64, 0)
     assert not is_miss(10_000, 9_000) and is_miss(10_000, 8_000)

@@ -19,7 +19,6 @@ from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import AdapterSpec
 from serve_app.errors import InvalidRequest, ModelNotFound, Overloaded
-from serve_app.generation.dispatch import route_of
 from serve_app.generation.prepare import Limits, Preparer
 from serve_app.ingress.adapter_admin import AdapterAdmin
 from serve_app.ingress.broadcast import Broadcast
@@ -165,4 +164,4 @@ def test_the_chain_differs_by_adapter_and_by_digest(demo_model_path: Path) -> No
     assert all(chains) and len(set.union(*chains)) == sum(map(len, chains))
     assert len({one.placement_key for one in made}) == 3
     assert (first.scope.lora, first.lora_path, base.lora_path) == (old.key, old.path, "")
-    assert (route_of(first).adapter, route_of(second).adapter, route_of(base).adapter) == (old.key, new.key, "")
+    assert (first.adapter, second.adapter, base.adapter) == (old.key, new.key, "")

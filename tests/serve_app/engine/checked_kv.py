@@ -9,7 +9,7 @@ from hashlib import blake2b
 from serve_app.cache.kv_chain import KvFormat, KvPart, Row
 from serve_app.engine.adapter_slots import LoadedAdapters
 from serve_app.engine.protocol import TokenLogprob
-from serve_app.engine.step import Segment, SegmentResult
+from serve_app.engine.step import Segment
 from tests.serve_app.engine.tiny import VOCAB
 
 BLOCK = 16
@@ -52,10 +52,9 @@ class CheckedRunner:
         self.slots: dict[tuple[int, int], tuple[bytes, bytes]] = {}
         self.steps = 0
 
-    def execute(self, segments: Sequence[Segment]) -> list[SegmentResult]:
+    def execute(self, segments: Sequence[Segment]) -> None:
         self.steps += 1
         written: set[tuple[int, int]] = set()
-        results = []
         for segment in segments:
             state = segment.lora.encode()
             for position in range(segment.start):
@@ -72,8 +71,7 @@ class CheckedRunner:
             token = sampled(state, segment.end, sampling.seed) if sampling is not None else None
             targets = () if segment.targets is None else segment.targets
             told = tuple(TokenLogprob(-float(target)) for target in targets)
-            results.append(SegmentResult(token=token, prompt_logprobs=told))
-        return results
+            segment.token, segment.prompt_logprobs = token, told
 
     def read_blocks(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
         raise AssertionError("nothing is exported here")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
 from serve_app.engine.settings import EngineSettings
-from serve_app.engine.step import Segment, SegmentResult
+from serve_app.engine.step import Segment
 
 MakeSimulated = Callable[..., TorchEngine]
 """The fixture ``make_simulated``."""
@@ -25,10 +25,10 @@ class GatedRunner(SimulatedRunner):
         if not gated:
             self.gate.set()
 
-    def execute(self, segments: Sequence[Segment]) -> list[SegmentResult]:
+    def execute(self, segments: Sequence[Segment]) -> None:
         self.entered.set()
         assert self.gate.wait(30)
         self.steps.append([len(segment.token_ids) for segment in segments])
         if self.poison is not None and any(self.poison in segment.token_ids for segment in segments):
             raise RuntimeError("poison")
-        return super().execute(segments)
+        super().execute(segments)

@@ -55,7 +55,7 @@ def request(
     """Return a request, greedy unless ``sampling`` overrides it."""
     params = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
     ids = np.asarray(ids, dtype=np.int32)
-    return EngineRequest(request_id, ids, scope, root_of(scope), params, tenant=tenant)
+    return EngineRequest(request_id, tenant=tenant, token_ids=ids, scope=scope, root=root_of(scope), sampling=params)
 
 
 def root_of(scope: PrefixScope) -> bytes:
@@ -91,7 +91,7 @@ class Collector:
                 if output.finish_reason:
                     assert output.request_id not in self.finish
                     self.finish[output.request_id] = output.finish_reason
-                    self.errors[output.request_id] = output.error
+                    self.errors[output.request_id] = output.message
             self._changed.notify_all()
 
     def wait(self, request_ids: Iterable[str], timeout_s: float = 60.0) -> None:

@@ -17,27 +17,34 @@ from ray.serve.handle import DeploymentResponse
 
 from router.core import RoutingCore
 from router.protocol.block_hash import PrefixScope, extend_chain
-from router.protocol.request import RoutedRequest
 from router.serve.recent_decisions import RecentDecisions
 from router.settings import RouterSettings
-from serve_app.engine.protocol import FirstToken, SamplingParams
+from serve_app.engine.protocol import (
+    EngineOutput,
+    EngineRequest,
+    FirstToken,
+    ReplyTo,
+    SamplingParams,
+    request_of_wire,
+    to_wire,
+)
 from serve_app.generation.dispatch import Dispatcher
-from serve_app.generation.generation import Generation, Tokens
-from serve_app.replica import messages as wire
 from serve_app.replica.token_channel import TokenInbox
 from serve_app.tracing.tracer import Tracer
+from tests.serve_app.generation.outputs import output
 
 BLOCK = 4
 SCOPE = PrefixScope("m", "", b"salt")
 ROOT = SCOPE.root(b"secret")
-Chunks = Callable[[wire.GenerateCall, RoutedRequest, str], AsyncIterator[wire.GenerateChunk]]
+Chunks = Callable[[EngineRequest, str], AsyncIterator[EngineOutput]]
 
 
 class FakeResult:
     """A replica's end of a call, behind Ray's own ``DeploymentResponse``: its chunks go to the inbox, then it ends."""
 
-    def __init__(self, call_id: str, chunks: AsyncIterator[wire.GenerateChunk], inbox: TokenInbox) -> None:
+    def __init__(self, call_id: str, replica: str, chunks: AsyncIterator[EngineOutput], inbox: TokenInbox) -> None:
         self._call_id = call_id
+        self._replica = replica
         self._chunks = chunks
         self._inbox = inbox
         self.cancelled = False
@@ -45,12 +52,13 @@ class FakeResult:
     async def get_async(self) -> bytes:
         sent = 0
         async for chunk in self._chunks:
+            chunk = structs.replace(chunk, request_id=self._call_id, seq=sent)
             if chunk.error:
-                return wire.encode(structs.replace(chunk, seq=sent))
-            self._inbox.deliver([(self._call_id, structs.replace(chunk, seq=sent))])
+                return to_wire(chunk)
+            self._inbox.deliver([chunk])
             sent += 1
             if chunk.finish_reason is not None:
-                return wire.encode(wire.GenerateChunk(seq=sent, finish_reason=chunk.finish_reason))
+                return to_wire(output(seq=sent, finish_reason=chunk.finish_reason))
             await asyncio.sleep(0)
         raise ActorUnavailableError("it broke off", None)
 
@@ -68,13 +76,13 @@ class FakeHandle:
         self.core.update_replicas(list(replicas))
         self.chunks = chunks
         self.decisions = RecentDecisions()
-        self.calls: list[tuple[wire.GenerateCall, RoutedRequest]] = []
+        self.calls: list[EngineRequest] = []
         self.results: list[FakeResult] = []
         self.chosen: list[str] = []
         self.after_first_token: list[bool] = []
         """An entry for each call that was sent again."""
         self.assigned = asyncio.Event()
-        self.inbox = TokenInbox(wire.ReplyTo())
+        self.inbox = TokenInbox(ReplyTo())
         self.dispatcher = Dispatcher(
             self,  # type: ignore[arg-type]
             self.core, self.decisions, BLOCK, self.after_first_token.append, "me", self.inbox, tracer,
@@ -83,14 +91,15 @@ class FakeHandle:
     def options(self, **_: Any) -> FakeHandle:
         return self
 
-    def remote(self, payload: bytes, *, route: RoutedRequest, decision: None) -> Any:
-        call = wire.decode_call(payload)
-        self.calls.append((call, route))
-        chosen = self.core.decide(route)
-        assert chosen is not None
-        self.chosen.append(chosen.replica_id)
-        self.decisions.add(route.request_id, chosen)
-        self.results.append(FakeResult(route.request_id, self.chunks(call, route, chosen.replica_id), self.inbox))
+    def remote(self, request: EngineRequest) -> Any:
+        self.calls.append(request)
+        decision = self.core.decide(request)
+        assert decision is not None
+        replica = decision.replica_id
+        self.chosen.append(replica)
+        self.decisions.add(request.request_id, decision)
+        call = request_of_wire(to_wire(structs.replace(request, decision=decision)))
+        self.results.append(FakeResult(request.request_id, replica, self.chunks(call, replica), self.inbox))
         return called(self._assign(self.results[-1]))
 
     async def _assign(self, result: FakeResult) -> FakeResult:
@@ -105,9 +114,9 @@ def called(assignment: Coroutine[Any, Any, Any]) -> Any:
     return DeploymentResponse(task, metadata, _is_router_running_in_separate_loop=False)
 
 
-def generation(max_tokens: int = 6, public_blocks: int = 0) -> Generation:
+def generation(max_tokens: int = 6, public_blocks: int = 0) -> EngineRequest:
     token_ids = np.arange(10, dtype=np.int32)
-    return Generation(
+    return EngineRequest(
         request_id="r",
         token_ids=token_ids,
         block_hashes=extend_chain(root_of(public_blocks), public_blocks, token_ids, BLOCK),
@@ -132,12 +141,12 @@ def run(
     public_blocks: int = 0,
     deadline_s: float = math.inf,
     **sampling: Any,
-) -> list[Tokens]:
+) -> list[EngineOutput]:
     """Dispatch one generation and return all of its tokens; nothing stays reserved, however it ends."""
 
-    async def collect() -> list[Tokens]:
-        asked = replace(generation(max_tokens, public_blocks), deadline_s=deadline_s)
-        asked = replace(asked, sampling=replace(asked.sampling, **sampling))
+    async def collect() -> list[EngineOutput]:
+        asked = structs.replace(generation(max_tokens, public_blocks), deadline_s=deadline_s)
+        asked = structs.replace(asked, sampling=replace(asked.sampling, **sampling))
         return [tokens async for tokens in handle.dispatcher.generate(asked)]
 
     try:
@@ -151,7 +160,7 @@ def token_at(position: int) -> int:
     return 100 + position
 
 
-def ids(got: Sequence[Tokens]) -> list[int]:
+def ids(got: Sequence[EngineOutput]) -> list[int]:
     return [token for tokens in got for token in tokens.token_ids]
 
 
@@ -160,15 +169,14 @@ def whole(max_tokens: int = 6) -> list[int]:
     return [token_at(10 + i) for i in range(max_tokens)]
 
 
-async def answer(call: wire.GenerateCall, route: RoutedRequest, replica: str, stop_after: int | None = None) -> Any:
+async def answer(call: EngineRequest, replica: str, stop_after: int | None = None) -> Any:
     """Yield a sound replica's chunks, two tokens each; optionally only the first ``stop_after`` tokens."""
-    start = len(call.request.token_ids)
-    tokens = [token_at(start + i) for i in range(call.request.sampling.max_tokens)][:stop_after]
+    start = len(call.token_ids)
+    tokens = [token_at(start + i) for i in range(call.sampling.max_tokens)][:stop_after]
     for i in range(0, len(tokens), 2):
         last = stop_after is None and i + 2 >= len(tokens)
-        yield wire.GenerateChunk(
+        yield output(
             tuple(tokens[i : i + 2]),
-            replica if i == 0 else "",
             FirstToken(8) if i == 0 else None,
             finish_reason="length" if last else None,
         )
@@ -183,8 +191,8 @@ def at_first(calls: int, chunks: Chunks, then: Chunks = answer) -> Chunks:
 def lost_once(received: int, then: Chunks = answer, error: Exception | None = None) -> Chunks:
     """Return replicas of which the first loses its call after some tokens, by ``error`` if given; then ``then``."""
 
-    async def lost(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
-        async for chunk in answer(call, route, replica, received):
+    async def lost(call: EngineRequest, replica: str) -> Any:
+        async for chunk in answer(call, replica, received):
             yield chunk
         if error is not None:
             raise error
@@ -192,10 +200,10 @@ def lost_once(received: int, then: Chunks = answer, error: Exception | None = No
     return at_first(1, lost, then)
 
 
-def always(outcome: wire.GenerateChunk | Exception) -> Chunks:
+def always(outcome: EngineOutput | Exception) -> Chunks:
     """Return replicas that raise at every call, or answer it with one chunk."""
 
-    async def chunks(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
+    async def chunks(call: EngineRequest, replica: str) -> Any:
         if isinstance(outcome, Exception):
             raise outcome
         yield outcome

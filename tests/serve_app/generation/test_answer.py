@@ -6,16 +6,16 @@ Text, tokens and logprobs are the same for any number of tokens per chunk.
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import replace
 from itertools import accumulate, cycle, pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from serve_app.api.format import ToldToken
-from serve_app.engine.protocol import FirstToken, SamplingParams, TokenLogprob, TokenRules
+from serve_app.engine.protocol import EngineOutput, EngineRequest, FirstToken, SamplingParams, TokenLogprob, TokenRules
 from serve_app.errors import GenerationFailed
 from serve_app.fairness.shares import Budget, Shares
 from serve_app.fairness.waiting_line import WaitingLine
@@ -25,12 +25,13 @@ from serve_app.generation.answer import (
     Piece,
     PieceSink,
     PromptTokens,
+    TakeOutput,
     answer_pieces,
     choice_pieces,
 )
-from serve_app.generation.generation import Generation, TakeTokens, Tokens
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.serve_app.generation.fake_replicas import generation
+from tests.serve_app.generation.outputs import output
 
 PLACES = 10
 """Places of the queue; with two tenants, a share is half of them."""
@@ -53,7 +54,9 @@ class Source:
         self.failing = failing
         self.running = self.most = self.ended = 0
 
-    async def generate(self, generation: Generation, *, take: TakeTokens | None = None) -> AsyncGenerator[Tokens, None]:
+    async def generate(
+        self, generation: EngineRequest, *, take: TakeOutput | None = None
+    ) -> AsyncGenerator[EngineOutput, None]:
         self.running += 1
         self.most = max(self.most, self.running)
         try:
@@ -61,7 +64,7 @@ class Source:
                 await asyncio.sleep(0)
                 if generation.request_id == self.failing:
                     raise GenerationFailed("broken")
-                yield Tokens((token,), FirstToken(0) if not token else None, "length" if token == 2 else None)
+                yield output((token,), FirstToken(0) if not token else None, "length" if token == 2 else None)
         finally:
             self.running -= 1
             self.ended += 1
@@ -71,11 +74,11 @@ async def run(choices: int, source: Source, stop_after: int | None = None) -> tu
     """Return the wanted number of pieces, and the budget's use at each of them and afterwards."""
     budget = Budget(Shares({"a": 1.0, "b": 1.0}), lambda: PLACES)
     place = await WaitingLine(budget).enter("a", choices, 1)
-    generations = [replace(generation(), request_id=f"r.{index}") for index in range(choices)]
+    generations = [structs.replace(generation(), request_id=f"r.{index}") for index in range(choices)]
     pieces: list[Piece] = []
     used: list[int] = []
 
-    def reader(index: int, generation: Generation) -> ChoiceReader:
+    def reader(index: int, generation: EngineRequest) -> ChoiceReader:
         return ChoiceReader(index, generation, Letters())  # type: ignore[arg-type]
 
     try:
@@ -120,13 +123,13 @@ def read(
     tokenizer: PromptTokenizer, ids: list[int], sizes: list[int], stop: tuple[str, ...], sampling: SamplingParams
 ) -> tuple[str, int, list[ToldToken]]:
     """Read ids in chunks; return the text, the number of ids read, and their logprobs."""
-    reader = ChoiceReader(0, replace(generation(), sampling=sampling), tokenizer.decoder(), stop)
+    reader = ChoiceReader(0, structs.replace(generation(), sampling=sampling), tokenizer.decoder(), stop)
     text, read_ids, told, start = "", 0, [], 0
     for size in [*sizes, len(ids)]:
         chunk = tuple(ids[start : start + size])
         start += size
         logprobs = tuple(TokenLogprob(-float(token), ((token, -1.0),)) for token in chunk if sampling.logprobs)
-        (piece,) = reader.read(Tokens(chunk, None, "length" if start >= len(ids) else None, logprobs=logprobs))
+        (piece,) = reader.read(output(chunk, None, "length" if start >= len(ids) else None, logprobs=logprobs))
         text, read_ids = text + piece.text, read_ids + piece.new_tokens
         told.extend(piece.logprobs)
         assert all(one.offset <= len(text) for one in piece.logprobs), "no token is reported before its text"
@@ -188,10 +191,10 @@ def test_pieces_that_are_taken_at_once_are_the_same(
 
     class Told:
         async def generate(
-            self, generation: Generation, *, take: TakeTokens | None = None
-        ) -> AsyncGenerator[Tokens, None]:
+            self, generation: EngineRequest, *, take: TakeOutput | None = None
+        ) -> AsyncGenerator[EngineOutput, None]:
             for number, chunk in enumerate(chunks, 1):
-                tokens = Tokens(chunk, None, "length" if number == len(chunks) else None)
+                tokens = output(chunk, None, "length" if number == len(chunks) else None)
                 if take is None or tokens.finish_reason is not None or not take(tokens):
                     yield tokens
 
@@ -226,16 +229,16 @@ def test_a_prompts_tokens_go_before_the_answers_in_parts_of_any_size(
 ) -> None:
     """All in the first piece; the offsets of an echo's tokens, and of the answer behind it, are places in the text."""
     prompt = tokenizer.encode(text, b"r" * 16).token_ids.tolist()
-    wanted = replace(generation(), sampling=SamplingParams(99, logprobs=1), echo=text if echo else "")
+    wanted = structs.replace(generation(), sampling=SamplingParams(99, logprobs=1), echo=text if echo else "")
     told = PromptTokens(prompt, tokenizer.texts, echo_tops=1 if echo else None, tops=2, chars=len(wanted.echo))
     reader = ChoiceReader(0, wanted, tokenizer.decoder(), prompt=told)
     left = [TokenLogprob(-float(token), ((5, -1.0), (6, -2.0), (7, -3.0)), 4) for token in prompt[1:]]
     for size in [*sizes, len(left)]:
         part, left = tuple(left[:size]), left[size:]
         if part:
-            assert reader.read(Tokens((), prompt_logprobs=part)) == []
+            assert reader.read(output((), prompt_logprobs=part)) == []
     logprobs = tuple(TokenLogprob(-0.5, ((token, -0.5),)) for token in answer)
-    (piece,) = reader.read(Tokens(tuple(answer), FirstToken(0), "length", logprobs))
+    (piece,) = reader.read(output(tuple(answer), FirstToken(0), "length", logprobs=logprobs))
     assert piece.text == wanted.echo + tokenizer.decode(answer)
     assert piece.prompt is not None
     assert [place[0] for place in piece.prompt] == [
@@ -257,15 +260,15 @@ def test_a_prompts_tokens_go_before_the_answers_in_parts_of_any_size(
 
 def test_tokens_may_be_named_by_their_ids(tokenizer: PromptTokenizer) -> None:
     """vLLM's form, for those of an answer, of an echo and the likeliest at each place; the text stays the same."""
-    wanted = replace(generation(), sampling=SamplingParams(99, logprobs=1), echo="Hi")
+    wanted = structs.replace(generation(), sampling=SamplingParams(99, logprobs=1), echo="Hi")
     prompt = tokenizer.encode("Hi", b"r" * 16).token_ids.tolist()
     told = PromptTokens(prompt, tokenizer.texts, echo_tops=1, tops=None, chars=2, by_id=True)
     reader = ChoiceReader(0, wanted, tokenizer.decoder(), prompt=told, by_id=True)
     answer = (11, 12)
     if len(prompt) > 1:
-        reader.read(Tokens((), prompt_logprobs=tuple(TokenLogprob(-0.5, ((5, -0.5),), 1) for _ in prompt[1:])))
+        reader.read(output((), prompt_logprobs=tuple(TokenLogprob(-0.5, ((5, -0.5),), 1) for _ in prompt[1:])))
     logprobs = tuple(TokenLogprob(-0.5, ((7, -0.1),)) for _ in answer)
-    (piece,) = reader.read(Tokens(answer, FirstToken(0), "length", logprobs))
+    (piece,) = reader.read(output(answer, FirstToken(0), "length", logprobs=logprobs))
     assert piece.text == "Hi" + tokenizer.decode(answer)
     assert [one.token.raw for one in piece.logprobs] == [b"token_id:%d" % token for token in (*prompt, *answer)]
     tops = [[other.raw for other in one.top] for one in piece.logprobs[len(prompt) :]]

@@ -5,19 +5,18 @@ import random
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from msgspec import structs
 from ray.exceptions import ActorUnavailableError
 
+from serve_app.engine.protocol import EngineOutput, to_wire
 from serve_app.generation import call as generation_call
 from serve_app.generation import dispatch
-from serve_app.generation.generation import Tokens
-from serve_app.replica import messages as wire
 from serve_app.replica.token_channel import TokenReceiver, TokenSender
 from tests.serve_app.generation.fake_replicas import FakeHandle, FakeResult, answer, generation, ids, whole
+from tests.serve_app.generation.outputs import output
 
 pytestmark = pytest.mark.anyio
 
@@ -74,16 +73,15 @@ class ByCable(FakeResult):
     senders: defaultdict[str, TokenSender]
 
     async def get_async(self) -> bytes:
-        sent, replica = 0, ""
+        sent = 0
         async for chunk in self._chunks:
-            replica = replica or chunk.replica_id
-            if not self.senders[replica].send(
-                self._inbox.reply_to, [(self._call_id, structs.replace(chunk, seq=sent))]
+            if not self.senders[self._replica].send(
+                self._inbox.reply_to, [structs.replace(chunk, request_id=self._call_id, seq=sent)]
             ):
-                return wire.encode(wire.GenerateChunk(seq=sent, error="unavailable"))
+                return to_wire(output(seq=sent, error="unavailable"))
             sent += 1
             if chunk.finish_reason is not None:
-                return wire.encode(wire.GenerateChunk(seq=sent, finish_reason=chunk.finish_reason))
+                return to_wire(output(seq=sent, finish_reason=chunk.finish_reason))
             await asyncio.sleep(0.001)
         raise ActorUnavailableError("it broke off", None)
 
@@ -122,13 +120,13 @@ async def test_a_cut_channel_loses_no_answer(monkeypatch: pytest.MonkeyPatch) ->
         async def one(number: int) -> None:
             nonlocal answers
             while not proven():
-                got: list[Tokens] = []
+                got: list[EngineOutput] = []
 
-                def take(tokens: Tokens, got: list[Tokens] = got) -> bool:
+                def take(tokens: EngineOutput, got: list[EngineOutput] = got) -> bool:
                     got.append(tokens)
                     return True
 
-                asked = replace(generation(TOKENS), request_id=f"r{number}-{answers}")
+                asked = structs.replace(generation(TOKENS), request_id=f"r{number}-{answers}")
                 async for tokens in handle.dispatcher.generate(asked, take=take):
                     take(tokens)
                 assert ids(got) == whole(TOKENS)

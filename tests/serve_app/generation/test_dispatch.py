@@ -12,12 +12,9 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 
 from router.protocol.block_hash import extend_chain
 from router.protocol.events import LoadReport
-from router.protocol.request import RoutedRequest
-from serve_app.engine.protocol import FirstToken, TokenLogprob
+from serve_app.engine.protocol import EngineOutput, EngineRequest, FirstToken, TokenLogprob, request_of_wire, to_wire
 from serve_app.errors import ContextLengthExceeded, GenerationFailed, InvalidRequest, Overloaded
 from serve_app.generation.dispatch import MAX_ATTEMPTS
-from serve_app.generation.generation import Tokens
-from serve_app.replica import messages as wire
 from tests.serve_app.generation.fake_replicas import (
     BLOCK,
     SCOPE,
@@ -33,6 +30,7 @@ from tests.serve_app.generation.fake_replicas import (
     run,
     whole,
 )
+from tests.serve_app.generation.outputs import output
 
 LOST = [
     ActorUnavailableError("gone", None),
@@ -42,7 +40,7 @@ LOST = [
 ]
 """Ways in which Ray, or its transport, loses a call; the replica's own code plays no part in them."""
 
-LEAVING = wire.GenerateChunk(error="unavailable", message="stopping")
+LEAVING = output(error="unavailable", message="stopping")
 
 
 @pytest.mark.parametrize("public_blocks", [0, 1, 2])
@@ -61,14 +59,14 @@ def test_a_lost_replica_is_replaced_with_the_same_tokens(
     assert [tokens.first for tokens in got] == [FirstToken(8), None, None]
     assert [tokens.finish_reason for tokens in got] == [None, None, "length"]
     assert handle.after_first_token == [received > 0]
-    (_, first), (second_call, second) = handle.calls
+    first, second = handle.calls
     assert second.request_id != first.request_id
     assert second.avoid == second.dead == (handle.chosen[0],)
-    resumed = wire.decode_call(wire.encode(second_call)).request
+    resumed = request_of_wire(to_wire(second))
     assert list(resumed.token_ids) == [*range(10), *whole()[:received]]
     assert second.block_hashes == extend_chain(root_of(public_blocks), public_blocks, resumed.token_ids, BLOCK)
     assert resumed.sampling == replace(generation().sampling, max_tokens=6 - received)
-    assert [wire.decode_call(wire.encode(call)).session for call, _ in handle.calls] == ["s", "s"]
+    assert [call.session for call in handle.calls] == ["s", "s"]
     assert (resumed.scope, resumed.root) == (replace(SCOPE, public_blocks=public_blocks), root_of(public_blocks))
     assert resumed.resumed_tokens == received
     assert (first.order, second.order, resumed.order) == ((7, 0, 0) if received else (7, 7, 7))
@@ -79,9 +77,9 @@ def test_a_lost_replica_is_replaced_with_the_same_tokens(
 def test_tokens_that_are_taken_at_once_belong_to_the_answer(received: int, taken: tuple[bool, ...]) -> None:
     """They are not yielded, and a second replica gets them as part of the prompt; first and last are yielded."""
     handle = FakeHandle(lost_once(received))
-    takes, got = cycle(taken), list[Tokens]()
+    takes, got = cycle(taken), list[EngineOutput]()
 
-    def take(tokens: Tokens) -> bool:
+    def take(tokens: EngineOutput) -> bool:
         took = next(takes)
         if took:
             got.append(tokens)
@@ -94,14 +92,14 @@ def test_tokens_that_are_taken_at_once_belong_to_the_answer(received: int, taken
     asyncio.run(collect())
     assert ids(got) == whole(10)
     assert (got[0].first, got[-1].finish_reason) == (FirstToken(8), "length")
-    assert list(handle.calls[1][0].request.token_ids) == [*range(10), *whole(10)[:received]]
+    assert list(handle.calls[1].token_ids) == [*range(10), *whole(10)[:received]]
 
 
 def test_an_error_while_taking_is_raised() -> None:
     """The call then ends, and its replica is told."""
     handle = FakeHandle(answer)
 
-    def take(_: Tokens) -> bool:
+    def take(_: EngineOutput) -> bool:
         raise GenerationFailed("broken")
 
     async def collect() -> None:
@@ -119,10 +117,10 @@ def test_a_request_sent_back_by_a_busier_replica_goes_elsewhere() -> None:
     docs: routing
     """
     load = LoadReport(1_000_000, 0, 1, 8, 16, 1000.0, taken_at_s=1.0)
-    handle = FakeHandle(at_first(1, always(wire.GenerateChunk(error="rerouted", load=load))))
+    handle = FakeHandle(at_first(1, always(output(error="rerouted", load=load))))
     assert ids(run(handle)) == whole()
-    assert [route.rerouted for _, route in handle.calls] == [0, 1]
-    assert len({route.request_id for _, route in handle.calls}) == len(set(handle.chosen)) == 2
+    assert [route.rerouted for route in handle.calls] == [0, 1]
+    assert len({route.request_id for route in handle.calls}) == len(set(handle.chosen)) == 2
     assert handle.core.loads.queue_ahead(handle.chosen[0]) == 1_000_000
     assert (handle.core.counters.rerouted, handle.after_first_token) == (1, [])
 
@@ -145,7 +143,7 @@ def test_when_all_replicas_are_lost_the_client_is_told_to_come_back(chunks: Chun
     assert caught.value.retry_after_s
     assert len(handle.calls) == MAX_ATTEMPTS
     assert len(handle.after_first_token) == MAX_ATTEMPTS - 1
-    assert len(set(handle.calls[-1][1].avoid)) == MAX_ATTEMPTS - 1
+    assert len(set(handle.calls[-1].avoid)) == MAX_ATTEMPTS - 1
 
 
 def test_a_stream_outlives_any_number_of_replicas_that_leave_in_order() -> None:
@@ -154,25 +152,25 @@ def test_a_stream_outlives_any_number_of_replicas_that_leave_in_order() -> None:
     docs: failures
     """
 
-    async def chunks(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
-        async for chunk in answer(call, route, replica, 2 if call.request.sampling.max_tokens > 2 else None):
+    async def chunks(call: EngineRequest, replica: str) -> Any:
+        async for chunk in answer(call, replica, 2 if call.sampling.max_tokens > 2 else None):
             yield chunk
-        if call.request.sampling.max_tokens > 2:
+        if call.sampling.max_tokens > 2:
             yield LEAVING
 
     handle = FakeHandle(chunks)
     assert ids(run(handle, max_tokens=4 * MAX_ATTEMPTS)) == whole(4 * MAX_ATTEMPTS)
-    assert len({route.request_id for _, route in handle.calls}) == 2 * MAX_ATTEMPTS
+    assert len({route.request_id for route in handle.calls}) == 2 * MAX_ATTEMPTS
     assert len(handle.after_first_token) == 2 * MAX_ATTEMPTS - 1
-    assert not any(route.dead for _, route in handle.calls), "a leaving replica can export KV until it ends"
+    assert not any(route.dead for route in handle.calls), "a leaving replica can export KV until it ends"
 
 
 @pytest.mark.parametrize(
     ("chunks", "error"),
     [
-        (always(wire.GenerateChunk(error="too_long", message="too long")), ContextLengthExceeded),
-        (always(wire.GenerateChunk(error="failed", message="bad")), GenerationFailed),
-        (always(wire.GenerateChunk(error="timeout", message="took too long")), GenerationFailed),
+        (always(output(error="too_long", message="too long")), ContextLengthExceeded),
+        (always(output(error="failed", message="bad")), GenerationFailed),
+        (always(output(error="timeout", message="took too long")), GenerationFailed),
         (always(RayTaskError("generate", "Traceback: secret", ValueError("x"))), GenerationFailed),
     ],
     ids=["too long", "failed", "timeout", "exception"],
@@ -190,10 +188,10 @@ def test_refusals_and_faults_become_client_errors(chunks: Chunks, error: type[Ex
 def test_a_grammar_that_fails_in_the_answer_is_the_clients_to_change(received: int) -> None:
     """The error names the request's field; no other replica is asked."""
 
-    async def chunks(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
+    async def chunks(call: EngineRequest, replica: str) -> Any:
         if received:
-            yield wire.GenerateChunk(token_ids=(5,) * received, replica_id=replica, first=FirstToken(0))
-        yield wire.GenerateChunk(error="grammar", message="it takes too much work")
+            yield output((5,) * received, FirstToken(0))
+        yield output(error="grammar", message="it takes too much work")
 
     handle = FakeHandle(chunks)
     with pytest.raises(InvalidRequest, match="response_format cannot be followed: it takes too much work") as caught:
@@ -207,19 +205,19 @@ def test_a_lost_replicas_part_of_a_prompts_logprobs_is_not_told_again(before: in
     """The next replica tells all of them, from which the rest is taken; none at all once the answer has begun."""
     told = tuple(TokenLogprob(-float(token)) for token in range(1, 10))
 
-    async def tells(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
-        assert not route.reads_kv
+    async def tells(call: EngineRequest, replica: str) -> Any:
+        assert not call.reads_kv
         for at in range(0, len(told), 2):
-            yield wire.GenerateChunk(prompt_logprobs=told[at : at + 2])
-        if call.request.sampling.max_tokens:
-            async for chunk in answer(call, route, replica):
+            yield output(prompt_logprobs=told[at : at + 2])
+        if call.sampling.max_tokens:
+            async for chunk in answer(call, replica):
                 yield chunk
         else:
-            yield wire.GenerateChunk((), replica, FirstToken(0), "length")
+            yield output((), FirstToken(0), "length")
 
-    async def breaks(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
+    async def breaks(call: EngineRequest, replica: str) -> Any:
         if before:
-            yield wire.GenerateChunk(prompt_logprobs=told[:before])
+            yield output(prompt_logprobs=told[:before])
 
     handle = FakeHandle(at_first(1, breaks, tells))
     got = run(handle, max_tokens, prompt_logprobs=0)
@@ -233,6 +231,6 @@ def test_an_answer_that_goes_on_elsewhere_asks_for_no_logprobs_of_its_prompt() -
     """They are told before its first token, and its own tokens in the prompt are none of the client's."""
     handle = FakeHandle(lost_once(2))
     run(handle, prompt_logprobs=3)
-    (first, its_route), (second, route) = handle.calls
-    assert [call.request.sampling.prompt_logprobs for call in (first, second)] == [3, None]
-    assert (its_route.reads_kv, route.reads_kv) == (False, True)
+    first, second = handle.calls
+    assert [call.sampling.prompt_logprobs for call in (first, second)] == [3, None]
+    assert (first.reads_kv, second.reads_kv) == (False, True)

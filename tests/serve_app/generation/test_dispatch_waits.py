@@ -10,7 +10,6 @@ import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,14 +19,12 @@ from ray.serve._private.common import DeploymentID, RequestMetadata
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentResponse
 
-from router.protocol.request import NoReplicaLeft, RoutedRequest
-from serve_app.engine.protocol import FirstToken, Prefilled
+from router.protocol.request import NoReplicaLeft
+from serve_app.engine.protocol import EngineOutput, EngineRequest, FirstToken, Prefilled, request_of_wire, to_wire
 from serve_app.errors import Overloaded, RateLimited, WarmpathError
 from serve_app.generation.call import Aborts
 from serve_app.generation.dispatch import MAX_ATTEMPTS
-from serve_app.generation.generation import Generation
 from serve_app.ray_compat import cancel_call
-from serve_app.replica import messages as wire
 from tests.serve_app.generation.fake_replicas import (
     Chunks,
     FakeHandle,
@@ -42,8 +39,9 @@ from tests.serve_app.generation.fake_replicas import (
     run,
     whole,
 )
+from tests.serve_app.generation.outputs import output
 
-FULL = wire.GenerateChunk(error="queue_full", message="full", retry_after_s=3.0)
+FULL = output(error="queue_full", message="full", retry_after_s=3.0)
 
 
 @pytest.mark.parametrize("error", [NoReplicaLeft("none"), DeploymentUnavailableError(DeploymentID("d"))], ids=type)
@@ -74,10 +72,10 @@ def test_a_wait_ends_at_the_deadline_with_when_to_come_back(
     """
     now_s = 1000.0
 
-    def later(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
+    def later(call: EngineRequest, replica: str) -> Any:
         nonlocal now_s
         now_s += 3.0
-        return chunks(call, route, replica)
+        return chunks(call, replica)
 
     monkeypatch.setattr("time.perf_counter", lambda: now_s)
     monkeypatch.setattr("serve_app.generation.dispatch.FIRST_PAUSE_S", 0.001)
@@ -94,16 +92,15 @@ def test_a_call_carries_the_seconds_that_are_left(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("time.perf_counter", lambda: now_s)
     chunks = lost_once(2)
 
-    def slow(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
+    def slow(call: EngineRequest, replica: str) -> Any:
         nonlocal now_s
         now_s += 4.5
-        return chunks(call, route, replica)
+        return chunks(call, replica)
 
     handle = FakeHandle(slow)
     run(handle, deadline_s=1030.0)
-    assert [call.request.timeout_s for call, _ in handle.calls] == [30.0, 25.5]
-    call, _ = handle.calls[1]
-    assert wire.decode_call(wire.encode(call)).request.timeout_s == 25.5
+    assert [call.timeout_s for call in handle.calls] == [30.0, 25.5]
+    assert request_of_wire(to_wire(handle.calls[1])).timeout_s == 25.5
 
 
 @pytest.mark.parametrize("separate_loop", [True, False])
@@ -112,7 +109,7 @@ def test_backpressure_is_429_in_both_modes_of_the_router(separate_loop: bool) ->
     error = BackPressureError(num_queued_requests=1, max_queued_requests=1)
 
     class Refusing(FakeHandle):
-        def remote(self, payload: bytes, *, route: RoutedRequest, decision: None) -> Any:
+        def remote(self, request: EngineRequest) -> Any:
             refused: Future[Any] | asyncio.Future[Any] = Future() if separate_loop else asyncio.Future()
             refused.set_exception(error)
             metadata = RequestMetadata(request_id="r", internal_request_id="r")
@@ -134,8 +131,8 @@ def test_a_full_line_is_asked_again(by_serve: bool, monkeypatch: pytest.MonkeyPa
     handle = FakeHandle(at_first(MAX_ATTEMPTS + 2, full))
     assert ids(run(handle)) == whole()
     assert handle.after_first_token == []
-    assert len({route.request_id for _, route in handle.calls}) == MAX_ATTEMPTS + 3
-    assert not any(route.avoid for _, route in handle.calls)
+    assert len({route.request_id for route in handle.calls}) == MAX_ATTEMPTS + 3
+    assert not any(route.avoid for route in handle.calls)
 
 
 class LateResult(FakeResult):
@@ -144,11 +141,14 @@ class LateResult(FakeResult):
     lose = 0
 
     async def get_async(self) -> bytes:
-        chunks = [structs.replace(chunk, seq=seq) for seq, chunk in enumerate([each async for each in self._chunks])]
+        chunks = [
+            structs.replace(chunk, request_id=self._call_id, seq=seq)
+            for seq, chunk in enumerate([each async for each in self._chunks])
+        ]
         kept, LateResult.lose = chunks[: len(chunks) - LateResult.lose], 0
         deliver = self._inbox.deliver
-        asyncio.get_running_loop().call_later(0.02, deliver, [(self._call_id, chunk) for chunk in kept])
-        return wire.encode(wire.GenerateChunk(seq=len(chunks), finish_reason=chunks[-1].finish_reason))
+        asyncio.get_running_loop().call_later(0.02, deliver, kept)
+        return to_wire(output(seq=len(chunks), finish_reason=chunks[-1].finish_reason))
 
 
 def late(monkeypatch: pytest.MonkeyPatch, chunks: Chunks, lose: int = 0) -> FakeHandle:
@@ -159,7 +159,7 @@ def late(monkeypatch: pytest.MonkeyPatch, chunks: Chunks, lose: int = 0) -> Fake
 
 def test_an_answer_without_tokens_has_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that only warms the cache has its cached tokens in its one chunk, not in its end."""
-    empty = always(wire.GenerateChunk((), "a", FirstToken(8), finish_reason="length"))
+    empty = always(output((), FirstToken(8), "length"))
     handle = late(monkeypatch, empty)
     (tokens,) = run(handle)
     assert len(handle.calls) == 1
@@ -264,15 +264,15 @@ def test_only_a_departure_before_the_end_is_reported(replicas: Any) -> None:
         await until_nothing_is_under_way()
 
     asyncio.run(run())
-    assert replicas.heard == [("a", [handle.calls[-1][1].request_id])]
+    assert replicas.heard == [("a", [handle.calls[-1].request_id])]
     assert [result.cancelled for result in handle.results] == [False, True]
     assert handle.core.state()["open_reservations"] == 0
 
 
-LATE = wire.GenerateChunk(error="timeout", message="The answer took too long.")
+LATE = output(error="timeout", message="The answer took too long.")
 
 
-async def never(*_: Any) -> AsyncIterator[wire.GenerateChunk]:
+async def never(*_: Any) -> AsyncIterator[EngineOutput]:
     await asyncio.sleep(3600)
     yield FULL
 
@@ -290,10 +290,10 @@ def test_what_was_computed_before_the_first_token_is_charged(
     An attempt that a replica refused, or lost, costs nothing.
     """
     replicas.computed = Prefilled(640, 64)
-    handle, told = FakeHandle(chunks, ["a"]), list[tuple[Generation, Prefilled]]()
+    handle, told = FakeHandle(chunks, ["a"]), list[tuple[EngineRequest, Prefilled]]()
     handle.dispatcher.left = Aborts(replicas, lambda *one: told.append(one)).note
     waits = chunks is never or chunks is answer
-    asked = replace(generation(), deadline_s=time.perf_counter() + (3600 if waits else 0.2))
+    asked = structs.replace(generation(), deadline_s=time.perf_counter() + (3600 if waits else 0.2))
 
     async def run() -> None:
         stream = handle.dispatcher.generate(asked)
@@ -310,4 +310,6 @@ def test_what_was_computed_before_the_first_token_is_charged(
         await until_nothing_is_under_way()
 
     asyncio.run(run())
-    assert told == ([(asked, Prefilled(640, 64))] if charged else [])
+    assert [(one.request_id, one.token_ids is asked.token_ids, done) for one, done in told] == (
+        [("r.0", True, Prefilled(640, 64))] if charged else []
+    )

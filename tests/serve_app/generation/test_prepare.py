@@ -14,10 +14,8 @@ from serve_app.api.request import ChatRequest, CompletionRequest, ToolUse
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.config.prompts import PublicPromptConfig
-from serve_app.engine.protocol import TokenRules
+from serve_app.engine.protocol import EngineRequest, TokenRules
 from serve_app.errors import ContextLengthExceeded, InvalidRequest
-from serve_app.generation.dispatch import route_of
-from serve_app.generation.generation import Generation
 from serve_app.generation.prepare import Limits, Preparer
 from serve_app.prompts.registry import PromptNotFound, Prompts
 from serve_app.structured.grammar import Grammar
@@ -39,14 +37,14 @@ def preparer(tokenizer: PromptTokenizer) -> Preparer:
     return preparer_of(tokenizer)
 
 
-def ask(preparer: Preparer, tenant: Tenant, *messages: tuple[str, str], **more: Any) -> Generation:
+def ask(preparer: Preparer, tenant: Tenant, *messages: tuple[str, str], **more: Any) -> EngineRequest:
     chat = ChatRequest(
         model="demo", messages=tuple({"role": role, "content": content} for role, content in messages), **more
     )
     return asyncio.run(preparer.prepare(chat, tenant, "id"))[0]
 
 
-def prepare(preparer: Preparer, *messages: tuple[str, str], **more: Any) -> Generation:
+def prepare(preparer: Preparer, *messages: tuple[str, str], **more: Any) -> EngineRequest:
     return ask(preparer, Tenant("default"), *messages, **{"save_system_prompt_kv_cache": True, **more})
 
 
@@ -88,7 +86,7 @@ def test_whether_kv_is_stored_is_the_tenants_default_and_the_requests_to_refuse(
     for tenant, wanted, stores in ((Tenant("t"), None, True), (Tenant("t"), True, True), (Tenant("t"), False, False),
                                    (passing, None, False), (passing, False, False)):  # fmt: skip
         generation = ask(preparer, tenant, ("user", "hi"), store_kv=wanted)
-        assert (generation.store_kv, route_of(generation).store_kv) == (stores, stores)
+        assert (generation.store_kv, generation.store_kv) == (stores, stores)
     with pytest.raises(InvalidRequest, match="store_kv cannot be true"):
         ask(preparer, passing, ("user", "hi"), store_kv=True)
     for tenant, wanted in ((Tenant("t"), False), (passing, None)):
@@ -122,7 +120,7 @@ def shop(demo_model_path: Path) -> Preparer:
     return preparer_of(PromptTokenizer(demo_model_path), prompts)
 
 
-def shared_blocks(one: Generation, other: Generation) -> int:
+def shared_blocks(one: EngineRequest, other: EngineRequest) -> int:
     """Return the number of equal leading hashes, after which none may be equal."""
     chains = [list(split_chain(generation.block_hashes)) for generation in (one, other)]
     shared = next((i for i, pair in enumerate(zip(*chains, strict=False)) if pair[0] != pair[1]), len(chains[0]))
@@ -175,7 +173,7 @@ def test_a_reference_puts_the_prompt_first(shop: Preparer) -> None:
     assert named.placement_key == written.placement_key
     assert not np.array_equal(ask(shop, ACME, ("user", LONG), prompt_ref="clerk@2").token_ids, named.token_ids)
 
-    def complete(*prompts: str | tuple[int, ...], **more: Any) -> list[Generation]:
+    def complete(*prompts: str | tuple[int, ...], **more: Any) -> list[EngineRequest]:
         request = CompletionRequest(model="demo", prompts=prompts, **more)
         return asyncio.run(shop.prepare(request, ACME, "id"))
 
@@ -333,12 +331,12 @@ def test_log_probabilities_of_prompts_are_computed_where_they_are_shown(preparer
     scored = CompletionRequest(model="demo", prompts=("Alpha", "Beta"), n=2, max_tokens=1, echo=True, logprobs=3)
     found = asyncio.run(preparer.prepare(scored, Tenant("default"), "id"))
     assert [one.sampling.prompt_logprobs for one in found] == [3] * 4
-    assert not any(one.reads_kv or route_of(one).reads_kv for one in found)
+    assert not any(one.reads_kv or one.reads_kv for one in found)
     ends = found[0].sampling.stop_token_ids
     assert ends
     assert found[0].sampling.shown_stop_token_ids == ends, "the answer has the token that a program expects"
     quiet = asyncio.run(preparer.prepare(replace(scored, echo=False), Tenant("default"), "id"))[0]
-    assert (quiet.sampling.shown_stop_token_ids, quiet.reads_kv, route_of(quiet).reads_kv) == ((), True, True)
+    assert (quiet.sampling.shown_stop_token_ids, quiet.reads_kv, quiet.reads_kv) == ((), True, True)
     asked = ChatRequest(model="demo", messages=({"role": "user", "content": "Hi"},), n=3, prompt_logprobs=2)
     found = asyncio.run(preparer.prepare(asked, Tenant("default"), "id"))
     assert [one.sampling.prompt_logprobs for one in found] == [2, None, None]

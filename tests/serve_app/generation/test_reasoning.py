@@ -2,24 +2,23 @@
 
 import asyncio
 import itertools
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from msgspec import structs
 from tokenizers import AddedToken
 
 from serve_app.api.request import ChatRequest, reasoning_fields
 from serve_app.cache_diagnostics.explain import SeenPrompt, explain
 from serve_app.checkpoints.demo_model import ensure_demo_model
 from serve_app.engine.core.engine import TorchEngine
-from serve_app.engine.protocol import FirstToken
+from serve_app.engine.protocol import EngineRequest, FirstToken
 from serve_app.engine.runner.model_runner import load_runner
 from serve_app.engine.settings import EngineSettings
 from serve_app.generation.answer import Piece
-from serve_app.generation.generation import Generation
 from serve_app.generation.reasoning import REASONING_TAGS, ReasoningReader, Tags, find_reasoning_tags, grammar_after
 from serve_app.generation.request_usage import RequestUsage
 from serve_app.structured.compiler import GrammarCompiler, llguidance_form
@@ -166,5 +165,5 @@ def test_the_prediction_for_a_turn_behind_a_thought_is_exact(tmp_path: Path) -> 
         engine.stop()
 
 
-def engine_request(made: Generation, name: str, ids: np.ndarray) -> object:
-    return replace(request(name, ids, 1, scope=made.scope), root=made.root)
+def engine_request(made: EngineRequest, name: str, ids: np.ndarray) -> object:
+    return structs.replace(request(name, ids, 1, scope=made.scope), root=made.root)

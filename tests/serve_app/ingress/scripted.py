@@ -24,11 +24,11 @@ from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.config.app import AppConfig
 from serve_app.config.tenants import TenantConfig
-from serve_app.engine.protocol import FinishReason, FirstToken, SamplingParams
+from serve_app.engine.protocol import EngineOutput, EngineRequest, FinishReason, FirstToken, SamplingParams
 from serve_app.fairness.front_door import FrontDoor
 from serve_app.fairness.shares import Shares
 from serve_app.fairness.workers import FairWorkers
-from serve_app.generation.generation import Generation, TakeTokens, Tokens
+from serve_app.generation.answer import TakeOutput
 from serve_app.generation.prepare import Limits, Preparer
 from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.ingress.client_headers import ClientHeaders
@@ -46,12 +46,13 @@ from serve_app.tenants.tenants import Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from serve_app.tracing.tracer import Tracer
 from serve_app.usage.ledger import Ledger
+from tests.serve_app.generation.outputs import output
 
 PATIENCE_S = 30
 BOUNDS = StorageLimits(ttl_s=3600, max_bytes=1 << 30)
 """The bounds of stored responses."""
 
-GENERATION = Generation(
+GENERATION = EngineRequest(
     request_id="r",
     token_ids=np.arange(100, dtype=np.int32),
     block_hashes=b"",
@@ -78,7 +79,7 @@ class Script:
     step: int = 3
     reason: FinishReason = "stop"
     fails: Exception | None = None
-    asked: list[Generation] = field(default_factory=list)
+    asked: list[EngineRequest] = field(default_factory=list)
     cancelled: int = 0
     offers: bool = True
     taken: int = 0
@@ -91,7 +92,9 @@ class Script:
         self.end_token = None
         self.text, self.step, self.reason, self.fails, self.offers, self.ends = "", 3, "stop", None, True, None
 
-    async def generate(self, generation: Generation, *, take: TakeTokens | None = None) -> AsyncGenerator[Tokens, None]:
+    async def generate(
+        self, generation: EngineRequest, *, take: TakeOutput | None = None
+    ) -> AsyncGenerator[EngineOutput, None]:
         self.asked.append(generation)
         if self.ends is not None:
             self.loop = asyncio.get_running_loop()
@@ -103,7 +106,7 @@ class Script:
             for at in range(0, len(ids), self.step):
                 last = at + self.step >= len(ids) and self.fails is None
                 first = FirstToken(16) if at == 0 else None
-                tokens = Tokens(tuple(ids[at : at + self.step]), first, self.reason if last else None)
+                tokens = output(tuple(ids[at : at + self.step]), first, self.reason if last else None)
                 if self.offers and take is not None and at and not last and take(tokens):
                     self.taken += 1
                 else:

@@ -5,12 +5,12 @@ import json
 import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import replace
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock
 
 import httpx
 import pytest
+from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -19,15 +19,14 @@ from serve_app.api.openai.request import parse_chat, parse_completion
 from serve_app.api.openai.response import CHAT, COMPLETION
 from serve_app.config.app import AppConfig
 from serve_app.config.tenants import TenantConfig
-from serve_app.engine.protocol import FirstToken, SamplingParams
+from serve_app.engine.protocol import EngineOutput, EngineRequest, FirstToken, SamplingParams
 from serve_app.errors import GenerationFailed, InvalidRequest, Overloaded, RateLimited
 from serve_app.fairness.front_door import FrontDoor
 from serve_app.fairness.rate_limits import TenantLimits
 from serve_app.fairness.shares import Budget, Shares
 from serve_app.fairness.waiting_line import WaitingLine
 from serve_app.fairness.workers import FairWorkers
-from serve_app.generation.answer import Piece, PieceSink
-from serve_app.generation.generation import Generation, TakeTokens, Tokens
+from serve_app.generation.answer import Piece, PieceSink, TakeOutput
 from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.ingress.answers import Answer, streamed
 from serve_app.ingress.client_headers import ClientHeaders
@@ -35,6 +34,7 @@ from serve_app.ingress.completions import Completions
 from serve_app.ingress.drain import Deadline, Drain
 from serve_app.ingress.observe.answer_meter import AnswerMeter
 from serve_app.tenants.tenants import Tenant
+from tests.serve_app.generation.outputs import output
 from tests.serve_app.ingress.scripted import GENERATION, PATIENCE_S, Script, counters, server
 from tests.serve_app.tool_templates.families import WEATHER, call_text
 
@@ -175,7 +175,7 @@ class Bench:
 
     fails = False
 
-    def __init__(self, generations: list[Generation], limits: TenantLimits | None = None, **fields: Any) -> None:
+    def __init__(self, generations: list[EngineRequest], limits: TenantLimits | None = None, **fields: Any) -> None:
         self.door = front_door(limits)
         preparer, tokenizer = AsyncMock(), MagicMock()
         preparer.prepare.return_value = generations
@@ -189,10 +189,12 @@ class Bench:
         wanted = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
         self.body = json.dumps(wanted).ljust(1000).encode()
 
-    async def generate(self, generation: Generation, *, take: TakeTokens | None = None) -> AsyncGenerator[Tokens, None]:
+    async def generate(
+        self, generation: EngineRequest, *, take: TakeOutput | None = None
+    ) -> AsyncGenerator[EngineOutput, None]:
         if self.fails:
             raise Overloaded("There is no replica now.")
-        yield Tokens((1,), FirstToken(0), "length")
+        yield output((1,), FirstToken(0), "length")
 
     def ask(self, *, fails: bool = False) -> None:
         self.fails = fails
@@ -221,7 +223,7 @@ def test_a_request_pays_for_its_prompt_and_its_answer() -> None:
     """Unused reserved tokens are returned; a refusal before the first token costs nothing. (docs: tenants)"""
     config = TenantConfig.model_validate({"name": "acme", "key_sha256": ["a" * 64], "tokens_per_minute": 300})
     limits = TenantLimits([config], clock=lambda: 0.0)
-    bench = Bench([replace(GENERATION, sampling=SamplingParams(max_tokens=50)) for _ in range(2)], limits, n=2)
+    bench = Bench([structs.replace(GENERATION, sampling=SamplingParams(max_tokens=50)) for _ in range(2)], limits, n=2)
 
     def left() -> int:
         found = limits.left("acme")

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from router.protocol.block_hash import PrefixScope, extend_chain
 from router.protocol.request import Decision
-from serve_app.engine.protocol import SamplingParams
-from serve_app.generation.generation import Generation
+from serve_app.engine.protocol import EngineRequest, SamplingParams
 from serve_app.live.live import Live
 from serve_app.live.prefixes import Answered, PrefixTable
 
@@ -26,10 +25,10 @@ def chain_of(tenant: str, blocks: Sequence[int], public_blocks: int = 0) -> byte
 
 def generation(
     tenant: str, blocks: Sequence[int], public_blocks: int = 0, system_blocks: int = 0, ref: str = "", number: int = 0
-) -> Generation:
+) -> EngineRequest:
     """Return a generation with a prompt of these blocks and one more token."""
     ids = np.append(np.repeat(np.asarray(blocks, dtype=np.int32), BLOCK), 1).astype(np.int32)
-    return Generation(
+    return EngineRequest(
         request_id=f"{tenant}-{number}.0",
         token_ids=ids,
         block_hashes=chain_of(tenant, blocks, public_blocks),

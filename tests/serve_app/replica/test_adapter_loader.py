@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from router.protocol.block_hash import PrefixScope
 from serve_app.checkpoints.adapter_registry import configured_adapters
@@ -14,8 +15,8 @@ from tests.serve_app.engine.adapters import save_plain, simulated_engine
 from tests.serve_app.engine.tiny import Collector, prompt, request
 
 
-def _request(request_id: str, adapter: AdapterSpec) -> EngineRequest:
-    return request(request_id, prompt(40), 1, scope=PrefixScope("m", adapter.key))
+def _request(request_id: str, adapter: AdapterSpec, path: str) -> EngineRequest:
+    return structs.replace(request(request_id, prompt(40), 1, scope=PrefixScope("m", adapter.key)), lora_path=path)
 
 
 def test_a_replica_that_was_never_told_loads_on_demand_once(tmp_path: Path) -> None:
@@ -29,17 +30,17 @@ def test_a_replica_that_was_never_told_loads_on_demand_once(tmp_path: Path) -> N
     collector = Collector()
 
     async def flood() -> None:
-        await asyncio.gather(*(replica.submit(_request(f"r{i}", wanted), wanted.path, collector) for i in range(20)))
+        await asyncio.gather(*(replica.submit(_request(f"r{i}", wanted, wanted.path), collector) for i in range(20)))
 
     asyncio.run(flood())
     collector.wait(f"r{i}" for i in range(20))
     assert [value for name, _, value in engine.stats().samples if name == "warmpath_lora_loads_total"] == [1]
     assert engine.adapters.unload(wanted.key)
     with pytest.raises(UnknownAdapter):
-        asyncio.run(replica.submit(_request("x", wanted), "", collector))
+        asyncio.run(replica.submit(_request("x", wanted, ""), collector))
     save_plain(tmp_path / "a", 7.0)
     with pytest.raises(AdapterError, match="changed"):
-        asyncio.run(replica.submit(_request("x", wanted), wanted.path, collector))
+        asyncio.run(replica.submit(_request("x", wanted, wanted.path), collector))
     engine.stop()
 
 
@@ -53,7 +54,7 @@ def test_an_adapter_evicted_while_its_request_was_on_its_way_is_loaded_again(tmp
     for i in range(6):
         adapter = both[i % 2]
         assert adapter is not None
-        asyncio.run(replica.submit(_request(f"r{i}", adapter), adapter.path, collector))
+        asyncio.run(replica.submit(_request(f"r{i}", adapter, adapter.path), collector))
         collector.wait([f"r{i}"])
     assert set(collector.finish.values()) == {"length"}
     engine.stop()

@@ -1,13 +1,14 @@
 """Pulls between two real engines: equal tokens, one copy for all waiting requests, and computing after a failure."""
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from router.protocol.block_hash import PrefixScope, hash_blocks
+from router.protocol.request import Decision
 from serve_app.cache.kv_chain import KvChain
 from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.config.app import AppConfig
@@ -31,7 +32,12 @@ CONFIG = AppConfig(min_pull_tokens=32)
 
 def keyed(item: EngineRequest) -> EngineRequest:
     """Return the request with block hashes, as a router sends it."""
-    return replace(item, block_hashes=hash_blocks(item.root, item.token_ids, 16))
+    return structs.replace(item, block_hashes=hash_blocks(item.root, item.token_ids, 16))
+
+
+def held(item: EngineRequest, tokens: int, holder: str = "holder") -> EngineRequest:
+    """Return the request with a decision to pull its first tokens."""
+    return structs.replace(item, decision=Decision("me", "router", 1, 0, 0, "cold", 0.0, holder, tokens))
 
 
 class Holder:
@@ -63,8 +69,8 @@ def pair(first: TorchEngine, second: TorchEngine, ids: np.ndarray) -> tuple[Hold
 async def generate(engine: TorchEngine, puller: Puller, item: EngineRequest) -> Collector:
     """Submit a request as a replica does, and wait for its end."""
     collector = Collector()
-    remote_kv = puller.begin(item, "holder", len(item.token_ids))
-    engine.submit(replace(item, remote_kv=remote_kv), collector)
+    remote_kv = puller.begin(held(item, len(item.token_ids)))
+    engine.submit(structs.replace(item, remote_kv=remote_kv), collector)
     await asyncio.to_thread(collector.wait, [item.request_id])
     return collector
 
@@ -96,8 +102,8 @@ async def test_all_requests_waiting_for_a_pull_have_it_in_their_traces(make_engi
     for name in ("begins", "joins"):
         item = keyed(request(name, ids, 1))
         trace = ReplicaTrace(recorded.tracer, traceparent_of(root), name, len(ids))
-        assert puller.begin(item, "holder", len(ids), trace) is not None
-        assert puller.begin(item, "holder", len(ids)) is not None  # others are not traced
+        assert puller.begin(held(item, len(ids)), trace) is not None
+        assert puller.begin(held(item, len(ids))) is not None  # others are not traced
     await asyncio.gather(*puller._under_way)
     pulls = [span.attributes for span in recorded.spans()]
     assert [span.name for span in recorded.spans()] == ["pull", "pull"]
@@ -119,10 +125,10 @@ async def test_a_hundred_requests_wait_for_one_copy(make_engine: MakeEngine, ref
     collector = Collector()
     for n, item in enumerate(items):
         # Some name the holder, others come from a router that knows none.
-        remote_kv = puller.begin(item, "holder" if n % 2 == 0 else "", len(ids))
+        remote_kv = puller.begin(held(item, len(ids)) if n % 2 == 0 else item)
         assert remote_kv is not None
         assert not remote_kv.done
-        second.submit(replace(item, remote_kv=remote_kv), collector)
+        second.submit(structs.replace(item, remote_kv=remote_kv), collector)
     assert second.load().queued_prefill_tokens == 100
     free = run_all(second, [request("free", other, 5)])
     assert free.tokens["free"] == reference("qwen3", other, 5)
@@ -143,9 +149,9 @@ async def test_nobody_waits_for_a_pull_that_begins_after_evicted_blocks(make_eng
     holder, puller = pair(make_engine(), second, ids)
     run_all(second, [request("b", ids[:64], 1)])
     holder.gate.clear()
-    assert puller.begin(keyed(request("begins", ids, 1)), "holder", 192) is not None
+    assert puller.begin(held(keyed(request("begins", ids, 1)), 192)) is not None
     assert second.reset_prefix_cache()
-    assert puller.begin(keyed(request("later", ids, 1)), "holder", 192) is not None
+    assert puller.begin(held(keyed(request("later", ids, 1)), 192)) is not None
     assert (puller.meters.begun, puller.meters.joined) == (2, 0)
     await puller.stop()
 
@@ -254,8 +260,8 @@ async def test_a_replica_decides_again(make_engine: MakeEngine) -> None:
     def refusal(item: EngineRequest, **settings: object) -> str:
         puller = Puller(engine, holder.fetch, CONFIG.model_copy(update=settings))
         if settings.get("max_pulls"):
-            assert puller.begin(keyed(request("x", prompt(160, 8))), "holder", 160) is not None
-        assert puller.begin(item, "holder", 160) is None
+            assert puller.begin(held(keyed(request("x", prompt(160, 8))), 160)) is not None
+        assert puller.begin(held(item, 160)) is None
         return next(iter(puller.meters.refused))
 
     new = keyed(request("new", prompt(160, 3)))
@@ -267,9 +273,9 @@ async def test_a_replica_decides_again(make_engine: MakeEngine) -> None:
     puller = Puller(engine, holder.fetch, CONFIG)
     for _ in range(20):
         puller._rate.observe(1, 1.0, puller._clock())
-    assert puller.begin(new, "holder", 160) is None
+    assert puller.begin(held(new, 160)) is None
     assert puller.meters.refused == {"slow": 1}
-    assert puller.begin(new, "", 0) is None
+    assert puller.begin(new) is None
     assert not holder.asked
 
 
@@ -283,7 +289,7 @@ async def test_a_waiting_request_can_be_cancelled_and_stopping_ends_pulls(make_e
     collector = Collector()
     for name in ("left", "stays"):
         item = keyed(request(name, ids, 2))
-        engine.submit(replace(item, remote_kv=puller.begin(item, "holder", 96)), collector)
+        engine.submit(structs.replace(item, remote_kv=puller.begin(held(item, 96))), collector)
     engine.cancel("left")
     await asyncio.to_thread(collector.wait, ["left"])
     assert collector.finish == {"left": "cancelled"}

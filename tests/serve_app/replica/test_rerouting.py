@@ -10,19 +10,19 @@ from msgspec import structs
 
 from router.protocol.events import LoadReport
 from router.protocol.request import Decision
-from serve_app.replica import messages as wire
+from serve_app.engine.protocol import EngineOutput, output_of_wire
 from serve_app.replica.replica import Replica
 from tests.serve_app.engine.tiny import request
 
 LOAD = LoadReport(5000, 0, 1, 8, 16, 1000.0, taken_at_s=3.0)
-CALL = wire.GenerateCall(request("q", [0], 1), "ingress", wire.ReplyTo())
+REQUEST = request("q", [0], 1)
 
 
 class Begun(Exception):
     """The replica took the request."""
 
 
-def asked(decision: Decision | None) -> wire.GenerateChunk:
+def asked(decision: Decision | None) -> EngineOutput:
     """Ask a replica with ``LOAD`` and return its first chunk. Raises Begun if it takes the request."""
 
     def begin(*_: Any) -> None:
@@ -38,13 +38,13 @@ def asked(decision: Decision | None) -> wire.GenerateChunk:
     )
 
     replica._load = partial(Replica._load, replica)
-    return wire.decode_chunk(asyncio.run(Replica.generate(replica, wire.encode(CALL), decision=decision)))
+    return output_of_wire(asyncio.run(Replica.generate(replica, structs.replace(REQUEST, decision=decision))))
 
 
 def test_old_news_is_answered_with_the_load() -> None:
     """The load is complete, as in the feed, and arrives in a chunk's wire format."""
     chunk = asked(Decision("me", "router", 1, 0, 0, "cold", queued_tokens=0))
-    assert (chunk.error, chunk.replica_id) == ("rerouted", "me")
+    assert (chunk.error, chunk.request_id) == ("rerouted", "q")
     assert chunk.load == structs.replace(LOAD, pull_tokens_per_s=7.0, adapter_load_s=0.5)
 
 

@@ -9,13 +9,14 @@ import pytest
 import ray
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from ray.exceptions import RpcError
 
-from serve_app.engine.protocol import GRAMMAR_FAILED, EngineOutput, FirstToken, Prefilled
+from serve_app.engine.protocol import EngineOutput, FirstToken, Prefilled, ReplyTo
 from serve_app.replica import running_calls
-from serve_app.replica.messages import GenerateChunk, ReplyTo
-from serve_app.replica.running_calls import STOPPING, RunningCalls, actor_lives
-from serve_app.replica.token_channel import Addressed, TokenStream
+from serve_app.replica.running_calls import STOPPING, RunningCall, RunningCalls, actor_lives
+from serve_app.replica.token_channel import TokenStream
+from tests.serve_app.engine.tiny import request
 
 pytestmark = pytest.mark.anyio
 
@@ -26,10 +27,10 @@ class Sender:
     """Records messages; refuses them after ``full``."""
 
     def __init__(self) -> None:
-        self.messages: list[tuple[ReplyTo, list[Addressed]]] = []
+        self.messages: list[tuple[ReplyTo, list[EngineOutput]]] = []
         self.full = False
 
-    def send(self, to: ReplyTo, chunks: Sequence[Addressed]) -> bool:
+    def send(self, to: ReplyTo, chunks: Sequence[EngineOutput]) -> bool:
         if not self.full:
             self.messages.append((to, list(chunks)))
         return not self.full
@@ -38,7 +39,11 @@ class Sender:
 def opened() -> tuple[RunningCalls, Sender, list[str]]:
     """Return a replica's calls, their messages, and the requests that they cancel."""
     sender, cancelled = Sender(), list[str]()
-    return RunningCalls("me", sender, cancelled.append), sender, cancelled  # type: ignore[arg-type]
+    return RunningCalls(sender, cancelled.append), sender, cancelled  # type: ignore[arg-type]
+
+
+def begin(calls: RunningCalls, call_id: str, reply_to: ReplyTo, stream: TokenStream, caller: str = "") -> RunningCall:
+    return calls.begin(structs.replace(request(call_id, [0]), reply_to=reply_to, caller=caller), stream)
 
 
 @settings(max_examples=60)
@@ -48,7 +53,7 @@ async def test_every_token_is_sent_once_in_order(steps: list[list[int]], data: s
     calls, sender, _ = opened()
     interval_s = data.draw(st.sampled_from([0.0, 1000.0]))
     running = {
-        str(n): calls.begin(str(n), INGRESSES[n % 2], TokenStream(interval_s if n % 3 == 0 else 0.0)) for n in range(6)
+        str(n): begin(calls, str(n), INGRESSES[n % 2], TokenStream(interval_s if n % 3 == 0 else 0.0)) for n in range(6)
     }
     wanted: dict[str, list[int]] = {name: [] for name in running}
     for number, step in enumerate(steps):
@@ -61,19 +66,20 @@ async def test_every_token_is_sent_once_in_order(steps: list[list[int]], data: s
     sent: dict[str, list[int]] = {name: [] for name in running}
     chunks_of = Counter[str]()
     for to, chunks in sender.messages:
-        for name, chunk in chunks:
+        for chunk in chunks:
+            name = chunk.request_id
             assert to == INGRESSES[int(name) % 2] and chunk.seq == chunks_of[name]
             chunks_of[name] += 1
             sent[name] += chunk.token_ids
     assert sent == wanted
     for name, call in running.items():
-        assert call.end.result() == GenerateChunk(seq=chunks_of[name], replica_id="me", finish_reason="length")
+        assert call.end.result() == EngineOutput(name, seq=chunks_of[name], finish_reason="length")
 
 
 async def test_calls_of_a_full_ingress_end_and_can_be_sent_elsewhere() -> None:
     """An ingress is too far behind: its calls are cancelled, and report the number of chunks sent. Others continue."""
     calls, sender, cancelled = opened()
-    running = {name: calls.begin(name, INGRESSES[0], TokenStream()) for name in ("a", "b")}
+    running = {name: begin(calls, name, INGRESSES[0], TokenStream()) for name in ("a", "b")}
     calls.deliver([EngineOutput("a", (1, 2)), EngineOutput("b", (3,))])
     sender.full = True
     calls.deliver([EngineOutput("a", (4,)), EngineOutput("b", (5,), finish_reason="stop")])
@@ -87,11 +93,11 @@ async def test_calls_of_a_full_ingress_end_and_can_be_sent_elsewhere() -> None:
 async def test_failures_are_ends_and_no_message() -> None:
     """The failures are an engine's error and a timeout; a leaving replica breaks off running calls."""
     calls, sender, cancelled = opened()
-    running = {name: calls.begin(name, INGRESSES[0], TokenStream()) for name in ("a", "b", "c", "g")}
+    running = {name: begin(calls, name, INGRESSES[0], TokenStream()) for name in ("a", "b", "c", "g")}
     failed = [
-        EngineOutput("a", finish_reason="error", error="broken"),
-        EngineOutput("b", finish_reason="timeout", error="too long"),
-        EngineOutput("g", finish_reason="error", error=f"{GRAMMAR_FAILED}too much work"),
+        EngineOutput("a", finish_reason="error", error="failed", message="broken"),
+        EngineOutput("b", finish_reason="timeout", error="timeout", message="too long"),
+        EngineOutput("g", finish_reason="error", error="grammar", message="too much work"),
         EngineOutput("unknown", (1,)),
     ]
     calls.deliver(failed)
@@ -103,8 +109,8 @@ async def test_failures_are_ends_and_no_message() -> None:
         "g": ("grammar", "too much work"),
     }  # fmt: skip
     assert not calls and "c" in cancelled
-    late = calls.begin("d", INGRESSES[0], TokenStream())
-    calls.deliver([EngineOutput("d", finish_reason="error", error="the engine was stopped")])
+    late = begin(calls, "d", INGRESSES[0], TokenStream())
+    calls.deliver([EngineOutput("d", finish_reason="error", error="failed", message="the engine was stopped")])
     assert late.end.result().error == "unavailable", "another replica can take it over"
 
 
@@ -123,7 +129,7 @@ async def test_requests_of_a_dead_caller_end_and_no_others(monkeypatch: pytest.M
     calls, _, cancelled = opened()
     watching = asyncio.create_task(calls.watch(lambda name: bool(asked.append(name)) or name not in dead))
     for caller, call_id in (("a", "a1"), ("b", "b1"), ("b", "b2"), ("b", "over"), ("gone", "g")):
-        calls.begin(call_id, INGRESSES[0], TokenStream(), caller)
+        begin(calls, call_id, INGRESSES[0], TokenStream(), caller)
     calls.forget("over")
     calls.forget("g")
     await looked()
@@ -160,28 +166,28 @@ async def test_requests_that_nobody_waits_for_end_whether_they_have_begun_or_not
     calls, _, cancelled = opened()
     watching = asyncio.create_task(calls.watch(lambda _: True))
 
-    def begin(call_id: str) -> None:
-        calls.begin(call_id, INGRESSES[0], TokenStream())
+    def opens(call_id: str) -> None:
+        begin(calls, call_id, INGRESSES[0], TokenStream())
 
-    begin("here")
-    begin("other")
+    opens("here")
+    opens("other")
     calls.leave(["here", "coming"])
     assert cancelled == ["here"]
     while cancelled.count("here") < 3:  # noqa: ASYNC110 (each look is a turn of the loop)
         await asyncio.sleep(0)
     calls.forget("here")
     cancelled.clear()
-    begin("coming")
+    opens("coming")
     while cancelled.count("coming") < 2:  # noqa: ASYNC110
         await asyncio.sleep(0)
     calls.forget("coming")
     cancelled.clear()
-    begin("coming")
+    opens("coming")
     calls.leave([])
     assert not cancelled
     calls.leave([str(number) for number in range(20_000)])
-    begin("0")
-    begin("19999")
+    opens("0")
+    opens("19999")
     calls.leave([])
     assert set(cancelled) == {"19999"}
     watching.cancel()
@@ -191,7 +197,7 @@ async def test_what_was_computed_for_an_abandoned_prompt_is_told_once_it_ended(m
     """In any order of its end, of being forgotten and of the question; None for one that the engine never had."""
     calls, _, _ = opened()
     for name in ("ended", "running", "answered", "unsubmitted"):
-        calls.begin(name, INGRESSES[0], TokenStream())
+        begin(calls, name, INGRESSES[0], TokenStream())
         if name != "unsubmitted":
             calls.submitted(name)
     calls.forget("ended")

@@ -1,10 +1,10 @@
 """Sessions before a real engine: contexts that would evict live ones wait in its queue, and may end there."""
 
 import asyncio
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from router.protocol.block_hash import TokenArray, hash_blocks
 from serve_app.config.app import AppConfig
@@ -34,9 +34,9 @@ class Bench:
     def submit(self, name: str, ids: TokenArray) -> bool:
         """Submit a request as a replica does; return whether it waits for space."""
         item: EngineRequest = request(name, ids, 4)
-        item = replace(item, block_hashes=hash_blocks(item.root, item.token_ids, 16))
+        item = structs.replace(item, block_hashes=hash_blocks(item.root, item.token_ids, 16))
         held = self.gate.begin(item)
-        self.engine.submit(replace(item, remote_kv=held), self.told)
+        self.engine.submit(structs.replace(item, remote_kv=held), self.told)
         return held is not None
 
     async def ended(self, name: str) -> None:
@@ -143,8 +143,8 @@ async def test_waiting_sessions_are_reported_with_the_reason(bench: Bench) -> No
 async def test_an_unstored_request_is_no_session(bench: Bench) -> None:
     """Its KV does not outlive the answer, so it neither waits nor makes others wait."""
     for name in "ab":
-        item = replace(request(name, other(ord(name)), 4), store_kv=False)
-        item = replace(item, block_hashes=hash_blocks(item.root, item.token_ids, 16))
+        item = structs.replace(request(name, other(ord(name)), 4), store_kv=False)
+        item = structs.replace(item, block_hashes=hash_blocks(item.root, item.token_ids, 16))
         assert bench.gate.begin(item) is None
         bench.gate.end(name, 4)
     assert bench.gate.sessions.all() == []

@@ -8,10 +8,10 @@ import pytest
 import zmq
 from msgspec import structs
 
-from serve_app.engine.protocol import EngineOutput, FirstToken, TokenLogprob
+from serve_app.engine.protocol import EngineOutput, FirstToken, ReplyTo, TokenLogprob, to_wire
 from serve_app.replica import token_channel
-from serve_app.replica.messages import GenerateChunk, ReplyTo
 from serve_app.replica.token_channel import Arrivals, TokenReceiver, TokenSender, TokenStream
+from tests.serve_app.generation.outputs import output
 
 pytestmark = pytest.mark.anyio
 
@@ -37,7 +37,7 @@ async def tokens_of(arrivals: Arrivals, count: int) -> list[int]:
     return tokens
 
 
-async def next_of(arrivals: Arrivals) -> GenerateChunk:
+async def next_of(arrivals: Arrivals) -> EngineOutput:
     while (chunk := arrivals.take()) is None:
         await arrivals.news()
     return chunk
@@ -49,7 +49,7 @@ async def test_each_call_gets_its_own_chunks_in_order() -> None:
         inbox = receiver.inbox
         with inbox.arrivals("a") as first, inbox.arrivals("b") as second:
             for step in range(100):
-                chunks = [(call, GenerateChunk((step, ord(call[0])), seq=step)) for call in ("a", "gone", "b")]
+                chunks = [EngineOutput(call, (step, ord(call[0])), seq=step) for call in ("a", "gone", "b")]
                 assert sender.send(inbox.reply_to, chunks)
             for arrivals, name in ((first, "a"), (second, "b")):
                 wanted = [token for step in range(100) for token in (step, ord(name))]
@@ -66,12 +66,12 @@ async def test_a_sender_without_the_key_is_not_heard() -> None:
             stranger = plain.socket(zmq.PUSH)
             stranger.setsockopt(zmq.LINGER, 0)
             stranger.connect(reply_to.address)
-            forged = [("a", GenerateChunk((666,)))]
-            stranger.send(token_channel._encode(forged), flags=zmq.NOBLOCK)
+            forged = [EngineOutput("a", (666,))]
+            stranger.send(to_wire(forged), flags=zmq.NOBLOCK)
             with receiver.inbox.arrivals("a") as arrivals:
                 sender.send(structs.replace(reply_to, public_key=other_key.decode()), forged)
                 for step in range(20):
-                    assert sender.send(reply_to, [("a", GenerateChunk((step,), seq=step))])
+                    assert sender.send(reply_to, [EngineOutput("a", (step,), seq=step)])
                 assert await tokens_of(arrivals, 20) == list(range(20))
                 assert arrivals.take() is None
         finally:
@@ -83,23 +83,21 @@ def test_pending_chunks_are_taken_together_up_to_a_gap() -> None:
     arrivals = Arrivals()
     assert arrivals.take() is None
     for seq, finish_reason in enumerate((None, None, "length")):
-        arrivals.add(
-            GenerateChunk((seq,), "me", FirstToken(16) if seq == 0 else None, finish_reason=finish_reason, seq=seq)
-        )
-    assert arrivals.take() == GenerateChunk((0, 1, 2), "me", FirstToken(16), finish_reason="length")
-    arrivals.add(GenerateChunk((4,), seq=4))
+        arrivals.add(output((seq,), FirstToken(16) if seq == 0 else None, finish_reason=finish_reason, seq=seq))
+    assert arrivals.take() == output((0, 1, 2), FirstToken(16), "length")
+    arrivals.add(output((4,), seq=4))
     assert (arrivals.take(), arrivals.received) == (None, 3)
 
 
 def test_a_prompts_logprobs_come_before_the_first_token_and_are_taken_with_it() -> None:
     arrivals, told = Arrivals(), [(TokenLogprob(-1.0, ((3, -1.0),), 1),), (TokenLogprob(-2.0),)]
     for seq, part in enumerate(told):
-        arrivals.add(GenerateChunk(prompt_logprobs=part, seq=seq))
-    arrivals.add(GenerateChunk((5,), "me", FirstToken(0), seq=2))
-    arrivals.add(GenerateChunk((6,), finish_reason="length", seq=3))
+        arrivals.add(output(prompt_logprobs=part, seq=seq))
+    arrivals.add(output((5,), FirstToken(0), seq=2))
+    arrivals.add(output((6,), finish_reason="length", seq=3))
     taken = arrivals.take()
     assert taken is not None
-    assert (taken.prompt_logprobs, taken.first, taken.replica_id) == (told[0] + told[1], FirstToken(0), "me")
+    assert (taken.prompt_logprobs, taken.first) == (told[0] + told[1], FirstToken(0))
     assert (taken.token_ids, taken.finish_reason) == ((5, 6), "length")
 
 
@@ -118,8 +116,8 @@ async def test_many_prompts_logprobs_go_in_several_messages(monkeypatch: pytest.
     told = tuple(TokenLogprob(-float(i)) for i in range(100))
     async with both_ends() as (receiver, sender):
         with receiver.inbox.arrivals("a") as first, receiver.inbox.arrivals("b") as second:
-            chunks = [(call, GenerateChunk(prompt_logprobs=told, seq=seq)) for seq in range(20) for call in "ab"]
-            assert len(token_channel._encode(chunks)) > 30_000
+            chunks = [EngineOutput(call, prompt_logprobs=told, seq=seq) for seq in range(20) for call in "ab"]
+            assert len(to_wire(chunks)) > 30_000
             assert sender.send(receiver.inbox.reply_to, chunks)
             for arrivals in (first, second):
                 got: list[TokenLogprob] = []
@@ -133,7 +131,7 @@ async def test_noise_harms_nobody() -> None:
     async with both_ends() as (receiver, sender):
         with receiver.inbox.arrivals("a") as arrivals:
             sender._socket(receiver.inbox.reply_to).send(b"\xc1noise")
-            sender.send(receiver.inbox.reply_to, [("a", GenerateChunk((7,)))])
+            sender.send(receiver.inbox.reply_to, [EngineOutput("a", (7,))])
             assert (await next_of(arrivals)).token_ids == (7,)
 
 
@@ -144,7 +142,7 @@ def test_an_ingress_that_takes_nothing_costs_a_bounded_part(monkeypatch: pytest.
     sender = TokenSender()
     try:
         nobody = ReplyTo("tcp://127.0.0.1:1", key.decode())
-        taken = [sender.send(nobody, [("a", GenerateChunk((step,)))]) for step in range(50)]
+        taken = [sender.send(nobody, [EngineOutput("a", (step,))]) for step in range(50)]
         assert taken.count(True) == taken.index(False) <= 8
     finally:
         sender._context.destroy(linger=0)
@@ -153,5 +151,12 @@ def test_an_ingress_that_takes_nothing_costs_a_bounded_part(monkeypatch: pytest.
 @pytest.mark.parametrize("reply_to", [ReplyTo("nowhere", "x"), ReplyTo("tcp://127.0.0.1:1", "short")])
 def test_an_address_that_is_none_is_refused(reply_to: ReplyTo) -> None:
     sender = TokenSender()
-    assert not sender.send(reply_to, [("a", GenerateChunk())])
+    assert not sender.send(
+        reply_to,
+        [
+            EngineOutput(
+                "a",
+            )
+        ],
+    )
     sender.close()

@@ -18,7 +18,6 @@ from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.config.prompts import PublicPromptConfig
 from serve_app.engine.core.engine import TorchEngine
-from serve_app.engine.protocol import EngineRequest
 from serve_app.engine.runner.model_runner import load_runner
 from serve_app.engine.settings import EngineSettings
 from serve_app.generation.prepare import Limits, Preparer
@@ -61,12 +60,9 @@ class Stage:
         wanted = ChatRequest(model="demo", messages=tuple(messages), max_tokens=1, temperature=0.0)
         self._number += 1
         (asked,) = asyncio.run(self._preparer.prepare(wanted, tenant, f"r{self._number}"))
-        request = EngineRequest(
-            asked.request_id, asked.token_ids, asked.scope, asked.root, asked.sampling, asked.block_hashes, tenant.name
-        )
         collector = OutputCollector()
-        collector.answer_all(self.engine, [request])
-        return collector.cached_tokens[request.request_id]
+        collector.answer_all(self.engine, [asked])
+        return collector.cached_tokens[asked.request_id]
 
 
 @pytest.fixture(params=[False, True], ids=["private", "public prompt"])

@@ -1,20 +1,17 @@
 """One request's spans over ingress, router and replica form one trace, each part inside its parent."""
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from msgspec import structs
 from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
 
-from router.protocol.request import RoutedRequest
-from serve_app.engine.protocol import EngineOutput, FirstToken
+from serve_app.engine.protocol import EngineOutput, EngineRequest, FirstToken
 from serve_app.errors import GenerationFailed
-from serve_app.generation.generation import Tokens
-from serve_app.replica import messages as wire
 from serve_app.replica.token_channel import TokenStream
 from serve_app.tracing.replica import end_pull, replica_trace
 from serve_app.tracing.request import RequestTrace
@@ -23,14 +20,14 @@ from tests.serve_app.ingress.scripted import scripted
 from tests.serve_app.tracing.spans import Recorded, Seen, by_name
 
 
-def of_request(recorded: Recorded, handle: FakeHandle) -> list[Tokens]:
+def of_request(recorded: Recorded, handle: FakeHandle) -> list[EngineOutput]:
     """Send one generation, as an ingress does for a traced request."""
     trace = RequestTrace(recorded.tracer, "POST", "/v1/completions", {}, "mine")
     assert trace.traceparent
 
-    async def collect() -> list[Tokens]:
+    async def collect() -> list[EngineOutput]:
         trace.stage("prepare")
-        asked = replace(generation(), traceparent=trace.traceparent)
+        asked = structs.replace(generation(), traceparent=trace.traceparent)
         return [tokens async for tokens in handle.dispatcher.generate(asked)]
 
     try:
@@ -42,8 +39,8 @@ def of_request(recorded: Recorded, handle: FakeHandle) -> list[Tokens]:
 def traced_replica(recorded: Recorded) -> Any:
     """Return a replica's objects for a call: its trace, and a stream that sees outputs."""
 
-    async def chunks(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
-        trace = replica_trace(recorded.tracer, call.traceparent, replica, route.prompt_tokens)
+    async def chunks(call: EngineRequest, replica: str) -> Any:
+        trace = replica_trace(recorded.tracer, call.traceparent, replica, call.prompt_tokens)
         assert trace is not None
         stream = TokenStream(trace=trace)
         pull = trace.pull("b", 8, joined=False)
@@ -52,7 +49,7 @@ def traced_replica(recorded: Recorded) -> Any:
         stream.push(EngineOutput("r", (1,), first=FirstToken(8)))
         stream.push(EngineOutput("r", (2, 3), finish_reason="length"))
         trace.end()
-        async for chunk in answer(call, route, replica):
+        async for chunk in answer(call, replica):
             yield chunk
 
     return chunks
@@ -93,7 +90,7 @@ def test_one_request_is_one_trace() -> None:
     assert decode.attributes == {"gen_ai.usage.output_tokens": 3}
     assert prefill.attributes == {"warmpath.cached_tokens": 8, "warmpath.computed_tokens": 2}
     assert replica.attributes["warmpath.finish_reason"] == call.attributes["warmpath.outcome"] == "length"
-    [(sent, _)] = handle.calls
+    [sent] = handle.calls
     assert sent.traceparent.split("-")[1:3] == [root.trace_id, call.span_id]
     decided = spans["decision"].attributes
     assert (decided["warmpath.reason"], decided["warmpath.delivered_cached_tokens"]) == ("cold", 8)
@@ -124,11 +121,11 @@ def test_a_call_that_serve_refuses_at_once_has_a_span_that_ends(refusal: Excepti
     recorded = Recorded()
 
     class Refusing(FakeHandle):
-        def remote(self, payload: bytes, *, route: RoutedRequest, decision: None) -> Any:
+        def remote(self, request: EngineRequest) -> Any:
             if not self.calls:
-                self.calls.append((wire.decode_call(payload), route))
+                self.calls.append(request)
                 raise refusal
-            return super().remote(payload, route=route, decision=decision)
+            return super().remote(request)
 
     handle = Refusing(answer, tracer=recorded.tracer)
     if isinstance(refusal, BackPressureError):

@@ -6,13 +6,13 @@ import sqlite3
 import stat
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import UTC, date, datetime
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from serve_app.engine.protocol import Prefilled
 from serve_app.errors import InvalidRequest
@@ -137,13 +137,13 @@ def test_days() -> None:
 def test_a_prompt_that_was_left_is_charged_as_far_as_it_was_computed_and_is_no_request() -> None:
     """Once for all choices, and nothing while it only waited. docs: isolation"""
     ledger = ledger_of(None)
-    asked = replace(GENERATION, model="m", charged=True)
+    asked = structs.replace(GENERATION, model="m", charged=True)
     for left, done in (
         (asked, Prefilled(70, 32)),
-        (replace(asked, store_kv=False), Prefilled(70, 32)),
+        (structs.replace(asked, store_kv=False), Prefilled(70, 32)),
         (asked, Prefilled(0, 0)),
         (asked, Prefilled(64, 64)),
-        (replace(asked, charged=False), Prefilled(70, 0)),
+        (structs.replace(asked, charged=False), Prefilled(70, 0)),
     ):
         charge_unanswered(ledger, left, done)
     ((key, counts),) = everything(ledger)

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
+from router.protocol.request import Decision
 from serve_app.engine.protocol import EngineError, EngineOutput, QueueFull, RemoteKv, RequestTooLong, Save, TokenRules
 from tests.serve_app.engine.simulated import GatedRunner, MakeSimulated
 from tests.serve_app.engine.tiny import SCOPE, Collector, prompt, request, run_all, sample
@@ -96,10 +98,10 @@ def test_a_request_past_its_timeout_ends_within_a_step_running_or_waiting(make_s
     runner = GatedRunner(gated=True)
     engine = make_simulated(runner, max_num_seqs=1, clock=lambda: now[0])
     collector = Collector()
-    engine.submit(replace(request("running", prompt(600), 100), timeout_s=5.0), collector)
+    engine.submit(structs.replace(request("running", prompt(600), 100), timeout_s=5.0), collector)
     assert runner.entered.wait(10)
-    engine.submit(replace(request("waiting", prompt(20, 1), 100), timeout_s=3.0), collector)
-    engine.submit(replace(request("patient", prompt(20, 2), 2), timeout_s=50.0), collector)
+    engine.submit(structs.replace(request("waiting", prompt(20, 1), 100), timeout_s=3.0), collector)
+    engine.submit(structs.replace(request("patient", prompt(20, 2), 2), timeout_s=50.0), collector)
     assert sample(engine, "warmpath_kv_cache_blocks", state="used") == 38
     now[0] = 105.0
     runner.gate.set()
@@ -114,7 +116,7 @@ def test_a_request_past_its_timeout_ends_within_a_step_running_or_waiting(make_s
 
 def test_an_idle_loop_wakes_for_a_deadline(make_simulated: MakeSimulated) -> None:
     """A request that only waits for KV from elsewhere, which never arrives, ends on time without any other event."""
-    waits = replace(request("waits", prompt(40), 2), remote_kv=RemoteKv(32), timeout_s=0.2)
+    waits = structs.replace(request("waits", prompt(40), 2), remote_kv=RemoteKv(32), timeout_s=0.2)
     assert run_all(make_simulated(), [waits]).finish["waits"] == "timeout"
 
 
@@ -134,13 +136,13 @@ def test_refusals_name_the_reason_before_anything_is_queued(make_simulated: Make
         (request("x", [1], rules=TokenRules(bad_words=((),))), ValueError, "bad_words"),
         (request("x", [1], rules=TokenRules(repetition_penalty=0.0)), ValueError, "penalties"),
         (request("x", [1], rules=TokenRules(presence_penalty=float("nan"))), ValueError, "penalties"),
-        (replace(good, resumed_tokens=10), ValueError, "resumed_tokens"),
-        (replace(good, root=b"short"), ValueError, "root"),
-        (replace(good, root=bytes(32)), ValueError, "root"),
-        (replace(good, scope=replace(SCOPE, public_blocks=1)), ValueError, "root"),
-        (replace(good, scope=replace(SCOPE, public_blocks=1), root=bytes(32)), ValueError, "public_blocks"),
-        (replace(good, block_hashes=b"z" * 16), ValueError, "block_hash"),
-        (replace(good, saves=(Save(b"key", 32),), store_kv=False), ValueError, "cannot save"),
+        (structs.replace(good, resumed_tokens=10), ValueError, "resumed_tokens"),
+        (structs.replace(good, root=b"short"), ValueError, "root"),
+        (structs.replace(good, root=bytes(32)), ValueError, "root"),
+        (structs.replace(good, scope=replace(SCOPE, public_blocks=1)), ValueError, "root"),
+        (structs.replace(good, scope=replace(SCOPE, public_blocks=1), root=bytes(32)), ValueError, "public_blocks"),
+        (structs.replace(good, block_hashes=b"z" * 16), ValueError, "block_hash"),
+        (structs.replace(good, saves=(Save(b"key", 32),), store_kv=False), ValueError, "cannot save"),
     ]
     for item, kind, words in bad:
         with pytest.raises(kind, match=words):
@@ -235,7 +237,10 @@ def test_load_counts_a_request_from_its_submission_and_by_router(make_simulated:
     collector = Collector()
 
     def submit(name: str, ids: np.ndarray, router_id: str, reservation: int) -> None:
-        engine.submit(replace(request(name, ids, 1), router_id=router_id, reservation=reservation), collector)
+        engine.submit(
+            structs.replace(request(name, ids, 1), decision=Decision("", router_id, reservation, 0, 0, "cold")),
+            collector,
+        )
 
     submit("a", np.append(prompt(160), 1), "r1", 4)
     assert runner.entered.wait(10)

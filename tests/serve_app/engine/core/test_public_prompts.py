@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from router.protocol.block_hash import PrefixScope, extend_chain
 from router.protocol.events import BlocksStored, Event
@@ -44,7 +45,9 @@ def test_tenants_share_public_blocks_and_nothing_after_them(make_engine: MakeEng
     bare = chat("x", "a", 40, 1)
     hashes = extend_chain(bare.root, 4, bare.token_ids, 16)
     assert stored[: 16 * 7] == hashes
-    assert run_all(engine, [replace(bare, block_hashes=hashes)]).cached["x"] == 96, "with hashes from outside, too"
+    assert run_all(engine, [structs.replace(bare, block_hashes=hashes)]).cached["x"] == 96, (
+        "with hashes from outside, too"
+    )
     assert engine._cache.quota.holdings()[PUBLIC] == 4
 
 

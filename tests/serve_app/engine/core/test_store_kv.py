@@ -1,9 +1,8 @@
 """A request that stores nothing gets hits like any other, and leaves nothing behind."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
+from msgspec import structs
 
 from router.protocol.events import BlocksStored, Event
 from serve_app.cache.prefix.hot_prefixes import HashedTokens
@@ -15,7 +14,7 @@ SHARED = prompt(160)
 
 
 def asking(name: str, store_kv: bool = False) -> EngineRequest:
-    return replace(request(name, np.append(SHARED, prompt(40, 1)), 40), store_kv=store_kv)
+    return structs.replace(request(name, np.append(SHARED, prompt(40, 1)), 40), store_kv=store_kv)
 
 
 def test_it_hits_existing_blocks_and_announces_nothing(make_engine: MakeEngine) -> None:

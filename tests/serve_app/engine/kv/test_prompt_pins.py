@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from router.protocol.block_hash import PrefixScope
 from serve_app.engine.core.engine import TorchEngine
@@ -43,11 +44,11 @@ def asking(name: str, question: int, **more: object) -> EngineRequest:
 def saving(
     name: str, question: int, *, tokens: int = 100, key: bytes = b"key", ttl_s: float | None = None, **more: object
 ) -> EngineRequest:
-    return replace(asking(name, question, **more), saves=(Save(key, tokens, ttl_s),))
+    return structs.replace(asking(name, question, **more), saves=(Save(key, tokens, ttl_s),))
 
 
 def keeping(name: str, question: int, *tokens: int, **more: object) -> EngineRequest:
-    return replace(asking(name, question, **more), saves=tuple(Save(b"", count, 300.0) for count in tokens))
+    return structs.replace(asking(name, question, **more), saves=tuple(Save(b"", count, 300.0) for count in tokens))
 
 
 def run(engine: TorchEngine, *requests: EngineRequest) -> Outcomes:
@@ -89,7 +90,7 @@ def test_many_that_keep_one_prompt_compute_and_keep_it_once(
     """At once, later, and without an answer, each request computes only the question's own block and its rest."""
     engine = make_simulated(GatedRunner(), pin_budget_blocks=16, num_blocks=256, max_num_seqs=32, start=False)
     wanted = [make(f"r{i}", i) for i in range(20)]  # type: ignore[operator]
-    wanted = [replace(item, sampling=replace(item.sampling, max_tokens=max_tokens)) for item in wanted]
+    wanted = [structs.replace(item, sampling=replace(item.sampling, max_tokens=max_tokens)) for item in wanted]
     outcomes = Outcomes()
     for item in wanted:
         engine.submit(item, outcomes)

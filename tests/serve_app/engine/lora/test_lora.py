@@ -18,7 +18,7 @@ from serve_app.engine.lora.weights import AdapterWeights, LoraPair
 from serve_app.engine.protocol import AdapterSpec
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
 from serve_app.engine.settings import EngineSettings
-from serve_app.engine.step import Segment, SegmentResult
+from serve_app.engine.step import Segment
 from tests.serve_app.conftest import MakeEngine, Reference
 from tests.serve_app.engine.adapters import described, peft_greedy, save_adapter
 from tests.serve_app.engine.simulated import MakeSimulated
@@ -93,9 +93,9 @@ def test_adapters_mixed_in_one_batch_equal_solo_runs(
 class _Recording(SimulatedRunner):
     steps: list[set[str]]
 
-    def execute(self, segments: Sequence[Segment]) -> list[SegmentResult]:
+    def execute(self, segments: Sequence[Segment]) -> None:
         self.steps.append({segment.lora.partition("@")[0] for segment in segments if segment.lora})
-        return super().execute(segments)
+        super().execute(segments)
 
 
 def test_a_request_waiting_for_a_slot_is_not_overtaken_by_adapters_but_by_the_base(

@@ -38,7 +38,10 @@ def test_tokens_are_deterministic_and_avoid_stop_tokens() -> None:
     def tokens(stop: tuple[int, ...]) -> list[int | None]:
         params = SamplingParams(9, seed=3, stop_token_ids=stop)
         ids = np.array([1], dtype=np.int32)
-        return [runner.execute([Segment(ids, p, [0], [(0, 1)], params)])[0].token for p in range(40)]
+        segments = [Segment(ids, p, [0], [(0, 1)], params) for p in range(40)]
+        for segment in segments:
+            runner.execute([segment])
+        return [segment.token for segment in segments]
 
     assert tokens(()) == tokens(())
     assert set(tokens(())) == {0, 1, 2, 3}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from numpy.typing import NDArray
 
 from serve_app.engine.core.engine import TorchEngine
@@ -201,9 +202,9 @@ def test_a_matcher_that_fails_fails_its_row_alone() -> None:
     histories[2] = histories[2].guess([5])
     failed = apply_rules(logits, [(row, params, history) for row, history in enumerate(histories)])
     assert failed == {
-        0: "its grammar: too much work",
-        1: "its grammar: the answer so far does not match it",
-        4: "its grammar: nothing can follow the answer so far",
+        0: "too much work",
+        1: "the answer so far does not match it",
+        4: "nothing can follow the answer so far",
     }
     assert torch.equal(logits[:3], before[:3])
     assert torch.isfinite(logits[3]).nonzero().flatten().tolist() == [3]
@@ -255,8 +256,8 @@ def ruled_requests(name: str, **changes: Any) -> list[EngineRequest]:
             how["stop_token_ids"] = (11, 12, 13, 14, 15, 16, 17)
             one = request(f"{name}{number}.{temperature}", prompt(21 + number, number), 24, **how)
             if number % 2 or rules is None:
-                one = replace(one, matcher=Steering())
-            found.append(replace(one, **changes))
+                one = structs.replace(one, matcher=Steering())
+            found.append(structs.replace(one, **changes))
     return found
 
 
@@ -271,7 +272,10 @@ def expected(make_engine: MakeEngine) -> list[tuple[list[int], str]]:
     engine = make_engine(enable_prefix_caching=False)
     found = [answers(engine, [one])[0] for one in ruled_requests("alone")]
     engine.stop()
-    plain = [replace(one, sampling=replace(one.sampling, rules=None), matcher=None) for one in ruled_requests("plain")]
+    plain = [
+        structs.replace(one, sampling=replace(one.sampling, rules=None), matcher=None)
+        for one in ruled_requests("plain")
+    ]
     assert sum(a != b for a, b in zip(found, answers(make_engine(), plain), strict=True)) >= 8, "rules change answers"
     return found
 
@@ -290,7 +294,7 @@ def test_rules_are_exact_in_batches_cached_preempted_and_resumed(
             if len(found) > cut:
                 ids = np.concatenate([one.token_ids, np.array(found[:cut], dtype=np.int32)])
                 sampling = replace(one.sampling, max_tokens=one.sampling.max_tokens - cut)
-                resumed.append(replace(one, token_ids=ids, sampling=sampling, resumed_tokens=cut))
+                resumed.append(structs.replace(one, token_ids=ids, sampling=sampling, resumed_tokens=cut))
                 whole.append((found[cut:], reason))
         assert answers(engine, resumed) == whole
 

@@ -1,8 +1,7 @@
 """The real scheduler over the real cache, in virtual time: steps always succeed and take tokens / RATE."""
 
-from dataclasses import replace
-
 import numpy as np
+from msgspec import structs
 
 from router.protocol.block_hash import HASH_BYTES, PrefixScope
 from serve_app.cache.prefix.prefix_cache import PrefixCache
@@ -53,7 +52,9 @@ class Bench:
         order: int = 0,
         scope: PrefixScope = SCOPE,
     ) -> SequenceState:
-        item = replace(request(name, ids, max_tokens, tenant=tenant, scope=scope), store_kv=store_kv, order=order)
+        item = structs.replace(
+            request(name, ids, max_tokens, tenant=tenant, scope=scope), store_kv=store_kv, order=order
+        )
         chain = self.cache.prompt_chain(item.scope, item.root, item.token_ids)
         sequence = SequenceState(item, lambda _: None, chain, self.now_s if arrival_s is None else arrival_s)
         self.scheduler.add(sequence)

@@ -1,13 +1,14 @@
 """Optimistic admission: a full pool preempts sequences, and the answers do not show it."""
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf, log2
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from router.protocol.block_hash import PrefixScope
 from serve_app.engine.core.engine import TorchEngine
@@ -109,9 +110,9 @@ class Stepped:
                 scope = PrefixScope("tiny", wish.lora)
                 sampling = {"seed": number, "prompt_logprobs": 0 if wish.told else None}
                 item = request(f"r{number}", ids, wish.max_tokens, scope=scope, tenant=wish.tenant, **sampling)
-                item = replace(item, store_kv=wish.stores, timeout_s=wish.timeout_s)
+                item = structs.replace(item, store_kv=wish.stores, timeout_s=wish.timeout_s)
                 if wish.saved and wish.stores:
-                    item = replace(item, saves=(Save(b"key %d" % number, wish.saved),))
+                    item = structs.replace(item, saves=(Save(b"key %d" % number, wish.saved),))
                 self.engine.submit(item, self.collector)
                 self.ids[f"r{number}"] = ids.tolist()
                 expected[f"r{number}"] = undisturbed(ids.tolist(), wish.max_tokens, number, wish.lora)

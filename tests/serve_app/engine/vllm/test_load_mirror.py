@@ -1,12 +1,13 @@
 """Submissions and steps alone tell the exact number of queued tokens."""
 
 from collections import deque
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
+from router.protocol.request import Decision
 from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.protocol import QueueFull
 from serve_app.engine.reservations import ROUTERS_REMEMBERED
@@ -30,8 +31,10 @@ class Load(LoadMirror):
     def arrives(
         self, name: str, tokens: int, router: str = "", reservation: int = 0, tenant: str = "default", order: int = 0
     ) -> None:
-        asked = replace(request(name, [1] * tokens, tenant=tenant), router_id=router, reservation=reservation)
-        asked = replace(asked, order=order)
+        asked = structs.replace(
+            request(name, [1] * tokens, tenant=tenant), decision=Decision("", router, reservation, 0, 0, "cold")
+        )
+        asked = structs.replace(asked, order=order)
         self.arrived(LiveRequest(asked, print, choice_of(asked, ""), 0.0, tokens))
 
 

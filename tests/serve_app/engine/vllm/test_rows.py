@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.engine.protocol import SamplingParams, TokenRules
@@ -61,14 +62,16 @@ def test_the_same_tokens_as_the_built_in_engine(
     from transformers import AutoModelForCausalLM
 
     engine = make_engine()
-    wanted = run_all(engine, [replace(request(name, PROMPT), sampling=asked) for name, asked in ASKED.items()])
+    wanted = run_all(engine, [structs.replace(request(name, PROMPT), sampling=asked) for name, asked in ASKED.items()])
     model = AutoModelForCausalLM.from_pretrained(checkpoints["qwen3"])
     texts = {name: [*PROMPT, *wanted.tokens[name][:resumed]] for name in ASKED}
     outputs: dict[str, list[int]] = {name: [] for name in ASKED}
     rows: dict[int, SamplingRow] = {}
     for index, (name, asked) in enumerate(ASKED.items()):
         sampling = replace(asked, max_tokens=12 - resumed)
-        asking = replace(request(name, texts[name]), sampling=sampling, resumed_tokens=len(texts[name]) - len(PROMPT))
+        asking = structs.replace(
+            request(name, texts[name]), sampling=sampling, resumed_tokens=len(texts[name]) - len(PROMPT)
+        )
         rows[index] = SamplingRow(choice_of(asking, ""), texts[name], outputs[name], matchers)
     for _ in range(12 - resumed):
         with torch.no_grad():
@@ -172,7 +175,7 @@ def test_a_row_without_numbers_fails_alone(temperature: float, matchers: Matcher
 @pytest.mark.parametrize("sampling", [*ASKED.values(), SamplingParams(0, stop_token_ids=(7,), logprobs=3, seed=-5)])
 def test_everything_crosses_to_the_worker(sampling: SamplingParams) -> None:
     """The processor reads from the message exactly the request, except for irrelevant bits of the seed."""
-    choice = choice_of(replace(request("r", prompt(5)), sampling=sampling, resumed_tokens=2), "/file")
+    choice = choice_of(structs.replace(request("r", prompt(5)), sampling=sampling, resumed_tokens=2), "/file")
     fields = vllm_sampling(sampling, choice, {"other": 1})
     assert (fields["temperature"], fields["max_tokens"]) == (0.0, max(1, sampling.max_tokens))
     assert (fields["stop_token_ids"], fields["logprobs"]) == (list(sampling.stop_token_ids), sampling.logprobs)
@@ -184,7 +187,7 @@ def test_the_worker_compiles_a_grammar_for_its_tenant(matchers: Matchers) -> Non
     """The tenant crosses to the worker, whose rows share no compiled grammar between tenants."""
     text = llguidance_form(Grammar.choice(["yes", "no"], "choice"))
     for tenant in ("a", "b", "a"):
-        asked = replace(request("r", prompt(5)), matcher=matchers.matcher(text, tenant))
+        asked = structs.replace(request("r", prompt(5)), matcher=matchers.matcher(text, tenant))
         choice = TokenChoice.from_extra_args(choice_of(asked, "/file").to_extra_args())
         assert choice is not None
         assert choice.tenant == tenant
@@ -200,4 +203,4 @@ def test_a_request_from_elsewhere_has_no_choice() -> None:
 def test_a_matcher_that_is_no_grammar_is_refused() -> None:
     """It lives in this process, but tokens are chosen in another."""
     with pytest.raises(ValueError, match="no other matcher"):
-        choice_of(replace(request("r", prompt(5)), matcher=object()), "/file")  # type: ignore[arg-type]
+        choice_of(structs.replace(request("r", prompt(5)), matcher=object()), "/file")  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from router.protocol.block_hash import PrefixScope, extend_chain, split_chain
 from router.vllm_events.pool import VllmPool
@@ -73,7 +74,7 @@ class Made:
 def asked(tokens: int, seed: int = 0, tenant: str = "default", **fields: Any) -> EngineRequest:
     ids = prompt(tokens, seed)
     made = request("r", ids, scope=SCOPE, tenant=tenant)
-    return replace(made, block_hashes=extend_chain(root_of(SCOPE), 0, ids, SIZE), **fields)
+    return structs.replace(made, block_hashes=extend_chain(root_of(SCOPE), 0, ids, SIZE), **fields)
 
 
 def saving(key: int, blocks: int, ttl_s: float | None = None, tenant: str = "default") -> EngineRequest:
@@ -143,7 +144,7 @@ async def test_a_client_learns_the_outcome() -> None:
     kept = asked(18, 1, saves=(Save(b"", 3, 9.0), Save(b"", 8, 9.0), Save(b"", 16, 9.0)))
     assert await keep(kept) == SaveResult("saved"), "their blocks are kept already"
     assert await keep(kept) == SaveResult("present")
-    assert await keep(replace(kept, saves=kept.saves[:1])) is None
+    assert await keep(structs.replace(kept, saves=kept.saves[:1])) is None
     assert (made.meters.saves["saved"], made.meters.saves["failed"]) == (3, 1)
     off = Made(budget=0).saves
     assert (await off.keep(saving(1, 1)), await off.keep(kept)) == (SaveResult("off"), SaveResult("off"))

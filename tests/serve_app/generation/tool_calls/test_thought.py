@@ -3,24 +3,24 @@
 import itertools
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from serve_app.api.format import Choice
 from serve_app.api.openai.request import parse_chat
 from serve_app.api.request import ToolUse
 from serve_app.generation.answer import Piece
-from serve_app.generation.generation import Tokens
 from serve_app.generation.reasoning import REASONING_TAGS, ReasoningReader
 from serve_app.generation.tool_calls.call_reader import CallReader, WholeChoice
 from serve_app.generation.tool_calls.formats import FORMATS
 from serve_app.generation.tool_calls.reader import AnswerReaders
 from serve_app.tokenization.tokenizer import PromptTokenizer
+from tests.serve_app.generation.outputs import output
 from tests.serve_app.ingress.scripted import GENERATION
 from tests.serve_app.tool_templates.families import SEARCH, WEATHER, family
 
@@ -125,12 +125,12 @@ def test_stop_strings_end_the_content(
     body = {"model": "m", "messages": [{"role": "user", "content": "Rain?"}], "tools": [SEARCH], "stop": [stop]}
     prompt = tokenizer.encode("assistant\n", b"r" * 16).token_ids
     reader, whole = (
-        readers.of(parse_chat(json.dumps(body).encode()))(0, replace(GENERATION, token_ids=prompt)),
+        readers.of(parse_chat(json.dumps(body).encode()))(0, structs.replace(GENERATION, token_ids=prompt)),
         WholeChoice(),
     )
     ids = tokenizer.encode(text, b"r" * 16).token_ids.tolist()
     for at in range(0, len(ids), step):
-        pieces = reader.read(Tokens(tuple(ids[at : at + step]), None, "stop" if at + step >= len(ids) else None))
+        pieces = reader.read(output(tuple(ids[at : at + step]), None, "stop" if at + step >= len(ids) else None))
         for piece in pieces:
             whole.add(piece)
         if pieces[-1].finish_reason is not None:

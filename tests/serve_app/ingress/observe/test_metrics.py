@@ -2,9 +2,9 @@
 
 import ast
 import re
-from dataclasses import replace
 from pathlib import Path
 
+from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.core import RoutingCore
@@ -65,7 +65,7 @@ def test_all_samples_of_replicas_are_shown(make_engine: MakeEngine, tmp_path: Pa
     """Engine, pool, tiers, adapters, drafts, pulls, moves, sessions: no sample is left out for name or labels."""
     engine = make_engine(tiers=TierSettings(1 << 20, 1 << 20, tmp_path), num_blocks=24, pin_budget_blocks=8)
     run_all(engine, [request(f"r{i}", prompt(150, i), 3, tenant="acme") for i in range(4)])
-    run_all(engine, [replace(request("saver", prompt(60, 9), 1), saves=(Save(b"s" * 16, 48, None),))])
+    run_all(engine, [structs.replace(request("saver", prompt(60, 9), 1), saves=(Save(b"s" * 16, 48, None),))])
     meters, pulls, moves = EngineMeters(), PullMeters(), MoveMeters(Receipt())
     meters.drafts.update(
         f"warmpath_spec_decode_num_{kind}_total" for kind in ("drafts", "draft_tokens", "accepted_tokens")

@@ -15,10 +15,8 @@ from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.config.prompts import PublicPromptConfig
-from serve_app.engine.protocol import FirstToken
+from serve_app.engine.protocol import EngineOutput, EngineRequest, FirstToken
 from serve_app.errors import InvalidRequest, Overloaded
-from serve_app.generation.dispatch import route_of
-from serve_app.generation.generation import Generation, Tokens
 from serve_app.generation.prepare import Limits, Preparer
 from serve_app.ingress.prompts import warming
 from serve_app.ingress.prompts.warming import PIECE_TOKENS, Warm, Warmer
@@ -26,6 +24,7 @@ from serve_app.prompts.registry import Prompts
 from serve_app.prompts.traffic import Use
 from serve_app.tenants.tenants import Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer
+from tests.serve_app.generation.outputs import output
 
 REPLICAS = ("a", "b", "c")
 USE = Use("default", "demo", None, None, chat=True)
@@ -55,12 +54,12 @@ class Replicas:
     def hold(self, name: str, chain: bytes) -> None:
         self.held[name] |= {*split_chain(chain)}
 
-    async def generate(self, generation: Generation, avoid: tuple[str, ...]) -> AsyncGenerator[Tokens, None]:
+    async def generate(self, generation: EngineRequest, avoid: tuple[str, ...]) -> AsyncGenerator[EngineOutput, None]:
         (name, *_) = [each for each in REPLICAS if each not in avoid]
         self.computed.append((name, len(generation.token_ids)))
         if name not in self.forgetful:
             self.hold(name, generation.block_hashes)
-        yield Tokens((), FirstToken(0), "length")
+        yield output((), FirstToken(0), "length")
 
 
 class Desk:
@@ -97,7 +96,7 @@ class Desk:
         (old,) = asyncio.run(self.preparer.prepare(request, self.tenants.authenticate(None), "old"))
         replicas = Replicas()
         for name in holders:
-            replicas.hold(name, route_of(old).block_hashes)
+            replicas.hold(name, old.block_hashes)
         return replicas
 
 

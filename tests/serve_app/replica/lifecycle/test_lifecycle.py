@@ -38,7 +38,7 @@ class Stage:
     def open(self) -> Lifecycle:
         self._loop = asyncio.get_running_loop()
         adapters: Any = SimpleNamespace(loaded=tuple)
-        running = RunningCalls("me", TokenSender(), self._engine.cancel)
+        running = RunningCalls(TokenSender(), self._engine.cancel)
         config = AppConfig(block_size=SIZE)
         return Lifecycle(config, self._engine, adapters, self._local, running, MoveMeters())
 

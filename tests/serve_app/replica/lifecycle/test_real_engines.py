@@ -1,7 +1,8 @@
 """KV moved when a replica joins or leaves gives the tokens of computed KV; real engines compute meanwhile."""
 
 import asyncio
-from dataclasses import replace
+
+from msgspec import structs
 
 from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import Save
@@ -18,7 +19,7 @@ def test_moved_kv_is_computed_kv(make_engine: MakeEngine, reference: Reference) 
     """KV is handed over while a stream runs, then copied by a joining replica; the save survives both."""
     first, second, third = (make_engine(pin_budget_blocks=64) for _ in range(3))
     ids, saved = prompt(200), prompt(100, 3)
-    run_all(first, [request("a", ids, 1), replace(request("b", saved, 1), saves=(Save(b"key", 96),))])
+    run_all(first, [request("a", ids, 1), structs.replace(request("b", saved, 1), saves=(Save(b"key", 96),))])
     stream = Collector()
     first.submit(request("stream", prompt(40, 4), 300), stream)
     stream.wait_tokens("stream", 3)
@@ -35,7 +36,7 @@ def test_moved_kv_is_computed_kv(make_engine: MakeEngine, reference: Reference) 
         assert got.cached == {name: 192, f"{name} saved": 96}
         assert got.tokens[name] == reference("qwen3", ids, 8)
         assert got.tokens[f"{name} saved"] == reference("qwen3", saved, 8)
-    again = run_all(second, [replace(request("again", saved, 1), saves=(Save(b"key", 96),))])
+    again = run_all(second, [structs.replace(request("again", saved, 1), saves=(Save(b"key", 96),))])
     assert again.cached["again"] == 96
     stream.wait(["stream"])
     assert stream.tokens["stream"] == reference("qwen3", prompt(40, 4), 300)
