@@ -25,7 +25,7 @@ _WEIGHT = 0.2
 
 class FrontDoor:
     """Admits requests. ``places``: the maximum of concurrent generations; ``max_waiting``: of queued requests;
-    ``max_bytes``: of their bodies. The last two may be changed. ``Budget`` divides all three among tenants.
+    ``max_bytes``: of their bodies. ``Budget`` divides all three among tenants.
     ``limits``: rate limits of tenants, even with free capacity; default: none.
     """
 
@@ -46,6 +46,10 @@ class FrontDoor:
         self._bytes = Budget(shares, lambda: self.max_bytes, "max_body_bytes")
         self._line = WaitingLine(Budget(shares, places, "max_num_seqs"))
         self._uncached: dict[str, float] = {}
+
+    def configure(self, max_waiting: int, max_bytes: int) -> None:
+        """Use other bounds."""
+        self.max_waiting, self.max_bytes = max_waiting, max_bytes
 
     def waiting(self) -> Counter[str]:
         """Return the number of queued requests by tenant."""

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
@@ -23,7 +23,7 @@ from serve_app.errors import GenerationFailed, Overloaded, RateLimited
 from serve_app.generation.answer import TakeOutput, queue_full, raise_for
 from serve_app.generation.call import Call, ReplicaLeaves, ReplicaLost, Reservation
 from serve_app.replica.token_channel import TokenInbox
-from serve_app.tracing.request import call_trace
+from serve_app.tracing.request import CallTrace
 from serve_app.tracing.tracer import Tracer
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ OnAbandoned = Callable[[str, str, EngineRequest | None], None]
 class Dispatcher:
     """Streams generations from the replicas behind one Serve ``handle``.
 
-    ``count_retry(after_first_token)`` is called for each retry, ``delivered``, which must be cheap, for each first
+    ``count_retry(after_first_token)`` is called for each retry, ``delivered``, which must be cheap, are for each first
     token, ``left`` for each call abandoned before its answer, or too late for one. ``caller``: the name of this actor.
     """
 
@@ -57,7 +57,7 @@ class Dispatcher:
     caller: str
     inbox: TokenInbox
     tracer: Tracer | None = None
-    delivered: Delivered | None = None
+    delivered: Sequence[Delivered] = ()
     left: OnAbandoned | None = None
     _ends: set[asyncio.Future[bytes]] = field(default_factory=set)
 
@@ -169,7 +169,8 @@ class Dispatcher:
     ) -> AsyncIterator[Call]:
         """One call to one replica; ends its reservation at the first token, or when the call ends."""
         started_s = time.perf_counter()
-        trace = call_trace(self.tracer, generation.traceparent, generation.request_id)
+        sampled = self.tracer is not None and generation.traceparent
+        trace = CallTrace(self.tracer, generation.traceparent, generation.request_id) if sampled else None
         request = structs.replace(
             generation,
             caller=self.caller,
@@ -185,8 +186,9 @@ class Dispatcher:
             unanswered = None
             ttft_s = time.perf_counter() - started_s
             reservation.delivered(first.cached_tokens, ttft_s)
-            if self.delivered is not None and reservation.decision is not None:
-                self.delivered(generation, reservation.decision, first, ttft_s)
+            if reservation.decision is not None:
+                for tell in self.delivered:
+                    tell(generation, reservation.decision, first, ttft_s)
 
         call: Call | None = None
         with self.inbox.arrivals(request.request_id) as arrivals:

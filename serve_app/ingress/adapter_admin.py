@@ -57,13 +57,17 @@ class UnloadAdapterBody(JsonBody):
 
 @dataclass(slots=True)
 class AdapterAdmin:
-    """Changes the adapters of a deployment. ``config``: the settings in force, which may be replaced."""
+    """Changes the adapters of a deployment. ``config``: the settings in force."""
 
     config: AppConfig
     registry: AdapterRegistry
     tell_replicas: Tell
     tell_ingresses: Tell
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def configure(self, config: AppConfig) -> None:
+        """Use other settings."""
+        self.config = config
 
     async def load(self, body: bytes) -> str:
         """Load an adapter; return vLLM's message. Raises InvalidRequest, PermissionDenied, and Overloaded.

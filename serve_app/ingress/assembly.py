@@ -38,12 +38,20 @@ from serve_app.ingress.completions import Completions
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.ledgers import Ledgers
-from serve_app.ingress.observe.answer_meter import Counters, charge_unanswered
+from serve_app.ingress.observe.answer_meter import (
+    Observers,
+    charge_unanswered,
+    observe_costs,
+    observe_misses,
+    observe_prompts,
+    observe_usage,
+    trace_answer,
+)
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.observe.sessions import SessionList
 from serve_app.ingress.prompts.admin import PromptAdmin
 from serve_app.ingress.prompts.warming import Warmer
-from serve_app.ingress.services import BODIES, Services, limits_of
+from serve_app.ingress.services import BODIES, Access, Cluster, Records, ServedModel, Services, limits_of
 from serve_app.live.live import Live
 from serve_app.live.prefixes import PrefixTable
 from serve_app.notices import read_shown
@@ -106,20 +114,18 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
         broadcast.ingresses,
         metrics,
     )
+    observers = Observers(delivered=[live.delivered], refused=[metrics.refused], missed=[metrics.missed])
     block_size = config.block_size if config.enable_prefix_caching else 0
     ledger = await asyncio.to_thread(Ledger, config.usage_file, block_size)
     dispatcher = Dispatcher(
         replica, core, decisions_for(deployment), config.block_size, metrics.retried, caller, receiver.inbox, tracer,
-        live.delivered, Aborts(replica, partial(charge_unanswered, ledger)).note,
+        observers.delivered, Aborts(replica, partial(charge_unanswered, ledger)).note,
     )  # fmt: skip
     prompt_traffic = PromptTraffic(partial(prompts.least_tokens, block_size=config.block_size))
     warmer = Warmer(prompts, preparer, tenants, core, dispatcher.generate, config.model_name)
     prompt_admin = PromptAdmin(
         prompts, prompt_traffic, warmer, preparer, tokenizer, config.prompts_dir, broadcast.ingresses
     )
-    misses = None
-    if config.explain_misses and config.enable_prefix_caching:
-        misses = MissDetector(tokenizer.text_of, workers, PromptMemory(lambda: len(tenants.by_name)), metrics.missed)
     front_door = FrontDoor(
         shares,
         places=lambda: places(services.config, len(core.replica_ids)),
@@ -127,7 +133,14 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
         max_bytes=BODIES * config.max_body_bytes,
         limits=limits,
     )
-    counters = Counters(metrics, front_door, ledger, prompt_traffic, misses)
+    observe_usage(observers, ledger, metrics)
+    observe_prompts(observers, prompt_traffic)
+    observe_costs(observers, front_door)
+    if config.explain_misses and config.enable_prefix_caching:
+        memory = PromptMemory(lambda: len(tenants.by_name))
+        observe_misses(observers, MissDetector(tokenizer.text_of, workers, memory, observers.miss))
+    if tracer is not None:
+        observers.ended.append(trace_answer)
     readers = await asyncio.to_thread(
         AnswerReaders, tokenizer, config.tool_parser, config.reasoning_parser,
         stop_in_reasoning=config.stop_in_reasoning,
@@ -135,20 +148,43 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
     if readers.unread:
         logger.warning("requests with tools are refused: %s", readers.unread)
     services = Services(
-        config=config, app_name=app_name, name=name, tenants=tenants, adapters=adapters, tokenizer=tokenizer,
-        prompts=prompts, preparer=preparer, core=core, metrics=metrics, shares=shares, limits=limits,
-        front_door=front_door, broadcast=broadcast, prompt_admin=prompt_admin, drain=drain, live=live, tracer=tracer,
-        receiver=receiver,
-        base_model=model_body(config.model_name, int(time.time()), lengths.max_model_len),
-        guard=RouteGuard(tenants, metrics, drain, limits, config.allowed_hosts),
-        adapter_admin=AdapterAdmin(config, adapters, broadcast.replicas, broadcast.ingresses),
-        completions=Completions(config, preparer, dispatcher, tokenizer, readers, counters, workers, drain),
-        connecting=run_in_background(partial(broadcast.connect, adapters, prompt_admin.learn)),
-        history=MessageHistory(complete=config.ingress_replicas == 1),
-        usage=Ledgers(ledger, broadcast.ingresses),
-        sessions=SessionList(broadcast.replicas),
-        stored=await stored_responses(config, secret, FairWorkers(shares)),
-    )  # fmt: skip
+        config,
+        app_name,
+        name,
+        Access(
+            tenants,
+            RouteGuard(tenants, metrics, drain, limits, config.allowed_hosts, observers),
+            shares,
+            limits,
+            front_door,
+            drain,
+        ),
+        ServedModel(
+            model_body(config.model_name, int(time.time()), lengths.max_model_len),
+            tokenizer,
+            preparer,
+            adapters,
+            AdapterAdmin(config, adapters, broadcast.replicas, broadcast.ingresses),
+            prompts,
+            prompt_admin,
+        ),
+        Cluster(
+            core,
+            broadcast,
+            receiver,
+            run_in_background(partial(broadcast.connect, adapters, prompt_admin.learn)),
+            SessionList(broadcast.replicas),
+        ),
+        Records(
+            metrics,
+            live,
+            Ledgers(ledger, broadcast.ingresses),
+            MessageHistory(complete=config.ingress_replicas == 1),
+            tracer,
+            await stored_responses(config, secret, FairWorkers(shares)),
+        ),
+        Completions(config, preparer, dispatcher, tokenizer, readers, observers, metrics, front_door, workers, drain),
+    )
     return services
 
 

@@ -18,7 +18,7 @@ from serve_app.api.request import ChatRequest, GenerateRequest, reasoning_fields
 from serve_app.api.unknown import UnknownField, require_none, unknown_fields
 from serve_app.config.app import AppConfig
 from serve_app.errors import InvalidRequest
-from serve_app.fairness.front_door import Arrival
+from serve_app.fairness.front_door import Arrival, FrontDoor
 from serve_app.fairness.workers import FairWorkers
 from serve_app.generation.answer import PieceSink, TokenSource, answer_pieces, told_ids
 from serve_app.generation.prepare import Preparer
@@ -28,7 +28,8 @@ from serve_app.ingress.client_headers import arrived_s, session_of
 from serve_app.ingress.conversation import Conversation
 from serve_app.ingress.drain import Deadline, Drain
 from serve_app.ingress.http import read_body, until_disconnect
-from serve_app.ingress.observe.answer_meter import AnswerMeter, Counters
+from serve_app.ingress.observe.answer_meter import AnswerMeter, Observers
+from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.tenants.tenants import Tenant
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from serve_app.tracing.request import RequestTrace
@@ -42,21 +43,27 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Completions:
-    """Answers generation requests in any API's format. ``config``: the settings in force, which may be replaced."""
+    """Answers generation requests in any API's format. ``config``: the settings in force."""
 
     config: AppConfig
     preparer: Preparer
     source: TokenSource
     tokenizer: PromptTokenizer
     readers: AnswerReaders
-    counters: Counters
+    observers: Observers
+    metrics: IngressMetrics
+    front_door: FrontDoor
     workers: FairWorkers
     drain: Drain
+
+    def configure(self, config: AppConfig) -> None:
+        """Use other settings from the next request on."""
+        self.config = config
 
     async def generate(self, request: Request, tenant: Tenant, parse: Parse, answer_format: AnswerFormat) -> Response:
         """Return a whole or started answer. Raises a ``WarmpathError`` before its first piece, or ClientDisconnect."""
         arrived = arrived_s(request.scope)
-        with self.counters.front_door.arrive(tenant.name) as arrival:
+        with self.front_door.arrive(tenant.name) as arrival:
             wanted = self.readers.checked(await self._wanted(request, tenant, arrival, parse, answer_format))
             if session := session_of(request.headers):
                 wanted = replace(wanted, session=session)
@@ -82,7 +89,9 @@ class Completions:
                     generations = [structs.replace(made, traceparent=trace.traceparent) for made in generations]
                 prompt_tokens = sum(len(generation.token_ids) for generation in generations[:: wanted.n])
                 allowance.reserve(prompt_tokens, sum(generation.sampling.max_tokens for generation in generations))
-                meter = AnswerMeter(self.counters, wanted, generations, arrived, body_bytes, allowance, trace)
+                meter = AnswerMeter(
+                    self.observers, self.metrics, wanted, generations, arrived, body_bytes, allowance, trace
+                )
                 place = arrival.hand_over()
                 sink = PieceSink()
                 pieces = answer_pieces(generations, self.source, self.readers.of(wanted), place, sink)
@@ -103,13 +112,13 @@ class Completions:
         self, request: Request, tenant: Tenant, parse: Parse, form: Conversation | None = None
     ) -> tuple[TokenArray, GenerateRequest]:
         """Return the tokens of a request's prompt, and the request. Raises a ``WarmpathError``."""
-        with self.counters.front_door.arrive(tenant.name) as arrival:
+        with self.front_door.arrive(tenant.name) as arrival:
             wanted = await self._wanted(request, tenant, arrival, parse, form)
             return await self.preparer.token_ids(wanted, tenant), wanted
 
     async def text_of(self, request: Request, tenant: Tenant, model: str) -> str:
         """Return the text of a body's tokens; ``model``: that of a body without one. Raises a ``WarmpathError``."""
-        with self.counters.front_door.arrive(tenant.name) as arrival:
+        with self.front_door.arrive(tenant.name) as arrival:
             body = await read_body(request, self.config.max_body_bytes, arrival.grow)
             asked = parse_detokenize(body, model)
             self.preparer.adapters.choose(asked.model, None, tenant.name, tenant.models)

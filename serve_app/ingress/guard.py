@@ -25,6 +25,7 @@ from serve_app.errors import (
 from serve_app.fairness.rate_limits import TenantLimits
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.http import credentials, error_headers, json_response, request_id_of
+from serve_app.ingress.observe.answer_meter import Observers
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.tenants.tenants import DEFAULT_TENANT, Tenant, Tenants
 
@@ -59,13 +60,18 @@ class Api(NamedTuple):
 
 @dataclass(slots=True)
 class RouteGuard:
-    """Runs routes. ``allowed_hosts``: this server's names, None for any (``foreign_host``); it may be replaced."""
+    """Runs routes. ``allowed_hosts``: this server's names, None for any (``foreign_host``)."""
 
     tenants: Tenants
     metrics: IngressMetrics
     drain: Drain
     limits: TenantLimits = field(default_factory=TenantLimits)
     allowed_hosts: Collection[str] | None = None
+    observers: Observers = field(default_factory=Observers)
+
+    def configure(self, allowed_hosts: Collection[str] | None) -> None:
+        """Use other names of this server."""
+        self.allowed_hosts = allowed_hosts
 
     def tenant(self, request: Request) -> Tenant:
         """Return the caller's tenant, and store it for the counters. Raises AuthenticationFailed."""
@@ -114,7 +120,8 @@ class RouteGuard:
         name = tenant.name if tenant is not None else DEFAULT_TENANT if self.tenants.open else "none"
         self.metrics.answered(endpoint, response.status_code, name)
         if reason is not None:
-            self.metrics.add("warmpath_refusals_total", tenant=name, place=reason.place, limit=reason.limit)
+            for tell in self.observers.refused:
+                tell(name, reason)
         left = self.limits.left(tenant.name) if tenant is not None else None
         if left is not None:
             response.headers.update(api.limits(left))

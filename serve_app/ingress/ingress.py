@@ -37,8 +37,8 @@ class Ingress:
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Apply other settings while requests run. Serve calls this; ``LiveSettings`` handles invalid settings."""
         if not await self._live.reconfigure(user_config, self._services.configure):
-            self._services.metrics.add("warmpath_refused_configurations_total")
-        self._services.refused_settings = self._live.why
+            self._services.records.metrics.add("warmpath_refused_configurations_total")
+        self._services.settings_refused(self._live.why)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Return the HTTP application; Serve calls this after the constructor."""
@@ -52,45 +52,45 @@ class Ingress:
 
     async def stop(self, timeout_s: float) -> int:
         """Refuse new requests, wait for running answers, and end the late ones; return the number of those."""
-        self._services.live.close()
-        ended = await self._services.drain.run(timeout_s)
-        self._services.receiver.close()
-        await self._services.usage.flush()
-        if self._services.tracer is not None:
-            await asyncio.to_thread(self._services.tracer.close)
+        self._services.records.live.close()
+        ended = await self._services.access.drain.run(timeout_s)
+        self._services.cluster.receiver.close()
+        await self._services.records.usage.flush()
+        if self._services.records.tracer is not None:
+            await asyncio.to_thread(self._services.records.tracer.close)
         return ended
 
     async def merge_adapters(self, entries: list[AdapterEntry]) -> None:
         """Merge another ingress' entries of adapters."""
-        self._services.adapters.merge(entries)
+        self._services.model.adapters.merge(entries)
 
     async def known_adapters(self) -> tuple[AdapterEntry, ...]:
         """Return this ingress' entries of adapters, for a newly started ingress."""
-        return self._services.adapters.entries()
+        return self._services.model.adapters.entries()
 
     async def reload_prompts(self) -> str:
         """Reload the prompt directory; return its problem, or ""."""
-        return await self._services.prompt_admin.reload()
+        return await self._services.model.prompt_admin.reload()
 
     async def prompts_heard(self, warm: list[Warm]) -> bool:
         """Wait until this ingress' router knows the holders of warm prompts; return whether it does in time."""
-        return await self._services.prompt_admin.warmer.heard(warm)
+        return await self._services.model.prompt_admin.warmer.heard(warm)
 
     async def exchange_cutovers(self, cutovers: Cutovers) -> Cutovers:
         """Apply another ingress' cut-overs of prompts if they are newer; return the resulting state here."""
-        return await self._services.prompt_admin.exchange(cutovers)
+        return await self._services.model.prompt_admin.exchange(cutovers)
 
     async def prompt_report(self) -> PromptReport:
         """Return the usage of prompts at this ingress."""
-        return self._services.prompt_admin.traffic.report()
+        return self._services.model.prompt_admin.traffic.report()
 
     async def usage(self, first_day: str, last_day: str, tenant: str | None) -> tuple[str, UsageRows]:
         """Return the usage in this ingress' file; the ingress that serves /v1/usage calls this."""
-        return await self._services.usage.here(first_day, last_day, tenant)
+        return await self._services.records.usage.here(first_day, last_day, tenant)
 
     async def recent_events(self, numbers: dict[str, int]) -> Batch:
         """Return this ingress' events since ``numbers``; an ingress with watchers calls this every second."""
-        return self._services.live.recent(numbers)
+        return self._services.records.live.recent(numbers)
 
     async def named_samples(self) -> tuple[str, list[Sample]]:
         """Return this ingress' name and samples; the ingress that serves /metrics calls this."""

@@ -48,58 +48,57 @@ BODIES = 8
 
 
 @dataclass(slots=True)
-class Services:
-    """The parts of one ingress. ``base_model``: its description for clients. ``config``: the settings in force.
+class Access:
+    """Who may ask, and how much at once."""
 
-    ``connecting`` is done once replicas and ingresses answer. ``refused_settings``: why the newest are not in force.
-    ``stored`` None: no responses are stored.
-    """
-
-    config: AppConfig
-    app_name: str
-    name: str
-    base_model: dict[str, Any]
     tenants: Tenants
-    adapters: AdapterRegistry
-    tokenizer: PromptTokenizer
-    prompts: Prompts
-    preparer: Preparer
-    core: RoutingCore
-    metrics: figures.IngressMetrics
     guard: RouteGuard
     shares: Shares
     limits: TenantLimits
     front_door: FrontDoor
-    broadcast: Broadcast
-    adapter_admin: AdapterAdmin
-    prompt_admin: PromptAdmin
-    completions: Completions
-    connecting: asyncio.Task[None]
     drain: Drain
-    history: MessageHistory
-    usage: Ledgers
-    sessions: SessionList
-    live: Live
-    receiver: TokenReceiver
-    tracer: Tracer | None = None
-    stored: StoredResponses | None = None
-    refused_settings: str = ""
-    _synced: bool = False
 
-    async def configure(self, config: AppConfig) -> None:
-        """Apply other live settings; running requests keep their old ones."""
-        # The slow step, which could fail, is first. All others run between two requests.
-        await self.prompts.replace(self.tokenizer, config.public_prompts)
-        self.core.configure(RouterSettings.from_json(config.routing()))
+    def configure(self, config: AppConfig) -> None:
+        """Use other tenants and limits; running requests keep their old ones."""
         self.tenants.configure(config.tenants, config.operator_key_sha256)
-        self.metrics.expect(self.tenants.by_name)
         self.shares.set_weights(config.cache_shares)
         self.limits.configure(config.tenants)
-        self.front_door.max_waiting = config.max_queued_requests
-        self.front_door.max_bytes = BODIES * config.max_body_bytes
-        self.guard.allowed_hosts = config.allowed_hosts
-        self.adapter_admin.config = self.completions.config = self.config = config
+        self.front_door.configure(config.max_queued_requests, BODIES * config.max_body_bytes)
+        self.guard.configure(config.allowed_hosts)
+
+
+@dataclass(slots=True)
+class ServedModel:
+    """What is served: a model, its adapters, and registered prompts. ``base_model``: its description for clients."""
+
+    base_model: dict[str, Any]
+    tokenizer: PromptTokenizer
+    preparer: Preparer
+    adapters: AdapterRegistry
+    adapter_admin: AdapterAdmin
+    prompts: Prompts
+    prompt_admin: PromptAdmin
+
+    async def replace_prompts(self, config: AppConfig) -> None:
+        """Use other public prompts. Raises the errors of ``Prompts.replace``, and changes nothing then."""
+        await self.prompts.replace(self.tokenizer, config.public_prompts)
+
+    def configure(self, config: AppConfig) -> None:
+        """Use other limits of generations."""
+        self.adapter_admin.configure(config)
         self.preparer.configure(limits_of(config, self.base_model["max_model_len"]))
+
+
+@dataclass(slots=True)
+class Cluster:
+    """The replicas and the other ingresses. ``connecting`` is done once they answer."""
+
+    core: RoutingCore
+    broadcast: Broadcast
+    receiver: TokenReceiver
+    connecting: asyncio.Task[None]
+    sessions: SessionList
+    _synced: bool = False
 
     def ready(self) -> bool:
         """Return whether requests can be routed: every cache was known once. Later replicas change nothing."""
@@ -107,21 +106,63 @@ class Services:
             self._synced = self.core.knows_every_cache
         return self._synced and bool(self.core.replica_ids)
 
+
+@dataclass(slots=True)
+class Records:
+    """What is counted, shown and kept. ``stored`` None: no responses are stored."""
+
+    metrics: figures.IngressMetrics
+    live: Live
+    usage: Ledgers
+    history: MessageHistory
+    tracer: Tracer | None = None
+    stored: StoredResponses | None = None
+
+
+@dataclass(slots=True)
+class Services:
+    """One ingress. ``config``: the settings in force; ``refused_settings``: why the newest are not."""
+
+    config: AppConfig
+    app_name: str
+    name: str
+    access: Access
+    model: ServedModel
+    cluster: Cluster
+    records: Records
+    completions: Completions
+    refused_settings: str = ""
+
+    async def configure(self, config: AppConfig) -> None:
+        """Apply other live settings; running requests keep their old ones."""
+        # The slow step, which could fail, is first. All others run between two requests.
+        await self.model.replace_prompts(config)
+        self.cluster.core.configure(RouterSettings.from_json(config.routing()))
+        self.access.configure(config)
+        self.records.metrics.expect(self.access.tenants.by_name)
+        self.model.configure(config)
+        self.completions.configure(config)
+        self.config = config
+
+    def settings_refused(self, why: str) -> None:
+        """Note why the newest settings are not in force, "" if they are."""
+        self.refused_settings = why
+
     async def body(self, request: Request) -> bytes:
         """Return the request's body. Raises RequestTooLarge and RequestTimeout."""
         return await read_body(request, self.config.max_body_bytes)
 
     def models(self, request: Request) -> list[dict[str, Any]]:
         """Return the caller's models; operators, and callers of an open deployment, see the files' full paths."""
-        operator = self.tenants.is_operator(credentials(request))
-        tenant = None if operator else self.guard.tenant(request)
+        operator = self.access.tenants.is_operator(credentials(request))
+        tenant = None if operator else self.access.guard.tenant(request)
         names = None if tenant is None else tenant.models
-        specs = self.adapters.visible(None if tenant is None else tenant.name, names)
-        shows_paths = self.guard.sees_all(request)
+        specs = self.model.adapters.visible(None if tenant is None else tenant.name, names)
+        shows_paths = self.access.guard.sees_all(request)
         roots = (spec.path if shows_paths else PurePath(spec.path).name for spec in specs)
-        base = self.base_model
+        base = self.model.base_model
         adapters = [adapter_body(spec.name, root, base) for spec, root in zip(specs, roots, strict=True)]
-        if self.adapters.base_visible(names):
+        if self.model.adapters.base_visible(names):
             return [base, *adapters]
         return [{**adapter, "parent": None} for adapter in adapters]
 
@@ -130,9 +171,9 @@ class Services:
         try:
             if self.config.autoscaling is None:
                 return {}
-            times, working_set_tokens = self.core.demand()
+            times, working_set_tokens = self.cluster.core.demand()
             return IngressFigures(
-                waiting_requests=self.front_door.waiting().total(),
+                waiting_requests=self.access.front_door.waiting().total(),
                 working_set_tokens=working_set_tokens,
                 **asdict(times),
                 **self.config.autoscaling.model_dump(),
@@ -143,19 +184,21 @@ class Services:
 
     def samples(self) -> list[Sample]:
         """Return the samples of this ingress and its router."""
-        streams = figures.samples_of({"warmpath_event_streams": self.live.watchers})
-        samples = [*self.metrics.samples(), *figures.router_samples(self.core), *streams]
-        samples += self.front_door.samples()
-        versions, _ = self.prompt_admin.traffic.report()
+        streams = figures.samples_of({"warmpath_event_streams": self.records.live.watchers})
+        samples = [*self.records.metrics.samples(), *figures.router_samples(self.cluster.core), *streams]
+        samples += self.access.front_door.samples()
+        versions, _ = self.model.prompt_admin.traffic.report()
         return [*samples, *version_samples(versions)]
 
     async def all_samples(self) -> list[Sample]:
         """Return the samples of every ingress and every replica."""
-        samples = figures.replica_samples(self.core)
+        samples = figures.replica_samples(self.cluster.core)
         if self.config.autoscaling is not None:
             notices = await asyncio.to_thread(read, self.app_name, "autoscaling")
             samples += figures.autoscaling_samples(notices)
-        ingresses = await self.broadcast.ingresses("named_samples", timeout_s=5) or [(self.name, self.samples())]
+        ingresses = await self.cluster.broadcast.ingresses("named_samples", timeout_s=5) or [
+            (self.name, self.samples())
+        ]
         for name, more in ingresses:
             samples += figures.with_label(more, "ingress", name)
         return samples
@@ -165,7 +208,12 @@ class Services:
         model, engine = self.config.model_name, self.config.engine
         notices = await asyncio.to_thread(read_shown, self.app_name)
         return cache_state(
-            self.core, self.metrics.totals(), self.tokenizer.stats(), notices, model=model, engine=engine
+            self.cluster.core,
+            self.records.metrics.totals(),
+            self.model.tokenizer.stats(),
+            notices,
+            model=model,
+            engine=engine,
         )
 
 

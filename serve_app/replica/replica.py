@@ -54,7 +54,7 @@ from serve_app.replica.session_gate import SessionGate
 from serve_app.replica.token_channel import TokenSender, TokenStream
 from serve_app.structured.compiler import GrammarError
 from serve_app.tenants.secret import forget_secret
-from serve_app.tracing.replica import replica_trace
+from serve_app.tracing.replica import ReplicaTrace
 from serve_app.tracing.tracer import open_tracer
 
 logger = logging.getLogger(__name__)
@@ -191,7 +191,9 @@ class Replica:
             matcher = await self._matchers.matcher(request.grammar, request.tenant) if request.grammar else None
         except GrammarError as error:
             return to_wire(self._refusal(request_id, error))
-        trace = replica_trace(self._tracer, request.traceparent, self._replica_id, request.prompt_tokens)
+        trace: ReplicaTrace | None = None
+        if self._tracer is not None and request.traceparent:
+            trace = ReplicaTrace(self._tracer, request.traceparent, self._replica_id, request.prompt_tokens)
         running = self._running.begin(request, TokenStream(request.interval_s, trace))
         ended = False
         try:

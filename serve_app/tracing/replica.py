@@ -64,10 +64,3 @@ def end_pull(span: Span, outcome: str, tokens: int) -> None:
     """End the span of a pull of ``tokens`` tokens."""
     span.set_attributes({"warmpath.outcome": outcome, "warmpath.pulled_tokens": tokens})
     span.end()
-
-
-def replica_trace(tracer: Tracer | None, traceparent: str, replica_id: str, prompt_tokens: int) -> ReplicaTrace | None:
-    """Return a call's trace, None if its request has none."""
-    if tracer is None or not traceparent:
-        return None
-    return ReplicaTrace(tracer, traceparent, replica_id, prompt_tokens)

@@ -103,8 +103,3 @@ class CallTrace:
             }
             self._tracer.record("decision", self._span, self._began_ns, decided_ns, attributes)
         self._span.end(now_ns)
-
-
-def call_trace(tracer: Tracer | None, traceparent: str, call_id: str) -> CallTrace | None:
-    """Return a call's trace, None if its request has none."""
-    return CallTrace(tracer, traceparent, call_id) if tracer is not None and traceparent else None

@@ -1,12 +1,16 @@
-"""Measures one answer's cost and speed, and reports them to all counters, during the answer and at its end."""
+"""Measures one answer's cost and speed, and tells the observers of its events."""
+
+from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from router.protocol.request import Decision
 from serve_app.api.request import ChatRequest, GenerateRequest
 from serve_app.cache_diagnostics.detector import MissDetector
-from serve_app.engine.protocol import EngineRequest, Prefilled
-from serve_app.errors import WarmpathError
+from serve_app.engine.protocol import EngineRequest, FirstToken, Prefilled
+from serve_app.errors import LimitReason, WarmpathError
 from serve_app.fairness.front_door import FrontDoor
 from serve_app.fairness.rate_limits import Allowance
 from serve_app.generation.answer import Piece
@@ -18,36 +22,51 @@ from serve_app.usage.ledger import Ledger
 
 
 @dataclass(frozen=True, slots=True)
-class Counters:
-    """The receivers of reports about answers: this ingress' metrics, the ledger, registered prompts, cache misses."""
+class Observers:
+    """Who hears of requests: a list of functions for each event. A part that is off is in none of them.
 
-    metrics: IngressMetrics
-    front_door: FrontDoor
-    ledger: Ledger
-    prompts: PromptTraffic
-    misses: MissDetector | None = None
+    ``delivered``: a call has its first token (request, decision, facts, seconds since the call). ``first_token``: a
+    sequence of an answer has its first token (answer, index, cached tokens). ``sent``: so has its client, and no token
+    waits for the function (the same arguments). ``ended``: an answer (answer, the error that ended it).
+    ``refused``: a request (tenant, reason). ``missed``: a prompt's cached prefix (tenant, reason, lost tokens).
+    """
+
+    delivered: list[Callable[[EngineRequest, Decision, FirstToken, float], None]] = field(default_factory=list)
+    first_token: list[Callable[[AnswerMeter, int, int], None]] = field(default_factory=list)
+    sent: list[Callable[[AnswerMeter, int, int], None]] = field(default_factory=list)
+    ended: list[Callable[[AnswerMeter, WarmpathError | None], None]] = field(default_factory=list)
+    refused: list[Callable[[str, LimitReason], None]] = field(default_factory=list)
+    missed: list[Callable[[str, str, int], None]] = field(default_factory=list)
+
+    def miss(self, tenant: str, reason: str, lost_tokens: int) -> None:
+        """Tell of a miss."""
+        for tell in self.missed:
+            tell(tenant, reason, lost_tokens)
 
 
 @dataclass(eq=False)
 class AnswerMeter:
-    """Counts one answer. ``body_bytes``: its request's size; ``allowance``: its part of its tenant's limits."""
+    """Counts one answer while it is sent. ``body_bytes``: its request's size; ``allowance``: its part of its tenant's
+    limits; ``last_s``: the times of its sequences' last tokens.
+    """
 
-    counters: Counters
+    observers: Observers
+    metrics: IngressMetrics
     request: GenerateRequest
     generations: list[EngineRequest]
     arrived_s: float
     body_bytes: int
     allowance: Allowance
-    trace: RequestTrace | None
-    _uncached_tokens: int = 0
-    _last_s: dict[int, float] = field(default_factory=dict)
+    trace: RequestTrace | None = None
+    uncached_tokens: int = 0
+    last_s: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.usage = RequestUsage(self.request.n, self.generations)
-        self._tenant = self.generations[0].tenant
-        self._inter_token_s = self.counters.metrics.inter_token_s[self._tenant]
-        self._tokens = "warmpath_tenant_completion_tokens_total", (("tenant", self._tenant),)
-        self.counters.metrics.add("warmpath_requests_in_flight")
+        self.tenant = self.generations[0].tenant
+        self._inter_token_s = self.metrics.inter_token_s[self.tenant]
+        self._tokens = "warmpath_tenant_completion_tokens_total", (("tenant", self.tenant),)
+        self.metrics.add("warmpath_requests_in_flight")
 
     def add(self, piece: Piece) -> None:
         """Count a piece that is about to be sent."""
@@ -56,68 +75,108 @@ class AnswerMeter:
         self.usage.add(piece)
         if new_tokens:
             self.allowance.generated(new_tokens)
-            self.counters.metrics.values[self._tokens] += new_tokens
+            self.metrics.values[self._tokens] += new_tokens
         if piece.first is not None:
-            self._first_token(self.generations[index], index, piece.first.cached_tokens, now_s)
+            cached_tokens, prompt_tokens = piece.first.cached_tokens, self.generations[index].prompt_tokens
+            self.uncached_tokens += prompt_tokens - cached_tokens
+            self.metrics.first_token(self.tenant, now_s - self.arrived_s, prompt_tokens, cached_tokens)
+            for tell in self.observers.first_token:
+                tell(self, index, cached_tokens)
             if new_tokens > 1:
                 self._inter_token_s.observe(0.0, new_tokens - 1)
-        elif new_tokens and index in self._last_s:
-            self._inter_token_s.observe((now_s - self._last_s[index]) / new_tokens, new_tokens)
-        if new_tokens or index not in self._last_s:  # an end without a token is no arrival of one
-            self._last_s[index] = now_s
+        elif new_tokens and index in self.last_s:
+            self._inter_token_s.observe((now_s - self.last_s[index]) / new_tokens, new_tokens)
+        if new_tokens or index not in self.last_s:  # an end without a token is no arrival of one
+            self.last_s[index] = now_s
 
     def sent(self, piece: Piece) -> None:
-        """Explain a cache miss after the first piece was sent, so that no first token waits for the explanation."""
-        misses, request = self.counters.misses, self.request
-        if misses is None or piece.first is None or piece.index % request.n:
-            return
-        generation = self.generations[piece.index]
-        cached_tokens, now_s = piece.first.cached_tokens, self._last_s[piece.index]
-        miss = misses.observe(generation, cached_tokens, self.arrived_s, now_s, self.usage)
-        if miss is not None and request.cache_diagnostics and piece.index == 0:
-            self.usage.miss = miss
+        """Note that a piece was sent."""
+        if piece.first is not None:
+            for tell in self.observers.sent:
+                tell(self, piece.index, piece.first.cached_tokens)
 
     def client_left(self) -> None:
         """Count a client that disconnected before the end."""
-        self.counters.metrics.add("warmpath_client_disconnects_total")
+        self.metrics.add("warmpath_client_disconnects_total")
 
     def end(self, error: BaseException | None) -> None:
         """Finish the answer; a tenant pays nothing for one that was refused before its first piece.
 
         What was computed for one that was left before is charged once its replica tells (``charge_unanswered``).
         """
-        counters, answered = self.counters, bool(self._last_s)
-        counters.metrics.add("warmpath_requests_in_flight", -1.0)
+        self.metrics.add("warmpath_requests_in_flight", -1.0)
         refusal = error if isinstance(error, WarmpathError) else None
-        if answered and self.request.stream and refusal is not None:  # its HTTP status was a good one
-            counters.metrics.add("warmpath_broken_streams_total", status=str(refusal.status), tenant=self._tenant)
-        used = self.usage.total()
-        if self.trace is not None:
-            if refusal is not None:
-                self.trace.failed(refusal.code or type(refusal).__name__)
-            self.trace.used(self.request.answering_model, used)
-        self.allowance.end(refused=refusal is not None and not answered)
-        if answered:  # without an answer, the cost is unknown, though not zero
-            model, ref = self.request.answering_model, self.generations[0].prompt_ref
-            counters.ledger.answer(self._tenant, model, ref, used.completion_tokens)
-            counters.front_door.learn(self._tenant, self.body_bytes, self._uncached_tokens)
+        if self.last_s and self.request.stream and refusal is not None:  # its HTTP status was a good one
+            self.metrics.add("warmpath_broken_streams_total", status=str(refusal.status), tenant=self.tenant)
+        self.allowance.end(refused=refusal is not None and not self.last_s)
+        for tell in self.observers.ended:
+            tell(self, refusal)
 
-    def _first_token(self, generation: EngineRequest, index: int, cached_tokens: int, now_s: float) -> None:
-        counters, request, tenant = self.counters, self.request, self._tenant
-        metrics, prompt_tokens = counters.metrics, len(generation.token_ids)
-        ref = generation.prompt_ref
-        self._uncached_tokens += prompt_tokens - cached_tokens
-        metrics.first_token(tenant, now_s - self.arrived_s, prompt_tokens, cached_tokens)
-        if index % request.n:
-            return
-        written_tokens = counters.ledger.prompt(
-            tenant, request.answering_model, ref, prompt_tokens, cached_tokens, stored=generation.store_kv
-        )
-        metrics.add("warmpath_tenant_written_prompt_tokens_total", written_tokens, tenant=tenant)
-        if ref:
-            counters.prompts.add(ref, prompt_tokens, cached_tokens)
+
+def observe_usage(observers: Observers, ledger: Ledger, metrics: IngressMetrics) -> None:
+    """Charge prompts, once for all choices, and answers, to their tenants."""
+
+    def prompt(answer: AnswerMeter, index: int, cached_tokens: int) -> None:
+        request, generation = answer.request, answer.generations[index]
+        if index % request.n == 0:
+            written_tokens = ledger.prompt(
+                answer.tenant, request.answering_model, generation.prompt_ref, generation.prompt_tokens, cached_tokens,
+                stored=generation.store_kv,
+            )  # fmt: skip
+            metrics.add("warmpath_tenant_written_prompt_tokens_total", written_tokens, tenant=answer.tenant)
+
+    def answered(answer: AnswerMeter, _: WarmpathError | None) -> None:
+        if answer.last_s:  # without a token, the cost is unknown, though not zero
+            model, ref = answer.request.answering_model, answer.generations[0].prompt_ref
+            ledger.answer(answer.tenant, model, ref, answer.usage.total().completion_tokens)
+
+    observers.first_token.append(prompt)
+    observers.ended.append(answered)
+
+
+def observe_prompts(observers: Observers, traffic: PromptTraffic) -> None:
+    """Count the requests of registered prompts."""
+
+    def used(answer: AnswerMeter, index: int, cached_tokens: int) -> None:
+        request, generation = answer.request, answer.generations[index]
+        if generation.prompt_ref and index % request.n == 0:
+            traffic.add(generation.prompt_ref, generation.prompt_tokens, cached_tokens)
             if generation.store_kv:
-                counters.prompts.add_use(ref, use_of(request, tenant), public=generation.scope.public_blocks > 0)
+                use = use_of(request, answer.tenant)
+                traffic.add_use(generation.prompt_ref, use, public=generation.scope.public_blocks > 0)
+
+    observers.first_token.append(used)
+
+
+def observe_misses(observers: Observers, misses: MissDetector) -> None:
+    """Explain cache misses, after a prompt's first piece was sent."""
+
+    def explain(answer: AnswerMeter, index: int, cached_tokens: int) -> None:
+        if index % answer.request.n == 0:
+            now_s = answer.last_s[index]
+            miss = misses.observe(answer.generations[index], cached_tokens, answer.arrived_s, now_s, answer.usage)
+            if miss is not None and answer.request.cache_diagnostics and index == 0:
+                answer.usage.miss = miss
+
+    observers.sent.append(explain)
+
+
+def observe_costs(observers: Observers, front_door: FrontDoor) -> None:
+    """Teach the front door what a tenant's bodies cost."""
+
+    def learn(answer: AnswerMeter, _: WarmpathError | None) -> None:
+        if answer.last_s:
+            front_door.learn(answer.tenant, answer.body_bytes, answer.uncached_tokens)
+
+    observers.ended.append(learn)
+
+
+def trace_answer(answer: AnswerMeter, refusal: WarmpathError | None) -> None:
+    """End a sampled request's trace."""
+    if answer.trace is not None:
+        if refusal is not None:
+            answer.trace.failed(refusal.code or type(refusal).__name__)
+        answer.trace.used(answer.request.answering_model, answer.usage.total())
 
 
 def charge_unanswered(ledger: Ledger, generation: EngineRequest, prefilled: Prefilled) -> None:

@@ -18,6 +18,7 @@ from router.directory.directory import DriftKind
 from router.observe.counters import PolicyCounters
 from router.protocol.samples import Histogram as PlainHistogram
 from router.protocol.samples import Labels, Sample
+from serve_app.errors import LimitReason
 from serve_app.ingress.observe.families import FAMILIES, Family
 from serve_app.live.tally import GENERATIONS, TTFT_BUCKETS_S, Tally
 
@@ -87,6 +88,10 @@ class IngressMetrics(Tally):
     def retried(self, after_first_token: bool) -> None:
         """Count a resent generation."""
         self.add("warmpath_request_retries_total", after_first_token=str(after_first_token).lower())
+
+    def refused(self, tenant: str, reason: LimitReason) -> None:
+        """Count a request that a limit refused."""
+        self.add("warmpath_refusals_total", tenant=tenant, place=reason.place, limit=reason.limit)
 
     def missed(self, tenant: str, reason: str, lost_tokens: int) -> None:
         """Count a cache miss."""

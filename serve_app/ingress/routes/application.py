@@ -56,8 +56,8 @@ def make_application(services: Services) -> FastAPI:
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
         yield
-        if services.tracer is not None:
-            await asyncio.to_thread(services.tracer.close)
+        if services.records.tracer is not None:
+            await asyncio.to_thread(services.records.tracer.close)
 
     application = _Application(
         title="warmpath",
@@ -68,8 +68,8 @@ def make_application(services: Services) -> FastAPI:
         redirect_slashes=False,  # Starlette would redirect to any host that the client names
         exception_handlers={HTTPException: _no_such_route},
     )
-    if services.tracer is not None:
-        application.add_middleware(TraceRequests, tracer=services.tracer)
+    if services.records.tracer is not None:
+        application.add_middleware(TraceRequests, tracer=services.records.tracer)
     application.state.services = services
     for router in ROUTERS:
         application.include_router(router)
@@ -99,12 +99,12 @@ class _Application(FastAPI):
     """Counts HTTP requests until their whole answer is sent; describes the bodies that handlers parse themselves."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self.state.services.drain.answering() if scope["type"] == "http" else nullcontext():
+        with self.state.services.access.drain.answering() if scope["type"] == "http" else nullcontext():
             await (self._refused(scope) or super().__call__)(scope, receive, send)
 
     def _refused(self, scope: Scope) -> Response | None:
         """Return the refusal of a request for another host: no route answers it, so none can forget to check."""
-        guard = self.state.services.guard
+        guard = self.state.services.access.guard
         if scope["type"] != "http" or guard.allowed_hosts is None:
             return None
         error = foreign_host(request := Request(scope), guard.allowed_hosts)

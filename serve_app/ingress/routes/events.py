@@ -81,20 +81,20 @@ async def events(request: Request, services: Front) -> Response:
       `saves`, `skipped_blocks` (by reason).
     - **REFUSAL**: `accepted`, `why`, `processes` (the number that reports it), `at_s`.
     """
-    services.drain.refuse()
-    viewer = services.guard.viewer(request)
+    services.access.drain.refuse()
+    viewer = services.access.guard.viewer(request)
     if viewer is not None:
-        services.guard.tenant(request)  # stored for the counters
+        services.access.guard.tenant(request)  # stored for the counters
     once = request.query_params.get("once", "false")
     if once not in ("true", "false"):
         raise InvalidRequest("once must be true or false.", param="once")
     if once == "true":
-        return json_response(await services.live.snapshot(viewer))
+        return json_response(await services.records.live.snapshot(viewer))
 
     def allowed() -> bool:
         try:
-            return services.guard.viewer(request) == viewer
+            return services.access.guard.viewer(request) == viewer
         except WarmpathError:
             return False
 
-    return LiveEventStream(services.live, viewer, await services.live.watch(viewer), allowed)
+    return LiveEventStream(services.records.live, viewer, await services.records.live.watch(viewer), allowed)

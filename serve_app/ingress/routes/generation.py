@@ -23,24 +23,24 @@ MESSAGES_PATH = "/v1/messages"
 @guarded("chat")
 async def chat_completions(request: Request, services: Front) -> Response:
     """OpenAI's chat completions."""
-    parse = functools.partial(parse_chat, model=services.base_model["id"])
-    return await services.completions.generate(request, services.guard.tenant(request), parse, CHAT)
+    parse = functools.partial(parse_chat, model=services.model.base_model["id"])
+    return await services.completions.generate(request, services.access.guard.tenant(request), parse, CHAT)
 
 
 @router.post("/v1/completions", tags=["generation"], **takes(CompletionBody))
 @guarded("completions")
 async def completions(request: Request, services: Front) -> Response:
     """OpenAI's (legacy) completions."""
-    parse = functools.partial(parse_completion, model=services.base_model["id"])
-    return await services.completions.generate(request, services.guard.tenant(request), parse, COMPLETION)
+    parse = functools.partial(parse_completion, model=services.model.base_model["id"])
+    return await services.completions.generate(request, services.access.guard.tenant(request), parse, COMPLETION)
 
 
 @router.post(MESSAGES_PATH, tags=["messages"], **takes(MessagesBody))
 @guarded("messages", ANTHROPIC)
 async def messages(request: Request, services: Front) -> Response:
     """Anthropic's messages."""
-    tenant = services.guard.tenant(request)
-    shown = MessagesFormat(functools.partial(services.history.compare, tenant.name))
+    tenant = services.access.guard.tenant(request)
+    shown = MessagesFormat(functools.partial(services.records.history.compare, tenant.name))
     return await services.completions.generate(request, tenant, parse_messages, shown)
 
 
@@ -48,7 +48,7 @@ async def messages(request: Request, services: Front) -> Response:
 @guarded("count_tokens", ANTHROPIC)
 async def count_tokens(request: Request, services: Front) -> Response:
     """Count the tokens of a message's prompt, without generating."""
-    ids, wanted = await services.completions.tokens(request, services.guard.tenant(request), parse_count)
+    ids, wanted = await services.completions.tokens(request, services.access.guard.tenant(request), parse_count)
     return json_response({"input_tokens": len(ids)}, headers=warnings(wanted))
 
 

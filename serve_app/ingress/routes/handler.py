@@ -49,11 +49,11 @@ def guarded(endpoint: str, api: Api | None = OPENAI, *, operator: bool = False) 
         async def run(request: Request, services: Services, **path: str) -> Response:
             async def work() -> Response:
                 if operator:
-                    services.guard.require_operator(request)
+                    services.access.guard.require_operator(request)
                 return await handler(request, services, **path)
 
             shown = api or (ANTHROPIC if speaks_anthropic(request) else OPENAI)
-            return await services.guard.answer(request, endpoint, shown, work)
+            return await services.access.guard.answer(request, endpoint, shown, work)
 
         return run
 

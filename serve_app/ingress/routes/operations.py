@@ -25,42 +25,42 @@ router = APIRouter()
 @guarded("load_lora_adapter", operator=True)
 async def load_lora_adapter(request: Request, services: Front) -> Response:
     """Load an adapter on every replica and offer it under its name."""
-    return Response(await services.adapter_admin.load(await services.body(request)))
+    return Response(await services.model.adapter_admin.load(await services.body(request)))
 
 
 @router.post("/v1/unload_lora_adapter", tags=["adapters"], **takes(UnloadAdapterBody))
 @guarded("unload_lora_adapter", operator=True)
 async def unload_lora_adapter(request: Request, services: Front) -> Response:
     """Stop serving an adapter; running requests finish with it."""
-    return Response(await services.adapter_admin.unload(await services.body(request)))
+    return Response(await services.model.adapter_admin.unload(await services.body(request)))
 
 
 @router.get("/v1/prompts", tags=["prompts"])
 @guarded("prompts", operator=True)
 async def prompts(request: Request, services: Front) -> Response:
     """Every prompt, its current version, and the hit rate of each version; ``?name=`` selects one."""
-    return json_response(await services.prompt_admin.status(request.query_params.get("name")))
+    return json_response(await services.model.prompt_admin.status(request.query_params.get("name")))
 
 
 @router.post("/v1/prompts/warm", tags=["prompts"], **takes(PromptBody))
 @guarded("prompts_warm", operator=True)
 async def warm(request: Request, services: Front) -> Response:
     """Compute a version on the replicas that will serve it."""
-    return json_response(await services.prompt_admin.warm(await services.body(request)))
+    return json_response(await services.model.prompt_admin.warm(await services.body(request)))
 
 
 @router.post("/v1/prompts/promote", tags=["prompts"], **takes(PromptBody))
 @guarded("prompts_promote", operator=True)
 async def promote(request: Request, services: Front) -> Response:
     """Warm a version, then switch the name to it."""
-    return json_response(await services.prompt_admin.promote(await services.body(request)))
+    return json_response(await services.model.prompt_admin.promote(await services.body(request)))
 
 
 @router.post("/v1/prompts/rollback", tags=["prompts"], **takes(PromptBody))
 @guarded("prompts_rollback", operator=True)
 async def rollback(request: Request, services: Front) -> Response:
     """Switch the name back to its previous version."""
-    return json_response(await services.prompt_admin.roll_back(await services.body(request)))
+    return json_response(await services.model.prompt_admin.roll_back(await services.body(request)))
 
 
 @router.get("/v1/usage", tags=["usage"])
@@ -70,13 +70,13 @@ async def usage(request: Request, services: Front) -> Response:
 
     Query: `start_date` and `end_date` (days in UTC; default: the last 30), `format` (json or csv).
     """
-    tenant = None if services.guard.sees_all(request) else services.guard.tenant(request).name
+    tenant = None if services.access.guard.sees_all(request) else services.access.guard.tenant(request).name
     query = request.query_params
     wanted = query.get("format", "json")
     if wanted not in USAGE_FORMATS:
         raise InvalidRequest(f"format must be one of {', '.join(USAGE_FORMATS)}.", param="format")
     first_day, last_day = days(query.get("start_date"), query.get("end_date"), datetime.now(UTC).date())
-    rows = await services.usage.everywhere(first_day, last_day, tenant)
+    rows = await services.records.usage.everywhere(first_day, last_day, tenant)
     if wanted == "csv":
         return Response(usage_csv(rows), media_type="text/csv; charset=utf-8")
     return json_response(usage_document(first_day, last_day, rows))
@@ -88,10 +88,10 @@ async def health(request: Request, services: Front) -> Response:
 
     For operators it also reports why a ``user_config`` is not in force.
     """
-    ready, stopping = services.ready(), services.drain.stopping
+    ready, stopping = services.cluster.ready(), services.access.drain.stopping
     status = "stopping" if stopping else "ok" if ready else "starting"
-    body = {"status": status, "replicas": len(services.core.replica_ids)}
-    if services.refused_settings and services.guard.sees_all(request):
+    body = {"status": status, "replicas": len(services.cluster.core.replica_ids)}
+    if services.refused_settings and services.access.guard.sees_all(request):
         body["refused_user_config"] = services.refused_settings
     return json_response(body, 200 if ready and not stopping else 503)
 
@@ -107,8 +107,8 @@ async def ping(request: Request, services: Front) -> Response:
 @guarded("load")
 async def load(request: Request, services: Front) -> Response:
     """How many requests wait and answers are generated through this ingress; a tenant sees its own (vLLM's path)."""
-    viewer = services.guard.viewer(request)
-    return json_response({"server_load": services.completions.counters.front_door.load(viewer)})
+    viewer = services.access.guard.viewer(request)
+    return json_response({"server_load": services.access.front_door.load(viewer)})
 
 
 @router.get("/version", tags=["operations"])
@@ -122,9 +122,9 @@ async def version() -> Response:
 async def metrics(request: Request, services: Front) -> Response:
     """The metrics of the whole app in Prometheus' text format: every ingress and every replica."""
     if not services.config.metrics_public:
-        services.guard.require_operator(request)
+        services.access.guard.require_operator(request)
     samples = await services.all_samples()
-    if not services.guard.sees_all(request):
+    if not services.access.guard.sees_all(request):
         samples = without_tenants(samples)
     return Response(render(samples), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -140,8 +140,8 @@ async def cache_state(request: Request, services: Front) -> Response:
 @guarded("cache_sessions")
 async def sessions(request: Request, services: Front) -> Response:
     """The most recently used sessions of all replicas; a tenant sees its own."""
-    tenant = None if services.guard.sees_all(request) else services.guard.tenant(request).name
-    return json_response(await services.sessions.of(tenant))
+    tenant = None if services.access.guard.sees_all(request) else services.access.guard.tenant(request).name
+    return json_response(await services.cluster.sessions.of(tenant))
 
 
 @router.post("/v1/cache/explain", tags=["operations"], **takes(ExplainBody))
@@ -152,14 +152,16 @@ async def explain(request: Request, services: Front) -> Response:
     `refusal` and `wait`: the reason for which the ingress would refuse it or let it wait, or null.
     """
     body = await services.body(request)
-    door = services.completions.counters.front_door
-    return json_response(await explanation(body, services.core, services.preparer, services.tenants, door))
+    door = services.access.front_door
+    return json_response(
+        await explanation(body, services.cluster.core, services.model.preparer, services.access.tenants, door)
+    )
 
 
 @router.post("/reset_prefix_cache", tags=["operations"])
 @guarded("reset_prefix_cache", operator=True)
 async def reset_prefix_cache(request: Request, services: Front) -> Response:
     """Drop every unused cached block on every replica (vLLM's path)."""
-    complete = all(await services.broadcast.replicas("reset_prefix_cache", timeout_s=30))
-    services.live.reset(complete=complete)
+    complete = all(await services.cluster.broadcast.replicas("reset_prefix_cache", timeout_s=30))
+    services.records.live.reset(complete=complete)
     return json_response({"complete": complete})

@@ -24,9 +24,9 @@ router = APIRouter()
 @guarded("responses")
 async def responses(request: Request, services: Front) -> Response:
     """OpenAI's responses; stored by default, unless the request or the settings turn that off."""
-    tenant = services.guard.tenant(request)
-    read = functools.partial(ResponsesBody.parse, model=services.base_model["id"])
-    conversation = Conversation(services.stored, tenant.name, read)
+    tenant = services.access.guard.tenant(request)
+    read = functools.partial(ResponsesBody.parse, model=services.model.base_model["id"])
+    conversation = Conversation(services.records.stored, tenant.name, read)
     return await services.completions.generate(request, tenant, conversation.parse, conversation)
 
 
@@ -34,9 +34,9 @@ async def responses(request: Request, services: Front) -> Response:
 @guarded("input_tokens")
 async def input_tokens(request: Request, services: Front) -> Response:
     """The number of tokens in a response's prompt, without generating."""
-    tenant = services.guard.tenant(request)
-    read = functools.partial(parse_input_tokens, model=services.base_model["id"])
-    conversation = Conversation(services.stored, tenant.name, read)
+    tenant = services.access.guard.tenant(request)
+    read = functools.partial(parse_input_tokens, model=services.model.base_model["id"])
+    conversation = Conversation(services.records.stored, tenant.name, read)
     ids, wanted = await services.completions.tokens(request, tenant, conversation.parse, conversation)
     return json_response({"object": "response.input_tokens", "input_tokens": len(ids)}, headers=warnings(wanted))
 
@@ -63,16 +63,16 @@ async def input_items(request: Request, services: Front, response_id: str) -> Re
 @guarded("stored_responses")
 async def delete_response(request: Request, services: Front, response_id: str) -> Response:
     """Delete a stored response; responses that continue it keep their conversations."""
-    tenant = services.guard.tenant(request).name
-    if services.stored is None or not await services.stored.delete(tenant, response_id):
+    tenant = services.access.guard.tenant(request).name
+    if services.records.stored is None or not await services.records.stored.delete(tenant, response_id):
         raise _not_found(response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
 async def _found(request: Request, services: Front, response_id: str) -> Document:
     """Return a response of the caller's tenant. Raises NotFound."""
-    tenant = services.guard.tenant(request).name
-    found = await services.stored.get(tenant, response_id) if services.stored is not None else None
+    tenant = services.access.guard.tenant(request).name
+    found = await services.records.stored.get(tenant, response_id) if services.records.stored is not None else None
     if found is None:
         raise _not_found(response_id)
     return found[0]

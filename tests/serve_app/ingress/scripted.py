@@ -35,10 +35,17 @@ from serve_app.ingress.client_headers import ClientHeaders
 from serve_app.ingress.completions import Completions
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.guard import RouteGuard
-from serve_app.ingress.observe.answer_meter import Counters
+from serve_app.ingress.observe.answer_meter import (
+    Observers,
+    observe_costs,
+    observe_misses,
+    observe_prompts,
+    observe_usage,
+    trace_answer,
+)
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.routes.application import make_application
-from serve_app.ingress.services import Services
+from serve_app.ingress.services import Access, Cluster, Records, ServedModel, Services
 from serve_app.prompts.traffic import PromptTraffic
 from serve_app.stored.databases import Database, StorageLimits
 from serve_app.stored.responses import StoredResponses
@@ -130,11 +137,27 @@ class Script:
 
 def partial_services(**parts: Any) -> Services:
     """Return an ingress that has these parts and no others."""
-    return Services(**(dict.fromkeys(field.name for field in fields(Services)) | {"drain": Drain()} | parts))
+    given: dict[str, Any] = {"drain": Drain(), **parts}
+
+    def group(kind: Any) -> Any:
+        return kind(**{field.name: given.get(field.name) for field in fields(kind)})
+
+    return Services(
+        given.get("config"),  # type: ignore[arg-type]
+        "app", "ingress", group(Access), group(ServedModel), group(Cluster), group(Records),
+        given.get("completions"),  # type: ignore[arg-type]
+    )  # fmt: skip
 
 
-def counters(front_door: FrontDoor, misses: MissDetector | None = None) -> Counters:
-    return Counters(IngressMetrics(), front_door, Ledger(None, 0), PromptTraffic(), misses)
+def observed(metrics: IngressMetrics, front_door: FrontDoor, misses: MissDetector | None = None) -> Observers:
+    """Return an ingress' observers, as it has them."""
+    observers = Observers(refused=[metrics.refused], missed=[metrics.missed], ended=[trace_answer])
+    observe_usage(observers, Ledger(None, 0), metrics)
+    observe_prompts(observers, PromptTraffic())
+    observe_costs(observers, front_door)
+    if misses is not None:
+        observe_misses(observers, misses)
+    return observers
 
 
 class Loopback:
@@ -194,25 +217,24 @@ def scripted(
     tenants, metrics, drain, shares = Tenants(customers, secret), IngressMetrics(), Drain(), Shares({})
     preparer = Preparer(info, tokenizer, tenants, secret, AdapterRegistry("demo"), Limits(max_model_len, 64))
     workers, readers = FairWorkers(shares), AnswerReaders(tokenizer, "auto")
-    counted = counters(
-        FrontDoor(shares, places=lambda: 8, max_waiting=64, max_bytes=1 << 26),
-        MissDetector(tokenizer.text_of, workers, PromptMemory(lambda: 1), metrics.missed),
-    )
-    script.door = counted.front_door
+    door = script.door = FrontDoor(shares, places=lambda: 8, max_waiting=64, max_bytes=1 << 26)
+    misses = MissDetector(tokenizer.text_of, workers, PromptMemory(lambda: 1), metrics.missed)
+    observers = observed(metrics, door, misses)
     services = partial_services(
         config=config,
         base_model=model_body("demo", 0, 8192),
         tenants=tenants,
         drain=drain,
+        front_door=door,
         history=MessageHistory(),
-        guard=RouteGuard(tenants, metrics, drain),
+        guard=RouteGuard(tenants, metrics, drain, observers=observers),
         tracer=tracer,
-        completions=Completions(config, preparer, script, tokenizer, readers, counted, workers, drain),
+        completions=Completions(config, preparer, script, tokenizer, readers, observers, metrics, door, workers, drain),
     )
 
     def application() -> ClientHeaders:
         if backend is not None:
-            services.stored = StoredResponses(backend, secret, FairWorkers(shares), BOUNDS)
+            services.records.stored = StoredResponses(backend, secret, FairWorkers(shares), BOUNDS)
         return ClientHeaders(make_application(services))  # as Ray serves it
 
     with Loopback(application) as running:

@@ -32,10 +32,11 @@ from serve_app.ingress.answers import Answer, streamed
 from serve_app.ingress.client_headers import ClientHeaders
 from serve_app.ingress.completions import Completions
 from serve_app.ingress.drain import Deadline, Drain
-from serve_app.ingress.observe.answer_meter import AnswerMeter
+from serve_app.ingress.observe.answer_meter import AnswerMeter, Observers
+from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.tenants.tenants import Tenant
 from tests.serve_app.generation.outputs import output
-from tests.serve_app.ingress.scripted import GENERATION, PATIENCE_S, Script, counters, server
+from tests.serve_app.ingress.scripted import GENERATION, PATIENCE_S, Script, observed, server
 from tests.serve_app.tool_templates.families import WEATHER, call_text
 
 WANTED = parse_completion(b'{"model": "m", "prompt": "x", "stream": true}')
@@ -50,7 +51,7 @@ class Streamed:
         self.texts = texts
         self.timeout_s = timeout_s
         self.closed = asyncio.Event()
-        self.counters = counters(front_door())
+        self.metrics = IngressMetrics()
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         try:
@@ -64,7 +65,16 @@ class Streamed:
             self.closed.set()
 
     async def respond(self, pieces: AsyncGenerator[Piece, None] | None = None) -> Response:
-        meter = AnswerMeter(self.counters, WANTED, [GENERATION], 0.0, 1, TenantLimits().begin("acme"), None)
+        meter = AnswerMeter(
+            observed(self.metrics, front_door()),
+            self.metrics,
+            WANTED,
+            [GENERATION],
+            0.0,
+            1,
+            TenantLimits().begin("acme"),
+            None,
+        )
         deadline = Deadline(Drain(), time.perf_counter() + self.timeout_s, self.timeout_s)
         self.place = await WaitingLine(Budget(Shares({}), lambda: 1)).enter("acme", 1, 1)
         head = AnswerHead("a", 0, "m")
@@ -72,7 +82,7 @@ class Streamed:
         return await streamed(Answer(shown, head, pieces, PieceSink(), self.place, meter, deadline))
 
     def counted(self, name: str = "requests_in_flight") -> float:
-        samples = self.counters.metrics.samples()
+        samples = self.metrics.samples()
         return next(value for found, _, value in samples if found == f"warmpath_{name}")
 
 
@@ -112,11 +122,11 @@ def test_an_answer_past_its_deadline_is_an_error() -> None:
         with pytest.raises(GenerationFailed, match="took over"):
             await late.respond(never())
         assert (late.counted(), late.place.units) == (0, 0)
-        assert not late.counters.metrics.rings, "whoever sends the status counts it"
+        assert not late.metrics.rings, "whoever sends the status counts it"
         broken = Streamed(timeout_s=0.05)
         response = await broken.respond()
         await response(SCOPE, stays, sent)
-        assert sum(bucket.counts["failed"] for bucket in broken.counters.metrics.rings[GENERATION.tenant].values()) == 1
+        assert sum(bucket.counts["failed"] for bucket in broken.metrics.rings[GENERATION.tenant].values()) == 1
         last = sent.call_args.args[0]
         assert not last["more_body"]
         return bytes(last["body"])
@@ -183,8 +193,18 @@ class Bench:
         tokenizer.decoder().flush.return_value = ""
         tokenizer.template.reads_tools = False
         readers, workers = AnswerReaders(tokenizer, "auto"), FairWorkers(Shares({}))
+        metrics = IngressMetrics()
         self.completions = Completions(
-            AppConfig(model="m"), preparer, self, tokenizer, readers, counters(self.door), workers, Drain()
+            AppConfig(model="m"),
+            preparer,
+            self,
+            tokenizer,
+            readers,
+            observed(metrics, self.door),
+            metrics,
+            self.door,
+            workers,
+            Drain(),
         )
         wanted = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
         self.body = json.dumps(wanted).ljust(1000).encode()
@@ -295,12 +315,12 @@ def test_a_grammar_that_fails_in_an_answer_is_an_error_of_the_api(
 def test_each_token_after_the_first_is_a_gap_between_tokens() -> None:
     """A choice of 9 tokens has 8 gaps, however the tokens arrive; an end without a token is none."""
     answer = Streamed()
-    meter = AnswerMeter(answer.counters, WANTED, [GENERATION], 0.0, 1, TenantLimits().begin("acme"), None)
+    meter = AnswerMeter(Observers(), answer.metrics, WANTED, [GENERATION], 0.0, 1, TenantLimits().begin("acme"), None)
     for new_tokens, first in ((2, FirstToken(0)), (1, None), (4, None), (2, None), (0, None)):
         meter.add(Piece(0, "x", new_tokens, first=first))
-    begun_s = meter._last_s[0]
+    begun_s = meter.last_s[0]
     meter.add(Piece(0, "", 0, finish_reason="stop"))
-    assert meter._last_s[0] == begun_s
-    gaps = answer.counters.metrics.inter_token_s[GENERATION.tenant]
+    assert meter.last_s[0] == begun_s
+    gaps = answer.metrics.inter_token_s[GENERATION.tenant]
     assert gaps.count == 8
     assert 0.0 < gaps.total < 60.0

@@ -24,6 +24,7 @@ from serve_app.errors import (
 from serve_app.fairness.rate_limits import TenantLimits
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.guard import RouteGuard, UnsupportedMediaType, foreign_host, refuse_foreign_page
+from serve_app.ingress.observe.answer_meter import Observers
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.routes.handler import OPENAI
 from serve_app.tenants.tenants import Tenants, make_api_key
@@ -130,7 +131,7 @@ REASON = LimitReason("ingress", "concurrent_requests", 3, 3)
 def test_a_refusal_has_one_reason_everywhere(render: RenderError) -> None:
     """It is the same in each API's error, the counter and the figures of the page; other errors have none."""
     metrics = IngressMetrics()
-    guard = RouteGuard(Tenants([ACME], b"s" * 32), metrics, Drain())
+    guard = RouteGuard(Tenants([ACME], b"s" * 32), metrics, Drain(), observers=Observers(refused=[metrics.refused]))
     told = {"place": "ingress", "limit": "concurrent_requests", "used": 3, "most": 3, "retry_after_s": 1.5}
     for error in (RateLimited("later", retry_after_s=1.5, reason=REASON), InvalidRequest("no")):
         assert render(error, "id").body["error"].get("reason") == (told if error.reason is REASON else None)

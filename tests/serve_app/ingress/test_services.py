@@ -15,7 +15,8 @@ from serve_app.config.app import AppConfig
 from serve_app.errors import InvalidRequest
 from serve_app.ingress.adapter_admin import AdapterAdmin
 from serve_app.ingress.assembly import places
-from serve_app.ingress.services import Services
+from serve_app.ingress.services import Access, Cluster, Records, ServedModel, Services
+from tests.serve_app.ingress.scripted import partial_services
 
 BUFFERS = """
 from serve_app.ingress.assembly import return_large_buffers
@@ -66,8 +67,10 @@ def test_adapters_are_for_the_current_tenants() -> None:
         return AppConfig.model_validate({"allow_runtime_lora": True, "tenants": tenants})
 
     admin = AdapterAdmin(config("acme"), AdapterRegistry("demo"), AsyncMock(), AsyncMock())
-    parts = {field.name: MagicMock() for field in fields(Services)} | {"prompts": AsyncMock(), "adapter_admin": admin}
-    asyncio.run(Services(**{**parts, "base_model": {"max_model_len": 4096}}).configure(config("zeta")))
+    kinds = (Access, ServedModel, Cluster, Records, Services)
+    parts = {field.name: MagicMock() for kind in kinds for field in fields(kind)}
+    parts |= {"prompts": AsyncMock(), "adapter_admin": admin, "base_model": {"max_model_len": 4096}}
+    asyncio.run(partial_services(**parts).configure(config("zeta")))
     for name, reason in (("zeta", "no adapter_model.safetensors"), ("acme", "no tenant 'acme'")):
         with pytest.raises(InvalidRequest, match=reason):
             asyncio.run(admin.load(b'{"lora_name": "a", "lora_path": "/nowhere", "tenants": ["%b"]}' % name.encode()))

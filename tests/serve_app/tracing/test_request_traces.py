@@ -13,7 +13,7 @@ from ray.serve.exceptions import BackPressureError
 from serve_app.engine.protocol import EngineOutput, EngineRequest, FirstToken
 from serve_app.errors import GenerationFailed
 from serve_app.replica.token_channel import TokenStream
-from serve_app.tracing.replica import end_pull, replica_trace
+from serve_app.tracing.replica import ReplicaTrace, end_pull
 from serve_app.tracing.request import RequestTrace
 from tests.serve_app.generation.fake_replicas import FakeHandle, answer, generation, ids, lost_once, whole
 from tests.serve_app.ingress.scripted import scripted
@@ -40,8 +40,7 @@ def traced_replica(recorded: Recorded) -> Any:
     """Return a replica's objects for a call: its trace, and a stream that sees outputs."""
 
     async def chunks(call: EngineRequest, replica: str) -> Any:
-        trace = replica_trace(recorded.tracer, call.traceparent, replica, call.prompt_tokens)
-        assert trace is not None
+        trace = ReplicaTrace(recorded.tracer, call.traceparent, replica, call.prompt_tokens)
         stream = TokenStream(trace=trace)
         pull = trace.pull("b", 8, joined=False)
         trace.submitted()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.tracing.request import RequestTrace, call_trace
+from serve_app.tracing.request import RequestTrace
 from serve_app.tracing.tracer import open_tracer, traceparent_of
 from tests.serve_app.tracing.spans import Recorded, by_name, collecting
 
@@ -23,7 +23,6 @@ def test_a_callers_trace_continues_if_it_is_sampled(trace: int, span: int, flags
         recorded.tracer.begin("b", {"traceparent": traceparent_of(began)}).end()
     else:
         assert traceparent_of(began) == ""
-        assert call_trace(recorded.tracer, "", "c") is None
     began.end()
     spans = by_name(recorded.spans())
     assert set(spans) == ({"a", "b"} if flags & 1 else set())
@@ -43,9 +42,8 @@ def test_any_header_gives_a_span(header: str) -> None:
 
 
 def test_without_an_endpoint_or_a_sampler_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OTEL_TRACES_SAMPLER applies, so a request for a call's trace returns none."""
+    """OTEL_TRACES_SAMPLER applies."""
     assert open_tracer(None, "ingress", "a") is None
-    assert call_trace(None, "00-1-1-01", "c") is None
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
     assert RequestTrace(Recorded().tracer, "POST", "/", {}, "").traceparent == ""
 

@@ -180,7 +180,9 @@ def test_no_route_answers_for_another_host(method: str, path: str) -> None:
     if method != "HEAD":
         assert "allowed_hosts" in refused.json()["error"]["message"]
         assert ("type" in refused.json()) == path.startswith("/v1/messages"), "in the API's own shape"
-    counted = {labels: value for name, labels, value in services.guard.metrics.samples() if "requests_total" in name}
+    counted = {
+        labels: value for name, labels, value in services.access.guard.metrics.samples() if "requests_total" in name
+    }
     assert [*counted.values()] == [1.0]
 
 
@@ -279,7 +281,7 @@ def test_health_is_for_good_and_tells_operators_of_a_refused_user_config() -> No
     core = SimpleNamespace(knows_every_cache=True, replica_ids=["a", "b"])
     services = services_of(CLOSED, core=core, connecting=SimpleNamespace(done=bool))
     for done, knows, status in ((False, True, 503), (True, False, 503), (True, True, 200), (True, False, 200)):
-        services.connecting, core.knows_every_cache = SimpleNamespace(done=lambda done=done: done), knows  # type: ignore[assignment]
+        services.cluster.connecting, core.knows_every_cache = SimpleNamespace(done=lambda done=done: done), knows  # type: ignore[assignment]
         assert get("/health", services).status_code == status, "later replicas do not change the health"
         assert {get("/ping", services, method).status_code for method in ("GET", "POST")} == {status}
     well = {"status": "ok", "replicas": 2}
