@@ -17,6 +17,9 @@ PolicyName = Literal[
 POLICY_NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
 DEFAULT_POLICY: PolicyName = "estimated_ttft"
 
+MAX_ATTRIBUTES = 16
+"""The maximum of a replica's attributes in its load report. Further ones are ignored."""
+
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:

@@ -4,11 +4,13 @@ A router decides more often than a replica reports, so ``apply_report`` and ``re
 """
 
 from dataclasses import dataclass, field
+from itertools import islice
 from math import inf, isfinite
 
 import msgspec
 
 from router.protocol.events import LoadReport
+from router.settings import MAX_ATTRIBUTES
 
 DEFAULT_PREFILL_TOKENS_PER_S = 5000.0
 """Applies until a replica has measured its own rate."""
@@ -23,6 +25,7 @@ More makes a hot prefix's requests wait, less copies more for nothing (benchmark
 MAX_TOKENS = 1 << 40
 MAX_SEQUENCES = 1 << 20
 MAX_RATE = 1e9
+MAX_ATTRIBUTE_CHARS = 256
 
 ENOUGH_RATE_TOKENS = 8192
 """The router trusts a prefill rate measured over this many tokens. For fewer, it fills in the missing tokens at the
@@ -119,4 +122,9 @@ def clamped(report: LoadReport) -> LoadReport:
         pull_tokens_per_s=rate(report.pull_tokens_per_s),
         prefill_rate_tokens=min(max(report.prefill_rate_tokens, 0), MAX_TOKENS),
         taken_at_s=report.taken_at_s if isfinite(report.taken_at_s) else 0.0,
+        attributes={
+            name: value
+            for name, value in islice(report.attributes.items(), MAX_ATTRIBUTES)
+            if (len(value) <= MAX_ATTRIBUTE_CHARS if isinstance(value, str) else isfinite(value))
+        },
     )

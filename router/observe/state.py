@@ -68,6 +68,7 @@ def replica_load_state(replica_id: str, loads: LoadTable, now_s: float) -> dict[
         "running_sequences": report.running_sequences,
         "waiting_sequences": report.waiting_sequences,
         "prefill_tokens_per_s": report.prefill_tokens_per_s,
+        "attributes": report.attributes,
         "report_age_s": None if replica.reported_at_s is None else round(now_s - replica.reported_at_s, 3),
     }
 

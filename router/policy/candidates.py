@@ -61,6 +61,11 @@ class RoutingView(NamedTuple):
         """The most tokens that any replica has cached."""
         return max(self.match.values()) if self.match else 0
 
+    def attribute(self, name: str, default: float) -> Floats:
+        """Return by row a numeric attribute of the replicas (``replica_attributes``), or ``default``."""
+        values = (self.loads.replicas[replica_id].report.attributes.get(name) for replica_id in self.loads.replica_ids)
+        return np.array([default if value is None or isinstance(value, str) else value for value in values], np.float64)
+
 
 def rendezvous(placement_key: bytes, loads: LoadTable) -> npt.NDArray[np.uint64]:
     """Return each row's weight for a key, equal in all routers. A new or removed replica moves only its own keys."""

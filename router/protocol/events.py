@@ -62,6 +62,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag="load", array_like=True):
     ``adapters``: the LoRA adapters in memory (see ``pack_adapters``); ``adapter_load_s``: the load time of one adapter.
     ``arrived``, ``begun``: since the previous report, the requests that arrived, and that had their first token or
     ended (see ``request_key``). Only replicas without reservation numbers send them.
+    ``attributes``: of the replica, such as its zone or price, for policies; at most ``settings.MAX_ATTRIBUTES``.
     """
 
     queued_prefill_tokens: int
@@ -80,6 +81,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag="load", array_like=True):
     taken_at_s: float = 0.0
     arrived: bytes = b""
     begun: bytes = b""
+    attributes: dict[str, str | float] = {}
 
 
 class StatsReport(msgspec.Struct, frozen=True, tag="stats", array_like=True):

@@ -2,11 +2,11 @@
 
 import re
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StringConstraints, field_validator, model_validator
 
-from router.settings import DEFAULT_POLICY, DEFAULTS, PolicyName
+from router.settings import DEFAULT_POLICY, DEFAULTS, MAX_ATTRIBUTES, PolicyName
 from serve_app.config.cache import MIB, CacheSection, LifecycleSection
 from serve_app.config.engine import ENGINES, EngineSection, EngineTraits, LoraSection
 from serve_app.config.quantities import Bytes, Seconds
@@ -50,10 +50,20 @@ def is_template(value: object) -> bool:
     return isinstance(value, str) and ("{" in value or "\n" in value)
 
 
+AttributeName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_./-]{0,63}$")]
+AttributeValue = Annotated[str, StringConstraints(max_length=64)] | FiniteFloat
+
+
 class RoutingSection(BaseModel):
     """The choice of a replica, and the requests that wait for one."""
 
     policy: PolicyName = Field(DEFAULT_POLICY, description="policy that chooses replicas (docs/explanation/routing.md)")
+    replica_attributes: dict[AttributeName, AttributeValue] = Field(
+        default_factory=dict,
+        max_length=MAX_ATTRIBUTES,
+        description="facts of replicas for policies, such as `{zone: a, price: 2.1}`, besides the labels of their Ray "
+        "node; /v1/cache/state and explain show them",
+    )
     no_replica_wait_s: Seconds = Field(
         DEFAULTS.no_replica_wait_s, ge=0, le=600, description="a request's wait without any replica, then 503"
     )

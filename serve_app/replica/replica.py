@@ -48,7 +48,7 @@ from serve_app.replica.lifecycle.lifecycle import Lifecycle
 from serve_app.replica.lifecycle.receipt import MoveMeters
 from serve_app.replica.peers import Peers, Question
 from serve_app.replica.pull import Puller
-from serve_app.replica.reporter import Reporter, replica_figures, tell_caches
+from serve_app.replica.reporter import Reporter, attributes_of, replica_figures, tell_caches
 from serve_app.replica.running_calls import STOPPING, RunningCalls
 from serve_app.replica.session_gate import SessionGate
 from serve_app.replica.token_channel import TokenSender, TokenStream
@@ -94,6 +94,8 @@ class Replica:
         self._puller = Puller(self._engine, peers.fetch, self._config)
         self._ending.push_async_callback(self._puller.stop)
         self._moves = MoveMeters()
+        labels = ray.get_runtime_context().get_node_labels()
+        self._attributes = attributes_of(self._config.replica_attributes, labels)
         gpus = ",".join(map(str, ray.get_gpu_ids()))
         self._place = (("pid", str(os.getpid())), ("node", platform.node()), ("gpu", gpus))
         self._lifecycle = Lifecycle(self._config, self._engine, self._adapters, peers, self._running, self._moves)
@@ -241,6 +243,7 @@ class Replica:
             pull_tokens_per_s=self._puller.tokens_per_s,
             adapters=pack_adapters(self._engine.adapters.loaded),
             adapter_load_s=self._adapters.load_s,
+            attributes=self._attributes,
         )
 
     def _stats(self) -> StatsReport:

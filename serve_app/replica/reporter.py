@@ -4,15 +4,17 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 
 from msgspec import structs
 
 from router.feed import FeedPublisher
 from router.protocol.autoscaling import ReplicaFigures
 from router.protocol.events import Event, LoadReport, StatsReport
+from router.settings import MAX_ATTRIBUTES
 from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import Engine
 
@@ -79,6 +81,18 @@ async def tell_caches(engine: Engine, feed: FeedPublisher, interval_s: float = D
             logger.warning("other blocks were published than the caches hold: all held blocks are published again")
             mended, next_s, pause_s = drifts, now_s + pause_s, min(2 * pause_s, _LAST_PAUSE_S)
         await asyncio.to_thread(engine.tell_cache, anew=anew)
+
+
+def attributes_of(settings: Mapping[str, str | float], labels: Mapping[str, str]) -> dict[str, str | float]:
+    """Return a replica's attributes: the settings', then its node's labels, numbers as such, as many as fit."""
+    found = dict(settings)
+    for name, text in labels.items():
+        if name != "ray.io/node-id":
+            try:
+                found.setdefault(name, float(text))
+            except ValueError:
+                found.setdefault(name, text)
+    return dict(islice(found.items(), MAX_ATTRIBUTES))
 
 
 def replica_figures(engine: Engine, version: int, config: AppConfig) -> ReplicaFigures:

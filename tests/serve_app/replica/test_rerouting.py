@@ -35,6 +35,7 @@ def asked(decision: Decision | None) -> EngineOutput:
         _engine=SimpleNamespace(load=lambda: LOAD, adapters=SimpleNamespace(loaded=())),
         _adapters=SimpleNamespace(load_s=0.5),
         _puller=SimpleNamespace(tokens_per_s=7.0),
+        _attributes={"zone": "a"},
     )
 
     replica._load = partial(Replica._load, replica)
@@ -45,7 +46,7 @@ def test_old_news_is_answered_with_the_load() -> None:
     """The load is complete, as in the feed, and arrives in a chunk's wire format."""
     chunk = asked(Decision("me", "router", 1, 0, 0, "cold", queued_tokens=0))
     assert (chunk.error, chunk.request_id) == ("rerouted", "q")
-    assert chunk.load == structs.replace(LOAD, pull_tokens_per_s=7.0, adapter_load_s=0.5)
+    assert chunk.load == structs.replace(LOAD, pull_tokens_per_s=7.0, adapter_load_s=0.5, attributes={"zone": "a"})
 
 
 @pytest.mark.parametrize("queued", [5000, 9000, None])

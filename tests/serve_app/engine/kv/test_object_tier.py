@@ -2,13 +2,13 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fsspec import register_implementation
 from fsspec.implementations.memory import MemoryFileSystem
+from msgspec.structs import replace
 
 from router.protocol.block_hash import PrefixScope
 from router.protocol.events import BlocksStored, Event
