@@ -19,6 +19,7 @@ from typing import Any, Self
 import msgspec
 import psutil
 
+from serve_app.cli.haproxy import IDLE_TIMEOUT_S
 from serve_app.cli.local_ray import answers, held_port, keep_token_private, local_environment
 from serve_app.cli.processes import adopt_orphans, end_descendants
 from serve_app.ray_compat import deploy_config, keep_cluster_unlisted, live_actors
@@ -156,7 +157,6 @@ class _Raylets:
 
         keep_cluster_unlisted()
         self._run_dir = run_dir
-        self._port = port
         self._cluster = Cluster()
         # Node N has 1,000 units of the resource "nodeN", which can tie a deployment to it.
         self._nodes = {
@@ -173,7 +173,8 @@ class _Raylets:
         self.address = str(self._cluster.address)
         ray.init(address=self.address, log_to_driver=False, logging_level="ERROR")
         keep_token_private()
-        serve.start(http_options={"host": HOST, "port": port}, proxy_location="HeadOnly")
+        self._http = {"host": HOST, "port": port, "keep_alive_timeout_s": IDLE_TIMEOUT_S}
+        serve.start(http_options=self._http, proxy_location="HeadOnly")
 
     def kill_node(self, number: int) -> None:
         """Kill all a node's processes with SIGKILL at once, like a failure of its machine."""
@@ -182,8 +183,7 @@ class _Raylets:
     def deploy(self, application: dict[str, Any]) -> None:
         """Deploy this application like ``serve deploy`` with a config file; return before its start."""
         ours = {"name": APP_NAME, "route_prefix": "/", "import_path": "serve_app:build_app", **application}
-        http = {"host": HOST, "port": self._port}
-        deploy_config({"proxy_location": "HeadOnly", "http_options": http, "applications": [ours]})
+        deploy_config({"proxy_location": "HeadOnly", "http_options": self._http, "applications": [ours]})
 
     def status(self) -> dict[str, Any]:
         """Return the application's ``status``, ``message``, and ``deployments`` by name."""

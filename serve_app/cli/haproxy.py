@@ -1,29 +1,25 @@
-"""HAProxy in front of a local instance: a wrapper program that Ray starts, with bounds for each client of the port."""
+"""HAProxy in front of a local instance: a wrapper program that Ray starts, with bounds for each client of the port.
+
+Ray has options for the times of idle clients, but none for rules of its frontend, for the interfaces of HAProxy's pages
+or for the texts of errors, and HAProxy takes a frontend's rules from one file alone. So the wrapper edits Ray's file.
+Ray's own HAProxy has only the bounds of its options and of the ingress (`serve_app/ingress/connections.py`).
+"""
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from serve_app.api.openai.response import openai_error
-from serve_app.errors import (
-    GenerationFailed,
-    InvalidRequest,
-    LimitReason,
-    Overloaded,
-    RateLimited,
-    RequestTimeout,
-    WarmpathError,
-)
+from serve_app.errors import GenerationFailed, InvalidRequest, Overloaded, RequestTimeout, WarmpathError
+from serve_app.ingress.connections import HEADER_TIMEOUT_S, MAX_CONNECTIONS, MAX_HEADER_BYTES, too_many
+from serve_app.ingress.http import BODY_TIMEOUT_S
 
 MAX_CONNECTIONS_PER_ADDRESS = 512
-BUFFER_BYTES = 64 << 10
-"""HAProxy's buffer for a request: one that fits is resent to another ingress if its first dies before it answers."""
+BUFFER_BYTES = MAX_HEADER_BYTES
+"""HAProxy's buffer, its bound of headers. A request that fits is resent to another ingress if its first dies early."""
 RETRY_ON = "conn-failure empty-response"
-BUFFER_BYTES = 64 << 10
-"""HAProxy's buffer for a request: one that fits is resent to another ingress if its first dies before it answers."""
-RETRY_ON = "conn-failure empty-response"
-PORT_CONNECTIONS = 4096
-"""Connections of all addresses, as in Ray; more if one address may have as many."""
+IDLE_TIMEOUT_S = 30
+"""For a connection without a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,35 +28,30 @@ class PortBounds:
 
     ``connections_per_address``: those with a request; more get a 429. Idle ones are taken while the port has room.
     ``connections``: of all addresses.
-    ``body_timeout_s``: for the part of a body that fits the buffer; ``stall_timeout_s``: without any transferred byte.
+    ``body_timeout_s``: for the part of a body that fits the buffer.
     """
 
     connections_per_address: int = MAX_CONNECTIONS_PER_ADDRESS
-    connections: int = PORT_CONNECTIONS
-    header_timeout_s: int = 10
-    body_timeout_s: int = 30
-    idle_timeout_s: int = 30
-    stall_timeout_s: int = 60
+    connections: int = MAX_CONNECTIONS
+    header_timeout_s: int = int(HEADER_TIMEOUT_S)
+    body_timeout_s: int = int(BODY_TIMEOUT_S)
 
 
 _WRAPPER = """#!/bin/sh
-# Ray binds HAProxy's statistics and metrics pages to every interface, and opens its admin socket to every user.
-# This instance needs them only for this machine and this user. With `option splice-request`, HAProxy 2.8 does not
-# notice a client that leaves before its answer begins. $3 is the config file (-db -f FILE ...).
-sed -i -E 's/^( *bind) \\*?:({stats}|{metrics})$/\\1 127.0.0.1:\\2/; s/(stats socket .*) mode 666/\\1 mode 600/' "$3"
-sed -i -E '/^ *option splice-re(quest|sponse)/d; /^ *errorfile 50[234] /d' "$3"
+# Ray binds HAProxy's statistics and metrics pages to every interface; this instance needs them only for this machine.
+# $3 is the config file (-db -f FILE ...).
+sed -i -E 's/^( *bind) \\*?:({stats}|{metrics})$/\\1 127.0.0.1:\\2/; /^ *errorfile 50[234] /d' "$3"
 grep -q 'track-sc0' "$3" || sed -i '/^frontend http_frontend$/,/^ *bind /{{
 /^ *bind /r {rules}
 }}
 /^frontend http_frontend$/i backend requests_by_address\\n    stick-table type ipv6 size 100k expire 10m store conn_cur
 ' "$3"
-exec '{binary}' "$@"
+# -dS: with spliced requests, HAProxy 2.8 does not notice a client that leaves before its answer begins.
+exec '{binary}' -dS "$@"
 """
 
 _RULES = """\
     timeout http-request {bounds.header_timeout_s}s
-    timeout http-keep-alive {bounds.idle_timeout_s}s
-    timeout client {bounds.stall_timeout_s}s
     # For IPv6 an address is a network of 64 bits: one client has all its addresses.
     stick-table type ipv6 size 100k expire 10m store conn_cur
     tcp-request connection track-sc0 src,ipmask(32,64)
@@ -91,13 +82,6 @@ def write_wrapper(run_dir: Path, *, binary: str, stats: int, metrics: int, bound
 
 def _frontend_rules(bounds: PortBounds) -> str:
     most = bounds.connections_per_address
-    too_many = RateLimited(
-        f"Your address has over {most} requests in flight; wait for some, or start the server with a larger "
-        "--max-connections-per-address.",
-        code="too_many_connections",
-        retry_after_s=1,
-        reason=LimitReason("port", "max_connections_per_address", most=most),
-    )
     broken_off = Overloaded("The answer broke off before it began; send the request again.", retry_after_s=1)
     # HAProxy's own 400 and 408 for invalid or unfinished headers have a fixed text.
     errors: dict[int, WarmpathError] = {
@@ -113,7 +97,7 @@ def _frontend_rules(bounds: PortBounds) -> str:
         crowded=bounds.connections * 3 // 4,
         full=bounds.connections * 7 // 8,
         few=max(1, most // 8),
-        refused=_answer(429, too_many),
+        refused=_answer(429, too_many(most)),
         broken_off=_answer(502, broken_off),
         errors="\n".join(f"    http-error {_answer(status, error)}" for status, error in errors.items()),
     )

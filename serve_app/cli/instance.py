@@ -25,6 +25,7 @@ from serve_app.checkpoints.sources.resolve import resolve_model, with_local_mode
 from serve_app.checkpoints.sources.smollm2 import SMOLLM2
 from serve_app.cli.checks.finding import Look
 from serve_app.cli.checks.run import findings
+from serve_app.cli.haproxy import IDLE_TIMEOUT_S
 from serve_app.cli.local_ray import answers, keep_token_private, local_environment
 from serve_app.cli.processes import end_descendants
 from serve_app.cli.supervisor import Launch
@@ -135,7 +136,8 @@ def _serving(settings: AppConfig, launch: Launch, console: Console) -> Iterator[
         # Ray's own handler of SIGTERM exits at once; this process ends by an order instead.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with _step(console, f"[3/4] {settings.first_replicas} replicas and the ingress"):
-            ray_serve.start(http_options={"host": launch.host, "port": launch.port}, proxy_location="HeadOnly")
+            http = {"host": launch.host, "port": launch.port, "keep_alive_timeout_s": IDLE_TIMEOUT_S}
+            ray_serve.start(http_options=http, proxy_location="HeadOnly")
             target = ray_serve.RunTarget(build_app(settings), name=APP_NAME, route_prefix="/")
             ray_serve.run_many([target], wait_for_applications_running=False)
             _wait_until_running(logs)

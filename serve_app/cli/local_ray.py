@@ -12,11 +12,11 @@ import httpx
 from serve_app.cli.haproxy import (
     BUFFER_BYTES,
     MAX_CONNECTIONS_PER_ADDRESS,
-    PORT_CONNECTIONS,
     RETRY_ON,
     PortBounds,
     write_wrapper,
 )
+from serve_app.ingress.connections import ADDRESS_BOUND, MAX_CONNECTIONS, STALL_TIMEOUT_S
 
 FIRST_PORT, LAST_PORT = 20_000, 32_000
 """Above the ports of `ray start`'s workers, below those of outgoing connections."""
@@ -33,6 +33,7 @@ _DEFAULTS = {
     # Three failed checks reveal a dead HAProxy, and nothing listens until then. Ray's default is a check every 10 s.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     "RAY_SERVE_HAPROXY_RETRY_ON": RETRY_ON,
+    "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": f"{STALL_TIMEOUT_S:.0f}",
     "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(BUFFER_BYTES),
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": CLIENT_HEADERS,
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -100,10 +101,13 @@ def local_environment(
             stats, metrics = first + PORT_WINDOW - 3, first + PORT_WINDOW - 4
             ending.enter_context(_kept(stats))
             ending.enter_context(_kept(metrics))
+            os.environ.pop(ADDRESS_BOUND, None)  # behind HAProxy, all clients have its address
             # One address has room for its own number, with an eighth of the port left for others.
-            most = max(PORT_CONNECTIONS, connections_per_address * 8 // 7)
+            most = max(MAX_CONNECTIONS, connections_per_address * 8 // 7)
             most = int(os.environ.setdefault("RAY_SERVE_HAPROXY_MAXCONN", str(most)))
             _configure_haproxy(run_dir, stats, metrics, PortBounds(connections_per_address, most))
+        else:
+            os.environ[ADDRESS_BOUND] = str(connections_per_address)
         yield
 
 

