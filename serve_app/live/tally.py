@@ -44,10 +44,12 @@ FIGURES: dict[str, Callable[[Mapping[str, str]], str]] = {
     "warmpath_requests_total": _outcome,
     "warmpath_broken_streams_total": _outcome,
     "warmpath_tenant_completion_tokens_total": lambda _: "tokens",
+    "warmpath_tenant_prompt_tokens_total": lambda _: "prompt_tokens",
+    "warmpath_tenant_cached_prompt_tokens_total": lambda _: "cached_tokens",
     "warmpath_refusals_total": lambda labels: f"{_BY}{labels['place']}: {labels['limit']}",
 }
 """The page's counters by metric: maps labels, one of them the tenant, to the name in a FIGURE (docs: api), or to ""."""
-NAMES = ("requests", "refused", "failed", "tokens")
+NAMES = ("requests", "refused", "failed", "tokens", "prompt_tokens", "cached_tokens")
 RATES = {"tokens": "tokens/s"}
 """The figures that the page shows as rates, each with a label, besides those that it words itself."""
 

@@ -70,8 +70,8 @@ async def events(request: Request, services: Front) -> Response:
     - **TOTAL**, since the start: `tenant`, `requests`, `prompt_tokens`, `cached_tokens`.
     - **FIGURE**, of ten seconds, kept for 15 minutes even without watchers: `at_s` (its start), `requests` (answered),
       `refused` (429), `refused_by` (those with a `reason`, by place and limit), `failed` (5xx, or an error in a
-      stream), `tokens` (generated), `ttft_p50_s`, `ttft_p95_s` (of generations, as clients see it; error at most 7 %),
-      all from the counters of `/metrics`. Periods without a request are absent.
+      stream), `tokens` (generated), `prompt_tokens`, `cached_tokens`, `ttft_p50_s`, `ttft_p95_s` (of generations, as
+      clients see it; error at most 7 %), all from the counters of `/metrics`. Periods without a request are absent.
     - **DECISION**: `request` (the answer's id without its prefix, and a choice; of a response, the first half of that
       id's SHA-256), `tenant`, `ingress`, `replica`, `reason` (as in `/v1/cache/explain`), `node` (the deepest
       node that the prompt starts with, or null), `prompt_tokens`, `best_cached_tokens` (the most on any replica),

@@ -64,7 +64,8 @@ def test_only_errors_of_the_server_are_counted(clock: Clock) -> None:
     ((at_s, row),) = rows_of([counts.rings], None, clock())[0].items()
     assert at_s == START_S
     assert row == {
-        "at_s": START_S, "requests": 0, "refused": 2, "failed": 3, "tokens": 7, "ttft_p50_s": None, "ttft_p95_s": None
+        "at_s": START_S, "requests": 0, "refused": 2, "failed": 3, "tokens": 7, "prompt_tokens": 0, "cached_tokens": 0,
+        "ttft_p50_s": None, "ttft_p95_s": None,
     }  # fmt: skip
 
 

@@ -9,7 +9,6 @@ const MAX_DECISIONS = 1500;
 const MAX_FIGURES = 90;
 const BUCKET_S = 10;
 const MINUTE_BUCKETS = 6;
-const WINDOW_S = 60;
 const LOST_SHOWN_S = 60;
 const QUIET_S = 3;
 
@@ -144,10 +143,9 @@ export class Cache {
 
   /** The cached tokens, and the reused share of the prompts of the last minute, or since the start if there were none. */
   vitals() {
-    let recent = this.decisions.filter((decision) => decision.at_s > this.nowS - WINDOW_S);
-    const lately = recent.length > 0;
-    if (!lately) recent = this.totals;
-    const sum = (field) => recent.reduce((total, one) => total + (one[field] ?? 0), 0);
+    const ofMinute = this.lastMinute().sum;
+    const lately = ofMinute("prompt_tokens") > 0;
+    const sum = lately ? ofMinute : (field) => this.totals.reduce((total, one) => total + (one[field] ?? 0), 0);
     let cached = 0;
     for (const replica of this.replicas.values()) cached += this.tokensOf(replica);
     return { cached, lately, reused: sum("prompt_tokens") ? sum("cached_tokens") / sum("prompt_tokens") : null };

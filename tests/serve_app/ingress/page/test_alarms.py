@@ -100,17 +100,21 @@ def test_an_operator_sees_each_problem(page: Any, stage: Stage) -> None:
 def test_the_header_shows_the_last_15_minutes(page: Any, stage: Stage) -> None:
     """The server has kept them since before this tab, so a second tab shows the same."""
     now_s = time.time()
-    rows = [figure(now_s - 10 * at) for at in range(90)]
-    begin(page, stage, figures=rows, minute=rows[0])
+    rows = [figure(now_s - 10 * at, prompt_tokens=400, cached_tokens=300) for at in range(90)]
+    total = {"tenant": "acme", "requests": 9, "prompt_tokens": 1000, "cached_tokens": 100}
+    begin(page, stage, figures=rows, minute=rows[0], totals=[total])
     page.locator("#vital-rate", has_text="4.").wait_for()
     assert page.locator("#vital-ttft").inner_text() == "21 ms · 340 ms"
     assert page.locator("#vital-errors").inner_text() == "0"
     assert "p95 at most 340 ms" in page.locator("#spark-ttft").get_attribute("aria-label")
     drawn = page.locator("#spark-rate .spark-0").get_attribute("d")
     assert drawn.count("L") > 85, "one line without a gap"
-    stage.snapshots = {"": [snapshot(now_s, replicas=[replica("r1")])]}
+    assert page.locator("#vital-reused").inner_text() == "75 %"
+    assert page.locator("#vital-reused-label").inner_text() == "prompts reused, last minute"
+    stage.snapshots = {"": [snapshot(now_s, replicas=[replica("r1")], totals=[total])]}
     page.reload()
     page.locator("#vital-replicas", has_text="1").wait_for()
+    assert page.locator("#vital-reused").inner_text() == "10 %"
     assert page.locator("#vital-replicas-label").inner_text() == "replica"
     assert page.locator("#vital-ttft").inner_text() == "–"
 
