@@ -19,12 +19,8 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
-from serve_app.checkpoints.checkpoint import CheckpointError
 from serve_app.checkpoints.demo_model import RECIPES
-from serve_app.checkpoints.sources.resolve import resolve_model, with_local_model
 from serve_app.checkpoints.sources.smollm2 import SMOLLM2
-from serve_app.cli.checks.finding import Look
-from serve_app.cli.checks.run import findings
 from serve_app.cli.haproxy import IDLE_TIMEOUT_S
 from serve_app.cli.local_ray import answers, keep_token_private, local_environment
 from serve_app.cli.processes import end_descendants
@@ -38,16 +34,11 @@ _EXCEPTION = re.compile(r"^(?P<kind>(?:\w+\.)*[A-Z]\w*): (?P<text>.+)$")
 
 
 class StartFailed(Exception):
-    """The instance cannot start, for the reasons in ``sentences``. ``status``: 2 if nothing was started yet, else 1."""
-
-    def __init__(self, *sentences: str, status: int = 1) -> None:
-        super().__init__(*sentences)
-        self.sentences = sentences
-        self.status = status
+    """The instance cannot start; the message is for the user."""
 
 
 def main() -> None:
-    """Run the instance of the socket's first line until the second. Exits with 2 for refused settings, 1 for faults."""
+    """Run the instance of the socket's first line until the second. Exits with 1 for faults."""
     channel = FileIO(os.dup(sys.stdin.fileno()), "r+")
     with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), sys.stdin.fileno())  # child processes would keep the socket open
@@ -57,8 +48,7 @@ def main() -> None:
     terminal, output = _kept(sys.stderr), _kept(sys.stdout)
     console = Console(file=terminal, highlight=False, markup=False, emoji=False, soft_wrap=True)
     try:
-        channel.write(b"begun\n")  # from here on, an interrupt ends the process silently
-        settings = _usable(AppConfig.model_validate(launch.settings), console)
+        settings = AppConfig.model_validate(launch.settings)
         if not launch.verbose:
             _write_to(launch.log)
         with _serving(settings, launch, console):
@@ -66,12 +56,9 @@ def main() -> None:
             print(greeting(settings, launch.url), file=output, flush=True)
             stop.wait()
             _drain(settings.shutdown_timeout_s, console)
-    except KeyboardInterrupt:
-        pass  # the start is cancelled: a half-made model has been removed
     except StartFailed as error:
-        for sentence in error.sentences:
-            console.print(f"error: {sentence}", style="red")
-        sys.exit(error.status)
+        console.print(f"error: {error}", style="red")
+        sys.exit(1)
     except Exception as error:
         if not launch.verbose:
             _write_to(launch.log)
@@ -107,18 +94,6 @@ def _step(console: Console, subject: str) -> Iterator[None]:
     with console.status(f"{subject}: starting"):
         yield
     console.print(f"{subject}: started")
-
-
-def _usable(settings: AppConfig, console: Console) -> AppConfig:
-    """Find, fetch or build the model; return the settings with it. Raises StartFailed for unusable settings."""
-    try:
-        settings = with_local_model(settings, console.print)
-    except CheckpointError as error:
-        raise StartFailed(str(error), status=2) from error
-    if sentences := [one.sentence for one in findings(Look("start", settings), "model", "files")]:
-        raise StartFailed(*sentences, status=2)
-    console.print(f"[1/4] model {settings.model_name}: {resolve_model(settings.model)}")
-    return settings
 
 
 @contextmanager

@@ -8,6 +8,8 @@ import typer
 from typer.core import TyperCommand
 
 from router import __version__
+from serve_app.checkpoints.checkpoint import CheckpointError
+from serve_app.checkpoints.sources.resolve import resolve_model, with_local_model
 from serve_app.cli.bench import questions
 from serve_app.cli.checks.finding import Look
 from serve_app.cli.checks.machine import gpu_count, replica_gpus
@@ -18,7 +20,7 @@ from serve_app.cli.commands.infer import infer
 from serve_app.cli.commands.plan import plan
 from serve_app.cli.console import console, fail
 from serve_app.cli.haproxy import MAX_CONNECTIONS_PER_ADDRESS
-from serve_app.cli.supervisor import Launch, Supervisor
+from serve_app.cli.supervisor import Launch, Supervisor, giving_up
 from serve_app.config.app import AppConfig
 from serve_app.config.files import load_settings
 from serve_app.config.reference import settings_text, settings_yaml
@@ -148,10 +150,25 @@ def serve(
     if settings.allowed_hosts is None and not settings.tenants and host in ("127.0.0.1", "localhost", "::1"):
         # Pages of any site run in this machine's browser; only the name in Host distinguishes them from ours.
         settings.allowed_hosts = []
-    # The difference between given settings and defaults matters if the default model is unavailable.
-    given = settings.model_dump(mode="json", exclude_unset=True)
-    launch = Launch(given, host, port, haproxy, max_connections_per_address, verbose)
-    raise typer.Exit(Supervisor(console, settings.shutdown_timeout_s).run(launch))
+    with giving_up(console):
+        settings = with_model(settings)
+        given = settings.model_dump(mode="json", exclude_unset=True)
+        launch = Launch(given, host, port, haproxy, max_connections_per_address, verbose)
+        status = Supervisor(console, settings.shutdown_timeout_s).run(launch)
+    raise typer.Exit(status)
+
+
+def with_model(settings: AppConfig) -> AppConfig:
+    """Find, fetch or build the model; return the settings with it, or exit with 2 if they cannot be used."""
+    try:
+        settings = with_local_model(settings, console.print)
+    except CheckpointError as error:
+        fail(str(error))
+    wrong = [finding.sentence for finding in findings(Look("start", settings), "model", "files")]
+    if wrong:
+        fail("\nerror: ".join(wrong))
+    console.print(f"[1/4] model {settings.model_name}: {resolve_model(settings.model)}")
+    return settings
 
 
 @app.command("settings", rich_help_panel="Serving")

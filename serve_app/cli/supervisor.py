@@ -1,6 +1,6 @@
 """Runs an instance in a child process, to end it at any moment: Ray's calls block in C++ and ignore signals.
 
-Their socket carries the launch and the order to stop; the child replies "begun" (interruptible) and "serving".
+Their socket carries the launch and the order to stop; the child replies "serving" once it can stop in order.
 """
 
 import json
@@ -25,6 +25,9 @@ from serve_app.cli.processes import OWNER, adopt_orphans, end_descendants, forge
 
 _OWN_LINE = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2), ControlType.SHOW_CURSOR)
 """Clears the line of the instance's spinner and restores the cursor."""
+
+
+GIVEN_UP = "stopping: the start is given up"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,7 @@ class Supervisor:
     def run(self, launch: Launch, command: list[str] | None = None) -> int:
         """Run the instance until all its processes have ended. ``command``: replaces the instance's program.
 
-        Return the exit status: 0 after a stop, 1 failed, 2 refused, 128 + signal if it was cut short.
+        Return the exit status: 0 after a stop, 1 failed, 128 + signal if it was cut short.
         """
         adopt_orphans()
         channel, theirs = socket.socketpair()
@@ -85,8 +88,7 @@ class Supervisor:
             self._say(f"log: {log} (--verbose shows it here)")
         else:
             log.unlink(missing_ok=True)  # the system may have deleted it after weeks
-        if status != 2:
-            self._say("stopped")
+        self._say("stopped")
         return status
 
     def _follow(self, process: subprocess.Popen[bytes], channel: socket.socket, signals: socket.socket) -> int:
@@ -106,11 +108,7 @@ class Supervisor:
                 if number == signal.SIGCHLD:
                     continue
                 if stopping or b"serving" not in words:
-                    self._say("stopping at once" if stopping else "stopping: the start is given up")
-                    if b"begun" in words and not stopping:
-                        process.send_signal(signal.SIGINT)  # it removes a half-made model from the cache
-                        with suppress(subprocess.TimeoutExpired):
-                            process.wait(1.0)
+                    self._say("stopping at once" if stopping else GIVEN_UP)
                     return 128 + number
                 stopping = True
                 self._say(
@@ -119,13 +117,31 @@ class Supervisor:
                 _tell(channel, "stop")
 
     def _ended(self, status: int) -> int:
-        if status not in (1, 2):
+        if status != 1:
             self._say("error: the instance ended without a word", error=True)
-        return 2 if status == 2 else 1
+        return 1
 
     def _say(self, text: str, *, error: bool = False) -> None:
         self._console.control(_OWN_LINE)
         self._console.print(text, style="red" if error else None, markup=False, emoji=False, soft_wrap=True)
+
+
+@contextmanager
+def giving_up(console: Console) -> Iterator[None]:
+    """End this process at a signal as ``Supervisor.run`` does during a start; what runs here is interrupted."""
+
+    def interrupt(number: int, _: object) -> None:
+        raise KeyboardInterrupt(number)  # a half-made model is removed
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        console.print(f"{GIVEN_UP}\nstopped")
+        sys.exit(128 + error.args[0])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

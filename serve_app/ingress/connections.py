@@ -12,7 +12,7 @@ import struct
 import termios
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from ipaddress import IPv6Address, ip_address
 from typing import Any
 
@@ -102,10 +102,12 @@ class AddressBounds:
             return too_many(self._most)
         return None
 
-    @contextmanager
-    def counted(self, scope: Mapping[str, Any]) -> Iterator[None]:
+    def counted(self, scope: Mapping[str, Any]) -> AbstractContextManager[None]:
         """Count a request while it runs."""
-        network = _network(scope) if self._most else ""
+        return self._count(_network(scope)) if self._most else nullcontext()
+
+    @contextmanager
+    def _count(self, network: str) -> Iterator[None]:
         self._busy[network] += 1
         try:
             yield

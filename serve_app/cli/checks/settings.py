@@ -27,12 +27,14 @@ from serve_app.replica.engine_factory import MAKERS, refused_settings, served_fi
 from serve_app.stored.databases import URL_VARIABLE, StorageLimits, open_database
 from serve_app.tenants.secret import load_secret
 
-_ENGINE_ARGS = """
+_TRIED = """
 import json, sys
-from serve_app.engine.vllm.engine_args import parsed_engine_args
+from importlib import import_module
+from pathlib import Path
+module, name, argument, options = json.loads(sys.argv[1])
 try:
-    parsed_engine_args(json.loads(sys.argv[1]))
-except ValueError as error:
+    getattr(import_module(module), name)(Path(argument) if isinstance(argument, str) else argument, **options)
+except (ValueError, OSError) as error:
     print(error)
 """
 _TEMPLATE = """
@@ -45,25 +47,6 @@ path, template, parsers = json.loads(sys.argv[1])
 tokenizer = PromptTokenizer(Path(path), chat_template=template)
 print(*tokenizer.template.notes, sep="\\n")
 print(AnswerReaders(tokenizer, parsers["tool_parser"], parsers["reasoning_parser"]).unread)
-"""
-_OWN_TEMPLATE = """
-import json, sys
-from pathlib import Path
-from serve_app.tokenization.tokenizer import PromptTokenizer
-path, template = json.loads(sys.argv[1])
-try:
-    PromptTokenizer(Path(path), chat_template=template)
-except ValueError as error:
-    print(error)
-"""
-_ARCHITECTURE = """
-import sys
-from pathlib import Path
-from serve_app.engine.attention.supported import served_config
-try:
-    served_config(Path(sys.argv[1]))
-except (ValueError, OSError) as error:
-    print(error)
 """
 
 
@@ -105,7 +88,7 @@ def fit(look: Look) -> Iterator[Finding]:
         yield problem("engine", sentence)
     arguments = settings.to_json()["engine_args"]
     if arguments and place != "elsewhere" and not settings.engine_traits.missing():
-        yield from _said("engine_args", _ENGINE_ARGS, json.dumps(arguments))
+        yield from _tried("engine_args", "serve_app.engine.vllm.engine_args", "parsed_engine_args", arguments)
     for setting in PARSERS:
         yield from _refusal(setting, partial(check_parser, setting, getattr(settings, setting)))
     adapters = {name: path for name, path in settings.lora_adapters.items() if _looks_into(path, place)}
@@ -141,9 +124,10 @@ def model(look: Look) -> Iterator[Finding]:
     yield from _refusal("max_model_len", lambda: max_model_len(settings, info))
     yield from _blocks(settings, fields.get("text_config", fields))
     if settings.engine_traits.built_in and settings.model not in BUILT_IN:
-        yield from _said("model", _ARCHITECTURE, str(info.path))
+        yield from _tried("model", "serve_app.engine.attention.supported", "served_config", str(info.path))
     if settings.chat_template is not None:
-        yield from _said("chat_template", _OWN_TEMPLATE, json.dumps([str(info.path), settings.chat_template]))
+        own = {"chat_template": settings.chat_template}
+        yield from _tried("chat_template", "serve_app.tokenization.tokenizer", "PromptTokenizer", str(info.path), **own)
     if place == "start":
         yield from _memory(settings, info)
 
@@ -159,18 +143,19 @@ def template(look: Look) -> Iterator[Finding]:
         yield problem("chat template", str(error), "give --model a checkpoint's directory")
         return
     parsers = {name: getattr(settings, name) for name in PARSERS}
-    for note in _printed(_TEMPLATE, json.dumps([str(path), settings.chat_template, parsers])).splitlines():
+    for note in _printed(_TEMPLATE, [str(path), settings.chat_template, parsers]).splitlines():
         yield Finding("chat template", note)
 
 
-def _said(setting: str, program: str, argument: str) -> Iterator[Finding]:
-    if sentence := _printed(program, argument):
+def _tried(setting: str, module: str, name: str, argument: object, **options: object) -> Iterator[Finding]:
+    """Yield the message of the error of a call, of which a string is a path."""
+    if sentence := _printed(_TRIED, [module, name, argument, options]):
         yield problem(setting, sentence)
 
 
-def _printed(program: str, argument: str) -> str:
+def _printed(program: str, argument: object) -> str:
     """Return what a program prints, in a separate process, because its imports take seconds."""
-    command = [sys.executable, *path_flags(), "-c", program, argument]
+    command = [sys.executable, *path_flags(), "-c", program, json.dumps(argument)]
     asked = subprocess.run(  # noqa: S603  # our own program
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False
     )

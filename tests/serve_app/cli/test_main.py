@@ -22,6 +22,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """The starts that `warmpath serve` would make; the port is not checked."""
     launches: list[Launch] = []
     monkeypatch.setattr(main, "findings", lambda look, *_: findings(look, "settings"))
+    monkeypatch.setattr(main, "with_model", lambda settings: settings)
     monkeypatch.setattr(Supervisor, "run", lambda _, launch: launches.append(launch) or 0)
     return launches
 

@@ -112,30 +112,26 @@ def test_a_signal_ends_it_at_any_moment(
 
 
 @pytest.mark.parametrize(
-    ("instance", "status", "sentence"),
+    ("instance", "sentence"),
     [
-        ('say("error: no such thing"); sys.exit(2)', 2, "error: no such thing\n"),
-        ('say("error: it broke"); sys.exit(1)', 1, "error: it broke\n"),
-        ("sys.exit(3)", 1, "error: the instance ended without a word\n"),
-        ("serve(); os.kill(os.getpid(), 9)", 1, "error: the instance ended without a word\n"),
+        ('say("error: it broke"); sys.exit(1)', "error: it broke\n"),
+        ("sys.exit(3)", "error: the instance ended without a word\n"),
+        ("serve(); os.kill(os.getpid(), 9)", "error: the instance ended without a word\n"),
     ],
-    ids=["refused", "failed", "silent", "killed"],
+    ids=["failed", "silent", "killed"],
 )
-def test_failures_are_reported(tmp_path: Path, instance: str, status: int, sentence: str) -> None:
-    """A mistake in the settings leaves nothing behind; any other failure leaves a log with the details.
+def test_failures_are_reported(tmp_path: Path, instance: str, sentence: str) -> None:
+    """A failure leaves a log with the details.
 
     docs: failures
     """
     made = Started(instance, tmp_path)
     output = made.rest()
     assert sentence in output
-    assert made.process.returncode == status
-    if status == 2:
-        assert made.left_over == []
-    else:
-        (name,) = made.left_over
-        assert f"{made.tmp_path / name} (--verbose shows it here)" in output
-        assert "noise" in (made.tmp_path / name).read_text()
+    assert made.process.returncode == 1
+    (name,) = made.left_over
+    assert f"{made.tmp_path / name} (--verbose shows it here)" in output
+    assert "noise" in (made.tmp_path / name).read_text()
 
 
 def test_one_that_does_not_stop_is_ended(tmp_path: Path) -> None:
@@ -169,3 +165,29 @@ def test_an_instance_ends_with_its_supervisor(tmp_path: Path) -> None:
     while any(map(runs, processes)):
         time.sleep(0.05)
     assert not [name for name in made.left_over if not name.endswith(".log")]
+
+
+_PREPARING = """
+import sys, time
+from rich.console import Console
+from serve_app.cli.supervisor import giving_up
+with giving_up(Console(stderr=True, highlight=False)):
+    try:
+        print("fetching", flush=True)
+        time.sleep(600)
+    finally:
+        print("removed what was half made", flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [SIGINT, SIGTERM])
+def test_a_signal_while_the_model_is_made_interrupts_that(number: Signals) -> None:
+    """The words and the status are those of a later signal. docs: failures"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _PREPARING], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "fetching\n"
+    process.send_signal(number)
+    output, _ = process.communicate()
+    assert output == "removed what was half made\nstopping: the start is given up\nstopped\n"
+    assert process.returncode == 128 + number

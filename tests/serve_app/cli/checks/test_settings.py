@@ -99,7 +99,7 @@ def test_a_url_of_stored_responses_that_names_no_database(
 
 
 def test_more_than_the_machines_memory(demo_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve_app.cli.checks.settings._said", lambda *_: iter(()))
+    monkeypatch.setattr("serve_app.cli.checks.settings._tried", lambda *_, **__: iter(()))
     assert "this machine has" in said(demo_model_path, engine="torch", kv_cache_bytes=1 << 50)
     monkeypatch.setattr(machine, "_CGROUP_MEMORY", tmp_path / "memory.max")
     (tmp_path / "memory.max").write_text("1048576\n")
