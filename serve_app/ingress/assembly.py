@@ -54,6 +54,7 @@ from serve_app.ingress.prompts.warming import Warmer
 from serve_app.ingress.services import BODIES, Access, Cluster, Records, ServedModel, Services, limits_of
 from serve_app.live.live import Live
 from serve_app.live.prefixes import PrefixTable
+from serve_app.live.tally import RATES
 from serve_app.notices import read_shown
 from serve_app.prompts.registry import Prompts
 from serve_app.prompts.traffic import PromptTraffic
@@ -214,6 +215,7 @@ def about(config: AppConfig) -> dict[str, Any]:
         "policy": config.policy,
         "block_size": config.block_size,
         "ingresses": config.ingress_replicas,
+        "rates": RATES,
         "links": ["docs"] * config.documented + ["metrics"] * keyless,
     }
 

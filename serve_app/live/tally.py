@@ -40,16 +40,16 @@ def _outcome(labels: Mapping[str, str]) -> str:
 
 _BY = "refused by "
 
-FIGURES: dict[str, Callable[[Mapping[str, str]], str]] = {
+FIGURES: dict[str, str | Callable[[Mapping[str, str]], str]] = {
     "warmpath_requests_total": _outcome,
     "warmpath_broken_streams_total": _outcome,
-    "warmpath_tenant_completion_tokens_total": lambda _: "tokens",
-    "warmpath_tenant_prompt_tokens_total": lambda _: "prompt_tokens",
-    "warmpath_tenant_cached_prompt_tokens_total": lambda _: "cached_tokens",
+    "warmpath_tenant_completion_tokens_total": "tokens",
+    "warmpath_tenant_prompt_tokens_total": "prompt_tokens",
+    "warmpath_tenant_cached_prompt_tokens_total": "cached_tokens",
     "warmpath_refusals_total": lambda labels: f"{_BY}{labels['place']}: {labels['limit']}",
 }
-"""The page's counters by metric: maps labels, one of them the tenant, to the name in a FIGURE (docs: api), or to ""."""
-NAMES = ("requests", "refused", "failed", "tokens", "prompt_tokens", "cached_tokens")
+"""The name in a FIGURE (docs: api) of each counter that the page shows, or a function of its labels, "" for none."""
+NAMES = ("requests", "refused", "failed", *(name for name in FIGURES.values() if isinstance(name, str)))
 RATES = {"tokens": "tokens/s"}
 """The figures that the page shows as rates, each with a label, besides those that it words itself."""
 
@@ -129,8 +129,10 @@ class Tally:
         }
 
     def keep(self, tenants: Collection[str]) -> None:
-        """Forget all other tenants, of which there may be any number. Every value has a tenant."""
-        for key in [key for key in self.values if dict(key[1])["tenant"] not in tenants]:
+        """Forget all other tenants, of which there may be any number."""
+        self._look()
+        known = {None, *tenants}  # None: a value of no tenant
+        for key in [key for key in self.values if dict(key[1]).get("tenant") not in known]:
             del self.values[key]
             self._seen.pop(key, None)
         for tenant in self.ttft_s.keys() - set(tenants):
@@ -157,7 +159,8 @@ class Tally:
             if name not in FIGURES or (gained := value - self._seen.get(key, 0.0)) == 0.0:
                 continue
             self._seen[key] = value
-            if figure := FIGURES[name](named := dict(labels)):
+            figure, named = FIGURES[name], dict(labels)
+            if figure := figure if isinstance(figure, str) else figure(named):
                 for bucket in self._buckets(named["tenant"]):
                     bucket.counts[figure] += int(gained)
         for tenant, times in self.ttft_s.items():

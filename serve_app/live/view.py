@@ -9,7 +9,7 @@ import msgspec
 
 from serve_app.live.prefixes import Answered, NodeRow, NodeRows, node_id, shown
 from serve_app.live.replicas import TENANTS_FIELDS, ReplicaRow, changed, left
-from serve_app.live.tally import RATES, Bucket, Rings, Total, rows_of
+from serve_app.live.tally import Bucket, Rings, Total, rows_of
 from serve_app.live.watcher import LiveEvent, Watcher
 
 RECENT_DECISIONS = 50
@@ -205,7 +205,6 @@ class View:
             "viewer": "operator" if operator else "tenant",
             "tenant": self.viewer,
             **self._about,
-            "rates": RATES,
             "replicas": list(picture.replicas.values()),
             "prefixes": list(picture.nodes.values()),
             "totals": picture.totals,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from serve_app.cli import local_ray as launch
-from serve_app.cli.local_ray import held_port, held_window, keep_token_private, local_environment
+from serve_app.cli.local_ray import ADDRESS_BOUND, held_port, held_window, keep_token_private, local_environment
 
 
 def test_haproxys_ports_are_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,6 +34,17 @@ def test_one_address_has_room_for_its_connections(
     with local_environment(tmp_path, of_address):
         assert int(os.environ["RAY_SERVE_HAPROXY_MAXCONN"]) == expected
     assert f"fe_conn gt {expected * 7 // 8}" in (tmp_path / "frontend.rules").read_text()
+
+
+@pytest.mark.parametrize(("use_haproxy", "bound"), [(True, None), (False, "7")])
+def test_requests_of_one_address_are_bounded_where_their_addresses_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_haproxy: bool, bound: str | None
+) -> None:
+    """By HAProxy, behind which all have its address, or by Ray's own server."""
+    monkeypatch.setattr(os, "environ", {**os.environ, ADDRESS_BOUND: "3"})
+    with local_environment(tmp_path, 7, use_haproxy=use_haproxy):
+        assert os.environ.get(ADDRESS_BOUND) == bound
+    assert (tmp_path / "frontend.rules").exists() == use_haproxy
 
 
 def test_a_held_port_is_kept_for_one_listener() -> None:
