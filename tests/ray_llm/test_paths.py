@@ -1,15 +1,18 @@
-"""Both of Ray's paths to a replica: its ingress calls it, or HAProxy sends the bytes to the router's choice."""
+"""Ray Serve LLM with our router: both of Ray's paths to a replica, its replicas' answers, and its cache's app."""
 
 import os
 import random
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import islice
+from threading import Event
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.integration.conftest import eventually
-from tests.ray_llm.conftest import ADAPTER, LlmApp, cached, chat_body
+from tests.ray_llm.conftest import ADAPTER, LlmApp, cached, chat_body, key_of
 
 TEXT = "once upon a time there was a router that knew its caches "
 REQUESTS = int(os.environ.get("WARMPATH_REQUESTS", "120"))
@@ -103,3 +106,88 @@ TOOL = {"type": "function", "function": {"name": "now", "description": "the time
 )
 def test_a_prompt_is_rendered_as_vllm_renders_it(app: LlmApp, more: dict[str, Any]) -> None:
     assert app.explain("", **more)["prompt_tokens"] == app.chat("", **more)["usage"]["prompt_tokens"]
+
+
+def test_a_tenant_sees_its_own_part_and_the_operator_all(app: LlmApp) -> None:
+    app.chat("seen. " + TEXT * 10, "seen")
+    name = app.scopes.tenant_in(key_of("seen"))
+    eventually(lambda: name in {total["tenant"] for total in app.cache("v1/cache/events?once=true").json()["totals"]})
+    own = app.cache("v1/cache/events?once=true", "seen").json()
+    assert (own["viewer"], own["tenant"], [total["requests"] for total in own["totals"]]) == ("tenant", name, [1])
+    assert own["prefixes"] and all("queued_tokens" not in replica for replica in own["replicas"])
+    other = app.cache("v1/cache/events?once=true", "other").json()
+    assert (other["totals"], other["prefixes"], other["decisions"]) == ([], [], [])
+
+
+def test_loads_are_for_the_operator_alone(app: LlmApp) -> None:
+    for path in ("v1/cache/state", "metrics"):
+        assert app.cache(path).status_code == 200
+        assert app.cache(path, "a").status_code == 403
+        assert "WARMPATH_OPERATOR_KEY" in app.cache(path, "").text
+    assert app.cache("v1/cache/explain", "a", chat_body(TEXT)).status_code == 403
+    assert "warmpath_unplaced_kv_blocks_total" in app.cache("metrics").text
+    assert app.cache("v1/cache/explain", body={"model": "demo"}).json()["prompts"] == [{"routed_by_load": True}]
+    assert app.cache("nothing").status_code == 404
+
+
+def test_a_key_has_so_many_streams_and_no_more(app: LlmApp) -> None:
+    url = f"{app.ray.url}/cache/v1/cache/events"
+    with ExitStack() as stack:
+        streams = [stack.enter_context(httpx.stream("GET", url, headers=key_of("a"), timeout=60)) for _ in range(5)]
+        assert [stream.status_code for stream in streams] == [200] * 4 + [429]
+        assert any("event: snapshot" in line for line in islice(streams[0].iter_lines(), 8))
+    eventually(lambda: httpx.get(f"{url}?once=true", headers=key_of("a")).status_code == 200)
+
+
+def test_the_page_chats_through_rays_own_door(app: LlmApp) -> None:
+    assert "<title>warmpath</title>" in app.cache("").text
+    assert app.cache("page/main.js").status_code == 200
+    url = f"{app.ray.url}/cache"
+    with httpx.Client(follow_redirects=True, timeout=60) as browser:
+        assert browser.get(url).url.path == "/cache/"
+        assert browser.get(f"{url}/v1/models").json()["data"][0]["id"] == "demo"
+        answer = browser.post(f"{url}/v1/chat/completions", json=chat_body(TEXT), headers=key_of("a"))
+    assert answer.json()["usage"]["completion_tokens"] == 4
+
+
+CLIENTS = 4
+START_S = 300
+
+
+def test_a_death_costs_the_requests_in_flight_and_a_new_replica_is_known_before_its_first_request(app: LlmApp) -> None:
+    texts = [f"{number} of those that are asked again and again. " + TEXT * 10 for number in range(8)]
+    for text in texts:
+        app.chat(text)
+    stop, errors, answered = Event(), [], []
+
+    def ask(client: int) -> None:
+        with httpx.Client(timeout=120) as door:
+            while not stop.is_set():
+                for text in texts[client::CLIENTS]:
+                    url = f"{app.ray.url}/v1/chat/completions"
+                    try:
+                        answer = door.post(url, json=chat_body(text), headers=key_of("a")).raise_for_status()
+                        answered.append(cached(answer.json()))
+                    except httpx.HTTPError as error:
+                        errors.append(repr(error))
+
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        asking = [pool.submit(ask, client) for client in range(CLIENTS)]
+        try:
+            eventually(lambda: len(answered) >= 20)
+            before = {replica["replica_id"] for replica in app.state()["replicas"]}
+            app.ray.replicas("llm")[0].kill()
+            eventually(lambda: before - {row["replica_id"] for row in app.state().get("replicas", [])}, START_S)
+            enough = len(answered) + 50
+            eventually(lambda: len(answered) >= enough, START_S)
+            after = answered[enough - 10 : enough]
+            eventually(lambda: len(app.state().get("replicas", [])) == 2, START_S)
+            enough = len(answered) + 20
+            eventually(lambda: len(answered) >= enough, START_S)
+        finally:
+            stop.set()
+        for each in asking:
+            each.result()
+    assert len(errors) <= CLIENTS, errors
+    assert all(after), "blocks lost with a replica were computed again within 50 requests"
+    assert max(predicted(app, texts[0], "a")) > 0

@@ -1,4 +1,4 @@
-"""A flooding tenant and a calm one on a vLLM. One vLLM serves all tests."""
+"""A flooding tenant and a calm one on a vLLM, and its line of waiting requests. One vLLM serves all tests."""
 
 import os
 from collections.abc import Iterator
@@ -7,7 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec import structs
+from vllm import SamplingParams
+from vllm.v1.request import Request
 
 from router.protocol.block_hash import PrefixScope
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
@@ -15,6 +19,8 @@ from serve_app.config.app import AppConfig
 from serve_app.engine.vllm.engine import VllmEngine
 from serve_app.engine.vllm.scheduling import hooks
 from serve_app.engine.vllm.scheduling.hooks import check_hooks
+from serve_app.engine.vllm.scheduling.tenant import order_of, tenant_args, tenant_of
+from serve_app.engine.vllm.scheduling.waiting_line import FairRequestQueue
 from serve_app.replica.engine_factory import make_engine
 from tests.router.vllm_events.pool_model import Routers
 from tests.serve_app.engine.tiny import Collector, request, run_all
@@ -149,3 +155,49 @@ def test_a_tenant_over_its_share_is_preempted(tenants: Tenants) -> None:
     collector.wait(["calm 4", *flood], 240)
     assert tenants.preemptions().keys() == {"flood"}
     assert set(collector.finish.values()) == {"length"}
+
+
+STEPS = st.lists(
+    st.one_of(st.tuples(st.sampled_from("abc"), st.integers(-2, 2)), st.just("start"), st.just("preempt")),
+    min_size=2,
+    max_size=40,
+)
+"""A request of a tenant and an order arrives; the next one starts; the last that started waits again."""
+
+
+def run(steps: list[Any], *, ordered: bool) -> list[Any]:
+    """Return the started requests, in turn. Not ``ordered``: as if all had the usual order."""
+    line, started = FairRequestQueue(), []
+    for number, step in enumerate([*steps, *(["start"] * len(steps))]):
+        if step == "start":
+            if line:
+                assert line.peek_request() is line.in_order()[0]
+                started.append(line.pop_request())
+        elif step == "preempt":
+            if started and not started[-1].num_preemptions:
+                started[-1].num_preemptions = 1
+                line.prepend_request(started.pop())
+        else:
+            tenant, order = step
+            extra = tenant_args(tenant, order if ordered else 0)
+            params = SamplingParams(max_tokens=1, extra_args=extra)
+            request = Request(f"{number}", [1], params, None, arrival_time=float(number))
+            line.make_way(request)
+            line.add_request(request)
+    return started
+
+
+@given(STEPS)
+def test_tenants_start_as_without_an_order(steps: list[Any]) -> None:
+    found, plain = run(steps, ordered=True), run(steps, ordered=False)
+    assert list(map(tenant_of, found)) == list(map(tenant_of, plain))
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(-2, 2)), max_size=20))
+def test_each_tenant_starts_its_lowest_order_first(coming: list[Any]) -> None:
+    """Requests of one order start by arrival; without orders it is first come, first served."""
+    found = run(coming, ordered=True)
+    for tenant in "abc":
+        mine = [(order_of(request), int(request.request_id)) for request in found if tenant_of(request) == tenant]
+        assert mine == sorted(mine)
+    assert [int(request.request_id) for request in run(coming, ordered=False)] == list(range(len(coming)))

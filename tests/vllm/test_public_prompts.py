@@ -1,20 +1,36 @@
-"""Public prompts, requests' own salts and requests that store nothing, in one running vLLM for all tests."""
+"""Public prompts, own salts, requests that store nothing, and the laws of scoped blocks, in a running vLLM."""
 
+import itertools
+import os
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
 from msgspec import structs
+from vllm import SamplingParams
+from vllm.distributed.kv_events import KVEventBatch
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.request import Request, RequestStatus
 
-from router.protocol.block_hash import HASH_BYTES, PrefixScope, extend_chain, split_chain
+from router.protocol.block_hash import HASH_BYTES, PrefixScope, common_tokens, extend_chain, split_chain
+from router.vllm_events.batches import decode_batch
+from router.vllm_events.pool import VllmPool
 from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.cache.prefix.quota import PUBLIC
 from serve_app.engine.protocol import EngineRequest, Save
+from serve_app.engine.vllm.scheduling.free_queue import TenantFreeQueue
+from serve_app.engine.vllm.scheduling.hooks import check_hooks
+from serve_app.engine.vllm.scheduling.scoped_blocks import ScopedBlocks
+from serve_app.engine.vllm.scheduling.tenant import salt_of, scope_args
 from tests.serve_app.engine.tiny import request, root_of, run_all
 from tests.vllm.engines import BLOCK, Both, both_engines, eventually, outputs_of, reset
+from tests.vllm.test_free_queue import BLOCKS, SIZE, Cache, _hasher
 
 OTHER = PrefixScope("tiny", salt=b"other")
 """A scope without a public prompt. Without a salt it would be the public scope itself."""
@@ -109,3 +125,166 @@ def test_a_save_behind_a_public_prompt_stays(both: Both) -> None:
     assert both.vllm._saves.pins.holdings() == {"a": 10}
     reset(both)
     assert cached(both, item) == 0
+
+
+PROMPTS = ([7] * 14, [7] * 8 + [8] * 4)
+"""The registered prompts: three blocks and a half, and three, of which two are the first one's."""
+
+_names = itertools.count()
+
+# Tenant, salt, a registered prompt and the number of its tokens, those behind it, store_kv.
+Asked = st.tuples(
+    st.sampled_from("ab"),
+    st.sampled_from(("", "salt")),
+    st.sampled_from((*PROMPTS, [])),
+    st.integers(0, 14),
+    st.lists(st.integers(7, 8), min_size=1, max_size=10),
+    st.booleans(),
+)
+Others = st.tuples(st.sampled_from(("grow", "end", "end", "preempt", "reset", "later")), st.integers(0, 9))
+Steps = st.lists(st.one_of(*[st.tuples(st.just("start"), Asked)] * 2, Others), min_size=15, max_size=60)
+
+
+@dataclass(eq=False)
+class Live:
+    """A request in vLLM's manager, and our side of it."""
+
+    tenant: str
+    scope: PrefixScope
+    request: Any
+    store_kv: bool
+
+    @property
+    def ids(self) -> Any:
+        return np.array(self.request.all_token_ids, np.int32)
+
+    def chain(self) -> bytes:
+        return extend_chain(root_of(self.scope), self.scope.public_blocks, self.ids, SIZE)
+
+    def content(self, index: int) -> tuple[PrefixScope, bytes, bool]:
+        return self.scope.at(index), self.ids[: (index + 1) * SIZE].tobytes(), self.store_kv
+
+
+class Served:
+    """Requests over one pool. ``written``: of each block the scope, all tokens up to its end, and whether it stays."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        cache = Cache(watched=False)
+        self.manager, self.vllm = cache.manager, cache.pool
+        self.queue = TenantFreeQueue(cache.queue.get_all_free_blocks(), BLOCKS, lambda: self.now_s)
+        self.vllm.free_block_queue = self.queue
+        self.blocks = ScopedBlocks(self.vllm, self.queue, "sha256")
+        self.pool = VllmPool(SIZE, BLOCKS)
+        self.written: dict[int, tuple[PrefixScope, bytes, bool]] = {}
+        self.stored: set[bytes] = set()
+        self.live: list[Live] = []
+        self.writers: dict[int, str] = {}
+        self.reads = self.wrong = self.of_others = 0
+
+    def do(self, action: str, asked: Any) -> None:
+        one = self.live[asked % len(self.live)] if self.live and action in ("grow", "end", "preempt") else None
+        if action == "start":
+            self.start(self.asked(*asked))
+        elif action == "later":
+            self.now_s += 100.0 * asked
+        elif action == "reset" and self.manager.reset_prefix_cache():
+            self.queue.forget()
+        elif one is not None and action == "grow":
+            one.request.append_output_token_ids(7)
+            self.compute(one, 1)
+        elif one is not None:
+            self.live.remove(one)
+            self.manager.free(one.request)
+            one.request.num_computed_tokens = 0
+            if action == "preempt":
+                self.start(one)
+        self.hear()
+
+    def asked(self, tenant: str, salt: str, prompt: list[int], shared: int, tail: list[int], store_kv: bool) -> Live:
+        ids = np.array([*prompt[:shared], *tail], np.int32)
+        public = max(common_tokens(ids, np.array(known, np.int32)) for known in PROMPTS) // SIZE
+        scope = PrefixScope("m", salt=f"{tenant}{salt}".encode(), public_blocks=public)
+        root = root_of(scope)
+        params = SamplingParams(max_tokens=8, extra_args=scope_args(root, public * SIZE, store_kv=store_kv))
+        name, cache_salt = f"r{next(_names)}", salt_of(root)
+        request = Request(name, ids.tolist(), params, None, cache_salt=cache_salt, block_hasher=_hasher)
+        self.blocks.begin(request)
+        return Live(tenant, scope, request, store_kv)
+
+    def start(self, one: Live) -> None:
+        """Read the cached blocks, which must be the predicted ones and its own, and compute the rest."""
+        hit, cached, _ = self.manager.get_computed_blocks(one.request)
+        assert cached == SIZE * self.pool.count_held(one.chain(), (len(one.ids) - 1) // SIZE)
+        for index, block in enumerate(hit.get_block_ids()[0] if cached else ()):
+            self.reads += 1
+            self.of_others += self.writers[block] != one.tenant
+            self.wrong += self.written[block] != (*one.content(index)[:2], True)
+        if self.compute(one, len(one.ids) - cached, cached, hit):
+            one.request.status = RequestStatus.RUNNING
+            self.live.append(one)
+
+    def compute(self, one: Live, tokens: int, cached: int = 0, *hit: Any) -> bool:
+        request, self.queue.taker = one.request, one.tenant
+        if self.manager.allocate_slots(request, tokens, cached, *hit) is None:
+            return False
+        done, request.num_computed_tokens = request.num_computed_tokens, request.num_computed_tokens + cached + tokens
+        blocks = self.manager.get_block_ids(request.request_id)[0]
+        for index in range((done + cached) // SIZE, request.num_computed_tokens // SIZE):
+            self.written[blocks[index]], self.writers[blocks[index]] = one.content(index), one.tenant
+        self.stored |= set(split_chain(one.chain())) if one.store_kv else set()
+        return True
+
+    def hear(self) -> None:
+        """Follow vLLM's events, and compare the held blocks and their accounts."""
+        batch = KVEventBatch(ts=1.0, events=self.manager.take_events(), data_parallel_rank=0)
+        self.pool.translate(decode_batch(msgspec.msgpack.encode(batch)))
+        assert set(self.pool) <= self.stored
+        held = [self.written[block.block_id] for block in self.vllm.blocks if block.block_hash is not None]
+        assert all(store_kv for _, _, store_kv in held)
+        assert self.queue.shares.holdings().get(PUBLIC, 0) == sum(not scope.salt for scope, _, _ in held)
+
+
+@given(steps=Steps)
+@settings(max_examples=int(os.environ.get("WARMPATH_SEQUENCES", "200")), deadline=None)
+def test_no_block_is_read_by_another_tenant_unless_it_is_public(steps: list[tuple[str, Any]]) -> None:
+    """No block is read that has another scope or other tokens, or comes from a request that stores nothing."""
+    served = Served()
+    for action, asked in steps:
+        served.do(action, asked)
+    assert served.wrong == 0
+    event(f"{'some' if served.of_others else 'no'} public blocks of others were read")
+
+
+def test_such_sequences_have_reads() -> None:
+    """A public prompt's three blocks are read by another tenant, and nothing behind them."""
+    served = Served()
+    for tenant, reads in (("a", 0), ("b", 3), ("b", 8)):
+        served.do("start", (tenant, "", PROMPTS[0], 14, [8] * 9, True))
+        assert served.reads == reads
+    served.do("start", ("b", "salt", PROMPTS[0], 14, [8] * 9, False))
+    assert (served.reads, served.of_others) == (11, 9)
+    assert served.queue.shares.holdings() == {"a": 3, "b": 7, PUBLIC: 3}
+
+
+def test_children_of_an_evicted_block_are_no_hit_until_it_returns() -> None:
+    """An unused public prompt is evicted first; the tenant's own blocks behind it stay."""
+    served = Served()
+    mine = ("a", "", PROMPTS[0], 14, [8] * 10, True)
+    for action, asked in (("start", mine), ("end", 0), ("later", 7), ("start", ("a", "", [], 0, [8], True))):
+        served.do(action, asked)
+    served.do("start", ("b", "", [], 0, [8] * 45, True))
+    assert served.queue.shares.holdings() == {"a": 4, "b": 12}
+    assert (len(served.pool), served.pool.held_blocks) == (11, 14)
+    served.do("end", 1)
+    served.do("start", ("b", "", PROMPTS[0], 13, [8], True))
+    assert len(served.pool) == served.pool.held_blocks
+    served.do("start", mine)  # this hits all of its earlier blocks
+    assert served.reads == 5
+
+
+def test_a_vllm_that_stores_or_hashes_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockPool, "cache_full_blocks", lambda self, request: None)
+    monkeypatch.setattr(Request, "update_block_hashes", lambda self: None)
+    with pytest.raises(RuntimeError, match=r"reports stored blocks differently; it hashes requests differently"):
+        check_hooks()

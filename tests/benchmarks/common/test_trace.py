@@ -1,16 +1,31 @@
-"""Traces: tokens made from ids share prefixes exactly as the ids do, and a trace obeys the format's rules."""
+"""What benchmarks share: traces whose tokens share prefixes as their ids do, reports, and a server's output."""
 
 import argparse
 import gzip
 import hashlib
 import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
+from benchmarks.common import report
+from benchmarks.common.report import BenchmarkError, names_of
+from benchmarks.common.server import ROOT, server_process
 from benchmarks.common.trace import DEFAULT_TRACE, add_trace_flags, chosen_trace, token_ids_of
+from benchmarks.end_to_end import affinity
+from benchmarks.end_to_end.replay import run as replay
+from benchmarks.engine import compare as engine
+from router.settings import POLICY_NAMES
 from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, TraceRequest, read_trace
+from serve_app.config import engine as engine_config
 
 ROW = {"timestamp": 1500, "input_length": 600, "output_length": 7, "hash_ids": [3, 9]}
 
@@ -62,3 +77,79 @@ def test_a_malformed_line_is_named(tmp_path: Path, change: dict[str, object]) ->
     path.write_text(json.dumps(ROW) + "\n" + json.dumps({**ROW, **change}) + "\n")
     with pytest.raises(ValueError, match="line 2"):
         read_trace(path)
+
+
+def test_names_are_split_and_none_is_allowed() -> None:
+    assert names_of(["a", "b"])("b, a") == ["b", "a"]
+    assert names_of(["a"])("") == []
+
+
+@pytest.mark.parametrize(
+    ("main", "flag", "known"),
+    [
+        (engine.main, "--systems", engine.MODULES),
+        (replay.main, "--policies", POLICY_NAMES),
+        (affinity.main, "--policies", POLICY_NAMES),
+    ],
+)
+def test_an_unknown_name_ends_a_benchmark_before_it_begins(
+    main: Callable[[], None],
+    flag: str,
+    known: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The same holds if a known name comes first."""
+    monkeypatch.setattr(sys, "argv", ["benchmark", flag, f"{next(iter(known))},nonesuch"])
+    with pytest.raises(SystemExit):
+        main()
+    said = capsys.readouterr().err
+    assert f"'nonesuch' is none of {', '.join(known)}" in said
+
+
+def test_vllm_is_taken_only_where_it_is_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    report.add_engine_flag(parser, "torch", simulated=False)
+    monkeypatch.setattr(engine_config, "vllm_missing", lambda: False)
+    assert (parser.parse_args([]).engine, parser.parse_args(["--engine", "vllm"]).engine) == ("torch", "vllm")
+    monkeypatch.setattr(engine_config, "vllm_missing", lambda: True)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--engine", "vllm"])
+    assert "make venv-vllm" in capsys.readouterr().err
+
+
+CHILD = "import subprocess, sys; print(subprocess.Popen(['sleep', '1000']).pid, file=open(sys.argv[1], 'w', 1)); "
+BENCHMARK = """
+import sys
+from benchmarks.common.server import server_process
+with server_process([sys.executable, "-c", sys.argv[1], sys.argv[2]], "http://127.0.0.1:1/never"):
+    pass
+"""
+
+
+def wait_until_gone(pid: int) -> None:
+    """Wait until a killed process has ended; its zombie may stay a while."""
+    with suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+
+
+def test_a_server_that_fails_leaves_none_of_its_processes(tmp_path: Path) -> None:
+    told = tmp_path / "pid"
+    command = [sys.executable, "-c", f"{CHILD} sys.exit('no memory')", str(told)]
+    with pytest.raises(BenchmarkError, match="no memory"), server_process(command, "http://127.0.0.1:1/never"):
+        pass
+    wait_until_gone(int(told.read_text()))
+
+
+def test_a_terminated_benchmark_ends_its_server_and_what_that_started(tmp_path: Path) -> None:
+    told = tmp_path / "pid"
+    child = f"{CHILD} import time; time.sleep(1000)"
+    process = subprocess.Popen([sys.executable, "-c", BENCHMARK, child, str(told)], cwd=ROOT)
+    while not (told.exists() and told.read_text().strip()):
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 128 + signal.SIGTERM
+    wait_until_gone(int(told.read_text()))

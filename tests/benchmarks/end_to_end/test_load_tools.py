@@ -85,3 +85,14 @@ def test_means_are_of_the_time_between_two_readings() -> None:
     more = dict(zip(before, (0.3, 3.0, 8.7, 87.0, 30.0, 90.0), strict=True))
     seen = seen_between(before, {name: value + more[name] for name, value in before.items()})
     assert seen == Seen(pytest.approx(100.0), pytest.approx(100.0), 30.0, 90.0, 87.0)
+
+
+def test_a_peer_that_does_not_start_costs_no_row_of_ours(tmp_path: Path) -> None:
+    out = tmp_path / "front_door.json"
+    sizes = "--runs 1 --replicas 1 --clients 2 --max-tokens 4 --short-requests 2 --long-requests 1"
+    command = [sys.executable, "-m", "benchmarks", "front_door", *sizes.split(), "--vllm-python", "/bin/false"]
+    with START:
+        subprocess.run([*command, "--json", str(out)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=280)
+    results = json.loads(out.read_text())["results"]
+    assert results["warmpath"]["spread"]["streamed"]["us_a_token"]["ingress"]["p50"] > 0
+    assert "did not come up" in results["vllm serve"]["not_measured"]

@@ -1,13 +1,17 @@
-"""Directory against a naive oracle: a set of blocks for each (replica, tier)."""
+"""Directory, its table of keys and its pending prefixes, against naive oracles."""
 
+from itertools import takewhile
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.directory.directory import Directory
-from router.protocol.block_hash import split_chain
+from router.directory.key_table import KeyTable
+from router.directory.pending_prefixes import PendingPrefixes
+from router.protocol.block_hash import HASH_BYTES, split_chain
 from router.protocol.events import ENDS_TIER, BlocksRemoved, BlocksStored, CacheCleared, LoadReport
 
 BLOCK = 16
@@ -163,3 +167,80 @@ def test_the_deepest_known_end_gives_the_match() -> None:
     directory.remove_replica("ends")
     directory.apply("whole", [BlocksStored(chain(1, 3))])
     assert directory.match(chain(0, 10)) == {"whole": 5 * BLOCK}
+
+
+keys = st.integers(0, 40).map(lambda n: (n // 3) << 28 | n % 2)
+operations = st.lists(st.tuples(st.lists(keys, max_size=12), st.sampled_from(["add", "remove", "bump"])), max_size=60)
+
+
+def step_of(operation: str, value: int) -> int:
+    return {"add": value or 1, "remove": 0, "bump": value + 1 if value else 0}[operation]
+
+
+@settings(max_examples=200)
+@given(operations=operations)
+def test_table_equals_dict(operations: list[tuple[list[int], str]]) -> None:
+    """Colliding keys, removals and growth never lose, duplicate or confuse an entry, and the counts agree."""
+    table, oracle = KeyTable(10_000), dict[int, int]()
+    for some_keys, operation in operations:
+        changes, xor = table.update(some_keys, lambda value, operation=operation: step_of(operation, value))
+        moved = moved_xor = 0
+        for key in some_keys:
+            old = oracle.get(key, 0)
+            new = step_of(operation, old)
+            moved += new != old
+            moved_xor ^= (key >> 28) * (key % 2**28) if new != old else 0
+            oracle.pop(key, None)
+            if new:
+                oracle[key] = new
+        assert (sum(count for _, _, count in changes), xor) == (moved, moved_xor)
+        assert table.num_entries == len(oracle)
+    for number in range(41):
+        key = (number // 3) << 28 | number % 2
+        assert table.get(key) == oracle.get(key, 0)
+
+
+SIZE, MOST_KEYS, CHAINS_A_KEY = 16, 3, 4
+CHAINS = st.lists(st.sampled_from("xy"), max_size=5).map("".join)
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(0, 4), st.sampled_from("abc"), CHAINS),
+        st.tuples(st.just("add"), st.just(0), st.sampled_from("abc"), CHAINS),
+        st.tuples(st.just("discard"), st.integers(0, 30)),
+    ),
+    max_size=30,
+)
+
+
+def packed(chain: str) -> bytes:
+    return b"".join(chain[: end + 1].encode().ljust(HASH_BYTES, b".") for end in range(len(chain)))
+
+
+@settings(max_examples=300)
+@given(STEPS, CHAINS)
+def test_a_prefix_is_in_progress_as_long_as_one_of_the_last_decisions_computes_it(
+    steps: list[tuple[Any, ...]], asked: str
+) -> None:
+    """Of a key's decisions the last four count, even after later ones ended; of the keys the last ones."""
+    pending = PendingPrefixes(SIZE, MOST_KEYS)
+    keys: dict[int, list[tuple[int, str, str]]] = {}
+    for number, (kind, *how) in enumerate(steps):
+        if kind == "add":
+            key, replica, chain = how
+            pending.add(bytes([key]), number, replica, packed(chain))
+            keys[key] = [*keys.get(key, []), (number, replica, chain)][-CHAINS_A_KEY:]
+            if len(keys) > MOST_KEYS:
+                del keys[next(iter(keys))]
+        else:
+            pending.discard(how[0])
+            left = {key: [row for row in rows if row[0] != how[0]] for key, rows in keys.items()}
+            keys = {key: rows for key, rows in left.items() if rows}
+        for key in range(5):
+            found: dict[str, int] = {}
+            for _, replica, chain in keys.get(key, ()):
+                equal = takewhile(lambda pair: pair[0] == pair[1], zip(asked, chain, strict=False))
+                if tokens := sum(SIZE for _ in equal):
+                    found[replica] = max(found.get(replica, 0), tokens)
+            assert pending.match(bytes([key]), packed(asked)) == found
+        assert {number for rows in keys.values() for number, *_ in rows} == pending._key_of.keys()
+        assert {bytes([key]) for key in keys} == pending._chains.keys()

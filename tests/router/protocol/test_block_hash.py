@@ -18,6 +18,7 @@ from router.protocol.block_hash import (
     split_chain,
     xor_of_words,
 )
+from router.protocol.samples import Histogram
 
 SECRET = b"k" * 32
 IDS = st.lists(st.integers(0, 2), max_size=24)
@@ -124,3 +125,20 @@ def test_words_are_the_same_one_by_one_and_together(hashes: list[bytes]) -> None
     for block_hash in reversed(hashes):
         expected ^= block_word(block_hash)
     assert xor_of_words(b"".join(hashes)) == expected < 1 << 64
+
+
+@given(st.lists(st.floats(-10, 10)))
+def test_buckets_are_cumulative_and_bounds_belong_to_them(values: list[float]) -> None:
+    histogram = Histogram((0, 1.5, 5e-6 + 2))
+    for value in values:
+        histogram.observe(value)
+    *buckets, total, count = histogram.samples("x", (("tier", "disk"),))
+    assert [labels for _, labels, _ in buckets] == [
+        (("tier", "disk"), ("le", bound)) for bound in ("0.0", "1.5", "2.000005", "+Inf")
+    ]
+    bounds = (0.0, 1.5, 2.000005, float("inf"))
+    assert [number for _, _, number in buckets] == [sum(value <= bound for value in values) for bound in bounds]
+    assert total == ("x_sum", (("tier", "disk"),), sum(values, 0.0))
+    assert count == ("x_count", (("tier", "disk"),), len(values))
+    assert {name for name, _, _ in buckets} == {"x_bucket"}
+    assert histogram.count == len(values)

@@ -1,14 +1,24 @@
-"""Requests that find every replica full are served in order, one at a time, and never in a busy loop."""
+"""Requests that find every replica full wait in order; replicas that are away; decisions kept for a while."""
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID
 
-from router.protocol.request import NoReplicaLeft
+from router.protocol.events import BlocksStored
+from router.protocol.request import Decision, NoReplicaLeft, RoutedRequest
+from router.serve import request_router
+from router.serve.core_registry import core_for, decisions_for
+from router.serve.recent_decisions import RecentDecisions
+from router.serve.request_router import CacheAwareRouter, deployment_key
 from router.serve.wait_queue import WaitQueue
+from tests.router.cores import load
+from tests.router.feed.sockets import until
 
 pytestmark = pytest.mark.anyio
 
@@ -161,3 +171,132 @@ async def test_a_lower_order_asks_in_the_place_of_its_tenants_first() -> None:
     gate.set()
     await asyncio.gather(*tasks)
     assert room.served == ["a-1", "b-1", "a0", "b0"]
+
+
+HELD = bytes(16)
+
+
+class FakeRunningReplica:
+    """The attributes of Serve's replica that the router uses."""
+
+    max_ongoing_requests = 8
+    node_id = availability_zone = ""
+    multiplexed_model_ids: tuple[str, ...] = ()
+    replica_metadata: dict[str, Any] = {}  # noqa: RUF012 (never written)
+
+    def __init__(self, replica_id: ReplicaID) -> None:
+        self.replica_id = replica_id
+
+    async def get_queue_len(self, *, deadline_s: float) -> int:
+        return 0
+
+
+class Case:
+    def __init__(self, name: str) -> None:
+        deployment = DeploymentID(name, "app")
+        self.router = CacheAwareRouter(deployment, DeploymentHandleSource.REPLICA)
+        self.router.initialize_state()
+        self.core = core_for(deployment_key("app", name))
+        self.ids = {letter: ReplicaID(letter, deployment) for letter in "ab"}
+
+    def set(self, letters: str) -> None:
+        """Make Serve name a new set of replicas; each that joins is a new object."""
+        known = self.router._replicas
+        ids = [self.ids[letter] for letter in letters]
+        self.router.update_replicas([known.get(each) or FakeRunningReplica(each) for each in ids])
+
+    async def target(self, letter: str, *, is_retry: bool = False) -> str:
+        """Ask for one replica by name; return the chosen one."""
+        request: Any = SimpleNamespace(args=[], kwargs={"target": letter})
+        chosen = await self.router._choose_replica_for_request(request, is_retry=is_retry)
+        return str(chosen.replica_id.unique_id)
+
+
+async def test_away_kept_revived_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A returning replica's blocks are known again at once; a replica that stays away is forgotten after some time."""
+    monkeypatch.setattr(request_router, "AWAY_S", 30.0)
+    case = Case("kept")
+    case.set("ab")
+    case.core.apply("a", [load(), BlocksStored(HELD)])
+    case.set("b")
+    assert case.core.replica_ids == ("b",)
+    assert await case.target("a") == "a"
+    assert await case.target("a", is_retry=True) == "b"
+    case.set("ab")
+    assert set(case.core.replica_ids) == {"a", "b"}
+    assert case.core.directory.match(HELD) == {"a": 16}
+    monkeypatch.setattr(request_router, "AWAY_S", 0.01)
+    case.set("b")
+    await until(lambda: "a" not in case.core.loads.replicas)
+    assert case.core.directory.match(HELD) == {}
+    assert await case.target("a") == "b"
+
+
+async def test_a_timer_of_an_earlier_absence_forgets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica that returned and left again counts as away only since then."""
+    case = Case("again")
+    case.set("ab")
+    monkeypatch.setattr(request_router, "AWAY_S", 0.01)
+    case.set("b")
+    first_is_over = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.01, first_is_over.set)  # after the first timer
+    case.set("ab")
+    monkeypatch.setattr(request_router, "AWAY_S", 30.0)
+    case.set("b")
+    await first_is_over.wait()
+    assert "a" in case.core.loads.replicas
+    assert await case.target("a") == "a"
+
+
+async def test_a_replica_that_died_is_forgotten_at_once() -> None:
+    case = Case("died")
+    case.set("ab")
+    case.set("a")
+    for letter in "ab":
+        case.router.on_replica_actor_died(case.ids[letter])
+    assert case.core.loads.replica_ids == []
+
+
+async def test_nothing_is_sent_for_a_caller_that_has_left() -> None:
+    """The wait for a replica ends, and nothing stays reserved."""
+    case = Case("leaves")
+    decisions = decisions_for(deployment_key("app", "leaves"))
+    route = RoutedRequest("r.0", bytes(16), 20, bytes(16))
+    pending: Any = SimpleNamespace(args=[route], kwargs={})
+    waiting = asyncio.create_task(case.router._choose_replica_for_request(pending))
+    await asyncio.sleep(0)
+    decisions.leave("r.0")
+    case.set("ab")
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert case.core.state()["open_reservations"] == 0
+
+
+def test_taken_once_and_bounded() -> None:
+    decisions = RecentDecisions()
+    decision = Decision("a", "router", 1, 0, 0, "cold")
+    decisions.add("q5", decision)
+    assert decisions.take("q5") == decision
+    assert decisions.take("q5") is None
+    for number in range(9000):
+        decisions.add(f"q{number}", decision)
+    assert decisions.take("q807") is None
+    assert decisions.take("q808") is not None
+    assert decisions.take("q8999") is not None
+
+
+def test_an_early_leaver_has_nothing_sent_and_a_late_one_learns_the_decision() -> None:
+    """The second of departure and decision learns of the first, for this caller only."""
+    decisions = RecentDecisions()
+    decision = Decision("a", "router", 1, 0, 0, "cold")
+    assert decisions.leave("early") is None
+    assert decisions.add("other", decision)
+    assert not decisions.add("early", decision)
+    assert decisions.take("early") is None
+    assert decisions.add("late", decision)
+    assert decisions.leave("late") == decision
+    assert decisions.take("late") is None
+    for number in range(9000):
+        decisions.leave(f"q{number}")
+    assert decisions.add("q807", decision)
+    assert not decisions.add("q808", decision)

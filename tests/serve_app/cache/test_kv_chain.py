@@ -1,4 +1,4 @@
-"""Transferred KV is loaded only if every byte of it matches its description."""
+"""Transferred KV is loaded only if every byte of it matches its description; the order of evictions."""
 
 import pickle
 from dataclasses import replace
@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.protocol.block_hash import PrefixScope, hash_at, hash_blocks
+from serve_app.cache.eviction import EvictionQueue, Standing
 from serve_app.cache.kv_chain import (
     Damaged,
     FormatMismatch,
@@ -150,3 +151,24 @@ def test_a_part_is_the_requested_one_or_refused(first: int, last: int) -> None:
     ):
         with pytest.raises(error):
             verify_part(answer, FORMAT, SCOPE, ids, HASHES, asked_first)
+
+
+@given(
+    steps=st.lists(
+        st.tuples(st.integers(0, 9), st.one_of(st.none(), st.tuples(st.integers(0, 9), st.sampled_from(Standing))))
+    )
+)
+def test_a_queue_gives_the_lowest_first(steps: list[tuple[int, tuple[int, Standing] | None]]) -> None:
+    """It equals a plain search through any insertions, moves and removals; equal entries leave in order of arrival."""
+    queue: EvictionQueue[int] = EvictionQueue()
+    naive: dict[int, tuple[Standing, int, int]] = {}
+    for number, (key, place) in enumerate(steps):
+        if place is None:
+            queue.discard(key)
+            naive.pop(key, None)
+        else:
+            queue.put(key, *place)
+            naive[key] = place[1], place[0], number
+        assert len(queue) == len(naive)
+        if naive:
+            assert queue.first() == min(naive, key=naive.__getitem__)

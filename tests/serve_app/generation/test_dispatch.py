@@ -1,13 +1,18 @@
 """Sending a generation: tokens, losses and errors, with replicas that fail in every way they can."""
 
 import asyncio
+import random
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import pytest
 from grpc import StatusCode
 from grpc.aio import AioRpcError, Metadata
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError, TaskCancelledError
 
 from router.protocol.block_hash import extend_chain
@@ -15,6 +20,9 @@ from router.protocol.events import LoadReport
 from serve_app.engine.protocol import EngineOutput, EngineRequest, FirstToken, TokenLogprob, request_of_wire, to_wire
 from serve_app.errors import ContextLengthExceeded, GenerationFailed, InvalidRequest, Overloaded
 from serve_app.generation.dispatch import MAX_ATTEMPTS
+from tests.harness.crashes.calls import MOST_BREAKS, CallCrashes, break_calls
+from tests.harness.crashes.engines import call_crashes
+from tests.harness.crashes.questions import Broken, Questions, Reply
 from tests.serve_app.generation.fake_replicas import (
     BLOCK,
     SCOPE,
@@ -234,3 +242,58 @@ def test_an_answer_that_goes_on_elsewhere_asks_for_no_logprobs_of_its_prompt() -
     first, second = handle.calls
     assert [call.sampling.prompt_logprobs for call in (first, second)] == [3, None]
     assert (first.reads_kv, second.reads_kv) == (False, True)
+
+
+BREAKS = st.lists(st.lists(st.integers(0, 33), max_size=MOST_BREAKS), min_size=1, max_size=6)
+"""For each choice, the numbers of tokens after which its calls break."""
+
+
+@pytest.fixture(scope="module")
+def simulated(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CallCrashes]:
+    directory = tmp_path_factory.mktemp("crashes")
+    with call_crashes("simulated", demo_model_path, directory, random.Random(0)) as crashes:
+        yield crashes
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 2**32), stops=st.booleans(), breaks=BREAKS)
+def test_an_answer_whose_calls_break_is_the_undisturbed_one(
+    simulated: CallCrashes, seed: int, stops: bool, breaks: list[list[int]]
+) -> None:
+    """Text, finish reasons, their order and usage, for every option at once; simulated tokens. (docs: failures)"""
+
+    async def ask() -> tuple[Reply | Broken, Reply | Broken]:
+        drawn = Questions(random.Random(seed))
+        question = drawn.draw()
+        wanted, generations = await simulated.prepare(question)
+        expected = await simulated.answer(wanted, generations)
+        if stops:
+            assert isinstance(expected, Reply)
+            wanted, _ = await simulated.prepare(drawn.with_stops(question, expected))
+            expected = await simulated.answer(wanted, generations)
+        return expected, await simulated.answer(wanted, generations, breaks)
+
+    expected, got = asyncio.run(ask())
+    assert isinstance(expected, Reply)
+    assert got == expected
+
+
+def test_the_real_engines_answers_survive_breaks(demo_model_path: Path, tmp_path: Path) -> None:
+    """The same holds for the real model in float32, with adapters: nothing is lost or cut.
+
+    Nothing is altered either, because no two likeliest tokens of these answers are so close that rounding swaps them.
+    """
+    rng = random.Random(11)
+    with call_crashes("torch", demo_model_path, tmp_path, rng) as crashes:
+        compared = asyncio.run(break_calls(crashes, Questions(rng, has_logits=True), rng, 20))
+    assert len(compared) >= 16
+    assert [answers for answers in compared if len(set(answers)) > 1] == []
+
+
+def test_an_altered_answer_is_found(simulated: CallCrashes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison can fail: without sending the received tokens, answers differ."""
+    monkeypatch.setattr("serve_app.generation.dispatch._resumed", lambda generation, *_: generation)
+    rng = random.Random(3)
+    compared = asyncio.run(break_calls(simulated, Questions(rng), rng, 20))
+    assert all(isinstance(alone, Reply) and alone == under_load for alone, under_load, _ in compared)
+    assert any(alone != with_breaks for alone, _, with_breaks in compared)

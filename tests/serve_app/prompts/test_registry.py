@@ -1,4 +1,4 @@
-"""Public prompts: bounded, found by reference, and recognised in any tenant's prompt."""
+"""Public prompts: bounded, found by reference, recognised in any prompt, changed under a lock, and counted."""
 
 import asyncio
 from datetime import date
@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.config.app import AppConfig
 from serve_app.config.prompts import MAX_PROMPT_BYTES, PublicPromptConfig
 from serve_app.errors import InvalidRequest
-from serve_app.prompts.cutover import Cutovers, write_cutovers
-from serve_app.prompts.lock import Prompt, PromptDirectory, PromptError
+from serve_app.prompts.cutover import STATE, Cutover, Cutovers, read_cutovers, write_cutovers
+from serve_app.prompts.lock import COPIES, LOCK, Prompt, PromptDirectory, PromptError
 from serve_app.prompts.registry import PromptNotFound, Prompts
+from serve_app.prompts.traffic import PromptTraffic, Use, merged
 from serve_app.tokenization.tokenizer import PromptTokenizer
 
 TEXT = "You are the clerk of a harbour. Name the ship, the berth and the tide before any advice. " * 3
@@ -181,3 +184,193 @@ def test_a_directory_that_was_changed_does_not_start(tmp_path: Path) -> None:
     (tmp_path / "clerk/1.txt").write_text("Be Brief.")
     with pytest.raises(PromptError, match="first differing byte is 3"):
         Prompts.of([], tmp_path)
+
+
+CHANGES = st.lists(st.tuples(st.sampled_from(["clerk", "pilot"]), st.sampled_from(["1", "2", "3", ""])), max_size=12)
+"""A name and the version that it shall stand for; "": the previous one."""
+
+
+@given(changes=CHANGES)
+def test_every_state_is_kept_and_names_no_version_twice(
+    tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[str, str]]
+) -> None:
+    """Reading returns the written state; a later state is newer; a roll-back without a previous version is refused."""
+    directory, state = tmp_path_factory.mktemp("state"), Cutovers()
+    for name, version in changes:
+        before = state.names.get(name)
+        if not version and (before is None or not before.previous):
+            with pytest.raises(InvalidRequest):
+                state.rolled_back(name)
+            continue
+        after = state.promoted(name, version) if version else state.rolled_back(name)
+        assert after.newer_than(state) and not state.newer_than(after)
+        state, cutover = after, after.names[name]
+        assert cutover.promoted == (version or (before and before.previous))
+        # A roll-back goes back once; promoting a version again keeps the previous one.
+        kept = before.previous if before and before.promoted == version else before.promoted if before else ""
+        assert cutover.previous == (kept if version else "")
+        assert cutover.promoted != cutover.previous and len(state.refs(name)) == 1 + (cutover.previous != "")
+        one, other = state.promoted(name, "8"), state.promoted(name, "9")
+        assert one.newer_than(other) != other.newer_than(one), "one of two concurrent changes counts everywhere"
+    write_cutovers(directory, state)
+    assert read_cutovers(directory) == state
+
+
+def test_an_old_state_with_a_canary_stands_for_the_promoted_version(tmp_path: Path) -> None:
+    (tmp_path / STATE).write_text('{"serial":3,"by":"x","names":{"clerk":{"promoted":"1","canary":"2","percent":5}}}')
+    assert read_cutovers(tmp_path).names == {"clerk": Cutover("1")}
+
+
+@pytest.mark.parametrize("raw", ["", "[]", '{"names": {"clerk": {}}}', '{"serial": "x"}', '{"names": {"a": 1}}'])
+def test_a_state_that_is_none_is_refused(tmp_path: Path, raw: str) -> None:
+    assert read_cutovers(tmp_path) == Cutovers()
+    (tmp_path / STATE).write_text(raw)
+    with pytest.raises(PromptError, match=STATE):
+        read_cutovers(tmp_path)
+
+
+def test_a_version_in_use_must_be_there() -> None:
+    state = Cutovers().promoted("clerk", "1").promoted("clerk", "2")
+    state.check({"clerk@1", "clerk@2"})
+    with pytest.raises(PromptError, match="clerk@1 is in use"):
+        state.check({"clerk@2"})
+
+
+WORDS = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,9}", fullmatch=True)
+TEXTS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=60)
+
+
+def digest(raw: bytes) -> str:
+    return f"sha256:{sha256(raw).hexdigest()}"
+
+
+@given(prompts=st.dictionaries(st.tuples(WORDS, WORDS), TEXTS, min_size=1, max_size=6), tenants=st.data())
+def test_locked_texts_are_read_unchanged(
+    tmp_path_factory: pytest.TempPathFactory, prompts: dict[tuple[str, str], str], tenants: st.DataObject
+) -> None:
+    """Texts are arbitrary, versions may look like numbers or dates, prompts may be public; no problem is found."""
+    shelf = PromptDirectory(tmp_path_factory.mktemp("any") / "prompts")
+    source = tmp_path_factory.mktemp("source") / "text"
+    owners = {name: tenants.draw(st.none() | WORDS) for name, _ in prompts}
+    for (name, version), text in prompts.items():
+        source.write_bytes(text.encode())
+        shelf.add(f"{name}@{version}", source, owners[name])
+    read = {(each.name, each.version): each for each in shelf.read()}
+    assert {key: each.text for key, each in read.items()} == prompts
+    assert all(each.tenant == owners[name] for (name, _), each in read.items())
+    assert all(each.digest == digest(each.text.encode()) for each in read.values())
+    assert shelf.problems() == []
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> PromptDirectory:
+    (tmp_path / "clerk").mkdir()
+    (tmp_path / "clerk/1.txt").write_bytes(b"You are the clerk.\r\n")
+    shelf = PromptDirectory(tmp_path)
+    shelf.add("clerk@1", None, None)
+    return shelf
+
+
+@pytest.mark.parametrize(
+    ("now", "said"),
+    [
+        (b"You are the clerk.\n", r"first differing byte is 18: '\\r\\n' was locked, '\\n' is there"),
+        (b"You are the clerk.\r\n ", "first differing byte is 20: the end was locked, ' ' is there"),
+        (b"You", r"first differing byte is 3: ' are the clerk.*' was locked, the end is there"),
+    ],
+)
+def test_a_changed_file_is_refused_with_both_digests(
+    shelf: PromptDirectory, tmp_path: Path, now: bytes, said: str
+) -> None:
+    locked = digest(b"You are the clerk.\r\n")
+    (tmp_path / "clerk/1.txt").write_bytes(now)
+    with pytest.raises(PromptError, match=said) as caught:
+        shelf.read()
+    assert digest(now) in str(caught.value) and locked in str(caught.value)
+    assert shelf.problems() == [str(caught.value)]
+    (tmp_path / COPIES / locked.removeprefix("sha256:")).write_bytes(b"also changed")
+    with pytest.raises(PromptError, match=r"cannot be told: .* was changed, too"):
+        shelf.read()
+    (tmp_path / COPIES / locked.removeprefix("sha256:")).unlink()
+    with pytest.raises(PromptError, match="cannot be told: there is no copy"):
+        shelf.read()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    (tmp_path / "source").write_bytes(b"You are a clerk.")
+    return tmp_path / "source"
+
+
+def test_a_version_never_changes(shelf: PromptDirectory, tmp_path: Path, source: Path) -> None:
+    """Other bytes need another version; adding the same bytes again changes nothing, and repairs a changed file."""
+    before = (tmp_path / LOCK).read_bytes()
+    with pytest.raises(PromptError, match=r"first differing byte is 8.*Lock it as a new version"):
+        shelf.add("clerk@1", source, None)
+    (tmp_path / "clerk/1.txt").write_bytes(b"spoilt")
+    source.write_bytes(b"You are the clerk.\r\n")
+    shelf.add("clerk@1", source, None)
+    assert [each.text for each in shelf.read()] == ["You are the clerk.\r\n"]
+    assert (tmp_path / LOCK).read_bytes() == before
+
+
+def test_all_versions_of_a_name_are_one_tenants(shelf: PromptDirectory, source: Path) -> None:
+    """A public name does not become private with its next version, nor the other way round."""
+    with pytest.raises(PromptError, match="clerk is public"):
+        shelf.add("clerk@2", source, "acme")
+    assert shelf.add("pilot@1", source, "acme").tenant == shelf.add("pilot@2", source, None).tenant == "acme"
+    with pytest.raises(PromptError, match="pilot is the tenant acme's"):
+        shelf.add("pilot@3", source, "globex")
+
+
+@pytest.mark.parametrize("ref", ["clerk", "clerk@", "@1", "../x@1", "clerk@../1", ".locked@1", "a@b@c", "a/b@1"])
+def test_no_name_leads_out_of_the_directory(shelf: PromptDirectory, source: Path, ref: str) -> None:
+    with pytest.raises(PromptError, match="NAME@VERSION"):
+        shelf.add(ref, source, None)
+
+
+@pytest.mark.parametrize(
+    "lock",
+    ["[]", "clerk: 1", "clerk: {versions: {'1': sha256:00}}", "x: {versions: [1]}", "../a: {versions: {'1': x}}",
+     "clerk: {versions: {1: 'sha256:" + "0" * 64 + "'}}", "{", "a: {}"],
+)  # fmt: skip
+def test_a_lock_that_is_none_is_refused(tmp_path: Path, lock: str) -> None:
+    (tmp_path / LOCK).write_text(lock)
+    with pytest.raises(PromptError, match=LOCK):
+        PromptDirectory(tmp_path).read()
+
+
+def test_an_unlocked_file_is_a_problem_but_is_not_served(shelf: PromptDirectory, tmp_path: Path) -> None:
+    (tmp_path / "clerk/2.txt").write_text("You are the new clerk.")
+    assert [prompt.ref for prompt in shelf.read()] == ["clerk@1"]
+    (problem,) = shelf.problems()
+    assert "clerk@2" in problem and "warmpath prompts add clerk@2" in problem
+
+
+USE = Use("acme", "demo", None, None, chat=True)
+
+
+def test_cold_requests_are_counted_over_all_ingresses() -> None:
+    """A request is warm if all of the prompt was cached."""
+    parts = [PromptTraffic({"clerk@1": 64}.__getitem__) for _ in range(2)]
+    for traffic in parts:
+        for cached_tokens in (48, 64, 80):
+            traffic.add("clerk@1", 100, cached_tokens)
+    total = merged(traffic.report()[0] for traffic in parts)["clerk@1"].to_json()
+    assert total == {"requests": 6, "cold_requests": 2, "hit_rate": 0.64}
+    assert parts[0].report()[0]["clerk@1"].requests == 3, "merging leaves its inputs unchanged"
+
+
+def test_uses_are_distinguished_if_their_kv_differs() -> None:
+    """Tenants and salts share a public prompt's KV, and no other; the latest uses are kept."""
+    traffic = PromptTraffic()
+    others = [USE._replace(tenant="globex", cache_salt="s"), USE._replace(chat=False), USE._replace(lora_name="pirate")]
+    for use in (USE, *others):
+        traffic.add_use("clerk@1", use, public=True)
+        traffic.add_use("pilot@1", use, public=False)
+    uses = traffic.report()[1]
+    assert uses["clerk"] == others
+    assert uses["pilot"] == [USE, *others]
+    for number in range(1000):
+        traffic.add_use("pilot@1", USE._replace(cache_salt=str(number)), public=False)
+    assert 1 < len(traffic.report()[1]["pilot"]) < 100

@@ -20,7 +20,7 @@ from serve_app.ray_llm.scopes import METADATA, EngineFacts, Scopes
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.router.cores import load
 from tests.router.feed.sockets import until
-from tests.router.serve.test_away_replicas import FakeRunningReplica
+from tests.router.serve.test_wait_queue import FakeRunningReplica
 
 pytestmark = pytest.mark.anyio
 

@@ -1,6 +1,9 @@
-"""Routers learn a replica's load at once when prefills change, and no more often than necessary."""
+"""A replica tells its load when it changes and no more often, sends requests on, makes engines, loads adapters."""
 
 import asyncio
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -8,8 +11,27 @@ import pytest
 from msgspec import structs
 
 from router.background import run_in_background
+from router.protocol.block_hash import PrefixScope
 from router.protocol.events import LoadReport, StatsReport
+from router.protocol.request import Decision
+from serve_app.checkpoints.adapter_registry import configured_adapters
+from serve_app.checkpoints.sources.resolve import load_served_model
+from serve_app.config.app import AppConfig
+from serve_app.engine.core.engine import TorchEngine
+from serve_app.engine.protocol import (
+    AdapterError,
+    AdapterSpec,
+    EngineOutput,
+    EngineRequest,
+    UnknownAdapter,
+    output_of_wire,
+)
+from serve_app.replica.adapter_loader import ReplicaAdapters
+from serve_app.replica.engine_factory import make_engine
+from serve_app.replica.replica import Replica
 from serve_app.replica.reporter import Reporter
+from tests.serve_app.engine.adapters import save_plain, simulated_engine
+from tests.serve_app.engine.tiny import Collector, prompt, request
 
 pytestmark = pytest.mark.anyio
 
@@ -80,3 +102,119 @@ async def test_reports_go_on_after_an_error(monkeypatch: pytest.MonkeyPatch) -> 
     task = run_in_background(bench.reporter.run)
     assert await bench.next() == IDLE
     task.cancel()
+
+
+LOAD = LoadReport(5000, 0, 1, 8, 16, 1000.0, taken_at_s=3.0)
+REQUEST = request("q", [0], 1)
+
+
+class Begun(Exception):
+    """The replica took the request."""
+
+
+def asked(decision: Decision | None) -> EngineOutput:
+    """Ask a replica with ``LOAD`` and return its first chunk. Raises Begun if it takes the request."""
+
+    def begin(*_: Any) -> None:
+        raise Begun
+
+    replica: Any = SimpleNamespace(
+        _replica_id="me",
+        _tracer=None,
+        _running=SimpleNamespace(closed=False, begin=begin),
+        _engine=SimpleNamespace(load=lambda: LOAD, adapters=SimpleNamespace(loaded=())),
+        _adapters=SimpleNamespace(load_s=0.5),
+        _puller=SimpleNamespace(tokens_per_s=7.0),
+        _attributes={"zone": "a"},
+    )
+
+    replica._load = partial(Replica._load, replica)
+    return output_of_wire(asyncio.run(Replica.generate(replica, structs.replace(REQUEST, decision=decision))))
+
+
+def test_old_news_is_answered_with_the_load() -> None:
+    """The load is complete, as in the feed, and arrives in a chunk's wire format."""
+    chunk = asked(Decision("me", "router", 1, 0, 0, "cold", queued_tokens=0))
+    assert (chunk.error, chunk.request_id) == ("rerouted", "q")
+    assert chunk.load == structs.replace(LOAD, pull_tokens_per_s=7.0, adapter_load_s=0.5, attributes={"zone": "a"})
+
+
+@pytest.mark.parametrize("queued", [5000, 9000, None])
+def test_a_request_with_current_information_is_taken(queued: int | None) -> None:
+    """The work is as much as believed, less, or not checked at all."""
+    with pytest.raises(Begun):
+        asked(Decision("me", "router", 1, 0, 0, "cold", queued_tokens=queued))
+    with pytest.raises(Begun):
+        asked(None)
+
+
+def test_settings_of_equal_names_have_equal_values(demo_model_path: Path) -> None:
+    """Settings with other names, or computed ones, have their right values too."""
+    tenants = [{"name": name, "key_sha256": [name * 64], "cache_share": share} for name, share in (("a", 1), ("b", 3))]
+    fields = {"max_num_seqs": 3, "num_blocks": 50, "pin_budget": 0.5, "host_cache_bytes": 1 << 20, "num_threads": 2}
+    config = AppConfig.model_validate(
+        {"model": str(demo_model_path), "engine": "simulated", "tenants": tenants, **fields}
+    )
+    engine = make_engine(config, load_served_model(config), lambda _: None)
+    assert isinstance(engine, TorchEngine)
+    settings = engine.settings
+    assert (settings.max_num_seqs, settings.num_blocks, settings.num_threads) == (3, 50, 2)
+    assert (settings.pin_budget_blocks, settings.tiers.host_cache_bytes) == (25, 1 << 20)
+    assert settings.tenant_shares == config.cache_shares != {}
+
+
+def _request(request_id: str, adapter: AdapterSpec, path: str) -> EngineRequest:
+    return structs.replace(request(request_id, prompt(40), 1, scope=PrefixScope("m", adapter.key)), lora_path=path)
+
+
+def test_a_replica_that_was_never_told_loads_on_demand_once(tmp_path: Path) -> None:
+    """Twenty first requests at once cost one load; a request without a path, or for changed files, is refused."""
+    (entry,) = configured_adapters({"a": save_plain(tmp_path / "a")})
+    assert entry.spec is not None
+    wanted = entry.spec
+    engine = simulated_engine()
+    engine.start()
+    replica = ReplicaAdapters(AppConfig(), engine)
+    collector = Collector()
+
+    async def flood() -> None:
+        await asyncio.gather(*(replica.submit(_request(f"r{i}", wanted, wanted.path), collector) for i in range(20)))
+
+    asyncio.run(flood())
+    collector.wait(f"r{i}" for i in range(20))
+    assert [value for name, _, value in engine.stats().samples if name == "warmpath_lora_loads_total"] == [1]
+    assert engine.adapters.unload(wanted.key)
+    with pytest.raises(UnknownAdapter):
+        asyncio.run(replica.submit(_request("x", wanted, ""), collector))
+    save_plain(tmp_path / "a", 7.0)
+    with pytest.raises(AdapterError, match="changed"):
+        asyncio.run(replica.submit(_request("x", wanted, wanted.path), collector))
+    engine.stop()
+
+
+def test_an_adapter_evicted_while_its_request_was_on_its_way_is_loaded_again(tmp_path: Path) -> None:
+    """With space for one in memory and two alternating, every request finds its adapter."""
+    both = [entry.spec for entry in configured_adapters({n: save_plain(tmp_path / n) for n in "ab"})]
+    engine = simulated_engine(max_loras=1, max_cpu_loras=1)
+    engine.start()
+    replica = ReplicaAdapters(AppConfig(), engine)
+    collector = Collector()
+    for i in range(6):
+        adapter = both[i % 2]
+        assert adapter is not None
+        asyncio.run(replica.submit(_request(f"r{i}", adapter, adapter.path), collector))
+        collector.wait([f"r{i}"])
+    assert set(collector.finish.values()) == {"length"}
+    engine.stop()
+
+
+def test_only_loads_are_timed_and_smoothed(tmp_path: Path) -> None:
+    """An adapter already in memory takes no time and does not affect the load time."""
+    both = [entry.spec for entry in configured_adapters({n: save_plain(tmp_path / n) for n in "ab"})]
+    readings = iter([10.0, 12.0, 20.0, 30.0, 31.0])
+    replica = ReplicaAdapters(AppConfig(), simulated_engine(), clock=lambda: next(readings))
+    took = [replica.load_s]
+    for adapter in (both[0], both[0], both[1]):
+        assert asyncio.run(replica.load(adapter)) == ""
+        took.append(replica.load_s)
+    assert took == [0.0, 2.0, 2.0, pytest.approx(1.7)]

@@ -1,7 +1,9 @@
-"""Each database keeps its data, by tenant, within bounds; a URL is never quoted."""
+"""Each database keeps its data, by tenant, within bounds, through kills; a URL is never quoted."""
 
+import json
 import os
 import stat
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -167,3 +169,19 @@ def test_a_server_that_comes_back_is_used_again(kind: str, tmp_path: Path) -> No
                     backend.get(b"t" * 32, stored[0])
             server.start()
             assert all(backend.get(b"t" * 32, key) for key in stored)
+
+
+KILLS = 200
+
+
+def test_two_hundred_kills_lose_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+    """Two writers share a file, as two ingresses do; stored responses stay, deleted ones stay deleted.
+
+    docs: failures
+    """
+    command = [sys.executable, "-m", "tests.serve_app.stored.kills", str(tmp_path / "responses.sqlite"), str(KILLS)]
+    counts = json.loads(subprocess.run(command, check=True, capture_output=True, timeout=250).stdout)
+    assert counts["kills"] == KILLS
+    assert counts["stored"] >= KILLS // 2  # each round waits for at least one
+    assert counts["deleted"] > 0
+    assert counts["lost"] == 0

@@ -1,16 +1,23 @@
-"""The cached tokenizer equals tokenizing and hashing from scratch, for any tokenizer and text."""
+"""The cached tokenizer equals tokenizing and hashing from scratch, for any tokenizer and text; repaired files."""
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers, processors
+from typer.testing import CliRunner
 
 from router.protocol.block_hash import extend_chain
+from serve_app.cli.main import app
 from serve_app.errors import InvalidRequest
+from serve_app.tokenization.chat_template import ChatTemplate
+from serve_app.tokenization.repairs import REPAIRS, Chat, Repairs, left_out
 from serve_app.tokenization.segment_cache import PublicTokens
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.serve_app.tokenization.variants import sentencepiece_like, variant_of
@@ -114,3 +121,128 @@ def test_ids_outside_the_vocabulary_are_refused(tokenizer: PromptTokenizer) -> N
     for wrong in (-1, tokenizer.vocab_size, 10**30):
         with pytest.raises(InvalidRequest, match="Token ids must be from 0 to 4095"):
             tokenizer.encode_ids([1, wrong], ROOT)
+
+
+PLAIN = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ calls(m) }}\n{% endfor %}"
+CALLS = "{% macro calls(m) %}{% for c in m.tool_calls or [] %} <{{ c.function | tojson }}>{% endfor %}{% endmacro %}"
+TOOLS = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}"
+
+
+def made(template: str, source: Path, directory: Path) -> ChatTemplate:
+    """Return a template on the demo model's tokenizer."""
+    path = variant_of(source, directory / "model")
+    (path / "chat_template.jinja").write_text(template)
+    return PromptTokenizer(path).template
+
+
+def call(call_id: str, name: str = "f", **arguments: Any) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def said(role: str, content: str = "", *calls: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **({"tool_calls": [*calls]} if calls else {}), **more}
+
+
+def refusing(when: str) -> str:
+    """Return a template that refuses a conversation if ``when``, about each message ``m``, is true."""
+    refused = f"{{% for m in messages %}}{{% if {when} %}}{{{{ raise_exception('no') }}}}{{% endif %}}{{% endfor %}}"
+    return CALLS + refused + TOOLS + PLAIN
+
+
+U, V, A, B = said("user", "u"), said("user", "v"), said("assistant", "a"), said("assistant", "b")
+S, T = said("system", "s"), said("system", "t")
+R = said("tool", "r", tool_call_id="call_12345")
+C = said("assistant", "", call("call_12345", x=1))
+NEEDS = yaml.safe_load(Path(__file__).with_name("needs.yaml").read_text())
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_a_template_gets_the_form_that_it_takes(name: str, demo_model_path: Path, tmp_path: Path) -> None:
+    need = NEEDS[name]
+    shown = made(need["template"], demo_model_path, tmp_path)
+    assert shown.render(need["messages"], add_generation_prompt=False).text == need["prompt"]
+    assert REPAIRS[name].said in shown.notes
+
+
+def test_a_template_that_takes_everything_gets_it_as_it_is(demo_model_path: Path, tmp_path: Path) -> None:
+    shown = made(CALLS + TOOLS + PLAIN, demo_model_path, tmp_path)
+    assert shown.notes == []
+    told = "[system] s\n[user] u\n[user] v\n[system] t\n[assistant] a\n[assistant] b\n"
+    assert shown.render([S, U, V, T, A, B]).text == told
+
+
+def test_a_tool_without_description_and_parameters_gets_empty_ones(demo_model_path: Path, tmp_path: Path) -> None:
+    function = "t.function.name + t.function.description }}{{ t.function.parameters.properties | tojson"
+    template = f"{{% for t in tools or [] %}}{{{{ {function} }}}}{{% endfor %}}{CALLS}{PLAIN}"
+    shown = made(template, demo_model_path, tmp_path)
+    now = {"type": "function", "function": {"name": "now"}}
+    assert shown.render([U], [now]).text == "now{}[user] u\n"
+    assert now == {"type": "function", "function": {"name": "now"}}
+
+
+def test_what_cannot_be_shown_is_refused_by_name(demo_model_path: Path, tmp_path: Path) -> None:
+    """By the template itself, or because it leaves the message out; `notes` says so before."""
+    shown_first = "{{ m.content }}{% if m.content == 'wide' %}{% break %}{% endif %}{{ '\\n' }}"
+    shown = made(f"{{% for m in messages %}}{shown_first}{{% endfor %}}", demo_model_path, tmp_path)
+    assert shown.render([U, A]).text == "u\na\n"
+    with pytest.raises(InvalidRequest, match="leaves out message 1, of the role assistant"):
+        shown.render([said("user", "wide"), said("assistant", "answered"), V])
+
+
+roles = st.sampled_from(["system", "user", "assistant", "calls", "user", "assistant"])
+
+
+@given(parts=st.lists(st.tuples(roles, st.sampled_from(["", "text"]), st.integers(1, 3)), max_size=8), data=st.data())
+def test_a_repaired_conversation_keeps_its_beginning(parts: list[tuple[str, str, int]], data: st.DataObject) -> None:
+    """With any repairs: what one more turn adds is behind all that was there, or ends its last message."""
+    names = data.draw(st.sets(st.sampled_from(sorted(REPAIRS))))
+    repairs = Repairs(lambda messages, tools: "", ())
+    repairs._names = frozenset(names)
+    turns: list[list[dict[str, Any]]] = []
+    for number, (role, text, calls) in enumerate(parts):
+        content = f"{text}{number}" if text else ""
+        if role == "calls":
+            ids = [f"call_{number}_{place}" for place in range(calls)]
+            asked = said("assistant", content, *(call(call_id, f"f{call_id}", x=number) for call_id in ids))
+            turns.append([asked, *(said("tool", f"result {call_id}", tool_call_id=call_id) for call_id in ids)])
+        else:
+            turns.append([said(role, content)])
+    before: list[Mapping[str, Any]] = []
+    for end in range(1, len(turns) + 1):
+        messages = [message for turn in turns[:end] for message in turn]
+        after = [*repairs.mended(Chat(messages)).messages]
+        # A message that only holds the place of one to come may be filled, or be gone.
+        told = list(before[:-1])
+        assert after[: len(told)] == told
+        if before and str(before[-1]["content"] or ""):
+            assert _text(after[len(told)]).startswith(_text(before[-1]))
+        words = {word for message in messages for word in re.findall(r"text\d+|result \w+|fcall_\w+", str(message))}
+        assert all(word in str(after) for word in words)
+        before = after
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    content = message["content"] or ""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def test_a_left_out_message_is_found() -> None:
+    """By a word of it; what a template cuts out of an answer does not count."""
+    messages = [said("user", "first words"), said("assistant", "<think>x</think>"), C, said("user", "ünï")]
+    assert left_out(messages, "first words ... f ... n") is None
+    assert left_out(messages, "... f ... n") == 0
+    assert left_out(messages, "irst words") == 0
+    assert left_out(messages[2:], "") == 0
+
+
+def test_check_and_doctor_tell_what_a_template_needs(demo_model_path: Path, tmp_path: Path) -> None:
+    made(refusing("m.role == 'system'"), demo_model_path, tmp_path)
+    file = tmp_path / "settings.yaml"
+    file.write_text(f"model: {tmp_path / 'model'}\n")
+    checked = CliRunner().invoke(app, ["check", str(file)])
+    note = "it takes no system message: it is put before the user's first"
+    assert checked.exit_code == 0, checked.output
+    assert f"settings.yaml:1: model: note: the chat template: {note}\n" in checked.output
+    told = CliRunner().invoke(app, ["doctor", "--port", "1", "--model", str(tmp_path / "model")])
+    assert "ok       chat template: " in told.output
+    assert note in told.output

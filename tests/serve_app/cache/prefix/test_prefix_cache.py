@@ -1,14 +1,29 @@
-"""Rules of the prefix cache: hits, evictions, announcements."""
+"""Rules of the prefix cache: hits, evictions, announcements, pins, hot prefixes, and the pool of blocks."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.protocol.block_hash import HASH_BYTES, ChainHasher, PrefixScope, TokenArray, hash_blocks, split_chain
+from router.protocol.block_hash import (
+    HASH_BYTES,
+    ChainHasher,
+    PrefixScope,
+    TokenArray,
+    extend_chain,
+    hash_blocks,
+    split_chain,
+)
 from router.protocol.events import BlocksRemoved, BlocksStored
+from router.protocol.heat import HEAT_MEMORY_S
+from serve_app.cache.prefix.block_pool import BlockPool, PoolExhausted
+from serve_app.cache.prefix.hot_prefixes import KINDS, HotPrefixes, idle_heats, list_hot, within
+from serve_app.cache.prefix.pins import Pins
 from serve_app.cache.prefix.prefix_cache import PrefixCache
+from tests.serve_app.cache.prefix.test_prefix_cache_laws import root_of, scope_of
 
 SCOPE = PrefixScope("m", salt=b"tenant a")
 ROOT = SCOPE.root(b"s")
@@ -173,3 +188,158 @@ def test_evicted_blocks_are_handed_over_in_place() -> None:
     cache.release(held)
     cache.reset()
     assert len(seen) == 3, "a reset hands nothing over"
+
+
+def test_blocks_are_handed_out_as_neighbours_and_never_twice() -> None:
+    """Blocks come in order from a fresh pool, and again after a release tail first; a too large request takes none."""
+    pool = BlockPool(8)
+    blocks = pool.take(5)
+    assert blocks == [0, 1, 2, 3, 4]
+    with pytest.raises(PoolExhausted):
+        pool.take(4)
+    for block in reversed(blocks):
+        pool.release(block, keep=False)
+    assert pool.take(8) == list(range(8))
+
+
+def test_a_block_cannot_be_released_twice() -> None:
+    pool = BlockPool(1)
+    (block,) = pool.take(1)
+    pool.release(block, keep=True)
+    with pytest.raises(ValueError, match="not in use"):
+        pool.release(block, keep=True)
+    pool.free_idle(block)
+    with pytest.raises(KeyError):
+        pool.free_idle(block)
+
+
+SIZE = 2
+HOT_SCOPES = {"a": PrefixScope("m", salt=b"a"), "b": PrefixScope("m", salt=b"b")}
+
+Prompts = st.lists(
+    st.tuples(st.sampled_from("ab"), st.lists(st.integers(0, 1), min_size=SIZE, max_size=12), st.integers(0, 900)),
+    min_size=1,
+    max_size=12,
+)
+"""Requests: tenant, tokens, seconds since the previous one."""
+
+
+class Used:
+    """A cache after some requests, with a naive record of the times when each block's prefix was new or matched."""
+
+    def __init__(self, requests: list[tuple[str, list[int], int]], pinned: int = 0) -> None:
+        self.now_s = 0.0
+        self.cache = PrefixCache(256, SIZE, pin_budget_blocks=256, clock=lambda: self.now_s)
+        self.uses: list[tuple[bytes, float, float]] = []  # chain, hits, time
+        for number, (tenant, ids, after_s) in enumerate(requests):
+            self.now_s += after_s
+            scope, array = scope_of(HOT_SCOPES[tenant], ids), np.array(ids, dtype=np.int32)
+            chain = extend_chain(root_of(scope), scope.public_blocks, array, SIZE)
+            matched = self.cache.match(scope, array, chain)
+            self.cache.acquire(matched)
+            self.cache.hit(matched)
+            if matched:
+                self.uses.append((chain[: len(matched) * HASH_BYTES], 1.0, self.now_s))
+            full = len(chain) // HASH_BYTES
+            blocks = matched + self.cache.allocate(-(-len(ids) // SIZE) - len(matched), tenant)
+            before = {entry.block_hash for entry in self.cache.index}
+            self.cache.publish(scope, array, chain, blocks, len(matched), full)
+            for i, block_hash in enumerate(split_chain(chain)):
+                if block_hash not in before:
+                    self.uses.append((chain[: (i + 1) * HASH_BYTES], 0.0, self.now_s))
+            if number < pinned and full:
+                self.cache.pin(b"%d" % number, blocks[:full], 1000.0, tenant=tenant)
+            self.cache.release(blocks)
+        self.chains = {use[0] for use in self.uses}
+
+    def heat(self, chain: bytes) -> float:
+        uses = [use for use in self.uses if use[0].startswith(chain)]
+        hits = sum(count * math.exp((at_s - self.now_s) / HEAT_MEMORY_S) for _, count, at_s in uses)
+        return hits + math.exp((max(use[2] for use in uses) - self.now_s) / HEAT_MEMORY_S)
+
+    def hot(self) -> HotPrefixes:
+        return list_hot(list(self.cache.index), self.cache.pins.soonest_first(), self.now_s)
+
+
+@given(Prompts, st.integers(0, 3))
+def test_each_block_once_parents_first_by_kind_and_heat(
+    requests: list[tuple[str, list[int], int]], pinned: int
+) -> None:
+    """The cache holds each block with these tokens, this scope, and this owner. (docs: failures)"""
+    used = Used(requests, pinned)
+    hot = used.hot()
+    told = [block_hash for run in hot.runs for block_hash in split_chain(run.hashes)]
+    assert len(told) == len(set(told))
+    assert set(told) == set(used.cache.index._by_hash)
+    assert all(run.parent is None or run.parent < number for number, run in enumerate(hot.runs))
+    keys = [(KINDS.index(run.kind), -run.heat) for run in hot.runs]
+    assert keys == sorted(keys)
+    for number, run in enumerate(hot.runs):
+        prefix = hot.prefix(number)
+        assert math.isclose(run.heat, used.heat(prefix.chain), rel_tol=1e-9)
+        root = root_of(prefix.scope)
+        assert prefix.chain == extend_chain(root, prefix.scope.public_blocks, prefix.token_ids, SIZE)
+        matched = used.cache.match(prefix.scope, np.append(prefix.token_ids, np.int32(0)), prefix.chain)
+        assert len(matched) * SIZE == len(prefix.token_ids)
+        assert used.cache.quota.tenant_of(matched[-1]) == prefix.tenant
+        kind = "save" if matched[-1] in used.cache.pins.counts() else "public" if "public" in run.tenant else "prefix"
+        assert run.kind == kind
+    assert {save.key for save in hot.saves} == set(used.cache.pins)
+    for save in hot.saves:
+        pin = next(pin for pin in used.cache.pins.soonest_first() if pin.key == save.key)
+        assert len(hot.prefix(save.run).chain) // HASH_BYTES == len(pin.blocks)
+        assert math.isclose(save.unread_s, 1000.0 - (pin.expires_s - used.now_s), abs_tol=1e-6)
+
+
+@given(Prompts, st.integers(0, 3), st.integers(0, 40))
+def test_a_beginning_is_a_list_of_its_own(
+    requests: list[tuple[str, list[int], int]], pinned: int, most_blocks: int
+) -> None:
+    """It has as many blocks as allowed, or all, and every parent. Idle heats are those of the blocks, ascending."""
+    used = Used(requests, pinned)
+    hot = used.hot()
+    part = within(hot, most_blocks)
+    assert sum(run.blocks for run in part.runs) == min(most_blocks, len(used.cache.index))
+    for number in range(len(part.runs)):
+        assert part.prefix(number).chain == hot.prefix(number).chain[: len(part.prefix(number).chain)]
+    entries = list(used.cache.index)
+    heats = np.frombuffer(idle_heats(entries, [entry.block for entry in entries], used.now_s), "<f4")
+    assert np.allclose(heats, sorted(used.heat(chain) for chain in used.chains), rtol=1e-5)
+
+
+def test_a_pin_without_ttl_has_no_end_and_the_longer_ttl_wins() -> None:
+    now_s = 1000.0
+    cache = PrefixCache(8, 1, pin_budget_blocks=4, clock=lambda: now_s)
+    blocks = fill(cache, tokens(1, 2))
+    cache.pin(b"k", blocks, 300.0)
+    assert cache.pin(b"k", blocks, 3600.0) == "present"
+    assert cache.pins.renew(b"k", 300.0, now_s)
+    now_s += 3599
+    cache.expire_pins()
+    assert cache.pins.renew(b"k", None, now_s)
+    now_s += 1e9
+    cache.expire_pins()
+    assert list(cache.pins) == [b"k"]
+    assert not cache.pins.renew(b"other", None, now_s)
+
+
+def test_only_cached_blocks_can_be_pinned() -> None:
+    cache = PrefixCache(8, 1, pin_budget_blocks=4)
+    for blocks in ([], cache.allocate(1)):
+        with pytest.raises(ValueError, match="indexed"):
+            cache.pin(b"k", blocks)
+
+
+def test_a_tenant_that_nobody_named_has_no_share() -> None:
+    """Beside others it borrows, and returns its latest pins first; a lone tenant, or none, has the whole budget."""
+    cache = PrefixCache(64, 1, pin_budget_blocks=4, shares={"a": 1.0, "b": 1.0})
+    for key, ids in ((b"first", tokens(1, 2)), (b"last", tokens(3))):
+        assert cache.pin(key, fill(cache, ids), tenant="other") == "pinned"
+    assert cache.pin(b"a", fill(cache, tokens(2, 2)), tenant="a") == "pinned"
+    assert list(cache.pins) == [b"first", b"a"]
+    assert cache.pin(b"more", fill(cache, tokens(4)), tenant="a") == "over_budget", "it already has its share"
+    assert list(cache.pins) == [b"first", b"a"]
+    for weights in ({}, {"a": 2.0}):
+        pins = Pins(4, weights)
+        assert pins.add(b"a", [1, 2, 3], None, 0.0, "a") == "pinned"
+        assert pins.recall([4, 5], "a") is None

@@ -1,7 +1,10 @@
-"""The engine's treatment of requests: single flight, cancellation, refusal, failure, load, stop."""
+"""The engine's treatment of requests: single flight, cancellation, refusal, failure, load, churn, outputs, stop."""
 
 import threading
+import tracemalloc
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,8 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from router.protocol.events import Event
 from router.protocol.request import Decision
+from serve_app.cache.prefix_digest import scope_digest
 from serve_app.engine.protocol import EngineError, EngineOutput, QueueFull, RemoteKv, RequestTooLong, Save, TokenRules
+from tests.harness.churn.audit import Imbalance, tables
+from tests.harness.churn.churn import Churn
+from tests.serve_app.conftest import MakeEngine, Reference
 from tests.serve_app.engine.simulated import GatedRunner, MakeSimulated
 from tests.serve_app.engine.tiny import SCOPE, Collector, prompt, request, run_all, sample
 
@@ -271,3 +279,111 @@ def test_one_sink_gets_one_call_a_step_and_a_failing_one_harms_nobody_else(make_
     collector.wait(f"r{i}" for i in range(8))
     assert collector.batches == [8] * 5
     assert engine.healthy()
+
+
+LEFT_BYTES_AN_OPERATION = 500
+"""A kept request would take well over a thousand; cached data varies a little between checks."""
+
+
+@pytest.fixture
+def churn(demo_model_path: Path, tmp_path: Path) -> Iterator[Churn]:
+    made = Churn(demo_model_path, tmp_path)
+    yield made
+    made.close()
+
+
+def test_churn_leaves_nothing_behind(churn: Churn) -> None:
+    """At every check blocks are conserved, events match held blocks, and answers are equal; memory does not grow."""
+    ours = [tracemalloc.Filter(True, f"*/{room}/*") for room in ("serve_app", "router")]
+    tracemalloc.start()
+    try:
+        sizes = []
+        for _ in range(7):
+            churn.run(20)
+            churn.check()
+            scope_digest.cache_clear()  # of bounded size
+            found = tracemalloc.take_snapshot().filter_traces(ours).statistics("filename")
+            sizes.append(sum(trace.size for trace in found))
+    finally:
+        tracemalloc.stop()
+    assert sizes[-1] < max(sizes[:4]) + 3 * 20 * LEFT_BYTES_AN_OPERATION, sizes
+    ended = churn.ledger.ended
+    assert not ended["error"]
+    assert ended["length"] > 50 and ended["cancelled"] > 2
+    for outcome in ("saved", "adapters loaded", "refused: UnknownAdapter", "refused: RequestTooLong"):
+        assert churn.done[outcome], f"nothing was {outcome}"
+
+
+def test_the_audit_finds_lost_and_leaked_blocks(churn: Churn) -> None:
+    """It fails for a block without an owner, and for one that is held but not announced."""
+    assert tables(churn.engine)["BlockPool._references"] == 128
+    churn.check()
+    cache = churn.engine._cache
+    block = cache.pool._free.pop()
+    with pytest.raises(Imbalance, match="127 of 128 blocks"):
+        churn.check()
+    cache.pool._free.append(block)
+    churn.check()
+    churn.ledger.announced["pool"].pop()
+    with pytest.raises(Imbalance, match="announced"):
+        churn.check()
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_a_hit_at_every_block_boundary_changes_no_token(
+    kind: str, make_engine: MakeEngine, reference: Reference
+) -> None:
+    """Each prefix of ten blocks in turn is cached, then the whole prompt is sent. (docs: caching)"""
+    ids = prompt(165)
+    expected = reference(kind, ids, 12)
+    for cached in range(11):
+        engine = make_engine(kind)
+        if cached:
+            run_all(engine, [request("warm", ids[: cached * 16], 1)])
+        got = run_all(engine, [request("hit", ids, 12)])
+        assert got.cached["hit"] == cached * 16
+        assert got.tokens["hit"] == expected
+        engine.stop()
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+@pytest.mark.parametrize(("budget", "caching"), [(17, True), (64, True), (256, True), (256, False)])
+def test_mixed_batches_and_chunks_equal_solo_generation(
+    kind: str, budget: int, caching: bool, make_engine: MakeEngine, reference: Reference
+) -> None:
+    """Prompts of every awkward length run at once, in chunks; the second time with hits. (docs: caching)"""
+    prompts = {f"p{n}": prompt(n, seed=n) for n in (1, 2, 15, 16, 17, 31, 48, 100, 300)}
+    events: list[Event] = []
+    engine = make_engine(kind, events=events, max_num_batched_tokens=budget, enable_prefix_caching=caching)
+    for turn in ("cold", "warm"):
+        got = run_all(engine, [request(name, ids, 10) for name, ids in prompts.items()])
+        for name, ids in prompts.items():
+            assert got.tokens[name] == reference(kind, ids, 10), (turn, name)
+            assert got.cached[name] == (0 if turn == "cold" or not caching else (len(ids) - 1) // 16 * 16)
+    assert bool(events) == caching
+
+
+def test_long_contexts_shared_and_not_decode_as_if_alone(make_engine: MakeEngine, reference: Reference) -> None:
+    """Runs long enough to be read in place, shared by several sequences, are beside short ones and forks."""
+    base = prompt(560, seed=5)
+    prompts = {
+        "a": np.concatenate([base, prompt(9, 1)]),
+        "b": np.concatenate([base, prompt(40, 2)]),
+        "c": np.concatenate([base, prompt(1, 3)]),
+        "d": np.concatenate([base[:400], prompt(30, 4)]),
+        "e": prompt(620, seed=6),
+        "f": prompt(20, seed=7),
+    }
+    engine = make_engine("qwen3")
+    run_all(engine, [request("warm", base, 1)])
+    got = run_all(engine, [request(name, ids, 40) for name, ids in prompts.items()])
+    for name, ids in prompts.items():
+        assert got.tokens[name] == reference("qwen3", ids, 40), name
+
+
+def test_stop_token_ends_and_is_not_delivered(make_engine: MakeEngine, reference: Reference) -> None:
+    expected = reference("qwen3", prompt(20), 10)
+    stop = expected[4]
+    got = run_all(make_engine(), [request("s", prompt(20), 10, stop_token_ids=(stop,))])
+    assert got.tokens["s"] == expected[: expected.index(stop)]
+    assert got.finish["s"] == "stop"

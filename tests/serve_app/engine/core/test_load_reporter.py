@@ -1,16 +1,34 @@
-"""Committed tokens: the engine reports as many as a new request of one token really finds ahead of it."""
+"""What an engine tells: committed tokens as a new request finds them, events of its cache, and feeds that lie."""
 
+import asyncio
+import threading
 from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from router.core import RoutingCore
+from router.feed.sequencer import FeedSequencer
+from router.protocol.block_hash import hash_blocks
+from router.protocol.events import BlocksStored, CacheCleared, CacheDigest, Event, LoadReport
+from router.protocol.request import RoutedRequest
+from serve_app.cache.tiers.tiers import TierSettings
+from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.core.load_reporter import LoadReporter
 from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.scheduling.sequence import SequenceState
+from serve_app.replica.reporter import tell_caches
+from tests.serve_app.conftest import MakeEngine, Reference
 from tests.serve_app.engine.scheduling.bench import RATE, Bench
-from tests.serve_app.engine.tiny import prompt
+from tests.serve_app.engine.simulated import GatedRunner, MakeSimulated
+from tests.serve_app.engine.tiny import prompt, request, run_all
 
 queued = st.lists(
     st.tuples(st.integers(1, 400), st.floats(0.0, 0.3), st.sampled_from("ab"), st.booleans()), min_size=1, max_size=12
@@ -123,3 +141,130 @@ def test_committed_tokens_are_before_everybodys_newcomer(
     report = line.view.report(0.4)
     newcomer = line.queue("new", prompt(1, 9), 0.4, tenant)
     assert line.tokens_before(newcomer) >= report.committed_prefill_tokens
+
+
+class Feed:
+    """A feed that may lose its events; its ``sequencer`` is the mirror."""
+
+    def __init__(self) -> None:
+        self.sequencer = FeedSequencer()
+        self.losing = False
+        self.events: list[Event] = []
+
+    def __call__(self, events: Sequence[Event]) -> None:
+        if not self.losing:
+            self.events.extend(events)
+            self.sequencer.publish(events)
+
+    def blocks(self) -> dict[str, int]:
+        """Return the last digest's blocks by tier; the disk's thread may have announced more since."""
+        last = next(event for event in reversed(self.events) if isinstance(event, CacheDigest))
+        return {of.tier: of.blocks for of in last.tiers}
+
+
+@pytest.fixture
+def made(tmp_path: Path, make_simulated: MakeSimulated) -> tuple[Feed, TorchEngine]:
+    """A small pool over a small host memory and a disk."""
+    feed, size = Feed(), GatedRunner().block_bytes
+    below = TierSettings(host_cache_bytes=12 * size, disk_cache_bytes=1000 * size, disk_cache_dir=tmp_path)
+    return feed, make_simulated(sink=feed, num_blocks=24, max_num_seqs=4, max_num_batched_tokens=256, tiers=below)
+
+
+def traffic(engine: TorchEngine, seed: int, requests: int = 8) -> None:
+    rng = Random(seed)
+    for number in range(requests):
+        run_all(engine, [request(f"{seed}-{number}", prompt(rng.randrange(20, 220), rng.randrange(12)), 2)])
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_the_digest_is_that_of_the_events(made: tuple[Feed, TorchEngine], reset: bool) -> None:
+    """It holds through evictions, spills, a disk with its own thread, and resets, at any moment."""
+    feed, engine = made
+    for seed in range(6):
+        traffic(engine, seed)
+        if reset and seed == 3:
+            engine.reset_prefix_cache(tiers=False)
+        engine.tell_cache()
+        assert feed.sequencer.mirror_drifts == 0
+    held = feed.blocks()
+    assert held["pool"] > 0 and held["host"] == 12 and held["disk"] > 0
+    engine.reset_prefix_cache()
+    engine.tell_cache()
+    assert feed.sequencer.mirror_drifts == 0 and set(feed.blocks().values()) == {0}
+
+
+def test_events_lost_before_the_feed_are_announced_again(made: tuple[Feed, TorchEngine]) -> None:
+    """The next digest reveals the loss; ``anew`` repairs the mirror and the routers that follow it. (docs: routing)"""
+    feed, engine = made
+    traffic(engine, 0)
+    feed.losing = True
+    traffic(engine, 1)
+    feed.losing = False
+    engine.tell_cache()
+    assert feed.sequencer.mirror_drifts == 1
+    engine.tell_cache(anew=True)
+    engine.tell_cache()
+    assert feed.sequencer.mirror_drifts == 1
+    assert feed.blocks().keys() == {"pool", "host", "disk"}
+    cleared = [at for at, event in enumerate(feed.events) if event == CacheCleared()]
+    anew = FeedSequencer()
+    assert len(anew.publish(feed.events[cleared[-1] :])) > 0
+    assert anew.mirror_drifts == 0, "it begins with a cleared cache"
+
+
+def test_a_replica_tells_its_caches_from_time_to_time_and_anew_after_drift() -> None:
+    """The repeats become ever rarer, so an engine that always contradicts its feed does not flood the routers."""
+    feed, done = SimpleNamespace(mirror_drifts=0), threading.Event()
+    calls: list[bool] = []
+
+    def tell_cache(*, anew: bool) -> None:
+        calls.append(anew)
+        feed.mirror_drifts += len(calls) > 2
+        if len(calls) == 60:
+            done.set()
+
+    async def main() -> None:
+        engine: Any = SimpleNamespace(tell_cache=tell_cache)
+        task = asyncio.create_task(tell_caches(engine, feed, 0.001))
+        assert await asyncio.to_thread(done.wait, 60)
+        task.cancel()
+
+    asyncio.run(main())
+    assert calls[:3] == [False, False, False]
+    assert calls[3]
+    assert 2 <= sum(calls) <= 12
+
+
+def test_a_lying_replica_costs_time_and_no_token(make_engine: MakeEngine, reference: Reference) -> None:
+    """One replica claims every requested block, an empty queue and an absurd rate; small pools evict.
+
+    It attracts traffic by that, its engine computes the missing blocks, and the router counts the undelivered tokens.
+    """
+    stored: dict[str, list[Event]] = {"liar": [], "honest": []}
+    engines = {name: make_engine(events=stored[name], num_blocks=24, max_num_seqs=4) for name in stored}
+    core = RoutingCore("me", clock=lambda: 0.0, rng=Random(0))
+    core.update_replicas(stored)
+    prompts = {seed: prompt(150 + seed, seed) for seed in range(5)}
+    served: dict[str, int] = dict.fromkeys(stored, 0)
+    lost = 0
+    for turn in range(3):
+        for seed, ids in prompts.items():
+            sent = request(f"{turn}-{seed}", ids, 6)
+            chain = hash_blocks(sent.root, ids, 16)
+            core.apply("liar", [BlocksStored(chain), LoadReport(-9, -9, -9, 8, 64, 1e30)])
+            core.apply("honest", stored["honest"])
+            stored["honest"].clear()
+            route = RoutedRequest(sent.request_id, chain, len(ids), bytes([seed]) * 16)
+            decision = core.decide(route)
+            assert decision is not None
+            got = run_all(engines[decision.replica_id], [sent])
+            assert got.tokens[sent.request_id] == reference("qwen3", ids, 6), (turn, seed)
+            delivered = got.cached[sent.request_id]
+            core.release(decision)
+            core.record_delivered(decision, delivered, 0.01, chain)
+            served[decision.replica_id] += 1
+            lost += max(decision.selected_cached_tokens - delivered, 0)
+    assert served["liar"] > served["honest"]
+    tokens = core.counters.by_policy["estimated_ttft"].by_reason["cached"]
+    assert tokens.unused_tokens == lost > 0
+    assert tokens.evicted_tokens == 0

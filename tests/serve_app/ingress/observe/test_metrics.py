@@ -1,30 +1,55 @@
-"""The page of metrics, the catalog and the code agree: each family is described and bounded. And the caches' state."""
+"""Metrics, the catalog and the code agree: each is described and bounded. State, explanations and sessions."""
 
 import ast
+import asyncio
+import json
 import re
+import time
 from pathlib import Path
+from typing import Any
 
+import httpx
+import pytest
 from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.core import RoutingCore
-from router.protocol.events import StatsReport
+from router.policy.policies import POLICIES
+from router.protocol.events import BlocksStored, StatsReport
 from router.protocol.request import RoutedRequest
 from router.protocol.samples import Labels, Sample
+from router.settings import RouterSettings
+from serve_app.api.openai.request import parse_chat
 from serve_app.cache.tiers.tiers import TierSettings
+from serve_app.checkpoints.adapter_registry import AdapterRegistry
+from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.config.app import AppConfig
+from serve_app.config.tenants import TenantConfig
 from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.protocol import Save
+from serve_app.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Overloaded, RateLimited
+from serve_app.fairness.front_door import FrontDoor
+from serve_app.fairness.shares import Shares
+from serve_app.generation.prepare import Limits, Preparer
+from serve_app.ingress.observe import sessions as module
 from serve_app.ingress.observe.cache_state import cache_state
+from serve_app.ingress.observe.explain import explanation
 from serve_app.ingress.observe.families import FAMILIES, SECTIONS
 from serve_app.ingress.observe.metrics import IngressMetrics, render, router_samples, with_label, without_tenants
 from serve_app.ingress.observe.reference import LABELS, metrics_page
+from serve_app.ingress.observe.sessions import SessionList
+from serve_app.ingress.routes.application import make_application
 from serve_app.replica.lifecycle.receipt import MoveMeters, Receipt
 from serve_app.replica.pull import PullMeters
 from serve_app.replica.session_gate import SessionGate
+from serve_app.sessions.report import session_report
+from serve_app.tenants.tenants import Tenant, Tenants, make_api_key
 from serve_app.tokenization.segment_cache import SegmentCacheStats
+from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.serve_app.conftest import MakeEngine
 from tests.serve_app.engine.tiny import prompt, request, run_all
+from tests.serve_app.ingress.routes.test_application import services_of
+from tests.serve_app.sessions.test_admission import Bench
 
 ROOT = Path(__file__).parents[4]
 PAGE = ROOT / "docs" / "reference" / "metrics.md"
@@ -188,3 +213,215 @@ def test_the_state_has_each_tenants_tokens_and_each_replicas_blocks() -> None:
     }
     (replica,) = state["replicas"]
     assert (replica["blocks_cached"], replica["bytes_cached"], replica["tokens_cached"]) == (3, 192, 48)
+
+
+SECRET = b"s" * 32
+CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Tell me about the harbour. " * 20}]}
+TWO_TENANTS = [TenantConfig(name=name, key_sha256=[digit * 64]) for name, digit in (("acme", "a"), ("globex", "b"))]
+
+
+class Desk:
+    def __init__(self, path: Path, tenants: Tenants) -> None:
+        self.core = RoutingCore("me", RouterSettings(), clock=lambda: 0.0)
+        self.core.update_replicas(["a", "b"])
+        self.tenants = tenants
+        self.door = FrontDoor(Shares({}), places=lambda: 1, max_waiting=1, max_bytes=1 << 20)
+        self.preparer = Preparer(
+            load_checkpoint_info(path), PromptTokenizer(path), tenants, SECRET, AdapterRegistry("demo"), Limits(1024, 8)
+        )
+
+    def ask(self, body: Any) -> dict[str, Any]:
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        said = asyncio.run(explanation(raw, self.core, self.preparer, self.tenants, self.door))
+        answer: dict[str, Any] = json.loads(json.dumps(said))
+        return answer
+
+    def hold(self, replica_id: str, tenant: str) -> None:
+        """Let a replica hold the chat as one tenant's prompt."""
+        wanted = parse_chat(json.dumps(CHAT).encode())
+        generation = asyncio.run(self.preparer.prepare(wanted, Tenant(tenant), "x"))[0]
+        self.core.apply(replica_id, [BlocksStored(generation.block_hashes)])
+
+
+@pytest.fixture
+def alone(demo_model_path: Path) -> Desk:
+    return Desk(demo_model_path, Tenants([], SECRET))
+
+
+def test_the_limit_that_would_refuse_a_request_or_let_it_wait_is_named(alone: Desk) -> None:
+    """With the tenant's own numbers, as in an error; nothing is counted."""
+
+    async def run() -> None:
+        free = {"refusal": None, "wait": None}
+        assert alone.door.outlook("default") == free
+        with alone.door.arrive("default") as arrival:
+            full = {"place": "ingress", "limit": "max_queued_requests", "used": 1, "most": 1, "retry_after_s": 1.0}
+            assert alone.door.outlook("default") == {"refusal": full, "wait": None}
+            with pytest.raises(RateLimited) as refused:
+                alone.door.arrive("default")
+            assert refused.value.shown_reason == {"reason": full}
+            await arrival.turn(1)
+            place = arrival.hand_over()
+        taken = {"place": "ingress", "limit": "max_num_seqs", "used": 1, "most": 1}
+        assert alone.door.outlook("default") == {"refusal": None, "wait": taken}
+        place.give_back()
+        assert alone.door.outlook("default") == free
+
+    asyncio.run(run())
+    assert alone.ask(CHAT)["refusal"] is None
+
+
+def test_a_request_is_explained_as_it_would_be_routed(alone: Desk) -> None:
+    """Its holder wins under all cache-aware policies; choices share a prompt, and a response has a chat's."""
+    alone.hold("b", "default")
+    said = alone.ask(CHAT)
+    assert (said["tenant"], said["policy"], said["model"]) == ("default", "estimated_ttft", "demo")
+    prompt = said["prompts"][0]
+    assert set(prompt["winners"]) == set(POLICIES)
+    assert {prompt["winners"][policy]["replica_id"] for policy in ("estimated_ttft", "lmetric")} == {"b"}
+    first = prompt["replicas"][0]
+    assert first["cached_tokens"] == first["cached_tokens_by_tier"]["pool"] > 64
+    assert alone.core.counters.by_policy["estimated_ttft"].by_reason == {}
+    assert set(alone.ask({**CHAT, "policy": "lmetric"})["prompts"][0]["winners"]) == {"lmetric"}
+    completion = alone.ask({"model": "demo", "prompt": ["one", "another one"], "n": 2, "max_tokens": 4})
+    assert [each["prompt_tokens"] > 0 for each in completion["prompts"]] == [True, True]
+    response = alone.ask({"model": "demo", "input": CHAT["messages"]})
+    assert response["prompts"][0]["prefix"] == prompt["prefix"]
+
+
+def test_the_tenant_named_is_the_one_explained(demo_model_path: Path) -> None:
+    """One tenant's cached prompt does not affect another's; with several tenants the request must name one."""
+    shared = Desk(demo_model_path, Tenants(TWO_TENANTS, SECRET))
+    shared.hold("b", "acme")
+    cached = {t: shared.ask({**CHAT, "tenant": t})["prompts"][0]["best_cached_tokens"] for t in ("acme", "globex")}
+    assert cached["acme"] > 64
+    assert cached["globex"] == 0
+    with pytest.raises(InvalidRequest, match="one of acme, globex") as missing:
+        shared.ask(CHAT)
+    assert missing.value.param == "tenant"
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "param"),
+    [
+        (b"[", InvalidRequest, None),
+        ({**CHAT, "prompt": "and text"}, InvalidRequest, None),
+        ({**CHAT, "policy": "best"}, InvalidRequest, "policy"),
+        ({**CHAT, "tenant": "nobody"}, InvalidRequest, "tenant"),
+        ({**CHAT, "temperature": 9}, InvalidRequest, "temperature"),
+        ({**CHAT, "model": "other"}, ModelNotFound, "model"),
+        ({"model": "demo", "prompt": "word " * 2000}, ContextLengthExceeded, "prompt"),
+    ],
+)
+def test_bad_bodies_are_refused_as_the_request_would_be(
+    alone: Desk, body: Any, error: type[Exception], param: str | None
+) -> None:
+    with pytest.raises(error) as caught:
+        alone.ask(body)
+    assert getattr(caught.value, "param", None) == param
+
+
+PATH = "/v1/cache/sessions"
+KEYS = {name: make_api_key() for name in ("acme", "globex", "operator")}
+TENANTS = [TenantConfig(name=name, key_sha256=[KEYS[name][1]]) for name in ("acme", "globex")]
+CLOSED = AppConfig(model="demo", tenants=TENANTS, operator_key_sha256=[KEYS["operator"][1]])
+
+
+class Replicas:
+    """Two replicas with sessions of their own: ``r1`` of both tenants, ``r2`` of acme alone."""
+
+    def __init__(self) -> None:
+        self.asked: list[str | None] = []
+        self.benches = {"r1": Bench(), "r2": Bench()}
+        for name, tokens, tenant in (("r1", 100, "acme"), ("r1", 200, "globex"), ("r2", 300, "acme")):
+            bench = self.benches[name]
+            bench.end(bench.arrive(tokens, tenant))
+            bench.clock.now_s += 10.0
+
+    async def __call__(self, method: str, tenant: str | None, timeout_s: float) -> list[Any]:
+        assert method == "sessions"
+        self.asked.append(tenant)
+        await asyncio.sleep(0)
+        return [
+            {"replica": name, **session_report(bench.sessions, bench.admission, tenant, bench.clock())}
+            for name, bench in self.benches.items()
+        ]
+
+
+@pytest.fixture
+def replicas() -> Replicas:
+    return Replicas()
+
+
+def get(config: AppConfig, replicas: Any, *names: str) -> list[httpx.Response]:
+    """Return each key holder's answer, all at once."""
+
+    async def answers() -> list[httpx.Response]:
+        application = make_application(services_of(config, sessions=SessionList(replicas)))
+        transport = httpx.ASGITransport(application)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            headers = [{"authorization": f"Bearer {KEYS[name][0]}"} if name else {} for name in names]
+            return await asyncio.gather(*(client.get(PATH, headers=one) for one in headers))
+
+    return asyncio.run(answers())
+
+
+def test_each_key_sees_its_own(replicas: Replicas) -> None:
+    """The operator sees all, with the pools' capacity; a tenant sees no trace of another."""
+    acme, globex, operator = (answer.json() for answer in get(CLOSED, replicas, "acme", "globex", "operator"))
+    seen = [
+        {(row["replica"], row["tenant"], row["tokens"]) for row in each["sessions"]}
+        for each in (acme, globex, operator)
+    ]
+    assert seen[0] == {("r1", "acme", 100), ("r2", "acme", 300)}
+    assert seen[1] == {("r1", "globex", 200)}
+    assert seen[2] == seen[0] | seen[1]
+    assert (acme["viewer"], acme["tenant"]) == ("tenant", "acme")
+    assert (operator["viewer"], operator["tenant"]) == ("operator", None)
+    assert globex["replicas"] == [
+        {"replica": "r1", "sessions": 1, "live_tokens": 200},
+        {"replica": "r2", "sessions": 0, "live_tokens": 0},
+    ]
+    assert [set(row) - {"replica", "sessions", "live_tokens"} for row in operator["replicas"]] == [{"room_tokens"}] * 2
+    assert "acme" not in str(globex)
+
+
+def test_without_tenants_everybody_sees_all(replicas: Replicas) -> None:
+    (answer,) = get(AppConfig(model="demo"), replicas, "")
+    assert len(answer.json()["sessions"]) == 3
+
+
+def test_sessions_used_last_come_first(replicas: Replicas, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order covers all replicas, and the number is bounded."""
+    monkeypatch.setattr(module, "MOST_TOLD", 2)
+    (answer,) = get(CLOSED, replicas, "operator")
+    assert [(row["tokens"], row["idle_s"]) for row in answer.json()["sessions"]] == [(200, 10.0), (300, 10.0)]
+
+
+def test_replicas_are_asked_once_for_many_clients(replicas: Replicas, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each viewer has its own answer; a leaving client affects no other; later the replicas are asked again."""
+    asking = SessionList(replicas)
+
+    async def ask() -> None:
+        first, second = (asyncio.create_task(asking.of("acme")) for _ in range(2))
+        await asyncio.sleep(0)
+        first.cancel()
+        assert len((await second)["sessions"]) == 2
+        assert await asking.of("acme") is await asking.of("acme")
+        await asking.of(None)
+        assert replicas.asked == ["acme", None]
+        later_s = time.monotonic() + module.FRESH_S
+        monkeypatch.setattr(module.time, "monotonic", lambda: later_s)
+        await asking.of("acme")
+        assert replicas.asked == ["acme", None, "acme"]
+
+    asyncio.run(ask())
+
+
+def test_a_silent_replica_is_a_sentence() -> None:
+    async def silent(*_: Any, **__: Any) -> list[Any]:
+        raise TimeoutError
+
+    (answer,) = get(CLOSED, silent, "acme")
+    assert (answer.status_code, answer.headers["retry-after"]) == (Overloaded.status, "5")
+    assert answer.json()["error"]["message"] == "A replica does not report its sessions; ask again."

@@ -9,7 +9,7 @@ import pytest
 
 from tests.serve_app.ingress.page.scene import decision, figure, replica, snapshot
 from tests.serve_app.ingress.page.stage import Stage
-from tests.serve_app.ingress.page.test_chat import say
+from tests.serve_app.ingress.page.test_sessions import say
 
 AXE = Path(os.environ.get("WARMPATH_AXE", "nowhere"))
 

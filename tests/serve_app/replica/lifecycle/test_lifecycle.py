@@ -1,20 +1,30 @@
-"""A replica's reactions to a stop, real or only supposed, and its notices. No Ray runs."""
+"""A replica's reactions to a stop, real or only supposed, its notices, its departure, and real engines. No Ray."""
 
 import asyncio
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from router.serve.core_registry import RunningReplicas
 from serve_app.config.app import AppConfig
 from serve_app.engine.core.engine import TorchEngine
+from serve_app.engine.protocol import Save
 from serve_app.replica.lifecycle import departure, lifecycle
+from serve_app.replica.lifecycle.departure import MISSING_S, NOTICED_S, Departure
+from serve_app.replica.lifecycle.handover import HandOver
 from serve_app.replica.lifecycle.lifecycle import Lifecycle
-from serve_app.replica.lifecycle.receipt import MoveMeters
+from serve_app.replica.lifecycle.prewarm import Prewarm
+from serve_app.replica.lifecycle.receipt import MoveMeters, Receipt
 from serve_app.replica.running_calls import RunningCalls
 from serve_app.replica.token_channel import TokenSender
+from tests.serve_app.conftest import MakeEngine, Reference
+from tests.serve_app.engine.tiny import Collector, prompt, request, run_all
 from tests.serve_app.replica.lifecycle.peers import SIZE, Local, fill, make_engine
+from tests.serve_app.replica.lifecycle.test_prewarm import no_adapter
+from tests.serve_app.replica.loops import run_at_once
 
 pytestmark = pytest.mark.anyio
 
@@ -86,3 +96,95 @@ async def test_without_peers_there_is_nothing_to_say(monkeypatch: pytest.MonkeyP
     await stage.open().finish()
     await asyncio.sleep(0)
     assert stage.posted.empty()
+
+
+WAIT_S = 4 * MISSING_S
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        (["other"], []),
+        (["me other", "other", "wait", ""], ["leave"]),
+        (["me", "", "me"], []),
+        (["me", "", "wait", "me"], ["leave", "stay"]),
+        (["me", "reconfigure", "", "wait", "reconfigured", "me"], []),
+        (["me", "reconfigure", "", "wait", "reconfigured"], ["leave"]),
+        (["me", "", "turn", "stopped"], ["leave"]),
+        (["me", "turn", "stopped", "me other", "other"], ["leave"]),
+    ],
+    ids=[
+        "one that starts", "missing for long, once", "returns soon", "returns late", "returns after a reconfigure",
+        "leaves after a reconfigure", "stopped while missing", "stopped while listed, and listed again",
+    ],
+)  # fmt: skip
+def test_an_absence_is_an_end_when_it_lasts(steps: list[str], told: list[str]) -> None:
+    """Steps are the running replicas, or other events. Serve may stop one before its absence is long enough."""
+    calls: list[str] = []
+
+    async def run() -> None:
+        replicas, loop = RunningReplicas(), asyncio.get_running_loop()
+        departure = Departure("me", lambda _: calls.append("leave"), lambda: calls.append("stay"), loop)
+        replicas.listen(departure.heard)
+        with ExitStack() as reconfigures:
+            for step in steps:
+                match step:
+                    case "wait":
+                        await asyncio.sleep(WAIT_S)
+                    case "turn":
+                        await asyncio.sleep(0)
+                    case "reconfigure":
+                        reconfigures.enter_context(departure.reconfiguring())
+                    case "reconfigured":
+                        reconfigures.close()
+                    case "stopped":
+                        departure.stopped()
+                    case names:
+                        replicas.heard(names.split())
+        await asyncio.sleep(WAIT_S)
+        assert departure.leaving == (calls[-1:] == ["leave"])
+
+    run_at_once(run())
+    assert calls == told
+
+
+def test_time_away_in_a_reconfigure_is_not_taken_from_the_time_to_leave() -> None:
+    async def run() -> None:
+        loop, left = asyncio.get_running_loop(), list[float]()
+        departure = Departure("me", left.append, lambda: None, loop)
+        departure.heard({"me"})
+        with departure.reconfiguring():
+            departure.heard(set())
+            await asyncio.sleep(WAIT_S)
+            ended_s = loop.time()
+        await asyncio.sleep(WAIT_S)
+        assert left[0] >= ended_s - NOTICED_S
+
+    run_at_once(run())
+
+
+def test_moved_kv_is_computed_kv(make_engine: MakeEngine, reference: Reference) -> None:
+    """KV is handed over while a stream runs, then copied by a joining replica; the save survives both."""
+    first, second, third = (make_engine(pin_budget_blocks=64) for _ in range(3))
+    ids, saved = prompt(200), prompt(100, 3)
+    run_all(first, [request("a", ids, 1), structs.replace(request("b", saved, 1), saves=(Save(b"key", 96),))])
+    stream = Collector()
+    first.submit(request("stream", prompt(40, 4), 300), stream)
+    stream.wait_tokens("stream", 3)
+    receipt = Receipt()
+
+    peers = Local({"peer": second})
+    asyncio.run(HandOver(first, peers, 16, lambda: True, receipt).run(["peer"], 60.0))
+    assert receipt.saves == 1
+    assert receipt.bytes == receipt.blocks.total() * first.kv_block_bytes
+    prewarm = Prewarm(third, peers, no_adapter, AppConfig(prewarm_timeout_s=60.0))
+    assert asyncio.run(prewarm.run(["peer"])).blocks["save"] == 6
+    for name, engine in (("second", second), ("third", third)):
+        got = run_all(engine, [request(name, ids, 8), request(f"{name} saved", saved, 8)])
+        assert got.cached == {name: 192, f"{name} saved": 96}
+        assert got.tokens[name] == reference("qwen3", ids, 8)
+        assert got.tokens[f"{name} saved"] == reference("qwen3", saved, 8)
+    again = run_all(second, [structs.replace(request("again", saved, 1), saves=(Save(b"key", 96),))])
+    assert again.cached["again"] == 96
+    stream.wait(["stream"])
+    assert stream.tokens["stream"] == reference("qwen3", prompt(40, 4), 300)
