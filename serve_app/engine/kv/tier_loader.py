@@ -14,7 +14,7 @@ from router.protocol.samples import Labels, Sample
 from serve_app.cache.kv_chain import Row
 from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.cache.prefix.prefix_cache import PrefixCache
-from serve_app.cache.prefix_digest import extend_digests, scope_digest
+from serve_app.cache.prefix_digest import next_digest, scope_digest
 from serve_app.cache.tiers.load_rule import LoadRule
 from serve_app.cache.tiers.tier import Tier, TierLoad, Wanted
 from serve_app.cache.tiers.tiers import Tiers, TierSettings
@@ -180,10 +180,12 @@ class TierLoader:
             entry = self._cache.index.of_block(matched[-1])
             assert entry is not None
             parent = describe(self._cache, [entry])[0].prefix_digest
+        scopes = scope_digest(tokens.scope.public), scope_digest(tokens.scope.private)
         for i in range(len(matched), last):
-            ids, scope = tokens.token_ids[size * i : size * (i + 1)], tokens.scope.at(i)
-            (parent,) = extend_digests(parent, scope, ids, size)
-            yield Wanted(hash_at(tokens.chain, i), parent, scope_digest(scope))
+            ids = tokens.token_ids[size * i : size * (i + 1)].astype("<i4", copy=False)
+            scope = scopes[i >= tokens.scope.public_blocks]
+            parent = next_digest(parent, scope, ids.tobytes())
+            yield Wanted(hash_at(tokens.chain, i), parent, scope)
 
     def _worthwhile(self, fetch: _Fetch, run: Sequence[_Found]) -> bool:
         """Decide once per request and tier, so that it never waits for a load and then computes the blocks anyway.

@@ -18,7 +18,7 @@ from serve_app.engine.protocol import EngineRequest
 from tests.serve_app.conftest import MakeEngine, Reference
 from tests.serve_app.engine.kv.test_prompt_pins import saving
 from tests.serve_app.engine.kv.test_tier_loader import BLOCK, SMALL, settle, spill
-from tests.serve_app.engine.tiny import prompt, request, run_all, sample
+from tests.serve_app.engine.tiny import SECRET, prompt, request, run_all, sample
 
 IDS = prompt(200)
 FOLDER = object_tier.FOLDER
@@ -245,6 +245,25 @@ def test_a_request_that_stores_nothing_leaves_no_object(tmp_path: Path, make_eng
     settle(engine)
     engine.stop()
     assert objects(tmp_path) == []
+
+
+def test_public_blocks_are_every_tenants_and_no_others(tmp_path: Path, make_engine: MakeEngine) -> None:
+    """A second engine gives another tenant the public part that the first one computed. (docs: caching)"""
+    below = tiers(f"file://{tmp_path}")
+
+    def asking(name: str, tenant: bytes, root: bytes) -> EngineRequest:
+        scope = PrefixScope("tiny", salt=tenant, public_blocks=6)
+        return replace(request(name, IDS, 5, scope=scope), root=scope.public.root(root) + scope.private.root(root))
+
+    first = make_engine(tiers=below, **SMALL)
+    one = run_all(first, [asking("one", b"acme", SECRET)])
+    first.stop()
+    second = make_engine(tiers=below, **SMALL)
+    two = run_all(second, [asking("two", b"zeta", SECRET)])
+    assert (two.cached["two"], two.tokens["two"]) == (96, one.tokens["one"])
+    assert run_all(second, [asking("three", b"acme", SECRET)]).cached["three"] == 192
+    third = make_engine(tiers=below, **SMALL)
+    assert run_all(third, [asking("four", b"zeta", b"another" * 4)]).cached["four"] == 0
 
 
 def test_a_saved_prompt_is_written_at_once(tmp_path: Path, make_engine: MakeEngine) -> None:
