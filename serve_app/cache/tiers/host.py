@@ -79,7 +79,7 @@ class HostTier(Tier):
     expected_bytes_per_s = 4e9
 
     def __init__(self, parts: TierParts, below: Tier | None) -> None:
-        super().__init__(below)
+        super().__init__(parts, below)
         bound, row_bytes = parts.settings.host_cache_bytes, parts.format.block_bytes
         self.index: HostSlab = HostSlab(bound, parts.size_bytes, row_bytes, parts.shares, parts.clock)
         self.counts = self.index.counts

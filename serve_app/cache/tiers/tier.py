@@ -4,6 +4,7 @@ A tier is a file here with a function that opens it, a line in ``tiers.OPENERS``
 calls a tier; only one behind a ``TierQueue`` has a thread. A batch has children first, so heads are evicted last.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,10 @@ ReadRows = Callable[[Sequence[int], Sequence[Row]], None]
 Wake = Callable[[], None]
 
 _LOAD_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+_EXPECTED_WEIGHT_S = 0.05
+_MEMORY_S = 1.0
+_FORGET = 0.99
 
 _DEFAULTS = CacheSection()
 
@@ -85,12 +90,45 @@ class TierLoad:
         self.done = False
 
 
+class LoadRule:
+    """The rule to load KV: bytes / bandwidth <= ratio * tokens / prefill rate. Not thread-safe.
+
+    The bandwidth is that of about the last second of loading, at first an expected one.
+    """
+
+    def __init__(self, ratio: float, expected_bytes_per_s: float) -> None:
+        self.ratio = ratio
+        self._expected = self._bytes = expected_bytes_per_s * _EXPECTED_WEIGHT_S
+        self._seconds = _EXPECTED_WEIGHT_S
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The current estimate of the bandwidth."""
+        return self._bytes / self._seconds
+
+    def observe(self, loaded_bytes: int, duration_s: float) -> None:
+        """Update the estimate with a load's measured duration."""
+        kept = math.exp(-duration_s / _MEMORY_S)
+        self._bytes = self._bytes * kept + loaded_bytes
+        self._seconds = self._seconds * kept + duration_s
+
+    def worthwhile(self, size_bytes: int, tokens: int, prefill_tokens_per_s: float) -> bool:
+        """Return whether to load; True at an unknown prefill rate (0). A refusal moves the rate to the expected."""
+        if self.ratio <= 0.0:
+            return False
+        if prefill_tokens_per_s <= 0.0 or size_bytes / self.bytes_per_s <= self.ratio * tokens / prefill_tokens_per_s:
+            return True
+        self._bytes = _FORGET * self._bytes + (1 - _FORGET) * self._expected
+        self._seconds = _FORGET * self._seconds + (1 - _FORGET) * _EXPECTED_WEIGHT_S
+        return False
+
+
 class Tier:
     """One tier. What has a body here is optional.
 
     ``counts``: since the start. ``expected_bytes_per_s``: its bandwidth until measured. ``keeps``: blocks outlive the
     process, and saves go there. ``below``: the next slower tier, which gets the blocks evicted here. ``index``: what
-    this replica holds here and tells routers; None: it tells nothing. ``load_seconds``: durations of loads.
+    this replica holds here and tells routers; None: it tells nothing.
     """
 
     name: str
@@ -99,9 +137,11 @@ class Tier:
     keeps = False
     index: TierIndex[Any] | None = None
 
-    def __init__(self, below: "Tier | None") -> None:
+    def __init__(self, parts: TierParts, below: "Tier | None") -> None:
         self.below = below
+        self.rule = LoadRule(parts.settings.tier_load_ratio, self.expected_bytes_per_s)
         self.load_seconds = Histogram(_LOAD_BUCKETS_S)
+        self._size_bytes = parts.size_bytes
 
     def holds(self, wanted: Wanted | TierBlock) -> bool:
         """Return whether a block is here, or worth a ``load`` that may find it."""
@@ -114,6 +154,12 @@ class Tier:
     def load(self, wanted: Sequence[Wanted]) -> TierLoad:
         """Start reading blocks without a ``row``, parents first."""
         raise NotImplementedError
+
+    def loaded(self, blocks: int, duration_s: float) -> None:
+        """Note a load's duration; one that found nothing says nothing about the bandwidth."""
+        self.load_seconds.observe(duration_s)
+        if blocks:
+            self.rule.observe(blocks * self._size_bytes, duration_s)
 
     def put(self, blocks: Sequence[TierBlock], read: ReadRows, saved_until_s: float | None = None) -> bool:
         """Store a batch; blocks already here are only marked as used. Return whether all are or will be stored.

@@ -79,10 +79,10 @@ class TierQueue(Tier):
     def __init__(
         self, store: BlockStore, max_bytes: int, parts: TierParts, below: Tier | None = None, *, threads: int = 1
     ) -> None:
-        super().__init__(below)
         self.store = store
         self.name, self.index, self.counts = store.name, store.index, store.counts
         self.expected_bytes_per_s = store.expected_bytes_per_s
+        super().__init__(parts, below)
         self._max_blocks = max(1, max_bytes // parts.size_bytes)
         self._row_bytes = parts.format.block_bytes
         self._wake = parts.wake

@@ -15,7 +15,6 @@ from serve_app.cache.kv_chain import Row
 from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.cache.prefix_digest import next_digest, scope_digest
-from serve_app.cache.tiers.load_rule import LoadRule
 from serve_app.cache.tiers.tier import Tier, TierLoad, Wanted
 from serve_app.cache.tiers.tiers import Tiers, TierSettings
 from serve_app.engine.kv.tier_spiller import TierSpiller, describe
@@ -44,7 +43,7 @@ class _Fetch:
     """The state of one request's loads. ``load``: the one it waits for."""
 
     load: TierLoad | None = None
-    worthwhile: dict[str, bool] = field(default_factory=dict)
+    worthwhile: dict[Tier, bool] = field(default_factory=dict)
     loads: int = 0
 
 
@@ -75,8 +74,6 @@ class TierLoader:
         self._cache = cache
         self._runner = runner
         self._meters = meters
-        rates = {tier.name: tier.expected_bytes_per_s for tier in self.tiers.tiers}
-        self._rule = LoadRule(settings.tiers.tier_load_ratio, rates)
         self._fetches: dict[str, _Fetch] = {}
         self._step_blocks = max(1, STEP_BYTES // runner.block_bytes)
         self._room_blocks = self._step_blocks
@@ -119,10 +116,7 @@ class TierLoader:
         fetch.load = None
         if load is not None and not load.observed:
             load.observed = True
-            if load.blocks:
-                self._observe(load.tier, len(load.blocks), load.duration_s)
-            else:
-                load.tier.load_seconds.observe(load.duration_s)
+            load.tier.loaded(len(load.blocks), load.duration_s)
         if not run or fetch.loads >= MOST_LOADS or not self._worthwhile(fetch, run):
             return "nothing"
         if run[0].row is None:
@@ -192,11 +186,11 @@ class TierLoader:
 
         A block in a faster tier is then not computed because others, or what another tier may hold, load slowly.
         """
-        tier = run[0].tier.name
+        tier = run[0].tier
         if tier not in fetch.worthwhile:
-            blocks = sum(1 for found in run if found.tier.name == tier)
+            blocks = sum(1 for found in run if found.tier is tier)
             size, tokens = blocks * self.tiers.size_bytes, blocks * self._cache.block_size
-            fetch.worthwhile[tier] = self._rule.worthwhile({tier: size}, tokens, self._meters.prefill_tokens_per_s)
+            fetch.worthwhile[tier] = tier.rule.worthwhile(size, tokens, self._meters.prefill_tokens_per_s)
         return fetch.worthwhile[tier]
 
     def _await(self, fetch: _Fetch, run: Sequence[_Found]) -> Fetched:
@@ -234,12 +228,8 @@ class TierLoader:
         for found in ready[:loaded]:
             found.tier.counts.hits += 1
         if loaded and not loaded_before:
-            self._observe(ready[0].tier, loaded, duration_s)
+            ready[0].tier.loaded(loaded, duration_s)
         return loaded
-
-    def _observe(self, tier: Tier, blocks: int, duration_s: float) -> None:
-        self._rule.observe(tier.name, blocks * self.tiers.size_bytes, duration_s)
-        tier.load_seconds.observe(duration_s)
 
 
 def install_blocks(
